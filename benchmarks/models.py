@@ -6,12 +6,15 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from dashinfer_vlm_cli.verification.checkpoint_files import IDS, PIXELS, write_json, write_tokenizer
 from dashinfer_vlm_core import EngineConfig
 from dashinfer_vlm_core.models.checkpoint import find_model
 from dashinfer_vlm_core.plugins import load_plugins
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 CACHE = EngineConfig().cache_folder / "benchmarks" / "models"
 """The default folder of created models."""
@@ -41,7 +44,7 @@ class Shape:
 
 
 SHAPES = {
-    # Qwen2-0.5B's text model with half of Qwen2-VL's tower: 582 M parameters.
+    # Qwen2-0.5B's text model with half of Qwen2-VL's vision encoder: 582 M parameters.
     "small": Shape(
         hidden=896, inner=4864, layers=24, heads=14, kv_heads=2, sections=(8, 12, 12),
         tower_width=640, tower_layers=16, tower_heads=8,
@@ -93,8 +96,7 @@ def ensure_model(name: str, folder: Path) -> Path:
 
 def write_model(shape: Shape, folder: Path) -> None:
     """Write configuration, weights (bfloat16) and tokenizer in the layout of the published checkpoints."""
-    import torch
-    from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers import AutoConfig
 
     config = AutoConfig.for_model(
         shape.family,
@@ -119,6 +121,17 @@ def write_model(shape: Shape, folder: Path) -> None:
         vision_end_token_id=IDS["<|vision_end|>"],
         tie_word_embeddings=True,
     )
+    save_random_weights(config, folder)
+    write_json(folder / "config.json", _flat(json.loads((folder / "config.json").read_text()), shape))
+    write_json(folder / "preprocessor_config.json", PIXELS)
+    write_tokenizer(folder)
+
+
+def save_random_weights(config: PreTrainedConfig, folder: Path) -> None:
+    """Write a model with random weights (bfloat16), as transformers writes it."""
+    import torch
+    from transformers import AutoModelForImageTextToText
+
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -128,9 +141,6 @@ def write_model(shape: Shape, folder: Path) -> None:
     model.generation_config.eos_token_id = [IDS["<|im_end|>"], IDS["<|endoftext|>"]]
     model.generation_config.pad_token_id = IDS["<|endoftext|>"]
     model.save_pretrained(folder)
-    write_json(folder / "config.json", _flat(json.loads((folder / "config.json").read_text()), shape))
-    write_json(folder / "preprocessor_config.json", PIXELS)
-    write_tokenizer(folder)
 
 
 def _vision_config(shape: Shape) -> dict[str, Any]:

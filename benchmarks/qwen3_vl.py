@@ -8,6 +8,8 @@ from pathlib import Path
 
 from dashinfer_vlm_cli.verification.checkpoint_files import IDS, TEMPLATE, write_json, write_tokenizer
 
+from .models import save_random_weights
+
 VOCABULARY = 151_936
 PATCHES = {
     "patch_size": 16,
@@ -43,8 +45,7 @@ SHAPES = {
 
 def write_model(shape: Shape, folder: Path) -> None:
     """Write configuration, weights (bfloat16) and tokenizer in the layout of the published checkpoints."""
-    import torch
-    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+    from transformers import Qwen3VLConfig
 
     config = Qwen3VLConfig(
         text_config={
@@ -80,15 +81,7 @@ def write_model(shape: Shape, folder: Path) -> None:
         vision_end_token_id=IDS["<|vision_end|>"],
         tie_word_embeddings=True,
     )
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        model = Qwen3VLForConditionalGeneration(config)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    model.generation_config.eos_token_id = [IDS["<|im_end|>"], IDS["<|endoftext|>"]]
-    model.generation_config.pad_token_id = IDS["<|endoftext|>"]
-    model.save_pretrained(folder)
+    save_random_weights(config, folder)
     _publish_config(folder / "config.json")
     write_json(folder / "preprocessor_config.json", PATCHES | {"size": IMAGE_SIZE})
     write_json(folder / "video_preprocessor_config.json", PATCHES | {"size": VIDEO_SIZE})

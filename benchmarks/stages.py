@@ -144,7 +144,7 @@ async def measure(config: EngineConfig, rates: Rates, repeats: int) -> list[Stag
         for _ in range(repeats):
             prompt = await _one(clock, pipeline, fetcher, images.url, source)
             await _batch(clock, pipeline, source)
-            await _tower_pass(clock, pipeline, source)
+            await _encoder_pass(clock, pipeline, source)
             _sampling(clock, pipeline)
     await _transport(clock, repeats)
     return _stages(clock, pipeline, rates, len(prompt))
@@ -160,7 +160,7 @@ async def _one(clock: Clock, pipeline: ChatPipeline, fetcher: Fetcher, url: str,
         image = decode_image(data, path=PART, max_pixels=1 << 24, background=(255, 255, 255))
     with clock.time("resize"):
         patches = with_digest(pipeline.processor.process(Image(image=image, path=PART)))
-    with clock.time("tower"):
+    with clock.time("encoder"):
         visual = await pipeline.vision.embed([patches])
     with clock.time("prompt"):
         prompt = pipeline.prompts.build(request, [patches])
@@ -226,8 +226,8 @@ async def _batch(clock: Clock, pipeline: ChatPipeline, source: random.Random) ->
     clock.seconds["batch"].append(gaps.median("step"))
 
 
-async def _tower_pass(clock: Clock, pipeline: ChatPipeline, source: random.Random) -> None:
-    """Encode four images in one pass of the tower."""
+async def _encoder_pass(clock: Clock, pipeline: ChatPipeline, source: random.Random) -> None:
+    """Encode four images in one pass of the vision encoder."""
     items = [_patches(pipeline, source) for _ in range(4)]
     with clock.time("pass"):
         await pipeline.vision.embed(items)
@@ -293,7 +293,7 @@ def serving(engine: Engine) -> Iterator[str]:
 def _stages(clock: Clock, pipeline: ChatPipeline, rates: Rates, prompt: int) -> list[Stage]:
     folder = pipeline.spec.folder
     speed = rates.bf16_gflop_s * 1e9
-    tower = vision_flop(folder, image_patches(folder)) / speed
+    encoder = vision_flop(folder, image_patches(folder)) / speed
     prefill = prefill_flop(pipeline.spec.text, prompt) / speed
     step = step_seconds(folder, rates)
     first = max(0.0, clock.median("server first") - clock.median("engine first"))
@@ -304,7 +304,7 @@ def _stages(clock: Clock, pipeline: ChatPipeline, rates: Rates, prompt: int) -> 
         Stage(name="fetch a JPEG of 448x448, over loopback", seconds=timed("fetch")),
         Stage(name="decode it", seconds=timed("decode")),
         Stage(name="resize, patchify, digest", seconds=timed("resize")),
-        Stage(name="tower", seconds=timed("tower"), limit=tower),
+        Stage(name="vision encoder", seconds=timed("encoder"), limit=encoder),
         Stage(name="prompt: template, tokens, positions", seconds=timed("prompt")),
         Stage(name=f"prefill of {prompt} tokens, first token", seconds=timed("prefill"), limit=prefill),
         Stage(name="decode step, 1 response", seconds=timed("step"), times=TOKENS - 1, limit=step),
@@ -312,7 +312,7 @@ def _stages(clock: Clock, pipeline: ChatPipeline, rates: Rates, prompt: int) -> 
         Stage(name="server: up to the first chunk", seconds=first),
         Stage(name="server: each further chunk", seconds=chunk, times=TOKENS - 1),
         Stage(name=f"decode step, {BATCH} responses", seconds=timed("batch"), times=0, limit=step),
-        Stage(name="tower, 4 images in one pass", seconds=timed("pass"), times=0, limit=4 * tower),
+        Stage(name="vision encoder, 4 images in one pass", seconds=timed("pass"), times=0, limit=4 * encoder),
         *(
             Stage(name=f"of a step: sampling, {kind}, {count} responses", seconds=timed(f"{kind} {count}"), times=0)
             for kind in ("greedy", "drawn")

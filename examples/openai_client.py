@@ -24,7 +24,10 @@ messages = [
     }
 ]
 
-client = openai.OpenAI(base_url=os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1"), api_key="not needed")
+client = openai.OpenAI(
+    base_url=os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1"),
+    api_key=os.environ.get("OPENAI_API_KEY", "none"),  # a server without keys accepts any
+)
 for chunk in client.chat.completions.create(model="model", messages=messages, temperature=0, stream=True):
     print(chunk.choices[0].delta.content or "", end="", flush=True)
 print()

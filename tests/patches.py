@@ -1,4 +1,4 @@
-"""Patches of random pixels: input for the vision tower without an image."""
+"""Patches of random pixels: input for the vision encoder without an image."""
 
 from __future__ import annotations
 

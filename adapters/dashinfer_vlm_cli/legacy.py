@@ -55,6 +55,9 @@ class OldFlag:
         return self.flag.lstrip("-").replace("-", "_")
 
 
+GPTQ_IS_DETECTED = "GPTQ checkpoints are recognized from their config.json"
+
+
 def rename_to(flag: str) -> Callable[[str], FlagTranslation]:
     return lambda value: FlagTranslation(args=(flag, value))
 
@@ -75,17 +78,13 @@ def _translate_quant_type(kind: str) -> FlagTranslation:
         return FlagTranslation(args=("--quantization", "int4"))
     if kind == "fp8":
         return _reject_fp8(kind)
-    raise ConfigError(
-        "`--quant-type` cannot be gptq or gptq_weight_only: quantized checkpoints are not supported. Use the"
-        " unquantized checkpoint with `--quant-type a16w8` or `a16w4`.",
-        param="quant-type",
-    )
+    return FlagTranslation(note=f"no effect; {GPTQ_IS_DETECTED}")
 
 
 def _reject_fp8(_: str) -> FlagTranslation:
     raise ConfigError(
-        "FP8 (`--fp8`, `--quant-type fp8`) is not supported. Use `--quantization int8`, which needs the same memory, or"
-        " leave it out.",
+        "Weights cannot be quantized to FP8 (`--fp8`, `--quant-type fp8`). Use `--quantization int8`, which needs the"
+        " same memory, or leave it out. FP8 checkpoints need no option.",
         param="fp8",
     )
 
@@ -160,7 +159,8 @@ FLAGS = (
     OldFlag(
         flag="--quant-type",
         metavar="gptq|gptq_weight_only|a8w8|a16w4|a16w8|fp8",
-        replacement="`a16w8` and `a8w8`: `--quantization int8`; `a16w4`: `--quantization int4`; others are rejected",
+        replacement="`a16w8` and `a8w8`: `--quantization int8`; `a16w4`: `--quantization int4`; `fp8`: rejected;"
+        f" others: no effect, {GPTQ_IS_DETECTED}",
         translate=_translate_quant_type,
     ),
     OldFlag(

@@ -148,7 +148,7 @@ _OBSERVABILITY = (
 @config_options
 @renamed_option("--max-held-mib", "--max-buffered-mib", envvar=variable("max-held-mib"))
 def serve(*, config: EngineConfig, **options: Any) -> None:
-    """Serve OpenAI's chat completions API over HTTP.
+    """Serve OpenAI's Chat Completions and Responses APIs over HTTP.
 
     By default, the server listens on localhost only, without API keys or TLS. SIGTERM shuts it down gracefully. Exit
     codes: 0 after a signal; 1 unexpected error; 2 setup error; 3 the decoder failed permanently.

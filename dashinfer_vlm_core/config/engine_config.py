@@ -134,7 +134,7 @@ class EngineConfig(BaseSettings):
     vision_quantization: Literal["auto", "none", "int8"] = Field(
         "auto",
         description="Data type that weights of the vision encoder are quantized to; `auto` uses int8 if `quantization`"
-        " is int8 and the CPU kernels support it.",
+        " is set and the CPU kernels support it.",
     )
     cpu_kernels: str = Field(
         "auto",
@@ -167,8 +167,8 @@ class EngineConfig(BaseSettings):
     prefill_chunk: int = Field(
         512,
         ge=1,
-        description="Maximum number of prompt tokens per step. While other requests are decoded: half as many, and not"
-        " many more than take 0.1 seconds.",
+        description="Maximum number of prompt tokens per step. While other requests are decoded, at most half as many,"
+        " and about as many as take 0.1 seconds.",
     )
     kv_cache_mib: int = Field(
         4096, ge=1, description="Size of the KV cache, for running requests and earlier prompts, in MiB."

@@ -58,7 +58,7 @@ class EmbeddingStoreOptions(PluginOptions):
         try:
             secret = file.expanduser().read_bytes().strip()
         except OSError as error:
-            message = f"`embedding_store_secret_file`: {file} cannot be read: {error.strerror}."
+            message = f"`embedding_store_secret_file`: {file} cannot be read: {error.strerror}. Check the path."
             raise ConfigError(message, param="embedding_store_secret_file") from error
         if len(secret) < MIN_SECRET_BYTES:
             raise ConfigError(

@@ -540,7 +540,7 @@ def _hide_internal_errors() -> Iterator[None]:
     except DashInferVLMError:
         raise
     except Exception as error:
-        logger.exception("a request failed")
+        logger.exception("A request failed.")
         raise EngineError(
             "The engine failed on this request; see its log for the cause. Other requests are not affected.",
             code="internal_error",

@@ -234,7 +234,7 @@ class RemoteEngine:
         models = (await self._client.models.list(timeout=STATUS_SECONDS)).data
         served = next((model for model in models if model.id == self.model), models[0] if models else None)
         if served is None:
-            raise EngineError("The server lists no model at `/models`.")
+            raise EngineError("The server lists no model at `/models`. Load one there, or check `api_base`.")
         length = getattr(served, "max_model_len", None)  # vLLM's and SGLang's servers report it here
         return EngineStatus(state="ready", model=served.id, max_model_len=length if isinstance(length, int) else 0)
 

@@ -101,7 +101,7 @@ def decode_video(
         except MemoryError as error:
             raise out_of_memory_error("video", part.path) from error
         except Exception:  # the library is broken or fails on this file; another reader may succeed
-            logger.warning("Video reader %r failed; trying the next one", reader.name, exc_info=True)
+            logger.warning("Video reader %r failed; trying the next one.", reader.name, exc_info=True)
     raise undecodable_error(part.path)
 
 

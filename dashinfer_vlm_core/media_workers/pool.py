@@ -166,12 +166,12 @@ def create_executor(
         if workers is not None:
             raise ConfigError("media_workers: worker processes need Linux. Set it to 0.", param="media_workers")
         check_without_workers(decoder.readers)
-        logger.info("media are decoded in threads: worker processes need Linux")
+        logger.info("Media are decoded in threads: worker processes need Linux.")
         return threads
     references = [reference_to(item) for item in (family, *decoder.readers)]
     if None in references:
         check_without_workers(decoder.readers)
-        logger.warning("media are decoded in threads: a registered model family or video reader is not importable")
+        logger.warning("Media are decoded in threads: a registered model family or video reader is not importable.")
         return threads
     setup = {
         "config": config.model_dump(mode="json"),

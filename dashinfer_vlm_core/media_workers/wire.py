@@ -11,7 +11,7 @@ the head announces.
                         {"tokens": n, "logs": [...]}            the item has more than `max_tokens` visual tokens
                         {"exception": text, "logs": [...]}      the worker failed in another way
 
-`answers.py` validates what the engine receives.
+`worker_responses.py` validates what the engine receives.
 """
 
 from __future__ import annotations

@@ -20,10 +20,10 @@ from ..models.patches import with_digest
 from ..models.spec import PixelSpec
 from ..protocol import MediaPart
 from . import wire
-from .answers import Answer, PatchesAnswer, Started
 from .fork_server import FORK_SERVER
 from .shared_memory import SharedMemory
 from .wire import Disconnected
+from .worker_responses import PatchesResponse, Started, WorkerResponse
 
 PATIENCE_SECONDS = 1.0
 """How long a job runs at normal priority."""
@@ -146,7 +146,7 @@ class MediaWorker:
                 raise EngineClosed("The request was canceled.") from None
             self.kill()
             self.end = "crashed"
-            logger.warning("%s: its media worker ended unexpectedly", job.part.path)
+            logger.warning("%s: its media worker ended unexpectedly.", job.part.path)
             raise _crash_error(job.part) from error
 
     @property
@@ -188,10 +188,10 @@ class MediaWorker:
         wire.send(sock, head, job.data)
         self._wait(sock, end)
         sock.settimeout(max(end - time.monotonic(), 0.001))
-        return self._result(Answer.model_validate_json(wire.receive_head(sock)), job)
+        return self._result(WorkerResponse.model_validate_json(wire.receive_head(sock)), job)
 
     def _wait(self, sock: socket.socket, end: float) -> None:
-        """Wait for the answer. A long job goes on at low priority, so that short ones are not delayed."""
+        """Wait for the response. A long job goes on at low priority, so that short ones are not delayed."""
         poll = select.poll()
         poll.register(sock, select.POLLIN)
         if poll.poll(1000 * min(PATIENCE_SECONDS, max(0.0, end - time.monotonic()))):
@@ -201,32 +201,32 @@ class MediaWorker:
         if not poll.poll(1000 * max(0.0, end - time.monotonic())):
             raise TimeoutError
 
-    def _result(self, answer: Answer, job: Job) -> JobResult:
-        for text in answer.logs:
+    def _result(self, response: WorkerResponse, job: Job) -> JobResult:
+        for text in response.logs:
             logger.warning("%s: %s", job.part.path, text)
-        if answer.error is not None:
-            raise answer.error.restore(job.part.path)
-        if answer.exception is not None:
-            logger.error("a media worker failed:\n%s", textwrap.indent(answer.exception, "    "))
+        if response.error is not None:
+            raise response.error.restore(job.part.path)
+        if response.exception is not None:
+            logger.error("A media worker failed:\n%s", textwrap.indent(response.exception, "    "))
             raise EngineError(
                 "The engine failed on this request; see its log for the cause. Other requests are not affected.",
                 code="internal_error",
             )
-        if answer.patches is not None:
-            patches = self._patches(answer.patches, job)
-            return JobResult(tokens=patches.tokens, patches=patches, source_size=answer.patches.source_size)
-        if answer.tokens is None or answer.tokens <= job.max_tokens:
-            raise ValueError("there is no answer")
-        return JobResult(tokens=answer.tokens)
+        if response.patches is not None:
+            patches = self._patches(response.patches, job)
+            return JobResult(tokens=patches.tokens, patches=patches, source_size=response.patches.source_size)
+        if response.tokens is None or response.tokens <= job.max_tokens:
+            raise ValueError("the response is empty")
+        return JobResult(tokens=response.tokens)
 
-    def _patches(self, answer: PatchesAnswer, job: Job) -> Patches:
+    def _patches(self, response: PatchesResponse, job: Job) -> Patches:
         """Copy a worker's patches.
 
         Raises:
             ValueError: they do not have the shape of this model's patches.
         """
-        grid, spec = Grid(*answer.grid), self._config.pixels
-        rows, columns = answer.shape
+        grid, spec = Grid(*response.grid), self._config.pixels
+        rows, columns = response.shape
         tokens = self._config.processor.shape(grid).tokens
         if rows != grid.patches or columns != 3 * spec.temporal_patch_size * spec.patch_size**2:
             raise ValueError("the patches have another shape than the grid")
@@ -239,8 +239,8 @@ class MediaWorker:
                 tokens=tokens,
                 kind=job.part.kind,
                 path=job.part.path,
-                times=answer.times,
-                sampled_fps=answer.sampled_fps,
+                times=response.times,
+                sampled_fps=response.sampled_fps,
             )
         )
 
@@ -253,7 +253,7 @@ def _crash_error(part: MediaPart) -> MediaUndecodable:
 
 
 def _start_error(reason: str) -> EngineError:
-    logger.error("a media worker could not be started: %s", reason or "it ended at once")
+    logger.error("A media worker could not be started: %s.", reason or "it ended at once")
     return EngineError(
         "The process that decodes media could not be started; see the engine's log for the cause.",
         code="internal_error",

@@ -1,4 +1,4 @@
-"""Resolve a model name to its folder: a registered name, a folder, or a hub id."""
+"""Resolve a model name to its folder: a registered name, a folder, or a Hugging Face model ID."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
 def find_model(name: str, *, registered: Mapping[str, Path], revision: str | None = None) -> Path:
-    """Return a checkpoint's folder; a hub id that is not in the cache is downloaded with progress bars.
+    """Return a checkpoint's folder; a model ID that is not in the cache is downloaded with progress bars.
 
     Raises:
         CheckpointError: there is no such name, folder or repository, or the download failed.
@@ -29,14 +29,14 @@ def find_model(name: str, *, registered: Mapping[str, Path], revision: str | Non
         return download(name, revision=revision)
     known = ", ".join(sorted(registered)) or "none"
     raise CheckpointError(
-        f"There is no model {name!r}. Use a registered name (known: {known}), a folder, or a hub id such as"
-        " owner/name.",
+        f"There is no model {name!r}. Use a registered name (known: {known}), a folder, or a Hugging Face model ID such"
+        " as owner/name.",
         param="model",
     )
 
 
 def cached_models() -> dict[str, Path]:
-    """Return the folders of the checkpoints in the hub's cache by hub id, each at its most recent revision."""
+    """Return the folders of the checkpoints in the Hugging Face cache by model ID, each at its most recent revision."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -72,7 +72,7 @@ def download(repo_id: str, *, revision: str | None = None) -> Path:
     """Download a checkpoint from the Hugging Face Hub into its cache; cached files are not downloaded again.
 
     Raises:
-        CheckpointError: the hub does not have it or denies access, or the hub cannot be reached and the cache is
+        CheckpointError: the Hub does not have it or denies access, or the Hub cannot be reached and the cache is
             incomplete.
     """
     import httpx
@@ -88,25 +88,27 @@ def download(repo_id: str, *, revision: str | None = None) -> Path:
         return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(FILES)))
     except RepositoryNotFoundError as error:
         raise CheckpointError(
-            f"The hub has no model {repo_id!r}, or it is private. Check its name, or log in with `hf auth login`.",
+            f"The Hugging Face Hub has no model {repo_id!r}, or it is private. Check its name, or log in with"
+            " `hf auth login`.",
             param="model",
         ) from error
     except LocalEntryNotFoundError as error:
         raise CheckpointError(
-            f"The hub cannot be reached and {repo_id!r} is not in the cache. Check the connection, or use a folder.",
+            f"The Hugging Face Hub cannot be reached and {repo_id!r} is not in the cache. Check the connection, or use"
+            " a folder.",
             param="model",
         ) from error
     except (HfHubHTTPError, HFValidationError) as error:
         raise CheckpointError(f"Downloading {repo_id!r} failed: {error}", param="model") from error
-    except httpx.TransportError as error:  # the hub's client handles only some of these
+    except httpx.TransportError as error:  # the Hub's client handles only some of these
         raise CheckpointError(
-            f"The connection to the hub broke while {repo_id!r} was being downloaded ({error}). Try again to resume the"
-            " download.",
+            f"The connection to the Hugging Face Hub was lost while {repo_id!r} was being downloaded ({error}). Try"
+            " again to resume the download.",
             param="model",
         ) from error
     except OSError as error:
         raise CheckpointError(
-            f"Downloading {repo_id!r} failed: {error.strerror or error}. Check that the hub's cache folder (HF_HOME) is"
-            " writable and has free space.",
+            f"Downloading {repo_id!r} failed: {error.strerror or error}. Check that the Hugging Face cache folder"
+            " (HF_HOME) is writable and has free space.",
             param="model",
         ) from error

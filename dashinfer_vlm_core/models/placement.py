@@ -53,7 +53,7 @@ def quantizes_vision_encoder(config: EngineConfig, kernels: Kernels) -> bool:
     if config.vision_quantization == "int8" and not kernels.supports_int8:
         raise ConfigError(
             f"`vision_quantization` int8 is not supported by the kernels {kernels.name!r}, which run the vision encoder"
-            " here: it requires bfloat16 on a CPU with AVX-512 BF16 and VNNI and a C compiler. Remove it.",
+            " here: it requires bfloat16 and the C kernels, on an x86 CPU with AVX2. Remove it.",
             param="vision_quantization",
         )
     return config.vision_quantization == "int8"

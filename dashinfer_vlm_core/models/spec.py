@@ -185,7 +185,7 @@ class Profile:
         images: whether it accepts images.
         videos: whether it accepts videos.
         tools: whether it was trained to call tools.
-        reasoning: whether it reasons before it answers.
+        reasoning: whether it reasons before it responds.
     """
 
     images: bool = True

@@ -1,4 +1,4 @@
-"""The client of a request, as the interface that received it knows it. It travels in a context variable, like the
+"""The client of a request, as identified by the interface that received it. A context variable holds it, like the
 request's id."""
 
 from __future__ import annotations

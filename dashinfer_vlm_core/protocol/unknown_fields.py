@@ -36,9 +36,9 @@ class UnknownFieldLog:
             new = list(dict.fromkeys(name for name in map(show, names) if name not in self._logged))[:free]
             self._logged.update(new)
         if new:
-            logger.warning("requests have unknown fields, which are ignored: %s", ", ".join(new))
+            logger.warning("Requests have unknown fields, which are ignored: %s.", ", ".join(new))
         if new and len(new) == free:
-            logger.warning("further unknown fields of requests are not logged")
+            logger.warning("Further unknown fields of requests are not logged.")
 
 
 _LOG = UnknownFieldLog()

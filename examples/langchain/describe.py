@@ -16,7 +16,7 @@ prompt = sys.argv[2] if len(sys.argv) > 2 else "Describe the picture."
 kind = mimetypes.guess_type(image.name)[0] or "image/png"
 block = {"type": kind.partition("/")[0], "base64": base64.b64encode(image.read_bytes()).decode(), "mime_type": kind}
 
-chat = ChatDashInferVLM(model="demo", temperature=0)  # or a checkpoint folder, or a hub id
+chat = ChatDashInferVLM(model="demo", temperature=0)  # or a checkpoint folder, or a Hugging Face model ID
 for chunk in chat.stream([HumanMessage([block, {"type": "text", "text": prompt}])]):
     print(chunk.text, end="", flush=True)
 print()

@@ -18,7 +18,7 @@ content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "t
 
 dashinfer_vlm_litellm.register()
 chunks = litellm.completion(
-    "dashinfer_vlm/demo",  # or a checkpoint folder, or a hub id
+    "dashinfer_vlm/demo",  # or a checkpoint folder, or a Hugging Face model ID
     messages=[{"role": "user", "content": content}],
     temperature=0,
     stream=True,

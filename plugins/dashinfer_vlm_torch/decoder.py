@@ -167,7 +167,12 @@ class TorchDecoder:
             message = f"`kv_cache_mib` {budget} holds only {tokens} tokens of this model. Increase it."
             raise ConfigError(message, param="kv_cache_mib")
         if tokens < context:
-            logger.warning("kv_cache_mib=%d holds %d tokens, fewer than the context of %d.", budget, tokens, context)
+            logger.warning(
+                "kv_cache_mib=%d holds %d tokens, fewer than the context of %d. Increase it to accept longer prompts.",
+                budget,
+                tokens,
+                context,
+            )
         return min(tokens, context * self._config.max_batch_size)
 
     def _load(self) -> ModelRunner:
@@ -262,8 +267,8 @@ def _text_quantization(config: EngineConfig, kernels: Kernels, device: str) -> T
     if name == "int8" or not device.startswith("cpu"):
         raise ConfigError(
             f"`quantization` {name!r} is not supported by the PyTorch decoder here: it supports int4 on a CPU, and int8"
-            " for bfloat16 on a CPU with AVX2 and a C compiler. Remove it, or use the decoder"
-            " dashinfer on CUDA.",
+            " for bfloat16 with the C kernels, on an x86 CPU with AVX2. Remove it, or use the decoder dashinfer on"
+            " CUDA.",
             param="quantization",
         )
     supports_int4 = getattr(kernels, "supports_int4", None)  # kernels of plugins may not have it
@@ -275,7 +280,7 @@ def _text_quantization(config: EngineConfig, kernels: Kernels, device: str) -> T
     if not supports_int4:
         logger.warning(
             "`quantization` %s saves no memory here: the kernels %r keep the rounded weights in the model's data type."
-            " 4-bit weights are kept in 4 bits for bfloat16 on a CPU with AVX2 and a C compiler.",
+            " 4-bit weights are kept in 4 bits for bfloat16 with the C kernels, on an x86 CPU with AVX2.",
             name,
             kernels.name,
         )

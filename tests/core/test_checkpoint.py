@@ -105,7 +105,7 @@ def test_folder_is_used_as_is(tmp_path):
 
 @pytest.mark.parametrize("name", ["nothing", "", "a/b/c", "../x y"])
 def test_unknown_model_value_is_explained(name):
-    with pytest.raises(CheckpointError, match=r"known: demo\), a folder, or a hub id such as") as caught:
+    with pytest.raises(CheckpointError, match=r"known: demo\), a folder, or a Hugging Face model ID such as") as caught:
         find_model(name, registered={"demo": Path()})
     assert caught.value.param == "model"
 
@@ -136,7 +136,9 @@ def test_broken_connection_is_explained(hub, tmp_path):
     hub.RequestHandlerClass.mute = True
     broken = find("maker/tiny", tmp_path, endpoint)
     assert broken.returncode == 1
-    assert broken.stderr.startswith("The connection to the hub broke while 'maker/tiny' was being downloaded (")
+    assert broken.stderr.startswith(
+        "The connection to the Hugging Face Hub was lost while 'maker/tiny' was being downloaded ("
+    )
     assert broken.stderr.endswith("Try again to resume the download.\n")
     hub.RequestHandlerClass.mute = False
     assert find("maker/tiny", tmp_path, endpoint).returncode == 0
@@ -146,11 +148,11 @@ def test_broken_connection_is_explained(hub, tmp_path):
 def test_missing_repository_is_explained(hub, tmp_path):
     result = find("maker/none", tmp_path, f"http://127.0.0.1:{hub.server_port}")
     assert result.returncode == 1
-    assert "The hub has no model 'maker/none', or it is private" in result.stderr
+    assert "The Hugging Face Hub has no model 'maker/none', or it is private" in result.stderr
 
 
 @pytest.mark.slow
 def test_unreachable_hub_is_explained(tmp_path):
     result = find("maker/tiny", tmp_path, "http://127.0.0.1:9")
     assert result.returncode == 1
-    assert "The hub cannot be reached and 'maker/tiny' is not in the cache" in result.stderr
+    assert "The Hugging Face Hub cannot be reached and 'maker/tiny' is not in the cache" in result.stderr

@@ -160,7 +160,7 @@ def test_images_and_videos_may_alternate_in_prompt(vlm_fp32, oracle):
 
 
 def embed_part(oracle, part):
-    """Replace the media of a part by the output of transformers' vision tower."""
+    """Replace the media of a part by the output of transformers' vision encoder."""
     kind = part["type"]
     if kind not in {"image", "video"}:
         return part

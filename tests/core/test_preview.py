@@ -1,4 +1,4 @@
-"""A preview shows the vision tower's input and has no side effects."""
+"""A preview shows the vision encoder's input and has no side effects."""
 
 from __future__ import annotations
 

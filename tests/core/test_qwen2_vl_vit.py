@@ -1,4 +1,4 @@
-"""The vision tower equals transformers' and does not depend on the rest of the batch."""
+"""The vision encoder equals transformers' and does not depend on the rest of the batch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def oracle(tiny_checkpoint):
 
 
 class Oracle:
-    """transformers' vision tower; encodes a batch of patches into one tensor per item."""
+    """transformers' vision encoder; encodes a batch of patches into one tensor per item."""
 
     def __init__(self, folder, dtype=torch.float32):
         self.tower = Qwen2VLForConditionalGeneration.from_pretrained(folder, dtype=dtype).model.visual.eval()
@@ -192,7 +192,7 @@ def test_batched_equals_alone(encoder, name):
 
 
 def test_frames_do_not_attend_to_each_other(encoder):
-    """A video is encoded frame by frame; time enters through the text model's positions, not in the tower."""
+    """A video is encoded frame by frame; time enters through the text model's positions, not in the encoder."""
     video = random_patches(3, 4, 6)
     frames = [
         Patches(pixels=pixels, grid=Grid(1, 4, 6), tokens=6, kind="image", path=video.path, digest=bytes([index]) * 32)

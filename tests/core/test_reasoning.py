@@ -1,4 +1,4 @@
-"""Tests of models that reason before they answer."""
+"""Tests of models that reason before they respond."""
 
 from __future__ import annotations
 

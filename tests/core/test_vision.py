@@ -43,7 +43,7 @@ class MeanTower:
         self.started.release()
         assert self.gate.wait(timeout=HANG)
         if any(item.digest in self.poison for item in batch):
-            raise RuntimeError("this tower cannot stomach that")
+            raise RuntimeError("this encoder rejects the item")
         return [mean_of(item)[item.digest in self.short :] for item in batch]
 
     def adopt(self, rows):
@@ -307,8 +307,8 @@ def test_failure_names_part_hides_cause_and_is_not_cached(caplog):
 
         assert error.value.param == "messages[3].content[2]"
         assert error.value.retryable
-        assert "stomach" not in error.value.message
-        assert "stomach" in caplog.text  # the operator's log has the cause
+        assert "rejects the item" not in error.value.message
+        assert "rejects the item" in caplog.text  # the operator's log has the cause
         tower.poison = set()
         (tokens,) = await service.embed([A])
         assert torch.equal(tokens.embedding, mean_of(A))

@@ -54,7 +54,7 @@ class CountingPlugin:
 
 
 class CountingEngine:
-    """An engine that counts the work of its vision tower and decoder per request."""
+    """An engine that counts the work of its vision encoder and decoder per request."""
 
     def __init__(self, **options):
         registry, self._plugin = load_plugins(), CountingPlugin()
@@ -71,7 +71,7 @@ class CountingEngine:
         self.engine.close()
 
     def chat(self, *messages, **fields):
-        """Return the text, the usage, the tower's passes, and the number of computed tokens."""
+        """Return the text, the usage, the encoder's passes, and the number of computed tokens."""
         before = len(getattr(self._plugin.decoder.runner, "read", ()))
         passes = self.engine.stats().vision.passes
         body = {"messages": as_openai(messages), "temperature": 0, "max_tokens": 40, **fields}

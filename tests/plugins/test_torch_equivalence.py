@@ -55,7 +55,7 @@ def test_greedy_tokens_equal_transformers(oracles, shape):
 
 @pytest.mark.supports("images", backend="torch-cpu")
 def test_image_request_equals_transformers_generate(oracle):
-    """Compare with `generate`, with transformers' own tower, placeholders and positions."""
+    """Compare with `generate`, with transformers' own vision encoder, placeholders and positions."""
     request = visual(3, (1, 2, 3), 4, width=oracle.width, max_tokens=20)
     request.token_ids[2], request.token_ids[9] = 92, 93  # vision_start, vision_end
     pixels, grid = (
@@ -119,7 +119,7 @@ def test_batched_equals_alone(oracle, batch):
 
 
 def test_visual_token_dtype_does_not_matter(oracle):
-    """The tower may compute in another dtype."""
+    """The vision encoder may compute in another dtype."""
     request = visual(5, (1, 4, 6), 7, width=oracle.width)
     rounded = request.spans[0].tokens.embedding.bfloat16()
     spans = [

@@ -14,6 +14,7 @@ from transformers import (
     Qwen3VLMoeForConditionalGeneration,
 )
 
+from dashinfer_vlm_cli.verification.checkpoint_files import write_json
 from tests.tiny import MERGES, SPECIAL, write_tokenizer
 
 IDS = {name: 256 + len(MERGES) + index for index, name in enumerate(SPECIAL)}
@@ -121,7 +122,3 @@ def published_layout(config: dict[str, Any]) -> dict[str, Any]:
     text["rope_scaling"] = rope
     config["vision_config"].pop("rope_parameters", None)
     return config
-
-
-def write_json(file: Path, content: Any) -> None:
-    file.write_text(json.dumps(content))

@@ -1,4 +1,4 @@
-"""docs/operations.md: its tables and options match the code."""
+"""docs/operations.md: its tables and options match the code. So do the routes of docs/http.md and docs/responses.md."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_documented_metrics_match_the_code(tiny_checkpoint):
 
 
 def test_documented_routes_match_openapi(tiny_checkpoint):
-    documented = re.findall(r"`(?:DELETE|GET|POST) (/[^`]*)`", TEXT + page_text("responses.md"))
+    documented = re.findall(r"`(?:DELETE|GET|POST) (/[^`]*)`", page_text("http.md") + page_text("responses.md"))
     paths = openapi.document(create_app(scripted_engine("Fine.", model=str(tiny_checkpoint))))["paths"]
     assert {path.replace("{name}", "{model}") for path in paths} | {"/", "/metrics", "/openapi.json"} == set(documented)
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 VOCABULARY = 151_643
 """Ordinary tokens of Qwen2-VL; the control tokens follow."""
@@ -47,21 +50,8 @@ def write_tokenizer(folder: Path) -> None:
 
     Text is then streamed token by token, without waiting for complete characters.
     """
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
-
     merges = [pair for _, pair in zip(range(VOCABULARY - 256), _merges(), strict=False)]
-    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
-    vocabulary = {piece: index for index, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in CONTROL])
+    tokenizer = byte_level_bpe(merges)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "Qwen2Tokenizer",
@@ -76,8 +66,28 @@ def write_tokenizer(folder: Path) -> None:
     }
     write_json(folder / "tokenizer_config.json", settings)
     write_json(folder / "chat_template.json", {"chat_template": TEMPLATE})
-    write_json(folder / "vocab.json", vocabulary)  # for readers of the older vocabulary files
+    ids = tokenizer.get_vocab(with_added_tokens=False)
+    write_json(folder / "vocab.json", {piece: ids[piece] for piece in sorted(ids, key=ids.__getitem__)})
     (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(map(" ".join, merges)))
+
+
+def byte_level_bpe(merges: Sequence[tuple[str, str]]) -> Tokenizer:
+    """Return a byte-level BPE with Qwen2's pre-tokenizer. Its control tokens follow the 256 bytes and the merges."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in CONTROL])
+    return tokenizer
 
 
 def _merges() -> Iterator[tuple[str, str]]:

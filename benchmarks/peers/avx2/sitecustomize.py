@@ -1,4 +1,4 @@
-"""Let vLLM take its kernels for processors without AVX-512: it asks torch, which looks at the processor itself."""
+"""Make vLLM select its kernels for CPUs without AVX-512. vLLM queries torch, which reads the features of the CPU."""
 
 import importlib.abc
 import sys

@@ -85,7 +85,7 @@ def convert(spec: ModelSpec, weight_format: WeightFormat, *, environment: Enviro
     folder = cache / _key(tensors, text, weight_format)
     with locked(folder.with_suffix(".lock")) as waited:
         if waited:
-            logger.info("waited for another process that converts the same model")
+            logger.info("Waited for another process that converts the same model.")
         if _is_usable(folder):
             return ConvertedModel.at(folder)
         if folder.exists():
@@ -183,7 +183,7 @@ def _rebuild(folder: Path, job: dict[str, Any], *, environment: Environment, nee
     try:
         check_space(partial, needed)
         logger.info(
-            "converting the language model to DashInfer's format, once: up to %.1f GB in %s", needed / 1e9, folder
+            "Converting the language model to DashInfer's format, once: up to %.1f GB in %s.", needed / 1e9, folder
         )
         _run_serializer({**job, "folder": str(partial)}, partial, environment)
         write_json(partial / MANIFEST, _checksums(partial))
@@ -227,9 +227,9 @@ def _run_serializer(job: dict[str, Any], folder: Path, environment: Environment)
 def _log_progress(line: str) -> None:
     if line.startswith('{"progress"'):
         step = json.loads(line)
-        logger.info("converting: %d %%, %s", round(100 * step["progress"]), step["what"])
+        logger.info("Converting: %d %%, %s", round(100 * step["progress"]), step["what"])
     else:
-        logger.debug("converting: %s", line.rstrip())
+        logger.debug("Converting: %s", line.rstrip())
 
 
 def _is_usable(folder: Path) -> bool:

@@ -261,7 +261,7 @@ class DashInferDecoder:
             logger.warning("DashInfer's worker died with %d requests: %s", len(self._active), error)
         except Exception:
             self.fatal_error = "DashInfer's worker sent an invalid frame. See the log for the cause."
-            logger.exception("invalid frame from DashInfer's worker")
+            logger.exception("Invalid frame from DashInfer's worker")
         finally:
             watchdog.cancel()
             await self._end()

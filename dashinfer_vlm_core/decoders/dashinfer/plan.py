@@ -140,7 +140,10 @@ def _plan_cpu(text: TextModelSpec, config: EngineConfig, context: int) -> Plan:
         raise ConfigError(message, param="kv_cache_mib")
     if affordable < context:
         logger.warning(
-            "kv_cache_mib=%d holds %d tokens, fewer than the context of %d.", config.kv_cache_mib, affordable, context
+            "kv_cache_mib=%d holds %d tokens, fewer than the context of %d. Increase it to accept longer prompts.",
+            config.kv_cache_mib,
+            affordable,
+            context,
         )
         context = affordable
     max_batch_size = min(config.max_batch_size, affordable // context)

@@ -1,4 +1,4 @@
-"""Answers of media workers, validated: a hostile file may have taken over the worker that sends them."""
+"""Responses of media workers, validated: a hostile file may have taken over the worker that sends them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Model(BaseModel):
     model_config: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
-class ErrorAnswer(_Model):
+class ErrorResponse(_Model):
     """The request is invalid."""
 
     type: Literal["InvalidParameter", "MediaTooLarge", "MediaUndecodable"]
@@ -44,7 +44,7 @@ class ErrorAnswer(_Model):
         return _ERRORS[self.type](self.message, param=self.param, code=self.code)
 
 
-class PatchesAnswer(_Model):
+class PatchesResponse(_Model):
     """The item was processed; its pixels are in the shared memory."""
 
     shape: tuple[_Side, _Side]
@@ -54,8 +54,8 @@ class PatchesAnswer(_Model):
     source_size: tuple[_Side, _Side]
 
 
-class Answer(_Model):
-    """The answer to a job: one of the fields, and the worker's warnings.
+class WorkerResponse(_Model):
+    """The response to a job: one of the fields, and the worker's warnings.
 
     Attributes:
         error: the request is invalid.
@@ -65,8 +65,8 @@ class Answer(_Model):
         logs: warnings of the decoder.
     """
 
-    error: ErrorAnswer | None = None
-    patches: PatchesAnswer | None = None
+    error: ErrorResponse | None = None
+    patches: PatchesResponse | None = None
     tokens: PositiveInt | None = None
     exception: Annotated[str, Field(max_length=10_000)] | None = None
     logs: Annotated[tuple[_Line, ...], Field(max_length=10)]
