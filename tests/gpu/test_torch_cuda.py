@@ -14,9 +14,10 @@ from dashinfer_vlm_core.kernels import KVSpans
 from dashinfer_vlm_core.kernels.cuda import CudaKernels, compute_capability
 from dashinfer_vlm_core.kernels.experts import GroupedExperts
 from dashinfer_vlm_core.kernels.streams import HIGH_PRIORITY, LOW_PRIORITY, stream_executor, to_device
+from dashinfer_vlm_core.kernels.graphs import CudaGraphRecorder
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.models.qwen2_vl import Qwen2VL
-from dashinfer_vlm_torch.decode_graphs import CudaGraphRecorder, DecodeGraphs, StepShape
+from dashinfer_vlm_torch.decode_graphs import DecodeGraphs, StepShape
 from dashinfer_vlm_torch.kv_cache import KVCache
 from dashinfer_vlm_torch.proposer import Draft
 from dashinfer_vlm_torch.sampler import LogitsRow, _choose
@@ -141,8 +142,8 @@ def test_sampling_does_not_wait(sampling):
         _choose(logits, rows, {})
 
 
-def encoder(folder, device, dtype="float32"):
-    family, config = Qwen2VL(), EngineConfig(device=device, dtype=dtype)
+def encoder(folder, device, dtype="float32", **options):
+    family, config = Qwen2VL(), EngineConfig(device=device, dtype=dtype, **options)
     return family.load_vision_encoder(family.load_spec(folder), config, selector(config))
 
 
@@ -154,6 +155,17 @@ def test_visual_tokens_equal_cpu(tiny_checkpoint, dtype, bound):
     )
     for one, other in zip(found, expected, strict=True):
         assert difference(one, other) < bound
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-4), ("bfloat16", 5e-2)])
+def test_recorded_passes_equal_computed_ones(tiny_checkpoint, dtype, bound):
+    recording, plain = (encoder(tiny_checkpoint, "cuda", dtype, cuda_graphs=graphs) for graphs in (True, False))
+    for seed in range(5):
+        batch = [random_patches(*grid, seed=seed) for grid in GRIDS]
+        for one, other in zip(recording.encode(batch), plain.encode(batch), strict=True):
+            assert difference(one, other) < bound
+    assert len(recording._graphs) == 1
+    assert plain._graphs is None
 
 
 def test_encoder_and_decoder_run_at_the_same_time(oracle, tiny_checkpoint):
