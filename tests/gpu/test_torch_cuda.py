@@ -63,7 +63,9 @@ def test_attention_equals_cpu(dtype, shape, spans):
     assert difference(found, expected) < {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
 
 
-@pytest.mark.skipif(compute_capability("cuda") < (8, 0), reason="the GPU has no FlashAttention")
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or compute_capability("cuda") < (8, 0), reason="the GPU has no FlashAttention"
+)
 @SPANS
 def test_attention_does_not_wait(spans):
     q, k, v = (part.to("cuda", torch.bfloat16) for part in inputs(spans, 4, 2, 16))
@@ -208,7 +210,10 @@ def test_copies_to_the_device_do_not_wait():
     assert copied.tolist() == [0, 1, 2]
 
 
-@pytest.mark.skipif("not CudaKernels('cuda').groups_experts(torch.bfloat16, [64])", reason="torch has no kernel for it")
+@pytest.mark.skipif(
+    "not torch.cuda.is_available() or not CudaKernels('cuda').groups_experts(torch.bfloat16, [64])",
+    reason="torch has no kernel for it",
+)
 def test_grouped_experts_equal_cpu_and_do_not_wait():
     x, router, gate_up, down = (
         torch.randn(*shape, generator=torch.Generator().manual_seed(number)) / 8
