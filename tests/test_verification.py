@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import re
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -248,7 +247,7 @@ def test_idle_share_is_time_without_kernels(busy, share):
 
 
 def test_report_states_ratios_to_limits_and_faults():
-    profile = profiling.DeviceProfile(seconds=Counter(attention=1.0, gemm=3.0))
+    profile = profiling.DeviceProfile(seconds={"attention": 1.0, "gemm": 3.0})
     step = StepTiming(
         sequences=32,
         context=300,

@@ -38,19 +38,19 @@ def script():
     return module
 
 
-def write_python(python, *, cpu_only=False):
+def write_python(python, *, cpu_only=False, mode=0o755):
     """Write an interpreter that behaves like one with DashInfer."""
     python.parent.mkdir(parents=True)
     findings = {"python": "3.10.13", "version": "2.1.0", "cpu_only": cpu_only}
     python.write_text(f"#!/bin/sh\necho '{json.dumps(findings)}'\n")
-    python.chmod(0o777)
+    python.chmod(mode)
 
 
 @pytest.fixture
 def kit(script, tmp_path):
     """Make a kit of an interpreter like that, a link and a large file."""
     environment = tmp_path / "made" / "env"
-    write_python(environment / "bin" / "python3.10")
+    write_python(environment / "bin" / "python3.10", mode=0o777)
     (environment / "bin" / "python").symlink_to("python3.10")
     (environment / "extension").write_bytes(os.urandom(3 * PIECE_BYTES))
     folder = tmp_path / "kit"
@@ -79,7 +79,9 @@ def test_damaged_piece_is_named_before_anything_changes(kit, tmp_path, damage):
     if damage == "missing":
         piece.unlink()
     else:
-        piece.write_bytes(piece.read_bytes()[:-1] + b"x")
+        content = bytearray(piece.read_bytes())
+        content[-1] ^= 1
+        piece.write_bytes(content)
     existing = tmp_path / "env"
     existing.mkdir()
     with pytest.raises(SetupError, match=r"dashinfer-kit\.01 is missing or damaged\. Copy it again\."):
@@ -110,7 +112,6 @@ def test_kit_replaces_all_but_full_environment(kit, tmp_path, cpu_only):
     assert (folder / "env" / "extension").exists() == (cpu_only is not False)
     expected = "DashInfer 2.1.0 is already installed." if cpu_only is False else f"Unpacking {kit} into {folder}."
     assert lines == [expected]
-    assert json.loads((folder / "environment.json").read_text() or "{}").get("version", "2.1.0") == "2.1.0"
 
 
 def test_command_unpacks_kit_and_rejects_other_options(kit, tmp_path):

@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.kernels import KernelSelector
 from dashinfer_vlm_core.kernels.cuda import CudaKernels
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.models.qwen2_vl import pass_graphs
 from dashinfer_vlm_core.models.qwen2_vl.pass_graphs import MIN_PASSES, PassGraphs
 from dashinfer_vlm_core.models.qwen2_vl.vit import Qwen2VLEncoder
 from dashinfer_vlm_core.plugins import load_plugins
-from tests.kernels import selector
 from tests.patches import random_patches
+from tests.plugins.test_torch_decode_graphs import CudaFactory
 from tests.qwen3_vl import tiny_qwen3
 from tests.recording import check_recordable, repeat
 from tests.tiny import write_checkpoint, write_qwen2_5_vl
@@ -33,10 +34,10 @@ def folders(tmp_path_factory):
 
 def load(folder, graphs, device="cpu"):
     """Return an encoder whose passes are recorded by `graphs`, and the same without them."""
-    config = EngineConfig(device=device, dtype="float32", cpu_kernels="torch")
+    config = EngineConfig(device=device, dtype="float32")
     family = load_plugins().family_of(folder)
     spec = family.load_spec(folder)
-    encoder = family.load_vision_encoder(spec, config, selector(config))
+    encoder = family.load_vision_encoder(spec, config, KernelSelector([CudaFactory()], config))
     return Qwen2VLEncoder(encoder.model, spec.pixels, graphs=graphs), encoder
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,7 +30,7 @@ class DeviceProfile:
     """
 
     busy: list[tuple[float, float]] = field(default_factory=list)
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def idle_share(self) -> float | None:
@@ -41,7 +40,8 @@ class DeviceProfile:
     def longest(self, count: int) -> tuple[KernelShare, ...]:
         """Return the kernels that took most of the time, and their shares of the time of all."""
         total = sum(self.seconds.values())
-        return tuple(KernelShare(name, seconds / total) for name, seconds in self.seconds.most_common(count))
+        longest = sorted(self.seconds.items(), key=lambda item: -item[1])[:count]
+        return tuple(KernelShare(name, seconds / total) for name, seconds in longest)
 
 
 def idle_share(busy: Iterable[tuple[float, float]]) -> float | None:
@@ -78,6 +78,6 @@ def record(device: str, trace: Path | None = None) -> Iterator[DeviceProfile]:
         if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
             start, end = event.time_range.start, event.time_range.end
             result.busy.append((start, end))
-            result.seconds[event.name] += (end - start) / 1e6
+            result.seconds[event.name] = result.seconds.get(event.name, 0.0) + (end - start) / 1e6
     if trace:
         profiler.export_chrome_trace(str(trace))

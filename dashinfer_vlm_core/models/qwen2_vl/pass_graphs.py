@@ -6,9 +6,10 @@ the same size, such as frames of a camera, pages, or everything above the limit 
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from cachetools import LRUCache
@@ -35,9 +36,10 @@ MAX_GRAPHS = 16
 MAX_COUNTED = 1024
 """Sizes whose passes are counted; the least recently used one is forgotten."""
 
-MakeWork: TypeAlias = Callable[[Sequence[Grid], Tensor], Callable[[], Tensor]]
-"""Returns the work of a pass: it encodes pixels, uint8 [patches, columns] on the device, of items with these grids. What
-it needs of the grids is on the device before it is called."""
+Encode: TypeAlias = Callable[[Tensor, Any], Tensor]
+"""Encodes pixels, uint8 [patches, columns] on the device, with what `MakeInputs` returned for their grids."""
+MakeInputs: TypeAlias = Callable[[Sequence[Grid]], Any]
+"""Computes on the device what a pass needs of the grids of its items."""
 
 
 class PassGraphs:
@@ -58,25 +60,26 @@ class PassGraphs:
         """Return the number of recorded passes."""
         return len(self._passes)
 
-    def run(self, grids: Sequence[Grid], pixels: Tensor, make_work: MakeWork) -> Tensor | None:
+    def run(self, grids: Sequence[Grid], pixels: Tensor, make_inputs: MakeInputs, encode: Encode) -> Tensor | None:
         """Encode a pass that is recorded, or is recorded now.
 
         Args:
             grids: those of the items, in order.
             pixels: uint8 [patches, columns] on the CPU.
-            make_work: see `MakeWork`.
+            make_inputs: see `MakeInputs`.
+            encode: see `Encode`.
 
         Returns:
-            What the work returns, valid until the next call; None if the pass has no graph.
+            What `encode` returns, valid until the next call; None if the pass has no graph.
         """
         key = tuple(grids)
-        if key not in self._passes and not self._record(key, pixels, make_work):
+        if key not in self._passes and not self._record(key, pixels, make_inputs, encode):
             return None
         recorded = self._passes[key]
         copy_to_device(pixels, recorded.pixels)
         return recorded.replay()
 
-    def _record(self, key: tuple[Grid, ...], pixels: Tensor, make_work: MakeWork) -> bool:
+    def _record(self, key: tuple[Grid, ...], pixels: Tensor, make_inputs: MakeInputs, encode: Encode) -> bool:
         """Record a pass if it recurs; returns whether it is recorded."""
         if self._recorder is None or len(pixels) > MAX_PATCHES or len(self._passes) == MAX_GRAPHS:
             return False
@@ -85,8 +88,9 @@ class PassGraphs:
             return False
         try:
             fixed = torch.empty_like(pixels, device=self._device)
-            work = make_work(key, fixed)
-            self._passes[key] = _RecordedPass(fixed, work, self._recorder(work))
+            inputs = make_inputs(key)
+            replay = self._recorder(functools.partial(encode, fixed, inputs))
+            self._passes[key] = _RecordedPass(fixed, inputs, replay)
         except RuntimeError:
             logger.warning(
                 "A pass of the vision encoder could not be recorded as a CUDA graph, so small passes are slower."
@@ -103,12 +107,12 @@ class _RecordedPass(NamedTuple):
 
     Attributes:
         pixels: uint8 [patches, columns] on the device, which `replay` reads.
-        work: what was recorded; it keeps the other tensors that `replay` reads.
+        inputs: has the other tensors that `replay` reads.
         replay: returns the encoded items.
     """
 
     pixels: Tensor
-    work: Callable[[], Tensor]
+    inputs: Any
     replay: Callable[[], Tensor]
 
 

@@ -7,7 +7,7 @@ the `spatial_merge_size` squared patches that become one visual token.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -30,7 +30,6 @@ from .config import VisionConfig, read_vision_config
 from .pass_graphs import PassGraphs, pass_graphs
 from .rope import rotary_tables
 
-T = TypeVar("T")
 InputsT = TypeVar("InputsT")
 
 LAYER_NORM_EPS = 1e-6
@@ -211,16 +210,22 @@ class Qwen2VLEncoder:
         order = sorted(range(len(batch)), key=lambda index: (frame_length(batch[index].grid), batch[index].grid))
         grids = [batch[index].grid for index in order]
         pixels = torch.from_numpy(np.concatenate([batch[index].pixels for index in order]))
-        encoded = self._graphs.run(grids, pixels, self._work) if self._graphs is not None else None
+        encoded = None
+        if self._graphs is not None:
+            encoded = self._graphs.run(grids, pixels, self.model.inputs, self._encode_at_once)
         if encoded is None:
             encoded = yield from self.model.parts(self.normalize(pixels), self.model.inputs(grids))
         rows = torch.split(encoded, [grid.patches // self._merge_unit for grid in grids])
         yield [item.clone() for _, item in sorted(zip(order, rows, strict=True))]
 
-    def _work(self, grids: Sequence[Grid], pixels: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """See `MakeWork`."""
-        inputs = self.model.inputs(grids)
-        return lambda: _result(self.model.parts(self.normalize(pixels), inputs))
+    def _encode_at_once(self, pixels: torch.Tensor, inputs: Any) -> torch.Tensor:
+        parts = self.model.parts(self.normalize(pixels), inputs)
+        while True:
+            try:
+                next(parts)
+            except StopIteration as end:
+                encoded: torch.Tensor = end.value
+                return encoded
 
     def adopt(self, rows: npt.NDArray[np.float32]) -> torch.Tensor:
         return self.executor.run(lambda: torch.from_numpy(rows).to(self.model.device, self.model.dtype))
@@ -229,16 +234,6 @@ class Qwen2VLEncoder:
         """Convert uint8 pixels [n, columns], on any device, to the encoder's dtype and device, and normalize each
         channel."""
         return ((to_device(pixels, self.model.device).float() - self.mean) / self.std).to(self.model.dtype)
-
-
-def _result(parts: Generator[None, None, T]) -> T:
-    """Compute all parts."""
-    while True:
-        try:
-            next(parts)
-        except StopIteration as end:
-            result: T = end.value
-            return result
 
 
 def frame_length(grid: Grid) -> int:
