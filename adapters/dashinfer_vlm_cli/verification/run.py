@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from dashinfer_vlm_core.decoders.dashinfer import HEAD_DIMS
 from dashinfer_vlm_core.plugins import Registry
 
 from .checks import CheckResult, attempt, run_checks
@@ -119,7 +120,10 @@ class Verification:
         title = f"model {name}"
         if not self._limit.allows(title, self._seconds_per_byte * model.nbytes):
             return []
-        if reason := self._lacks_space(model, scratch):
+        if "dashinfer" in decoders and model.head_dim not in HEAD_DIMS:
+            self._limit.skip(f"{title}, decoded by DashInfer", f"its heads have a size of {model.head_dim}, not 64 or 128")
+            decoders = ["torch"]
+        if reason := self._lacks_space(model, scratch, copies=len(decoders)):
             self._limit.skip(title, reason)
             return []
         folder = scratch / name
@@ -144,11 +148,11 @@ class Verification:
             self._free_memory()
         return timings
 
-    def _lacks_space(self, model: SpeedModel, scratch: Path) -> str:
-        """Return what the model does not fit in, and the next step; empty if it fits."""
+    def _lacks_space(self, model: SpeedModel, scratch: Path, *, copies: int) -> str:
+        """Return what the model, with `copies` on disk, does not fit in, and the next step; empty if it fits."""
         size = model.nbytes
-        if size > (free := shutil.disk_usage(scratch).free):
-            return f"it takes {_gb(size)}, and {scratch.parent} has {_gb(free)}: see `--folder`"
+        if copies * size > (free := shutil.disk_usage(scratch).free):
+            return f"it takes {_gb(copies * size)}, and {scratch.parent} has {_gb(free)}: see `--folder`"
         memory = free_memory(self._options.device)
         if memory is not None and size + EXTRA_MEMORY > memory:
             return f"it needs about {_gb(size + EXTRA_MEMORY)} of memory, and {_gb(memory)} of the device are free"
