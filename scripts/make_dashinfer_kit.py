@@ -1,7 +1,7 @@
 """Make DashInfer's environment for one GPU, in pieces for a machine without a network.
 
-The environment has a CPython 3.10 that runs in any folder, DashInfer, numpy, and NVIDIA's cudart, cublas and cublasLt, in
-the versions of DashInfer's requirements.txt. Of what the extension links but does not use on one GPU, it has stub
+The environment has a CPython 3.10 that runs in any folder, DashInfer, numpy, and NVIDIA's cudart, cublas and cublasLt,
+in the versions of DashInfer's requirements.txt. Of what the extension links but does not use on one GPU, it has stub
 libraries. It has no torch: conversion works without it. README.txt in the folder says how to install it.
 """
 
@@ -46,8 +46,8 @@ _LOCATIONS = """\
 import json, sys, sysconfig
 print(json.dumps({"prefix": sys.base_prefix, "libraries": sysconfig.get_config_var("LIBDIR")}))"""
 README = """\
-DashInfer {version} for one NVIDIA GPU on x86_64 Linux with glibc {glibc} or newer and a driver for CUDA 12: {size:.0f} MiB in
-{count} pieces.
+DashInfer {version} for one NVIDIA GPU on x86_64 Linux with glibc {glibc} or newer and a driver for CUDA 12:
+{size:.0f} MiB in {count} pieces.
 
 Copy this folder to the machine, and run there, in an environment with dashinfer-vlm-adapters:
 
@@ -144,7 +144,7 @@ def make_relocatable(file: Path, old: str, libraries: Path) -> None:
 
     It is replaced in place by a shorter string, so that no offset in the file changes.
     """
-    new = os.path.join("$ORIGIN", os.path.relpath(libraries, file.parent))
+    new = f"$ORIGIN/{os.path.relpath(libraries, file.parent)}"
     content, before, after = file.read_bytes(), old.encode() + b"\0", new.encode() + b"\0"
     if before not in content:
         return  # it needs no library of this folder
@@ -158,8 +158,9 @@ def install_packages(site_packages: Path) -> None:
     lines = REQUIREMENTS.read_text(encoding="utf-8").splitlines()
     wanted = [line for line in lines if line.partition("==")[0] in PACKAGES]
     platforms = [option for tag in PLATFORMS for option in ("--platform", tag)]
-    options = ["--quiet", "--no-deps", "--no-compile", "--only-binary=:all:", "--implementation", "cp", "--python-version", "3.10"]
-    output(sys.executable, "-m", "pip", "install", *options, *platforms, "--target", str(site_packages), *wanted)
+    tags = ["--implementation", "cp", "--python-version", "3.10", *platforms]
+    options = ["--quiet", "--no-deps", "--no-compile", "--only-binary=:all:", *tags]
+    output(sys.executable, "-m", "pip", "install", *options, "--target", str(site_packages), *wanted)
     for folder in site_packages.glob("nvidia/*/include"):
         shutil.rmtree(folder)
 

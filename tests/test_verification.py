@@ -111,7 +111,10 @@ def test_all_checks_pass_and_tiny_model_is_timed(tmp_path):
     done = invoke("--device", "cpu", "--folder", tmp_path, "--out", tmp_path / "report.md")
     report = (tmp_path / "report.md").read_text()
     assert done.stdout.strip() == report.strip()
-    assert (done.exit_code, report.splitlines()[-1]) == (0, f"**All {3 * CHECKS + 1} checks passed on cpu. 1 part was skipped.**")
+    assert (done.exit_code, report.splitlines()[-1]) == (
+        0,
+        f"**All {3 * CHECKS + 1} checks passed on cpu. 1 part was skipped.**",
+    )
     assert set(rows(report).values()) == {"passed"}
     assert "qwen3_vl float32: vision encoder, 3 images, 1 video" in rows(report)
     number = r"[\d.,]+"

@@ -72,6 +72,6 @@ def copy_to_device(tensor: Tensor, into: Tensor) -> None:
 
 
 def _page_locked(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Return a tensor that `device` can copy while the caller continues. torch reuses its memory only after the copy."""
+    """Return a tensor that `device` can copy while the caller continues; torch reuses its memory after the copy."""
     is_copied = torch.device(device).type == "cuda" and tensor.device.type == "cpu"
     return tensor.pin_memory() if is_copied else tensor

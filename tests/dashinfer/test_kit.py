@@ -22,7 +22,12 @@ from dashinfer_vlm_core.decoders.dashinfer.environment import (
 )
 from dashinfer_vlm_core.decoders.dashinfer.install import _candidates, install, is_suitable
 from dashinfer_vlm_core.decoders.dashinfer.kit import SUMS, unpack_kit
-from dashinfer_vlm_core.decoders.dashinfer.stub_libraries import NCCL, ONE_DEVICE, ONE_DEVICE_NCCL, compile_stub_libraries
+from dashinfer_vlm_core.decoders.dashinfer.stub_libraries import (
+    NCCL,
+    ONE_DEVICE,
+    ONE_DEVICE_NCCL,
+    compile_stub_libraries,
+)
 from dashinfer_vlm_core.decoders.dashinfer.worker import CUDA_LIBRARIES
 from dashinfer_vlm_core.errors import SetupError
 
@@ -157,8 +162,8 @@ def test_copied_interpreter_runs_in_another_folder(script, python, tmp_path):
     script.copy_python(python, tmp_path / "env")
     (tmp_path / "env").rename(tmp_path / "moved")
     program = "import ctypes, json, os, sys, zlib; print(sys.prefix); print(open('/proc/self/maps').read())"
-    done = subprocess.run([tmp_path / "moved" / "bin" / "python", "-I", "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    command = [tmp_path / "moved" / "bin" / "python", "-I", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     prefix, *maps = done.stdout.splitlines()
     assert Path(prefix) == tmp_path / "moved"
     files = {line.split()[-1] for line in maps if "/" in line}

@@ -32,7 +32,6 @@ from dashinfer_vlm_torch.proposer import Draft
 from dashinfer_vlm_torch.runner import ModelRunner
 from dashinfer_vlm_torch.sampler import _choose
 from dashinfer_vlm_torch.scheduler import SampledToken, ScheduledChunk, SequenceState
-
 from tests.recording import check_recordable, repeat
 
 from .oracle import collect, decoding, ids, prompt, text, visual

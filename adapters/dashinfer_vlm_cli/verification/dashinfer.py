@@ -77,9 +77,7 @@ class DashInferCheck:
         spec = self._registry.load_spec(self._model)
         kernels = KernelSelector(self._registry.kernels.values(), config)
         encoder = self._registry.family_of(self._model).load_vision_encoder(spec, config, kernels)
-        requests = [
-            prompt.request(encoder.encode(prompt.items) if prompt.items else [], GREEDY) for prompt in prompts
-        ]
+        requests = [prompt.request(encoder.encode(prompt.items) if prompt.items else [], GREEDY) for prompt in prompts]
         decoder = self._registry.decoder("dashinfer").create(spec, self._config("dashinfer"), kernels)
         return asyncio.run(_decode(decoder, requests))
 

@@ -153,7 +153,8 @@ def _profile(step: StepTiming) -> Iterator[str]:
     if step.kernels:
         yield f"| kernels of a step of {step.sequences} sequences | of the time of all |"
         yield "|---|---|"
-        yield from (f"| `{_cell(kernel.name)[:KERNEL_CHARACTERS]}` | {_percent(kernel.share)} |" for kernel in step.kernels)
+        for kernel in step.kernels:
+            yield f"| `{_cell(kernel.name)[:KERNEL_CHARACTERS]}` | {_percent(kernel.share)} |"
         yield ""
 
 

@@ -16,8 +16,8 @@ from dashinfer_vlm_core.decoders.dashinfer import HEAD_DIMS
 from dashinfer_vlm_core.plugins import Registry
 
 from .checks import CheckResult, attempt, run_checks
-from .dashinfer import ON_CPU, DashInferCheck, dashinfer_cache
 from .dashinfer import FAMILIES as DASHINFER_FAMILIES
+from .dashinfer import ON_CPU, DashInferCheck, dashinfer_cache
 from .device_limits import DeviceLimits, measure_limits
 from .report import Report
 from .speed_models import SPEED_MODELS, SpeedModel, write_speed_model
@@ -121,7 +121,9 @@ class Verification:
         if not self._limit.allows(title, self._seconds_per_byte * model.nbytes):
             return []
         if "dashinfer" in decoders and model.head_dim not in HEAD_DIMS:
-            self._limit.skip(f"{title}, decoded by DashInfer", f"its heads have a size of {model.head_dim}, not 64 or 128")
+            self._limit.skip(
+                f"{title}, decoded by DashInfer", f"its heads have a size of {model.head_dim}, not 64 or 128"
+            )
             decoders = ["torch"]
         if reason := self._lacks_space(model, scratch, copies=len(decoders)):
             self._limit.skip(title, reason)

@@ -81,7 +81,9 @@ def read(job: dict[str, Any]) -> dict[str, Any]:
 def read_without_torch(job: dict[str, Any]) -> dict[str, Any]:
     """Open the same tensors, each of which is read when it is written; installs the replacement for torch."""
     if job["weights"] != "none":
-        raise SystemExit("DashInfer is installed without torch: it converts without quantization. Remove `quantization`.")
+        raise SystemExit(
+            "DashInfer is installed without torch: it converts without quantization. Remove `quantization`."
+        )
     torch = load_program("torch_placeholder")
     for name in ("safetensors", "safetensors.torch"):
         sys.modules[name] = Unused(name)

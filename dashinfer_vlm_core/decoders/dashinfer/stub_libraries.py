@@ -195,7 +195,9 @@ ALL = (*DRIVER, RUNTIME, CUBLAS_LT, CUBLAS, NVJITLINK, CUSPARSE, NCCL)
 
 ONE_DEVICE_NCCL = StubLibrary(
     soname=NCCL.soname,
-    symbols=tuple(name for name in NCCL.symbols if name not in {"ncclCommDestroy", "ncclCommInitRank", "ncclGetUniqueId"}),
+    symbols=tuple(
+        name for name in NCCL.symbols if name not in {"ncclCommDestroy", "ncclCommInitRank", "ncclGetUniqueId"}
+    ),
     functions="""\
 long ncclGetUniqueId(void *id) { return 0; }
 long ncclCommInitRank(void **communicator, int ranks) {

@@ -97,10 +97,12 @@ def to_dlpack(tensor: Tensor) -> Any:
     return capsule
 
 
-_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))
+_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
 
 DTYPE_CODE, BFLOAT_CODE = 20, 4
-"""Offset of `dl_tensor.dtype.code` in DLPack's `DLManagedTensor`, and the code of bfloat16, which numpy does not have."""
+"""Offset of `dl_tensor.dtype.code` in DLPack's `DLManagedTensor`, and the code of bfloat16, which numpy lacks."""
 
 LongTensor = Tensor
 utils: types.SimpleNamespace = types.SimpleNamespace(dlpack=types.SimpleNamespace(to_dlpack=to_dlpack))

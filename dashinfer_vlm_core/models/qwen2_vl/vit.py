@@ -219,13 +219,14 @@ class Qwen2VLEncoder:
         yield [item.clone() for _, item in sorted(zip(order, rows, strict=True))]
 
     def _encode_at_once(self, pixels: torch.Tensor, inputs: Any) -> torch.Tensor:
-        parts = self.model.parts(self.normalize(pixels), inputs)
-        while True:
-            try:
-                next(parts)
-            except StopIteration as end:
-                encoded: torch.Tensor = end.value
-                return encoded
+        encoded = list[torch.Tensor]()
+
+        def run() -> Generator[None, None, None]:
+            encoded.append((yield from self.model.parts(self.normalize(pixels), inputs)))
+
+        for _ in run():
+            pass
+        return encoded[0]
 
     def adopt(self, rows: npt.NDArray[np.float32]) -> torch.Tensor:
         return self.executor.run(lambda: torch.from_numpy(rows).to(self.model.device, self.model.dtype))
