@@ -30,7 +30,10 @@ def unpack_kit(kit: Path, folder: Path) -> None:
     pieces = check_pieces(kit)
     shutil.rmtree(folder / "env", ignore_errors=True)
     try:
-        with tarfile.open(fileobj=_Joined(pieces), mode="r|gz", bufsize=CHUNK_BYTES) as archive:
+        with (
+            _Joined(pieces) as joined,
+            tarfile.open(fileobj=joined, mode="r|gz", bufsize=CHUNK_BYTES) as archive,
+        ):
             archive.extractall(folder, filter="data")
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
         raise SetupError(f"The kit in {kit} cannot be unpacked into {folder}: {error}.") from error
@@ -84,3 +87,8 @@ class _Joined(io.RawIOBase):
                 return count
             self._file.close()
             self._file = None
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        super().close()
