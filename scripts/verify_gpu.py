@@ -18,6 +18,7 @@ PLUGINS = {
     "kernels": "dashinfer_vlm_core.kernels",
     "cpu": "dashinfer_vlm_cpu",
     "torch": "dashinfer_vlm_torch",
+    "dashinfer": "dashinfer_vlm_core.decoders.dashinfer",
     "qwen2_vl": "dashinfer_vlm_core.models.qwen2_vl",
     "qwen2_5_vl": "dashinfer_vlm_qwen2_5_vl",
     "qwen3_vl": "dashinfer_vlm_qwen3_vl",

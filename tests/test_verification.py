@@ -18,6 +18,7 @@ from benchmarks.limits import step_bytes as bytes_of_spec
 from benchmarks.limits import tower_flop as flop_of_config
 from dashinfer_vlm_cli.verification import profiling, timings
 from dashinfer_vlm_cli.verification.checks import CheckResult, run_checks
+from dashinfer_vlm_cli.verification.dashinfer import DashInferCheck
 from dashinfer_vlm_cli.verification.device_limits import DeviceLimits
 from dashinfer_vlm_cli.verification.report import Report, markdown
 from dashinfer_vlm_cli.verification.speed_models import SPEED_MODELS, write_speed_model
@@ -27,6 +28,7 @@ from dashinfer_vlm_cli.verification.tiny_models import FAMILIES
 from dashinfer_vlm_cli.verification.workloads import step_bytes, tower_flop
 from dashinfer_vlm_cli.verify import FAMILIES as CHOICES
 from dashinfer_vlm_cli.verify import MODELS, verify
+from dashinfer_vlm_core.decoders import DecoderSupport
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec, read_vision_config
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_torch.decoder import TorchDecoder
@@ -109,7 +111,10 @@ def test_all_checks_pass_and_tiny_model_is_timed(tmp_path):
     done = invoke("--device", "cpu", "--folder", tmp_path, "--out", tmp_path / "report.md")
     report = (tmp_path / "report.md").read_text()
     assert done.stdout.strip() == report.strip()
-    assert (done.exit_code, report.splitlines()[-1]) == (0, f"**All {3 * CHECKS + 1} checks passed on cpu.**")
+    assert (done.exit_code, report.splitlines()[-1]) == (
+        0,
+        f"**All {3 * CHECKS + 1} checks passed on cpu. 1 part was skipped.**",
+    )
     assert set(rows(report).values()) == {"passed"}
     assert "qwen3_vl float32: vision encoder, 3 images, 1 video" in rows(report)
     number = r"[\d.,]+"
@@ -123,6 +128,7 @@ def test_all_checks_pass_and_tiny_model_is_timed(tmp_path):
     towers = rf"^\| (\d+) \| {number} \| {number} \| {number} \| {number} % \|$"
     assert re.findall(towers, report, re.MULTILINE) == ["1", "4", "16"]
     assert re.search(rf"^\| copy in memory, bytes read and written \| {number} GB/s \|$", report, re.MULTILINE)
+    assert "* DashInfer: it is verified on CUDA only" in report
     assert [path.name for path in tmp_path.iterdir()] == ["report.md"]
 
 
@@ -151,6 +157,51 @@ def test_request_that_runs_after_cancellation_fails(tmp_path, monkeypatch):
     assert failures(NeverCanceled, tmp_path) == {"2 of 5 canceled after 3 tokens"}
 
 
+class FakeSupport:
+    """A factory that replaces DashInfer's by the PyTorch decoder."""
+
+    name = "dashinfer"
+
+    def __init__(self, decoder):
+        self.create = decoder
+
+    def check_support(self, spec, config):
+        return DecoderSupport(score=1, reason="")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decoder", [TorchDecoder, WrongThirdToken])
+def test_dashinfer_check_compares_tokens(tmp_path, decoder):
+    registry = load_plugins()
+    registry.decoders["dashinfer"] = FakeSupport(decoder)
+    check = DashInferCheck(registry, device="cpu", family="qwen2_5_vl", folder=tmp_path)
+    assert check.skip_reason() == ""
+    result = check.run()
+    assert result.name == "qwen2_5_vl float32: DashInfer, greedy tokens of 2 at once"
+    assert (result.passed, result.figure) == {
+        TorchDecoder: (True, "all 32 equal"),
+        WrongThirdToken: (False, "other tokens: text, long text"),
+    }[decoder]
+
+
+@pytest.mark.dashinfer
+def test_dashinfer_equals_transformers_in_check(tmp_path):
+    check = DashInferCheck(load_plugins(), device="cpu", family="qwen2_vl", folder=tmp_path)
+    if reason := check.skip_reason():
+        pytest.skip(reason)
+    result = check.run()
+    assert result.passed, result.figure
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="There is a GPU here.")
+def test_reason_without_dashinfer_is_reported(tmp_path):
+    registry = load_plugins()
+    check = DashInferCheck(registry, device="cuda", family="qwen2_vl", folder=tmp_path)
+    assert check.skip_reason()
+    del registry.decoders["dashinfer"]
+    assert check.skip_reason() == "the decoder is not registered"
+
+
 def test_timings_without_time_are_skipped_and_named(tmp_path, monkeypatch):
     passed = CheckResult(name="one", passed=True, figure="", criterion="")
     monkeypatch.setattr("dashinfer_vlm_cli.verification.run.run_checks", lambda *_, **__: [passed])
@@ -159,7 +210,7 @@ def test_timings_without_time_are_skipped_and_named(tmp_path, monkeypatch):
     assert done.exit_code == 0
     assert re.search(r"^\* model tiny: 0 s of 0 s were left.*: see `--minutes`\.$", report, re.MULTILINE)
     assert re.search(r"^\* model 7b: 0 s of 0 s were left and it takes about \d+ s: see", report, re.MULTILINE)
-    assert report.rstrip().splitlines()[-1] == "**All 1 checks passed on cpu. 2 parts were skipped.**"
+    assert report.rstrip().splitlines()[-1] == "**All 1 checks passed on cpu. 3 parts were skipped.**"
 
 
 def test_time_limit_skips_estimated_parts():
@@ -199,13 +250,22 @@ def test_idle_share_is_time_without_kernels(busy, share):
 
 
 def test_report_states_ratios_to_limits_and_faults():
-    step = StepTiming(sequences=32, context=300, seconds=0.01, bytes_per_second=1.5e12, idle_share=0.034)
+    profile = profiling.DeviceProfile(seconds={"attention": 1.0, "gemm": 3.0})
+    step = StepTiming(
+        sequences=32,
+        context=300,
+        seconds=0.01,
+        bytes_per_second=1.5e12,
+        idle_share=0.034,
+        kernels=profile.longest(2),
+    )
     tower = TowerTiming(images=16, seconds=0.02, flop_per_second=3e14)
     model = ModelTimings(name="2b", title="a model", load=timings.Load(), steps=[step], towers=[tower], fault="OOM | x")
     limits = DeviceLimits(bytes_per_second=2e12, flop_per_second=6e14)
     report = markdown(Report(device="cpu", checks=(), limits=limits, timings=[model]))
     assert "| 32 | 300 | 10.00 | 3200 | 1,500 | 75.0 % | 3.4 % |" in report
     assert "| 16 | 20.00 | 800.0 | 300.00 | 50.0 % |" in report
+    assert "| kernels of a step of 32 sequences | of the time of all |\n|---|---|\n| `gemm` | 75.0 % |" in report
     assert "Failed: OOM / x" in report
     assert report.rstrip().endswith("**FAILED on cpu: timings of 2b.**")
 
@@ -272,5 +332,5 @@ def test_failure_of_profiler_is_named(tmp_path):
     timer = timings.ModelTimer(
         SPEED_MODELS["tiny"], tmp_path, load_plugins(), device="cuda", limit=limit, traces=None, note=lambda step: None
     )
-    assert asyncio.run(timer._idle_share("profile", 0.0, None)) is None
+    assert asyncio.run(timer._profile("profile", 0.0, None)) is None
     assert [part.name for part in limit.skipped] == [f"{tmp_path.name}: profile"]

@@ -141,6 +141,11 @@ class EngineConfig(BaseSettings):
         description="Registered name of the CPU kernels, such as `amx`, `avx512`, `onednn` or `torch`; `auto` measures"
         " those available at the first start of a model, and uses the fastest.",
     )
+    cuda_graphs: bool = Field(
+        True,
+        description="Whether decode steps of the PyTorch decoder and small passes of the vision encoder on CUDA are"
+        " replayed as CUDA graphs, which take time to record and memory of the GPU; without effect on a CPU.",
+    )
     cache_dir: Path | None = Field(
         None,
         description="Folder for generated files: compiled kernels, converted models, DashInfer's environment; defaults"

@@ -3,7 +3,7 @@
 `types` defines the interface. `torch_kernels` implements it in PyTorch for any device, `cuda` with attention of whole
 batches, `onednn` with packed weights for CPUs, and plugins register faster kernels. `choice` selects one set: `measure`
 times them with the layers that `workload` describes, and `choice_cache` stores the result. `streams` has what runs the
-parts of a model on a GPU.
+parts of a model on a GPU, and `graphs` records work there.
 """
 
 from __future__ import annotations

@@ -58,11 +58,20 @@ def stream_executor(device: str, *, priority: int) -> Executor:
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Copy a tensor from the CPU to a device, on the current stream.
+    """Copy a tensor from the CPU to a device, on the current stream; one that is there already is returned itself.
 
     CUDA copies from page-locked memory while the caller continues. From other memory, the caller would wait until the
-    device has finished everything before the copy. On a CPU, the tensor itself is returned.
+    device has finished everything before the copy.
     """
-    if torch.device(device).type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
+    return _page_locked(tensor, device).to(device, non_blocking=True)
+
+
+def copy_to_device(tensor: Tensor, into: Tensor) -> None:
+    """Copy a tensor from the CPU into one on a device, as `to_device` does."""
+    into.copy_(_page_locked(tensor, into.device), non_blocking=True)
+
+
+def _page_locked(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Return a tensor that `device` can copy while the caller continues; torch reuses its memory after the copy."""
+    is_copied = torch.device(device).type == "cuda" and tensor.device.type == "cpu"
+    return tensor.pin_memory() if is_copied else tensor

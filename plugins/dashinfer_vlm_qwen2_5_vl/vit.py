@@ -19,6 +19,7 @@ from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.kernels import Activation, KernelSelector, KVSpan, KVSpans, Linear, Norm
 from dashinfer_vlm_core.kernels.streams import to_device
 from dashinfer_vlm_core.models.interface import Grid
+from dashinfer_vlm_core.models.qwen2_vl.pass_graphs import pass_graphs
 from dashinfer_vlm_core.models.qwen2_vl.rope import rotary_tables
 from dashinfer_vlm_core.models.qwen2_vl.vit import (
     EXCLUSIVE_FLOP,
@@ -89,13 +90,15 @@ class Qwen25VLVisionModel(VisionModel):
     config: VisionConfig
     blocks: Sequence[Block]
 
-    def parts(self, patches: torch.Tensor, grids: Sequence[Grid]) -> Generator[None, None, torch.Tensor]:
-        """Encode normalized patches [n, columns] of items with `grids`; yields where other work may run.
+    def inputs(self, grids: Sequence[Grid]) -> AttentionInputs:
+        return AttentionInputs(grids, self.config, self.device)
+
+    def parts(self, patches: torch.Tensor, inputs: AttentionInputs) -> Generator[None, None, torch.Tensor]:
+        """See `PackedVisionModel`.
 
         Returns:
             [n / spatial_merge_size ** 2, out_hidden_size], in the order of the patches.
         """
-        inputs = AttentionInputs(grids, self.config, patches.device)
         x = inputs.reorder(self.patch_embed(patches))
         interval = max(1, int(EXCLUSIVE_FLOP / (len(x) * self._flop_per_patch())))
         for first in range(0, len(self.blocks), interval):
@@ -126,7 +129,8 @@ class Qwen25VLVisionModel(VisionModel):
 def load_encoder(spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> Qwen2VLEncoder:
     """Load a checkpoint's vision encoder; see `ModelFamily.load_vision_encoder`."""
     with VisionWeights.open(spec, config, kernels) as weights:
-        return Qwen2VLEncoder(load_vision_model(read_vision_config(spec.folder), weights), spec.pixels)
+        model = load_vision_model(read_vision_config(spec.folder), weights)
+        return Qwen2VLEncoder(model, spec.pixels, graphs=pass_graphs(config, weights.kernels, weights.device))
 
 
 def load_vision_model(config: VisionConfig, read: VisionWeights) -> Qwen25VLVisionModel:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -16,6 +17,7 @@ from dashinfer_vlm_core.concurrency.compute import executor_for
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.kernels import Activation, KernelSelector, Linear
 from dashinfer_vlm_core.models.interface import Grid
+from dashinfer_vlm_core.models.qwen2_vl.pass_graphs import pass_graphs
 from dashinfer_vlm_core.models.qwen2_vl.vit import (
     EXCLUSIVE_FLOP,
     AttentionInputs,
@@ -35,6 +37,18 @@ from .position_table import PositionTable
 ACTIVATIONS = {"gelu_pytorch_tanh": Activation.GELU_TANH, "gelu": Activation.GELU}
 
 
+class VisionInputs(NamedTuple):
+    """What the blocks need of the grids of the items.
+
+    Attributes:
+        attention: spans and rotary tables of the patches.
+        positions: [n, d], added to the embedded patches.
+    """
+
+    attention: AttentionInputs
+    positions: torch.Tensor
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Qwen3VLVisionModel(VisionModel):
     """The published vision encoder; a `PackedVisionModel`.
@@ -49,22 +63,26 @@ class Qwen3VLVisionModel(VisionModel):
     blocks: Sequence[Block]
     deepstack: Mapping[int, Merger]
 
-    def parts(self, patches: torch.Tensor, grids: Sequence[Grid]) -> Generator[None, None, torch.Tensor]:
-        """Encode normalized patches [n, columns] of items with `grids`; yields where other work may run.
+    def inputs(self, grids: Sequence[Grid]) -> VisionInputs:
+        config = self.config
+        attention = AttentionInputs(
+            grids, head_dim=config.head_dim, merge=config.spatial_merge_size, device=self.device
+        )
+        return VisionInputs(attention, self.positions(grids).to(self.dtype))
+
+    def parts(self, patches: torch.Tensor, inputs: VisionInputs) -> Generator[None, None, torch.Tensor]:
+        """See `PackedVisionModel`.
 
         Returns:
             [n / spatial_merge_size ** 2, output_size * (1 + levels)]: the embedding, then the levels.
         """
         config = self.config
-        attention = AttentionInputs(
-            grids, head_dim=config.head_dim, merge=config.spatial_merge_size, device=patches.device
-        )
         x = self.patch_embed(patches)
-        x += self.positions(grids).to(x.dtype)
+        x += inputs.positions
         interval = max(1, int(EXCLUSIVE_FLOP / (24 * len(x) * config.hidden_size**2)))
         levels = []
         for number, block in enumerate(self.blocks):
-            run_block(self.kernels, block, x, attention, heads=config.num_heads)
+            run_block(self.kernels, block, x, inputs.attention, heads=config.num_heads)
             if number in self.deepstack:
                 merger = self.deepstack[number]
                 levels.append(merger.fc2(merger.fc1(layer_norm(self.kernels, self._units(x), merger.norm))))
@@ -81,7 +99,8 @@ class Qwen3VLVisionModel(VisionModel):
 def load_encoder(spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> Qwen2VLEncoder:
     """Load a checkpoint's vision encoder; see `ModelFamily.load_vision_encoder`."""
     with VisionWeights.open(spec, config, kernels) as weights:
-        return Qwen2VLEncoder(load_vision_model(read_vision_config(spec.folder), weights), spec.pixels)
+        model = load_vision_model(read_vision_config(spec.folder), weights)
+        return Qwen2VLEncoder(model, spec.pixels, graphs=pass_graphs(config, weights.kernels, weights.device))
 
 
 def load_vision_model(config: VisionConfig, read: VisionWeights) -> Qwen3VLVisionModel:

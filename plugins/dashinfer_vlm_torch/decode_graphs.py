@@ -1,8 +1,7 @@
 """Steps of few tokens in fixed shapes, which a GPU replays as CUDA graphs.
 
-A step launches hundreds of kernels. With few tokens, launching them one by one takes longer than running them. A graph
-launches all of them at once, but always with the same shapes and the same addresses. Therefore, a step is padded to the
-next larger one of a few shapes.
+A graph has fixed shapes and addresses (see `kernels.graphs`). Therefore, a step is padded to the next larger one of a
+few shapes.
 
 Each token is a row with its own range of keys, so that prompts, drafts and single tokens need no different shapes.
 Padding rows are tokens whose only key is in the last row of the KV cache, which no sequence uses.
@@ -12,10 +11,9 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,15 +22,13 @@ from torch import Tensor
 
 from dashinfer_vlm_core.kernels import KeyRanges, KVSpan, KVSpans
 from dashinfer_vlm_core.kernels.cuda import CudaKernels
-from dashinfer_vlm_core.kernels.streams import to_device
+from dashinfer_vlm_core.kernels.graphs import CudaGraphRecorder, Recorder
+from dashinfer_vlm_core.kernels.streams import copy_to_device, to_device
 
 from .kv_cache import KVCache
 from .model import PackedBatch, TextModel
 
 logger: logging.Logger = logging.getLogger(__name__)
-
-_RECORDING = threading.Lock()
-"""torch records one graph at a time in a process, in which several engines may start."""
 
 MIN_LARGEST_TOKENS, MAX_TOKENS = 32, 256
 """Limits of the largest number of tokens. A single sequence may have a draft, so it is not the number of sequences, and
@@ -41,10 +37,6 @@ the kernels of larger steps take longer than launching them."""
 MIN_KEYS, KEYS_FACTOR = 1024, 4
 """The smallest number of keys, and that of each shape relative to the next smaller one. They are coarse: FlashAttention
 reads only the keys that a token has, and only divides its work by the number of the shape."""
-
-Recorder: TypeAlias = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
-"""Records work on fixed inputs. Returns a function that repeats the work and returns its result, which is valid until
-any recorded work is repeated."""
 
 
 class StepShape(NamedTuple):
@@ -100,26 +92,6 @@ def record_graphs(model: TextModel, cache: KVCache, shapes: Iterable[StepShape])
     return graphs
 
 
-class CudaGraphRecorder:
-    """A `Recorder` of CUDA graphs, on the current stream. The graphs share memory."""
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        work()  # libraries allocate their workspaces in the first call, which must not be part of a graph
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        # In the mode `global`, calls of a thread that loads or runs the vision encoder would be errors.
-        with _RECORDING, torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-            result = work()
-
-        def replay() -> Tensor:
-            graph.replay()
-            return result
-
-        return replay
-
-
 class DecodeGraphs:
     """The recorded steps of a model; used by one thread at a time.
 
@@ -169,7 +141,7 @@ class DecodeGraphs:
         inputs[6, :count] = packed[4] - inputs[5, :count] + 1
         inputs[:, count:] = self._padding
         step = self._steps[shape]
-        step.inputs.copy_(to_device(torch.from_numpy(inputs), self._model.device))
+        copy_to_device(torch.from_numpy(inputs), step.inputs)
         return step.replay()[:count]
 
 

@@ -203,7 +203,7 @@ class TorchDecoder:
         return ModelRunner(model, cache, self._record_graphs(model, cache) if on_cuda else None)
 
     def _record_graphs(self, model: TextModel, cache: KVCache) -> DecodeGraphs | None:
-        if not self._config.options_of(TorchOptions).cuda_graphs:
+        if not self._config.cuda_graphs:
             return None
         shapes = step_shapes(max_batch_size=self._config.max_batch_size, max_model_len=self.max_model_len)
         return record_graphs(model, cache, shapes)

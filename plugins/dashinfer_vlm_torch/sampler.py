@@ -194,7 +194,8 @@ def _apply_bias_and_min_tokens(scores: Tensor, rows: Sequence[LogitsRow]) -> Ten
         bias = [value for _, values in biased for value in values.values()]
         scores[numbers, ids] += to_device(torch.tensor(bias), scores.device)
     if below_min:
-        scores[_flat_index(below_min, scores)] = -torch.inf
+        # A number would be copied from the CPU, which waits for a GPU.
+        scores.index_put_(_flat_index(below_min, scores), scores.new_full((), -torch.inf))
     return scores
 
 

@@ -18,11 +18,6 @@ class TorchOptions(PluginOptions):
         description="How several tokens of a completion are computed per step, with the same result: `ngram` proposes"
         " repetitions of earlier text, and text that the response format prescribes; `none` computes one per step.",
     )
-    cuda_graphs: bool = Field(
-        True,
-        description="Whether decode steps on CUDA are replayed as CUDA graphs, which are recorded at startup and take"
-        " memory of the GPU; without effect on a CPU.",
-    )
 
     def check(self, decoder: str) -> None:
         if decoder != "torch" and "speculative_method" in self.model_fields_set and self.speculative_method != "none":

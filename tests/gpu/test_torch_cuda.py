@@ -13,10 +13,11 @@ from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.kernels import KVSpans
 from dashinfer_vlm_core.kernels.cuda import CudaKernels, compute_capability
 from dashinfer_vlm_core.kernels.experts import GroupedExperts
+from dashinfer_vlm_core.kernels.graphs import CudaGraphRecorder
 from dashinfer_vlm_core.kernels.streams import HIGH_PRIORITY, LOW_PRIORITY, stream_executor, to_device
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.models.qwen2_vl import Qwen2VL
-from dashinfer_vlm_torch.decode_graphs import CudaGraphRecorder, DecodeGraphs, StepShape
+from dashinfer_vlm_torch.decode_graphs import DecodeGraphs, StepShape
 from dashinfer_vlm_torch.kv_cache import KVCache
 from dashinfer_vlm_torch.proposer import Draft
 from dashinfer_vlm_torch.sampler import LogitsRow, _choose
@@ -62,7 +63,9 @@ def test_attention_equals_cpu(dtype, shape, spans):
     assert difference(found, expected) < {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
 
 
-@pytest.mark.skipif(compute_capability("cuda") < (8, 0), reason="the GPU has no FlashAttention")
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or compute_capability("cuda") < (8, 0), reason="the GPU has no FlashAttention"
+)
 @SPANS
 def test_attention_does_not_wait(spans):
     q, k, v = (part.to("cuda", torch.bfloat16) for part in inputs(spans, 4, 2, 16))
@@ -141,8 +144,8 @@ def test_sampling_does_not_wait(sampling):
         _choose(logits, rows, {})
 
 
-def encoder(folder, device, dtype="float32"):
-    family, config = Qwen2VL(), EngineConfig(device=device, dtype=dtype)
+def encoder(folder, device, dtype="float32", **options):
+    family, config = Qwen2VL(), EngineConfig(device=device, dtype=dtype, **options)
     return family.load_vision_encoder(family.load_spec(folder), config, selector(config))
 
 
@@ -154,6 +157,17 @@ def test_visual_tokens_equal_cpu(tiny_checkpoint, dtype, bound):
     )
     for one, other in zip(found, expected, strict=True):
         assert difference(one, other) < bound
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-4), ("bfloat16", 5e-2)])
+def test_recorded_passes_equal_computed_ones(tiny_checkpoint, dtype, bound):
+    recording, plain = (encoder(tiny_checkpoint, "cuda", dtype, cuda_graphs=graphs) for graphs in (True, False))
+    for seed in range(5):
+        batch = [random_patches(*grid, seed=seed) for grid in GRIDS]
+        for one, other in zip(recording.encode(batch), plain.encode(batch), strict=True):
+            assert difference(one, other) < bound
+    assert len(recording._graphs) == 1
+    assert plain._graphs is None
 
 
 def test_encoder_and_decoder_run_at_the_same_time(oracle, tiny_checkpoint):
@@ -196,7 +210,10 @@ def test_copies_to_the_device_do_not_wait():
     assert copied.tolist() == [0, 1, 2]
 
 
-@pytest.mark.skipif("not CudaKernels('cuda').groups_experts(torch.bfloat16, [64])", reason="torch has no kernel for it")
+@pytest.mark.skipif(
+    "not torch.cuda.is_available() or not CudaKernels('cuda').groups_experts(torch.bfloat16, [64])",
+    reason="torch has no kernel for it",
+)
 def test_grouped_experts_equal_cpu_and_do_not_wait():
     x, router, gate_up, down = (
         torch.randn(*shape, generator=torch.Generator().manual_seed(number)) / 8

@@ -414,7 +414,8 @@ def test_large_batches_are_encoded_in_parts(encoder, monkeypatch):
     pixels = torch.from_numpy(np.concatenate([patches.pixels for patches in batch]))
     monkeypatch.setattr(vit, "EXCLUSIVE_FLOP", 1)
 
-    parts = encoder.model.parts(encoder.normalize(pixels), [patches.grid for patches in batch])
+    inputs = encoder.model.inputs([patches.grid for patches in batch])
+    parts = encoder.model.parts(encoder.normalize(pixels), inputs)
 
     assert sum(1 for _ in parts) == encoder.model.config.depth
 

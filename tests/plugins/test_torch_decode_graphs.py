@@ -32,6 +32,7 @@ from dashinfer_vlm_torch.proposer import Draft
 from dashinfer_vlm_torch.runner import ModelRunner
 from dashinfer_vlm_torch.sampler import _choose
 from dashinfer_vlm_torch.scheduler import SampledToken, ScheduledChunk, SequenceState
+from tests.recording import check_recordable, repeat
 
 from .oracle import collect, decoding, ids, prompt, text, visual
 
@@ -52,12 +53,6 @@ class CudaFactory:
 
     def load(self, device, config):
         return LoadedKernels(CudaKernels(device))
-
-
-def repeat(work):
-    """Record work by computing it again; like a graph, it always returns the same tensor."""
-    result = work().clone()
-    return lambda: result.copy_(work())
 
 
 class CountingGraphs(DecodeGraphs):
@@ -307,10 +302,10 @@ def test_step_reads_nothing_from_the_device(oracle, sampling):
 
 
 @torch.inference_mode()
-def test_recorded_step_reads_nothing_from_the_device(oracle):
+def test_recorded_step_uses_only_memory_of_the_device(oracle):
     model = load(oracle, "meta")
     cache = KVCache(model.config, KV_TOKENS, device="meta", dtype=torch.float32)
-    graphs = DecodeGraphs(model, cache, lambda work: work)
+    graphs = DecodeGraphs(model, cache, check_recordable)
     graphs.record(StepShape(4, 64))
     packed = np.zeros((5, 3), np.int64)
     assert graphs.run(packed, [KVSpan(0, 3, 0, 3, 0)]).shape == (3, model.config.hidden_size)

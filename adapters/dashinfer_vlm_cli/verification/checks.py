@@ -149,15 +149,16 @@ def run_checks(
     with _full_float32():
         for family in families:
             note(f"{family}: making a model, and loading it in transformers")
-            results += _attempt(family, functools.partial(_check_family, registry, device, family, folder, note))
+            results += attempt(family, functools.partial(_check_family, registry, device, family, folder, note))
         note("sampling options")
-        results += _attempt(
+        results += attempt(
             "sampling options", functools.partial(_check_sampling, registry, device, families[0], folder)
         )
     return results
 
 
-def _attempt(name: str, check: Callable[[], list[CheckResult]]) -> list[CheckResult]:
+def attempt(name: str, check: Callable[[], list[CheckResult]]) -> list[CheckResult]:
+    """Return the results of a check; one that raises has failed."""
     try:
         return check()
     except Exception as error:  # noqa: BLE001 - whatever a device raises belongs in the report
@@ -194,7 +195,7 @@ def _check_family(
     results = list[CheckResult]()
     for dtype in DTYPES:
         note(f"{family} {dtype}: vision encoder, batch, prefix cache, cancellation")
-        results += _attempt(f"{family} {dtype}", functools.partial(_check_dtype, subject, dtype))
+        results += attempt(f"{family} {dtype}", functools.partial(_check_dtype, subject, dtype))
     return results
 
 
@@ -253,8 +254,8 @@ async def _decode_all(
     try:
         return _Completions(
             visual=visual,
-            batch=await _complete_all(decoder, batch),
-            cached=await _complete_all(decoder, batch),
+            batch=await complete_all(decoder, batch),
+            cached=await complete_all(decoder, batch),
             alone=[await _complete(decoder, request) for request in alone],
             other_text=await _complete(decoder, others[0]),
             other_image=await _complete(decoder, others[1]),
@@ -281,7 +282,8 @@ async def _complete(decoder: Decoder, request: DecodeRequest, *, limit: int = CO
     return tokens
 
 
-async def _complete_all(decoder: Decoder, requests: Sequence[DecodeRequest]) -> list[list[Token]]:
+async def complete_all(decoder: Decoder, requests: Sequence[DecodeRequest]) -> list[list[Token]]:
+    """Return the completions of requests that run at the same time."""
     return list(await asyncio.gather(*(_complete(decoder, request) for request in requests)))
 
 
@@ -495,7 +497,7 @@ def _sampled(registry: Registry, model: Path, device: str, requests: Sequence[De
     async def decode() -> list[list[int]]:
         await decoder.start()
         try:
-            return list(map(ids, await _complete_all(decoder, requests)))
+            return list(map(ids, await complete_all(decoder, requests)))
         finally:
             await decoder.close()
 

@@ -6,10 +6,18 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]  # public, not exported explicitly
 from torch.profiler import ProfilerActivity, profile
+
+
+class KernelShare(NamedTuple):
+    """The kernels of one name, and their share of the time of all kernels."""
+
+    name: str
+    share: float
 
 
 @dataclass(kw_only=True)
@@ -18,14 +26,22 @@ class DeviceProfile:
 
     Attributes:
         busy: (start, end) of each kernel and copy on the device, in microseconds.
+        seconds: the time of all kernels and copies of the same name.
     """
 
     busy: list[tuple[float, float]] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def idle_share(self) -> float | None:
         """The share of the time between the first start and the last end in which nothing ran; None without events."""
         return idle_share(self.busy)
+
+    def longest(self, count: int) -> tuple[KernelShare, ...]:
+        """Return the kernels that took most of the time, and their shares of the time of all."""
+        total = sum(self.seconds.values())
+        longest = sorted(self.seconds.items(), key=lambda item: -item[1])[:count]
+        return tuple(KernelShare(name, seconds / total) for name, seconds in longest)
 
 
 def idle_share(busy: Iterable[tuple[float, float]]) -> float | None:
@@ -60,6 +76,8 @@ def record(device: str, trace: Path | None = None) -> Iterator[DeviceProfile]:
         torch.cuda.synchronize(device)
     for event in profiler.events() or ():
         if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
-            result.busy.append((event.time_range.start, event.time_range.end))
+            start, end = event.time_range.start, event.time_range.end
+            result.busy.append((start, end))
+            result.seconds[event.name] = result.seconds.get(event.name, 0.0) + (end - start) / 1e6
     if trace:
         profiler.export_chrome_trace(str(trace))

@@ -15,10 +15,12 @@ from dashinfer_vlm_core.kernels.cpu import cpu_model
 from .checks import CheckResult
 from .device_limits import DeviceLimits
 from .time_limit import Skipped
-from .timings import ModelTimings
+from .timings import ModelTimings, StepTiming
 
 LIBRARIES = ("torch", "transformers", "triton", "flash-attn", "numpy", "safetensors", "tokenizers")
 """Distributions whose versions the report states, if they are installed."""
+KERNEL_CHARACTERS = 100
+"""Of the name of a kernel: those of templates have hundreds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,8 @@ class Report:
         """One line."""
         if self.failed:
             return f"FAILED on {self.device}: {'; '.join(self.failed)}."
-        skipped = f" {len(self.skipped)} parts were skipped." if self.skipped else ""
+        parts = "1 part was" if len(self.skipped) == 1 else f"{len(self.skipped)} parts were"
+        skipped = f" {parts} skipped." if self.skipped else ""
         return f"All {len(self.checks)} checks passed on {self.device}.{skipped}"
 
 
@@ -134,6 +137,7 @@ def _model(timings: ModelTimings, limits: DeviceLimits | None) -> Iterator[str]:
             idle = _percent(step.idle_share)
             yield f"| {step.sequences} | {step.context} | {1000 * step.seconds:.2f} | {rates} | {idle} |"
         yield ""
+        yield from _profile(timings.steps[-1])
     if timings.towers:
         yield "| images in a pass of the vision encoder | ms | images/s | TFLOP/s | of the product's |"
         yield "|---|---|---|---|---|"
@@ -141,6 +145,16 @@ def _model(timings: ModelTimings, limits: DeviceLimits | None) -> Iterator[str]:
             share = _percent(tower.flop_per_second / limits.flop_per_second if limits else None)
             rates = f"{tower.images / tower.seconds:.1f} | {tower.flop_per_second / 1e12:,.2f} | {share}"
             yield f"| {tower.images} | {1000 * tower.seconds:.2f} | {rates} |"
+        yield ""
+
+
+def _profile(step: StepTiming) -> Iterator[str]:
+    """The kernels of a step, if they were recorded."""
+    if step.kernels:
+        yield f"| kernels of a step of {step.sequences} sequences | of the time of all |"
+        yield "|---|---|"
+        for kernel in step.kernels:
+            yield f"| `{_cell(kernel.name)[:KERNEL_CHARACTERS]}` | {_percent(kernel.share)} |"
         yield ""
 
 

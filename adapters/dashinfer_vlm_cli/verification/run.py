@@ -12,9 +12,12 @@ from pathlib import Path
 
 import torch
 
+from dashinfer_vlm_core.decoders.dashinfer import HEAD_DIMS
 from dashinfer_vlm_core.plugins import Registry
 
-from .checks import run_checks
+from .checks import CheckResult, attempt, run_checks
+from .dashinfer import FAMILIES as DASHINFER_FAMILIES
+from .dashinfer import ON_CPU, DashInferCheck, dashinfer_cache
 from .device_limits import DeviceLimits, measure_limits
 from .report import Report
 from .speed_models import SPEED_MODELS, SpeedModel, write_speed_model
@@ -72,17 +75,37 @@ class Verification:
             checks = run_checks(
                 self._registry, device=options.device, families=options.families, folder=scratch, note=self._note
             )
+            found = self._check_dashinfer(scratch)
             limits, fault = self._limits() if options.models else (None, "")
-            timings = [timed for model in options.models if (timed := self._time(model, scratch))]
+            decoders = ("torch", "dashinfer") if found else ("torch",)
+            timings = [timed for model in options.models for timed in self._time(model, scratch, decoders)]
         return Report(
             device=options.device,
-            checks=checks,
+            checks=[*checks, *found],
             limits=limits,
             timings=timings,
             skipped=tuple(self._limit.skipped),
             fault=fault,
             seconds=time.perf_counter() - begin,
         )
+
+    def _check_dashinfer(self, scratch: Path) -> list[CheckResult]:
+        """Return the result of the check; none if DashInfer cannot run here."""
+        family = next((name for name in self._options.families if name in DASHINFER_FAMILIES), None)
+        if torch.device(self._options.device).type == "cpu" or family is None:
+            self._limit.skip("DashInfer", ON_CPU if family else "it does not support the family")
+            return []
+        self._note(f"{family} float32: DashInfer")
+        results = attempt("DashInfer", lambda: self._run_dashinfer(family, scratch))
+        self._free_memory()
+        return results
+
+    def _run_dashinfer(self, family: str, scratch: Path) -> list[CheckResult]:
+        check = DashInferCheck(self._registry, device=self._options.device, family=family, folder=scratch)
+        if reason := check.skip_reason():
+            self._limit.skip("DashInfer", reason)
+            return []
+        return [check.run()]
 
     def _limits(self) -> tuple[DeviceLimits | None, str]:
         self._note("limits of the device")
@@ -91,32 +114,47 @@ class Verification:
         except Exception as error:  # noqa: BLE001 - the rest is worth its report whatever happens here
             return None, _describe(error)
 
-    def _time(self, name: str, scratch: Path) -> ModelTimings | None:
-        """Time a model; None if it is skipped."""
+    def _time(self, name: str, scratch: Path, decoders: Sequence[str]) -> list[ModelTimings]:
+        """Time a model with each decoder; nothing if it is skipped."""
         model = SPEED_MODELS[name]
         title = f"model {name}"
         if not self._limit.allows(title, self._seconds_per_byte * model.nbytes):
-            return None
-        if reason := self._lacks_space(model, scratch):
+            return []
+        if "dashinfer" in decoders and model.head_dim not in HEAD_DIMS:
+            self._limit.skip(
+                f"{title}, decoded by DashInfer", f"its heads have a size of {model.head_dim}, not 64 or 128"
+            )
+            decoders = ["torch"]
+        if reason := self._lacks_space(model, scratch, copies=len(decoders)):
             self._limit.skip(title, reason)
-            return None
-        timings = ModelTimings(name=name, title=model.title, load=TINY_LOAD if name == "tiny" else Load())
+            return []
         folder = scratch / name
         try:
-            self._make(model, folder)
-            self._timer(model, folder).measure(timings)
+            return [self._time_decoder(name, folder, decoder) for decoder in decoders]
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(dashinfer_cache(scratch) / "models", ignore_errors=True)
+
+    def _time_decoder(self, name: str, folder: Path, decoder: str) -> ModelTimings:
+        model = SPEED_MODELS[name]
+        with_decoder = "" if decoder == "torch" else ", decoded by DashInfer"
+        load = TINY_LOAD if name == "tiny" else Load()
+        timings = ModelTimings(name=f"{name}{with_decoder}", title=model.title, load=load)
+        try:
+            if not folder.exists():
+                self._make(model, folder)
+            self._timer(model, folder, decoder).measure(timings)
         except Exception as error:  # noqa: BLE001 - as above
             timings.fault = _describe(error)
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
             self._free_memory()
         return timings
 
-    def _lacks_space(self, model: SpeedModel, scratch: Path) -> str:
-        """Return what the model does not fit in, and the next step; empty if it fits."""
+    def _lacks_space(self, model: SpeedModel, scratch: Path, *, copies: int) -> str:
+        """Return what the model, with `copies` on disk, does not fit in, and the next step; empty if it fits."""
         size = model.nbytes
-        if size > (free := shutil.disk_usage(scratch).free):
-            return f"it takes {_gb(size)}, and {scratch.parent} has {_gb(free)}: see `--folder`"
+        if copies * size > (free := shutil.disk_usage(scratch).free):
+            return f"it takes {_gb(copies * size)}, and {scratch.parent} has {_gb(free)}: see `--folder`"
         memory = free_memory(self._options.device)
         if memory is not None and size + EXTRA_MEMORY > memory:
             return f"it needs about {_gb(size + EXTRA_MEMORY)} of memory, and {_gb(memory)} of the device are free"
@@ -130,7 +168,7 @@ class Verification:
         if model.nbytes > 1 << 30:  # of others, the tokenizer takes most of the time
             self._seconds_per_byte = 2 * (time.perf_counter() - begin) / model.nbytes  # loading takes no longer
 
-    def _timer(self, model: SpeedModel, folder: Path) -> ModelTimer:
+    def _timer(self, model: SpeedModel, folder: Path, decoder: str) -> ModelTimer:
         traces = self._options.traces
         if traces:
             traces.mkdir(parents=True, exist_ok=True)
@@ -142,6 +180,8 @@ class Verification:
             limit=self._limit,
             traces=traces,
             note=self._note,
+            decoder=decoder,
+            cache=None if decoder == "torch" else dashinfer_cache(folder.parent),
         )
 
     def _free_memory(self) -> None:

@@ -32,7 +32,7 @@ from dashinfer_vlm_core.protocol import ChatRequest
 from ..completion_stats import Completion
 from .checkpoint_files import PIXELS, VOCABULARY
 from .device_limits import best_seconds
-from .profiling import record
+from .profiling import DeviceProfile, KernelShare, record
 from .speed_models import SpeedModel
 from .time_limit import TimeLimit
 from .workloads import step_bytes, tower_flop
@@ -45,6 +45,7 @@ WARMUP_STEPS = 4
 MAX_TOKENS = 3000
 """Of a sequence whose decode steps are timed, which is canceled: more than are decoded while the profiler starts."""
 MIN_PROFILE_SECONDS = 0.05
+LISTED_KERNELS = 8
 
 Content: TypeAlias = "list[dict[str, Any]]"
 """The content of a message: an image, and then a text."""
@@ -128,6 +129,7 @@ class StepTiming:
         seconds: of a step; the median.
         bytes_per_second: the weights, keys and values that a step reads.
         idle_share: the share of the time in which the device is idle; None if it was not measured.
+        kernels: those that take most of the time of a step; none if they were not recorded.
     """
 
     sequences: int
@@ -135,6 +137,7 @@ class StepTiming:
     seconds: float
     bytes_per_second: float
     idle_share: float | None
+    kernels: tuple[KernelShare, ...] = ()
 
 
 @dataclass(kw_only=True)
@@ -164,11 +167,13 @@ class ModelTimer:
     Args:
         model: its shape.
         folder: its checkpoint.
-        registry: has its family and the decoder `torch`.
+        registry: has its family and the decoder.
         device: as torch names it.
         limit: skips what does not fit into the time.
         traces: an existing folder for the traces of the profiler; None writes none.
         note: is called with the name of each part before it runs.
+        decoder: the name of the decoder. The vision encoder is timed only with `torch`: it is the same with others.
+        cache: the cache folder; the user's if None.
     """
 
     def __init__(
@@ -181,6 +186,8 @@ class ModelTimer:
         limit: TimeLimit,
         traces: Path | None,
         note: Callable[[str], None],
+        decoder: str = "torch",
+        cache: Path | None = None,
     ) -> None:
         self._model = model
         self._folder = folder
@@ -194,14 +201,16 @@ class ModelTimer:
             model=str(folder),
             device=device,
             dtype="bfloat16",
-            decoder="torch",
+            decoder=decoder,
+            cache_dir=cache,
             max_model_len=4096,
             max_batch_size=max(USERS),
         )
 
     def measure(self, timings: ModelTimings) -> None:
         """Measure everything that fits into the time; the results up to an exception are in `timings`."""
-        self._towers(timings)
+        if self._config.decoder == "torch":
+            self._towers(timings)
         asyncio.run(self._pipeline(timings))
 
     def _towers(self, timings: ModelTimings) -> None:
@@ -254,7 +263,7 @@ class ModelTimer:
             await _read(streams, WARMUP_STEPS)
             arrivals = await _read(streams, load.steps + 1)
             seconds = statistics.median(np.diff(arrivals).tolist())
-            idle = await self._idle_share(
+            profile = await self._profile(
                 f"profile of decode steps, {sequences} sequences", load.steps * seconds, trace
             )
         context = load.context + WARMUP_STEPS + load.steps // 2
@@ -264,18 +273,19 @@ class ModelTimer:
             context=context,
             seconds=seconds,
             bytes_per_second=moved / seconds,
-            idle_share=idle,
+            idle_share=profile.idle_share if profile else None,
+            kernels=profile.longest(LISTED_KERNELS) if profile else (),
         )
 
-    async def _idle_share(self, name: str, seconds: float, trace: Path | None) -> float | None:
-        """Profile running sequences; None on a CPU, or if the profiler fails, as without permission to use it."""
+    async def _profile(self, name: str, seconds: float, trace: Path | None) -> DeviceProfile | None:
+        """Profile running sequences; None if the profiler fails, as without permission to use it."""
         try:
             with record(self._device, trace) as recorded:
                 await asyncio.sleep(max(MIN_PROFILE_SECONDS, seconds))
         except Exception as error:  # noqa: BLE001 - the timings are worth their report without a profile
             self._limit.skip(f"{self._folder.name}: {name}", f"{type(error).__name__}: {error}"[:300])
             return None
-        return recorded.idle_share
+        return recorded
 
     def _text(self, load: Load) -> DecodeRequest:
         return DecodeRequest(

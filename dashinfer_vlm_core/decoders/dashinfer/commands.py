@@ -29,16 +29,26 @@ def dashinfer() -> None:
 @click.option(
     "--cpu", is_flag=True, help="Install for the CPU only, without CUDA's libraries; needs about 3% of the disk space."
 )
+@click.option(
+    "--kit",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="A kit to unpack, for one GPU without a network; `scripts/make-dashinfer-kit` makes it.",
+)
 @_CACHE
-def install_command(python: Path | None, cpu: bool, cache_dir: Path | None) -> None:
+def install_command(python: Path | None, cpu: bool, kit: Path | None, cache_dir: Path | None) -> None:
     """Create DashInfer's environment in the user's cache and check that it loads.
 
-    It takes 6.6 GB (3.4 GB to download), or 0.2 GB (0.32 GB to download) with --cpu, which requires a C compiler.
+    It takes 6.6 GB (3.4 GB to download), 0.2 GB (0.32 GB to download) with --cpu, which requires a C compiler, or 1.5
+    GB with --kit.
 
     DashInfer's wheels are for CPython 3.10. The environment has its own interpreter, whatever Python runs this command.
     Run the command again to repair the environment.
     """
-    findings = install(_config(cache_dir), python=python, cpu=cpu, report=lambda line: click.echo(line, err=True))
+    if kit and (cpu or python):
+        raise click.UsageError("`--kit` contains an interpreter and is for a GPU: remove `--python` and `--cpu`.")
+    config = _config(cache_dir)
+    findings = install(config, python=python, cpu=cpu, kit=kit, report=lambda line: click.echo(line, err=True))
     click.echo(f"DashInfer {findings.version} loads under Python {findings.python}, {_devices(findings)}.")
 
 

@@ -2,6 +2,7 @@
 
 There are two kinds. The full one has torch, which depends on CUDA's libraries, and runs on GPUs and CPUs. The CPU-only
 one has DashInfer's wheel and numpy, and takes a thirtieth of the disk space.
+A kit contains a third one, for one GPU and without torch, which is unpacked where there is no network.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from .environment import (
     write_json,
 )
 from .gpu_code import remove_gpu_code
+from .kit import unpack_kit
 from .stub_libraries import ALL, DRIVER, compile_stub_libraries, find_compiler
 
 Report = Callable[[str], None]
@@ -44,6 +46,9 @@ FULL_BYTES = 12 * 10**9
 CPU_ONLY_BYTES = 2 * 10**9
 """The wheels (0.32 GB) and their unpacked size (0.9 GB, until the GPU code is removed), with a margin."""
 
+KIT_BYTES = 2 * 10**9
+"""The unpacked size (1.5 GB), with a margin."""
+
 EXTENSION = "env/lib/python*/site-packages/dashinfer/allspark/_allspark.cpython-*.so"
 
 UMASK = 0o022
@@ -56,17 +61,20 @@ _IS_SUITABLE = (
 )
 
 
-def install(config: EngineConfig, *, python: Path | None, cpu: bool, report: Report) -> Findings:
+def install(
+    config: EngineConfig, *, python: Path | None, cpu: bool, report: Report, kit: Path | None = None
+) -> Findings:
     """Create the private environment unless a working one exists; returns the findings of its examination.
 
-    A full environment is kept, since it also runs on a CPU. A CPU-only environment is kept too, unless this machine has
-    a GPU and `cpu` is false.
+    A full environment is kept, since it also runs on a CPU. A CPU-only environment is kept too, unless there is a kit,
+    or this machine has a GPU and `cpu` is false.
 
     Args:
         config: contains the cache folder.
         python: the CPython 3.10 to use; searched for if None.
         cpu: whether to create a CPU-only environment.
         report: is called with a line per step.
+        kit: the folder of a kit to unpack, without a network; see `kit.py`.
 
     Raises:
         MissingDependency: there is no CPython 3.10 or no C compiler; the message explains how to install one.
@@ -81,9 +89,11 @@ def install(config: EngineConfig, *, python: Path | None, cpu: bool, report: Rep
         if folder.exists() and (problem := folder_problem(folder)):
             raise SetupError(problem)
         findings = _working_findings(config, cpu=cpu, report=report)
-        if findings is not None and (cpu or not findings.cpu_only or not cuda_devices()):
+        if findings is not None and not (findings.cpu_only and (kit or (cuda_devices() and not cpu))):
             report(f"DashInfer {findings.version} is already installed{', for the CPU only' * findings.cpu_only}.")
             return findings
+        if kit:
+            return _unpack(kit, folder, report)
         if cpu:
             return _build_cpu_only(folder, python or find_python(report), report)
         return _build_full(folder, python or find_python(report), report)
@@ -192,6 +202,14 @@ def _build_cpu_only(folder: Path, python: Path, report: Report) -> Findings:
     if removed:
         report(f"Removed the GPU code of DashInfer's extension: {removed / 1e6:.0f} MB of disk space freed.")
     return _finish(folder, gpu_code_removed=removed)
+
+
+def _unpack(kit: Path, folder: Path, report: Report) -> Findings:
+    _check_space(folder, KIT_BYTES)
+    (folder / MARKER).unlink(missing_ok=True)
+    report(f"Unpacking {kit} into {folder}.")
+    unpack_kit(kit, folder)
+    return _finish(folder)
 
 
 def _make_environment(folder: Path, python: Path, needed: int, report: Report) -> None:

@@ -17,8 +17,8 @@ Progress is written to standard output, one JSON object per line that begins wit
 own output. Apart from `worker.py` and `torch_placeholder.py`, this file imports nothing from this package, since it
 runs under another interpreter (CPython 3.8 or 3.10).
 
-A CPU-only environment has no torch. `torch_placeholder.py` replaces it, for float32 only; the files are equal byte for
-byte.
+A CPU-only environment and that of the kit have no torch. `torch_placeholder.py` replaces it, without quantization; the
+files are equal byte for byte.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def main() -> None:
     worker = load_program("worker")
     worker.load_libraries(*sys.argv[2:])
     report(0, "reading")
-    state = read_without_torch(job) if worker.is_cpu_only() else read(job)
+    if worker.is_cpu_only() and (job["dtype"], job["weights"]) != ("float32", "none"):
+        raise SystemExit("DashInfer is installed for the CPU only: it converts only to float32, without quantization.")
+    state = read(job) if importlib.util.find_spec("torch") else read_without_torch(job)
     report(0.5, "writing")
     write(job, state)
     report(1, "done")
@@ -78,14 +80,17 @@ def read(job: dict[str, Any]) -> dict[str, Any]:
 
 def read_without_torch(job: dict[str, Any]) -> dict[str, Any]:
     """Open the same tensors, each of which is read when it is written; installs the replacement for torch."""
-    if job["dtype"] != "float32" or job["weights"] != "none":
-        raise SystemExit("DashInfer is installed for the CPU only: it converts only to float32, without quantization.")
+    if job["weights"] != "none":
+        raise SystemExit(
+            "DashInfer is installed without torch: it converts without quantization. Remove `quantization`."
+        )
     torch = load_program("torch_placeholder")
     for name in ("safetensors", "safetensors.torch"):
         sys.modules[name] = Unused(name)
     sys.modules.update({"torch": torch, "torch.cuda": torch.cuda})
     files = {path: torch.SafetensorsFile(path) for path, _ in job["tensors"].values()}
-    state = {name: files[path].tensor(stored) for name, (path, stored) in job["tensors"].items()}
+    dtype = getattr(torch, job["dtype"])
+    state = {name: files[path].tensor(stored, dtype) for name, (path, stored) in job["tensors"].items()}
     if job["tied"]:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     return state

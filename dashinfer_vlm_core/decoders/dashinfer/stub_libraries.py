@@ -38,18 +38,20 @@ class StubLibrary:
         error: their return value, the library's error code for a missing device or driver.
         versioned: whether the extension references its symbols with a version, which is named like the library. The
             loader aborts the process if such a library defines no version.
+        functions: C source of functions of the library that return something else.
     """
 
     soname: str
     symbols: tuple[str, ...] = ()
     error: int = 1
     versioned: bool = False
+    functions: str = ""
 
     @property
     def source(self) -> str:
         """The library's C source."""
         return (
-            "".join(map(self._function, self.symbols))
+            "".join(map(self._function, self.symbols)) + self.functions
             or "/* The extension links this library, but uses none of its symbols. */\n"
         )
 
@@ -187,8 +189,28 @@ NCCL = StubLibrary(
         "ncclGetUniqueId",
     ),
 )
-ALL = (*DRIVER, RUNTIME, CUBLAS_LT, CUBLAS, StubLibrary(soname="libnvJitLink.so.12"), CUSPARSE, NCCL)
+NVJITLINK = StubLibrary(soname="libnvJitLink.so.12")
+ALL = (*DRIVER, RUNTIME, CUBLAS_LT, CUBLAS, NVJITLINK, CUSPARSE, NCCL)
 """All of NVIDIA's libraries that the extension links."""
+
+ONE_DEVICE_NCCL = StubLibrary(
+    soname=NCCL.soname,
+    symbols=tuple(
+        name for name in NCCL.symbols if name not in {"ncclCommDestroy", "ncclCommInitRank", "ncclGetUniqueId"}
+    ),
+    functions="""\
+long ncclGetUniqueId(void *id) { return 0; }
+long ncclCommInitRank(void **communicator, int ranks) {
+    static int one;
+    *communicator = &one;
+    return ranks == 1 ? 0 : 1;
+}
+long ncclCommDestroy(void *communicator) { return 0; }
+""",
+)
+"""DashInfer creates a communicator on one device too, but never communicates there."""
+ONE_DEVICE: dict[str, StubLibrary] = {"cusparse": CUSPARSE, "nccl": ONE_DEVICE_NCCL, "nvjitlink": NVJITLINK}
+"""What is not used on one device, by the folder of NVIDIA's wheel. DashInfer calls cuSPARSE for sparse weights only."""
 
 
 def find_compiler() -> str:

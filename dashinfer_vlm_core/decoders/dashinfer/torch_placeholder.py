@@ -1,5 +1,5 @@
-"""The part of torch that DashInfer's converter uses, in numpy and for float32 only. In a CPU-only environment, which
-has no torch, `serialize.py` installs this module as `torch`.
+"""The part of torch that DashInfer's converter uses, in numpy, without quantization. In an environment without torch,
+`serialize.py` installs this module as `torch`.
 
 It contains the names that `dashinfer.allspark` uses during its import, and those that its Qwen2 converter calls:
 `tensor(value).numpy()`, `concat`, `permute(...).contiguous()`, `cpu()`, `to("cpu")`, `shape`, `dtype`, `Tensor(0)` and
@@ -11,6 +11,7 @@ This file imports only numpy.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import struct
 import types
@@ -43,15 +44,17 @@ int32: dtype = dtype("int32")
 int16: dtype = dtype("int16")
 int8: dtype = dtype("int8")
 
+ARRAYS: dict[dtype, Any] = {float32: np.float32, float16: np.float16, bfloat16: np.uint16}
+"""numpy's dtypes of the values of a tensor; bfloat16 as its bits."""
+
 
 class Tensor:
-    """A float32 tensor whose values are read on demand."""
+    """A tensor whose values are read on demand, in the dtype that `ARRAYS` has for its own."""
 
-    dtype = float32
-
-    def __init__(self, *shape: int, values: Callable[[], Array] | None = None) -> None:
+    def __init__(self, *shape: int, values: Callable[[], Array] | None = None, kind: dtype = float32) -> None:
         self.shape = shape
-        self._values = values or (lambda: np.zeros(shape, np.float32))
+        self.dtype = kind
+        self._values = values or (lambda: np.zeros(shape, ARRAYS[kind]))
 
     def numpy(self) -> Array:
         return self._values()
@@ -64,7 +67,7 @@ class Tensor:
         return self
 
     def contiguous(self) -> Tensor:
-        return Tensor(*self.shape, values=lambda: np.ascontiguousarray(self.numpy()))
+        return Tensor(*self.shape, values=lambda: np.ascontiguousarray(self.numpy()), kind=self.dtype)
 
 
 def tensor(value: bool | float | Sequence[Any]) -> types.SimpleNamespace:
@@ -78,18 +81,28 @@ def concat(tensors: Sequence[Tensor]) -> Tensor:
     """Concatenate tensors along the first axis."""
     first = sum(part.shape[0] for part in tensors)
     values = lambda: np.concatenate([part.numpy() for part in tensors])  # noqa: E731 - a lazy value
-    return Tensor(first, *tensors[0].shape[1:], values=values)
+    return Tensor(first, *tensors[0].shape[1:], values=values, kind=tensors[0].dtype)
 
 
 def permute(tensor: Tensor, axes: Sequence[int]) -> Tensor:
     shape = [tensor.shape[axis] for axis in axes]
-    return Tensor(*shape, values=lambda: tensor.numpy().transpose(axes))
+    return Tensor(*shape, values=lambda: tensor.numpy().transpose(axes), kind=tensor.dtype)
 
 
 def to_dlpack(tensor: Tensor) -> Any:
     """Create a DLPack capsule, which owns the array. numpy creates them only from writable arrays."""
-    return np.require(tensor.numpy(), np.float32, ["C", "A", "W"]).__dlpack__()
+    capsule = np.require(tensor.numpy(), ARRAYS[tensor.dtype], ["C", "A", "W"]).__dlpack__()
+    if tensor.dtype is bfloat16:
+        ctypes.c_uint8.from_address(_pointer(capsule, b"dltensor") + DTYPE_CODE).value = BFLOAT_CODE
+    return capsule
 
+
+_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+
+DTYPE_CODE, BFLOAT_CODE = 20, 4
+"""Offset of `dl_tensor.dtype.code` in DLPack's `DLManagedTensor`, and the code of bfloat16, which numpy lacks."""
 
 LongTensor = Tensor
 utils: types.SimpleNamespace = types.SimpleNamespace(dlpack=types.SimpleNamespace(to_dlpack=to_dlpack))
@@ -107,21 +120,32 @@ class SafetensorsFile:
             self._entries = json.loads(file.read(length))
         self._start = 8 + length
 
-    def tensor(self, name: str) -> Tensor:
-        """The tensor `name` as float32."""
+    def tensor(self, name: str, kind: dtype = float32) -> Tensor:
+        """The tensor `name`, converted to `kind` as torch converts it."""
         entry = self._entries[name]
         if entry["dtype"] not in STORED:
             raise TypeError("%s in %s has the unsupported dtype %s" % (name, self._path, entry["dtype"]))
-        return Tensor(*entry["shape"], values=lambda: self._read(**entry))
+        return Tensor(*entry["shape"], values=lambda: self._read(kind, **entry), kind=kind)
 
-    def _read(self, dtype: str, shape: list[int], data_offsets: list[int]) -> Array:
+    def _read(self, kind: dtype, dtype: str, shape: list[int], data_offsets: list[int]) -> Array:
         start, end = data_offsets
         if start == end:
-            return np.zeros(shape, np.float32)
+            return np.zeros(shape, ARRAYS[kind])
         stored = np.memmap(self._path, STORED[dtype], "c", self._start + start, tuple(shape))
-        if dtype == "BF16":
-            return (stored.astype(np.uint32) << 16).view(np.float32)
-        return np.asarray(stored, np.float32)
+        if dtype == "BF16" and kind is bfloat16:
+            return stored
+        wide = (stored.astype(np.uint32) << 16).view(np.float32) if dtype == "BF16" else np.asarray(stored, np.float32)
+        if kind is bfloat16:
+            return bfloat16_bits(wide)
+        with np.errstate(over="ignore"):  # too large numbers become infinite, as in torch
+            return np.asarray(wide, ARRAYS[kind])
+
+
+def bfloat16_bits(values: Array) -> npt.NDArray[np.uint16]:
+    """Round float32 to bfloat16, ties to even, and return the bits."""
+    bits = values.view(np.uint32)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
 
 
 STORED = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,10 @@ from ..placement import quantizes_vision_encoder, resolve_device, resolve_dtype
 from ..spec import ModelSpec, PixelSpec
 from ..weights import Weights, torch_dtype
 from .config import VisionConfig, read_vision_config
+from .pass_graphs import PassGraphs, pass_graphs
 from .rope import rotary_tables
+
+InputsT = TypeVar("InputsT")
 
 LAYER_NORM_EPS = 1e-6
 
@@ -107,23 +110,25 @@ class Qwen2VLVisionModel(VisionModel):
     config: VisionConfig
     blocks: Sequence[Block]
 
-    def parts(self, patches: torch.Tensor, grids: Sequence[Grid]) -> Generator[None, None, torch.Tensor]:
-        """Encode normalized patches [n, columns] of items with `grids`; yields where other work may run.
+    def inputs(self, grids: Sequence[Grid]) -> AttentionInputs:
+        return AttentionInputs(
+            grids,
+            head_dim=self.config.embed_dim // self.config.num_heads,
+            merge=self.config.spatial_merge_size,
+            device=self.device,
+        )
+
+    def parts(self, patches: torch.Tensor, inputs: AttentionInputs) -> Generator[None, None, torch.Tensor]:
+        """See `PackedVisionModel`.
 
         Returns:
             [n / spatial_merge_size ** 2, hidden_size].
         """
-        attention = AttentionInputs(
-            grids,
-            head_dim=self.config.embed_dim // self.config.num_heads,
-            merge=self.config.spatial_merge_size,
-            device=patches.device,
-        )
         x = self.patch_embed(patches)
         interval = max(1, int(EXCLUSIVE_FLOP / (24 * len(x) * self.config.embed_dim**2)))
         for first in range(0, len(self.blocks), interval):
             for block in self.blocks[first : first + interval]:
-                run_block(self.kernels, block, x, attention, heads=self.config.num_heads)
+                run_block(self.kernels, block, x, inputs, heads=self.config.num_heads)
             yield
         width = self.config.embed_dim * self.config.spatial_merge_size**2
         return self.merger.fc2(self.merger.fc1(layer_norm(self.kernels, x, self.merger.norm).view(-1, width)))
@@ -150,7 +155,7 @@ def layer_norm(kernels: Kernels, x: torch.Tensor, norm: Norm) -> torch.Tensor:
     return kernels.norm(x, norm.weight, norm.bias, LAYER_NORM_EPS)
 
 
-class PackedVisionModel(Protocol):
+class PackedVisionModel(Protocol[InputsT]):
     """A vision encoder on one device, in one dtype, that encodes many items in one packed forward pass."""
 
     @property
@@ -159,8 +164,12 @@ class PackedVisionModel(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
 
-    def parts(self, patches: torch.Tensor, grids: Sequence[Grid]) -> Generator[None, None, torch.Tensor]:
-        """Encode normalized patches [n, columns] of items with `grids`; yields where other work may run.
+    def inputs(self, grids: Sequence[Grid]) -> InputsT:
+        """Compute what the blocks need of the grids of the items, on the model's device."""
+
+    def parts(self, patches: torch.Tensor, inputs: InputsT) -> Generator[None, None, torch.Tensor]:
+        """Encode normalized patches [n, columns] of items with `inputs`; yields where other work may run. Nothing is
+        copied from the CPU when it is called again with the same inputs.
 
         Returns:
             [n / merge_size ** 2, visual width], in the order of the patches.
@@ -175,8 +184,9 @@ class Qwen2VLEncoder:
     the batch at all.
     """
 
-    def __init__(self, model: PackedVisionModel, pixels: PixelSpec) -> None:
+    def __init__(self, model: PackedVisionModel[Any], pixels: PixelSpec, *, graphs: PassGraphs | None = None) -> None:
         self.model = model
+        self._graphs = graphs
         self.executor: Executor = stream_executor(str(model.device), priority=LOW_PRIORITY)
         self._merge_unit = pixels.merge_size**2
         self.batch_patches = BATCH_PATCHES_CPU if model.device.type == "cpu" else BATCH_PATCHES
@@ -195,19 +205,35 @@ class Qwen2VLEncoder:
     @torch.inference_mode()
     def _encode(self, batch: Sequence[Patches]) -> Iterator[list[torch.Tensor] | None]:
         """Yield None where other work may run, and finally the encoded items."""
-        # Sorted, so that frames of equal size are adjacent; cloned, so that an item does not keep its batch's memory.
-        order = sorted(range(len(batch)), key=lambda index: frame_length(batch[index].grid))
+        # Sorted, so that frames of equal size are adjacent, and equal grids in any order are the same pass; cloned, so
+        # that an item does not keep its batch's memory.
+        order = sorted(range(len(batch)), key=lambda index: (frame_length(batch[index].grid), batch[index].grid))
         grids = [batch[index].grid for index in order]
         pixels = torch.from_numpy(np.concatenate([batch[index].pixels for index in order]))
-        encoded = yield from self.model.parts(self.normalize(pixels), grids)
+        encoded = None
+        if self._graphs is not None:
+            encoded = self._graphs.run(grids, pixels, self.model.inputs, self._encode_at_once)
+        if encoded is None:
+            encoded = yield from self.model.parts(self.normalize(pixels), self.model.inputs(grids))
         rows = torch.split(encoded, [grid.patches // self._merge_unit for grid in grids])
         yield [item.clone() for _, item in sorted(zip(order, rows, strict=True))]
+
+    def _encode_at_once(self, pixels: torch.Tensor, inputs: Any) -> torch.Tensor:
+        encoded = list[torch.Tensor]()
+
+        def run() -> Generator[None, None, None]:
+            encoded.append((yield from self.model.parts(self.normalize(pixels), inputs)))
+
+        for _ in run():
+            pass
+        return encoded[0]
 
     def adopt(self, rows: npt.NDArray[np.float32]) -> torch.Tensor:
         return self.executor.run(lambda: torch.from_numpy(rows).to(self.model.device, self.model.dtype))
 
     def normalize(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Convert uint8 pixels [n, columns] to the encoder's dtype and device, and normalize each channel."""
+        """Convert uint8 pixels [n, columns], on any device, to the encoder's dtype and device, and normalize each
+        channel."""
         return ((to_device(pixels, self.model.device).float() - self.mean) / self.std).to(self.model.dtype)
 
 
@@ -219,7 +245,8 @@ def frame_length(grid: Grid) -> int:
 def load_encoder(spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> Qwen2VLEncoder:
     """Load a checkpoint's vision encoder; see `ModelFamily.load_vision_encoder`."""
     with VisionWeights.open(spec, config, kernels) as weights:
-        return Qwen2VLEncoder(load_vision_model(read_vision_config(spec.folder), weights), spec.pixels)
+        model = load_vision_model(read_vision_config(spec.folder), weights)
+        return Qwen2VLEncoder(model, spec.pixels, graphs=pass_graphs(config, weights.kernels, weights.device))
 
 
 class VisionWeights(NamedTuple):

@@ -1,0 +1,94 @@
+"""The kit: DashInfer's environment for one GPU with a CPython of its own, in pieces for a machine without a network.
+
+`scripts/make-dashinfer-kit` makes it. The pieces are those of one compressed archive, whose only folder is `env`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import shutil
+import tarfile
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ...errors import SetupError
+
+PIECE = "dashinfer-kit.{:02}"
+SUMS = "SHA256SUMS"
+CHUNK_BYTES = 1 << 20
+
+
+def unpack_kit(kit: Path, folder: Path) -> None:
+    """Check the pieces of a kit, and unpack them into `folder`, in place of its folder `env`.
+
+    Raises:
+        SetupError: a piece is missing or damaged, or the disk is full.
+    """
+    pieces = check_pieces(kit)
+    shutil.rmtree(folder / "env", ignore_errors=True)
+    try:
+        with (
+            _Joined(pieces) as joined,
+            tarfile.open(fileobj=joined, mode="r|gz", bufsize=CHUNK_BYTES) as archive,
+        ):
+            archive.extractall(folder, filter="data")
+    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
+        raise SetupError(f"The kit in {kit} cannot be unpacked into {folder}: {error}.") from error
+
+
+def check_pieces(kit: Path) -> list[Path]:
+    """Return the pieces of a kit, in order, after a comparison with their checksums.
+
+    Raises:
+        SetupError: a piece is missing or damaged.
+    """
+    try:
+        lines = (kit / SUMS).read_text(encoding="ascii").splitlines()
+        expected = {kit / name: digest for digest, name in (line.split() for line in lines)}
+    except (OSError, ValueError) as error:
+        message = f"{kit} is not a kit: {SUMS} cannot be read. Copy the folder that `scripts/make-dashinfer-kit` made."
+        raise SetupError(message) from error
+    for piece, digest in expected.items():
+        if not piece.is_file() or sha256(piece) != digest:
+            raise SetupError(f"{piece} is missing or damaged. Copy it again.")
+    return list(expected)
+
+
+def sha256(path: Path) -> str:
+    """Return the hexadecimal digest of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+class _Joined(io.RawIOBase):
+    """Reads files one after the other, as one file."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._paths = iter(paths)
+        self._file: io.BufferedReader | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while True:
+            if self._file is None:
+                path = next(self._paths, None)
+                if path is None:
+                    return 0
+                self._file = path.open("rb")
+            if count := self._file.readinto(buffer):
+                return count
+            self._file.close()
+            self._file = None
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        super().close()
