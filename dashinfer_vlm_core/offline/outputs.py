@@ -20,7 +20,8 @@ class CompletionOutput:
 
     Attributes:
         index: the index among the completions of a prompt.
-        text: the completion, without the stop string or token that ended it.
+        text: the completion, without the stop string or token that ended it. Tool calls are part of it.
+        reasoning_content: what a model that reasons wrote before `text`; None if it did not.
         token_ids: the completion's tokens, including the one that ended it.
         finish_reason: `stop`, or `length` if the token limit was reached.
         logprobs: one entry for each token of the text, as in OpenAI's responses; None unless they were requested.
@@ -28,6 +29,7 @@ class CompletionOutput:
 
     index: int = 0
     text: str
+    reasoning_content: str | None = None
     token_ids: tuple[int, ...]
     finish_reason: Literal["stop", "length"]
     logprobs: tuple[ChatCompletionTokenLogprob, ...] | None = None
@@ -91,6 +93,7 @@ def _output(choice: Choice, token_ids: tuple[int, ...]) -> CompletionOutput:
     return CompletionOutput(
         index=choice.index,
         text=choice.message.content or "",
+        reasoning_content=getattr(choice.message, "reasoning_content", None),
         token_ids=token_ids,
         finish_reason="length" if choice.finish_reason == "length" else "stop",
         logprobs=None if content is None else tuple(content),

@@ -97,7 +97,7 @@ REJECTED_IN_CALLS: Mapping[str, _Rejected] = MappingProxyType(
         "continue_final_message": _Rejected((False,), _RENDERED),
         "priority": _Rejected((None, 0), "Requests are served in their order. Remove it."),
         "tokenization_kwargs": _Rejected((None, {}), "Prompts are never truncated. Remove it."),
-        "tools": _Rejected((None, []), "Use `Engine.chat`, which also parses the calls."),
+        "tools": _Rejected((None, []), _RENDERED),
     }
 )
 """Arguments of vLLM's `generate` and `chat` that are accepted only with a neutral value."""

@@ -109,7 +109,7 @@ class ResponseBuilder:
         self._wants_usage = request.include_usage
         self._detokenizer = IncrementalDetokenizer(tokenizer)
         self._stop_strings = StopStringMatcher(request.stop_strings)
-        tools = {tool.function.name for tool in request.callable_tools}
+        tools = {tool.function.name for tool in request.callable_tools} if request.parses_tool_calls else ()
         self._tool_parser = ToolCallParser(tools, guided=guided, conversation=conversation)
         self._reasoning_parser = ReasoningParser(conversation, started=opens_reasoning) if reasons else None
         self._coordinates = CoordinateConverter(coordinates) if coordinates else None

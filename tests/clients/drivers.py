@@ -324,10 +324,16 @@ class VllmStyleClient:
     def __init__(self, served: Served) -> None:
         self._llm = VLM(engine=served.engine)
 
-    async def ask(self, *parts: Part, params: SamplingParams | None = None) -> Result:
-        outputs = await asyncio.to_thread(self._llm.chat, openai_messages(parts), params, use_tqdm=False)
+    async def ask(self, *parts: Part, params: SamplingParams | None = None, **options: Any) -> Result:
+        outputs = await asyncio.to_thread(self._llm.chat, openai_messages(parts), params, use_tqdm=False, **options)
         (output,) = outputs[0].outputs
         return Result(output.text, len(outputs[0].prompt_token_ids), len(output.token_ids))
+
+    async def call_tool(self, *parts: Part) -> list[tuple[str, dict[str, Any]]]:
+        """Parse the call in the text, as scripts for vLLM do."""
+        text = (await self.ask(*parts, tools=[TOOL])).text
+        call = json.loads(text.removeprefix("<tool_call>").removesuffix("</tool_call>"))
+        return [(call["name"], call["arguments"])]
 
     async def parse(self, *parts: Part) -> object:
         schema = StructuredOutputsParams(json=Color.model_json_schema())

@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tqdm.auto import tqdm
 
 from dashinfer_vlm_core import VLM, Engine, SamplingParams, StructuredOutputsParams
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import (
     ConfigError,
+    DecoderFailed,
     EngineClosed,
     InvalidParameter,
     MediaRefused,
@@ -621,6 +623,9 @@ def test_progress_bar_can_be_disabled(scripted, capsys):
     assert capsys.readouterr() == ("", "")
     vlm.generate(["a"] * 7, GREEDY)
     assert "7/7" in capsys.readouterr().err
+    bars = []
+    vlm.generate(["a"] * 7, GREEDY, use_tqdm=lambda **options: bars.append(tqdm(**options, disable=True)) or bars[0])
+    assert (len(bars), bars[0].total) == (1, 7)
 
 
 # Attributes and methods of vLLM
@@ -648,6 +653,49 @@ def test_chat_template_kwargs_reach_the_template(scripted, tmp_path):
     with pytest.raises(InvalidParameter) as caught:
         vlm.chat(messages, GREEDY, chat_template_kwargs={"calm": True})
     assert caught.value.param == "chat_template_kwargs.calm"
+
+
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"properties": {"city": {"type": "string"}}}}}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+
+def test_tool_calls_are_text(scripted):
+    """The loop of vLLM's example: the result follows the text of the call."""
+    vlm, script = scripted(f"I look.\n{CALL}", "It is sunny.", CALL.replace("weather", "clock"), CALL)
+    messages = [{"role": "user", "content": "How is the weather in Rome?"}]
+    (output,) = vlm.chat(messages, tools=[WEATHER])
+    assert (output.outputs[0].text, output.outputs[0].finish_reason) == (f"I look.\n{CALL}", "stop")
+    messages += [
+        {"role": "assistant", "content": output.outputs[0].text},
+        {"role": "tool", "content": "Sunny.", "tool_call_id": "1"},
+    ]
+    (answer,) = vlm.chat(messages, tools=[WEATHER])
+    assert answer.outputs[0].text == "It is sunny."
+    assert len(answer.prompt_token_ids) > len(output.prompt_token_ids) + len(output.outputs[0].token_ids)
+    with pytest.raises(DecoderFailed, match="violates the requested format"):
+        vlm.chat(messages, tools=[WEATHER])
+    without = len(vlm.chat(messages[:1])[0].prompt_token_ids)
+    assert len(script.requests[0].token_ids) > without
+    with pytest.raises(InvalidParameter) as caught:
+        vlm.chat(messages, tools=[{"type": "function", "function": {"name": "a b"}}])
+    assert caught.value.param == "tools[0].function.name"
+
+
+def test_coordinates_of_the_original_image(scripted):
+    vlm, _ = scripted("(500,500)")
+    messages = [user(blurred_image(1, 300, 200), "Where is it?")]
+    for coordinates, text in (("original", "(150,100)"), ("model", "(500,500)")):
+        assert texts(vlm.chat(messages, GREEDY, coordinates=coordinates)) == [text]
+
+
+def test_reasoning_is_returned_next_to_the_text(scripted, tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}<think>\n")
+    vlm, _ = scripted("It has wheels.\n</think>\n\nA car.", "A car.", chat_template=template)
+    (output,) = vlm.chat([{"role": "user", "content": "What is it?"}])
+    assert (output.outputs[0].reasoning_content, output.outputs[0].text) == ("It has wheels.", "A car.")
+    (rendered,) = vlm.generate("What is it?")
+    assert (rendered.outputs[0].reasoning_content, rendered.outputs[0].text) == (None, "A car.")
 
 
 def test_get_tokenizer_renders_prompts(demo):
