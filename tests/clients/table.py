@@ -21,10 +21,15 @@ CLIENTS = {
     "openai": "[openai](openai.md)",
     "openai-responses": "openai, [Responses API](responses.md)",
     "openai-agents": "OpenAI Agents SDK (Chat Completions)",
+    "openai-agents-responses": "OpenAI Agents SDK (Responses API)",
     "litellm": "[LiteLLM](litellm.md), functions",
+    "litellm-server": "LiteLLM, functions with a server",
     "litellm-router": "LiteLLM, Router",
     "litellm-proxy": "LiteLLM, proxy",
     "langchain": "[LangChain](langchain.md)",
+    "langchain-server": "LangChain with a server",
+    "chat-openai": "LangChain's `ChatOpenAI` (Chat Completions)",
+    "chat-openai-responses": "LangChain's `ChatOpenAI` (Responses API)",
     "langgraph": "LangChain agent (LangGraph)",
     "llama-index": "LlamaIndex `OpenAILike`",
     "vllm-style": "[`VLM`](media.md#offline-inference-with-vlm), like vLLM's `LLM`",
@@ -54,6 +59,10 @@ PACKAGES = (
 REASONS: Mapping[tuple[str, str], str] = {
     ("vllm-style", "stream"): "`generate` and `chat` return complete outputs, as in vLLM. Use `Engine.stream`.",
     ("llama-index", "video"): "LlamaIndex does not convert its video blocks to a part of a request.",
+    **dict.fromkeys(
+        (("chat-openai", "video"), ("chat-openai-responses", "video")),
+        "`ChatOpenAI` does not convert LangChain's video blocks. Use `ChatDashInferVLM`.",
+    ),
 }
 """Why a cell has no test."""
 

@@ -15,8 +15,10 @@ def served(tiny_checkpoint):
         yield served
 
 
+# Variants, whose parts other tests cover.
+SLOW = {"litellm-server", "langchain-server", "chat-openai", "chat-openai-responses"}
 # Ctrl-C, which ends the requests of `VLM`, is tested in tests/core/test_offline.py.
-CELLS = [cell for cell in cells(list(DRIVERS)) if cell.id != "vllm-style-cancel"]
+CELLS = [cell for cell in cells(list(DRIVERS), slow=SLOW) if cell.id != "vllm-style-cancel"]
 
 
 @pytest.mark.parametrize(("client", "feature"), CELLS)

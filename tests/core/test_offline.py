@@ -242,6 +242,18 @@ def test_video_file_is_sampled(demo, content):
     assert output.usage.prompt_tokens_details.video_tokens > 0
 
 
+def test_decord_reader_gives_the_output_of_its_file(demo):
+    decord = pytest.importorskip("decord")
+    reader = decord.VideoReader(str(demo.engine.config.allowed_local_media_path / "film.mp4"))
+    prompts = [
+        {"prompt": PROMPT.replace("image", "video"), "multi_modal_data": {"video": content}}
+        for content in ("film.mp4", reader, [reader])
+    ]
+    outputs = demo.generate(prompts, GREEDY)
+    assert len({tokens(output) for output in outputs}) == 1
+    assert len({output.usage.prompt_tokens_details.video_tokens for output in outputs} - {0}) == 1
+
+
 def test_list_of_images_is_one_video_and_nested_lists_several(demo):
     frames = [blurred_image(seed) for seed in range(4)]
     one = demo.generate({"prompt": PROMPT.replace("image", "video"), "multi_modal_data": {"video": frames}}, GREEDY)

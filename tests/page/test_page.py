@@ -221,6 +221,14 @@ def test_settings_are_sent_with_the_request(open_page, scripted):
     assert script.requests[1].grammar is not None
 
 
+def test_stop_sequences_are_one_per_line(open_page, scripted):
+    server, *_ = scripted("One, two, three.")
+    tab = open_page(server)
+    tab.page.get_by_label("Stop sequences").fill(" four\n three\n")
+    tab.send("Count.")
+    expect(tab.finished().locator(".response-text")).to_have_text("One, two,")
+
+
 SCHEMA_PROBLEMS = {
     "{": "Not valid JSON",
     "[]": "The schema must be an object.",

@@ -9,6 +9,7 @@ import openai
 import pydantic
 import pytest
 
+from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.engine.remote import RemoteEngine
 from dashinfer_vlm_core.testing import EVERYTHING, scripted_engine
 from dashinfer_vlm_server.api_key_file import KeyLimits
@@ -27,6 +28,11 @@ TOOL = {"type": "function", "name": "weather", "description": "Today's.", "param
 CHAT_TOOL = {"type": "function", "function": {name: TOOL[name] for name in ("name", "description", "parameters")}}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 IMAGE, VIDEO = image_url(), data_url(encode_video(4), "video/mp4")
+SAME_PARTS = [
+    {"type": "text", "text": "What is this?"},
+    {"type": "image_url", "image_url": {"url": IMAGE}},
+    {"type": "video_url", "video_url": {"url": VIDEO}},
+]
 
 
 @pytest.fixture
@@ -79,6 +85,20 @@ def test_response_has_text_and_usage(scripted):
     assert response.usage.output_tokens == usage.completion_tokens
     assert response.usage.total_tokens == usage.total_tokens
     assert response.usage.output_tokens_details.reasoning_tokens == 0
+
+
+def test_usage_has_the_details_of_a_chat_completion(tiny_checkpoint):
+    parts = [INPUT_TEXT, {"type": "input_image", "image_url": IMAGE}, {"type": "input_video", "video_url": VIDEO}]
+    config = EngineConfig(model=str(tiny_checkpoint), served_model_name="tiny")
+    with Engine(config) as engine, serving(engine) as server, server.openai() as client:
+        for cached in (False, True):
+            request = {"model": "tiny", "input": [user(*parts)], "max_output_tokens": 2}
+            usage = client.responses.create(**request).usage
+            assert bool(usage.input_tokens_details.cached_tokens) is cached
+        messages = [{"role": "user", "content": SAME_PARTS}]
+        chat = client.chat.completions.create(model="tiny", messages=messages, max_tokens=2).usage
+    assert usage.input_tokens_details.to_dict() == chat.prompt_tokens_details.to_dict() | {"cache_write_tokens": 0}
+    assert min(chat.prompt_tokens_details.image_tokens, chat.prompt_tokens_details.video_tokens) > 0
 
 
 def test_response_repeats_the_request_with_explicit_nulls(scripted):
