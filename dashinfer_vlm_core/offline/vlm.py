@@ -14,6 +14,7 @@ from ..config import EngineConfig, variable, variables_set
 from ..engine import Engine
 from ..errors import ConfigError, DashInferVLMError, InvalidParameter
 from ..protocol import LoRARequest, OfflineRequest
+from ..protocol.validation_errors import show
 from .batch import BatchResult, OfflineBatch, RequestFactory
 from .inputs import MediaDefaults, from_messages, from_prompt, is_single_conversation, is_single_prompt, prompt_text
 from .outputs import RequestOutput, to_request_output
@@ -188,7 +189,8 @@ class VLM:
 
         Raises:
             DashInferVLMError: `messages` is a single conversation, and it failed.
-            InvalidParameter: the numbers of `sampling_params` or `lora_request` and conversations differ.
+            InvalidParameter: `messages` is text or a single message, or the numbers of `sampling_params` or
+                `lora_request` and conversations differ.
             UnsupportedParameter, TypeError: one of `others` is not available, or unknown.
         """
         check_call_arguments(others)
@@ -202,6 +204,12 @@ class VLM:
             }
             return from_messages(conversation, sampling, options, lora)
 
+        if isinstance(messages, (str, Mapping)):
+            raise InvalidParameter(
+                '`messages` must be a list of messages, such as [{"role": "user", "content": "Hello"}], or a list of such'
+                f" lists, got {show(messages)}.",
+                param="messages",
+            )
         single = is_single_conversation(messages)
         items = [messages] if single else messages
         return self._generate(items, make, sampling_params, lora_request, single=single, use_tqdm=use_tqdm)
@@ -304,6 +312,10 @@ def _engine_config(arguments: Mapping[str, Any]) -> EngineConfig:
 def _params_per_item(sampling: SamplingParamsArg, items: Iterable[object]) -> Iterable[SamplingParams]:
     if sampling is None or isinstance(sampling, SamplingParams):
         return itertools.repeat(sampling or SamplingParams())
+    if not isinstance(sampling, Sequence) or not all(isinstance(params, SamplingParams) for params in sampling):
+        raise InvalidParameter(
+            f"`sampling_params` must be SamplingParams, or a list of them, got {show(sampling)}.", param="sampling_params"
+        )
     if not isinstance(items, Sized) or len(items) != len(sampling):
         raise InvalidParameter(
             f"`sampling_params` has {len(sampling)} entries. Pass one for all prompts, or a list of the same length.",

@@ -539,6 +539,22 @@ def test_each_prompt_may_have_its_own_sampling_params(scripted):
         assert caught.value.param == "sampling_params"
 
 
+def test_wrong_type_of_arguments_is_named(scripted):
+    vlm, script = scripted("ok")
+    message = {"role": "user", "content": "Hello"}
+    calls = [
+        ("messages", lambda: vlm.chat("Hello")),
+        ("messages", lambda: vlm.chat(message)),
+        ("sampling_params", lambda: vlm.chat([message], {"temperature": 0})),
+        ("sampling_params", lambda: vlm.generate(["a", "b"], [GREEDY, {"temperature": 0}])),
+    ]
+    for param, call in calls:
+        with pytest.raises(InvalidParameter) as caught:
+            call()
+        assert caught.value.param == param
+    assert script.requests == []
+
+
 # Batches
 
 
