@@ -58,7 +58,7 @@ class ItemList(BaseModel):
 
 def to_stored_item(item: InputItem) -> Json:
     """Return an item of a request as JSON, with a new ID: those of clients need not be unique in a conversation."""
-    item_id = f"{_PREFIXES[item.type]}_{uuid.uuid4().hex}"
+    item_id = f"{_PREFIXES.get(item.type, item.type)}_{uuid.uuid4().hex}"
     return {**item.model_dump(exclude_unset=True), "type": item.type, "id": item_id}
 
 
