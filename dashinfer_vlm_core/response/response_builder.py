@@ -131,6 +131,11 @@ class ResponseBuilder:
         return self._stop_strings.matched or self._reason is not None or self._single_call_complete
 
     @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the completion; None if none did."""
+        return self._stop_strings.match
+
+    @property
     def _single_call_complete(self) -> bool:
         """Whether the only tool call that `parallel_tool_calls=False` allows is complete."""
         return self._single_call and self._tool_parser.complete > 0

@@ -671,6 +671,25 @@ def test_outputs_have_attributes_of_vllm(scripted):
     assert vlm.get_default_sampling_params() == SamplingParams()
 
 
+def test_stop_reason_is_what_ended_the_completion(scripted):
+    vlm, script = scripted("One two three.")
+    (first,) = vlm.generate("x", GREEDY)
+    *_, token, end = first.outputs[0].token_ids
+    cases = [
+        (SamplingParams(), None),
+        (SamplingParams(max_tokens=2), None),
+        (SamplingParams(stop=[" two", "two three"]), " two"),
+        (SamplingParams(stop=["two", " two"], n=2), " two"),
+        (SamplingParams(stop_token_ids=[end]), None),
+        (SamplingParams(stop_token_ids=[end], ignore_eos=True), end),
+        (SamplingParams(stop_token_ids=[token]), None),  # a script continues after it
+    ]
+    assert first.outputs[0].stop_reason is None
+    for params, expected in cases:
+        (output,) = vlm.generate("x", params)
+        assert [completion.stop_reason for completion in output.outputs] == [expected] * params.n, params
+
+
 def test_chat_template_kwargs_reach_the_template(scripted, tmp_path):
     template = tmp_path / "template.jinja"
     template.write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}{{ '!' if loud else '?' }}")
