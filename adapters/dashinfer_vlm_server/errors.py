@@ -230,9 +230,7 @@ def _unknown_url(routes: Iterable[BaseRoute], path: str) -> HTTPException:
     )
     if any(route.path == f"/v1{path}" for route in api_routes):
         next_step = " The base URL of a client must end with /v1."
-    return HTTPException(
-        404, f"Unknown URL.{next_step} This server supports {', '.join(names[:-1])} and {names[-1]}."
-    )
+    return HTTPException(404, f"Unknown URL.{next_step} This server supports {', '.join(names[:-1])} and {names[-1]}.")
 
 
 def _http_error_message(error: HTTPException) -> str:

@@ -206,8 +206,8 @@ class VLM:
 
         if isinstance(messages, (str, Mapping)):
             raise InvalidParameter(
-                '`messages` must be a list of messages, such as [{"role": "user", "content": "Hello"}], or a list of such'
-                f" lists, got {show(messages)}.",
+                '`messages` must be a list of messages, such as [{"role": "user", "content": "Hello"}], or a list of'
+                f" such lists, got {show(messages)}.",
                 param="messages",
             )
         single = is_single_conversation(messages)
@@ -314,7 +314,8 @@ def _params_per_item(sampling: SamplingParamsArg, items: Iterable[object]) -> It
         return itertools.repeat(sampling or SamplingParams())
     if not isinstance(sampling, Sequence) or not all(isinstance(params, SamplingParams) for params in sampling):
         raise InvalidParameter(
-            f"`sampling_params` must be SamplingParams, or a list of them, got {show(sampling)}.", param="sampling_params"
+            f"`sampling_params` must be SamplingParams, or a list of them, got {show(sampling)}.",
+            param="sampling_params",
         )
     if not isinstance(items, Sized) or len(items) != len(sampling):
         raise InvalidParameter(

@@ -77,8 +77,8 @@ What works with which client library. "{supported}": tests run the real library 
 
 NOTES = """
 * **Image, Video**: the decoder receives the same visual tokens as for a direct request.
-* **Tools**: the client parses a tool call; agents also run the tool, and send its result. With `VLM` and curl, a call is
-  part of the text or of the JSON.
+* **Tools**: the client parses a tool call; agents also run the tool, and send its result. With `VLM`, a call
+  is a part of the text.
 * **Structured output**: the response follows a schema, which is enforced, and the client returns an object.
 * **Usage**: the client reports the engine's token counts, with those of images.
 * **Errors**: the client raises an exception for an invalid request, and for a failure in the middle of a stream. With

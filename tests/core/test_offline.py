@@ -672,7 +672,7 @@ def test_outputs_have_attributes_of_vllm(scripted):
 
 
 def test_stop_reason_is_what_ended_the_completion(scripted):
-    vlm, script = scripted("One two three.")
+    vlm, _ = scripted("One two three.")
     (first,) = vlm.generate("x", GREEDY)
     *_, token, end = first.outputs[0].token_ids
     cases = [
@@ -702,7 +702,8 @@ def test_chat_template_kwargs_reach_the_template(scripted, tmp_path):
     assert caught.value.param == "chat_template_kwargs.calm"
 
 
-WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"properties": {"city": {"type": "string"}}}}}
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 
 
