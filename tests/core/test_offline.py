@@ -652,7 +652,9 @@ def test_progress_bar_can_be_disabled(scripted, capsys):
     vlm.generate(["a"] * 7, GREEDY)
     assert "7/7" in capsys.readouterr().err
     bars = []
-    vlm.generate(["a"] * 7, GREEDY, use_tqdm=lambda **options: bars.append(tqdm(**options, disable=True)) or bars[0])
+    vlm.generate(
+        ["a"] * 7, GREEDY, use_tqdm=lambda **options: bars.append(tqdm(**{**options, "disable": True})) or bars[0]
+    )
     assert (len(bars), bars[0].total) == (1, 7)
 
 

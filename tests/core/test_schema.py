@@ -751,8 +751,7 @@ def test_unsupported_value_is_rejected_by_name(data, param):
 def test_error_states_next_step():
     error = rejection_of(request({"type": "image_url", "image_url": 5}))
     assert error.message == (
-        "`messages[0].content[0].image_url` must be a string or an object; got 5."
-        ' Write "image_url": {"url": "..."}.'
+        '`messages[0].content[0].image_url` must be a string or an object; got 5. Write "image_url": {"url": "..."}.'
     )
     assert rejection_of(request(temperature=3)).message == "`temperature` must be at most 2; got 3."
     assert rejection_of(request(temperature=math.nan)).message == "`temperature` must be a finite number; got nan."
@@ -765,7 +764,7 @@ def test_error_states_next_step():
 
 def test_error_does_not_echo_long_input():
     url = "A" * 1_000_000
-    assert len(rejection_of(request({"type": "image_url", "image_url": url})).message) < 300
+    assert len(rejection_of(request({"type": "image_url", "image_url": {"url": "a", "detail": url}})).message) < 300
     assert len(rejection_of(request(logit_bias={url: 1})).message) < 300
 
 

@@ -90,6 +90,7 @@ def test_neutral_values_are_accepted_and_others_rejected(name):
         ("speculative_config", {"method": "eagle"}, "speculative_method"),
         ("enable_chunked_prefill", False, "prefill_chunk"),
         ("tokenizer", "other", "checkpoint"),
+        ("quantization", "awq", "read from its files: remove it"),
     ],
 )
 def test_rejection_names_the_option_to_use(name, value, next_step):
