@@ -56,8 +56,8 @@ def test_page_is_rendered_from_reports(tmp_path):
     }
     page = table.render(outcomes, "openai 2.54.0.", "On a test machine.")
     assert "| [openai](openai.md) | yes | failed | - |" in page
-    assert "| LlamaIndex `OpenAILike` | not run | - | no (1) |" in page
-    assert "\n1. LlamaIndex does not" in page
+    assert "| LlamaIndex `OpenAILike` | not run | - | no (2) |" in page
+    assert "\n2. LlamaIndex does not" in page
 
 
 def test_unknown_client_of_mark_is_named():
