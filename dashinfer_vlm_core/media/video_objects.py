@@ -15,8 +15,8 @@ from .video import FrameTimes, undecodable_error
 
 Metadata: TypeAlias = Mapping[str, Any]
 
-# decord's readers are not thread-safe, and a caller may pass one in several prompts. Readers that share a lock only wait
-# for each other.
+# decord's readers are not thread-safe, and a caller may pass one in several prompts. Readers that share a lock only
+# wait for each other.
 _LOCKS = tuple(threading.Lock() for _ in range(61))
 
 

@@ -298,6 +298,7 @@ def test_tool_calls_are_shown_and_answered(open_page, scripted):
     tab.screenshot("8-calls")
 
     first, second = response.get_by_label("Result of get_weather").all()
+    expect(response.get_by_label('Result of get_weather {"city": "Rome"}')).to_have_count(1)
     first.fill("18 degrees, sunny")
     second.fill('{"sky": "clear"}')
     tab.page.get_by_role("button", name="Send results").click()
