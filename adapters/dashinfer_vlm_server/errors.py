@@ -32,6 +32,8 @@ from dashinfer_vlm_core.errors import (
     SetupError,
 )
 
+from .routes import route_path
+
 logger: logging.Logger = logging.getLogger(__name__)
 
 STATUS: Mapping[type[DashInferVLMError], int] = MappingProxyType(
@@ -168,7 +170,7 @@ async def send_error(request: Request, error: Exception) -> Response:
         if error.status_code in {404, 405} and request.headers.get("Upgrade", "").lower() == "websocket":
             error = no_websockets()
         elif error.status_code == 404:
-            error = _unknown_url(request.app.routes)
+            error = _unknown_url(request.app.routes, route_path(request.scope))
     return error_response(error)
 
 
@@ -197,19 +199,38 @@ _CODES: Mapping[int, str] = MappingProxyType(
 )
 
 
+_NEXT_STEPS: Mapping[str, str] = MappingProxyType(
+    {
+        "/v1/audio": "The models do not support audio.",
+        "/v1/completions": "Send messages to /v1/chat/completions; LlamaIndex does so with `is_chat_model=True`.",
+        "/v1/conversations": "Conversations are not stored. Use `previous_response_id` of /v1/responses.",
+        "/v1/embeddings": "The models generate text. Use another server for embeddings.",
+        "/v1/files": "Files are not stored. Send images and videos as URLs or data: URLs.",
+        "/v1/images": "The models generate text. Use another server for images.",
+    }
+)
+"""What to do instead of requests to other routes of OpenAI's API."""
+
+
 def _type(status: int) -> str:
     return TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
 
 
-def _unknown_url(routes: Iterable[BaseRoute]) -> HTTPException:
-    """Return the error for a URL that no route matches. It lists the routes except the files of the chat page."""
+def _unknown_url(routes: Iterable[BaseRoute], path: str) -> HTTPException:
+    """Return the error for a path that no route matches. It lists the routes except the files of the chat page."""
+    api_routes = [route for route in routes if isinstance(route, APIRoute)]
     names = [
         f"{method} {route.path.replace('{name:path}', '{model}')}"
-        for route in routes
-        if isinstance(route, APIRoute) and not route.path.startswith("/page/")
+        for route in api_routes
+        if not route.path.startswith("/page/")
         for method in sorted((route.methods or set()) - {"HEAD"})
     ]
-    return HTTPException(404, f"Unknown URL. This server supports {', '.join(names[:-1])} and {names[-1]}.")
+    next_step = "".join(
+        f" {text}" for known, text in _NEXT_STEPS.items() if path == known or path.startswith(f"{known}/")
+    )
+    if any(route.path == f"/v1{path}" for route in api_routes):
+        next_step = " The base URL of a client must end with /v1."
+    return HTTPException(404, f"Unknown URL.{next_step} This server supports {', '.join(names[:-1])} and {names[-1]}.")
 
 
 def _http_error_message(error: HTTPException) -> str:

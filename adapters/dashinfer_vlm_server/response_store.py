@@ -18,7 +18,7 @@ class StoredResponse:
     Attributes:
         id: its id.
         body: the response as JSON text.
-        input: the items of its request, without those of `previous`.
+        input: the items of its request, without those of `previous`; each has an `id`.
         previous: the response that its request continued.
     """
 
@@ -26,6 +26,10 @@ class StoredResponse:
     body: bytes = field(repr=False)
     input: tuple[Mapping[str, Any], ...] = field(repr=False)
     previous: StoredResponse | None = field(default=None, repr=False)
+
+    def context(self) -> tuple[Mapping[str, Any], ...]:
+        """Return the items that it was generated from: those of the conversation before it, and of its request."""
+        return (*(self.previous.conversation() if self.previous else ()), *self.input)
 
     def conversation(self) -> tuple[Mapping[str, Any], ...]:
         """Return the items of the conversation up to this response, including its output."""

@@ -26,6 +26,7 @@ from dashinfer_vlm_core.response.response_events import ResponseEventBuilder, bu
 
 from . import openapi
 from .errors import error_body, response_not_found
+from .input_items import QUERY_PARAMETERS, list_items, to_stored_item
 from .response_store import ResponseStore, StoredResponse
 from .sse import EventStream, response_event
 from .tokens import SupportsTokenization, tokenizer_of
@@ -104,6 +105,8 @@ class ResponseRoutes:
         add("/v1/responses/input_tokens", self.count_input_tokens, "POST", openapi.TOKEN_STATUSES, openapi_extra=body)
         add(one, self.retrieve, "GET", openapi.RESPONSE_STATUSES)
         add(one, self.delete, "DELETE", openapi.RESPONSE_STATUSES)
+        query = {"parameters": [*QUERY_PARAMETERS]}
+        add(f"{one}/input_items", self.list_input_items, "GET", openapi.RESPONSE_STATUSES, openapi_extra=query)
         add(f"{one}/cancel", self.cancel, "POST", openapi.RESPONSE_STATUSES)
 
     async def create(self, request: Request) -> Response:
@@ -147,6 +150,15 @@ class ResponseRoutes:
                 param="stream",
             )
         return Response(self._stored(response_id).body, media_type="application/json")
+
+    async def list_input_items(self, request: Request, response_id: str) -> Response:
+        """Return a page of the items that a stored response was generated from, those of earlier responses included."""
+        stored = self._stored(response_id)
+
+        def page() -> str:  # may contain megabytes of images
+            return list_items(stored.context(), request.query_params).model_dump_json()
+
+        return Response(await asyncio.to_thread(page), media_type="application/json")
 
     async def delete(self, response_id: str) -> Response:
         """Delete a stored response. Responses that continue it keep its items."""
@@ -281,7 +293,7 @@ class _Creation:
         return True
 
     def _store(self, response: ResponseObject, previous: StoredResponse | None) -> None:
-        items = tuple(item.model_dump(exclude_unset=True) for item in self.request.items())
+        items = tuple(map(to_stored_item, self.request.items()))
         stored = StoredResponse(id=response.id, body=_to_json(response).encode(), input=items, previous=previous)
         self._routes.store.add(current_client.get().id, stored)
 

@@ -55,11 +55,13 @@ class Generation:
         completion: the response, with all its choices.
         prompt_token_ids: the prompt's token ids; images and videos are represented by placeholders.
         token_ids: the token ids of each choice, including the one that ends it.
+        stop_reasons: the stop string or the token of `stop_token_ids` that ended each choice; None for other reasons.
     """
 
     completion: ChatCompletion
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[tuple[int, ...], ...]
+    stop_reasons: tuple[str | int | None, ...]
 
 
 class _LoadedMedia(NamedTuple):
@@ -152,7 +154,17 @@ class ChatPipeline:
                 completion=completion,
                 prompt_token_ids=tuple(decode_requests[0].token_ids.tolist()),
                 token_ids=tuple(map(tuple, token_ids)),
+                stop_reasons=tuple(
+                    self._stop_reason(request, builder, ids[-1])
+                    for builder, ids in zip(builders, token_ids, strict=True)
+                ),
             )
+
+    def _stop_reason(self, request: ChatRequest, builder: ResponseBuilder, last_token: int) -> str | int | None:
+        if builder.stop_string is not None:
+            return builder.stop_string
+        is_end = last_token in self.spec.tokens.stop and not request.ignore_eos
+        return last_token if last_token in request.stop_token_ids and not is_end else None
 
     async def stream(self, request: ChatRequest) -> AsyncGenerator[ChatCompletionChunk, None]:
         """Serve a request; yield the response as chunks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -13,6 +14,10 @@ from .types import Pixels, StopCheck, VideoInfo
 from .video import FrameTimes, undecodable_error
 
 Metadata: TypeAlias = Mapping[str, Any]
+
+# decord's readers are not thread-safe, and a caller may pass one in several prompts. Readers that share a lock only
+# wait for each other.
+_LOCKS = tuple(threading.Lock() for _ in range(61))
 
 
 def has_metadata(content: object) -> bool:
@@ -66,8 +71,9 @@ class DecordReaderVideo:
     def _read(self, indices: Sequence[int]) -> Pixels:
         """Read frames. They are an `NDArray` of decord, or a tensor if `decord.bridge` was set to PyTorch."""
         try:
-            batch = self._reader.get_batch(list(indices))
-        except (RuntimeError, IndexError) as error:  # decord's errors are RuntimeErrors
+            with _LOCKS[id(self._reader) % len(_LOCKS)]:
+                batch = self._reader.get_batch(list(indices))
+        except Exception as error:  # decord has several classes, and cannot be imported here
             raise undecodable_error(self._path) from error
         return np.asarray(batch.asnumpy() if hasattr(batch, "asnumpy") else batch, np.uint8)
 

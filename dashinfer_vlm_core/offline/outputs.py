@@ -20,16 +20,20 @@ class CompletionOutput:
 
     Attributes:
         index: the index among the completions of a prompt.
-        text: the completion, without the stop string or token that ended it.
+        text: the completion, without the stop string or token that ended it. Tool calls are part of it.
+        reasoning_content: what a model that reasons wrote before `text`; None if it did not.
         token_ids: the completion's tokens, including the one that ended it.
         finish_reason: `stop`, or `length` if the token limit was reached.
+        stop_reason: the stop string or the token of `stop_token_ids` that ended the completion; None for other reasons.
         logprobs: one entry for each token of the text, as in OpenAI's responses; None unless they were requested.
     """
 
     index: int = 0
     text: str
+    reasoning_content: str | None = None
     token_ids: tuple[int, ...]
     finish_reason: Literal["stop", "length"]
+    stop_reason: str | int | None = None
     logprobs: tuple[ChatCompletionTokenLogprob, ...] | None = None
 
     @property
@@ -75,23 +79,25 @@ class RequestOutput:
 
 
 def to_request_output(request_id: str, prompt: str | None, generation: Generation) -> RequestOutput:
-    choices = zip(generation.completion.choices, generation.token_ids, strict=True)
+    choices = zip(generation.completion.choices, generation.token_ids, generation.stop_reasons, strict=True)
     return RequestOutput(
         request_id=request_id,
         prompt=prompt,
         prompt_token_ids=generation.prompt_token_ids,
-        outputs=tuple(_output(choice, token_ids) for choice, token_ids in choices),
+        outputs=tuple(_output(*choice) for choice in choices),
         usage=generation.completion.usage,
     )
 
 
-def _output(choice: Choice, token_ids: tuple[int, ...]) -> CompletionOutput:
+def _output(choice: Choice, token_ids: tuple[int, ...], stop_reason: str | int | None) -> CompletionOutput:
     assert choice.finish_reason in {"stop", "length"}  # offline requests have no tools and no content filter
     content = choice.logprobs.content if choice.logprobs else None
     return CompletionOutput(
         index=choice.index,
         text=choice.message.content or "",
+        reasoning_content=getattr(choice.message, "reasoning_content", None),
         token_ids=token_ids,
         finish_reason="length" if choice.finish_reason == "length" else "stop",
+        stop_reason=stop_reason,
         logprobs=None if content is None else tuple(content),
     )

@@ -97,7 +97,7 @@ REJECTED_IN_CALLS: Mapping[str, _Rejected] = MappingProxyType(
         "continue_final_message": _Rejected((False,), _RENDERED),
         "priority": _Rejected((None, 0), "Requests are served in their order. Remove it."),
         "tokenization_kwargs": _Rejected((None, {}), "Prompts are never truncated. Remove it."),
-        "tools": _Rejected((None, []), "Use `Engine.chat`, which also parses the calls."),
+        "tools": _Rejected((None, []), _RENDERED),
     }
 )
 """Arguments of vLLM's `generate` and `chat` that are accepted only with a neutral value."""
@@ -124,6 +124,10 @@ WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
 """Arguments that are accepted with any value, because they cannot change a result here; with the reason."""
 
 _DTYPES = {"half": "float16", "float": "float32"}
+_STORED_FORMATS = frozenset(
+    {"awq", "awq_marlin", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "gptq_marlin", "modelopt", "torchao"}
+)
+"""Values of vLLM's `quantization` that name the format of a checkpoint."""
 
 
 def to_engine_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -201,6 +205,16 @@ def _dtype(value: object) -> str:
     return _DTYPES.get(name, name)
 
 
+def _quantization(value: object) -> object:
+    if value in _STORED_FORMATS:
+        raise ConfigError(
+            f"`quantization` of vLLM is not available here, got {value!r}. The format of a quantized checkpoint is read"
+            " from its files: remove it. `int8` and `int4` quantize weights while they are loaded.",
+            param="quantization",
+        )
+    return value
+
+
 def _limits(value: object) -> object:
     """Convert `{"image": 4, "video": {"count": 1, "num_frames": 32}, "audio": 0}`; the other values only reserve
     memory in vLLM."""
@@ -217,6 +231,7 @@ _CONVERTERS: Mapping[str, Callable[[Any], object]] = MappingProxyType(
         "kv_cache_memory_bytes": lambda value: int(value) // MIB,
         "limit_mm_per_prompt": _limits,
         "mm_processor_cache_gb": lambda value: int(float(value) * 1024),
+        "quantization": _quantization,
     }
 )
 

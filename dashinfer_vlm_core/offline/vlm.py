@@ -8,12 +8,13 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..config import EngineConfig, variable, variables_set
 from ..engine import Engine
 from ..errors import ConfigError, DashInferVLMError, InvalidParameter
 from ..protocol import LoRARequest, OfflineRequest
+from ..protocol.validation_errors import show
 from .batch import BatchResult, OfflineBatch, RequestFactory
 from .inputs import MediaDefaults, from_messages, from_prompt, is_single_conversation, is_single_prompt, prompt_text
 from .outputs import RequestOutput, to_request_output
@@ -98,7 +99,7 @@ class VLM:
         prompts: Any,
         sampling_params: SamplingParamsArg = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
         lora_request: LoRARequestArg = None,
         **others: Any,
     ) -> list[RequestOutput]:
@@ -122,7 +123,7 @@ class VLM:
             prompts: one prompt, or an iterable of prompts. The iterable is consumed only as slots become free, so that
                 the images of a generator are never all in memory at once.
             sampling_params: one for all prompts, or a list with one for each; `SamplingParams()` if None.
-            use_tqdm: whether to show a progress bar.
+            use_tqdm: whether to show a progress bar, or a class to use in place of `tqdm`.
             lora_request: the LoRA adapter for all prompts, or a list with one or None for each; None is the model
                 itself. An adapter is loaded on first use, see `EngineConfig.max_loras`.
             others: arguments of vLLM's `generate` that change nothing, such as `priority=0`.
@@ -150,10 +151,12 @@ class VLM:
         messages: Any,
         sampling_params: SamplingParamsArg = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         lora_request: LoRARequestArg = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        coordinates: Literal["model", "original"] = "model",
         **others: Any,
     ) -> list[RequestOutput]:
         """Complete one or many conversations in OpenAI's format.
@@ -172,9 +175,13 @@ class VLM:
             messages: a list of messages, or an iterable of such lists, which is consumed as in `generate`.
             sampling_params: as in `generate`.
             use_tqdm: as in `generate`.
+            tools: tools in OpenAI's format that the model may call. A call is part of the text, as the model writes it,
+                and follows the tool's schema. Use `Engine.chat` to get calls as objects.
             mm_processor_kwargs: options for all images and videos, such as `max_pixels`.
             lora_request: as in `generate`.
             chat_template_kwargs: variables of the chat template, such as `enable_thinking`.
+            coordinates: with `original`, boxes and points in the messages and the text are in pixels of the original
+                image.
             others: arguments of vLLM's `chat` that change nothing, such as `add_generation_prompt=True`.
 
         Returns:
@@ -182,7 +189,8 @@ class VLM:
 
         Raises:
             DashInferVLMError: `messages` is a single conversation, and it failed.
-            InvalidParameter: the numbers of `sampling_params` or `lora_request` and conversations differ.
+            InvalidParameter: `messages` is text or a single message, or the numbers of `sampling_params` or
+                `lora_request` and conversations differ.
             UnsupportedParameter, TypeError: one of `others` is not available, or unknown.
         """
         check_call_arguments(others)
@@ -190,10 +198,18 @@ class VLM:
         def make(conversation: object, sampling: SamplingParams, lora: LoRARequest | None) -> OfflineRequest:
             options = {
                 "chat_template_kwargs": dict(chat_template_kwargs or {}),
+                "tools": tools,
+                "coordinates": coordinates,
                 **self._media_defaults.fields(mm_processor_kwargs),
             }
             return from_messages(conversation, sampling, options, lora)
 
+        if isinstance(messages, (str, Mapping)):
+            raise InvalidParameter(
+                '`messages` must be a list of messages, such as [{"role": "user", "content": "Hello"}], or a list of'
+                f" such lists, got {show(messages)}.",
+                param="messages",
+            )
         single = is_single_conversation(messages)
         items = [messages] if single else messages
         return self._generate(items, make, sampling_params, lora_request, single=single, use_tqdm=use_tqdm)
@@ -247,10 +263,11 @@ class VLM:
         lora_request: LoRARequestArg,
         *,
         single: bool,
-        use_tqdm: bool,
+        use_tqdm: bool | Callable[..., Any],
     ) -> list[RequestOutput]:
         from tqdm.auto import tqdm
 
+        new_bar = use_tqdm if callable(use_tqdm) else tqdm
         texts: list[str | None] = []
 
         def factories() -> Iterator[RequestFactory]:
@@ -260,7 +277,7 @@ class VLM:
                 yield functools.partial(make, item, self._with_seed(params), lora)
 
         total = len(items) if isinstance(items, Sized) else None
-        with tqdm(total=total, desc="Prompts", unit="prompt", dynamic_ncols=True, disable=not use_tqdm) as bar:
+        with new_bar(total=total, desc="Prompts", unit="prompt", dynamic_ncols=True, disable=not use_tqdm) as bar:
             results = OfflineBatch(self.engine, limit=self._limit, on_done=bar.update).run(factories())
         if single and isinstance(results[0], DashInferVLMError):
             raise results[0]
@@ -295,6 +312,11 @@ def _engine_config(arguments: Mapping[str, Any]) -> EngineConfig:
 def _params_per_item(sampling: SamplingParamsArg, items: Iterable[object]) -> Iterable[SamplingParams]:
     if sampling is None or isinstance(sampling, SamplingParams):
         return itertools.repeat(sampling or SamplingParams())
+    if not isinstance(sampling, Sequence) or not all(isinstance(params, SamplingParams) for params in sampling):
+        raise InvalidParameter(
+            f"`sampling_params` must be SamplingParams, or a list of them, got {show(sampling)}.",
+            param="sampling_params",
+        )
     if not isinstance(items, Sized) or len(items) != len(sampling):
         raise InvalidParameter(
             f"`sampling_params` has {len(sampling)} entries. Pass one for all prompts, or a list of the same length.",

@@ -435,7 +435,8 @@ class _PlaceholderMismatch(Exception):
 def _placeholder_error(*, raw: bool) -> InvalidParameter:
     if raw:
         return InvalidParameter(
-            "The prompt must contain one placeholder of the matching kind for each image and video.",
+            "The prompt must contain one placeholder of the matching kind for each image and video. Render it with"
+            " `apply_chat_template` of the model's tokenizer, which inserts them.",
             param="prompt",
         )
     return InvalidParameter(

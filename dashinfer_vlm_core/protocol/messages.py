@@ -172,6 +172,12 @@ class ImageURL(PixelBounds):
             _check_url(self.url, f"{path}.url")
 
 
+def _image_tag(value: object) -> str | None:
+    if isinstance(value, str):
+        return "string"
+    return "object" if isinstance(value, (dict, ImageURL)) else None
+
+
 class FramePart(RequestModel):
     """A video frame written as a complete content part."""
 
@@ -347,7 +353,10 @@ class Part(RequestModel):
 
     type: Text
     text: Text | None = None
-    image_url: ImageURL | None = None
+    image_url: (
+        Annotated[Annotated[Text, Tag("string")] | Annotated[ImageURL, Tag("object")], string_or_object(_image_tag)]
+        | None
+    ) = None
     video_url: (
         Annotated[Annotated[Text, Tag("string")] | Annotated[VideoURL, Tag("object")], string_or_object(_video_tag)]
         | None
@@ -391,9 +400,10 @@ class Part(RequestModel):
         value, has_uuid = getattr(self, self._value_field), self.uuid is not None and self.type in _MEDIA_TYPES
         if value is None and not has_uuid:
             raise InvalidParameter(f"`{path}` is required.", param=path)
-        if isinstance(value, str) and self._value_field == "video_url" and (value or not has_uuid):
+        if isinstance(value, str) and self._value_field in {"image_url", "video_url"} and (value or not has_uuid):
             _check_url(value, path)
-            _check_jpeg_frames(value, path)
+            if self._value_field == "video_url":
+                _check_jpeg_frames(value, path)
         elif isinstance(value, (ImageURL, VideoURL)):
             value.check(path, has_uuid=has_uuid)
         elif isinstance(value, ImageEmbeds):
@@ -403,7 +413,8 @@ class Part(RequestModel):
 
     def media(self, path: str) -> MediaPart | None:
         if self.type == "image_url":
-            image = self.image_url or ImageURL()
+            value = self.image_url or ImageURL()
+            image = ImageURL(url=value) if isinstance(value, str) else value
             return MediaPart(
                 kind="image",
                 path=path,
@@ -411,6 +422,7 @@ class Part(RequestModel):
                 uuid=self.uuid,
                 min_pixels=image.lower_bound,
                 max_pixels=image.upper_bound,
+                url_field="image_url" if isinstance(value, str) else None,
             )
         if self.type == "image_embeds":
             return MediaPart(kind="image", path=path, content=self._embeddings(), uuid=self.uuid)

@@ -209,6 +209,11 @@ class ChatRequest(CheckedBody):
         return () if self.tool_choice == "none" else self.tools
 
     @property
+    def parses_tool_calls(self) -> bool:
+        """Whether tool calls in the completion are parsed; otherwise, they are part of its text."""
+        return True
+
+    @property
     def must_call(self) -> bool:
         """Whether the completion has to be a tool call."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
@@ -282,6 +287,10 @@ class OfflineRequest(ChatRequest):
     ) = None
     attached: tuple[InstanceOf[MediaPart], ...] = ()
     lora_request: InstanceOf[LoRARequest] | None = None
+
+    @property
+    def parses_tool_calls(self) -> bool:
+        return False  # as in vLLM, whose offline outputs have text only
 
     @property
     def raw_prompt(self) -> str | tuple[int, ...] | None:

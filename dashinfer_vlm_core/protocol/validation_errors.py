@@ -33,7 +33,7 @@ _NEXT_STEPS: Mapping[str, str] = MappingProxyType(
 )
 
 
-_SHAPE_ERRORS = frozenset({"missing", "model_type", "tuple_type", "too_short"})
+_SHAPE_ERRORS = frozenset({"missing", "model_type", "string_or_object", "tuple_type", "too_short"})
 
 _UNQUOTED: Mapping[str, re.Pattern[str]] = MappingProxyType(
     {

@@ -109,7 +109,7 @@ class ResponseBuilder:
         self._wants_usage = request.include_usage
         self._detokenizer = IncrementalDetokenizer(tokenizer)
         self._stop_strings = StopStringMatcher(request.stop_strings)
-        tools = {tool.function.name for tool in request.callable_tools}
+        tools = {tool.function.name for tool in request.callable_tools} if request.parses_tool_calls else ()
         self._tool_parser = ToolCallParser(tools, guided=guided, conversation=conversation)
         self._reasoning_parser = ReasoningParser(conversation, started=opens_reasoning) if reasons else None
         self._coordinates = CoordinateConverter(coordinates) if coordinates else None
@@ -129,6 +129,11 @@ class ResponseBuilder:
     def finished(self) -> bool:
         """Whether the completion is complete; no token may be added afterwards."""
         return self._stop_strings.matched or self._reason is not None or self._single_call_complete
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the completion; None if none did."""
+        return self._stop_strings.match
 
     @property
     def _single_call_complete(self) -> bool:

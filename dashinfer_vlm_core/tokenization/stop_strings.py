@@ -42,10 +42,12 @@ class StopStringMatcher:
 
     Attributes:
         matched: whether a stop string was found; all later text is discarded.
+        match: the stop string that was found; None if none was.
     """
 
     def __init__(self, strings: tuple[str, ...]) -> None:
         self.matched: bool = False
+        self.match: str | None = None
         self._matchers = [_Matcher(string) for string in strings]
         self._held = ""
 
@@ -56,8 +58,9 @@ class StopStringMatcher:
         held, self._held = self._held + text, ""
         for index, character in enumerate(text, start=len(held) - len(text) + 1):
             if lengths := [len(matcher.string) for matcher in self._matchers if matcher.step(character)]:
-                self.matched = True
-                return held[: index - max(lengths)]
+                begin = index - max(lengths)
+                self.matched, self.match = True, held[begin:index]
+                return held[:begin]
         kept = max(matcher.state for matcher in self._matchers)
         self._held = held[len(held) - kept :]
         return held[: len(held) - kept]

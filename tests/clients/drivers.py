@@ -75,7 +75,7 @@ class Result:
 
 
 class OneEngine(SharedEngines):
-    """A registry that has one engine for every configuration."""
+    """A registry that has one engine for every configuration, and remote engines of its own."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
@@ -181,17 +181,17 @@ class LiteLLMClient:
         from dashinfer_vlm_litellm import DashInferVLM
 
         self._map = litellm.custom_provider_map
-        item: Any = {
-            "provider": "client_test",
-            "custom_handler": DashInferVLM(OneEngine(served.engine), name="client_test"),
-        }
+        self._engines = OneEngine(served.engine)
+        item: Any = {"provider": "client_test", "custom_handler": DashInferVLM(self._engines, name="client_test")}
         litellm.custom_provider_map = [*self._map, item]
         litellm.utils.custom_llm_setup()
+        self._options: dict[str, Any] = {}
 
     async def _complete(self, parts: Sequence[Part], **options: Any) -> Any:
         import litellm
 
-        return await litellm.acompletion("client_test/tiny", messages=openai_messages(parts), **options)
+        options = {"messages": openai_messages(parts), **self._options, **options}
+        return await litellm.acompletion("client_test/tiny", **options)
 
     async def ask(self, *parts: Part, **options: Any) -> Result:
         return to_result(await self._complete(parts, **options))
@@ -214,6 +214,15 @@ class LiteLLMClient:
         import litellm
 
         litellm.custom_provider_map = self._map
+        self._engines.close()
+
+
+class LiteLLMServerClient(LiteLLMClient):
+    """LiteLLM's functions, with the provider and a server."""
+
+    def __init__(self, served: Served) -> None:
+        super().__init__(served)
+        self._options = {"api_base": served.url}
 
 
 class RouterClient(LiteLLMClient):
@@ -247,7 +256,7 @@ class LangChainClient:
     def __init__(self, served: Served) -> None:
         from dashinfer_vlm_langchain import ChatDashInferVLM
 
-        self._chat = ChatDashInferVLM(engine=served.engine)
+        self._chat: Any = ChatDashInferVLM(engine=served.engine)
 
     async def ask(self, *parts: Part) -> Result:
         return _from_message(await self._chat.ainvoke(_langchain_messages(parts)))
@@ -282,6 +291,49 @@ def _from_message(message: Any) -> Result:
 def _generator(iterator: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
     assert isinstance(iterator, AsyncGenerator)
     return iterator
+
+
+class LangChainServerClient(LangChainClient):
+    """`ChatDashInferVLM` with a server."""
+
+    def __init__(self, served: Served) -> None:
+        from dashinfer_vlm_langchain import ChatDashInferVLM
+
+        self._engines = SharedEngines()
+        self._chat = ChatDashInferVLM(model="tiny", base_url=served.url, engines=self._engines)
+
+    async def aclose(self) -> None:
+        self._engines.close()
+
+
+class ChatOpenAIClient(LangChainClient):
+    """LangChain's own `ChatOpenAI`."""
+
+    errors: ClassVar = (openai.APIError,)
+    uses_responses_api: ClassVar = False
+
+    def __init__(self, served: Served) -> None:
+        from langchain_openai import ChatOpenAI
+
+        self._http = openai.DefaultAsyncHttpxClient(trust_env=False)
+        self._chat = ChatOpenAI(
+            model="tiny",
+            base_url=served.url,
+            api_key="none",
+            max_retries=0,
+            timeout=HANG,
+            use_responses_api=self.uses_responses_api,
+            http_async_client=self._http,
+        )
+
+    async def aclose(self) -> None:
+        await self._http.aclose()
+
+
+class ChatOpenAIResponsesClient(ChatOpenAIClient):
+    """LangChain's own `ChatOpenAI` with the Responses API."""
+
+    uses_responses_api = True
 
 
 class LangGraphClient(LangChainClient):
@@ -324,10 +376,16 @@ class VllmStyleClient:
     def __init__(self, served: Served) -> None:
         self._llm = VLM(engine=served.engine)
 
-    async def ask(self, *parts: Part, params: SamplingParams | None = None) -> Result:
-        outputs = await asyncio.to_thread(self._llm.chat, openai_messages(parts), params, use_tqdm=False)
+    async def ask(self, *parts: Part, params: SamplingParams | None = None, **options: Any) -> Result:
+        outputs = await asyncio.to_thread(self._llm.chat, openai_messages(parts), params, use_tqdm=False, **options)
         (output,) = outputs[0].outputs
         return Result(output.text, len(outputs[0].prompt_token_ids), len(output.token_ids))
+
+    async def call_tool(self, *parts: Part) -> list[tuple[str, dict[str, Any]]]:
+        """Parse the call in the text, as scripts for vLLM do."""
+        text = (await self.ask(*parts, tools=[TOOL])).text
+        call = json.loads(text.removeprefix("<tool_call>").removesuffix("</tool_call>"))
+        return [(call["name"], call["arguments"])]
 
     async def parse(self, *parts: Part) -> object:
         schema = StructuredOutputsParams(json=Color.model_json_schema())
@@ -408,7 +466,11 @@ DRIVERS: dict[str, type[Any]] = {
     "openai-responses": OpenAIResponsesClient,
     "litellm": LiteLLMClient,
     "litellm-router": RouterClient,
+    "litellm-server": LiteLLMServerClient,
     "langchain": LangChainClient,
+    "langchain-server": LangChainServerClient,
+    "chat-openai": ChatOpenAIClient,
+    "chat-openai-responses": ChatOpenAIResponsesClient,
     "langgraph": LangGraphClient,
     "vllm-style": VllmStyleClient,
     "curl": CurlClient,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from typing import Any
 
 import pytest
@@ -196,12 +196,22 @@ CHECKS: dict[str, Callable[[type[Any], Served], None]] = {
 }
 
 
-def cells(clients: list[str]) -> list[Any]:
-    """Return the parameters (client, feature) of a test, each with its mark, without those that have a reason."""
+def cells(clients: list[str], *, slow: Collection[str] = ()) -> list[Any]:
+    """Return the parameters (client, feature) of a test, each with its marks, without those that have a reason.
+
+    Args:
+        clients: the clients.
+        slow: those of them that do not belong to the fast tests.
+    """
     from tests.clients.table import REASONS
 
     return [
-        pytest.param(client, feature, marks=pytest.mark.client(client, feature), id=f"{client}-{feature}")
+        pytest.param(
+            client,
+            feature,
+            marks=[pytest.mark.client(client, feature), *([pytest.mark.slow] if client in slow else ())],
+            id=f"{client}-{feature}",
+        )
         for client in clients
         for feature in CHECKS
         if (client, feature) not in REASONS

@@ -21,10 +21,15 @@ CLIENTS = {
     "openai": "[openai](openai.md)",
     "openai-responses": "openai, [Responses API](responses.md)",
     "openai-agents": "OpenAI Agents SDK (Chat Completions)",
+    "openai-agents-responses": "OpenAI Agents SDK (Responses API)",
     "litellm": "[LiteLLM](litellm.md), functions",
+    "litellm-server": "LiteLLM, functions with a server",
     "litellm-router": "LiteLLM, Router",
     "litellm-proxy": "LiteLLM, proxy",
     "langchain": "[LangChain](langchain.md)",
+    "langchain-server": "LangChain with a server",
+    "chat-openai": "LangChain's `ChatOpenAI` (Chat Completions)",
+    "chat-openai-responses": "LangChain's `ChatOpenAI` (Responses API)",
     "langgraph": "LangChain agent (LangGraph)",
     "llama-index": "LlamaIndex `OpenAILike`",
     "vllm-style": "[`VLM`](media.md#offline-inference-with-vlm), like vLLM's `LLM`",
@@ -53,8 +58,11 @@ PACKAGES = (
 
 REASONS: Mapping[tuple[str, str], str] = {
     ("vllm-style", "stream"): "`generate` and `chat` return complete outputs, as in vLLM. Use `Engine.stream`.",
-    ("vllm-style", "tools"): "`SamplingParams` has no tools. Use `Engine.chat`.",
     ("llama-index", "video"): "LlamaIndex does not convert its video blocks to a part of a request.",
+    **dict.fromkeys(
+        (("chat-openai", "video"), ("chat-openai-responses", "video")),
+        "`ChatOpenAI` does not convert LangChain's video blocks. Use `ChatDashInferVLM`.",
+    ),
 }
 """Why a cell has no test."""
 
@@ -69,7 +77,8 @@ What works with which client library. "{supported}": tests run the real library 
 
 NOTES = """
 * **Image, Video**: the decoder receives the same visual tokens as for a direct request.
-* **Tools**: the client parses a tool call; agents also run the tool, and send its result.
+* **Tools**: the client parses a tool call; agents also run the tool, and send its result. With `VLM`, a call
+  is a part of the text.
 * **Structured output**: the response follows a schema, which is enforced, and the client returns an object.
 * **Usage**: the client reports the engine's token counts, with those of images.
 * **Errors**: the client raises an exception for an invalid request, and for a failure in the middle of a stream. With

@@ -15,8 +15,10 @@ def served(tiny_checkpoint):
         yield served
 
 
+# Variants, whose parts other tests cover.
+SLOW = {"litellm-server", "langchain-server", "chat-openai", "chat-openai-responses"}
 # Ctrl-C, which ends the requests of `VLM`, is tested in tests/core/test_offline.py.
-CELLS = [cell for cell in cells(list(DRIVERS)) if cell.id != "vllm-style-cancel"]
+CELLS = [cell for cell in cells(list(DRIVERS), slow=SLOW) if cell.id != "vllm-style-cancel"]
 
 
 @pytest.mark.parametrize(("client", "feature"), CELLS)
@@ -54,8 +56,8 @@ def test_page_is_rendered_from_reports(tmp_path):
     }
     page = table.render(outcomes, "openai 2.54.0.", "On a test machine.")
     assert "| [openai](openai.md) | yes | failed | - |" in page
-    assert "| LlamaIndex `OpenAILike` | not run | - | no (1) |" in page
-    assert "\n1. LlamaIndex does not" in page
+    assert "| LlamaIndex `OpenAILike` | not run | - | no (2) |" in page
+    assert "\n2. LlamaIndex does not" in page
 
 
 def test_unknown_client_of_mark_is_named():

@@ -25,6 +25,13 @@ def content(text, **options):
     return decode(source) if isinstance(source, InlineSource) else read(source)
 
 
+@pytest.mark.parametrize("folder", [None, "/"])
+def test_base64_without_prefix_is_named(folder):
+    with pytest.raises(MediaRefused, match="data:image/png;base64,") as caught:
+        find(ENCODED, allowed_local_media_path=folder)
+    assert caught.value.param == PART
+
+
 @pytest.mark.parametrize(
     "url",
     [

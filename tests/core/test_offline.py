@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tqdm.auto import tqdm
 
 from dashinfer_vlm_core import VLM, Engine, SamplingParams, StructuredOutputsParams
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import (
     ConfigError,
+    DecoderFailed,
     EngineClosed,
     InvalidParameter,
     MediaRefused,
@@ -238,6 +240,18 @@ def test_video_file_is_sampled(demo, content):
     prompt = {"prompt": PROMPT.replace("image", "video"), "multi_modal_data": {"video": content}}
     (output,) = demo.generate(prompt, GREEDY)
     assert output.usage.prompt_tokens_details.video_tokens > 0
+
+
+def test_decord_reader_gives_the_output_of_its_file(demo):
+    decord = pytest.importorskip("decord")
+    reader = decord.VideoReader(str(demo.engine.config.allowed_local_media_path / "film.mp4"))
+    prompts = [
+        {"prompt": PROMPT.replace("image", "video"), "multi_modal_data": {"video": content}}
+        for content in ("film.mp4", reader, [reader])
+    ]
+    outputs = demo.generate(prompts, GREEDY)
+    assert len({tokens(output) for output in outputs}) == 1
+    assert len({output.usage.prompt_tokens_details.video_tokens for output in outputs} - {0}) == 1
 
 
 def test_list_of_images_is_one_video_and_nested_lists_several(demo):
@@ -525,6 +539,22 @@ def test_each_prompt_may_have_its_own_sampling_params(scripted):
         assert caught.value.param == "sampling_params"
 
 
+def test_wrong_type_of_arguments_is_named(scripted):
+    vlm, script = scripted("ok")
+    message = {"role": "user", "content": "Hello"}
+    calls = [
+        ("messages", lambda: vlm.chat("Hello")),
+        ("messages", lambda: vlm.chat(message)),
+        ("sampling_params", lambda: vlm.chat([message], {"temperature": 0})),
+        ("sampling_params", lambda: vlm.generate(["a", "b"], [GREEDY, {"temperature": 0}])),
+    ]
+    for param, call in calls:
+        with pytest.raises(InvalidParameter) as caught:
+            call()
+        assert caught.value.param == param
+    assert script.requests == []
+
+
 # Batches
 
 
@@ -621,6 +651,11 @@ def test_progress_bar_can_be_disabled(scripted, capsys):
     assert capsys.readouterr() == ("", "")
     vlm.generate(["a"] * 7, GREEDY)
     assert "7/7" in capsys.readouterr().err
+    bars = []
+    vlm.generate(
+        ["a"] * 7, GREEDY, use_tqdm=lambda **options: bars.append(tqdm(**{**options, "disable": True})) or bars[0]
+    )
+    assert (len(bars), bars[0].total) == (1, 7)
 
 
 # Attributes and methods of vLLM
@@ -638,6 +673,25 @@ def test_outputs_have_attributes_of_vllm(scripted):
     assert vlm.get_default_sampling_params() == SamplingParams()
 
 
+def test_stop_reason_is_what_ended_the_completion(scripted):
+    vlm, _ = scripted("One two three.")
+    (first,) = vlm.generate("x", GREEDY)
+    *_, token, end = first.outputs[0].token_ids
+    cases = [
+        (SamplingParams(), None),
+        (SamplingParams(max_tokens=2), None),
+        (SamplingParams(stop=[" two", "two three"]), " two"),
+        (SamplingParams(stop=["two", " two"], n=2), " two"),
+        (SamplingParams(stop_token_ids=[end]), None),
+        (SamplingParams(stop_token_ids=[end], ignore_eos=True), end),
+        (SamplingParams(stop_token_ids=[token]), None),  # a script continues after it
+    ]
+    assert first.outputs[0].stop_reason is None
+    for params, expected in cases:
+        (output,) = vlm.generate("x", params)
+        assert [completion.stop_reason for completion in output.outputs] == [expected] * params.n, params
+
+
 def test_chat_template_kwargs_reach_the_template(scripted, tmp_path):
     template = tmp_path / "template.jinja"
     template.write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}{{ '!' if loud else '?' }}")
@@ -648,6 +702,50 @@ def test_chat_template_kwargs_reach_the_template(scripted, tmp_path):
     with pytest.raises(InvalidParameter) as caught:
         vlm.chat(messages, GREEDY, chat_template_kwargs={"calm": True})
     assert caught.value.param == "chat_template_kwargs.calm"
+
+
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+
+def test_tool_calls_are_text(scripted):
+    """The loop of vLLM's example: the result follows the text of the call."""
+    vlm, script = scripted(f"I look.\n{CALL}", "It is sunny.", CALL.replace("weather", "clock"), CALL)
+    messages = [{"role": "user", "content": "How is the weather in Rome?"}]
+    (output,) = vlm.chat(messages, tools=[WEATHER])
+    assert (output.outputs[0].text, output.outputs[0].finish_reason) == (f"I look.\n{CALL}", "stop")
+    messages += [
+        {"role": "assistant", "content": output.outputs[0].text},
+        {"role": "tool", "content": "Sunny.", "tool_call_id": "1"},
+    ]
+    (answer,) = vlm.chat(messages, tools=[WEATHER])
+    assert answer.outputs[0].text == "It is sunny."
+    assert len(answer.prompt_token_ids) > len(output.prompt_token_ids) + len(output.outputs[0].token_ids)
+    with pytest.raises(DecoderFailed, match="violates the requested format"):
+        vlm.chat(messages, tools=[WEATHER])
+    without = len(vlm.chat(messages[:1])[0].prompt_token_ids)
+    assert len(script.requests[0].token_ids) > without
+    with pytest.raises(InvalidParameter) as caught:
+        vlm.chat(messages, tools=[{"type": "function", "function": {"name": "a b"}}])
+    assert caught.value.param == "tools[0].function.name"
+
+
+def test_coordinates_of_the_original_image(scripted):
+    vlm, _ = scripted("(500,500)")
+    messages = [user(blurred_image(1, 300, 200), "Where is it?")]
+    for coordinates, text in (("original", "(150,100)"), ("model", "(500,500)")):
+        assert texts(vlm.chat(messages, GREEDY, coordinates=coordinates)) == [text]
+
+
+def test_reasoning_is_returned_next_to_the_text(scripted, tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}<think>\n")
+    vlm, _ = scripted("It has wheels.\n</think>\n\nA car.", "A car.", chat_template=template)
+    (output,) = vlm.chat([{"role": "user", "content": "What is it?"}])
+    assert (output.outputs[0].reasoning_content, output.outputs[0].text) == ("It has wheels.", "A car.")
+    (rendered,) = vlm.generate("What is it?")
+    assert (rendered.outputs[0].reasoning_content, rendered.outputs[0].text) == (None, "A car.")
 
 
 def test_get_tokenizer_renders_prompts(demo):

@@ -295,6 +295,17 @@ def test_video_shapes_of_other_clients(part):
     assert ChatRequest.parse(parsed.model_dump(exclude_unset=True)).media() == parsed.media()
 
 
+def test_image_url_can_be_a_string():
+    """As in vLLM."""
+    url = "https://example.com/a.png"
+    parsed = ChatRequest.parse(request({"type": "image_url", "image_url": url, "uuid": "one"}))
+    (part,) = parsed.media()
+    (same,) = ChatRequest.parse(request({"type": "image_url", "image_url": {"url": url}, "uuid": "one"})).media()
+    assert part == same
+    assert (part.url_path, same.url_path) == (f"{PART}.image_url", f"{PART}.image_url.url")
+    assert ChatRequest.parse(parsed.model_dump(exclude_unset=True)).media() == parsed.media()
+
+
 def test_input_video_has_options_of_video_url():
     options = {"fps": 0.5, "max_pixels": 20}
     parsed = ChatRequest.parse(request({"type": "input_video", "input_video": {"data": "AAAA", **options}}))
@@ -555,7 +566,8 @@ BAD = [
     (request({"type": "refusal", "refusal": "no"}), PART),
     (request({"type": "image_url"}), f"{PART}.image_url"),
     (request({"type": "image_url", "url": "a"}), f"{PART}.image_url"),
-    (request({"type": "image_url", "image_url": "https://example.com/a.png"}), f"{PART}.image_url"),
+    (request({"type": "image_url", "image_url": ""}), f"{PART}.image_url"),
+    (request({"type": "image_url", "image_url": 5}), f"{PART}.image_url"),
     (request({"type": "image_url", "image_url": ["a"]}), f"{PART}.image_url"),
     (request({"type": "image_url", "image_url": {}}), f"{PART}.image_url.url"),
     (
@@ -737,10 +749,9 @@ def test_unsupported_value_is_rejected_by_name(data, param):
 
 
 def test_error_states_next_step():
-    error = rejection_of(request({"type": "image_url", "image_url": "https://example.com/a.png"}))
+    error = rejection_of(request({"type": "image_url", "image_url": 5}))
     assert error.message == (
-        "`messages[0].content[0].image_url` must be an object; got 'https://example.com/a.png'."
-        ' Write "image_url": {"url": "..."}.'
+        '`messages[0].content[0].image_url` must be a string or an object; got 5. Write "image_url": {"url": "..."}.'
     )
     assert rejection_of(request(temperature=3)).message == "`temperature` must be at most 2; got 3."
     assert rejection_of(request(temperature=math.nan)).message == "`temperature` must be a finite number; got nan."
@@ -753,7 +764,7 @@ def test_error_states_next_step():
 
 def test_error_does_not_echo_long_input():
     url = "A" * 1_000_000
-    assert len(rejection_of(request({"type": "image_url", "image_url": url})).message) < 300
+    assert len(rejection_of(request({"type": "image_url", "image_url": {"url": "a", "detail": url}})).message) < 300
     assert len(rejection_of(request(logit_bias={url: 1})).message) < 300
 
 

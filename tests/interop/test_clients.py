@@ -1,7 +1,4 @@
-"""Client libraries that are too heavy for the project's environment: OpenAI's Agents SDK and LlamaIndex.
-
-The Agents SDK uses the Chat Completions API here.
-"""
+"""Client libraries that are too heavy for the project's environment: OpenAI's Agents SDK and LlamaIndex."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from typing import Any, ClassVar
 import openai
 import pytest
 
-from tests.clients.drivers import Color, OpenAIClient, Part, Result, Served, weather
+from tests.clients.drivers import Color, OpenAIClient, Part, Result, Served, responses_input, weather
 from tests.clients.features import CHECKS, cells, serve_script
 from tests.waiting import HANG
 
@@ -30,27 +27,35 @@ class AgentsClient(OpenAIClient):
         self._agents = agents
         self._model = agents.OpenAIChatCompletionsModel(model="tiny", openai_client=self._client)
 
+    def _input(self, parts: tuple[Part, ...]) -> list[dict[str, Any]]:
+        fields = {"text": "text", "image": "image_url", "video": "video_url"}
+        types = {"text": "input_text", "image": "input_image", "video": "video_url"}
+        content = [
+            {"type": types[kind], fields[kind]: {"url": value} if kind == "video" else value} for kind, value in parts
+        ]
+        return [{"role": "user", "content": content}]
+
     def _agent(self, **options: Any) -> Any:
         return self._agents.Agent(name="eyes", model=self._model, **options)
 
     async def ask(self, *parts: Part, **options: Any) -> Result:
-        result = await self._agents.Runner.run(self._agent(), _agents_input(parts))
+        result = await self._agents.Runner.run(self._agent(), self._input(parts))
         usage = result.context_wrapper.usage
         return Result(result.final_output, usage.input_tokens, usage.output_tokens)
 
     async def call_tool(self, *parts: Part) -> list[tuple[str, dict[str, Any]]]:
         agent = self._agent(tools=[self._agents.function_tool(weather)])
-        result = await self._agents.Runner.run(agent, _agents_input(parts))
+        result = await self._agents.Runner.run(agent, self._input(parts))
         items = [item.raw_item for item in result.new_items]
         assert {"Sunny in Rome."} == {item["output"] for item in items if isinstance(item, dict)}
         calls = [item for item in items if getattr(item, "type", "") == "function_call"]
         return [(call.name, json.loads(call.arguments)) for call in calls]
 
     async def parse(self, *parts: Part) -> object:
-        return (await self._agents.Runner.run(self._agent(output_type=Color), _agents_input(parts))).final_output
+        return (await self._agents.Runner.run(self._agent(output_type=Color), self._input(parts))).final_output
 
     async def stream(self, *parts: Part) -> AsyncGenerator[str, None]:
-        result = self._agents.Runner.run_streamed(self._agent(), _agents_input(parts))
+        result = self._agents.Runner.run_streamed(self._agent(), self._input(parts))
         try:
             async for event in result.stream_events():
                 if event.type == "raw_response_event" and event.data.type == "response.output_text.delta":
@@ -59,13 +64,15 @@ class AgentsClient(OpenAIClient):
             result.cancel()
 
 
-def _agents_input(parts: tuple[Part, ...]) -> list[dict[str, Any]]:
-    fields = {"text": "text", "image": "image_url", "video": "video_url"}
-    types = {"text": "input_text", "image": "input_image", "video": "video_url"}
-    content = [
-        {"type": types[kind], fields[kind]: {"url": value} if kind == "video" else value} for kind, value in parts
-    ]
-    return [{"role": "user", "content": content}]
+class AgentsResponsesClient(AgentsClient):
+    """The OpenAI Agents SDK with the Responses API, its default."""
+
+    def __init__(self, served: Served) -> None:
+        super().__init__(served)
+        self._model = self._agents.OpenAIResponsesModel(model="tiny", openai_client=self._client)
+
+    def _input(self, parts: tuple[Part, ...]) -> Any:
+        return responses_input(parts)
 
 
 class LlamaIndexClient:
@@ -136,7 +143,11 @@ def _llama_messages(parts: tuple[Part, ...]) -> list[Any]:
     return [ChatMessage(role="user", blocks=blocks)]
 
 
-DRIVERS = {"openai-agents": AgentsClient, "llama-index": LlamaIndexClient}
+DRIVERS = {
+    "openai-agents": AgentsClient,
+    "openai-agents-responses": AgentsResponsesClient,
+    "llama-index": LlamaIndexClient,
+}
 
 
 @pytest.fixture(scope="module")

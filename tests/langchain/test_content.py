@@ -94,6 +94,12 @@ def test_block_options_limit_visual_tokens(scripted):
     assert tokens({"type": "image"}, uuid="a image") == named
 
 
+def test_coordinates_of_the_original_image(scripted):
+    chat = scripted("(500,500)").chat
+    messages = [HumanMessage([{"type": "image", "url": data_url(encode(noise(200, 300)))}, text("Where?")])]
+    assert chat.invoke(messages, coordinates="original").content == "(150,100)"
+
+
 def test_to_openai_keeps_order_and_names():
     sent = to_openai(
         [

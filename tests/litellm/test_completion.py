@@ -141,6 +141,12 @@ def test_media_options_limit_visual_tokens(scripted):
     assert tokens(video(), media_io_kwargs={"video": {"num_frames": 2}}) == tokens(video(num_frames=2))
 
 
+def test_coordinates_of_the_original_image(scripted):
+    provider = scripted("(500,500)")
+    response = litellm.completion(provider.model, messages=user(image(), text("Where?")), coordinates="original")
+    assert response.choices[0].message.content == "(200,150)"
+
+
 def test_image_can_be_sent_by_uuid(scripted):
     provider = scripted("Yes.")
     named = image() | {"uuid": "a picture"}

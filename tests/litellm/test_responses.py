@@ -6,7 +6,9 @@ import asyncio
 import json
 
 import litellm
+import openai
 import pytest
+from litellm.exceptions import MidStreamFallbackError
 from litellm.llms.custom_httpx.http_handler import HTTPHandler
 
 from dashinfer_vlm_core.testing import EVERYTHING, scripted_engine
@@ -23,14 +25,20 @@ TOOL = {
 
 @pytest.fixture(params=["in process", "server", "openai"])
 def start(request, tiny_checkpoint, scripted):
-    """Return arguments for LiteLLM: our provider in process, our provider with a server, or LiteLLM's for OpenAI."""
+    """Return arguments for LiteLLM: our provider in process, our provider with a server, or LiteLLM's for OpenAI.
+
+    `start.engines` can be closed.
+    """
     stack = []
 
     def start(*responses, delay=0.0):
         if request.param == "in process":
-            return {"model": scripted(*responses, delay=delay, supported_params=EVERYTHING).model}
+            provider = scripted(*responses, delay=delay, supported_params=EVERYTHING)
+            start.engines.append(provider.engines)
+            return {"model": provider.model}
         options = {"model": str(tiny_checkpoint), "served_model_name": "tiny"}
         engine = scripted_engine(*responses, delay=delay, **options).start()
+        start.engines.append(engine)
         context = serving(engine)
         stack.append((engine, context))
         base = f"{context.__enter__().url}/v1"
@@ -38,6 +46,7 @@ def start(request, tiny_checkpoint, scripted):
             return {"model": "openai/tiny", "api_base": base, "api_key": "none"}
         return {"model": f"{scripted('Not this one.').model.partition('/')[0]}/tiny", "api_base": base}
 
+    start.engines = []
     yield start
     clients = litellm.in_memory_llm_clients_cache.cache_dict
     for name in [name for name, client in clients.items() if isinstance(client, HTTPHandler)]:
@@ -73,6 +82,28 @@ def test_events_contain_the_text(start):
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert "".join(deltas) == "A red circle."
     assert events[-1].type == "response.completed"
+
+
+def test_async_events_contain_the_text(start):
+    call = start("A red circle.")
+
+    async def main():
+        stream = await litellm.aresponses(input="What is this?", stream=True, **call)
+        return [event.delta async for event in stream if event.type == "response.output_text.delta"]
+
+    if not call["model"].startswith("openai"):  # whose connections outlive the event loop
+        assert "".join(asyncio.run(main())) == "A red circle."
+
+
+def test_error_within_a_stream_is_raised(start):
+    call = start("A long response. " * 50, delay=0.01)
+    if call["model"].startswith("openai"):  # LiteLLM reads the whole stream before it returns an event
+        return
+    events = iter(litellm.responses(input="What is this?", stream=True, **call))
+    assert any(event.type == "response.output_text.delta" for event in events)
+    start.engines[-1].close()
+    with pytest.raises((openai.APIError, MidStreamFallbackError)):
+        list(events)
 
 
 def test_tool_calls_make_a_round_trip(start):

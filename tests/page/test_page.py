@@ -221,6 +221,14 @@ def test_settings_are_sent_with_the_request(open_page, scripted):
     assert script.requests[1].grammar is not None
 
 
+def test_stop_sequences_are_one_per_line(open_page, scripted):
+    server, *_ = scripted("One, two, three.")
+    tab = open_page(server)
+    tab.page.get_by_label("Stop sequences").fill(" four\n three\n")
+    tab.send("Count.")
+    expect(tab.finished().locator(".response-text")).to_have_text("One, two,")
+
+
 SCHEMA_PROBLEMS = {
     "{": "Not valid JSON",
     "[]": "The schema must be an object.",
@@ -290,6 +298,7 @@ def test_tool_calls_are_shown_and_answered(open_page, scripted):
     tab.screenshot("8-calls")
 
     first, second = response.get_by_label("Result of get_weather").all()
+    expect(response.get_by_label('Result of get_weather {"city": "Rome"}')).to_have_count(1)
     first.fill("18 degrees, sunny")
     second.fill('{"sky": "clear"}')
     tab.page.get_by_role("button", name="Send results").click()

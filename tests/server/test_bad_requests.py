@@ -134,7 +134,7 @@ BAD = {
     "stream_options alone": ({"stream_options": {"include_usage": True}}, "stream_options"),
     "stream_options a list": ({"stream": True, "stream_options": []}, "stream_options"),
     # Images
-    "image_url a string": (with_content([{"type": "image_url", "image_url": IMAGE}]), f"{FIRST_PART}.image_url"),
+    "image_url a list": (with_content([{"type": "image_url", "image_url": [IMAGE]}]), f"{FIRST_PART}.image_url"),
     "image_url empty": (with_image(""), f"{PART}.image_url.url"),
     "image_url a number": (with_image(1), f"{PART}.image_url.url"),
     "unknown detail": (with_image(IMAGE, detail="most"), f"{PART}.image_url.detail"),

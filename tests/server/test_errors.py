@@ -145,6 +145,22 @@ def test_404_lists_the_routes_of_the_server(tiny_checkpoint):
             assert "/page/" not in message
 
 
+def test_other_routes_of_openai_name_the_next_step(scripted):
+    server = scripted("Fine.").server
+    with server.openai() as client, client.with_options(base_url=server.url) as without_version:
+        calls = {
+            "base URL of a client must end with /v1": lambda: without_version.chat.completions.create(
+                model="tiny", messages=HELLO
+            ),
+            "is_chat_model=True": lambda: client.completions.create(model="tiny", prompt="Hello"),
+            "Use another server for embeddings": lambda: client.embeddings.create(model="tiny", input="Hello"),
+            "Files are not stored": lambda: client.files.retrieve("file-1"),
+        }
+        for message, call in calls.items():
+            with pytest.raises(openai.NotFoundError, match=message):
+                call()
+
+
 def chunk(text):
     choice = {"index": 0, "delta": {"content": text}, "finish_reason": None}
     return ChatCompletionChunk(id="1", created=1, model="tiny", object="chat.completion.chunk", choices=[choice])

@@ -57,6 +57,7 @@ ROUTES = [
     ("/v1/responses/{response_id}", "DELETE"),
     ("/v1/responses/{response_id}", "GET"),
     ("/v1/responses/{response_id}/cancel", "POST"),
+    ("/v1/responses/{response_id}/input_items", "GET"),
     ("/v1/models", "GET"),
     ("/v1/models/{name}", "GET"),
     ("/v1/media/preview", "POST"),

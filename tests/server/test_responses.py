@@ -9,6 +9,7 @@ import openai
 import pydantic
 import pytest
 
+from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.engine.remote import RemoteEngine
 from dashinfer_vlm_core.testing import EVERYTHING, scripted_engine
 from dashinfer_vlm_server.api_key_file import KeyLimits
@@ -27,6 +28,11 @@ TOOL = {"type": "function", "name": "weather", "description": "Today's.", "param
 CHAT_TOOL = {"type": "function", "function": {name: TOOL[name] for name in ("name", "description", "parameters")}}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 IMAGE, VIDEO = image_url(), data_url(encode_video(4), "video/mp4")
+SAME_PARTS = [
+    {"type": "text", "text": "What is this?"},
+    {"type": "image_url", "image_url": {"url": IMAGE}},
+    {"type": "video_url", "video_url": {"url": VIDEO}},
+]
 
 
 @pytest.fixture
@@ -79,6 +85,20 @@ def test_response_has_text_and_usage(scripted):
     assert response.usage.output_tokens == usage.completion_tokens
     assert response.usage.total_tokens == usage.total_tokens
     assert response.usage.output_tokens_details.reasoning_tokens == 0
+
+
+def test_usage_has_the_details_of_a_chat_completion(tiny_checkpoint):
+    parts = [INPUT_TEXT, {"type": "input_image", "image_url": IMAGE}, {"type": "input_video", "video_url": VIDEO}]
+    config = EngineConfig(model=str(tiny_checkpoint), served_model_name="tiny")
+    with Engine(config) as engine, serving(engine) as server, server.openai() as client:
+        for cached in (False, True):
+            request = {"model": "tiny", "input": [user(*parts)], "max_output_tokens": 2}
+            usage = client.responses.create(**request).usage
+            assert bool(usage.input_tokens_details.cached_tokens) is cached
+        messages = [{"role": "user", "content": SAME_PARTS}]
+        chat = client.chat.completions.create(model="tiny", messages=messages, max_tokens=2).usage
+    assert usage.input_tokens_details.to_dict() == chat.prompt_tokens_details.to_dict() | {"cache_write_tokens": 0}
+    assert min(chat.prompt_tokens_details.image_tokens, chat.prompt_tokens_details.video_tokens) > 0
 
 
 def test_response_repeats_the_request_with_explicit_nulls(scripted):
@@ -502,6 +522,33 @@ def test_stored_response_can_be_retrieved_and_deleted(scripted):
         assert again.usage.input_tokens > continued.usage.total_tokens
 
 
+def test_input_items_are_those_of_the_whole_conversation(scripted):
+    served = scripted(CALL, "Sunny.")
+    image = {"type": "input_image", "image_url": IMAGE}
+    first = create(served, [user(image, INPUT_TEXT), {"role": "user", "content": "And?"}], tools=[TOOL])
+    given = [{"id": "msg_1", "role": "assistant", "content": "I look."}, output_item("Sun.", first.output[0].call_id)]
+    second = create(served, given, previous_response_id=first.id)
+    with served.server.openai() as client:
+        ascending = list(client.responses.input_items.list(second.id, order="asc"))
+        page = client.responses.input_items.list(second.id, limit=2)
+        descending = list(page)  # of three pages
+        for param, query in (("limit", {"limit": 101}), ("order", {"order": "up"}), ("after", {"after": "msg_1"})):
+            with pytest.raises(openai.BadRequestError) as caught:
+                client.responses.input_items.list(second.id, **query)
+            assert caught.value.param == param
+        with pytest.raises(openai.NotFoundError):
+            client.responses.input_items.list("resp_unknown")
+    assert (page.data, page.has_more, descending) == (ascending[:-3:-1], True, ascending[::-1])
+    assert len({item.id for item in ascending}) == 5
+    with_media, message, call, assistant, output = ascending
+    assert [part.type for part in with_media.content] == ["input_image", "input_text"]
+    assert with_media.content[0].image_url == IMAGE
+    assert [(part.type, part.text) for part in message.content] == [("input_text", "And?")]
+    assert call.to_dict() == first.output[0].to_dict()
+    assert [(part.type, part.text) for part in assistant.content] == [("output_text", "I look.")]
+    assert (output.type, output.output, output.status) == ("function_call_output", "Sun.", "completed")
+
+
 def test_response_is_not_stored_on_request(scripted):
     served = scripted(RESPONSE)
     response = create(served, store=False)
@@ -541,7 +588,7 @@ def test_security_28_keys_share_no_responses(scripted):
 
         response_id = send("alice", "POST", input="My secret").json()["id"]
         unknown = f"/resp_{'0' * 48}"
-        for method, suffix in (("GET", ""), ("DELETE", ""), ("POST", "/cancel")):
+        for method, suffix in (("GET", ""), ("GET", "/input_items"), ("DELETE", ""), ("POST", "/cancel")):
             other = send("bob", method, f"/{response_id}{suffix}")
             assert other.status_code == 404
             missing = send("bob", method, f"{unknown}{suffix}")

@@ -51,8 +51,9 @@ export class ToolCalls {
   form(onresults) {
     const properties = { class: "code", rows: 2, required: true, spellcheck: "false" };
     const fields = this.calls.map(() => element("textarea", properties));
-    const labels = this.calls.map(({ name }, index) =>
-      element("label", { class: "field" }, `Result of ${name}`, fields[index]),
+    const suffix = (call) => (this.calls.length > 1 ? ` ${shortened(call.arguments)}` : "");
+    const labels = this.calls.map((call, index) =>
+      element("label", { class: "field" }, `Result of ${call.name}${suffix(call)}`, fields[index]),
     );
     const onsubmit = (event) => {
       event.preventDefault();
@@ -94,6 +95,9 @@ export const resultList = (results) =>
       ),
     ),
   );
+
+/** The beginning of arguments, which distinguishes several calls of one tool. */
+const shortened = (text) => (text.length > 60 ? `${text.slice(0, 59)}…` : text);
 
 /** Arguments as indented JSON, or as they are until they are complete. */
 function indented(text) {

@@ -7,6 +7,7 @@ import { render } from "./markdown.js";
 import { Attachment, tile } from "./media.js";
 
 const MAX_ANNOUNCED = 600; // characters of a response that screen readers announce
+const MIN_ELAPSED = 50; // milliseconds from the first token to the last one for which a speed is meaningful
 
 /** The next step for a status, where the server's message does not contain it. */
 const NEXT_STEP = {
@@ -219,8 +220,8 @@ function usageRows(usage, elapsed) {
   const reasoned = usage.completion_tokens_details?.reasoning_tokens;
   const visual = (details?.image_tokens ?? 0) + (details?.video_tokens ?? 0);
   const rows = [];
-  if (generated > 1 && elapsed > 0)
-    rows.push(["Speed", `${(((generated - 1) / elapsed) * 1000).toFixed(1)} tokens/s`]);
+  const speed = ((generated - 1) / elapsed) * 1000;
+  if (generated > 1 && elapsed >= MIN_ELAPSED) rows.push(["Speed", `${speed.toFixed(speed < 100 ? 1 : 0)} tokens/s`]);
   rows.push(
     ["Prompt", `${counted(prompt, "token")}${visual ? `, ${visual} of them visual` : ""}`],
     ["Response", `${counted(generated, "token")}${reasoned ? `, ${reasoned} of them reasoning` : ""}`],

@@ -128,7 +128,8 @@ function showToolChoice() {
 export function options() {
   const fields = {};
   for (const name of NUMBERS) if (byId(name).value !== "") fields[name] = byId(name).valueAsNumber;
-  if (byId("stop_string").value) fields.stop = byId("stop_string").value;
+  const stopStrings = byId("stop_strings").value.split("\n").filter(Boolean);
+  if (stopStrings.length) fields.stop = stopStrings;
   const format = byId("format").value;
   if (format === "json_object") fields.response_format = { type: format };
   if (format === "json_schema")

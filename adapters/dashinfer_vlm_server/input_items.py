@@ -1,0 +1,132 @@
+"""Pages of the items that a stored response was generated from."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias
+
+from pydantic import BaseModel
+
+from dashinfer_vlm_core.errors import InvalidParameter
+from dashinfer_vlm_core.protocol.response_items import InputItem
+
+Json: TypeAlias = dict[str, Any]
+Order: TypeAlias = Literal["asc", "desc"]
+
+MAX_ITEMS = 100
+DEFAULT_ITEMS = 20
+
+_PREFIXES: Mapping[str, str] = MappingProxyType(
+    {
+        "message": "msg",
+        "function_call": "fc",
+        "function_call_output": "fco",
+        "reasoning": "rs",
+        "compaction": "cmp",
+    }
+)
+
+QUERY_PARAMETERS: Sequence[Json] = (
+    {"name": "after", "in": "query", "required": False, "schema": {"type": "string"}},
+    {
+        "name": "limit",
+        "in": "query",
+        "required": False,
+        "schema": {"type": "integer", "minimum": 1, "maximum": MAX_ITEMS, "default": DEFAULT_ITEMS},
+    },
+    {
+        "name": "order",
+        "in": "query",
+        "required": False,
+        "schema": {"type": "string", "enum": ["asc", "desc"], "default": "desc"},
+    },
+)
+"""The OpenAPI description of `PageQuery`."""
+
+
+class ItemList(BaseModel):
+    """A page of items in OpenAI's format; the IDs of an empty page are null."""
+
+    object: Literal["list"] = "list"
+    data: list[Json]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+def to_stored_item(item: InputItem) -> Json:
+    """Return an item of a request as JSON, with a new ID: those of clients need not be unique in a conversation."""
+    item_id = f"{_PREFIXES.get(item.type, item.type)}_{uuid.uuid4().hex}"
+    return {**item.model_dump(exclude_unset=True), "type": item.type, "id": item_id}
+
+
+def list_items(items: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> ItemList:
+    """Return a page of items.
+
+    Args:
+        items: the items in the order of the conversation, as `to_stored_item` returns them, or output items.
+        query: OpenAI's query parameters. `limit` is the maximum number of items, 20 by default; `order` is `asc` or
+            `desc`, the default; `after` is the ID of the item before the page. `include` has no effect: items are
+            complete.
+
+    Raises:
+        InvalidParameter: `limit`, `order` or `after` is invalid.
+    """
+    limit, order = _limit(query.get("limit")), _order(query.get("order"))
+    ordered = items if order == "asc" else items[::-1]
+    start = _start(ordered, query.get("after"))
+    page = [_to_openai(item) for item in ordered[start : start + limit]]
+    return ItemList(
+        data=page,
+        first_id=page[0]["id"] if page else None,
+        last_id=page[-1]["id"] if page else None,
+        has_more=start + limit < len(ordered),
+    )
+
+
+def _limit(value: str | None) -> int:
+    if value is None:
+        return DEFAULT_ITEMS
+    if not (value.isascii() and value.isdigit() and len(value) <= len(str(MAX_ITEMS)) and 1 <= int(value) <= MAX_ITEMS):
+        raise InvalidParameter(f"`limit` must be an integer from 1 to {MAX_ITEMS}, got {value[:20]!r}.", param="limit")
+    return int(value)
+
+
+def _order(value: str | None) -> Order:
+    if value is None or value == "desc":
+        return "desc"
+    if value != "asc":
+        raise InvalidParameter(f"`order` must be asc or desc, got {value[:20]!r}.", param="order")
+    return "asc"
+
+
+def _start(items: Sequence[Mapping[str, Any]], after: str | None) -> int:
+    if after is None:
+        return 0
+    for index, item in enumerate(items):
+        if item["id"] == after:
+            return index + 1
+    raise InvalidParameter(
+        f"`after` is {after[:80]!r}, which is not the ID of an item of this response. Pass the `last_id` of a page.",
+        param="after",
+    )
+
+
+def _to_openai(item: Mapping[str, Any]) -> Json:
+    """Return an item in the form in which OpenAI's API lists it: with a status, and text of messages as a part."""
+    fields: Json = dict(item)
+    if fields["type"] == "reasoning":
+        return {"summary": [], **fields}
+    if fields["type"] == "compaction":
+        return fields
+    if fields["type"] == "message" and isinstance(fields["content"], str):
+        fields["content"] = [_text_part(fields["role"], fields["content"])]
+    return {"status": "completed", **fields}
+
+
+def _text_part(role: str, text: str) -> Json:
+    if role == "assistant":
+        return {"type": "output_text", "text": text, "annotations": []}
+    return {"type": "input_text", "text": text}
