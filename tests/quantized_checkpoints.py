@@ -181,6 +181,7 @@ _AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True,
 _GPTQ = {"quant_method": "gptq", "checkpoint_format": "gptq", "lm_head": False, "true_sequential": True}
 _PARTIAL = functools.partial
 
+
 def layouts(*, group: int, block: tuple[int, int]) -> dict[str, Layout]:
     """Return all layouts by name, with groups of `group` inputs and blocks of `block` outputs and inputs."""
     return {

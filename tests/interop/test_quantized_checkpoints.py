@@ -1,7 +1,7 @@
 """Quantized checkpoints in vLLM and in transformers: those that `quantize` wrote, and published layouts.
 
-For the former, the reference is this project's engine with the dequantized weights in float32, which `tests.dequantizer`
-reads.
+For the former, the reference is this project's engine with the dequantized weights in float32, which
+`tests.dequantizer` reads.
 """
 
 from __future__ import annotations
