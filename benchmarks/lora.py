@@ -57,21 +57,26 @@ def write_adapter(folder: Path, spec: ModelSpec, rank: int) -> LoraAdapter:
 
 
 def chunks(
-    spec: ModelSpec, adapters: Sequence[TextAdapter | None], runner: ModelRunner, *, prefill: bool
+    spec: ModelSpec,
+    adapters: Sequence[TextAdapter | None],
+    runner: ModelRunner,
+    *,
+    prefill: bool,
+    prompt_tokens: int = PROMPT_TOKENS,
 ) -> Sequence[ScheduledChunk]:
     """Return the first step of sequences with these adapters, or the first one after their prompts."""
     source, count = random.Random("lora"), len(adapters)
     scheduler = Scheduler(
-        kv_tokens=count * 2 * PROMPT_TOKENS,
+        kv_tokens=count * 2 * prompt_tokens,
         max_batch_size=count,
         max_waiting=count,
-        prefill_chunk=count * PROMPT_TOKENS,
+        prefill_chunk=count * prompt_tokens,
     )
     for number, adapter in enumerate(adapters):
         request = DecodeRequest(
             id=str(number),
-            token_ids=np.array([source.randrange(spec.vocab_size // 2) for _ in range(PROMPT_TOKENS)], np.int64),
-            positions=np.tile(np.arange(PROMPT_TOKENS), (3, 1)),
+            token_ids=np.array([source.randrange(spec.vocab_size // 2) for _ in range(prompt_tokens)], np.int64),
+            positions=np.tile(np.arange(prompt_tokens), (3, 1)),
             sampling=Sampling(max_tokens=8, ignore_eos=True, temperature=0),
         )
         scheduler.add(SequenceState.of(request, (), adapter))

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -164,13 +164,15 @@ def pack_fp8(weight: np.ndarray, *, scales: str, block: tuple[int, int] | None) 
 
 
 def _compressed(layout: str, weights: dict[str, Any]) -> dict[str, Any]:
-    activations = {"num_bits": 8, "type": weights.get("type", "int"), "strategy": "token", "dynamic": True}
+    activations = None
+    if layout != "pack-quantized":
+        activations = {"num_bits": 8, "type": weights.get("type", "int"), "strategy": "token", "dynamic": True}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
     return {
         "quant_method": "compressed-tensors",
         "format": layout,
         "quantization_status": "compressed",
-        "ignore": ["lm_head"],
+        "ignore": ["lm_head", "re:.*visual.*"],
         "config_groups": {"group_0": group},
     }
 
@@ -179,73 +181,79 @@ _AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True,
 _GPTQ = {"quant_method": "gptq", "checkpoint_format": "gptq", "lm_head": False, "true_sequential": True}
 _PARTIAL = functools.partial
 
-LAYOUTS: dict[str, Layout] = {
-    "awq": Layout(_AWQ | {"group_size": 32}, _PARTIAL(pack_awq, group=32)),
-    "awq-one-group": Layout(_AWQ | {"group_size": -1}, _PARTIAL(pack_awq, group=-1)),
-    "gptq": Layout(
-        _GPTQ | {"bits": 4, "group_size": 32, "sym": True, "desc_act": False},
-        _PARTIAL(pack_gptq, bits=4, group=32, symmetric=True, version=1),
-    ),
-    "gptq-asymmetric": Layout(
-        _GPTQ | {"bits": 4, "group_size": 64, "sym": False, "desc_act": False},
-        _PARTIAL(pack_gptq, bits=4, group=64, symmetric=False, version=1),
-    ),
-    "gptq-act-order": Layout(
-        _GPTQ | {"bits": 4, "group_size": 32, "sym": True, "desc_act": True},
-        _PARTIAL(pack_gptq, bits=4, group=32, symmetric=True, version=1, ordered=True),
-    ),
-    "gptq-v2": Layout(
-        _GPTQ | {"bits": 4, "group_size": 32, "sym": False, "desc_act": False, "checkpoint_format": "gptq_v2"},
-        _PARTIAL(pack_gptq, bits=4, group=32, symmetric=False, version=2),
-    ),
-    "gptq-int8": Layout(
-        _GPTQ | {"bits": 8, "group_size": 32, "sym": True, "desc_act": False},
-        _PARTIAL(pack_gptq, bits=8, group=32, symmetric=True, version=1),
-    ),
-    "gptq-int8-one-group": Layout(
-        _GPTQ | {"bits": 8, "group_size": -1, "sym": True, "desc_act": False},
-        _PARTIAL(pack_gptq, bits=8, group=-1, symmetric=True, version=1),
-    ),
-    "int4": Layout(
-        _compressed("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}),
-        _PARTIAL(pack_integers, bits=4, group=32),
-    ),
-    "int4-asymmetric": Layout(
-        _compressed(
-            "pack-quantized",
-            {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False},
+
+def layouts(*, group: int, block: tuple[int, int]) -> dict[str, Layout]:
+    """Return all layouts by name, with groups of `group` inputs and blocks of `block` outputs and inputs."""
+    return {
+        "awq": Layout(_AWQ | {"group_size": group}, _PARTIAL(pack_awq, group=group)),
+        "awq-one-group": Layout(_AWQ | {"group_size": -1}, _PARTIAL(pack_awq, group=-1)),
+        "gptq": Layout(
+            _GPTQ | {"bits": 4, "group_size": group, "sym": True, "desc_act": False},
+            _PARTIAL(pack_gptq, bits=4, group=group, symmetric=True, version=1),
         ),
-        _PARTIAL(pack_integers, bits=4, group=32, symmetric=False),
-    ),
-    "int4-act-order": Layout(
-        _compressed(
-            "pack-quantized",
-            {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "actorder": "group"},
+        "gptq-asymmetric": Layout(
+            _GPTQ | {"bits": 4, "group_size": 2 * group, "sym": False, "desc_act": False},
+            _PARTIAL(pack_gptq, bits=4, group=2 * group, symmetric=False, version=1),
         ),
-        _PARTIAL(pack_integers, bits=4, group=32, ordered=True),
-    ),
-    "int8-packed": Layout(
-        _compressed("pack-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}),
-        _PARTIAL(pack_integers, bits=8, group=-1),
-    ),
-    "int8": Layout(
-        _compressed("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}),
-        _PARTIAL(pack_integers, bits=8, group=-1, packed=False),
-    ),
-    "fp8-output": Layout(
-        _compressed("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
-        _PARTIAL(pack_fp8, scales="weight_scale", block=None),
-    ),
-    "fp8-tensor": Layout(
-        _compressed("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}),
-        _PARTIAL(pack_fp8, scales="weight_scale", block=(0, 0)),
-    ),
-    "fp8-block": Layout(
-        {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [48, 40]},
-        _PARTIAL(pack_fp8, scales="weight_scale_inv", block=(48, 40)),
-    ),
-}
-"""All layouts. Published groups and blocks are 128; these are smaller, so that tiny models have several."""
+        "gptq-act-order": Layout(
+            _GPTQ | {"bits": 4, "group_size": group, "sym": True, "desc_act": True},
+            _PARTIAL(pack_gptq, bits=4, group=group, symmetric=True, version=1, ordered=True),
+        ),
+        "gptq-v2": Layout(
+            _GPTQ | {"bits": 4, "group_size": group, "sym": False, "desc_act": False, "checkpoint_format": "gptq_v2"},
+            _PARTIAL(pack_gptq, bits=4, group=group, symmetric=False, version=2),
+        ),
+        "gptq-int8": Layout(
+            _GPTQ | {"bits": 8, "group_size": group, "sym": True, "desc_act": False},
+            _PARTIAL(pack_gptq, bits=8, group=group, symmetric=True, version=1),
+        ),
+        "gptq-int8-one-group": Layout(
+            _GPTQ | {"bits": 8, "group_size": -1, "sym": True, "desc_act": False},
+            _PARTIAL(pack_gptq, bits=8, group=-1, symmetric=True, version=1),
+        ),
+        "int4": Layout(
+            _compressed("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group}),
+            _PARTIAL(pack_integers, bits=4, group=group),
+        ),
+        "int4-asymmetric": Layout(
+            _compressed(
+                "pack-quantized",
+                {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group, "symmetric": False},
+            ),
+            _PARTIAL(pack_integers, bits=4, group=group, symmetric=False),
+        ),
+        "int4-act-order": Layout(
+            _compressed(
+                "pack-quantized",
+                {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group, "actorder": "group"},
+            ),
+            _PARTIAL(pack_integers, bits=4, group=group, ordered=True),
+        ),
+        "int8-packed": Layout(
+            _compressed("pack-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}),
+            _PARTIAL(pack_integers, bits=8, group=-1),
+        ),
+        "int8": Layout(
+            _compressed("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}),
+            _PARTIAL(pack_integers, bits=8, group=-1, packed=False),
+        ),
+        "fp8-output": Layout(
+            _compressed("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
+            _PARTIAL(pack_fp8, scales="weight_scale", block=None),
+        ),
+        "fp8-tensor": Layout(
+            _compressed("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}),
+            _PARTIAL(pack_fp8, scales="weight_scale", block=(0, 0)),
+        ),
+        "fp8-block": Layout(
+            {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(block)},
+            _PARTIAL(pack_fp8, scales="weight_scale_inv", block=block),
+        ),
+    }
+
+
+LAYOUTS: dict[str, Layout] = layouts(group=32, block=(48, 40))
+"""Published groups and blocks are 128; these are smaller, so that tiny models have several."""
 
 
 @dataclass(frozen=True)
@@ -256,14 +264,38 @@ class Written:
     twin: Path
 
 
-def write_quantized(source: Path, folder: Path, layout: Layout, *, modules: str = TEXT_LAYERS) -> Written:
-    """Quantize the matrices of a checkpoint in float32 whose module names match `modules`."""
+def write_quantized(
+    source: Path,
+    folder: Path,
+    layout: Layout,
+    *,
+    modules: str = TEXT_LAYERS,
+    experts: Literal["separate", "fused", "transposed"] = "separate",
+) -> Written:
+    """Quantize the matrices of a checkpoint in float32 whose module names match `modules`.
+
+    Args:
+        source: the checkpoint.
+        folder: where both checkpoints are written.
+        layout: one of `LAYOUTS`.
+        modules: a regular expression.
+        experts: whether the experts of a layer, FP8 only, stay one tensor [experts, outputs, inputs], or `transposed`,
+            as published, [experts, inputs, outputs].
+    """
     written = Written(folder / "quantized", folder / "twin")
     for target in (written.quantized, written.twin):
         shutil.copytree(source, target)
     quantized: dict[str, torch.Tensor] = {}
     twin: dict[str, torch.Tensor] = {}
-    for name, tensor in _separate_experts(load_file(source / "model.safetensors")):
+    tensors = load_file(source / "model.safetensors")
+    for name, tensor in tensors.items() if experts != "separate" else _separate_experts(tensors):
+        if ".experts." in name and experts != "separate":
+            packed = [layout.pack(expert.float().numpy()) for expert in tensor]
+            for part, suffix in (("weight", ""), ("weight_scale_inv", "_scale_inv")):
+                stack = torch.stack([expert.tensors[part] for expert in packed])
+                quantized[name + suffix] = (stack.transpose(1, 2) if experts == "transposed" else stack).contiguous()
+            twin[name] = torch.stack([expert.weight for expert in packed])
+            continue
         module, _, kind = name.rpartition(".")
         if kind != "weight" or not re.search(modules, module):
             quantized[name] = twin[name] = tensor

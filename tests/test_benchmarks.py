@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from benchmarks import attacks, compare, limits, models, qwen3_vl, stages, workloads
+from benchmarks import attacks, compare, formats, limits, models, qwen3_vl, stages, workloads
 from benchmarks.client import Sample
 from benchmarks.report import LIMIT, Ratio, Results, Row
 from benchmarks.workloads import Run
@@ -21,7 +21,7 @@ from dashinfer_vlm_core.models.spec import ExpertsSpec, RotarySpec, TextModelSpe
 from dashinfer_vlm_qwen2_5_vl.config import VisionConfig as Qwen25VLVisionConfig
 from dashinfer_vlm_qwen3_vl.config import VisionConfig as Qwen3VLVisionConfig
 from tests.qwen3_vl import tiny_qwen3
-from tests.tiny import write_qwen2_5_vl
+from tests.tiny import to_bfloat16, write_qwen2_5_vl
 
 
 @pytest.mark.slow
@@ -74,6 +74,29 @@ def test_random_weights_qwen3_vl_generates(tmp_path):
     )  # fmt: skip
     qwen3_vl.write_model(shape, tmp_path)
     assert image_tokens(tmp_path, 256) == 64
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_formats_reports_file_memory_and_steps(tmp_path):
+    folder = to_bfloat16(write_qwen2_5_vl(tmp_path, intermediate_size=4096, num_hidden_layers=8))
+    arguments = ["--model", str(folder), "--variants", "int4,awq,fp8", "--rounds", "1"]
+    done = CliRunner().invoke(formats.main, arguments, catch_exceptions=False)
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.output.splitlines()]
+    assert [row[0] for row in rows[2:]] == ["bfloat16", "`--quantization int4`", "AWQ", "FP8 of Qwen"]
+    sizes = [float(row[1].removesuffix(" MB")) for row in rows[2:]]
+    assert sizes[0] == sizes[1] > sizes[3] > sizes[2]
+    for _, _, memory, seconds, *steps in rows[3:]:
+        assert float(memory.removesuffix(" MB")) > 0
+        assert float(seconds.removesuffix(" s")) > 0
+        assert len(steps) == 2
+        assert all(float(step) > 0 for step in steps)
+
+
+def test_formats_names_unknown_variants():
+    done = CliRunner().invoke(formats.main, ["--variants", "awq,nf4"])
+    assert done.exit_code == 2
+    assert "unknown: nf4; choose from int8, int4, awq" in " ".join(done.output.split())
 
 
 def image_tokens(folder, side):

@@ -176,7 +176,10 @@ class EngineConfig(BaseSettings):
         " and about as many as take 0.1 seconds.",
     )
     kv_cache_mib: int = Field(
-        4096, ge=1, description="Size of the KV cache, for running requests and earlier prompts, in MiB."
+        4096,
+        ge=1,
+        description="Size of the KV cache, for running requests and earlier prompts, in MiB. On a CPU, the default is"
+        " less if the weights leave less than twice as much of the machine's memory.",
     )
     kv_cache_dtype: Literal["auto", "bfloat16", "int8"] = Field(
         "auto",

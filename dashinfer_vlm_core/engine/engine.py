@@ -514,13 +514,23 @@ def select_decoder(registry: Registry, spec: ModelSpec, config: EngineConfig) ->
 
 def _check_support(factory: DecoderFactory, spec: ModelSpec, config: EngineConfig) -> DecoderSupport:
     """Check a decoder; an exception means that it cannot run, and does not affect the other decoders."""
-    if config.lora and LORA not in factory.supported_params:
-        reason = (
-            "It does not apply LoRA adapters (`lora`). Merge the adapter into a checkpoint, or use the decoder torch."
-        )
+    if config.lora and (reason := _unsupported_lora_reason(factory)):
         return DecoderSupport(score=0, reason=reason)
     try:
         return factory.check_support(spec, config)
     except Exception as error:
         logger.exception("check_support of the decoder %s failed", factory.name)
         return DecoderSupport(score=0, reason=f"its check failed: {error}")
+
+
+def _unsupported_lora_reason(factory: DecoderFactory) -> str:
+    """Return why a decoder does not apply LoRA adapters; empty if it does."""
+    supported = getattr(factory, "supported_params", None)  # factories of plugins may lack it
+    if supported is None:
+        return (
+            "Its factory has no `supported_params`, so it is not known to apply LoRA adapters (`lora`). Add"
+            " `supported_params` to the factory, or use the decoder torch."
+        )
+    if LORA in supported:
+        return ""
+    return "It does not apply LoRA adapters (`lora`). Merge the adapter into a checkpoint, or use the decoder torch."

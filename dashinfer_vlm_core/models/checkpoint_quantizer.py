@@ -195,7 +195,7 @@ class CheckpointQuantizer:
             for name in _matrix_names(text, layer):
                 path = f"{prefix}.{name}.weight"
                 sources[path] = self._quantized_matrix(_find(infos, path), quantization)
-            experts = {f"{prefix}.{name}": experts for name, experts in _experts(text, layer).items()}
+            experts = {f"{prefix}.{name}.weight": experts for name, experts in _experts(text, layer).items()}
             # As in the decoder, the shapes of both tensors together show whether they are transposed.
             transposed = any(_find(infos, path).shape != shape for path, (shape, _) in experts.items())
             for path, tensor in experts.items():

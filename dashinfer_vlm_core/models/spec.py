@@ -82,13 +82,13 @@ class RotarySpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextWeightNames:
-    """Names of the text model's tensors after `ModelSpec.tensor_renames`, without the suffix `.weight`, which the fused
-    tensors of experts do not have.
+    """Names of the text model's tensors after `ModelSpec.tensor_renames`, without the suffix `.weight`.
 
     Attributes:
         layer: prefix of a layer, where `{}` is its index; the attributes after this one are names within a layer.
-        expert_gate: a layer of one expert, where `{}` is its index, as in the next two: quantized checkpoints store
-            experts separately.
+        experts_gate_up: the gate and up projections of all experts, stored as one tensor, as in the next one.
+        expert_gate: a layer of one expert, where `{}` is its index, as in the next two: most quantized checkpoints
+            store experts separately.
     """
 
     embedding: str = "model.embed_tokens"

@@ -15,7 +15,7 @@ from ..kernels import mmap_buffer
 from ..kernels.quantization import QuantizedWeight, concatenate
 from .files import read_header, stored_headers, stored_tensors, unreadable_file_error
 from .formats.detection import quantized_modules
-from .formats.interface import ModuleReader
+from .formats.interface import ExpertsReader, ModuleReader
 from .headers import TensorHeader, module_of
 from .lora import MERGE
 from .lora_weights import merge_tensor
@@ -158,6 +158,28 @@ class Weights:
         """
         merge = functools.partial(self._merged, name)
         self._with_file(name, lambda opened, file, stored: _copy(opened, file, stored, into, merge))
+
+    def read_experts(self, module: str, into: torch.Tensor, *, transposed: bool) -> None:
+        """Copy the weights of all experts of a layer, stored as one tensor, with dtype conversion.
+
+        Quantized weights are dequantized.
+
+        Args:
+            module: the name of the tensor, without `.weight`.
+            into: [experts, outputs, inputs].
+            transposed: whether the weights are stored as [experts, inputs, outputs].
+
+        Raises:
+            CheckpointError: as for `tensor`, or the format stores experts separately.
+        """
+        if self.reader is None or module not in self._quantized:
+            self.read(f"{module}.weight", into.transpose(1, 2) if transposed else into)
+            return
+        tensors = ModuleTensors(self._with_file, self._stored, module, str(into.device))
+        if not isinstance(self.reader, ExpertsReader):
+            marker = next(name for name in self.reader.markers if name in tensors)
+            tensors.fail(marker, f"is of several experts, which the format {self.reader.name} stores separately")
+        self.reader.read_experts(tensors, into, transposed=transposed)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the stored shape of a tensor.

@@ -42,6 +42,13 @@ DENSE, MOE = "qwen3_vl", "qwen3_vl_moe"
 MODEL_TYPES = (DENSE, MOE)
 VISION_ACTIVATIONS = ("gelu_pytorch_tanh", "gelu")
 
+EXPERT_RENAMES = (
+    (r"\.experts\.(gate_up_proj|down_proj)$", r".experts.\1.weight"),
+    (r"\.experts\.(gate_up_proj|down_proj)_scale_inv$", r".experts.\1.weight_scale_inv"),
+)
+"""Map the names of a tensor with the weights of all experts, and of its scales in FP8 checkpoints, to those that the
+tensors of a module have."""
+
 PREPROCESSOR = "preprocessor_config.json"
 VIDEO_PREPROCESSOR = "video_preprocessor_config.json"
 PROCESSOR = "processor_config.json"
@@ -114,7 +121,7 @@ def read_spec(folder: Path) -> ModelSpec:
         video=_sampling_policy(_video_fields(folder, pixels)),
         conversation=HERMES,
         profile=Profile(reasoning=template_mentions(folder, (HERMES.reasoning_begin, HERMES.reasoning_end))),
-        tensor_renames=TENSOR_RENAMES,
+        tensor_renames=TENSOR_RENAMES + EXPERT_RENAMES,
         coordinates=CoordinateSpec(extent=1000),
     )
 

@@ -32,6 +32,7 @@ from dashinfer_vlm_core.models.weights import Weights, torch_dtype
 
 from .adapters import TextAdapter
 from .decode_graphs import DecodeGraphs, record_graphs, step_shapes
+from .host_memory import default_kv_mib, memory_limit
 from .kv_cache import KVCache
 from .model import TextModel, TextQuantization
 from .runner import ModelRunner
@@ -161,7 +162,7 @@ class TorchDecoder:
 
     def _kv_pool_tokens(self, context: int) -> int:
         """Size of the KV pool in tokens: what fits into `kv_cache_mib`, at most what a full batch can use."""
-        budget = self._config.kv_cache_mib
+        budget = self._kv_budget()
         tokens = budget * MIB // KVCache.bytes_per_token(self._text, self._cache_dtype)
         if tokens < MIN_KV_TOKENS:
             message = f"`kv_cache_mib` {budget} holds only {tokens} tokens of this model. Increase it."
@@ -174,6 +175,21 @@ class TorchDecoder:
                 context,
             )
         return min(tokens, context * self._config.max_batch_size)
+
+    def _kv_budget(self) -> int:
+        """Size of the KV cache in MiB: `kv_cache_mib`, whose default fits into the memory of the machine on a CPU.
+
+        The memory that is free at the moment does not matter: the context would change from start to start.
+        """
+        configured = self._config.kv_cache_mib
+        if "kv_cache_mib" in self._config.model_fields_set or not self._device.startswith("cpu"):
+            return configured
+        memory, weights = memory_limit(), sum(file.stat().st_size for file in self._spec.folder.glob("*.safetensors"))
+        budget = default_kv_mib(configured, memory=memory, weights=weights)
+        if budget < configured:
+            message = "KV cache of %d MiB instead of %d: the memory has %d MiB, and the files of the weights %d MiB."
+            logger.warning(message, budget, configured, memory // MIB, weights // MIB)
+        return budget
 
     def _load(self) -> ModelRunner:
         with Weights.open(self._spec.folder, self._spec.tensor_renames, self._spec.quantization) as weights:

@@ -249,10 +249,10 @@ class _Reader(NamedTuple):
     def experts(self, shapes: Mapping[str, tuple[int, int, int]]) -> list[Tensor]:
         """Read the named weights of all experts, [experts, outputs, inputs]; published checkpoints store each of them
         transposed."""
-        transposed = any(self.weights.shape(name) != shape for name, shape in shapes.items())
+        transposed = any(self.weights.shape(f"{name}.weight") != shape for name, shape in shapes.items())
         tensors = [self.weights.empty(shape, device=self.device, dtype=self.dtype) for shape in shapes.values()]
         for name, tensor in zip(shapes, tensors, strict=True):
-            self.weights.read(name, tensor.transpose(1, 2) if transposed else tensor)
+            self.weights.read_experts(name, tensor, transposed=transposed)
         return tensors
 
     def norm(self, name: str, width: int) -> Norm:
@@ -315,7 +315,7 @@ def _read_experts(read: _Reader, config: TextModelSpec, spec: ExpertsSpec, prefi
     """Return the experts of a layer. The router is not quantized: a wrong expert costs more than a rounded weight."""
     names, hidden, count = config.weights, config.hidden_size, spec.num_experts
     router = read.kernels.linear(read.tensor(f"{prefix}.{names.router}.weight", count, hidden), fp32_output=True)
-    if f"{prefix}.{names.experts_gate_up}" not in read.weights.names:
+    if f"{prefix}.{names.experts_gate_up}.weight" not in read.weights.names:
         experts = [_read_expert(read, config, spec, prefix, number) for number in range(count)]
     elif read.groups_experts(hidden, spec.intermediate_size):
         gate_up, down = _fused_weights(read, config, spec, prefix)

@@ -27,7 +27,16 @@ from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_cpu.native_linear import NativeInt4Linear, NativeInt8Linear, NativeLinear, NativeStoredInt8Linear
 from tests.conversations import CONVERSATIONS, as_openai
 from tests.kernels import load_fastest, needs_native
-from tests.quantized_checkpoints import LAYOUTS, TEXT_LAYERS, VISION_BLOCKS, pack_gptq, write_config, write_quantized
+from tests.quantized_checkpoints import (
+    LAYOUTS,
+    TEXT_LAYERS,
+    VISION_BLOCKS,
+    pack_fp8,
+    pack_gptq,
+    write_config,
+    write_quantized,
+)
+from tests.qwen3_vl.oracle import Oracle
 from tests.qwen3_vl.tiny_qwen3 import write_checkpoint as write_qwen3_vl
 from tests.recorder import Recorder
 from tests.tiny import write_checkpoint, write_qwen2_5_vl
@@ -118,6 +127,25 @@ def test_output_equals_that_of_the_dequantized_checkpoint(tmp_path, write, layou
         (found, found_logprobs), (expected, logprobs) = quantized(), twin()
     assert found == expected
     assert torch.equal(found_logprobs, logprobs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experts", ["transposed", "fused"])
+def test_fp8_experts_in_one_tensor_equal_transformers(tmp_path, experts):
+    """Qwen publishes Qwen3-VL's experts transposed; transformers 5 saves them as it computes with them."""
+    source = write_qwen3_vl(tmp_path / "source", moe=True)
+    folders = write_quantized(source, tmp_path, LAYOUTS["fp8-block"], experts=experts)
+    ids, logits = Oracle(folders.twin).generate(CONVERSATION, TOKENS)
+    with running(folders.quantized) as complete:
+        found, logprobs = complete()
+    assert found == ids
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+    torch.testing.assert_close(logprobs, expected, rtol=0, atol=2e-4)
+    spec = load_plugins().load_spec(folders.quantized)
+    weights = Weights.open(folders.quantized, spec.tensor_renames, spec.quantization)
+    memory = weight_memory(weights.headers(), weights.reader, supported=(), itemsize=4)
+    # Four layers with 4 matrices in the attention; one has an MLP of three matrices, three have two tensors of experts.
+    assert memory.widened == 4 * 4 + 3 + 3 * 2
 
 
 def test_balanced_keys_of_quantized_weights(written):
@@ -442,6 +470,54 @@ def test_unquantized_checkpoint_has_no_reader(tmp_path, config):
 def test_other_notations_of_the_configuration(tmp_path, config):
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert find_reader(tmp_path, load_plugins().checkpoint_formats).name == "compressed-tensors"
+
+
+# All experts of a layer in one tensor ---------------------------------------------------------------------------------
+
+EXPERTS = "model.layers.0.mlp.experts.down_proj"
+
+
+def fp8_experts(block=(48, 40)):
+    """Return three experts of 56 outputs and 100 inputs in FP8, and their weights."""
+    packed = [
+        pack_fp8(random_matrix(56, 100, seed), scales="weight_scale_inv", block=block or (0, 0)) for seed in range(3)
+    ]
+    tensors = {name: torch.stack([expert.tensors[name] for expert in packed]) for name in packed[0].tensors}
+    rows = block[0] if block else 56
+    tensors["weight_scale_inv"] = tensors["weight_scale_inv"].reshape(3, -(-56 // rows), -1)
+    return tensors, torch.stack([expert.weight for expert in packed])
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("block", [(48, 40), None])
+def test_experts_in_one_tensor_equal_those_that_were_packed(tmp_path, block, transposed):
+    tensors, expected = fp8_experts(block)
+    if transposed:
+        tensors = {name: tensor.transpose(1, 2) for name, tensor in tensors.items()}
+    layout = LAYOUTS["fp8-block"]
+    layout = replace(layout, config=layout.config | {"weight_block_size": block and list(block)})
+    into = torch.empty(3, 56, 100)
+    save_modules(tmp_path, layout, {EXPERTS: tensors}).read_experts(EXPERTS, into, transposed=transposed)
+    assert torch.equal(into, expected)
+
+
+@pytest.mark.parametrize(
+    ("layout", "damage", "message"),
+    [
+        ("fp8-block", changed("weight_scale_inv", lambda x: x[:2]), "'{}.weight_scale_inv' is [2, 2, 3], but"),
+        ("fp8-block", changed("weight", lambda x: x.float()), "'{}.weight' is float32, expected float8_e4m3fn"),
+        ("fp8-block", without("weight_scale_inv"), "'{}.weight' is F8_E4M3, but its module has no scales"),
+        ("gptq", changed("qweight", lambda x: x), "'{}.qweight' is of several experts, which the format gptq"),
+    ],
+)
+def test_damaged_experts_are_named_with_their_file(tmp_path, layout, damage, message):
+    tensors = fp8_experts()[0] | {"qweight": torch.zeros(3, 4, dtype=torch.int32)}
+    damage(tensors)
+    weights = save_modules(tmp_path, LAYOUTS[layout], {EXPERTS: tensors})
+    with pytest.raises(CheckpointError) as error:
+        weights.read_experts(EXPERTS, torch.empty(3, 56, 100), transposed=False)
+    assert message.format(EXPERTS) in error.value.message
+    assert error.value.message.startswith(str(tmp_path / "model.safetensors"))
 
 
 # Memory, plugins, decoders --------------------------------------------------------------------------------------------

@@ -141,6 +141,17 @@ def test_spans_mark_placeholders(builder, spec):
     assert (prompt.image_tokens, prompt.video_tokens) == (4, 8)
 
 
+def test_positions_of_long_video_equal_transformers_4():
+    """Golden positions of transformers 4.57.6: text, a video of 12 steps, text, an image, text."""
+    spans = [PlaceholderSpan(start=2, length=72), PlaceholderSpan(start=76, length=4)]
+    positions = mrope_positions(82, spans, [Grid(12, 4, 6), Grid(1, 4, 4)], merge=2)
+    assert positions.tolist() == [
+        [0, 1, *(step for step in range(2, 14) for _ in range(6)), 14, 15, 16, 16, 16, 16, 18, 19],
+        [0, 1, *[2, 2, 2, 3, 3, 3] * 12, 14, 15, 16, 16, 17, 17, 18, 19],
+        [0, 1, *[2, 3, 4] * 24, 14, 15, 16, 17, 16, 17, 18, 19],
+    ]
+
+
 def test_text_after_long_video_continues_at_max_position_plus_1():
     """The published rule; transformers 5 continues at half the image's side when a video has more frames than that."""
     positions = mrope_positions(14, [PlaceholderSpan(start=1, length=12)], [Grid(12, 2, 2)], merge=2)

@@ -1,6 +1,7 @@
-"""Checkpoints that `quantize` wrote, in vLLM and in transformers with the package compressed-tensors.
+"""Quantized checkpoints in vLLM and in transformers: those that `quantize` wrote, and published layouts.
 
-The reference is this project's engine with the dequantized weights in float32, which `tests.dequantizer` reads.
+For the former, the reference is this project's engine with the dequantized weights in float32, which
+`tests.dequantizer` reads.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
 
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.kernels import INT4, INT8
@@ -22,6 +24,7 @@ from dashinfer_vlm_core.models.checkpoint_quantizer import CheckpointQuantizer
 from dashinfer_vlm_core.plugins import load_plugins
 from tests import tiny
 from tests.dequantizer import write_dequantized
+from tests.quantized_checkpoints import LAYOUTS, layouts, write_config, write_quantized
 from tests.qwen3_vl import tiny_qwen3
 
 pytestmark = pytest.mark.interop
@@ -38,6 +41,9 @@ TEXT = {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads":
 """vLLM's kernels for CPUs require multiples of 32 inputs and outputs, and heads of at least 32."""
 ROPE = {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [4, 6, 6]}
 INTERLEAVED = {**ROPE, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+
+FP8_SIZES = {**TEXT, "head_dim": 32, "rope_parameters": INTERLEAVED, "moe_intermediate_size": 64}
+"""transformers requires multiples of the blocks."""
 
 PICTURE = Path(__file__).parents[2] / "examples" / "pictures" / "three.png"
 
@@ -106,7 +112,19 @@ def greedy(engine, messages):
 
 
 def test_vllm_generates_same_tokens(vllm, quantized, reference):
-    request = {"model": str(quantized), "conversations": conversations(), "max_tokens": TOKENS}
+    compare_with_vllm(vllm, quantized, reference)
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq", "int4", "int8"])
+def test_vllm_generates_same_tokens_from_published_layouts(vllm, name, tmp_path):
+    """The layouts for which vLLM has kernels for CPUs."""
+    folder = write_quantized(demo(tmp_path), tmp_path, LAYOUTS[name]).quantized
+    with Engine(EngineConfig(model=str(folder), dtype="float32", device="cpu")) as engine:
+        compare_with_vllm(vllm, folder, engine)
+
+
+def compare_with_vllm(vllm, folder, reference):
+    request = {"model": str(folder), "conversations": conversations(), "max_tokens": TOKENS}
     for messages, output in zip(conversations(), vllm.run("generate_vllm.py", request), strict=True):
         prompt, token_ids, logits = greedy(reference, messages)
         first, second = logits.log_softmax(1).topk(2).values.T
@@ -126,3 +144,19 @@ def test_transformers_predicts_same_tokens(vllm, quantized, reference, tmp_path)
     assert found.argmax(1).tolist() == token_ids
     first, expected = (part.log_softmax(1).max(1).values for part in (found, logits))
     assert float((first - expected).abs().max()) < MAX_DIFFERENCE
+
+
+@pytest.mark.parametrize("experts", [None, "fused", "transposed"])
+def test_transformers_dequantizes_fp8_to_same_logits(experts, tmp_path):
+    """The layout of Qwen, with experts in one tensor or without; transformers dequantizes it on a CPU."""
+    pytest.importorskip("accelerate", reason="accelerate, which transformers needs for FP8, is not installed.")
+    source = tiny_qwen3.write_checkpoint(tmp_path / "source", moe=experts is not None, **FP8_SIZES)
+    layout = layouts(group=32, block=(32, 32))["fp8-block"]
+    folder = write_quantized(source, tmp_path, layout, experts=experts or "separate").quantized
+    write_config(folder, quantization_config=layout.config | {"modules_to_not_convert": ["model.visual", "lm_head"]})
+    with Engine(EngineConfig(model=str(folder), dtype="float32", device="cpu")) as engine:
+        prompt, token_ids, logits = greedy(engine, conversations()[0])
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        found = model(input_ids=torch.tensor([prompt + token_ids])).logits[0, len(prompt) - 1 : -1]
+    torch.testing.assert_close(found, logits, rtol=0, atol=1e-3)

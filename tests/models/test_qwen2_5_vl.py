@@ -305,6 +305,24 @@ def test_positions_of_long_videos_follow_published_rule(folder, oracle, fps):
     assert found[:, -2:].tolist() == [[after, after + 1]] * 3
 
 
+GOLDEN_STEPS = {2.0: range(2, 26, 2), 1.0: range(2, 50, 4), 0.5: range(2, 98, 8)}
+"""Positions in time of a video's 12 steps, by its frames per second, in transformers 4.57.6. It rounds the seconds of a
+step down to an integer, so that it agrees with later versions only for whole seconds."""
+GOLDEN_AFTER = [[0, 1, 2, 2, 2, 2, 4, 5], [0, 1, 2, 2, 3, 3, 4, 5], [0, 1, 2, 3, 2, 3, 4, 5]]
+"""Positions of two tokens of text, an image and two more tokens, relative to the largest position of the video + 1."""
+
+
+@pytest.mark.parametrize("fps", GOLDEN_STEPS)
+def test_positions_of_long_videos_equal_transformers_4(folder, fps):
+    steps = GOLDEN_STEPS[fps]
+    found = our_positions(folder, [2, item(12, 4, 6, fps=fps), 2, item(1, 4, 4), 2]).tolist()
+    video = [[step for step in steps for _ in range(6)], [2, 2, 2, 3, 3, 3] * 12, [2, 3, 4] * 24]
+    assert found == [
+        [0, 1, *axis, *(steps[-1] + 1 + offset for offset in after)]
+        for axis, after in zip(video, GOLDEN_AFTER, strict=True)
+    ]
+
+
 def test_video_without_times_has_default_interval(folder):
     """Precomputed embeddings do not specify them; the published default is one second per step of the grid."""
     assert our_positions(folder, [item(3, 2, 2)])[0].tolist() == [0, 2, 4]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import shutil
 import threading
 from contextlib import aclosing
 from dataclasses import replace
@@ -25,6 +27,8 @@ from dashinfer_vlm_core.errors import (
 )
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
 from dashinfer_vlm_torch import register_decoders
+from dashinfer_vlm_torch.decoder import TorchDecoder
+from dashinfer_vlm_torch.host_memory import default_kv_mib, memory_limit
 from dashinfer_vlm_torch.runner import ModelRunner
 from dashinfer_vlm_torch.scheduler import INITIAL_OUTPUT_ROWS
 from dashinfer_vlm_torch.worker import Worker
@@ -154,6 +158,34 @@ def test_context_is_smallest_of_three_limits(oracle):
     assert oracle.decoder(max_model_len=100).max_model_len == 100
     assert oracle.decoder(max_model_len=9000).max_model_len == 4096
     assert oracle.decoder(kv_cache_mib=1).max_model_len == 2048
+
+
+def test_default_kv_cache_is_half_of_what_weights_leave():
+    assert default_kv_mib(4096, memory=64 << 30, weights=15 << 30) == 4096
+    assert default_kv_mib(4096, memory=8 << 30, weights=4 << 30) == 2048
+    assert default_kv_mib(4096, memory=8 << 30, weights=15 << 30) == 256
+
+
+def test_memory_limit_is_lowest_of_machine_and_control_groups(tmp_path):
+    groups, root = tmp_path / "cgroup", tmp_path / "mount"
+    machine = memory_limit(groups, root)
+    assert machine == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    groups.write_text("1:name=systemd:/other\n0::/slice/container\n")
+    (root / "slice" / "container").mkdir(parents=True)
+    for folder, limit in ((root / "slice", "1048576"), (root / "slice" / "container", "max")):
+        (folder / "memory.max").write_text(f"{limit}\n")
+    assert memory_limit(groups, root) == 1 << 20
+
+
+def test_default_kv_cache_that_is_limited_is_logged(oracle, tmp_path, caplog):
+    """A sparse file of 4 TB stands for weights that need all memory."""
+    shutil.copytree(oracle.folder, tmp_path, dirs_exist_ok=True)
+    with (tmp_path / "sparse.safetensors").open("wb") as file:
+        file.truncate(1 << 42)
+    config = EngineConfig(device="cpu", dtype="float32")
+    decoder = TorchDecoder(read_spec(tmp_path), config, selector(config))
+    assert decoder.max_model_len == 4096
+    assert "KV cache of 256 MiB instead of 4096: the memory has" in caplog.text
 
 
 def test_close_ends_running_and_waiting_requests(oracle):

@@ -138,6 +138,43 @@ def test_published_layout(published):
     )
 
 
+SMALL_VISION = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "deepstack_visual_indexes": [5, 11, 17]}
+LARGE_VISION = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "deepstack_visual_indexes": [8, 16, 24]}
+SIZES = {  # hidden size, layers, heads, KV heads, MLP, MLP of an expert, tied, vision encoder
+    "2B": (2048, 28, 16, 8, 6144, None, True, SMALL_VISION),
+    "4B": (2560, 36, 32, 8, 9728, None, True, SMALL_VISION),
+    "8B": (4096, 36, 32, 8, 12288, None, False, LARGE_VISION),
+    "32B": (5120, 64, 64, 8, 25600, None, False, LARGE_VISION),
+    "30B-A3B": (2048, 48, 32, 4, 6144, 768, False, LARGE_VISION),
+    "235B-A22B": (4096, 94, 64, 4, 12288, 1536, False, LARGE_VISION),
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_published_sizes_are_read(published, size):
+    hidden, layers, heads, kv_heads, inner, expert, tied, vision = SIZES[size]
+    config = copy.deepcopy(MOE if expert else DENSE)
+    config["text_config"] |= {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": inner,
+    } | ({"moe_intermediate_size": expert} if expert else {})
+    config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = tied
+    config["vision_config"] |= vision | {"out_hidden_size": hidden}
+    (published / "config.json").write_text(json.dumps(config))
+    text, found = read_spec(published).text, read_vision_config(published)
+    assert (text.hidden_size, text.num_hidden_layers, text.intermediate_size) == (hidden, layers, inner)
+    assert (text.num_attention_heads, text.num_key_value_heads, text.head_dim) == (heads, kv_heads, 128)
+    assert text.tie_word_embeddings == tied
+    assert text.experts == (
+        ExpertsSpec(num_experts=128, experts_per_token=8, intermediate_size=expert) if expert else None
+    )
+    assert (found.depth, found.hidden_size, found.intermediate_size) == tuple(vision.values())[:3]
+    assert (found.deepstack_layers, found.output_size) == (tuple(vision["deepstack_visual_indexes"]), hidden)
+
+
 def test_rotary_axes_are_interleaved(published):
     """Height and width take every third frequency up to three times their section; the rest is time's."""
     axes = read_spec(published).text.rotary.axes

@@ -70,8 +70,26 @@ class Fp8Reader:
     def read(
         self, tensors: ModuleTensors, shape: tuple[int, int], dtype: torch.dtype
     ) -> QuantizedWeight | torch.Tensor:
-        scales = next(name for name in SCALES if name in tensors)
-        return read_fp8(tensors, shape, dtype, scales=scales, block=self.block)
+        return read_fp8(tensors, shape, dtype, scales=_scales_name(tensors), block=self.block)
+
+    def read_experts(self, tensors: ModuleTensors, into: torch.Tensor, *, transposed: bool) -> None:
+        """See `ExpertsReader`."""
+        from .packing import dequantize_fp8
+
+        stored = into.transpose(1, 2) if transposed else into
+        count, rows, columns = stored.shape
+        block = self.block or into.shape[1:]
+        if transposed:
+            block = block[1], block[0]
+        weight = tensors.load("weight", E4M3, stored.shape, device="cpu")
+        grid = (count, -(-rows // block[0]), -(-columns // block[1]))
+        scales = tensors.load(_scales_name(tensors), tensors.FLOATS, grid, device="cpu")
+        for expert, factors, part in zip(weight, scales, stored, strict=True):
+            dequantize_fp8(expert, factors, block, part)
+
+
+def _scales_name(tensors: ModuleTensors) -> str:
+    return next(name for name in SCALES if name in tensors)
 
 
 def read_fp8(
@@ -81,6 +99,7 @@ def read_fp8(
 
     Without a `block`, the module has one scale, or one per output.
     """
+    from ...kernels import mmap_buffer
     from .packing import dequantize_fp8
 
     outputs, inputs = shape
@@ -93,4 +112,6 @@ def read_fp8(
     else:
         block, expected = (1, inputs), (outputs, 1)[: len(stored)]
     factors = tensors.load(scales, tensors.FLOATS, expected, device="cpu").reshape(-(-outputs // block[0]), -1)
-    return dequantize_fp8(weight, factors, block, dtype).to(tensors.device)
+    out = mmap_buffer.empty(shape, dtype)
+    dequantize_fp8(weight, factors, block, out)
+    return out.to(tensors.device)

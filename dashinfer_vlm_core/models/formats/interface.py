@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -71,6 +71,23 @@ class ModuleReader(Protocol):
 
         Raises:
             CheckpointError: a tensor is missing, damaged or inconsistent; the message names the tensor and its file.
+        """
+
+
+@runtime_checkable
+class ExpertsReader(Protocol):
+    """A `ModuleReader` that also reads the weights of all experts of a layer that are stored as one tensor."""
+
+    def read_experts(self, tensors: ModuleTensors, into: torch.Tensor, *, transposed: bool) -> None:
+        """Dequantize weights.
+
+        Args:
+            tensors: the stored tensors.
+            into: [experts, outputs, inputs], which gets the weights in its dtype.
+            transposed: whether the weights are stored as [experts, inputs, outputs], and their scales accordingly.
+
+        Raises:
+            CheckpointError: as for `ModuleReader.read`.
         """
 
 

@@ -108,25 +108,23 @@ def load_order(tensors: ModuleTensors, name: str, group: int, shape: tuple[int, 
     return None if is_sorted else numbers.argsort(stable=True)
 
 
-def dequantize_fp8(weight: Tensor, scales: Tensor, block: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Multiply FP8 weights [outputs, inputs] by their scales, in float32.
+def dequantize_fp8(weight: Tensor, scales: Tensor, block: Sequence[int], into: Tensor) -> None:
+    """Multiply FP8 weights by their scales, in float32.
 
     Args:
-        weight: the stored weights.
-        scales: [ceil(outputs / block[0]), ceil(inputs / block[1])], any float dtype.
-        block: numbers of outputs and inputs that share a scale.
-        dtype: the dtype of the result.
+        weight: [rows, columns], as stored.
+        scales: [ceil(rows / block[0]), ceil(columns / block[1])], any float dtype.
+        block: numbers of rows and columns that share a scale.
+        into: [rows, columns], which gets the products in its dtype; may be a view.
     """
-    outputs, inputs = weight.shape
-    out = mmap_buffer.empty(weight.shape, dtype)
-    rows = max(1, FP8_ROWS_ELEMENTS // inputs // block[0]) * block[0]
+    count, columns = weight.shape
+    rows = max(1, FP8_ROWS_ELEMENTS // columns // block[0]) * block[0]
     # In mapped memory and in place: the allocator would keep most of the memory of intermediate results.
-    buffer = mmap_buffer.empty([min(rows, outputs), inputs], torch.float32)
-    for start in range(0, outputs, rows):
-        stop = min(start + rows, outputs)
+    buffer = mmap_buffer.empty([min(rows, count), columns], torch.float32)
+    for start in range(0, count, rows):
+        stop = min(start + rows, count)
         products = buffer[: stop - start].copy_(weight[start:stop])
         factors = scales[start // block[0] : -(-stop // block[0])].float().repeat_interleave(block[0], dim=0)
         for column in range(factors.shape[1]):
             products[:, column * block[1] : (column + 1) * block[1]] *= factors[: stop - start, column : column + 1]
-        out[start:stop] = products
-    return out
+        into[start:stop] = products
