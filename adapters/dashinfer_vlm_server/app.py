@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from fastapi.routing import APIRoute
 from openai.types import Model
 from openai.types.chat import ChatCompletion
 from pydantic import BaseModel, Field
@@ -77,7 +76,7 @@ def create_app(
         redirect_slashes=False,
         openapi_url=None,
     )
-    app.router.route_class = _Route
+    app.router.route_class = openapi.DocumentedRoute
     for kind, handler in HANDLERS.items():
         app.add_exception_handler(kind, handler)
     routes = _Routes(engine=engine, settings=settings, drain_state=drain_state or DrainState(), metrics=metrics)
@@ -120,15 +119,6 @@ def create_app(
         RequestContextMiddleware, routes=app.routes, metrics=metrics, budget=budget, tracer=settings.tracer
     )
     return app
-
-
-class _Route(APIRoute):
-    """A route that supports HEAD if it supports GET (RFC 9110, 9.1); the HTTP server omits the body."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        if self.methods and "GET" in self.methods:
-            self.methods.add("HEAD")
 
 
 class ServedModel(Model):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi.openapi.utils import get_openapi
@@ -19,7 +19,6 @@ from .errors import status_text
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
-    from starlette.routing import BaseRoute
 
 REF = "#/components/schemas/{model}"
 REQUESTS = (ChatRequest, ResponsesRequest, CompactRequest, TokenizePrompt, TokenizeChat, DetokenizeRequest)
@@ -62,24 +61,37 @@ def error_responses(statuses: tuple[int, ...]) -> dict[int | str, dict[str, Any]
     return {status: {"model": ErrorBody, "description": status_text(status)} for status in statuses}
 
 
+class DocumentedRoute(APIRoute):
+    """A route that supports HEAD if it supports GET (RFC 9110, 9.1); the HTTP server omits the body.
+
+    Attributes:
+        documented: creates the route of the OpenAPI document, without HEAD and with the models of its responses.
+            FastAPI builds a validator for each of them. That would take most of the time of creating an application,
+            and no response is validated.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        endpoint: Callable[..., Any],
+        *,
+        responses: dict[int | str, dict[str, Any]] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(path, endpoint, **options)
+        self.documented: Callable[[], APIRoute] = partial(APIRoute, path, endpoint, responses=responses, **options)
+        if self.methods and "GET" in self.methods:
+            self.methods.add("HEAD")
+
+
 def document(app: FastAPI) -> dict[str, Any]:
     """Return the OpenAPI document of an application, which is created once."""
     if not app.openapi_schema:
-        schema = get_openapi(
-            title=app.title, version=__version__, routes=_without_head(app.routes), description=app.description
-        )
+        routes = [route.documented() if isinstance(route, DocumentedRoute) else route for route in app.routes]
+        schema = get_openapi(title=app.title, version=__version__, routes=routes, description=app.description)
         _, schemas = models_json_schema([(model, "validation") for model in REQUESTS], ref_template=REF)
         schema["components"]["schemas"] |= schemas["$defs"]
         schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         schema["security"] = [{"key": []}, {}]
         app.openapi_schema = schema
     return app.openapi_schema
-
-
-def _without_head(routes: Iterable[BaseRoute]) -> list[BaseRoute]:
-    """Return copies of the routes without HEAD, which every GET route supports and the document omits."""
-    copies = [copy.copy(route) for route in routes]
-    for route in copies:
-        if isinstance(route, APIRoute) and route.methods:
-            route.methods = route.methods - {"HEAD"}
-    return copies

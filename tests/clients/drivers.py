@@ -18,6 +18,7 @@ from dashinfer_vlm_core.engine.shared import SharedEngines
 from dashinfer_vlm_core.errors import DashInferVLMError
 from dashinfer_vlm_core.testing import Script
 from tests.waiting import HANG
+from tests.web import CERTIFICATES
 
 
 class Part(NamedTuple):
@@ -121,7 +122,7 @@ class OpenAIClient:
             api_key="none",
             max_retries=0,
             timeout=HANG,
-            http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
+            http_client=openai.DefaultAsyncHttpxClient(trust_env=False, verify=CERTIFICATES),
         )
 
     async def ask(self, *parts: Part, **options: Any) -> Result:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import shutil
@@ -153,12 +154,20 @@ def test_fp8_value_is_close_and_half_the_size(width):
 VALUE = codec_for().encode(KEY, embedding())
 
 
-@pytest.mark.parametrize("position", [*range(len(VALUE) - 16 * 4), len(VALUE) - 1])
-def test_security_33_changed_value_is_not_used(position):
-    damaged = bytearray(VALUE)
-    damaged[position] ^= 1
-    with pytest.raises(InvalidValueError):
-        codec_for().decode(KEY, bytes(damaged), 4)
+def test_security_33_changed_value_is_not_used():
+    accepted = [index for index in (*range(len(VALUE) - 16 * 4), len(VALUE) - 1) if is_accepted(flipped(VALUE, index))]
+    assert accepted == []
+
+
+def flipped(value, index):
+    return value[:index] + bytes([value[index] ^ 1]) + value[index + 1 :]
+
+
+def is_accepted(value):
+    with contextlib.suppress(InvalidValueError):
+        codec_for().decode(KEY, value, 4)
+        return True
+    return False
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def test_error_during_stream_is_raised(remote):
 
 
 def test_closing_stream_cancels_on_server(remote):
-    engine, _, script = remote(LONG, delay=0.5)
+    engine, _, script = remote(LONG, delay=0.1)
     stream = engine.stream(HELLO)
     next(stream)
     assert script.running == 1
@@ -168,7 +168,7 @@ def test_silent_server_times_out(remote):
 
 
 def test_close_ends_running_requests(remote):
-    engine, _, _ = remote(LONG, delay=0.5)
+    engine, _, _ = remote(LONG, delay=0.1)
     stream = engine.stream(HELLO)
     next(stream)
     engine.close()

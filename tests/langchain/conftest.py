@@ -49,6 +49,11 @@ def read_prompt(tiny_checkpoint) -> Callable[[object], str]:
 
 
 @pytest.fixture
+def vcr() -> None:
+    """What a test of LangChain's suites, which skips itself, requests from pytest-recording."""
+
+
+@pytest.fixture
 def demo() -> ChatDashInferVLM:
     """The bundled model."""
     return ChatDashInferVLM(temperature=0)

@@ -375,7 +375,7 @@ def idle(provider):
 @pytest.mark.parametrize("streamed", [False, True])
 def test_timeout_cancels_request(slow, streamed):
     with pytest.raises(DeadlineExceeded):
-        list(slow.chat.stream("?", timeout=0.5)) if streamed else slow.chat.invoke("?", timeout=0.5, max_retries=5)
+        list(slow.chat.stream("?", timeout=0.2)) if streamed else slow.chat.invoke("?", timeout=0.2, max_retries=5)
     until(idle(slow))
     assert len(slow.script.requests) <= 2  # the first request loaded the model; the second is not retried
 

@@ -14,6 +14,7 @@ from dashinfer_vlm_core.testing import scripted_engine
 from tests.core.test_reasoning import TEMPLATE
 from tests.samples import image_url
 from tests.server.conftest import RunningServer, serving
+from tests.web import CERTIFICATES
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 
@@ -39,7 +40,7 @@ def start(tiny_checkpoint) -> Iterator[Callable[..., ChatOpenAI]]:
         engine = scripted_engine(*responses, **options, **({"chat_template": chat_template} if chat_template else {}))
         context = serving(engine.start())
         server: RunningServer = context.__enter__()
-        client = openai.DefaultHttpxClient(trust_env=False)
+        client = openai.DefaultHttpxClient(trust_env=False, verify=CERTIFICATES)
         stack.append((engine, context, client))
         return ChatOpenAI(
             model="tiny",

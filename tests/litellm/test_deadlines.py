@@ -35,7 +35,7 @@ def slow(scripted):
 @pytest.mark.parametrize("streamed", [False, True])
 def test_timeout_raises_litellm_timeout(slow, streamed):
     with pytest.raises((litellm.Timeout, MidStreamFallbackError)) as caught:
-        list(litellm.completion(slow.model, messages=HELLO, timeout=0.5, stream=streamed))
+        list(litellm.completion(slow.model, messages=HELLO, timeout=0.2, stream=streamed))
     assert isinstance(cause(caught.value), litellm.Timeout)
     assert cause(caught.value).status_code == 504
     until(idle(slow))
@@ -44,7 +44,7 @@ def test_timeout_raises_litellm_timeout(slow, streamed):
 @pytest.mark.parametrize("streamed", [False, True])
 def test_timeout_raises_litellm_timeout_on_event_loop(slow, streamed):
     async def run():
-        response = await litellm.acompletion(slow.model, messages=HELLO, timeout=0.5, stream=streamed)
+        response = await litellm.acompletion(slow.model, messages=HELLO, timeout=0.2, stream=streamed)
         async for _ in response:
             pass
 
@@ -60,7 +60,7 @@ def test_first_token_timeout_of_stream(slow):
     stream.completion_stream.close()
     slow.script.delay = 30
     with pytest.raises(MidStreamFallbackError) as caught:
-        list(litellm.completion(slow.model, messages=HELLO, first_token_timeout=0.3, stream=True))
+        list(litellm.completion(slow.model, messages=HELLO, first_token_timeout=0.2, stream=True))
     assert isinstance(cause(caught.value), litellm.Timeout)
     until(idle(slow))
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed").expect
 
 CHECKPOINT = Path(__file__).parents[2] / "plugins" / "dashinfer_vlm_demo" / "checkpoint"
-LONG = "It goes on and on. " * 60
+LONG = "It goes on and on. " * 240
 RICH = """Two shapes:
 
 1. a **star**
@@ -322,7 +322,7 @@ def test_tool_calls_are_shown_and_answered(open_page, scripted):
 
 
 def test_stopped_tool_call_is_not_answered(open_page, scripted):
-    server, script, _ = scripted(f"Wait. {'So. ' * 200}{CALL}", "Fine.", delay=0.01)
+    server, script, _ = scripted(f"Wait. {'So. ' * 200}{CALL}", "Fine.", delay=0.05)
     tab = open_page(server)
     tab.page.get_by_role("button", name="Insert an example").click()
     tab.send("How is the weather?")

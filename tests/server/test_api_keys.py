@@ -132,8 +132,9 @@ def test_changed_key_file_is_read_again(scripted, key_file, clock, caplog):
 
 def test_running_response_outlives_its_key(scripted, key_file, clock):
     settings = {"keys": ApiKeys.read([], key_file), "clock": clock}
+    served = scripted("A longer answer. " * 10, delay=0.1, settings=settings)
     with (
-        scripted("A longer answer. " * 5, delay=0.01, settings=settings).server.http() as client,
+        served.server.http() as client,
         client.stream("POST", CHAT, json=HELLO | {"stream": True}, headers=auth("sk-old")) as response,
     ):
         lines = response.iter_lines()
@@ -141,6 +142,8 @@ def test_running_response_outlives_its_key(scripted, key_file, clock):
         replace_file(key_file, "sk-new\n")
         clock.advance(1)
         assert status(client, "sk-old") == 401
+        assert served.script.running == 1
+        served.script.delay = 0.0
         assert "data: [DONE]" in list(lines)
 
 

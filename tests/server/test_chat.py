@@ -13,6 +13,7 @@ from dashinfer_vlm_core.testing import EVERYTHING, scripted_engine
 from tests.conversations import as_openai, blurred_image, user
 from tests.samples import encode_video, label
 from tests.server.conftest import serving
+from tests.web import CERTIFICATES
 
 HELLO = [{"role": "user", "content": "Hello"}]
 RESPONSE = "A red circle to the left of a blue square."
@@ -101,7 +102,7 @@ def test_async_openai_client(scripted):
     server = scripted(RESPONSE).server
 
     async def responses():
-        http = openai.DefaultAsyncHttpxClient(trust_env=False)
+        http = openai.DefaultAsyncHttpxClient(trust_env=False, verify=CERTIFICATES)
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=http) as client:
             plain = await client.chat.completions.create(model="tiny", messages=HELLO)
             stream = await client.chat.completions.create(model="tiny", messages=HELLO, stream=True)
@@ -132,7 +133,7 @@ def test_concurrent_requests_get_their_own_responses(scripted):
         return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
     async def responses():
-        http = openai.DefaultAsyncHttpxClient(trust_env=False)
+        http = openai.DefaultAsyncHttpxClient(trust_env=False, verify=CERTIFICATES)
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=http) as client:
             return await asyncio.gather(*(complete_with_seed(client, seed) for seed in range(1000, 1020)))
 
