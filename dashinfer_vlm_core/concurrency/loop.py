@@ -38,8 +38,8 @@ class _Outbox:
 
 
 def _put_all(items: Sequence[tuple[asyncio.Queue[Any], object]]) -> None:
-    for queue, item in items:
-        queue.put_nowait(item)
+    for received, item in items:
+        received.put_nowait(item)
 
 
 class LoopThread:
@@ -102,8 +102,11 @@ class LoopThread:
         received: asyncio.Queue[Any] = asyncio.Queue()
 
         def put(item: object) -> None:
-            if threading.current_thread() is self._thread:  # otherwise this reader has canceled and reads no more
+            if threading.current_thread() is self._thread:
                 self._outbox.put(caller, received, item)
+            else:  # the end, if the stream has already ended: all items were passed before that
+                with contextlib.suppress(RuntimeError):  # the caller's loop is closed
+                    caller.call_soon_threadsafe(received.put_nowait, item)
 
         future = self._forward(items, put)
         try:

@@ -83,6 +83,7 @@ __all__ = [
     "Norm",
     "Quantization",
     "QuantizedWeight",
+    "TokenDrawing",
 ]  # fmt: skip
 
 _MODULES = {

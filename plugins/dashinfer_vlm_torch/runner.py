@@ -54,7 +54,7 @@ class ModelRunner:
         return self._model.executor.run(work)
 
     def must_yield(self) -> bool:
-        """Whether work that runs steps on the executor must end after the current one: on a CPU, if other work waits."""
+        """Whether work that runs steps must end after this one: on a CPU, if other work waits for the executor."""
         return self._model.executor is not CPU_EXECUTOR or CPU_EXECUTOR.waiting > 0
 
     @torch.inference_mode()

@@ -39,15 +39,14 @@ class TokenDrawer:
         top_p = torch.tensor([row.sampling.top_p for row in rows], dtype=torch.float64)
         part = ((top_p < 1) & drawn.totals.isfinite()).nonzero()[:, 0]
         if len(part):
-            nuclei = _nucleus_floors(scores[index[part]], temperatures[part], floors[part], drawn.totals[part], top_p[part])
+            subset = temperatures[part], floors[part], drawn.totals[part], top_p[part]
+            nuclei = _nucleus_floors(scores[index[part]], *subset)
             again = self._kernels.draw_tokens(scores, index[part], temperatures[part], nuclei, shares[part])
             drawn.ids[part] = again.ids
         return drawn
 
 
-def _apply_top_k(
-    floors: Tensor, scores: Tensor, index: Tensor, temperatures: Tensor, top_k: Sequence[int]
-) -> None:
+def _apply_top_k(floors: Tensor, scores: Tensor, index: Tensor, temperatures: Tensor, top_k: Sequence[int]) -> None:
     """Set the floors of rows with `top_k` to their k-th largest quotient. Quotients equal to it are all kept."""
     limited = [number for number, k in enumerate(top_k) if 0 < k < scores.shape[-1]]
     if limited:
@@ -56,9 +55,7 @@ def _apply_top_k(
         floors[limited] = largest.gather(1, ranks[:, None])[:, 0] / temperatures[limited]
 
 
-def _nucleus_floors(
-    scores: Tensor, temperatures: Tensor, floors: Tensor, totals: Tensor, top_p: Tensor
-) -> Tensor:
+def _nucleus_floors(scores: Tensor, temperatures: Tensor, floors: Tensor, totals: Tensor, top_p: Tensor) -> Tensor:
     """Return float32 [rows], the smallest quotient in each row's nucleus, see `nucleus_thresholds`.
 
     Args:

@@ -154,7 +154,12 @@ def test_other_threads_neither_defer_nor_run_deferred_work(executor):
 
     def task():
         executor.defer(lambda: done.append("deferred"))
-        other = threading.Thread(target=lambda: (executor.defer(lambda: done.append("at once")), executor.run_deferred()))
+
+        def elsewhere():
+            executor.defer(lambda: done.append("at once"))
+            executor.run_deferred()
+
+        other = threading.Thread(target=elsewhere)
         other.start()
         other.join()
         return list(done)

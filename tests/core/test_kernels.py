@@ -317,7 +317,8 @@ def test_drawn_token_is_first_above_cumulative_share(native, count, share):
     temperatures = torch.linspace(0.25, 2, 9)
     floors = torch.full((9,), -torch.inf)
     floors[4:] = (logits / temperatures[:, None]).median(dim=1).values[4:]
-    drawn = native.draw_tokens(logits, torch.arange(9), temperatures, floors, torch.full((9,), share, dtype=torch.float64))
+    shares = torch.full((9,), share, dtype=torch.float64)
+    drawn = native.draw_tokens(logits, torch.arange(9), temperatures, floors, shares)
     quotients = logits / temperatures[:, None]
     weights = (quotients - quotients.amax(dim=1, keepdim=True)).double().exp()
     weights[quotients < floors[:, None]] = 0
@@ -337,9 +338,7 @@ def test_drawn_token_does_not_depend_on_other_rows(native):
     shares = torch.linspace(0, 0.9, 9, dtype=torch.float64)
     together = native.draw_tokens(logits, torch.arange(9), temperatures, floors, shares)
     for row in range(9):
-        alone = native.draw_tokens(
-            logits, torch.tensor([row]), temperatures[[row]], floors[[row]], shares[[row]]
-        )
+        alone = native.draw_tokens(logits, torch.tensor([row]), temperatures[[row]], floors[[row]], shares[[row]])
         assert (alone.ids, alone.totals) == (together.ids[[row]], together.totals[[row]])
 
 

@@ -15,8 +15,8 @@ from dashinfer_vlm_torch.sampler import (
     MAX_UNIFORM,
     LogitsRow,
     _invert_cdf,
-    nucleus_thresholds,
     _wide_nucleus_thresholds,
+    nucleus_thresholds,
 )
 from dashinfer_vlm_torch.scheduler import SampledToken, SequenceState
 from dashinfer_vlm_torch.token_drawing import TokenDrawer
