@@ -25,6 +25,7 @@ class DecoderPause:
         self._runner = decoder._worker._runner
         self._compute = self._runner.compute
         self._runner.compute = self._next  # type: ignore[method-assign]
+        self._runner.must_yield = lambda: True  # type: ignore[method-assign]  # each step is computed separately
 
     def _next(self, work: Callable[[], Any]) -> Any:
         self._left -= 1

@@ -103,4 +103,6 @@ def response_event(event: ResponseStreamEvent) -> str:
 
 
 def _event(data: str) -> str:
-    return f"data: {data.translate(_LINE_BREAKS)}\n\n"
+    if not data.isascii():
+        data = data.translate(_LINE_BREAKS)
+    return f"data: {data}\n\n"

@@ -50,6 +50,7 @@ class ComputeExecutor:
         self._waiting: deque[_ComputeTask] = deque()
         self._current: _ComputeTask | None = None
         self._thread: threading.Thread | None = None
+        self._deferred: list[Callable[[], None]] = []
 
     @property
     def waiting(self) -> int:
@@ -78,6 +79,22 @@ class ComputeExecutor:
         finally:
             del task  # as in _run_task
 
+    def defer(self, work: Callable[[], None]) -> None:
+        """Run `work`, which must not raise, when the compute thread calls `run_deferred`, or at the end of its task.
+
+        Then other threads that the work wakes do not compete with the compute thread for the interpreter. In another
+        thread than the compute thread, the work runs at once.
+        """
+        if threading.current_thread() is self._thread:
+            self._deferred.append(work)
+        else:
+            work()
+
+    def run_deferred(self) -> None:
+        """Run deferred work, if this is the compute thread: it is about to compute without the interpreter."""
+        if threading.current_thread() is self._thread:
+            self._run_deferred()
+
     def abandon(self, thread: int | None) -> None:
         """Abandon work that hangs, so that other work continues on a new thread.
 
@@ -88,6 +105,7 @@ class ComputeExecutor:
             if self._current and self._current.thread == thread:
                 self._start_thread()
                 self._changed.notify_all()
+                self._run_deferred()
 
     def _start_thread(self) -> None:
         thread = threading.Thread(target=self._work, name=THREAD_NAME, daemon=True)
@@ -96,8 +114,13 @@ class ComputeExecutor:
 
     def _work(self) -> None:
         while task := self._next():
-            _run_task(task)
+            _run_task(task, self.run_deferred)
             del task  # do not keep the result alive
+
+    def _run_deferred(self) -> None:
+        deferred, self._deferred = self._deferred, []
+        for work in deferred:
+            work()
 
     def _next(self) -> _ComputeTask | None:
         """Wait for the next task; None if another thread has replaced this one."""
@@ -112,9 +135,13 @@ class ComputeExecutor:
             return self._current
 
 
-def _run_task(task: _ComputeTask) -> None:
+def _run_task(task: _ComputeTask, finish: Callable[[], None]) -> None:
     try:
-        task.result.set_result(task.work())
+        try:
+            result = task.work()
+        finally:
+            finish()
+        task.result.set_result(result)
     except BaseException as error:  # noqa: BLE001 - the waiting caller raises it
         task.result.set_exception(error)
     finally:

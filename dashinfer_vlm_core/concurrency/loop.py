@@ -7,7 +7,7 @@ import concurrent.futures
 import contextlib
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequence
 from typing import Any, TypeVar
 
 from ..errors import EngineClosed
@@ -16,11 +16,38 @@ T = TypeVar("T")
 _END = object()
 
 
+class _Outbox:
+    """Passes items to readers on other event loops, with one wake-up per loop for all items of an iteration: each
+    wake-up costs a system call and a switch between threads. Belongs to one event loop.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._items: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[Any], object]]] = {}
+
+    def put(self, reader: asyncio.AbstractEventLoop, queue: asyncio.Queue[Any], item: object) -> None:
+        if not self._items:
+            self._loop.call_soon(self._send)
+        self._items.setdefault(reader, []).append((queue, item))
+
+    def _send(self) -> None:
+        items, self._items = self._items, {}
+        for reader, batch in items.items():
+            with contextlib.suppress(RuntimeError):  # the reader's loop is closed
+                reader.call_soon_threadsafe(_put_all, batch)
+
+
+def _put_all(items: Sequence[tuple[asyncio.Queue[Any], object]]) -> None:
+    for received, item in items:
+        received.put_nowait(item)
+
+
 class LoopThread:
     """An event loop in its own thread, which runs coroutines for other threads until it is stopped."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
+        self._outbox = _Outbox(self._loop)
         self._executor = concurrent.futures.ThreadPoolExecutor(thread_name_prefix=name)
         self._loop.set_default_executor(self._executor)
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
@@ -75,8 +102,11 @@ class LoopThread:
         received: asyncio.Queue[Any] = asyncio.Queue()
 
         def put(item: object) -> None:
-            with contextlib.suppress(RuntimeError):  # the caller's loop is closed
-                caller.call_soon_threadsafe(received.put_nowait, item)
+            if threading.current_thread() is self._thread:
+                self._outbox.put(caller, received, item)
+            else:  # the end, if the stream has already ended: all items were passed before that
+                with contextlib.suppress(RuntimeError):  # the caller's loop is closed
+                    caller.call_soon_threadsafe(received.put_nowait, item)
 
         future = self._forward(items, put)
         try:

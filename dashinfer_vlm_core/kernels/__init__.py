@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         DecoderLayer,
         DecoderLayers,
         DecoderShape,
+        DrawnTokens,
         Experts,
         ForwardBatch,
         Int8CacheAttention,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
         LowRank,
         LowRankPart,
         Norm,
+        TokenDrawing,
     )
     from .workload import LinearGroup, LinearShape
 
@@ -59,6 +61,7 @@ __all__ = [
     "DecoderLayer",
     "DecoderLayers",
     "DecoderShape",
+    "DrawnTokens",
     "Experts",
     "ForwardBatch",
     "Int8CacheAttention",
@@ -80,6 +83,7 @@ __all__ = [
     "Norm",
     "Quantization",
     "QuantizedWeight",
+    "TokenDrawing",
 ]  # fmt: skip
 
 _MODULES = {

@@ -465,3 +465,35 @@ class Int8CacheAttention(Protocol):
 
     def attend_int8(self, q: Tensor, cache: KVCacheLayer, spans: KVSpans) -> Tensor:
         """Compute `Kernels.attend` with the keys and values of `cache`, which has scales."""
+
+
+class DrawnTokens(NamedTuple):
+    """The tokens drawn from rows of logits.
+
+    Attributes:
+        ids: int64 [rows].
+        totals: float64 [rows], the sum of the weights, relative to the largest one; not finite if the largest logit is
+            not, or if any is NaN.
+    """
+
+    ids: Tensor
+    totals: Tensor
+
+
+@runtime_checkable
+class TokenDrawing(Protocol):
+    """Kernels that also draw tokens from logits."""
+
+    def draw_tokens(
+        self, logits: Tensor, rows: Tensor, temperatures: Tensor, floors: Tensor, shares: Tensor
+    ) -> DrawnTokens:
+        """Draw a token from some rows of logits: the first one at which the cumulative sum of the weights exceeds a
+        share of their total. A logit's weight is e^(logit / temperature), or 0 if that quotient is below the floor.
+
+        Args:
+            logits: float32 [.., vocab_size], with contiguous rows.
+            rows: int64, the rows to draw from. All others have one element for each of them.
+            temperatures: float32, positive.
+            floors: float32.
+            shares: float64, in [0, 1).
+        """

@@ -261,6 +261,7 @@ void linear_biased(const Matrix *m, const bf16 *x, int64_t stride, int64_t rows,
 }
 
 #include "avx2_argmax.h"
+#include "avx2_draw.h"
 
 /* Norms and rotary embedding --------------------------------------------------------------------------------------- */
 

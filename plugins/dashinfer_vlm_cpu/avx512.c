@@ -857,6 +857,30 @@ static void update_argmax(const ArgmaxBounds *s, const bf16 *x, ptrdiff_t panel,
     }
 }
 
+/* Drawing ---------------------------------------------------------------------------------------------------------- */
+
+#include "draw.h"
+
+static float largest_logit(const float *logits, ptrdiff_t count)
+{
+    __m512 least = _mm512_set1_ps(-INFINITY), largest = least;
+    for (ptrdiff_t k = 0; k < count; k += LANES)
+        largest = _mm512_max_ps(largest, _mm512_mask_loadu_ps(least, first(count - k), logits + k));
+    return _mm512_reduce_max_ps(largest);
+}
+
+static void compute_weights(const float *logits, ptrdiff_t count, const DrawScale *s, float weights[DRAW_BLOCK])
+{
+    __m512 temperature = _mm512_set1_ps(s->temperature), largest = _mm512_set1_ps(s->largest);
+    __m512 floor = _mm512_set1_ps(s->floor), log2_e = _mm512_set1_ps(1.44269504f), least = _mm512_set1_ps(-INFINITY);
+    for (ptrdiff_t k = 0; k < DRAW_BLOCK; k += LANES) {
+        __m512 x = _mm512_div_ps(_mm512_mask_loadu_ps(least, first(count - k), logits + k), temperature);
+        __mmask16 kept = _mm512_cmp_ps_mask(x, floor, _CMP_NLT_UQ);
+        x = exp2_(_mm512_mul_ps(_mm512_sub_ps(x, largest), log2_e));
+        _mm512_store_ps(weights + k, _mm512_maskz_mov_ps(kept, x));
+    }
+}
+
 /* Norms and rotary embedding --------------------------------------------------------------------------------------- */
 
 /* LayerNorm with a bias, RMSNorm without one; the rows of `out` are contiguous. */
@@ -913,6 +937,7 @@ typedef struct {
     const void *k, *v;
     const float *k_scales, *v_scales; /* null for bf16 */
     ptrdiff_t stride;
+    const void *next; /* the keys that are read after these keys and values */
 } Keys;
 
 INLINE const void *element(const void *rows, int is_int8, ptrdiff_t index)
@@ -924,8 +949,9 @@ INLINE const void *element(const void *rows, int is_int8, ptrdiff_t index)
 INLINE Keys keys_at(const AttentionArgs *h, ptrdiff_t kv, ptrdiff_t key)
 {
     ptrdiff_t offset = key * h->kv_token + kv * h->kv_head, scale = kv * h->scale_head + key;
-    if (!h->k_scales) return (Keys){element(h->k, 0, offset), element(h->v, 0, offset), NULL, NULL, h->kv_token};
-    return (Keys){element(h->k, 1, offset), element(h->v, 1, offset), h->k_scales + scale, h->v_scales + scale, h->kv_token};
+    if (!h->k_scales) return (Keys){.k = element(h->k, 0, offset), .v = element(h->v, 0, offset), .stride = h->kv_token};
+    return (Keys){element(h->k, 1, offset), element(h->v, 1, offset), h->k_scales + scale, h->v_scales + scale,
+                  h->kv_token, NULL};
 }
 
 INLINE __mmask32 first_of_32(ptrdiff_t count) { return count >= 32 ? ~0u : count <= 0 ? 0 : (1u << count) - 1; }
@@ -1127,18 +1153,39 @@ INLINE float softmax_chunk_int8(float *scores, bf16 *probs, const float *v_scale
     return shrink;
 }
 
+/* Where values are prefetched: PREFETCH_KEYS rows ahead and, in place of rows after the last one of the chunk, the keys that
+ * are read next. */
+typedef struct {
+    const char *row, *next;
+    ptrdiff_t left; /* rows up to `next` */
+} Ahead;
+
+INLINE Ahead ahead_of(const void *v, ptrdiff_t row_bytes, ptrdiff_t count, const void *next)
+{
+    if (count <= PREFETCH_KEYS) return (Ahead){next, next, 0};
+    return (Ahead){(const char *)v + PREFETCH_KEYS * row_bytes, next, round_up(count - PREFETCH_KEYS, 2)};
+}
+
+INLINE void prefetch_two_rows(Ahead *a, ptrdiff_t row_bytes)
+{
+    _mm_prefetch(a->row, _MM_HINT_T1);
+    _mm_prefetch(a->row + row_bytes, _MM_HINT_T1);
+    a->left -= 2;
+    a->row = a->left ? a->row + 2 * row_bytes : a->next;
+}
+
 /* acc[m] = sum over `count` keys of probability times value, for up to PANEL columns of unpacked values: bit-exactly like
  * `tile` with packed values. */
 INLINE void tile_values(const int rows, const bf16 *probs, const bf16 *v, ptrdiff_t stride, ptrdiff_t count,
-                        ptrdiff_t columns, __m512 acc[TILE_ROWS][2])
+                        ptrdiff_t columns, const void *next, __m512 acc[TILE_ROWS][2])
 {
+    Ahead ahead = ahead_of(v, 2 * stride, count, next);
     const __m512i left = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
     const __m512i right = _mm512_add_epi32(left, _mm512_set1_epi32(8));
     __mmask32 lanes = first_of_32(columns);
     UNROLL for (int m = 0; m < rows; m++) acc[m][0] = acc[m][1] = _mm512_setzero_ps();
     for (ptrdiff_t key = 0; key < count; key += 2, v += 2 * stride) {
-        _mm_prefetch((const char *)(v + PREFETCH_KEYS * stride), _MM_HINT_T1);
-        _mm_prefetch((const char *)(v + (PREFETCH_KEYS + 1) * stride), _MM_HINT_T1);
+        prefetch_two_rows(&ahead, 2 * stride);
         __m512i even = _mm512_maskz_loadu_epi16(lanes, v);
         __m512i odd = _mm512_maskz_loadu_epi16(key + 1 < count ? lanes : 0, v + stride);
         __m512bh low = (__m512bh)_mm512_unpacklo_epi16(even, odd), high = (__m512bh)_mm512_unpackhi_epi16(even, odd);
@@ -1157,15 +1204,15 @@ INLINE void tile_values(const int rows, const bf16 *probs, const bf16 *v, ptrdif
 
 /* The same for 8-bit values. */
 INLINE void tile_values_int8(const int rows, const bf16 *probs, const int8_t *v, ptrdiff_t stride, ptrdiff_t count,
-                             ptrdiff_t columns, Sums acc[TILE_ROWS][2])
+                             ptrdiff_t columns, const void *next, Sums acc[TILE_ROWS][2])
 {
+    Ahead ahead = ahead_of(v, stride, count, next);
     const __m512i left = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
     const __m512i right = _mm512_add_epi32(left, _mm512_set1_epi32(8));
     __mmask32 lanes = first_of_32(columns);
     UNROLL for (int m = 0; m < rows; m++) acc[m][0] = acc[m][1] = (Sums){0};
     for (ptrdiff_t key = 0; key < count; key += 2, v += 2 * stride) {
-        _mm_prefetch((const char *)(v + PREFETCH_KEYS * stride), _MM_HINT_T1);
-        _mm_prefetch((const char *)(v + (PREFETCH_KEYS + 1) * stride), _MM_HINT_T1);
+        prefetch_two_rows(&ahead, stride);
         __m512i even = load_32(1, v, lanes), odd = load_32(1, v + stride, key + 1 < count ? lanes : 0);
         __m512i low = _mm512_unpacklo_epi16(even, odd), high = _mm512_unpackhi_epi16(even, odd);
         UNROLL for (int m = 0; m < rows; m++) {
@@ -1211,7 +1258,8 @@ INLINE void mix_values(const int rows, const int once, const AttentionArgs *h, c
 {
     ptrdiff_t columns = round_up(h->width, LANES), pairs = (count + 1) / 2;
     const bf16 *values = s->values + 2 * c;
-    if (once) tile_values(rows, s->probs, (const bf16 *)from.v + c, from.stride, count, h->width - c, acc);
+    const void *next = element(from.next, 0, c);
+    if (once) tile_values(rows, s->probs, (const bf16 *)from.v + c, from.stride, count, h->width - c, next, acc);
     else if (c + LANES < columns) tile(rows, 2, NULL, s->probs, KEY_CHUNK, values, columns, pairs, acc);
     else tile(rows, 1, NULL, s->probs, KEY_CHUNK, values, columns, pairs, acc);
 }
@@ -1223,7 +1271,8 @@ INLINE void mix_values_int8(const int rows, const int once, const AttentionArgs 
     ptrdiff_t columns = round_up(h->width, LANES), pairs = (count + 1) / 2;
     const bf16 *values = s->values + 2 * c;
     Sums sums[TILE_ROWS][2];
-    if (once) tile_values_int8(rows, s->probs, (const int8_t *)from.v + c, from.stride, count, h->width - c, sums);
+    const void *next = element(from.next, 1, c);
+    if (once) tile_values_int8(rows, s->probs, (const int8_t *)from.v + c, from.stride, count, h->width - c, next, sums);
     else if (c + LANES < columns) tile_int16(rows, 2, NULL, s->probs, KEY_CHUNK, values, columns, pairs, sums);
     else tile_int16(rows, 1, NULL, s->probs, KEY_CHUNK, values, columns, pairs, sums);
     UNROLL for (int m = 0; m < rows; m++) UNROLL for (int z = 0; z < 2; z++)
@@ -1305,9 +1354,10 @@ static __attribute__((noinline)) void attend_chunk_int8(const AttentionArgs *h, 
     attend_chunk(1, h, s, row_count, limits, chunk, count, from);
 }
 
-/* Attend the queries [token, end) of a span, for all heads that share the keys of head `kv`. */
+/* Attend the queries [token, end) of a span, for all heads that share the keys of head `kv`. The keys `next` will be read
+ * after that. */
 static void attend_tile(const AttentionArgs *h, const KVSpan *span, const Scratch *s, ptrdiff_t kv, ptrdiff_t token,
-                        ptrdiff_t end)
+                        ptrdiff_t end, const void *next)
 {
     ptrdiff_t group = h->heads / h->kv_heads, rows = (end - token) * group, columns = round_up(h->width, LANES);
     ptrdiff_t limits[ROW_GROUP];
@@ -1325,6 +1375,7 @@ static void attend_tile(const AttentionArgs *h, const KVSpan *span, const Scratc
     for (ptrdiff_t chunk = 0; chunk < keys; chunk += KEY_CHUNK) {
         ptrdiff_t count = keys - chunk < KEY_CHUNK ? keys - chunk : KEY_CHUNK;
         Keys from = keys_at(h, kv, span->first_key + chunk);
+        from.next = chunk + KEY_CHUNK < keys ? keys_at(h, kv, span->first_key + chunk + KEY_CHUNK).k : next;
         if (from.k_scales) attend_chunk_int8(h, s, rows, limits, chunk, count, from);
         else attend_chunk_bf16(h, s, rows, limits, chunk, count, from);
     }
@@ -1339,22 +1390,32 @@ static void attend_tile(const AttentionArgs *h, const KVSpan *span, const Scratc
 
 #endif
 
+/* The queries of a span are divided into tiles of `step` tokens. */
+INLINE ptrdiff_t tiles_of(const KVSpan *span, ptrdiff_t step) { return (span->num_queries + step - 1) / step; }
+
+/* The span of tile `*index` of all spans; `*index` becomes its index in that span. */
+static const KVSpan *find_span(const KVSpan *spans, ptrdiff_t step, ptrdiff_t *index)
+{
+    for (; *index >= tiles_of(spans, step); spans++) *index -= tiles_of(spans, step);
+    return spans;
+}
+
 /* Attend each span's queries to its keys. `workspace` has `attend_workspace_size()` bytes per thread. */
 void attend(const AttentionArgs *h, const KVSpan *spans, int64_t count, char *workspace, int32_t threads)
 {
     ptrdiff_t group = h->heads / h->kv_heads, step = QUERY_ROWS / group, bytes = round_up(scratch_bytes(h->width), 64);
-    ptrdiff_t tiles = 0;
-    for (ptrdiff_t i = 0; i < count; i++) tiles += (spans[i].num_queries + step - 1) / step;
+    ptrdiff_t tasks = 0;
+    for (ptrdiff_t i = 0; i < count; i++) tasks += tiles_of(spans + i, step) * h->kv_heads;
 #pragma omp parallel num_threads(threads)
     {
         Scratch s = carve_scratch(workspace + omp_get_thread_num() * bytes, h->width);
 #pragma omp for schedule(dynamic, 1)
-        for (ptrdiff_t task = 0; task < tiles * h->kv_heads; task++) {
-            ptrdiff_t kv = task % h->kv_heads, index = task / h->kv_heads, i = 0;
-            while (index >= (spans[i].num_queries + step - 1) / step)
-                index -= (spans[i++].num_queries + step - 1) / step;
-            ptrdiff_t token = index * step, end = token + step < spans[i].num_queries ? token + step : spans[i].num_queries;
-            attend_tile(h, spans + i, &s, kv, token, end);
+        for (ptrdiff_t task = 0; task < tasks; task++) {
+            ptrdiff_t kv = task % h->kv_heads, index = task / h->kv_heads;
+            ptrdiff_t later = task + threads < tasks ? task + threads : task, later_index = later / h->kv_heads;
+            const KVSpan *span = find_span(spans, step, &index), *later_span = find_span(spans, step, &later_index);
+            ptrdiff_t token = index * step, end = token + step < span->num_queries ? token + step : span->num_queries;
+            attend_tile(h, span, &s, kv, token, end, keys_at(h, later % h->kv_heads, later_span->first_key).k);
         }
     }
 }

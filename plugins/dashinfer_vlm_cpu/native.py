@@ -28,6 +28,7 @@ from dashinfer_vlm_core.kernels.types import (
     DecoderLayer,
     DecoderLayers,
     DecoderShape,
+    DrawnTokens,
     KVCacheLayer,
     KVSpans,
     Linear,
@@ -92,6 +93,19 @@ SIGNATURES: dict[str, tuple[type[Any], ...]] = {
     "run_layers": (_POINTER, _LONG, _POINTER, _POINTER, _INT),
     "compute_argmax_bounds": (_POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _INT),
     "argmax_columns": (_POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT),
+    "draw_tokens": (
+        _POINTER,
+        _LONG,
+        _POINTER,
+        _LONG,
+        _LONG,
+        _POINTER,
+        _POINTER,
+        _POINTER,
+        _POINTER,
+        _POINTER,
+        _INT,
+    ),
     "codes_size": (_LONG,),
     "int4_size": (_LONG, _LONG, _LONG),
     "linear_workspace_size": (_POINTER, _LONG, _INT),
@@ -221,6 +235,20 @@ class NativeKernels:
         table = spans.table
         self._library.attend(ctypes.byref(description), table.data_ptr(), len(table), workspace.data_ptr(), threads)
         return out
+
+    def draw_tokens(
+        self, logits: Tensor, rows: Tensor, temperatures: Tensor, floors: Tensor, shares: Tensor
+    ) -> DrawnTokens:
+        """See `TokenDrawing`."""
+        assert logits.dtype == temperatures.dtype == floors.dtype == torch.float32
+        assert shares.dtype == torch.float64
+        assert logits.stride(1) == 1
+        drawn = DrawnTokens(torch.empty(len(rows), dtype=torch.int64), torch.empty(len(rows), dtype=torch.float64))
+        self._library.draw_tokens(
+            logits.data_ptr(), logits.stride(0), rows.data_ptr(), len(rows), logits.shape[1], temperatures.data_ptr(),
+            floors.data_ptr(), shares.data_ptr(), drawn.ids.data_ptr(), drawn.totals.data_ptr(), _threads(),
+        )  # fmt: skip
+        return drawn
 
     def decoder_layers(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> DecoderLayers:
         if all(map(_supports_layer, layers)) and _supports_attention(shape.heads, shape.kv_heads, shape.head_dim):

@@ -45,6 +45,9 @@ class CDecoderShape(ctypes.Structure):
     _fields_ = (("heads", _LONG), ("kv_heads", _LONG), ("width", _LONG), ("scale", _FLOAT), ("eps", _FLOAT))
 
 
+MAX_KEPT_ROWS = 64
+"""Workspaces for at most this many rows are kept for the next step, which probably has as many; about a megabyte."""
+
 MAX_PARTS = 3
 ALIGNMENT = 64
 
@@ -102,6 +105,7 @@ class NativeLayers:
         self._table = (CLayer * len(layers))(*map(_c_layer, layers))
         self._shape = CDecoderShape(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim**-0.5, shape.eps)
         self._adapters: WeakKeyDictionary[AdapterLayers, _NativeAdapter] = WeakKeyDictionary()
+        self._kept_workspaces: tuple[tuple[int, int, int], list[Tensor]] | None = None
 
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         assert all(part.is_contiguous() for part in (x, batch.cos, batch.sin, batch.slots, batch.last, batch.cache))
@@ -109,7 +113,7 @@ class NativeLayers:
         assert batch.cache_scales is None or batch.cache_scales.is_contiguous()
         rows, hidden = x.shape
         out = torch.empty(len(batch.last), hidden, dtype=x.dtype)
-        workspaces = self._workspaces(rows, hidden)
+        workspaces = self._kept_or_new_workspaces(rows, hidden)
         spans, last_spans = batch.spans.table, batch.last_spans.table
         adapters = self._adapter_arguments(batch.adapters, rows)
         description = CForwardBatch(
@@ -152,6 +156,15 @@ class NativeLayers:
         if adapter not in self._adapters:
             self._adapters[adapter] = _NativeAdapter.of(adapter)
         return self._adapters[adapter]
+
+    def _kept_or_new_workspaces(self, rows: int, hidden: int) -> list[Tensor]:
+        key = rows, hidden, torch.get_num_threads()
+        kept = self._kept_workspaces
+        if kept is not None and kept[0] == key:
+            return kept[1]
+        workspaces = self._workspaces(rows, hidden)
+        self._kept_workspaces = (key, workspaces) if rows <= MAX_KEPT_ROWS else None
+        return workspaces
 
     def _workspaces(self, rows: int, hidden: int) -> list[Tensor]:
         """Allocate memory for a layer's intermediate results, in the order of `CForwardBatch`."""

@@ -168,8 +168,9 @@ static void attend_block(const AttentionArgs *h, const Scratch *s, ptrdiff_t row
 
 /* Attend the queries [token, end) of a span, for all heads that share the keys of head `kv`. */
 static void attend_tile(const AttentionArgs *h, const KVSpan *span, const Scratch *s, ptrdiff_t kv, ptrdiff_t token,
-                        ptrdiff_t end)
+                        ptrdiff_t end, const void *next)
 {
+    (void)next;
     ptrdiff_t group = h->heads / h->kv_heads, rows = (end - token) * group;
     ptrdiff_t limits[QUERY_ROWS];
     Blocks queries = {s->queries, rows, s->width / STEP_INPUTS};

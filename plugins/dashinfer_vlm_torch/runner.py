@@ -12,8 +12,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dashinfer_vlm_core.concurrency.compute import CPU_EXECUTOR
 from dashinfer_vlm_core.errors import DecoderFailed
-from dashinfer_vlm_core.kernels import AdapterRows, Additions, KVSpan, KVSpans
+from dashinfer_vlm_core.kernels import AdapterRows, Additions, KVSpan, KVSpans, TokenDrawing
 from dashinfer_vlm_core.kernels.streams import to_device
 from dashinfer_vlm_core.models.lora import LoraAdapter
 
@@ -24,6 +25,7 @@ from .kv_cache_manager import KVCopy
 from .model import PackedBatch, TextModel
 from .sampler import LogitsRow, is_greedy, sample
 from .scheduler import Outcome, SampledToken, ScheduledChunk, SequenceState
+from .token_drawing import TokenDrawer
 
 T = TypeVar("T")
 
@@ -44,10 +46,16 @@ class ModelRunner:
         self._model = model
         self._cache = cache
         self._graphs = graphs
+        kernels = model.kernels
+        self._drawer = TokenDrawer(kernels) if isinstance(kernels, TokenDrawing) else None
 
     def compute(self, work: Callable[[], T]) -> T:
         """Run `work`, which copies rows or runs steps, on the model's executor; returns its result. See `Executor`."""
         return self._model.executor.run(work)
+
+    def must_yield(self) -> bool:
+        """Whether work that runs steps must end after this one: on a CPU, if other work waits for the executor."""
+        return self._model.executor is not CPU_EXECUTOR or CPU_EXECUTOR.waiting > 0
 
     @torch.inference_mode()
     def load_adapter(self, adapter: LoraAdapter) -> TextAdapter:
@@ -147,7 +155,7 @@ class ModelRunner:
         """Sample a token from each row of hidden states."""
         if not heads and all(map(is_greedy, rows)) and (tokens := self._model.argmax(x)) is not None:
             return list(map(SampledToken, tokens.tolist()))
-        return sample(self._model.logits(x, heads), rows)
+        return sample(self._model.logits(x, heads), rows, self._drawer)
 
 
 def _pack(chunks: Sequence[ScheduledChunk]) -> npt.NDArray[np.int64]:

@@ -9,7 +9,7 @@ order of token ids, so the order of equal logits cannot affect the result.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dashinfer_vlm_core.decoders import GrammarMatcher
 from dashinfer_vlm_core.errors import DecoderFailed
+from dashinfer_vlm_core.kernels import DrawnTokens
 from dashinfer_vlm_core.kernels.streams import to_device
 from dashinfer_vlm_core.protocol.sampling import GREEDY_BELOW, Sampling
 
@@ -72,18 +73,26 @@ class LogitsRow(NamedTuple):
         return self.num_output_tokens < self.sampling.min_tokens
 
 
-def sample(logits: Tensor, rows: Sequence[LogitsRow]) -> list[SampledToken | DecoderFailed]:
+Drawer: TypeAlias = Callable[[Tensor, Sequence[int], Sequence[LogitsRow]], DrawnTokens]
+"""Draws tokens from the rows of float32 [.., vocab_size] with some numbers, according to the sampling parameters of the
+given rows, one for each number."""
+
+
+def sample(
+    logits: Tensor, rows: Sequence[LogitsRow], drawer: Drawer | None = None
+) -> list[SampledToken | DecoderFailed]:
     """Sample a token from each row.
 
     Args:
         logits: float32 [rows, vocab_size]; not modified.
         rows: what the rows belong to; those of one sequence are adjacent, with increasingly long drafts.
+        drawer: draws the tokens of rows that are not greedy, if there is something faster than PyTorch's operators.
 
     Returns:
         A token per row, or the error of a row whose logits are not finite or whose grammar failed.
     """
     masks, errors = _masks(rows)
-    ids, is_finite = _choose(logits, rows, masks)
+    ids, is_finite = _choose(logits, rows, masks, drawer)
     token_ids = torch.where(is_finite, ids, -1)
     logprobs = _log_probabilities(logits, ids, rows)
     return [
@@ -92,16 +101,22 @@ def sample(logits: Tensor, rows: Sequence[LogitsRow]) -> list[SampledToken | Dec
     ]
 
 
-def _choose(logits: Tensor, rows: Sequence[LogitsRow], masks: _Masks) -> tuple[Tensor, Tensor]:
+def _choose(logits: Tensor, rows: Sequence[LogitsRow], masks: _Masks, drawer: Drawer | None) -> tuple[Tensor, Tensor]:
     """Return the token of each row, int64 [rows], and whether its largest score is finite, bool [rows]. On a GPU, this
     does not wait for it."""
     scores = _mask_disallowed(_apply_penalties(_apply_bias_and_min_tokens(logits, rows), rows), masks)
-    best, ids = scores.max(dim=-1)
     random_rows = [index for index, row in enumerate(rows) if row.sampling.temperature >= GREEDY_BELOW]
+    if drawer is not None and len(random_rows) == len(rows):
+        drawn = drawer(scores, random_rows, rows)
+        return drawn.ids, drawn.totals.isfinite()
+    best, ids = scores.max(dim=-1)
     if random_rows:
         index = _index(random_rows, logits)
-        part = scores if len(random_rows) == len(rows) else scores[index]
-        ids[index] = _sample_rows(part, [rows[number] for number in random_rows])
+        chosen = [rows[number] for number in random_rows]
+        if drawer is not None:
+            ids[index] = drawer(scores, random_rows, chosen).ids
+        else:
+            ids[index] = _sample_rows(scores if len(random_rows) == len(rows) else scores[index], chosen)
     return ids, best.isfinite()
 
 
@@ -284,11 +299,11 @@ def _keep_top_p(weights: Tensor, top_p: Sequence[float]) -> None:
     if rows:
         index = _index(rows, weights)
         part = weights[index]
-        thresholds = _nucleus_thresholds(part, _column([top_p[row] for row in rows], weights, torch.float64))
+        thresholds = nucleus_thresholds(part, _column([top_p[row] for row in rows], weights, torch.float64))
         weights[index] = part.masked_fill(part < thresholds, 0)
 
 
-def _nucleus_thresholds(weights: Tensor, top_p: Tensor) -> Tensor:
+def nucleus_thresholds(weights: Tensor, top_p: Tensor) -> Tensor:
     """[rows, 1], the smallest weight in each row's nucleus (Holtzman et al., arXiv 1904.09751): the smallest weight
     for which the sum of the larger ones is below p."""
     if weights.device.type != "cpu":  # to choose by the weights, the CPU would have to wait for them

@@ -130,19 +130,31 @@ class Worker:
 
     def _work(self) -> None:
         try:
-            while step := self._next_step():
-                self._finish_step(step.chunks, *self._runner.compute(functools.partial(self._execute, step)))
-                del step  # its sequences would keep images and adapters in memory until the next request
+            while self._wait_for_requests():
+                self._runner.compute(self._run_steps)
         except Exception:
             logger.exception("The decoder's thread died; all requests fail until the engine is restarted.")
         finally:
             self._end_all()
 
-    def _next_step(self) -> SchedulerOutput | None:
-        """Wait for requests and return the next step; None if the worker was stopped."""
+    def _wait_for_requests(self) -> bool:
+        """Wait until there is a step to run; returns False if the worker was stopped."""
         with self._lock:
             self._lock.wait_for(lambda: self._end_error or self._scheduler.busy)
-            if self._end_error:
+            return not self._end_error
+
+    def _run_steps(self) -> None:
+        """Run steps until there are no requests, or until other work has to run: handing the executor from thread to
+        thread takes half a millisecond."""
+        while step := self._next_step():
+            self._finish_step(step.chunks, *self._execute(step))
+            if self._runner.must_yield():
+                return
+
+    def _next_step(self) -> SchedulerOutput | None:
+        """Return the next step; None if there are no requests, or if the worker was stopped."""
+        with self._lock:
+            if self._end_error or not self._scheduler.busy:
                 return None
             step = self._scheduler.schedule()
             self._count(step.chunks)
@@ -196,7 +208,8 @@ class Worker:
             for sequence, output in outputs:
                 if isinstance(output, EngineError) or output.finish_reason:
                     del self._outputs[sequence]
-        self._deliver(deliveries)
+        # The event loops process these tokens while the next step computes, not while Python code prepares it.
+        CPU_EXECUTOR.defer(functools.partial(self._deliver, deliveries))
 
     def _end_all(self) -> None:
         with self._lock:

@@ -122,6 +122,69 @@ def test_abandoned_task_does_not_affect_the_next(executor, submit):
     assert executor.run(lambda: 7) == 7
 
 
+def test_deferred_work_runs_when_the_thread_computes_or_ends_its_task(executor):
+    order = []
+
+    def task():
+        executor.defer(lambda: order.append("first"))
+        order.append("prepares")
+        executor.run_deferred()
+        order.append("computes")
+        executor.defer(lambda: order.append("second"))
+        order.append("ends")
+
+    executor.run(task)
+    assert order == ["prepares", "first", "computes", "ends", "second"]
+
+
+def test_deferred_work_of_a_failed_task_runs_before_its_caller_continues(executor):
+    done = []
+
+    def task():
+        executor.defer(lambda: done.append(1))
+        raise ValueError
+
+    with contextlib.suppress(ValueError):
+        executor.run(task)
+    assert done == [1]
+
+
+def test_other_threads_neither_defer_nor_run_deferred_work(executor):
+    done = []
+
+    def task():
+        executor.defer(lambda: done.append("deferred"))
+
+        def elsewhere():
+            executor.defer(lambda: done.append("at once"))
+            executor.run_deferred()
+
+        other = threading.Thread(target=elsewhere)
+        other.start()
+        other.join()
+        return list(done)
+
+    assert executor.run(task) == ["at once"]
+    assert done == ["at once", "deferred"]
+
+
+def test_deferred_work_of_an_abandoned_task_runs(executor, submit):
+    inside, go, done = threading.Event(), threading.Event(), []
+
+    def hang():
+        executor.defer(lambda: done.append(1))
+        inside.set()
+        go.wait(timeout=HANG)
+
+    hanging = submit(executor, hang)
+    assert inside.wait(timeout=HANG)
+    executor.abandon(hanging.ident)
+    assert done == [1]
+    go.set()
+    hanging.join()
+    assert done == [1]
+
+
 @pytest.mark.filterwarnings(
     "ignore:.*fork:DeprecationWarning"
 )  # of later Python versions; forking is the point of this test

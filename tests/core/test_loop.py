@@ -85,6 +85,49 @@ def test_reader_with_closed_loop_does_not_affect_others(thread):
     until(lambda: not thread._tasks)
 
 
+class CountingLoop(asyncio.SelectorEventLoop):
+    """Counts how often other threads wake it."""
+
+    wakeups = 0
+
+    def call_soon_threadsafe(self, *args, **options):
+        self.wakeups += 1
+        return super().call_soon_threadsafe(*args, **options)
+
+
+def test_items_of_one_iteration_wake_their_loop_once(thread):
+    started, go = [], asyncio.Event()
+
+    async def item():
+        started.append(1)
+        await go.wait()
+        yield 1
+
+    async def release():
+        go.set()
+
+    async def read():
+        return [number async for number in thread.aiterate(item())]
+
+    async def read_all():
+        reading = asyncio.gather(*(read() for _ in range(30)))
+        await asyncio.sleep(0)
+        await asyncio.to_thread(until, lambda: len(started) == 30)
+        before = loop.wakeups
+        await thread.acall(release())
+        items = await reading
+        return items, loop.wakeups - before
+
+    loop = CountingLoop()
+    try:
+        items, wakeups = loop.run_until_complete(read_all())
+        loop.run_until_complete(loop.shutdown_default_executor())
+    finally:
+        loop.close()
+    assert items == [[1]] * 30
+    assert wakeups < 10  # the items, the ends, and `acall`
+
+
 def test_stop_starts_no_thread(monkeypatch):
     """Since Python 3.12, no thread can be started during interpreter shutdown, when shared engines are closed."""
     thread, started, start = LoopThread("tested"), [], threading.Thread.start

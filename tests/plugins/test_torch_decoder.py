@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from dashinfer_vlm_core.concurrency.compute import CPU_EXECUTOR
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.decoders import GUIDED_DECODING, LORA, SAMPLING_PARAMETERS
 from dashinfer_vlm_core.errors import (
@@ -34,7 +35,7 @@ from dashinfer_vlm_torch.scheduler import INITIAL_OUTPUT_ROWS
 from dashinfer_vlm_torch.worker import Worker
 from tests.decoder_pause import DecoderPause
 from tests.kernels import selector
-from tests.waiting import until
+from tests.waiting import HANG, until
 
 from .oracle import collect, decoding, ids, prompt, visual
 
@@ -355,6 +356,35 @@ def test_closed_event_loop_frees_its_requests(oracle):
     asyncio.run(decoder.close())
     del tokens
     gc.collect()
+
+
+def test_token_is_delivered_while_the_next_step_computes(oracle):
+    read, received_in_time = threading.Semaphore(0), []
+
+    async def run():
+        async with decoding(oracle.decoder()) as decoder:
+            layers = decoder._model._layers
+
+            def wait_for_reader(x, batch):
+                if len(batch.slots) == 1:  # not the prompt
+                    received_in_time.append(read.acquire(timeout=HANG))
+                return layers(x, batch)
+
+            decoder._model._layers = wait_for_reader
+            async for _ in decoder.decode(prompt(1, 5, max_tokens=4, ignore_eos=True)):
+                read.release()
+
+    asyncio.run(run())
+    assert received_in_time == [True] * 3
+
+
+def test_waiting_work_runs_between_steps(oracle):
+    async def run():
+        async with decoding(oracle.decoder()) as decoder, aclosing(decoder.decode(prompt(1, 5, **LONG))) as tokens:
+            await anext(tokens)
+            return await asyncio.to_thread(CPU_EXECUTOR.run, lambda: decoder.stats.running)
+
+    assert asyncio.run(run()) == 1
 
 
 def test_worker_thread_is_named_idle_and_ends_at_close(oracle):

@@ -15,10 +15,12 @@ from dashinfer_vlm_torch.sampler import (
     MAX_UNIFORM,
     LogitsRow,
     _invert_cdf,
-    _nucleus_thresholds,
     _wide_nucleus_thresholds,
+    nucleus_thresholds,
 )
 from dashinfer_vlm_torch.scheduler import SampledToken, SequenceState
+from dashinfer_vlm_torch.token_drawing import TokenDrawer
+from tests.kernels import load_fastest, needs_native
 
 from .oracle import text
 
@@ -31,8 +33,14 @@ def sequence(output_ids=(), prompt=(1, 2, 2, 3), **sampling):
     return made
 
 
-def sample(logits, sequences):
-    return sampler.sample(logits, [LogitsRow(one) for one in sequences])
+@pytest.fixture(params=["operators", pytest.param("kernels", marks=needs_native)])
+def drawer(request):
+    """What draws the tokens of rows that are not greedy."""
+    return TokenDrawer(load_fastest()) if request.param == "kernels" else None
+
+
+def sample(logits, sequences, drawer=None):
+    return sampler.sample(logits, [LogitsRow(one) for one in sequences], drawer)
 
 
 def is_greedy(one):
@@ -90,14 +98,14 @@ def random_sampling(chance):
     }
 
 
-def test_mixed_batch_equals_simple_sampler():
+def test_mixed_batch_equals_simple_sampler(drawer):
     chance = np.random.default_rng(0)
     sequences = [
         sequence(chance.integers(0, 96, chance.integers(0, 12)).tolist(), **random_sampling(chance)) for _ in range(600)
     ]
     logits = torch.from_numpy(chance.normal(scale=2, size=(600, 96)).astype(np.float32))
     before = logits.clone()
-    choices = sample(logits, sequences)
+    choices = sample(logits, sequences, drawer)
     for row, (one, choice) in enumerate(zip(sequences, choices, strict=True)):
         expected = probabilities(logits[row], one)
         border = np.cumsum(expected)
@@ -136,22 +144,22 @@ def test_is_greedy(options):
     assert not is_greedy(sequence(**{"temperature": 0} | options))
 
 
-def test_row_is_independent_of_batch():
+def test_row_is_independent_of_batch(drawer):
     chance = np.random.default_rng(1)
     sequences = [sequence(chance.integers(0, 96, 5).tolist(), **random_sampling(chance), logprobs=3) for _ in range(50)]
     logits = torch.from_numpy(chance.normal(size=(50, 96)).astype(np.float32)).bfloat16().float()  # many equal logits
-    together = sample(logits, sequences)
-    assert together == [sample(logits[row : row + 1], [one])[0] for row, one in enumerate(sequences)]
+    together = sample(logits, sequences, drawer)
+    assert together == [sample(logits[row : row + 1], [one], drawer)[0] for row, one in enumerate(sequences)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.8}, {"top_k": 5}, {"temperature": 0.5, "top_p": 0.9, "top_k": 12}])
-def test_samples_follow_distribution(options):
+def test_samples_follow_distribution(options, drawer):
     """Chi-square over 20,000 samples with fixed seeds; the bound is the 99.9% quantile for its degrees of freedom."""
     logits = torch.from_numpy(np.random.default_rng(2).normal(size=24).astype(np.float32))
     draws = 20_000
     sequences = [sequence(seed=seed, prompt=(0,), **options) for seed in range(draws)]
-    seen = np.bincount([choice.id for choice in sample(logits.expand(draws, -1), sequences)], minlength=24)
+    seen = np.bincount([choice.id for choice in sample(logits.expand(draws, -1), sequences, drawer)], minlength=24)
     expected = probabilities(logits, sequences[0]) * draws
     kept = expected > 0
     assert seen[~kept].sum() == 0
@@ -199,22 +207,33 @@ def test_nucleus_equals_sorting(scale):
         ordered = weights.sort(dim=-1, descending=True).values
         before = ordered.cumsum(dim=-1, dtype=torch.float64) - ordered
         expected = ordered.gather(1, (before < p).sum(dim=-1, keepdim=True) - 1)
-        for floors_of in (_nucleus_thresholds, _wide_nucleus_thresholds):
+        for floors_of in (nucleus_thresholds, _wide_nucleus_thresholds):
             assert torch.equal(floors_of(weights, torch.full((6, 1), p, dtype=torch.float64)), expected)
+
+
+@needs_native
+@pytest.mark.parametrize("scale", [0.01, 0.5, 4])
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"top_k": 40}, {"top_k": 1000, "top_p": 0.5}], ids=str)
+def test_drawn_tokens_equal_those_of_operators(scale, options):
+    """Of nuclei of a few tokens and of most of the vocabulary, which is not divisible by the size of a block."""
+    logits = torch.from_numpy(np.random.default_rng(5).normal(scale=scale, size=(12, 20_001)).astype(np.float32))
+    sequences = [sequence(seed=seed, temperature=0.1 + seed / 8, **options) for seed in range(12)]
+    assert sample(logits, sequences, TokenDrawer(load_fastest())) == sample(logits, sequences)
 
 
 def test_nucleus_of_nan_terminates():
     weights = torch.full((2, 50), torch.nan)
     weights[1] = 0.02
-    for floors_of in (_nucleus_thresholds, _wide_nucleus_thresholds):
+    for floors_of in (nucleus_thresholds, _wide_nucleus_thresholds):
         assert floors_of(weights, torch.tensor([[0.5], [0.5]], dtype=torch.float64))[1] == weights[1, 0]
 
 
-def test_top_k_keeps_all_equal_logits():
+def test_top_k_keeps_all_equal_logits(drawer):
     """Their order in a sort would be arbitrary."""
     logits = torch.zeros(400, 96)
     logits[:, 10:20] = 5.0
-    drawn = {choice.id for choice in sample(logits, [sequence(seed=seed, top_k=3, top_p=0.5) for seed in range(400)])}
+    sequences = [sequence(seed=seed, top_k=3, top_p=0.5) for seed in range(400)]
+    drawn = {choice.id for choice in sample(logits, sequences, drawer)}
     assert drawn == set(range(10, 20))
 
 
@@ -224,17 +243,17 @@ def test_lowest_temperatures_are_greedy(temperature):
     assert sample(logits, [sequence(temperature=temperature)])[0].id == 95
 
 
-def test_low_temperatures_do_not_overflow():
+def test_low_temperatures_do_not_overflow(drawer):
     logits = torch.linspace(-3e4, 3e4, 96)[None]
-    assert sample(logits, [sequence(temperature=1e-4, top_p=0.5, top_k=50)])[0].id == 95
+    assert sample(logits, [sequence(temperature=1e-4, top_p=0.5, top_k=50)], drawer)[0].id == 95
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 @pytest.mark.parametrize("options", [{"temperature": 0}, {}, {"top_p": 0.5, "top_k": 5}], ids=str)
-def test_nonfinite_row_fails_alone(number, options):
+def test_nonfinite_row_fails_alone(number, options, drawer):
     logits = torch.zeros(3, 96)
     logits[1, 5] = number
-    first, broken, last = sample(logits, [sequence(seed=1, logprobs=2, **options) for _ in range(3)])
+    first, broken, last = sample(logits, [sequence(seed=1, logprobs=2, **options) for _ in range(3)], drawer)
     assert isinstance(broken, DecoderFailed)
     assert first == last
 
@@ -263,14 +282,14 @@ def guided(matcher, **sampling):
     return made
 
 
-def test_masked_token_is_never_sampled():
+def test_masked_token_is_never_sampled(drawer):
     """Regardless of the bias, and even if the nucleus of the unmasked distribution has no allowed token."""
     logits = torch.zeros(1, 100)
     logits[0, 7] = 50
     for options in ({}, {"temperature": 0.0}, {"top_p": 0.01}, {"top_k": 1}, {"logit_bias": {9: 100.0}}):
-        chosen = {sample(logits, [guided(FixedMask([3, 4]), seed=seed, **options)])[0].id for seed in range(30)}
+        chosen = {sample(logits, [guided(FixedMask([3, 4]), seed=seed, **options)], drawer)[0].id for seed in range(30)}
         assert chosen <= {3, 4}, options
-    assert len({sample(logits, [guided(FixedMask([3, 4]), seed=seed)])[0].id for seed in range(30)}) == 2
+    assert len({sample(logits, [guided(FixedMask([3, 4]), seed=seed)], drawer)[0].id for seed in range(30)}) == 2
 
 
 def test_request_with_grammar_is_not_greedy():
