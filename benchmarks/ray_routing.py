@@ -23,7 +23,7 @@ from random import Random
 
 import httpx
 
-from .client import Talk, load
+from .client import load
 from .engines import Launch, Server, end_with_us
 from .environments import Peers
 from .models import checkpoint
@@ -76,9 +76,10 @@ class Outcome:
 def run_mode(cluster: Cluster, mode: str, seed: int) -> Outcome:
     """Start an application, and measure it with new conversations."""
     # Ray's sockets are in the folder, and the length of their paths is limited.
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:  # noqa: S108
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         server = Server(_launch(cluster, mode, folder), Path(folder, "log"))
         try:
+            _wait_for_replicas(server, cluster.replicas)
             return asyncio.run(_measure(server, cluster, Random(seed)))
         finally:
             server.stop()
@@ -90,9 +91,13 @@ def _launch(cluster: Cluster, mode: str, folder: str) -> Launch:
     return Launch(name=mode, command=(sys.executable, str(Peers.script("ray_server.py")), "{port}", folder, *options))
 
 
+def _wait_for_replicas(server: Server, count: int) -> None:
+    """Wait until all replicas have reported their metrics."""
+    while len(set(re.findall(r'replica="([^"]+)"', _metrics(server)))) < count:
+        time.sleep(0.5)
+
+
 async def _measure(server: Server, cluster: Cluster, source: Random) -> Outcome:
-    while len(set(re.findall(r'replica="([^"]+)"', _metrics(server)))) < cluster.replicas:
-        await asyncio.sleep(0.5)
     async with server.target() as target:
         warm_up = fresh(cluster.tokens, side=112)(source, 4 * cluster.replicas)
         await load(target, warm_up, users=cluster.replicas)
@@ -112,7 +117,9 @@ async def _measure(server: Server, cluster: Cluster, source: Random) -> Outcome:
 def _encoded(server: Server) -> int:
     """Return the number of images that all replicas have encoded, once they have reported it."""
     time.sleep(REPORT_SECONDS)
-    counts = re.findall(r'^dashinfer_vlm_vision_batch_size_sum\{.*replica=.*\} ([\d.e+]+)$', _metrics(server), re.MULTILINE)
+    counts = re.findall(
+        r"^dashinfer_vlm_vision_batch_size_sum\{.*replica=.*\} ([\d.e+]+)$", _metrics(server), re.MULTILINE
+    )
     return round(sum(map(float, counts)))
 
 
@@ -147,7 +154,11 @@ def main(arguments: Sequence[str] | None = None) -> Mapping[str, Sequence[Outcom
     if unknown := set(modes) - set(MODES):
         parser.error(f"--modes: {', '.join(unknown)} is not one of {', '.join(MODES)}")
     cluster = Cluster(
-        model=checkpoint(given.model), replicas=given.replicas, images=given.images, turns=given.turns, tokens=given.tokens
+        model=checkpoint(given.model),
+        replicas=given.replicas,
+        images=given.images,
+        turns=given.turns,
+        tokens=given.tokens,
     )
     outcomes: dict[str, list[Outcome]] = {mode: [] for mode in modes}
     with end_with_us():

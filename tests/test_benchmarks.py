@@ -19,9 +19,9 @@ from benchmarks.workloads import Run
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.models.qwen2_vl.config import VisionConfig
 from dashinfer_vlm_core.models.spec import ExpertsSpec, RotarySpec, TextModelSpec
+from dashinfer_vlm_core.testing import scripted_engine
 from dashinfer_vlm_qwen2_5_vl.config import VisionConfig as Qwen25VLVisionConfig
 from dashinfer_vlm_qwen3_vl.config import VisionConfig as Qwen3VLVisionConfig
-from dashinfer_vlm_core.testing import scripted_engine
 from tests.qwen3_vl import tiny_qwen3
 from tests.server.conftest import serving
 from tests.tiny import write_qwen2_5_vl
@@ -209,15 +209,16 @@ class Endpoint:
         return {"ray::ProxyActor": self.cpu, "python": 2 * self.cpu}
 
 
+@pytest.mark.slow
 def test_overhead_is_measured_by_request_and_chunk(tiny_checkpoint):
     kinds = overhead.loads(requests=4, tokens=4, users=2)
-    with scripted_engine("a b c d", model=str(tiny_checkpoint), served_model_name=overhead.MODEL) as engine:
-        with serving(engine) as server:
-            endpoints = [Endpoint(name, f"{server.url}/v1") for name in ("direct", "router")]
-            outcomes = asyncio.run(overhead.measure(endpoints, kinds, rounds=2))
-            missing = Endpoint("router", f"{server.url}/v2")
-            with pytest.raises(RuntimeError, match="router: HTTP 404"):
-                asyncio.run(overhead.measure([missing], kinds, rounds=1))
+    engine = scripted_engine("a b c d", model=str(tiny_checkpoint), served_model_name=overhead.MODEL)
+    with engine, serving(engine) as server:
+        endpoints = [Endpoint(name, f"{server.url}/v1") for name in ("direct", "router")]
+        outcomes = asyncio.run(overhead.measure(endpoints, kinds, rounds=2))
+        missing = Endpoint("router", f"{server.url}/v2")
+        with pytest.raises(RuntimeError, match="router: HTTP 404"):
+            asyncio.run(overhead.measure([missing], kinds, rounds=1))
     assert {key: len(outcome.seconds) for key, outcome in outcomes.items()} == {
         (name, kind): 2 * load.requests for name in ("direct", "router") for kind, load in kinds.items()
     }

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -46,6 +47,8 @@ CONFIG = {"model": "demo", "kv_cache_mib": 64, "vision_cache_mib": 16}
 ENDLESS = {"max_tokens": 1500, "ignore_eos": True, "n": 16}
 MANY_THREADS = "3"
 """What replicas would use if they did not follow `cpus`."""
+TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+"""By which the processes of a cluster, and the command `serve`, know each other."""
 
 
 class Application:
@@ -62,10 +65,11 @@ class Application:
         self.url = f"http://127.0.0.1:{port}"
         # The folder is where Ray looks for a running cluster. The paths of its sockets must be short.
         self._folder = tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True)
+        environment = {"RAY_TMPDIR": self._folder.name, "OMP_NUM_THREADS": MANY_THREADS, **TOKEN}
         self._process = subprocess.Popen(
             [str(peer.python), str(PROGRAMS / "serve_with_ray.py"), str(port), "16"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
-            env={**os.environ, **peer.environment, "RAY_TMPDIR": self._folder.name, "OMP_NUM_THREADS": MANY_THREADS},
+            env={**os.environ, **peer.environment, **environment},
         )  # fmt: skip
         self._lock = threading.Lock()
         self._clients: dict[str | None, httpx.Client] = {}
@@ -290,7 +294,8 @@ def test_client_that_leaves_frees_the_slot(two_replicas, stream):
     request = {**chat("Hello!", **ENDLESS), "stream": stream}
     if stream:
         with two_replicas.http().stream("POST", "/v1/chat/completions", json=request) as response:
-            next(response.iter_lines())
+            lines = response.iter_lines()  # closing this iterator would close the connection
+            next(lines)
             assert active() == ENDLESS["n"]
     else:
         with pytest.raises(httpx.ReadTimeout):
@@ -402,8 +407,11 @@ def test_replicas_follow_the_number_of_running_requests(ray):
 def test_busy_replica_leaves_requests_to_the_next_one(ray):
     ray.deploy(min_replicas=2, api_key=KEY, max_ongoing_requests=1)
     request = chat("What is this?", image_url(height=56, width=56))
-    with ray.http().stream("POST", "/v1/chat/completions", json={**request, **ENDLESS, "stream": True}) as response:
-        next(response.iter_lines())
+    endless = {**request, **ENDLESS, "stream": True}
+    with ray.http().stream("POST", "/v1/chat/completions", json=endless) as response:
+        assert response.status_code == 200, response.read()
+        lines = response.iter_lines()  # closing this iterator would close the connection
+        next(lines)
         turn(ray.http(), request)
     assert [count["encoded"] for count in ray.counts()] == [1, 1]
 
@@ -449,7 +457,7 @@ def redis_server(tmp_path) -> Iterator[RedisServer]:
 
 
 def test_replicas_answer_equally_whatever_happens_to_redis(ray, redis_server):
-    """Replicas that keep no embeddings look up each image: first with Redis, then with wrong values in it, and so on."""
+    """Replicas that keep no embeddings look up each image: with Redis, with wrong values in it, and so on."""
     store = {"embedding_store": redis_server.store_url, "embedding_store_timeout": 5, "vision_cache_mib": 0}
     ray.deploy(min_replicas=4, api_key=KEY, routing="round-robin", **store)
     requests = [chat("What is this?", image_url(height=84, width=84, seed=index)) for index in range(8)]
@@ -521,7 +529,7 @@ def test_serve_run_serves_until_it_is_interrupted(peer, tmp_path):
     with contextlib.closing(Application(peer)) as cluster, log.open("w") as output:
         command = [peer.python, "-c", SERVE, "run", "--address", cluster.cluster, "dashinfer_vlm_ray:app"]
         command += [f"{name}={value}" for name, value in options.items()]
-        environment = {**os.environ, **peer.environment}
+        environment = {**os.environ, **peer.environment, **TOKEN}
         with subprocess.Popen(command, env=environment, stdout=output, stderr=output) as process:
             try:
                 until(lambda: process.poll() is not None or is_ready(cluster))
@@ -550,7 +558,8 @@ def with_ray(peer, monkeypatch) -> None:
 
 @pytest.mark.usefixtures("with_ray")
 def test_benchmark_measures_overhead_by_process():
-    outcomes = overhead.main(["ray", "--rounds", "1", "--requests", "4", "--tokens", "8", "--users", "2"])
+    size = ["--rounds", "1", "--requests", "4", "--tokens", "8", "--users", "2"]
+    outcomes = overhead.main(["ray", "--ray-modes", "Ray Serve", *size])
     for load in ("whole", "first", "stream", "users"):
         ours, plain = outcomes["Ray Serve", load], outcomes["server", load]
         assert ours.events == plain.events > 0
