@@ -98,17 +98,19 @@ class HTTPTarget:
         base: address of the API.
         reuses_connections: whether the server answers several requests on a connection. llama.cpp's server sometimes
             closes one instead; and it sometimes closes a new one without a response, so that the request is sent again.
+        api_key: the API key, if the server requires one.
     """
 
-    def __init__(self, base: str, *, reuses_connections: bool = True) -> None:
+    def __init__(self, base: str, *, reuses_connections: bool = True, api_key: str = "") -> None:
         self._base = base
         self._reuses_connections = reuses_connections
+        self._headers = authorization(api_key)
         self._model = ""
 
     async def __aenter__(self) -> Self:
         timeout = aiohttp.ClientTimeout(total=None, sock_read=READ_TIMEOUT)
         connector = aiohttp.TCPConnector(limit=0, force_close=not self._reuses_connections)
-        self._client = aiohttp.ClientSession(timeout=timeout, connector=connector)
+        self._client = aiohttp.ClientSession(timeout=timeout, connector=connector, headers=self._headers)
         async with self._client.get(f"{self._base}/models", raise_for_status=True) as models:
             self._model = (await models.json())["data"][0]["id"]
         return self
@@ -132,6 +134,11 @@ class HTTPTarget:
             if self._reuses_connections:
                 raise
             return await self._client.post(url, json=body)
+
+
+def authorization(api_key: str) -> dict[str, str]:
+    """Return the headers with an API key; none for an empty key."""
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
 class EngineTarget:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import IO
 
 import httpx
 
-from .client import EngineTarget, HTTPTarget
+from .client import EngineTarget, HTTPTarget, authorization
 from .environments import Peers, SetupMissing, vllm_environment
 from .limits import cores
 from .llama_cpp import PRECISIONS, LlamaCpp
@@ -50,6 +51,7 @@ class Launch:
         environment: additional environment variables.
         note: a remark for the table.
         reuses_connections: whether clients may send several requests on a connection.
+        api_key: the API key that it requires, if any.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Launch:
     environment: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
     reuses_connections: bool = True
+    api_key: str = ""
 
 
 class Server:
@@ -64,11 +67,14 @@ class Server:
 
     Attributes:
         name: the engine's name.
+        base: the address of its API.
+        api_key: the API key that it requires, if any.
         ready_seconds: seconds from its start until it was ready.
     """
 
     def __init__(self, launch: Launch, log: Path) -> None:
         self.name = launch.name
+        self.api_key = launch.api_key
         self._reuses_connections = launch.reuses_connections
         port = free_port()
         self.base = f"http://127.0.0.1:{port}/v1"
@@ -88,7 +94,7 @@ class Server:
         self.ready_seconds = time.perf_counter() - begin
 
     def target(self) -> HTTPTarget:
-        return HTTPTarget(self.base, reuses_connections=self._reuses_connections)
+        return HTTPTarget(self.base, reuses_connections=self._reuses_connections, api_key=self.api_key)
 
     def pause(self) -> None:
         """Stop all of its threads: spinning ones would take the cores from the next engine."""
@@ -100,6 +106,15 @@ class Server:
     def peak_bytes(self) -> int:
         """Return the sum of its processes' peak resident memory."""
         return sum(_peak(process) for process in _members(self._process.pid))
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """Return the CPU time of its running processes by the first word of their command lines."""
+        found: dict[str, float] = defaultdict(float)
+        for process in _members(self._process.pid):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                name = Path(f"/proc/{process}/cmdline").read_text().partition("\0")[0]
+                found[name] += _cpu_seconds(process)
+        return found
 
     def stop(self) -> None:
         for number in (signal.SIGCONT, signal.SIGTERM):
@@ -118,8 +133,9 @@ class Server:
 
     def _wait(self) -> None:
         end = time.monotonic() + START_SECONDS
+        address, headers = self.base.removesuffix("/v1"), authorization(self.api_key)
         # One client: creating one per request would take CPU time from the starting engine.
-        with httpx.Client(base_url=self.base.removesuffix("/v1"), trust_env=False, timeout=5) as client:
+        with httpx.Client(base_url=address, headers=headers, trust_env=False, timeout=5) as client:
             while time.monotonic() < end:
                 if self._process.poll() is not None:
                     raise RuntimeError(f"{self.name} ended with {self._process.returncode}: {_tail(self._log)}")
@@ -315,6 +331,12 @@ def _peak(process: int) -> int:
     except (FileNotFoundError, ProcessLookupError):
         return 0
     return _kib(status, "VmHWM") - _kib(now, "Anonymous") + _kib(now, "Pss_Anon")
+
+
+def _cpu_seconds(process: int) -> float:
+    """Return the CPU time of a process and of its children that ended."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def _kib(fields: str, name: str) -> int:

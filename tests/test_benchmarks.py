@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from benchmarks import attacks, compare, formats, limits, models, qwen3_vl, stages, workloads
+from benchmarks import attacks, compare, formats, limits, models, overhead, qwen3_vl, stages, workloads
 from benchmarks.client import Sample
 from benchmarks.report import LIMIT, Ratio, Results, Row
 from benchmarks.workloads import Run
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.models.qwen2_vl.config import VisionConfig
 from dashinfer_vlm_core.models.spec import ExpertsSpec, RotarySpec, TextModelSpec
+from dashinfer_vlm_core.testing import scripted_engine
 from dashinfer_vlm_qwen2_5_vl.config import VisionConfig as Qwen25VLVisionConfig
 from dashinfer_vlm_qwen3_vl.config import VisionConfig as Qwen3VLVisionConfig
 from tests.qwen3_vl import tiny_qwen3
+from tests.server.conftest import serving
 from tests.tiny import to_bfloat16, write_qwen2_5_vl
 
 
@@ -213,3 +216,39 @@ def test_engines_get_equal_requests_that_differ_per_round():
     assert work.content("0 repeated-8") == work.content("0 repeated-8")
     pictures = [str(talk.turns[0][0]) for seed in "01" for talk in work.content(f"{seed} repeated-8")[0]]
     assert len(set(pictures)) == 4
+
+
+@dataclass
+class Endpoint:
+    """A server with two processes, which need a quarter and half a second between two looks at them."""
+
+    name: str
+    base: str
+    api_key: str = ""
+    cpu: float = 0.0
+
+    def cpu_seconds(self):
+        self.cpu += 0.25
+        return {"ray::ProxyActor": self.cpu, "python": 2 * self.cpu}
+
+
+@pytest.mark.slow
+def test_overhead_is_measured_by_request_and_chunk(tiny_checkpoint):
+    kinds = overhead.loads(requests=4, tokens=4, users=2)
+    engine = scripted_engine("a b c d", model=str(tiny_checkpoint), served_model_name=overhead.MODEL)
+    with engine, serving(engine) as server:
+        endpoints = [Endpoint(name, f"{server.url}/v1") for name in ("direct", "router")]
+        outcomes = asyncio.run(overhead.measure(endpoints, kinds, rounds=2))
+        missing = Endpoint("router", f"{server.url}/v2")
+        with pytest.raises(RuntimeError, match="router: HTTP 404"):
+            asyncio.run(overhead.measure([missing], kinds, rounds=1))
+    assert {key: len(outcome.seconds) for key, outcome in outcomes.items()} == {
+        (name, kind): 2 * load.requests for name in ("direct", "router") for kind, load in kinds.items()
+    }
+    whole, first, stream = (outcomes["router", name] for name in ("whole", "first", "stream"))
+    assert stream.events_per_request - first.events_per_request == 3
+    assert (whole.events_per_request, whole.cpu_ms("proxy of Ray Serve")) == (1, 1e3 * 2 * 0.25 / 8)
+    rows = dict(line.strip("| ").split(" | ", 1) for line in overhead.table(["direct", "router"], outcomes)[2:])
+    assert rows["CPU of all processes, one token, not streamed, ms"] == "187.50 | 187.50"
+    per_chunk = (1e3 * 2 * 0.25 / 2 - 1e3 * 2 * 0.25 / 8) / 3
+    assert rows["CPU of proxy of Ray Serve, each further chunk, ms"] == f"{per_chunk:.2f} | {per_chunk:.2f}"

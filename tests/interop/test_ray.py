@@ -5,28 +5,37 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import secrets
 import signal
 import socket
 import subprocess
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 import torch
+import yaml
 
+from benchmarks import overhead, ray_routing
 from benchmarks.environments import SetupMissing
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_server.api_keys import ApiKeys
 from tests.interop import peers
 from tests.interop.peers import PROGRAMS
+from tests.pages import page_text, read_page
 from tests.samples import image_url
 from tests.server.conftest import serving
 from tests.waiting import HANG, until
+
+if TYPE_CHECKING:
+    from tests.redis_server import RedisServer
 
 pytestmark = [pytest.mark.interop, pytest.mark.timeout(900)]
 
@@ -36,27 +45,35 @@ SMALL = {"cpus": 1, "ingress_cpus": 1, "kv_cache_mib": 64, "vision_cache_mib": 1
 """Options for replicas that share this machine."""
 CONFIG = {"model": "demo", "kv_cache_mib": 64, "vision_cache_mib": 16}
 ENDLESS = {"max_tokens": 1500, "ignore_eos": True, "n": 16}
+MANY_THREADS = "3"
+"""What replicas would use if they did not follow `cpus`."""
+TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+"""By which the processes of a cluster, and the command `serve`, know each other."""
 
 
 class Application:
-    """A running application of Ray Serve.
+    """A running application of Ray Serve, in a cluster of its own.
 
     Attributes:
         url: the address of its proxy.
+        cluster: the address of the Ray cluster.
     """
 
     def __init__(self, peer: peers.Peer) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
+        # The folder is where Ray looks for a running cluster. The paths of its sockets must be short.
+        self._folder = tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True)
+        environment = {"RAY_TMPDIR": self._folder.name, "OMP_NUM_THREADS": MANY_THREADS, **TOKEN}
         self._process = subprocess.Popen(
             [str(peer.python), str(PROGRAMS / "serve_with_ray.py"), str(port), "16"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
-            env={**os.environ, **peer.environment},
+            env={**os.environ, **peer.environment, **environment},
         )  # fmt: skip
         self._lock = threading.Lock()
         self._clients: dict[str | None, httpx.Client] = {}
-        assert self._read() == "ready"
+        self.cluster = self._read()
 
     def deploy(self, **arguments: Any) -> None:
         """Deploy an application, or update it, and wait until all its replicas serve."""
@@ -66,6 +83,14 @@ class Application:
     def counts(self) -> list[dict[str, int]]:
         """Return the counters of each replica that responds."""
         return [count for count in self._send({"broadcast": "counts"}) if isinstance(count, dict)]
+
+    def store_count(self, name: str) -> int:
+        """Return the sum of a counter of the embedding store over all replicas."""
+        return sum(count["store"][name] for count in self.counts())
+
+    def validate(self, config: Any) -> None:
+        """Validate a configuration file with Ray Serve's schema."""
+        self._send({"validate": config})
 
     def fail(self) -> None:
         """Let the engine of one replica fail permanently."""
@@ -86,6 +111,7 @@ class Application:
         self._process.stdin.close()
         self._process.wait(HANG)
         self._process.stdout.close()
+        self._folder.cleanup()
 
     def _send(self, command: dict[str, Any]) -> Any:
         with self._lock:
@@ -101,11 +127,15 @@ class Application:
 
 
 @pytest.fixture(scope="module")
-def ray() -> Iterator[Application]:
+def peer() -> peers.Peer:
     try:
-        peer = peers.ray()
+        return peers.ray()
     except SetupMissing as error:
         pytest.skip(f"Ray is not available: {error}")
+
+
+@pytest.fixture(scope="module")
+def ray(peer: peers.Peer) -> Iterator[Application]:
     with contextlib.closing(Application(peer)) as application:
         yield application
 
@@ -264,12 +294,17 @@ def test_client_that_leaves_frees_the_slot(two_replicas, stream):
     request = {**chat("Hello!", **ENDLESS), "stream": stream}
     if stream:
         with two_replicas.http().stream("POST", "/v1/chat/completions", json=request) as response:
-            next(response.iter_lines())
+            lines = response.iter_lines()  # closing this iterator would close the connection
+            next(lines)
             assert active() == ENDLESS["n"]
     else:
         with pytest.raises(httpx.ReadTimeout):
             two_replicas.http().post("/v1/chat/completions", json=request, timeout=0.2)
     until(lambda: active() == 0)
+
+
+def test_replicas_compute_with_the_cpus_reserved_for_them(two_replicas):
+    assert [count["threads"] for count in two_replicas.counts()] == [SMALL["cpus"]] * 2
 
 
 @dataclass
@@ -369,13 +404,33 @@ def test_replicas_follow_the_number_of_running_requests(ray):
     until(lambda: len(ray.counts()) == 1)
 
 
+def test_busy_replica_leaves_requests_to_the_next_one(ray):
+    ray.deploy(min_replicas=2, api_key=KEY, max_ongoing_requests=1)
+    request = chat("What is this?", image_url(height=56, width=56))
+    endless = {**request, **ENDLESS, "stream": True}
+    with ray.http().stream("POST", "/v1/chat/completions", json=endless) as response:
+        assert response.status_code == 200, response.read()
+        lines = response.iter_lines()  # closing this iterator would close the connection
+        next(lines)
+        turn(ray.http(), request)
+    assert [count["encoded"] for count in ray.counts()] == [1, 1]
+
+
+TWO_INGRESSES = {"ingress_replicas": 2, "max_stored_responses": 0}
+
+
 @pytest.mark.parametrize(
-    ("routing", "stored", "encoded"),
-    [("content", False, range(8, 9)), ("round-robin", False, range(9, 33)), ("round-robin", True, range(8, 9))],
+    ("options", "stored", "encoded"),
+    [
+        ({"routing": "content", **TWO_INGRESSES}, False, range(8, 9)),
+        ({"routing": "round-robin"}, False, range(9, 33)),
+        ({"routing": "round-robin"}, True, range(8, 9)),
+    ],
+    ids=["content, two ingress replicas", "round robin", "round robin, store"],
 )
-def test_eight_conversations_about_eight_images(ray, tmp_path, routing, stored, encoded):
+def test_eight_conversations_about_eight_images(ray, tmp_path, options, stored, encoded):
     store = {"embedding_store": f"file://{tmp_path}/store", "embedding_store_timeout": 30} if stored else {}
-    ray.deploy(min_replicas=4, api_key=KEY, routing=routing, **store)
+    ray.deploy(min_replicas=4, api_key=KEY, **options, **store)
     conversations = [chat("What is this?", image_url(height=112, width=112, seed=index)) for index in range(8)]
     client = ray.http()
     with ThreadPoolExecutor(8) as pool:
@@ -384,10 +439,135 @@ def test_eight_conversations_about_eight_images(ray, tmp_path, routing, stored, 
             for conversation, answer in zip(conversations, answers, strict=True):
                 conversation["messages"] += [answer, {"role": "user", "content": "And now?"}]
             if stored:
-                until(lambda: sum(count["stored"] for count in ray.counts()) == 8)
+                until(lambda: ray.store_count("writes") == 8)
     assert sum(count["encoded"] for count in ray.counts()) in encoded
 
 
 def turn(client: httpx.Client, request: dict[str, Any]) -> dict[str, Any]:
     content = client.post("/v1/chat/completions", json=request).json()["choices"][0]["message"]["content"]
     return {"role": "assistant", "content": content}
+
+
+@pytest.fixture
+def redis_server(tmp_path) -> Iterator[RedisServer]:
+    from tests.redis_server import RedisServer  # skips the test where it cannot run
+
+    with contextlib.closing(RedisServer(tmp_path)) as server:
+        yield server
+
+
+def test_replicas_answer_equally_whatever_happens_to_redis(ray, redis_server):
+    """Replicas that keep no embeddings look up each image: with Redis, with wrong values in it, and so on."""
+    store = {"embedding_store": redis_server.store_url, "embedding_store_timeout": 5, "vision_cache_mib": 0}
+    ray.deploy(min_replicas=4, api_key=KEY, routing="round-robin", **store)
+    requests = [chat("What is this?", image_url(height=84, width=84, seed=index)) for index in range(8)]
+
+    expected = logprobs(ray, requests)
+    assert len(set(map(tuple, expected))) == 8  # a wrong embedding would be noticed
+    until(lambda: ray.store_count("writes") == 8)
+    assert logprobs(ray, requests) == expected
+    assert sum(count["encoded"] for count in ray.counts()) == ray.store_count("hits") == 8
+
+    keys = redis_server.client.keys()
+    values = redis_server.client.mget(keys)
+    redis_server.client.mset(dict(zip(keys, values[::-1], strict=True)))
+    assert logprobs(ray, requests) == expected
+    until(lambda: redis_server.client.mget(keys) == values)
+    assert ray.store_count("invalid") == 8
+
+    redis_server.client.flushall()
+    redis_server.client.config_set("maxmemory", 1)
+    assert logprobs(ray, requests) == expected
+    until(lambda: ray.store_count("write_errors") + ray.store_count("dropped") == 8)
+
+    redis_server.pause(HANG)
+    assert logprobs(ray, requests) == expected
+    assert ray.store_count("timeouts") > 0
+
+    redis_server.kill()
+    assert logprobs(ray, requests) == expected
+    assert ray.store_count("errors") > 0
+
+
+def logprobs(application: Application, requests: list[dict[str, Any]]) -> list[list[float]]:
+    """Send requests at the same time, and return the log probabilities of four tokens of each response."""
+
+    def send(request: dict[str, Any]) -> list[float]:
+        options = {"max_tokens": 4, "ignore_eos": True, "logprobs": True}
+        response = application.http().post("/v1/chat/completions", json={**request, **options})
+        assert response.status_code == 200, response.text
+        return [token["logprob"] for token in response.json()["choices"][0]["logprobs"]["content"]]
+
+    with ThreadPoolExecutor(len(requests)) as pool:
+        return list(pool.map(send, requests))
+
+
+def test_configuration_files_fit_the_schema_of_ray_serve(ray):
+    (block,) = re.findall(r"^```yaml\n(.*?)^```$", page_text("ray.md"), re.MULTILINE | re.DOTALL)
+    ray.validate(yaml.safe_load(block))
+    objects = {each["kind"]: each for each in yaml.safe_load_all(read_page("examples/scale-out/rayservice.yaml"))}
+    config = yaml.safe_load(objects["RayService"]["spec"]["serveConfigV2"])
+    ray.validate(config)
+    config["applications"][0]["import_paths"] = config["applications"][0].pop("import_path")
+    with pytest.raises(AssertionError, match="import_path"):
+        ray.validate(config)
+
+
+# A process that was started in the background may ignore SIGINT.
+SERVE = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from ray.serve.scripts import cli
+cli()
+"""
+
+
+def test_serve_run_serves_until_it_is_interrupted(peer, tmp_path):
+    """The command `serve`, as users run it, in a cluster whose proxy listens on a free port."""
+    log = tmp_path / "log"
+    options = {**SMALL, "model": "demo", "served_model_name": "served", "api_key": KEY}
+    with contextlib.closing(Application(peer)) as cluster, log.open("w") as output:
+        command = [peer.python, "-c", SERVE, "run", "--address", cluster.cluster, "dashinfer_vlm_ray:app"]
+        command += [f"{name}={value}" for name, value in options.items()]
+        environment = {**os.environ, **peer.environment, **TOKEN}
+        with subprocess.Popen(command, env=environment, stdout=output, stderr=output) as process:
+            try:
+                until(lambda: process.poll() is not None or is_ready(cluster))
+                assert process.poll() is None, log.read_text()
+                assert [model["id"] for model in cluster.http().get("/v1/models").json()["data"]] == ["served"]
+                assert cluster.http().post("/v1/chat/completions", json=chat()).status_code == 200
+                process.send_signal(signal.SIGINT)
+                assert process.wait(HANG) == 0, log.read_text()
+                until(lambda: not is_ready(cluster))
+            finally:
+                process.kill()
+
+
+def is_ready(application: Application) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return application.http().get("/health/ready").status_code == 200
+    return False
+
+
+@pytest.fixture
+def with_ray(peer, monkeypatch) -> None:
+    """Let child processes find Ray."""
+    for name, value in peer.environment.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("with_ray")
+def test_benchmark_measures_overhead_by_process():
+    size = ["--rounds", "1", "--requests", "4", "--tokens", "8", "--users", "2"]
+    outcomes = overhead.main(["ray", "--ray-modes", "Ray Serve", *size])
+    for load in ("whole", "first", "stream", "users"):
+        ours, plain = outcomes["Ray Serve", load], outcomes["server", load]
+        assert ours.events == plain.events > 0
+        assert set(ours.cpu) == {overhead.TOTAL, *overhead.ROLES.values()}
+
+
+@pytest.mark.usefixtures("with_ray")
+def test_benchmark_counts_passes_of_all_replicas():
+    size = ["--replicas", "2", "--images", "3", "--turns", "2", "--tokens", "4"]
+    outcomes = ray_routing.main(["--model", "demo", "--modes", "content", *size])
+    assert [outcome.passes for outcome in outcomes["content"]] == [3]

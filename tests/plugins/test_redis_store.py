@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-import subprocess
 import sys
 
 import pytest
@@ -19,58 +17,19 @@ from dashinfer_vlm_redis import RedisStoreFactory
 from tests.clock import run, skippable_loop
 from tests.core.test_vision import MeanTower, mean_of
 from tests.patches import random_patches
+from tests.redis_server import RedisServer
 from tests.samples import image_url
 from tests.waiting import HANG, auntil, until
 
-redis = pytest.importorskip("redis", reason="redis-py is not installed: pip install '.[redis]'")
-
-PROGRAM = next(filter(None, map(shutil.which, ("valkey-server", "redis-server"))), None)
 TTL = 1000
 ITEMS = [random_patches(1, 4, 4, seed=seed) for seed in range(8)]
 A, B = ITEMS[:2]
 FIRST, SECOND, THIRD = (f"{number:064x}" for number in range(3))
 
 
-class Server:
-    """A server process that stores nothing on disk.
-
-    Attributes:
-        url: the URL of its database.
-        client: a client for the test.
-    """
-
-    def __init__(self, folder):
-        self._socket = folder / "redis.sock"
-        self._command = [PROGRAM, "--port", "0", "--unixsocket", str(self._socket), "--save", "", "--dir", str(folder)]
-        self.url = f"unix://{self._socket}?db=0"
-        self.client = redis.Redis.from_url(self.url)
-        self.start()
-
-    def start(self):
-        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
-        until(lambda: self._responds() or self._process.poll() is not None)
-        assert self._process.poll() is None, " ".join(self._command)
-
-    def _responds(self):
-        try:
-            return self.client.ping()
-        except redis.ConnectionError:
-            return False
-
-    def kill(self):
-        self._process.kill()
-        self._process.wait()
-
-    def close(self):
-        self.kill()
-        self.client.close()
-
-
 @pytest.fixture(scope="module")
 def running_server(tmp_path_factory):
-    if PROGRAM is None:
-        pytest.skip("there is no server: apt-get install redis-server, or valkey-server")
-    server = Server(tmp_path_factory.mktemp("redis"))
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
     yield server
     server.close()
 
@@ -243,13 +202,13 @@ def test_slow_server_costs_only_the_time_budget(server):
     async def scenario(replica):
         await replica.check(A)
         await replica.written()
-        server.client.execute_command("CLIENT", "PAUSE", int(1000 * HANG))
+        server.pause(HANG)
         request = asyncio.create_task(replica.check(A))
         while replica.stats.timeouts == 0:
             await asyncio.sleep(0.001)
             await skippable_loop().askip(1.0)
         await request
-        server.kill()  # also ends the pause
+        server.kill()
         server.start()
 
     with_replicas(server, scenario, 1, timeout=0.5)
@@ -293,8 +252,7 @@ def test_security_33_wrong_values_are_not_used_and_replaced(server):
 
 @pytest.mark.slow
 def test_engines_share_a_server(server):
-    url = server.url.replace("unix://", "redis+unix://")
-    config = EngineConfig(model="demo", decoder="torch", embedding_store=url, embedding_store_timeout=HANG)
+    config = EngineConfig(model="demo", decoder="torch", embedding_store=server.store_url, embedding_store_timeout=HANG)
 
     def ask(engine, seed):
         content = [{"type": "image_url", "image_url": {"url": image_url(60, 60, seed)}}, {"type": "text", "text": "?"}]

@@ -3,6 +3,7 @@
 Its arguments are the port of the proxy and the number of CPUs that Ray assumes, which can exceed those of the machine.
 """
 
+import dataclasses
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ import sys
 import ray
 from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.schema import ServeDeploySchema
 
 import dashinfer_vlm_ray
 from dashinfer_vlm_ray import engine_replica
@@ -20,12 +22,15 @@ class ControlledReplica(engine_replica.EngineReplica):
     """A replica that also reports its counters, and can fail like one whose decoder cannot be restarted."""
 
     async def counts(self) -> dict:
+        import torch  # the program itself does not need it
+
         stats = self._engine.stats()
         return {
             "pid": os.getpid(),
+            "threads": torch.get_num_threads(),
             "active": stats.active_requests,
             "encoded": stats.vision.encoded,
-            "stored": stats.vision.store.writes if stats.vision.store else 0,
+            "store": dataclasses.asdict(stats.vision.store) if stats.vision.store else {},
         }
 
     async def fail(self) -> None:
@@ -35,6 +40,9 @@ class ControlledReplica(engine_replica.EngineReplica):
 def run(command: dict) -> object:
     if arguments := command.get("deploy"):
         serve.run(dashinfer_vlm_ray.app(arguments))
+        return None
+    if config := command.get("validate"):
+        ServeDeploySchema.model_validate(config)
         return None
     handle = serve.get_deployment_handle("engine", "default")
     if method := command.get("broadcast"):
@@ -56,7 +64,7 @@ def main() -> None:
         logging_level=logging.WARNING,
     )  # fmt: skip
     serve.start(http_options={"host": "127.0.0.1", "port": port})
-    print(json.dumps({"result": "ready"}), file=output)
+    print(json.dumps({"result": ray.get_runtime_context().gcs_address}), file=output)
     for line in sys.stdin:
         try:
             result = {"result": run(json.loads(line))}
