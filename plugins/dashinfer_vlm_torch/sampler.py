@@ -101,7 +101,9 @@ def sample(
     ]
 
 
-def _choose(logits: Tensor, rows: Sequence[LogitsRow], masks: _Masks, drawer: Drawer | None) -> tuple[Tensor, Tensor]:
+def _choose(
+    logits: Tensor, rows: Sequence[LogitsRow], masks: _Masks, drawer: Drawer | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the token of each row, int64 [rows], and whether its largest score is finite, bool [rows]. On a GPU, this
     does not wait for it."""
     scores = _mask_disallowed(_apply_penalties(_apply_bias_and_min_tokens(logits, rows), rows), masks)
