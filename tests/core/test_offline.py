@@ -648,6 +648,7 @@ def test_generate_works_inside_event_loop(scripted):
 def test_progress_bar_can_be_disabled(scripted, capsys):
     vlm, _ = scripted("ok")
     vlm.generate(["a"] * 7, GREEDY, use_tqdm=False)
+    vlm.chat([{"role": "user", "content": "a"}], GREEDY, False)  # positional in vLLM, too
     assert capsys.readouterr() == ("", "")
     vlm.generate(["a"] * 7, GREEDY)
     assert "7/7" in capsys.readouterr().err
