@@ -94,6 +94,7 @@ def make(folder: Path, python: Path, piece_bytes: int) -> list[Path]:
         install_packages(site_packages)
         for wheel, library in ONE_DEVICE.items():
             compile_stub_libraries([library], site_packages / "nvidia" / wheel / "lib")
+        output(str(environment / "bin" / "python"), "-I", "-B", "-c", "import ctypes, json, numpy")  # it is complete
         glibc = newest_glibc(environment)
         pieces = write_pieces(environment, folder, piece_bytes)
     sums = "".join(f"{sha256(piece)}  {piece.name}\n" for piece in pieces)
@@ -130,7 +131,7 @@ def copy_python(python: Path, environment: Path) -> None:
 
 def bundle_libraries(module: Path, folder: Path) -> None:
     """Copy the libraries that an extension module needs, or remove it if it needs others than `BUNDLED`."""
-    needed = dict(re.findall(r"^\s*(\S+)(?: => (\S+))?", output("ldd", str(module)), re.MULTILINE))
+    needed = dict(re.findall(r"^\s*(\S+\.so\S*)(?: => (\S+))?", output("ldd", str(module)), re.MULTILINE))
     others = {name: path for name, path in needed.items() if not SYSTEM.search(name)}
     if not others.keys() <= set(BUNDLED):
         module.unlink()

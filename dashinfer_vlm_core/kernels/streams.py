@@ -63,6 +63,8 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     CUDA copies from page-locked memory while the caller continues. From other memory, the caller would wait until the
     device has finished everything before the copy.
     """
+    if tensor.device == device:
+        return tensor
     return _page_locked(tensor, device).to(device, non_blocking=True)
 
 

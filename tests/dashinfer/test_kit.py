@@ -161,7 +161,9 @@ def python():
 def test_copied_interpreter_runs_in_another_folder(script, python, tmp_path):
     script.copy_python(python, tmp_path / "env")
     (tmp_path / "env").rename(tmp_path / "moved")
-    program = "import ctypes, json, os, sys, zlib; print(sys.prefix); print(open('/proc/self/maps').read())"
+    program = (
+        "import contextvars, ctypes, queue, sys, zlib; print(sys.prefix, open('/proc/self/maps').read(), sep='\\n')"
+    )
     command = [tmp_path / "moved" / "bin" / "python", "-I", "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     prefix, *maps = done.stdout.splitlines()

@@ -237,7 +237,8 @@ def _finish(folder: Path, **record: int) -> Findings:
     """Check that the environment works, and only then mark it as installed; `record` is stored with the findings."""
     findings = examine(private_environment(folder))
     if findings.problem:
-        hint = " On a machine without a GPU driver, add `--cpu`." if "libcuda" in findings.problem else ""
+        has_no_driver = "libcuda" in findings.problem
+        hint = " Without a GPU driver, run `dashinfer-vlm dashinfer install --cpu`." if has_no_driver else ""
         raise SetupError(f"DashInfer was installed, but does not load: {findings.problem}.{hint}")
     write_json(folder / MARKER, dataclasses.asdict(findings) | record)
     return findings
