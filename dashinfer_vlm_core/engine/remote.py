@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
-import os
-import ssl
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_args
@@ -98,7 +95,6 @@ class RemoteEngine:
         self.model = model
         self._http = openai.DefaultAsyncHttpxClient(
             timeout=httpx.Timeout(timeout, connect=min(timeout, CONNECT_SECONDS)),
-            verify=_certificates(),
         )
         self._client = openai.AsyncOpenAI(
             base_url=self.api_base,
@@ -320,18 +316,6 @@ def _unreachable() -> EngineClosed:
 
 def _not_compatible() -> EngineError:
     return EngineError("The server's response does not follow OpenAI's API. Check that `api_base` ends with /v1.")
-
-
-def _certificates() -> ssl.SSLContext:
-    """Return a context with the trusted certificates. Those of the environment are read again for each engine."""
-    is_configured = any(os.environ.get(name) for name in ("SSL_CERT_FILE", "SSL_CERT_DIR"))
-    return httpx.create_ssl_context() if is_configured else _default_certificates()
-
-
-@functools.cache
-def _default_certificates() -> ssl.SSLContext:
-    """Return the context that engines share: reading the certificates takes 20 ms."""
-    return httpx.create_ssl_context()
 
 
 def _check_api_base(api_base: str) -> str:

@@ -68,12 +68,12 @@ def texts(alphabet, count, pieces):
 @pytest.mark.parametrize("alphabet", [ALPHABET, RARE, RARE[:-3]], ids=["any", "rare errors", "few errors"])
 def test_slices_are_decoded_as_one_text(alphabet):
     accepted = 0
-    for text in texts(alphabet, 1500, 12):
+    for text in texts(alphabet, 500, 12):
         expected = decode_in_one_call(text)
         accepted += bool(expected)
         for size in SLICES:
             assert decode_in_slices("," + text, 1, size) == expected, (text, size)
-    assert 100 < accepted < 1450
+    assert 30 < accepted < 490
 
 
 NESTED = ["%2%0A0QUJD", "QUJD%0%0AA", "%%2BB", "%2%0A%0A%0AB"]

@@ -107,7 +107,7 @@ def text_of(ids, **fields):
 # Text
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(token_ids)
 @example([*ids_of("日")[:1], END, *ids_of("日")])
 @example(ids_of("🙂")[:-1])
@@ -116,7 +116,7 @@ def test_text_equals_tokenizers(ids):
     assert text_of(ids) == TOKENIZER.decode(known, skip_special_tokens=True)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(token_ids, st.sampled_from(["stop", "length"]), st.lists(st.text("lo日� ", min_size=1), max_size=4, unique=True))
 def test_streamed_text_equals_whole(ids, finish, stops):
     fields = {"logprobs": True, "stop": stops or None}
@@ -200,7 +200,7 @@ def truncate(text, stops):
     return None
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.text("ab", max_size=4), max_size=12),
     st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=4),
@@ -300,7 +300,7 @@ def test_logprobs_have_openai_format():
     }
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(token_ids)
 def test_logprob_bytes_join_to_text(ids):
     choice = whole(tokens_of(ids), logprobs=True).choices[0]

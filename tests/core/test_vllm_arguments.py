@@ -128,6 +128,7 @@ def test_unknown_argument_is_rejected(tiny_checkpoint):
         VLM(tiny_checkpoint, max_num_seq=4)
 
 
+@pytest.mark.slow
 def test_arguments_of_model_cards_work(tiny_checkpoint):
     """Those of the cards of Qwen2.5-VL and Qwen3-VL, and of common scripts."""
     options = {

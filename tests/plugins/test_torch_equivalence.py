@@ -34,11 +34,17 @@ PROMPTS = {
 }
 
 
+FAST = ("gqa-tied", "mha-untied")
+"""The shapes of the fast tests."""
+
+
 def requests(oracle):
     return [make(oracle.width) for make in PROMPTS.values()]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in SHAPES]
+)
 @pytest.mark.supports("text", backend="torch-cpu")
 def test_greedy_tokens_equal_transformers(oracles, shape):
     oracle = oracles(shape)
