@@ -127,15 +127,16 @@ def _plugins() -> Finding:
 
 def _cpu() -> Finding:
     flags = cpu_flags()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = "1 core" if count == 1 else f"{count} cores"
     fast = [name for flag, name in FAST_CPU.items() if flag in flags]
     if fast or not flags:
-        return Finding(name="cpu", status="ok", detail=f"{cores} cores, bfloat16: {', '.join(fast) or 'unknown'}")
+        return Finding(name="cpu", status="ok", detail=f"{cores}, bfloat16: {', '.join(fast) or 'unknown'}")
     fix = (
         "On this CPU, `--dtype float32` is usually faster than bfloat16, and needs twice the memory. Ignore this if you"
         " use a GPU."
     )
-    return Finding(name="cpu", status="slow", detail=f"{cores} cores, no fast instructions for bfloat16", fix=fix)
+    return Finding(name="cpu", status="slow", detail=f"{cores}, no fast instructions for bfloat16", fix=fix)
 
 
 def _cuda() -> Finding:
