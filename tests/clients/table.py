@@ -50,6 +50,7 @@ PACKAGES = (
     "openai",
     "litellm",
     "langchain-core",
+    "langchain-openai",
     "langchain",
     "langgraph",
     "openai-agents",
