@@ -86,7 +86,7 @@ def sample(
     Args:
         logits: float32 [rows, vocab_size]; not modified.
         rows: what the rows belong to; those of one sequence are adjacent, with increasingly long drafts.
-        drawer: draws the tokens of rows that are not greedy, if there is something faster than PyTorch's operators.
+        drawer: draws the tokens of rows with a temperature and without `top_p`; by default, PyTorch's operators do.
 
     Returns:
         A token per row, or the error of a row whose logits are not finite or whose grammar failed.
@@ -108,17 +108,18 @@ def _choose(
     does not wait for it."""
     scores = _mask_disallowed(_apply_penalties(_apply_bias_and_min_tokens(logits, rows), rows), masks)
     random_rows = [index for index, row in enumerate(rows) if row.sampling.temperature >= GREEDY_BELOW]
-    if drawer is not None and len(random_rows) == len(rows):
-        drawn = drawer(scores, random_rows, rows)
+    drawn_rows = [index for index in random_rows if drawer is not None and rows[index].sampling.top_p >= 1]
+    if drawer is not None and len(drawn_rows) == len(rows):
+        drawn = drawer(scores, drawn_rows, rows)
         return drawn.ids, drawn.totals.isfinite()
     best, ids = scores.max(dim=-1)
-    if random_rows:
-        index = _index(random_rows, logits)
-        chosen = [rows[number] for number in random_rows]
-        if drawer is not None:
-            ids[index] = drawer(scores, random_rows, chosen).ids
-        else:
-            ids[index] = _sample_rows(scores if len(random_rows) == len(rows) else scores[index], chosen)
+    if drawer is not None and drawn_rows:
+        ids[drawn_rows] = drawer(scores, drawn_rows, [rows[number] for number in drawn_rows]).ids
+    other_rows = [index for index in random_rows if index not in drawn_rows]
+    if other_rows:
+        index = _index(other_rows, logits)
+        part = scores if len(other_rows) == len(rows) else scores[index]
+        ids[index] = _sample_rows(part, [rows[number] for number in other_rows])
     return ids, best.isfinite()
 
 
@@ -301,11 +302,11 @@ def _keep_top_p(weights: Tensor, top_p: Sequence[float]) -> None:
     if rows:
         index = _index(rows, weights)
         part = weights[index]
-        thresholds = nucleus_thresholds(part, _column([top_p[row] for row in rows], weights, torch.float64))
+        thresholds = _nucleus_thresholds(part, _column([top_p[row] for row in rows], weights, torch.float64))
         weights[index] = part.masked_fill(part < thresholds, 0)
 
 
-def nucleus_thresholds(weights: Tensor, top_p: Tensor) -> Tensor:
+def _nucleus_thresholds(weights: Tensor, top_p: Tensor) -> Tensor:
     """[rows, 1], the smallest weight in each row's nucleus (Holtzman et al., arXiv 1904.09751): the smallest weight
     for which the sum of the larger ones is below p."""
     if weights.device.type != "cpu":  # to choose by the weights, the CPU would have to wait for them

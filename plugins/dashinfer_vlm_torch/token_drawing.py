@@ -1,7 +1,9 @@
 """Sample tokens with kernels that draw from logits: they read each row three times, instead of storing the weights of
 all tokens in several passes.
 
-`top_k` and `top_p` become a floor for each row, which is found among its largest logits: smaller ones have no weight.
+`top_k` becomes a floor for each row, which is found among its largest logits: smaller ones have no weight. Rows with
+`top_p` are left to PyTorch's operators: if many tokens are about equally likely, finding a nucleus takes several
+passes, and drawing would add some.
 """
 
 from __future__ import annotations
@@ -14,10 +16,7 @@ from torch import Tensor
 
 from dashinfer_vlm_core.kernels import DrawnTokens, TokenDrawing
 
-from .sampler import LogitsRow, nucleus_thresholds, uniform
-
-WIDTHS = (128, 1024)
-"""The nucleus is searched among this many of the largest logits, one after the other, and then among all."""
+from .sampler import LogitsRow, uniform
 
 BLOCK = 128
 """Logits per block. The largest logits are in the blocks with the largest maxima, which are far fewer."""
@@ -35,15 +34,7 @@ class TokenDrawer:
         shares = torch.tensor([uniform(row) for row in rows], dtype=torch.float64)
         floors = torch.full((len(rows),), -torch.inf)
         _apply_top_k(floors, scores, index, temperatures, [row.sampling.top_k for row in rows])
-        drawn = self._kernels.draw_tokens(scores, index, temperatures, floors, shares)
-        top_p = torch.tensor([row.sampling.top_p for row in rows], dtype=torch.float64)
-        part = ((top_p < 1) & drawn.totals.isfinite()).nonzero()[:, 0]
-        if len(part):
-            subset = temperatures[part], floors[part], drawn.totals[part], top_p[part]
-            nuclei = _nucleus_floors(scores[index[part]], *subset)
-            again = self._kernels.draw_tokens(scores, index[part], temperatures[part], nuclei, shares[part])
-            drawn.ids[part] = again.ids
-        return drawn
+        return self._kernels.draw_tokens(scores, index, temperatures, floors, shares)
 
 
 def _apply_top_k(floors: Tensor, scores: Tensor, index: Tensor, temperatures: Tensor, top_k: Sequence[int]) -> None:
@@ -55,41 +46,9 @@ def _apply_top_k(floors: Tensor, scores: Tensor, index: Tensor, temperatures: Te
         floors[limited] = largest.gather(1, ranks[:, None])[:, 0] / temperatures[limited]
 
 
-def _nucleus_floors(scores: Tensor, temperatures: Tensor, floors: Tensor, totals: Tensor, top_p: Tensor) -> Tensor:
-    """Return float32 [rows], the smallest quotient in each row's nucleus, see `nucleus_thresholds`.
-
-    Args:
-        scores: float32 [rows, vocab_size], finite where it is not -inf.
-        temperatures: float32 [rows].
-        floors: float32 [rows], below which quotients have no weight.
-        totals: float64 [rows], the sum of the weights, relative to the largest one.
-        top_p: float64 [rows].
-    """
-    found = torch.empty_like(floors)
-    rows = torch.arange(len(scores))
-    for width in WIDTHS:
-        quotients = _largest(scores[rows], width) / temperatures[rows, None]
-        weights = (quotients - quotients[:, :1]).double().exp() / totals[rows, None]
-        weights.masked_fill_(quotients < floors[rows, None], 0)
-        cumulative = weights.cumsum(dim=-1)
-        inside = (cumulative - weights < top_p[rows, None]).sum(dim=-1, keepdim=True)
-        smallest = quotients.gather(1, inside.clamp(min=1) - 1)[:, 0]
-        found[rows] = torch.maximum(smallest, floors[rows])
-        rows = rows[(cumulative[:, -1] < top_p[rows]) & (quotients[:, -1] >= floors[rows])]
-        if not len(rows):
-            return found
-    quotients = scores[rows] / temperatures[rows, None]
-    quotients.masked_fill_(quotients < floors[rows, None], -torch.inf)
-    weights = quotients.softmax(dim=-1)
-    outside = weights < nucleus_thresholds(weights, top_p[rows, None])
-    found[rows] = quotients.masked_fill_(outside, torch.inf).amin(dim=-1)
-    return found
-
-
 def _largest(scores: Tensor, count: int) -> Tensor:
-    """Return the largest values of each row in descending order, `count` or all of them."""
+    """Return the `count` largest values of each row in descending order."""
     rows, vocab_size = scores.shape
-    count = min(count, vocab_size)
     num_blocks = -(-vocab_size // BLOCK)
     if 4 * count > num_blocks:
         return scores.topk(count).values

@@ -15,8 +15,8 @@ from dashinfer_vlm_torch.sampler import (
     MAX_UNIFORM,
     LogitsRow,
     _invert_cdf,
+    _nucleus_thresholds,
     _wide_nucleus_thresholds,
-    nucleus_thresholds,
 )
 from dashinfer_vlm_torch.scheduler import SampledToken, SequenceState
 from dashinfer_vlm_torch.token_drawing import TokenDrawer
@@ -207,7 +207,7 @@ def test_nucleus_equals_sorting(scale):
         ordered = weights.sort(dim=-1, descending=True).values
         before = ordered.cumsum(dim=-1, dtype=torch.float64) - ordered
         expected = ordered.gather(1, (before < p).sum(dim=-1, keepdim=True) - 1)
-        for floors_of in (nucleus_thresholds, _wide_nucleus_thresholds):
+        for floors_of in (_nucleus_thresholds, _wide_nucleus_thresholds):
             assert torch.equal(floors_of(weights, torch.full((6, 1), p, dtype=torch.float64)), expected)
 
 
@@ -224,7 +224,7 @@ def test_drawn_tokens_equal_those_of_operators(scale, options):
 def test_nucleus_of_nan_terminates():
     weights = torch.full((2, 50), torch.nan)
     weights[1] = 0.02
-    for floors_of in (nucleus_thresholds, _wide_nucleus_thresholds):
+    for floors_of in (_nucleus_thresholds, _wide_nucleus_thresholds):
         assert floors_of(weights, torch.tensor([[0.5], [0.5]], dtype=torch.float64))[1] == weights[1, 0]
 
 
