@@ -52,7 +52,6 @@ TOTAL = "all processes"
 
 RAY_MODES: Mapping[str, Mapping[str, str]] = {
     "Ray Serve": {},
-    "Ray Serve by value": {"DV_BYVALUE": "1"},
     "Ray Serve with gRPC": {"RAY_SERVE_USE_GRPC_BY_DEFAULT": "1"},
     "Ray Serve optimized": {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"},
 }
