@@ -50,13 +50,6 @@ ROLES: Mapping[str, str] = {
 """Start of a process's title -> its role in an application of Ray Serve."""
 TOTAL = "all processes"
 
-RAY_MODES: Mapping[str, Mapping[str, str]] = {
-    "Ray Serve": {},
-    "Ray Serve with gRPC": {"RAY_SERVE_USE_GRPC_BY_DEFAULT": "1"},
-    "Ray Serve optimized": {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"},
-}
-"""Environment variables of Ray Serve's processes."""
-
 
 class Endpoint(Protocol):
     """A server to measure."""
@@ -227,14 +220,11 @@ def table(names: Sequence[str], outcomes: Outcomes) -> list[str]:
 
 
 @contextlib.contextmanager
-def ray_endpoints(folder: Path, modes: Sequence[str] = tuple(RAY_MODES)) -> Iterator[list[Server]]:
-    """Start the server, and for each mode of Ray Serve an application with one replica."""
+def ray_endpoints(folder: Path) -> Iterator[list[Server]]:
+    """Start the server, and an application of Ray Serve with one replica."""
+    program = (sys.executable, str(Peers.script("ray_server.py")), "{port}", str(folder))
     options = ("model=demo", f"served_model_name={MODEL}")
-    launches = [_plain()]
-    for number, mode in enumerate(modes):
-        program = (sys.executable, str(Peers.script("ray_server.py")), "{port}", str(folder / str(number)))
-        launches.append(Launch(name=mode, command=(*program, *options), environment=RAY_MODES[mode]))
-    with _servers(folder, launches) as servers:
+    with _servers(folder, [_plain(), Launch(name="Ray Serve", command=(*program, *options))]) as servers:
         yield servers
 
 
@@ -251,10 +241,6 @@ def litellm_endpoints(folder: Path) -> Iterator[list[Server]]:
         ]
         with _servers(folder, launches) as proxies:
             yield [plain, *proxies]
-
-
-def _endpoints(router: str, folder: Path, modes: Sequence[str]) -> contextlib.AbstractContextManager[list[Server]]:
-    return ray_endpoints(folder, modes) if router == "ray" else litellm_endpoints(folder)
 
 
 def _litellm(name: str, base: str, path: Path, **settings: Any) -> Launch:
@@ -297,18 +283,16 @@ def main(arguments: Sequence[str] | None = None) -> Outcomes:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("router", choices=("ray", "litellm"))
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--ray-modes", default=",".join(RAY_MODES), help="(%(default)s)")
     parser.add_argument("--requests", type=int, default=12, help="requests of each kind in a round (%(default)s)")
     parser.add_argument("--tokens", type=int, default=100, help="tokens of a streamed response (%(default)s)")
     parser.add_argument("--users", type=int, default=8, help="concurrent streams (%(default)s)")
     given = parser.parse_args(arguments)
-    if unknown := set(given.ray_modes.split(",")) - set(RAY_MODES):
-        parser.error(f"--ray-modes: {', '.join(unknown)} is not one of {', '.join(RAY_MODES)}")
+    start = ray_endpoints if given.router == "ray" else litellm_endpoints
     # Ray's sockets are in the folder, and the length of their paths is limited.
     with (
         end_with_us(),
         tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder,
-        _endpoints(given.router, Path(folder), given.ray_modes.split(",")) as endpoints,
+        start(Path(folder)) as endpoints,
     ):
         kinds = loads(given.requests, given.tokens, given.users)
         outcomes = asyncio.run(measure(endpoints, kinds, given.rounds))
