@@ -189,14 +189,7 @@ class RayEngine:
         return counts
 
     def _method(self, name: str, session: str = "", *, stream: bool = False) -> Any:
-        import os  # EXPERIMENT
-
-        return self._handle.options(
-            method_name=name,
-            session_id=session,
-            stream=stream,
-            _by_reference=not (stream and os.environ.get("DV_BYVALUE")),
-        )
+        return self._handle.options(method_name=name, session_id=session, stream=stream)
 
     async def _send(self, method: str, request: ChatRequest) -> Any:
         handle = self._method(method, await _session_id(request))

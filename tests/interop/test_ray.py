@@ -23,7 +23,6 @@ import pytest
 import torch
 import yaml
 
-from benchmarks import overhead, ray_routing
 from benchmarks.environments import SetupMissing
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_server.api_keys import ApiKeys
@@ -547,27 +546,3 @@ def is_ready(application: Application) -> bool:
     with contextlib.suppress(httpx.TransportError):
         return application.http().get("/health/ready").status_code == 200
     return False
-
-
-@pytest.fixture
-def with_ray(peer, monkeypatch) -> None:
-    """Let child processes find Ray."""
-    for name, value in peer.environment.items():
-        monkeypatch.setenv(name, value)
-
-
-@pytest.mark.usefixtures("with_ray")
-def test_benchmark_measures_overhead_by_process():
-    size = ["--rounds", "1", "--requests", "4", "--tokens", "8", "--users", "2"]
-    outcomes = overhead.main(["ray", "--ray-modes", "Ray Serve", *size])
-    for load in ("whole", "first", "stream", "users"):
-        ours, plain = outcomes["Ray Serve", load], outcomes["server", load]
-        assert ours.events == plain.events > 0
-        assert set(ours.cpu) == {overhead.TOTAL, *overhead.ROLES.values()}
-
-
-@pytest.mark.usefixtures("with_ray")
-def test_benchmark_counts_passes_of_all_replicas():
-    size = ["--replicas", "2", "--images", "3", "--turns", "2", "--tokens", "4"]
-    outcomes = ray_routing.main(["--model", "demo", "--modes", "content", *size])
-    assert [outcome.passes for outcome in outcomes["content"]] == [3]
