@@ -36,7 +36,7 @@ MAX_PATH_CHARS = 64 * 1024
 """Maximum length of a file: URL or path. Linux allows paths of 4,096 bytes, and 255 in a name."""
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*):", re.IGNORECASE)
-_BARE_BASE64 = re.compile(r"[A-Za-z0-9+/]{256}")  # the path of an image has a dot, or is shorter
+_BARE_BASE64 = re.compile(r"[A-Za-z0-9+/]{256}")  # and no dot: the path of an image has one, or is shorter
 _SPACE = b" \t\r\n"
 # Only the percent-escapes that base64 in a URL can need: general unquoting uses a hundred times the text's memory.
 _ESCAPES = tuple(
@@ -268,7 +268,7 @@ def _allowed_file(text: str, folder: Path | None, path: str) -> Path:
         MediaRefused: local files are not allowed, the path is outside the folder, or it is not a path but base64.
         MediaUnreachable: the path is too long.
     """
-    if _BARE_BASE64.match(text):
+    if _BARE_BASE64.match(text) and "." not in text:
         raise MediaRefused(
             f"`{path}` has base64 without the prefix of a data: URL. Write data:image/png;base64,... or"
             " data:video/mp4;base64,...",

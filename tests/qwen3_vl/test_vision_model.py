@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import subprocess
 import sys
 
@@ -112,10 +113,9 @@ def test_positions_are_interpolated_with_align_corners(h, w):
 
 def test_missing_level_is_named(tmp_path):
     write_checkpoint(tmp_path)
-    config = (tmp_path / "config.json").read_text()
-    (tmp_path / "config.json").write_text(
-        config.replace('"deepstack_visual_indexes": [0, 2]', '"deepstack_visual_indexes": [0, 1, 2]')
-    )
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["vision_config"]["deepstack_visual_indexes"] = [0, 1, 2]
+    (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"visual\.deepstack_merger_list\.2"):
         load(tmp_path)
 
