@@ -49,9 +49,11 @@ PICTURE = Path(__file__).parents[2] / "examples" / "pictures" / "three.png"
 
 
 def conversations():
+    """Prompts whose completions are certain in the bundled model with 4 and with 8 bits."""
     url = f"data:image/png;base64,{base64.b64encode(PICTURE.read_bytes()).decode()}"
-    picture = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What do you see?"}]
-    return [[{"role": "user", "content": content}] for content in ("Which shapes do you know?", picture)]
+    question = {"type": "text", "text": "Describe the image in detail."}
+    picture = [{"type": "image_url", "image_url": {"url": url}}, question]
+    return [[{"role": "user", "content": content}] for content in ("Which colors do you know?", picture)]
 
 
 def demo(_folder):
