@@ -82,6 +82,11 @@ def peft() -> Path:
     return _packages("peft", PEFT, "--no-deps")
 
 
+def transformers() -> Peer:
+    """Return this interpreter with accelerate, which transformers needs for some formats; raises like `vllm`."""
+    return Peer(python=Path(sys.executable), environment={"PYTHONPATH": str(peft())})
+
+
 def clients() -> Path:
     """Return the folder with client libraries and what they depend on; raises like `vllm`."""
     return _packages("clients", CLIENTS, "-c", str(CONSTRAINTS))

@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText
 
+from benchmarks.environments import SetupMissing
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.kernels import INT4, INT8
 from dashinfer_vlm_core.models.checkpoint import find_model
@@ -24,6 +24,7 @@ from dashinfer_vlm_core.models.checkpoint_quantizer import CheckpointQuantizer
 from dashinfer_vlm_core.plugins import load_plugins
 from tests import tiny
 from tests.dequantizer import write_dequantized
+from tests.interop import peers
 from tests.quantized_checkpoints import LAYOUTS, layouts, write_config, write_quantized
 from tests.qwen3_vl import tiny_qwen3
 
@@ -141,13 +142,10 @@ def compare_with_vllm(vllm, folder, reference):
         assert float((torch.tensor(output["logprobs"]) - first).abs().max()) < MAX_DIFFERENCE
 
 
-def test_transformers_predicts_same_tokens(vllm, quantized, reference, tmp_path):
+def test_transformers_predicts_same_tokens(vllm, quantized, reference):
     """transformers is in the environment of vLLM."""
-    messages = conversations()[0]
-    prompt, token_ids, logits = greedy(reference, messages)
-    file = tmp_path / "logits.npy"
-    vllm.run("score_transformers.py", {"model": str(quantized), "token_ids": prompt + token_ids, "logits": str(file)})
-    found = torch.from_numpy(np.load(file))[len(prompt) - 1 : -1]
+    prompt, token_ids, logits = greedy(reference, conversations()[0])
+    found = score(vllm, quantized, prompt, token_ids, "bfloat16")
     assert found.argmax(1).tolist() == token_ids
     first, expected = (part.log_softmax(1).max(1).values for part in (found, logits))
     assert float((first - expected).abs().max()) < MAX_DIFFERENCE
@@ -155,14 +153,23 @@ def test_transformers_predicts_same_tokens(vllm, quantized, reference, tmp_path)
 
 def test_transformers_dequantizes_fp8_to_same_logits(tmp_path):
     """On a CPU. transformers 5.23 ignores the scales of experts in one tensor, so there are none here."""
-    pytest.importorskip("accelerate", reason="accelerate, which transformers needs for FP8, is not installed.")
+    try:
+        peer = peers.transformers()
+    except SetupMissing as error:
+        pytest.skip(f"accelerate, which transformers needs for FP8, is not available: {error}")
     source = tiny_qwen3.write_checkpoint(tmp_path / "source", **FP8_SIZES)
     layout = layouts(group=32, block=(32, 32))["fp8-block"]
     folder = write_quantized(source, tmp_path, layout).quantized
     write_config(folder, quantization_config=layout.config | {"modules_to_not_convert": ["model.visual", "lm_head"]})
     with Engine(EngineConfig(model=str(folder), dtype="float32", device="cpu")) as engine:
         prompt, token_ids, logits = greedy(engine, conversations()[0])
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-    with torch.no_grad():
-        found = model(input_ids=torch.tensor([prompt + token_ids])).logits[0, len(prompt) - 1 : -1]
+    found = score(peer, folder, prompt, token_ids, "float32")
     torch.testing.assert_close(found, logits, rtol=0, atol=1e-3)
+
+
+def score(peer, folder, prompt, token_ids, dtype):
+    """Return transformers' logits of the tokens of a completion."""
+    file = folder.with_name("logits.npy")
+    request = {"model": str(folder), "token_ids": prompt + token_ids, "dtype": dtype, "logits": str(file)}
+    peer.run("score_transformers.py", request)
+    return torch.from_numpy(np.load(file))[len(prompt) - 1 : -1]

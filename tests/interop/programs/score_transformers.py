@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 request = json.loads(Path(sys.argv[1]).read_text())
-model = AutoModelForImageTextToText.from_pretrained(request["model"], dtype=torch.bfloat16).eval()
+model = AutoModelForImageTextToText.from_pretrained(request["model"], dtype=getattr(torch, request["dtype"])).eval()
 with torch.no_grad():
     logits = model(input_ids=torch.tensor([request["token_ids"]])).logits[0].float().numpy()
 np.save(request["logits"], logits)
