@@ -49,12 +49,17 @@ FP8_SIZES = {**TEXT, "head_dim": 32, "rope_parameters": INTERLEAVED}
 PICTURE = Path(__file__).parents[2] / "examples" / "pictures" / "three.png"
 
 
-def conversations():
-    """Prompts whose completions are certain in the bundled model with 4 and with 8 bits."""
+QUESTIONS = ("Which shapes do you know?", "What do you see?")
+CERTAIN_QUESTIONS = {"qwen2_vl": ("Which colors do you know?", "Describe the image in detail.")}
+"""Questions whose completions are certain in the bundled model with 4 and with 8 bits."""
+
+
+def conversations(questions=QUESTIONS):
+    """Return two prompts: a question, and one about an image."""
     url = f"data:image/png;base64,{base64.b64encode(PICTURE.read_bytes()).decode()}"
-    question = {"type": "text", "text": "Describe the image in detail."}
-    picture = [{"type": "image_url", "image_url": {"url": url}}, question]
-    return [[{"role": "user", "content": content}] for content in ("Which colors do you know?", picture)]
+    text, question = questions
+    picture = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": question}]
+    return [[{"role": "user", "content": content}] for content in (text, picture)]
 
 
 def demo(_folder):
@@ -92,8 +97,18 @@ MODELS = {
 
 
 @pytest.fixture(params=MODELS)
-def original(request, tmp_path):
-    return MODELS[request.param](tmp_path / "original")
+def family(request):
+    return request.param
+
+
+@pytest.fixture
+def prompts(family):
+    return conversations(CERTAIN_QUESTIONS.get(family, QUESTIONS))
+
+
+@pytest.fixture
+def original(family, tmp_path):
+    return MODELS[family](tmp_path / "original")
 
 
 @pytest.fixture(params=[INT4, INT8], ids=["int4", "int8"])
@@ -118,8 +133,8 @@ def greedy(engine, messages):
     return list(generation.prompt_token_ids), list(token_ids), torch.from_numpy(engine.logits(body, token_ids))
 
 
-def test_vllm_generates_same_tokens(vllm, quantized, reference):
-    compare_with_vllm(vllm, quantized, reference)
+def test_vllm_generates_same_tokens(vllm, quantized, reference, prompts):
+    compare_with_vllm(vllm, quantized, reference, prompts)
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq", "int4", "int8"])
@@ -128,12 +143,12 @@ def test_vllm_generates_same_tokens_from_published_layouts(vllm, name, tmp_path)
     source = tiny.to_bfloat16(tiny.write_qwen2_5_vl(tmp_path / "source", **TEXT, rope_parameters=ROPE, seed=3))
     folder = make_certain(write_quantized(source, tmp_path, LAYOUTS[name]).quantized)
     with Engine(EngineConfig(model=str(folder), dtype="float32", device="cpu")) as engine:
-        compare_with_vllm(vllm, folder, engine)
+        compare_with_vllm(vllm, folder, engine, conversations())
 
 
-def compare_with_vllm(vllm, folder, reference):
-    request = {"model": str(folder), "conversations": conversations(), "max_tokens": TOKENS}
-    for messages, output in zip(conversations(), vllm.run("generate_vllm.py", request), strict=True):
+def compare_with_vllm(vllm, folder, reference, prompts):
+    request = {"model": str(folder), "conversations": prompts, "max_tokens": TOKENS}
+    for messages, output in zip(prompts, vllm.run("generate_vllm.py", request), strict=True):
         prompt, token_ids, logits = greedy(reference, messages)
         first, second = logits.log_softmax(1).topk(2).values.T
         assert float((first - second).min()) > MIN_MARGIN  # otherwise, the test would depend on rounding errors
@@ -142,9 +157,9 @@ def compare_with_vllm(vllm, folder, reference):
         assert float((torch.tensor(output["logprobs"]) - first).abs().max()) < MAX_DIFFERENCE
 
 
-def test_transformers_predicts_same_tokens(vllm, quantized, reference):
+def test_transformers_predicts_same_tokens(vllm, quantized, reference, prompts):
     """transformers is in the environment of vLLM."""
-    prompt, token_ids, logits = greedy(reference, conversations()[0])
+    prompt, token_ids, logits = greedy(reference, prompts[0])
     found = score(vllm, quantized, prompt, token_ids, "bfloat16")
     assert found.argmax(1).tolist() == token_ids
     first, expected = (part.log_softmax(1).max(1).values for part in (found, logits))
