@@ -33,6 +33,10 @@ INLINE __m256i narrow(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
 
 INLINE __mmask16 first(ptrdiff_t count) { return count >= LANES ? 0xffff : count <= 0 ? 0 : (1u << count) - 1; }
 
+INLINE __mmask32 first_of_32(ptrdiff_t count) { return count >= 32 ? ~0u : count <= 0 ? 0 : (1u << count) - 1; }
+
+INLINE ptrdiff_t round_up(ptrdiff_t x, ptrdiff_t to) { return (x + to - 1) / to * to; }
+
 INLINE __m512 load(const bf16 *x, __mmask16 lanes) { return widen(_mm256_maskz_loadu_epi16(lanes, x)); }
 
 INLINE void store(bf16 *out, __mmask16 lanes, __m512 x) { _mm256_mask_storeu_epi16(out, lanes, narrow(x)); }
@@ -954,12 +958,8 @@ INLINE Keys keys_at(const AttentionArgs *h, ptrdiff_t kv, ptrdiff_t key)
                   h->kv_token, NULL};
 }
 
-INLINE __mmask32 first_of_32(ptrdiff_t count) { return count >= 32 ? ~0u : count <= 0 ? 0 : (1u << count) - 1; }
-
 /* 1 / scale, or 0 if that could overflow; see MIN_SCALE in kernels/kv_cache.py. */
 INLINE float inverse_scale(float scale) { return scale >= 0x1p-126f ? 1.0f / scale : 0.0f; }
-
-INLINE ptrdiff_t round_up(ptrdiff_t x, ptrdiff_t to) { return (x + to - 1) / to * to; }
 
 static void *carve(char **from, size_t bytes)
 {

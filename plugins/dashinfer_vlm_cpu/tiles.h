@@ -1,24 +1,24 @@
-/* Products of up to 32 rows with 32 columns, in the summation order of AMX.
+/* Products of up to 32 rows, or of 48, with 32 columns, in the summation order of AMX.
  *
  * One interface, two implementations: the tile instructions (TILES_AMX), and bit-exact portable C, so that the code built
  * on it can be tested on every machine. As the Intel SDM defines TDPBF16PS, a step of 32 inputs sums its 16 products of even
  * inputs and its 16 products of odd inputs with fused multiply-adds, each from zero; the two sums are added, and that sum is
  * added to the result. Denormal inputs and outputs are flushed to zero.
  *
- * Left operand of a step: [rows][64 bytes], rows at most 32. Right operand: [16][128 bytes], 32 columns, with two inputs
- * (bf16) or four (8 bits) of a column in each 32 bits.
+ * Left operand of a step: [rows][64 bytes]. Right operand: [16][128 bytes], 32 columns, with two inputs (bf16) or four
+ * (8 bits) of a column in each 32 bits.
  */
 #include <stdint.h>
 #include <string.h>
 
-enum { TILE = 16, STEP_BYTES = 64, STEP_INPUTS = 32, STEP_INPUTS_INT8 = 64, MAX_ROWS = 2 * TILE };
+enum { TILE = 16, STEP_BYTES = 64, STEP_INPUTS = 32, STEP_INPUTS_INT8 = 64, MAX_ROWS = 2 * TILE, TALL_ROWS = 3 * TILE };
 
 #ifdef TILES_AMX
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-typedef struct { int rows; } Tiles; /* the sums are in the tile registers 0 to 3 */
+typedef struct { int rows; } Tiles; /* the sums are in the tile registers from 0 on, two for 16 rows */
 
 /* Compiler barrier: the compiler does not know which memory the instructions below read. */
 #define MEMORY_IS_WRITTEN() __asm__ volatile("" ::: "memory")
@@ -30,14 +30,17 @@ static Tiles tiles_configured(int rows, int low, int high)
 {
     struct { uint8_t palette, start, reserved[14]; uint16_t bytes[16]; uint8_t rows[16]; } config = {.palette = 1};
     for (int i = 0; i < 8; i++) config.bytes[i] = STEP_BYTES, config.rows[i] = TILE;
-    config.rows[0] = config.rows[1] = config.rows[4] = low;
-    config.rows[2] = config.rows[3] = config.rows[5] = high;
+    if (rows <= MAX_ROWS) {
+        config.rows[0] = config.rows[1] = config.rows[4] = low;
+        config.rows[2] = config.rows[3] = config.rows[5] = high;
+    }
     MEMORY_IS_WRITTEN();
     _tile_loadconfig(&config);
     return (Tiles){rows};
 }
 
-/* Configure this thread's tile registers for products of `rows` rows; `tiles_close` releases them. */
+/* Configure this thread's tile registers for products of `rows` rows, at most 32 or exactly 48; `tiles_close` releases
+ * them. */
 static Tiles tiles_open(int rows)
 {
     return tiles_configured(rows, rows < TILE ? rows : TILE, rows > TILE ? rows - TILE : TILE);
@@ -56,6 +59,10 @@ INLINE void tiles_zero(Tiles *t)
         _tile_zero(2);
         _tile_zero(3);
     }
+    if (t->rows > MAX_ROWS) {
+        _tile_zero(4);
+        _tile_zero(5);
+    }
 }
 
 INLINE void tiles_load(Tiles *t, const void *sums)
@@ -67,6 +74,10 @@ INLINE void tiles_load(Tiles *t, const void *sums)
     if (t->rows > TILE) {
         _tile_loadd(2, from + TILE * 128, 128);
         _tile_loadd(3, from + TILE * 128 + 64, 128);
+    }
+    if (t->rows > MAX_ROWS) {
+        _tile_loadd(4, from + MAX_ROWS * 128, 128);
+        _tile_loadd(5, from + MAX_ROWS * 128 + 64, 128);
     }
 }
 
@@ -80,13 +91,35 @@ INLINE void tiles_store(const Tiles *t, void *sums, ptrdiff_t stride)
         _tile_stored(2, to + TILE * stride, stride);
         _tile_stored(3, to + TILE * stride + 64, stride);
     }
+    if (t->rows > MAX_ROWS) {
+        _tile_stored(4, to + MAX_ROWS * stride, stride);
+        _tile_stored(5, to + MAX_ROWS * stride + 64, stride);
+    }
     MEMORY_IS_WRITTEN();
 }
 
+/* With 48 rows, six registers have sums, so that each operand has one: the left ones are loaded in an order in which one of
+ * them serves both halves of the right operand. A product reads 5/6 of the memory that one of 32 rows reads. */
 #define STEP_OF(NAME, MULTIPLY) \
     INLINE void NAME(Tiles *t, const void *a, const void *b) \
     { \
         MEMORY_IS_WRITTEN(); \
+        if (t->rows > MAX_ROWS) { \
+            _tile_loadd(7, b, 128); \
+            _tile_loadd(6, a, STEP_BYTES); \
+            MULTIPLY(0, 6, 7); \
+            _tile_loadd(6, (const char *)a + TILE * STEP_BYTES, STEP_BYTES); \
+            MULTIPLY(2, 6, 7); \
+            _tile_loadd(6, (const char *)a + MAX_ROWS * STEP_BYTES, STEP_BYTES); \
+            MULTIPLY(4, 6, 7); \
+            _tile_loadd(7, (const char *)b + 64, 128); \
+            MULTIPLY(5, 6, 7); \
+            _tile_loadd(6, (const char *)a + TILE * STEP_BYTES, STEP_BYTES); \
+            MULTIPLY(3, 6, 7); \
+            _tile_loadd(6, a, STEP_BYTES); \
+            MULTIPLY(1, 6, 7); \
+            return; \
+        } \
         _tile_loadd(4, a, STEP_BYTES); \
         _tile_loadd(6, b, 128); \
         _tile_loadd(7, (const char *)b + 64, 128); \
@@ -139,7 +172,7 @@ INLINE void tiles_store_pair(const Tiles *t, void *first, void *second, ptrdiff_
 
 typedef struct {
     int rows;
-    union { float sums[MAX_ROWS][32]; int32_t totals[MAX_ROWS][32]; };
+    union { float sums[TALL_ROWS][32]; int32_t totals[TALL_ROWS][32]; };
     float second[TILE][32]; /* the sums of the second operand of a pair */
 } Tiles;
 

@@ -173,7 +173,7 @@ static void attend_tile(const AttentionArgs *h, const KVSpan *span, const Scratc
     (void)next;
     ptrdiff_t group = h->heads / h->kv_heads, rows = (end - token) * group;
     ptrdiff_t limits[QUERY_ROWS];
-    Blocks queries = {s->queries, rows, s->width / STEP_INPUTS};
+    Blocks queries = {s->queries, rows, s->width / STEP_INPUTS, 0};
     for (ptrdiff_t row = 0; row < rows; row++) {
         ptrdiff_t at = token + row / group, head = kv * group + row % group;
         pack_row(&queries, row, h->q + (span->first_query + at) * h->q_token + head * h->q_head, h->width);

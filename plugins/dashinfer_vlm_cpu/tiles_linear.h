@@ -1,42 +1,64 @@
 /* Linear layers with tile products, see tiles.h. Included by avx512.c instead of its own linear layers.
  *
- * Rows are packed into blocks of 32, with the 64 bytes of each step contiguous over the block's rows. The steps of a row are
+ * Rows are packed into blocks, with the 64 bytes of each step contiguous over the block's rows. The steps of a row are
  * always added in order from the first to the last, so that its result does not depend on how the work is divided.
  */
 
 /* A task is up to `PANEL_GROUP` panels: their weights, unpacked to 16 bits, stay in L2 while all rows are multiplied. Longer
- * sums are computed in parts of `PART` steps for the same reason. For a single block of rows, steps are unpacked into a ring
- * buffer in L1, `LEAD` steps before they are multiplied: loading tiles from just-unpacked weights would stall on the
- * stores. */
+ * sums are computed in parts of at most `PART` steps for the same reason. Steps are unpacked `LEAD` steps before they are
+ * multiplied for the first time: loading tiles from just-unpacked weights would stall on the stores. A single block of rows
+ * needs them only once, and unpacks them into a ring buffer in L1. */
 enum { PANEL_GROUP = 8, PART = 40, RING = 4, LEAD = 2, PANEL_STEP = 2 * STEP_BYTES * TILE };
 
 INLINE ptrdiff_t ceil_div(ptrdiff_t x, ptrdiff_t by) { return (x + by - 1) / by; }
 
-/* Packed rows of one linear layer. */
+/* Packed rows of one linear layer: blocks of 48 rows, followed by blocks of at most 32. */
 typedef struct {
     char *bytes;
     ptrdiff_t rows, steps;
+    ptrdiff_t tall; /* number of blocks of 48 rows; the last of them may be padded */
 } Blocks;
 
+/* The number of blocks of 48 rows that leave no less than 17 rows for the last block. */
+static ptrdiff_t tall_blocks(ptrdiff_t rows)
+{
+    ptrdiff_t tiles = ceil_div(rows, TILE), small[3] = {0, 2, 1};
+    return rows > MAX_ROWS ? (tiles - 2 * small[tiles % 3]) / 3 : 0;
+}
+
+INLINE ptrdiff_t block_count(const Blocks *x)
+{
+    ptrdiff_t rest = x->rows - x->tall * TALL_ROWS;
+    return x->tall + (rest > 0 ? ceil_div(rest, MAX_ROWS) : 0);
+}
+
+INLINE ptrdiff_t block_start(const Blocks *x, ptrdiff_t block)
+{
+    return block < x->tall ? block * TALL_ROWS : x->tall * TALL_ROWS + (block - x->tall) * MAX_ROWS;
+}
+
+/* The number of rows of a block, including those that pad it. */
 INLINE int block_rows(const Blocks *x, ptrdiff_t block)
 {
-    ptrdiff_t left = x->rows - block * MAX_ROWS;
+    if (block < x->tall) return TALL_ROWS;
+    ptrdiff_t left = x->rows - block_start(x, block);
     return left < MAX_ROWS ? left : MAX_ROWS;
 }
 
 INLINE char *block_step(const Blocks *x, ptrdiff_t block, ptrdiff_t step)
 {
-    return x->bytes + (block * MAX_ROWS * x->steps + step * block_rows(x, block)) * STEP_BYTES;
+    return x->bytes + (block_start(x, block) * x->steps + step * block_rows(x, block)) * STEP_BYTES;
 }
 
+/* Pack one row; rows after the last one are zero. */
 static void pack_row(const Blocks *to, ptrdiff_t row, const bf16 *x, ptrdiff_t inputs)
 {
-    ptrdiff_t block = row / MAX_ROWS;
-    for (ptrdiff_t step = 0; step < to->steps; step++) {
-        ptrdiff_t left = inputs - step * STEP_INPUTS;
-        __mmask32 lanes = left >= STEP_INPUTS ? ~0u : (1u << left) - 1;
-        _mm512_store_si512(block_step(to, block, step) + row % MAX_ROWS * STEP_BYTES,
-                           _mm512_maskz_loadu_epi16(lanes, x + step * STEP_INPUTS));
+    ptrdiff_t tall = to->tall * TALL_ROWS, block = row < tall ? row / TALL_ROWS : to->tall + (row - tall) / MAX_ROWS;
+    char *at = block_step(to, block, 0) + (row - block_start(to, block)) * STEP_BYTES;
+    ptrdiff_t stride = block_rows(to, block) * STEP_BYTES;
+    for (ptrdiff_t step = 0; step < to->steps; step++, at += stride) {
+        __mmask32 lanes = row < to->rows ? first_of_32(inputs - step * STEP_INPUTS) : 0;
+        _mm512_store_si512(at, _mm512_maskz_loadu_epi16(lanes, x + step * STEP_INPUTS));
     }
 }
 
@@ -79,7 +101,7 @@ INLINE void read_steps(Source *s, ptrdiff_t steps, char *to)
         UNROLL for (int i = 0; i < 4; i++) _mm512_store_si512(to + 64 * i, (__m512i)w[i]);
     }
     s->pairs -= here;
-    memset(to, 0, (steps * TILE - here) * 128);
+    if (here < steps * TILE) memset(to, 0, (steps * TILE - here) * 128);
 }
 
 static void finish_block(const Epilogue *ep, ptrdiff_t row, int rows, ptrdiff_t panel, const float sums[][PANEL])
@@ -144,53 +166,103 @@ static void multiply_one(const float *x, ptrdiff_t steps, const Matrix *m, ptrdi
     _mm512_store_ps(sums + LANES, right);
 }
 
-/* Multiply all rows by the panels [first, first + count). `weights` is a buffer for one part of each panel,
- * `partial_sums` for their sums. */
-static void multiply_many(const Blocks *x, const Epilogue *ep, ptrdiff_t first, ptrdiff_t count, char *weights,
-                          float (*partial_sums)[MAX_ROWS][PANEL])
+/* The sums of a block and a panel, whose activation is computed row by row between the next products: the tile unit
+ * multiplies meanwhile. */
+typedef struct {
+    _Alignas(64) float sums[TALL_ROWS][PANEL];
+    ptrdiff_t row, panel; /* of the first sums */
+    int next, rows;       /* rows from `next` on are left */
+} Finishing;
+
+static __attribute__((noinline)) void finish_rows(const Epilogue *ep, Finishing *f, int count)
 {
-    _Alignas(64) float sums[MAX_ROWS][PANEL];
-    Source sources[PANEL_GROUP];
-    for (ptrdiff_t i = 0; i < count; i++) sources[i] = open_panel(ep->m, first + i);
-    for (ptrdiff_t step = 0; step < x->steps; step += PART) {
-        ptrdiff_t here = x->steps - step < PART ? x->steps - step : PART;
-        for (ptrdiff_t i = 0; i < count; i++) read_steps(sources + i, here, weights + i * here * PANEL_STEP);
-        Tiles t = tiles_open(block_rows(x, 0));
-        for (ptrdiff_t block = 0; block * MAX_ROWS < x->rows; block++) {
-            int rows = block_rows(x, block);
-            if (rows != t.rows) t = tiles_open(rows);
-            for (ptrdiff_t i = 0; i < count; i++) {
-                float(*later)[PANEL] = partial_sums[block * PANEL_GROUP + i];
-                if (step) tiles_load(&t, later);
-                else tiles_zero(&t);
-                const char *a = block_step(x, block, step), *b = weights + i * here * PANEL_STEP;
-                for (ptrdiff_t s = 0; s < here; s++) tiles_step_bf16(&t, a + s * rows * STEP_BYTES, b + s * PANEL_STEP);
-                if (step + here < x->steps) {
-                    tiles_store(&t, later, sizeof later[0]);
-                    continue;
-                }
-                tiles_store(&t, sums, sizeof sums[0]);
-                finish_block(ep, block * MAX_ROWS, rows, first + i, sums);
-            }
-        }
-        tiles_close();
+    for (; count && f->next < f->rows; count--, f->next++) {
+        const float *sums = f->sums[f->next];
+        finish(ep, f->row + f->next, f->panel, _mm512_load_ps(sums), _mm512_load_ps(sums + LANES));
     }
 }
 
-/* Number of panels of a task: as many as fit in L2, with the work divided as evenly between threads as possible. */
-static ptrdiff_t panel_group(ptrdiff_t panels, int threads)
+/* Some steps of one block. */
+typedef struct {
+    const char *rows, *later; /* the block; the next one, which is prefetched into L2, `lines` of it in each step */
+    ptrdiff_t steps, stride, lines;
+} Part;
+
+/* Multiply a part of a block by a part of a panel. With `unpack`, the weights are unpacked from `source` first. */
+INLINE void multiply_part(const int unpack, Part *p, Source *source, char *weights, Tiles *t, const Epilogue *ep,
+                          Finishing *before)
 {
-    ptrdiff_t tasks = ceil_div(ceil_div(panels, PANEL_GROUP), threads) * threads;
-    return ceil_div(panels, tasks);
+    const char *rows = p->rows, *now = weights;
+    for (ptrdiff_t step = unpack ? -LEAD : 0; step < p->steps; step++) {
+        if (unpack && step + LEAD < p->steps) read_steps(source, 1, weights + (step + LEAD) * PANEL_STEP);
+        if (step < 0) continue;
+        tiles_step_bf16(t, rows, now);
+        rows += p->stride, now += PANEL_STEP;
+        for (ptrdiff_t line = 0; line < p->lines; line++, p->later += 64) prefetch(p->later, 1);
+        if (before->next < before->rows) finish_rows(ep, before, 2);
+    }
+    finish_rows(ep, before, TALL_ROWS);
 }
 
-static ptrdiff_t blocks_size(ptrdiff_t rows, ptrdiff_t steps) { return rows * steps * STEP_BYTES; }
+/* Multiply all rows by the panels [first, first + count). `weights` is a buffer for one part of each panel,
+ * `partial_sums` for their sums. */
+static void multiply_many(const Blocks *x, const Epilogue *ep, ptrdiff_t first, ptrdiff_t count, char *weights,
+                          float (*partial_sums)[TALL_ROWS][PANEL], Tiles *t)
+{
+    Source sources[PANEL_GROUP];
+    Finishing before = {.rows = 0};
+    ptrdiff_t blocks = block_count(x), parts = ceil_div(x->steps, PART);
+    for (ptrdiff_t i = 0; i < count; i++) sources[i] = open_panel(ep->m, first + i);
+    for (ptrdiff_t part = 0; part < parts; part++) {
+        ptrdiff_t step = x->steps * part / parts, steps = x->steps * (part + 1) / parts - step;
+        for (ptrdiff_t block = 0; block < blocks; block++) {
+            ptrdiff_t row = block_start(x, block);
+            int rows = block_rows(x, block);
+            if (rows != t->rows) *t = tiles_open(rows);
+            Part p = {block_step(x, block, step), NULL, steps, rows * STEP_BYTES, 0};
+            if (block + 1 < blocks) {
+                p.later = block_step(x, block + 1, step);
+                p.lines = ceil_div(block_rows(x, block + 1), count);
+            }
+            for (ptrdiff_t i = 0; i < count; i++) {
+                float(*later)[PANEL] = partial_sums[block * PANEL_GROUP + i];
+                char *panel = weights + i * steps * PANEL_STEP;
+                if (part) tiles_load(t, later);
+                else tiles_zero(t);
+                if (block) multiply_part(0, &p, sources + i, panel, t, ep, &before);
+                else multiply_part(1, &p, sources + i, panel, t, ep, &before);
+                if (part + 1 < parts) {
+                    tiles_store(t, later, sizeof later[0]);
+                    continue;
+                }
+                tiles_store(t, before.sums, sizeof before.sums[0]);
+                before.row = row, before.panel = first + i;
+                before.next = 0, before.rows = x->rows - row < rows ? x->rows - row : rows;
+            }
+        }
+    }
+    finish_rows(ep, &before, TALL_ROWS);
+}
 
+/* Number of tasks: each fits in L2, and all threads get equally many. */
+static ptrdiff_t task_count(ptrdiff_t panels, int threads)
+{
+    ptrdiff_t tasks = ceil_div(ceil_div(panels, PANEL_GROUP), threads) * threads;
+    return tasks < panels ? tasks : panels;
+}
+
+static ptrdiff_t blocks_size(ptrdiff_t rows, ptrdiff_t steps) { return round_up(rows, TILE) * steps * STEP_BYTES; }
+
+/* Size of the weights of a task. */
+static ptrdiff_t weights_size(ptrdiff_t steps) { return PANEL_GROUP * (steps < PART ? steps : PART) * PANEL_STEP; }
+
+/* Size of its weights and partial sums. */
 static ptrdiff_t task_size(ptrdiff_t rows, ptrdiff_t steps)
 {
     if (rows <= MAX_ROWS) return 0;
-    ptrdiff_t partial_sums = steps > PART ? ceil_div(rows, MAX_ROWS) * PANEL_GROUP * MAX_ROWS * PANEL * sizeof(float) : 0;
-    return PANEL_GROUP * (steps < PART ? steps : PART) * PANEL_STEP + partial_sums;
+    Blocks x = {.rows = rows, .tall = tall_blocks(rows)};
+    ptrdiff_t partial_sums = block_count(&x) * PANEL_GROUP * TALL_ROWS * PANEL * sizeof(float);
+    return weights_size(steps) + (steps > PART ? partial_sums : 0);
 }
 
 static ptrdiff_t linear_bf16_workspace_size(ptrdiff_t rows, ptrdiff_t inputs, int threads)
@@ -234,8 +306,9 @@ static char *aligned(char *workspace) { return (char *)(((uintptr_t)workspace + 
 
 static void linear_bf16(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const Epilogue *ep, char *workspace, int threads)
 {
-    ptrdiff_t inputs = ep->m->inputs, panels = ceil_div(ep->m->outputs, PANEL), group = panel_group(panels, threads);
-    Blocks packed = {aligned(workspace), rows, ceil_div(inputs, STEP_INPUTS)};
+    ptrdiff_t inputs = ep->m->inputs, panels = ceil_div(ep->m->outputs, PANEL), tasks = task_count(panels, threads);
+    Blocks packed = {aligned(workspace), rows, ceil_div(inputs, STEP_INPUTS), tall_blocks(rows)};
+    ptrdiff_t padded = packed.tall * TALL_ROWS > rows ? packed.tall * TALL_ROWS : rows;
     char *rest = packed.bytes + blocks_size(rows, packed.steps);
     if (rows == 1) {
         linear_one(x, ep, (float *)packed.bytes, threads);
@@ -244,14 +317,17 @@ static void linear_bf16(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const E
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for
-        for (ptrdiff_t row = 0; row < rows; row++) pack_row(&packed, row, x + row * stride, inputs);
+        for (ptrdiff_t row = 0; row < padded; row++) pack_row(&packed, row, x + row * stride, inputs);
         if (rows > MAX_ROWS) {
             char *weights = rest + omp_get_thread_num() * task_size(rows, packed.steps);
-            char *partial_sums = weights + PANEL_GROUP * (packed.steps < PART ? packed.steps : PART) * PANEL_STEP;
+            char *partial_sums = weights + weights_size(packed.steps);
+            Tiles t = tiles_open(block_rows(&packed, 0));
 #pragma omp for schedule(dynamic, 1) nowait
-            for (ptrdiff_t first = 0; first < panels; first += group)
-                multiply_many(&packed, ep, first, panels - first < group ? panels - first : group, weights,
-                              (float(*)[MAX_ROWS][PANEL])partial_sums);
+            for (ptrdiff_t task = 0; task < tasks; task++) {
+                ptrdiff_t first = panels * task / tasks, count = panels * (task + 1) / tasks - first;
+                multiply_many(&packed, ep, first, count, weights, (float(*)[TALL_ROWS][PANEL])partial_sums, &t);
+            }
+            tiles_close();
         } else if (rows <= TILE) {
             _Alignas(64) float sums[2][TILE][PANEL];
             Tiles t = tiles_open_pair(rows);
