@@ -90,39 +90,63 @@ INLINE void pack_chunk(const int is_int8, const AttentionArgs *h, const Scratch 
     pack_values(is_int8, from.v, from.stride, count, h->width, s->values);
 }
 
-/* 16 factors: `scale`, multiplied by 16 of the `scales` of `count` keys unless they are null. */
-INLINE __m512 factors(float scale, const float *scales, ptrdiff_t i, ptrdiff_t count)
+/* 2^x with an error of 3e-6, for probabilities, which are rounded to bf16; 0 below -126. */
+INLINE __m512 exp2_of_score(__m512 x)
 {
-    __m512 by = _mm512_set1_ps(scale);
-    return scales ? _mm512_mul_ps(by, _mm512_maskz_loadu_ps(first(count - i), scales + i)) : by;
+    __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), part = _mm512_sub_ps(x, whole);
+    __m512 y = _mm512_set1_ps(9.582852945e-3f);
+    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(5.590642616e-2f));
+    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(2.402409911e-1f));
+    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(6.931241751e-1f));
+    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(1.0f));
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ), y, whole);
+}
+
+/* 16 of the `scales` of `count` keys. */
+INLINE __m512 scales_at(const float *scales, ptrdiff_t i, ptrdiff_t count)
+{
+    return _mm512_maskz_loadu_ps(first(count - i), scales + i);
+}
+
+/* The largest of `count` scores, which are multiplied by the scales of the keys if they have 8 bits. */
+INLINE float largest_score(const int is_int8, const float *scores, Keys keys, ptrdiff_t count)
+{
+    __m512 high = _mm512_set1_ps(-INFINITY);
+    for (ptrdiff_t i = 0; i < count; i += LANES) {
+        __m512 score = _mm512_load_ps(scores + i);
+        if (is_int8) score = _mm512_mul_ps(score, scales_at(keys.k_scales, i, count));
+        if (count - i >= LANES) high = _mm512_max_ps(high, score);
+        else high = _mm512_mask_max_ps(high, first(count - i), high, score);
+    }
+    return _mm512_reduce_max_ps(high);
 }
 
 /* Compute the unnormalized softmax probabilities (probs) of one row over a chunk, relative to the largest score so far, in
  * steps that are `step` bytes apart; returns the factor by which the earlier sums must be scaled. Scores are not
  * multiplied by `scale` and by the scales of the keys yet; the stored probs are multiplied by those of the values. */
-INLINE float softmax_chunk(const float *scores, float scale, Keys keys, char *probs, ptrdiff_t step, ptrdiff_t count,
-                           ptrdiff_t padded, float *largest, float *total)
+INLINE float softmax_chunk(const int is_int8, const float *scores, float scale, Keys keys, char *probs, ptrdiff_t step,
+                           ptrdiff_t count, ptrdiff_t padded, float *largest, float *total)
 {
-    __m512 high = _mm512_set1_ps(*largest), sum = _mm512_setzero_ps();
-    for (ptrdiff_t i = 0; i < count; i += LANES) {
-        __m512 score = _mm512_mul_ps(_mm512_load_ps(scores + i), factors(scale, keys.k_scales, i, count));
-        high = _mm512_mask_max_ps(high, first(count - i), high, score);
-    }
-    float now = _mm512_reduce_max_ps(high);
+    float high = count > 0 ? scale * largest_score(is_int8, scores, keys, count) : -INFINITY;
+    float now = high > *largest ? high : *largest;
     float shrink = _mm512_cvtss_f32(exp2_(_mm512_set1_ps(*largest - now)));
-    __m512 minus = _mm512_set1_ps(-now);
+    __m512 minus = _mm512_set1_ps(-now), by = _mm512_set1_ps(scale), sum = _mm512_setzero_ps();
     for (ptrdiff_t i = 0; i < padded; i += STEP_INPUTS, probs += step) {
-        __m512 by[2] = {factors(scale, keys.k_scales, i, count), factors(scale, keys.k_scales, i + LANES, count)};
-        __m512 low = exp2_(_mm512_fmadd_ps(_mm512_load_ps(scores + i), by[0], minus));
-        __m512 upper = exp2_(_mm512_fmadd_ps(_mm512_load_ps(scores + i + LANES), by[1], minus));
+        __m512 low = _mm512_load_ps(scores + i), upper = _mm512_load_ps(scores + i + LANES);
+        if (is_int8) {
+            low = _mm512_mul_ps(low, scales_at(keys.k_scales, i, count));
+            upper = _mm512_mul_ps(upper, scales_at(keys.k_scales, i + LANES, count));
+        }
+        low = exp2_of_score(_mm512_fmadd_ps(low, by, minus));
+        upper = exp2_of_score(_mm512_fmadd_ps(upper, by, minus));
         if (i + STEP_INPUTS > count) {
             low = _mm512_maskz_mov_ps(first(count - i), low);
             upper = _mm512_maskz_mov_ps(first(count - i - LANES), upper);
         }
         sum = _mm512_add_ps(sum, _mm512_add_ps(low, upper));
-        if (keys.v_scales) {
-            low = _mm512_mul_ps(low, factors(1.0f, keys.v_scales, i, count));
-            upper = _mm512_mul_ps(upper, factors(1.0f, keys.v_scales, i + LANES, count));
+        if (is_int8) {
+            low = _mm512_mul_ps(low, scales_at(keys.v_scales, i, count));
+            upper = _mm512_mul_ps(upper, scales_at(keys.v_scales, i + LANES, count));
         }
         _mm512_store_si512(probs, (__m512i)_mm512_cvtne2ps_pbh(upper, low));
     }
@@ -147,9 +171,12 @@ static void attend_block(const AttentionArgs *h, const Scratch *s, ptrdiff_t row
     float shrink[MAX_ROWS];
     for (int m = 0; m < t->rows; m++) {
         ptrdiff_t seen = limits[row + m] - chunk;
-        shrink[m] = softmax_chunk(s->scores + m * TILE_CHUNK, h->scale * 1.44269504f, from, s->probs + m * STEP_BYTES,
-                                  t->rows * STEP_BYTES, seen < count ? seen : count, padded, s->largest + row + m,
-                                  s->total + row + m);
+        ptrdiff_t known = seen < count ? seen : count, step = t->rows * STEP_BYTES;
+        const float *scores = s->scores + m * TILE_CHUNK, scale = h->scale * 1.44269504f;
+        float *largest = s->largest + row + m, *total = s->total + row + m;
+        char *probs = s->probs + m * STEP_BYTES;
+        shrink[m] = from.k_scales ? softmax_chunk(1, scores, scale, from, probs, step, known, padded, largest, total)
+                                  : softmax_chunk(0, scores, scale, from, probs, step, known, padded, largest, total);
     }
     for (ptrdiff_t column = 0; column < s->width; column += PANEL) {
         const char *values = s->values + column / PANEL * CHUNK_STEPS * PANEL_STEP;
