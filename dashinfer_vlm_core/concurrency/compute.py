@@ -20,7 +20,7 @@ THREAD_NAME = "dashinfer-vlm-compute"
 
 
 class Executor(Protocol):
-    """Runs computations in parts, between which other work can run: a decode step, a quarter of a second of the vision
+    """Runs computations in parts, between which other work can run: a decode step, some blocks of the vision
     encoder, the loading of one layer."""
 
     def run(self, work: Callable[[], T]) -> T:

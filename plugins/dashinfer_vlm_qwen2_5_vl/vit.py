@@ -22,8 +22,8 @@ from dashinfer_vlm_core.models.interface import Grid
 from dashinfer_vlm_core.models.qwen2_vl.pass_graphs import pass_graphs
 from dashinfer_vlm_core.models.qwen2_vl.rope import rotary_tables
 from dashinfer_vlm_core.models.qwen2_vl.vit import (
-    EXCLUSIVE_FLOP,
     Merger,
+    PartDivider,
     Qwen2VLEncoder,
     VisionModel,
     VisionWeights,
@@ -100,13 +100,13 @@ class Qwen25VLVisionModel(VisionModel):
             [n / spatial_merge_size ** 2, out_hidden_size], in the order of the patches.
         """
         x = inputs.reorder(self.patch_embed(patches))
-        interval = max(1, int(EXCLUSIVE_FLOP / (len(x) * self._flop_per_patch())))
-        for first in range(0, len(self.blocks), interval):
-            for number in range(first, min(first + interval, len(self.blocks))):
-                block = self.blocks[number]
-                block.proj.add_to(x, self._attend(number, x, inputs))
-                block.down.add_to(x, block.gate_up(self._norm(x, block.norm2)))
-            yield
+        divider = PartDivider(len(x) * self._flop_per_patch(), self.device)
+        for number, block in enumerate(self.blocks):
+            block.proj.add_to(x, self._attend(number, x, inputs))
+            block.down.add_to(x, block.gate_up(self._norm(x, block.norm2)))
+            if divider.ends():
+                yield
+                divider.begin()
         width = self.config.hidden_size * self.config.spatial_merge_size**2
         merged = self.merger.fc2(self.merger.fc1(self._norm(x, self.merger.norm).view(-1, width)))
         return merged[inputs.restore]

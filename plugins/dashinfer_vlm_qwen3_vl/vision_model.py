@@ -19,10 +19,10 @@ from dashinfer_vlm_core.kernels import Activation, KernelSelector, Linear
 from dashinfer_vlm_core.models.interface import Grid
 from dashinfer_vlm_core.models.qwen2_vl.pass_graphs import pass_graphs
 from dashinfer_vlm_core.models.qwen2_vl.vit import (
-    EXCLUSIVE_FLOP,
     AttentionInputs,
     Block,
     Merger,
+    PartDivider,
     Qwen2VLEncoder,
     VisionModel,
     VisionWeights,
@@ -79,15 +79,16 @@ class Qwen3VLVisionModel(VisionModel):
         config = self.config
         x = self.patch_embed(patches)
         x += inputs.positions
-        interval = max(1, int(EXCLUSIVE_FLOP / (24 * len(x) * config.hidden_size**2)))
+        divider = PartDivider(24 * len(x) * config.hidden_size**2, self.device)
         levels = []
         for number, block in enumerate(self.blocks):
             run_block(self.kernels, block, x, inputs.attention, heads=config.num_heads)
             if number in self.deepstack:
                 merger = self.deepstack[number]
                 levels.append(merger.fc2(merger.fc1(layer_norm(self.kernels, self._units(x), merger.norm))))
-            if (number + 1) % interval == 0 or number + 1 == len(self.blocks):
+            if divider.ends():
                 yield
+                divider.begin()
         embedding = self.merger.fc2(self.merger.fc1(self._units(layer_norm(self.kernels, x, self.merger.norm))))
         return torch.cat([embedding, *levels], dim=1)
 

@@ -27,12 +27,13 @@ from dashinfer_vlm_core.media.video import decode_video
 from dashinfer_vlm_core.models.coordinates import CoordinateSpec
 from dashinfer_vlm_core.models.interface import Grid, Patches, PlaceholderSpan
 from dashinfer_vlm_core.models.patches import normalize
+from dashinfer_vlm_core.models.qwen2_vl import vit
 from dashinfer_vlm_core.models.qwen2_vl.config import PREPROCESSOR
 from dashinfer_vlm_core.models.spec import PixelSpec
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_core.protocol import MediaPart
 from dashinfer_vlm_langchain.profiles import profile_of
-from dashinfer_vlm_qwen2_5_vl import Qwen25VL, vit
+from dashinfer_vlm_qwen2_5_vl import Qwen25VL
 from dashinfer_vlm_qwen2_5_vl.config import read_vision_config
 from dashinfer_vlm_qwen2_5_vl.windows import window_order
 from tests.conversations import CONVERSATIONS, as_openai, blurred_image, user
@@ -431,6 +432,7 @@ def test_large_batches_are_encoded_in_parts(encoder, monkeypatch):
     batch = batch_of("mixed")
     pixels = torch.from_numpy(np.concatenate([patches.pixels for patches in batch]))
     monkeypatch.setattr(vit, "EXCLUSIVE_FLOP", 1)
+    monkeypatch.setattr(vit, "MIN_EXCLUSIVE_SECONDS", 0.0)
 
     inputs = encoder.model.inputs([patches.grid for patches in batch])
     parts = encoder.model.parts(encoder.normalize(pixels), inputs)

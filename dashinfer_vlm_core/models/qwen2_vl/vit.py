@@ -7,6 +7,7 @@ the `spatial_merge_size` squared patches that become one visual token.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,8 +43,11 @@ BATCH_PATCHES = 65536
 
 EXCLUSIVE_FLOP = 100e9
 """Floating-point operations of consecutive blocks between two points where other work may run: a quarter of a second on
-two cores. With shorter intervals, decode steps of a few sequences take half of the compute time while many images
-wait."""
+two cores with AVX-512. With shorter intervals, decode steps of a few sequences take half of the compute time while many
+images wait."""
+
+MIN_EXCLUSIVE_SECONDS = 0.12
+"""The same for a CPU with AMX, which computes as many operations in 0.04 s, while its decode steps are as slow."""
 
 ACTIVATIONS = {"quick_gelu": Activation.QUICK_GELU, "gelu": Activation.GELU}
 
@@ -65,6 +69,31 @@ class Merger(NamedTuple):
     norm: Norm
     fc1: Linear
     fc2: Linear
+
+
+class PartDivider:
+    """Divides the blocks of a forward pass into parts, between which other work may run.
+
+    A part has at least `EXCLUSIVE_FLOP` floating-point operations and takes at least `MIN_EXCLUSIVE_SECONDS`.
+
+    Args:
+        flop: floating-point operations of a block.
+        device: where the blocks run. Time counts on a CPU only: other devices compute asynchronously.
+    """
+
+    def __init__(self, flop: float, device: torch.device) -> None:
+        self._min_blocks = max(1, int(EXCLUSIVE_FLOP / flop))
+        self._min_seconds = MIN_EXCLUSIVE_SECONDS if device.type == "cpu" else 0.0
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin the next part."""
+        self._start, self._blocks = time.perf_counter(), 0
+
+    def ends(self) -> bool:
+        """Count a block that has run; returns whether the part ends with it."""
+        self._blocks += 1
+        return self._blocks >= self._min_blocks and time.perf_counter() - self._start >= self._min_seconds
 
 
 class AttentionInputs:
@@ -125,11 +154,12 @@ class Qwen2VLVisionModel(VisionModel):
             [n / spatial_merge_size ** 2, hidden_size].
         """
         x = self.patch_embed(patches)
-        interval = max(1, int(EXCLUSIVE_FLOP / (24 * len(x) * self.config.embed_dim**2)))
-        for first in range(0, len(self.blocks), interval):
-            for block in self.blocks[first : first + interval]:
-                run_block(self.kernels, block, x, inputs, heads=self.config.num_heads)
-            yield
+        divider = PartDivider(24 * len(x) * self.config.embed_dim**2, self.device)
+        for block in self.blocks:
+            run_block(self.kernels, block, x, inputs, heads=self.config.num_heads)
+            if divider.ends():
+                yield
+                divider.begin()
         width = self.config.embed_dim * self.config.spatial_merge_size**2
         return self.merger.fc2(self.merger.fc1(layer_norm(self.kernels, x, self.merger.norm).view(-1, width)))
 
