@@ -1,12 +1,12 @@
-"""What LiteLLM's proxy in front of this server costs per request and per chunk.
+"""What a router in front of this server costs per request and per chunk: Ray Serve, or LiteLLM's proxy.
 
-    python -m benchmarks.overhead    # needs the extra `litellm-proxy`
+    python -m benchmarks.overhead ray        # needs the extra `ray`
+    python -m benchmarks.overhead litellm    # needs the extra `litellm-proxy`
 
-The same requests about an image that is cached go to a server with the bundled model and through the proxy, in short
+The same requests about an image that is cached go to a server with the bundled model and through the router, in short
 alternating rounds. Every engine computes with one thread. Times are medians of requests, rates are medians of rounds.
-CPU times are those of an endpoint's own processes.
-
-`benchmarks/litellm_overhead.py` measures LiteLLM's library with the engine in the same process instead.
+CPU times are those of an endpoint's own processes: one of Ray Serve's is a replica, which does the work of the server,
+while the server behind LiteLLM is not included.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import contextlib
 import json
 import random
 import statistics
+import sys
 import sysconfig
 import tempfile
 import time
@@ -31,12 +32,21 @@ import yaml
 
 from .client import READ_TIMEOUT, authorization
 from .engines import Launch, Server, end_with_us, ours
+from .environments import Peers
 from .workloads import image_part
 
 MODEL = "qwen"
 """The name of the bundled model in requests; that of the example's configuration."""
 KEY = "sk-benchmark-0123456789"
 LITELLM_CONFIG = Path(__file__).parents[1] / "examples/scale-out/litellm.yaml"
+
+ROLES: Mapping[str, str] = {
+    "ray::ProxyActor": "proxy of Ray Serve",
+    "ray::ServeReplica:default:ingress": "ingress",
+    "ray::ServeReplica:default:engine": "replica",
+}
+"""Start of a process's title -> its role in an application of Ray Serve."""
+TOTAL = "all processes"
 
 
 class Endpoint(Protocol):
@@ -85,13 +95,13 @@ class Outcome:
         seconds: of each request.
         events: number of chunks of all responses, or of responses if they are not streamed.
         rates: chunks per second of each round.
-        cpu: CPU seconds of all processes.
+        cpu: CPU seconds by role, and of all processes.
     """
 
     seconds: list[float] = field(default_factory=list)
     events: int = 0
     rates: list[float] = field(default_factory=list)
-    cpu: float = 0.0
+    cpu: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     @property
     def median_ms(self) -> float:
@@ -101,10 +111,9 @@ class Outcome:
     def events_per_request(self) -> float:
         return self.events / len(self.seconds)
 
-    @property
-    def cpu_ms(self) -> float:
+    def cpu_ms(self, role: str) -> float:
         """Return the CPU time of a request."""
-        return 1e3 * self.cpu / len(self.seconds)
+        return 1e3 * self.cpu[role] / len(self.seconds)
 
 
 Outcomes = Mapping[tuple[str, str], Outcome]
@@ -149,11 +158,13 @@ async def _round(
     async def user() -> int:
         return sum([await _send(endpoint, client, body, outcome) for _ in range(kind.requests // kind.users)])
 
-    before, begin = sum(endpoint.cpu_seconds().values()), time.perf_counter()
+    before, begin = endpoint.cpu_seconds(), time.perf_counter()
     events = sum(await asyncio.gather(*(user() for _ in range(kind.users))))
     outcome.rates.append(events / (time.perf_counter() - begin))
     outcome.events += events
-    outcome.cpu += sum(endpoint.cpu_seconds().values()) - before
+    for title, seconds in endpoint.cpu_seconds().items():
+        for role in roles_of(title):
+            outcome.cpu[role] += seconds - before.get(title, 0.0)
 
 
 async def _send(endpoint: Endpoint, client: aiohttp.ClientSession, body: Mapping[str, Any], outcome: Outcome) -> int:
@@ -170,6 +181,11 @@ async def _send(endpoint: Endpoint, client: aiohttp.ClientSession, body: Mapping
     if errors := [event for event in events if "error" in event]:
         raise RuntimeError(f"{endpoint.name}: {errors[0]}")
     return len(events)
+
+
+def roles_of(title: str) -> list[str]:
+    """Return the entries of `Outcome.cpu` that include a process."""
+    return [TOTAL, *(role for start, role in ROLES.items() if title.startswith(start))]
 
 
 def table(names: Sequence[str], outcomes: Outcomes) -> list[str]:
@@ -190,10 +206,24 @@ def table(names: Sequence[str], outcomes: Outcomes) -> list[str]:
     lines.append(row("each further chunk, ms", times))
     rates = [statistics.median(outcomes[name, "users"].rates) for name in names]
     lines.append(row("several users, chunks/s", rates))
-    lines.append(row("CPU, one token, not streamed, ms", [outcomes[name, "whole"].cpu_ms for name in names]))
-    cpu = [per_chunk(name, outcomes[name, "stream"].cpu_ms, outcomes[name, "first"].cpu_ms) for name in names]
-    lines.append(row("CPU, each further chunk, ms", cpu))
+    for role in (TOTAL, *sorted({role for outcome in outcomes.values() for role in outcome.cpu} - {TOTAL})):
+        requests = [outcomes[name, "whole"].cpu_ms(role) for name in names]
+        lines.append(row(f"CPU of {role}, one token, not streamed, ms", requests))
+        chunks = [
+            per_chunk(name, outcomes[name, "stream"].cpu_ms(role), outcomes[name, "first"].cpu_ms(role))
+            for name in names
+        ]
+        lines.append(row(f"CPU of {role}, each further chunk, ms", chunks))
     return lines
+
+
+@contextlib.contextmanager
+def ray_endpoints(folder: Path) -> Iterator[list[Server]]:
+    """Start the server, and an application of Ray Serve with one replica."""
+    program = (sys.executable, str(Peers.script("ray_server.py")), "{port}", str(folder))
+    options = ("model=demo", f"served_model_name={MODEL}")
+    with _servers(folder, [_plain(), Launch(name="Ray Serve", command=(*program, *options))]) as servers:
+        yield servers
 
 
 @contextlib.contextmanager
@@ -249,15 +279,18 @@ def _servers(folder: Path, launches: Sequence[Launch]) -> Iterator[list[Server]]
 def main(arguments: Sequence[str] | None = None) -> Outcomes:
     """Run the command line, print the table, and return what was measured."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("router", choices=("ray", "litellm"))
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--requests", type=int, default=12, help="requests of each kind in a round (%(default)s)")
     parser.add_argument("--tokens", type=int, default=100, help="tokens of a streamed response (%(default)s)")
     parser.add_argument("--users", type=int, default=8, help="concurrent streams (%(default)s)")
     given = parser.parse_args(arguments)
+    start = ray_endpoints if given.router == "ray" else litellm_endpoints
+    # Ray's sockets are in the folder, and the length of their paths is limited.
     with (
         end_with_us(),
-        tempfile.TemporaryDirectory() as folder,
-        litellm_endpoints(Path(folder)) as endpoints,
+        tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder,
+        start(Path(folder)) as endpoints,
     ):
         kinds = loads(given.requests, given.tokens, given.users)
         outcomes = asyncio.run(measure(endpoints, kinds, given.rounds))

@@ -22,9 +22,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dashinfer_vlm_core.decoders.dashinfer.environment import VERSION
+from dashinfer_vlm_core.decoders.dashinfer.environment import CHUNK_BYTES, VERSION, sha256
 from dashinfer_vlm_core.decoders.dashinfer.install import NAME, REQUIREMENTS, find_python, is_suitable
-from dashinfer_vlm_core.decoders.dashinfer.kit import CHUNK_BYTES, PIECE, SUMS, sha256
+from dashinfer_vlm_core.decoders.dashinfer.kit import PIECE, SUMS
 from dashinfer_vlm_core.decoders.dashinfer.stub_libraries import ONE_DEVICE, compile_stub_libraries
 from dashinfer_vlm_core.errors import SetupError
 

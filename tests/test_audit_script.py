@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from importlib.metadata import distributions
@@ -10,16 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.scripts import load_script
+
 ROOT = Path(__file__).parents[1]
 FOREIGN = re.compile(rb"copyright|spdx-license-identifier|\(c\) (19|20)\d\d|all rights reserved", re.IGNORECASE)
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("audit_script", ROOT / "scripts" / "audit.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("audit")
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import json
 import os
 import platform
@@ -24,6 +23,7 @@ from dashinfer_vlm_core.kernels.cpu import cpu_flags
 from dashinfer_vlm_cpu.native import kernels_in, load_variant
 from dashinfer_vlm_cpu.prebuilt import NoPrebuiltKernelsError, UnusablePrebuiltKernelsError, load_prebuilt
 from dashinfer_vlm_cpu.variants import PORTABLE_TILES, VARIANTS, source_digest
+from tests.scripts import load_script
 from tests.waiting import HANG
 
 ROOT = Path(__file__).parents[1]
@@ -42,10 +42,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("build_wheel_script", ROOT / "scripts" / "build_wheel.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("build_wheel")
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +31,7 @@ from dashinfer_vlm_core.decoders import DecoderSupport
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec, read_vision_config
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_torch.decoder import TorchDecoder
+from tests.scripts import load_script
 
 ROOT = Path(__file__).parents[1]
 CHECKS = 7 * 2
@@ -299,9 +299,7 @@ def test_choices_are_those_of_verification():
 
 
 def test_checkout_registers_what_is_verified():
-    spec = importlib.util.spec_from_file_location("verify_gpu_script", ROOT / "scripts" / "verify_gpu.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = load_script("verify_gpu")
     registry = script.built_in_registry()
     assert registry.families.keys() >= FAMILIES.keys()
     assert "torch" in registry.decoders

@@ -43,7 +43,7 @@ QUERY_PARAMETERS: Sequence[Json] = (
         "schema": {"type": "string", "enum": ["asc", "desc"], "default": "desc"},
     },
 )
-"""The OpenAPI description of `PageQuery`."""
+"""The OpenAPI description of the query parameters of `list_items`."""
 
 
 class ItemList(BaseModel):

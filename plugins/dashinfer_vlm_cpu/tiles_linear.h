@@ -166,8 +166,8 @@ static void multiply_one(const float *x, ptrdiff_t steps, const Matrix *m, ptrdi
     _mm512_store_ps(sums + LANES, right);
 }
 
-/* The sums of a block and a panel, whose activation is computed row by row between the next products: the tile unit
- * multiplies meanwhile. */
+/* The sums of a block and a panel, whose activation is computed row by row between the next products, while the tile unit
+ * multiplies. */
 typedef struct {
     _Alignas(64) float sums[TALL_ROWS][PANEL];
     ptrdiff_t row, panel; /* of the first sums */

@@ -115,7 +115,7 @@ def _choose(
     best, ids = scores.max(dim=-1)
     if drawer is not None and drawn_rows:
         ids[drawn_rows] = drawer(scores, drawn_rows, [rows[number] for number in drawn_rows]).ids
-    other_rows = [index for index in random_rows if index not in drawn_rows]
+    other_rows = sorted(set(random_rows).difference(drawn_rows))
     if other_rows:
         index = _index(other_rows, logits)
         part = scores if len(other_rows) == len(rows) else scores[index]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import json
 import os
 import shutil
@@ -30,6 +29,7 @@ from dashinfer_vlm_core.decoders.dashinfer.stub_libraries import (
 )
 from dashinfer_vlm_core.decoders.dashinfer.worker import CUDA_LIBRARIES
 from dashinfer_vlm_core.errors import SetupError
+from tests.scripts import load_script
 
 ROOT = Path(__file__).parents[2]
 PIECE_BYTES = 4096
@@ -37,10 +37,7 @@ PIECE_BYTES = 4096
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("make_dashinfer_kit", ROOT / "scripts" / "make_dashinfer_kit.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("make_dashinfer_kit")
 
 
 def write_python(python, *, cpu_only=False, mode=0o755):

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.interop, pytest.mark.timeout(900)]
 
+ROOT = Path(__file__).parents[2]
 KEY = "key-of-the-test"
 LIMITED_KEY = "key-with-a-limit"
 SMALL = {"cpus": 1, "ingress_cpus": 1, "kv_cache_mib": 64, "vision_cache_mib": 16}
@@ -445,6 +447,16 @@ def test_eight_conversations_about_eight_images(ray, tmp_path, options, stored, 
 def turn(client: httpx.Client, request: dict[str, Any]) -> dict[str, Any]:
     content = client.post("/v1/chat/completions", json=request).json()["choices"][0]["message"]["content"]
     return {"role": "assistant", "content": content}
+
+
+def test_benchmark_of_routing_counts_passes(peer):
+    """The cluster of the benchmark, with one pass for each of its two images."""
+    arguments = ["--model", "demo", "--modes", "content", "--replicas", "2", "--images", "2", "--turns", "2"]
+    command = [peer.python, "-m", "benchmarks.ray_routing", *arguments, "--tokens", "2"]
+    environment = {**os.environ, **peer.environment}
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=HANG, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "| content | 2 |" in done.stdout
 
 
 @pytest.fixture

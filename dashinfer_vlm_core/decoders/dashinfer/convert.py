@@ -18,7 +18,7 @@ from ...config.folders import access_problem
 from ...errors import CheckpointError, SetupError
 from ...models.files import stored_tensors
 from ...models.spec import ModelSpec, TextModelSpec, TextWeightNames
-from .environment import VERSION, Environment, locked, write_json
+from .environment import VERSION, Environment, locked, sha256, write_json
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -35,7 +35,6 @@ TEXT_PREFIXES = ("model.", "lm_head.")
 """Prefixes of the tensor names of a text model."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-CHUNK = 1 << 24
 LOG_LINES = 20
 
 Tensors = Mapping[str, tuple[Path, str]]
@@ -244,12 +243,4 @@ def _is_usable(folder: Path) -> bool:
 
 def _checksums(folder: Path) -> dict[str, str]:
     files = ConvertedModel.at(folder)
-    return {file.name: _sha256(file) for file in (files.graph, files.weights)}
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+    return {file.name: sha256(file) for file in (files.graph, files.weights)}

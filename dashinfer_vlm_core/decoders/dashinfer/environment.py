@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import importlib.util
 import json
 import os
@@ -28,6 +29,8 @@ PYTHON = (3, 10)
 PROGRAM = Path(worker.__file__)
 MARKER = "environment.json"
 CHECK_SECONDS = 120
+CHUNK_BYTES = 1 << 20
+"""Files are read in chunks of this size."""
 
 _INSTALL = "Run `dashinfer-vlm dashinfer install` (with `--cpu` on a machine without a GPU driver)."
 
@@ -215,6 +218,15 @@ def locked(path: Path) -> Iterator[bool]:
             fcntl.flock(file, fcntl.LOCK_EX)
             waited = True
         yield waited
+
+
+def sha256(path: Path) -> str:
+    """Return the hexadecimal digest of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import shutil
 import tarfile
@@ -15,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import SetupError
+from .environment import CHUNK_BYTES, sha256
 
 PIECE = "dashinfer-kit.{:02}"
 SUMS = "SHA256SUMS"
-CHUNK_BYTES = 1 << 20
 
 
 def unpack_kit(kit: Path, folder: Path) -> None:
@@ -55,15 +54,6 @@ def check_pieces(kit: Path) -> list[Path]:
         if not piece.is_file() or sha256(piece) != digest:
             raise SetupError(f"{piece} is missing or damaged. Copy it again.")
     return list(expected)
-
-
-def sha256(path: Path) -> str:
-    """Return the hexadecimal digest of a file."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 class _Joined(io.RawIOBase):
