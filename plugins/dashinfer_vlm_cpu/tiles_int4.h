@@ -36,44 +36,31 @@ static void add_group(const Quantized *x, ptrdiff_t first, int rows, ptrdiff_t b
     }
 }
 
-/* Add the sums of a block, multiplied by the scales of the rows, to `acc`. */
-static void add_block_int4(const Quantized *x, ptrdiff_t first, int rows, ptrdiff_t blocks, ptrdiff_t b,
-                           const float parts[MAX_ROWS][PANEL], float acc[MAX_ROWS][PANEL])
-{
-    for (int i = 0; i < rows; i++) {
-        __m512 scale = _mm512_set1_ps(x->scales[(first + i) * blocks + b]);
-        UNROLL for (int z = 0; z < PANEL; z += LANES) {
-            __m512 before = b ? _mm512_load_ps(acc[i] + z) : _mm512_setzero_ps();
-            _mm512_store_ps(acc[i] + z, _mm512_fmadd_ps(_mm512_load_ps(parts[i] + z), scale, before));
-        }
-    }
-}
-
-/* Multiply one block of rows by one panel, whose unpacked codes are at `codes`. The sums of one group are added while the
- * tile unit multiplies the next one. */
+/* Multiply one block of rows by one panel, whose unpacked codes are at `codes`. */
 static void multiply_int4(const Quantized *x, ptrdiff_t first, int rows, const Matrix *m, ptrdiff_t panel, const char *codes,
                           Tiles *t, float acc[MAX_ROWS][PANEL])
 {
-    _Alignas(64) int32_t sums[2][MAX_ROWS][PANEL];
+    _Alignas(64) int32_t sums[MAX_ROWS][PANEL];
     _Alignas(64) float parts[MAX_ROWS][PANEL];
     ptrdiff_t blocks = int4_blocks(m->inputs), groups = QUANT_BLOCK / m->group, steps = int4_steps(m->group);
-    const char *panels = (const char *)m->packed + panel * blocks * int4_block_size(m->group);
+    const char *block = (const char *)m->packed + panel * blocks * int4_block_size(m->group);
     const char *bytes = (const char *)x->bytes + first * blocks * QUANT_BLOCK;
-    for (ptrdiff_t group = 0; group <= blocks * groups; group++) {
-        if (group < blocks * groups) {
-            ptrdiff_t b = group / groups, g = group % groups;
+    for (ptrdiff_t b = 0; b < blocks; b++, block += int4_block_size(m->group)) {
+        for (ptrdiff_t g = 0; g < groups; g++) {
             tiles_zero(t);
             for (ptrdiff_t step = g * steps / groups; step < (g + 1) * steps / groups; step++)
                 tiles_step_int8(t, bytes + (2 * b + 2 * step / steps) * rows * STEP_BYTES,
                                 codes + (b * steps + step) * PANEL_STEP);
+            tiles_store(t, sums, sizeof sums[0]);
+            add_group(x, first, rows, blocks, b, groups, g, block, sums, parts);
         }
-        if (group) {
-            ptrdiff_t b = (group - 1) / groups, g = (group - 1) % groups;
-            const char *block = panels + b * int4_block_size(m->group);
-            add_group(x, first, rows, blocks, b, groups, g, block, sums[(group - 1) % 2], parts);
-            if (g + 1 == groups) add_block_int4(x, first, rows, blocks, b, parts, acc);
+        for (int i = 0; i < rows; i++) {
+            __m512 scale = _mm512_set1_ps(x->scales[(first + i) * blocks + b]);
+            UNROLL for (int z = 0; z < PANEL; z += LANES) {
+                __m512 before = b ? _mm512_load_ps(acc[i] + z) : _mm512_setzero_ps();
+                _mm512_store_ps(acc[i] + z, _mm512_fmadd_ps(_mm512_load_ps(parts[i] + z), scale, before));
+            }
         }
-        if (group < blocks * groups) tiles_store(t, sums[group % 2], sizeof sums[0][0]);
     }
 }
 

@@ -3,27 +3,11 @@
 
 enum { FEW_ROWS_INT8 = TILE, PANEL_GROUP_INT8 = 4 };
 
-/* Add the sums of one block of inputs, multiplied by the scales of the rows, to `acc`. */
-INLINE void add_block_int8(const Quantized *x, ptrdiff_t first, int rows, ptrdiff_t blocks, ptrdiff_t block,
-                           const int32_t sums[MAX_ROWS][PANEL], float acc[MAX_ROWS][PANEL])
-{
-    for (int i = 0; i < rows; i++) {
-        __m512i offset = _mm512_set1_epi32(x->offsets[(first + i) * blocks + block]);
-        __m512 scale = _mm512_set1_ps(x->scales[(first + i) * blocks + block]);
-        UNROLL for (int z = 0; z < PANEL; z += LANES) {
-            __m512 sum = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_load_si512(sums[i] + z), offset));
-            __m512 before = block ? _mm512_load_ps(acc[i] + z) : _mm512_setzero_ps();
-            _mm512_store_ps(acc[i] + z, _mm512_fmadd_ps(sum, scale, before));
-        }
-    }
-}
-
-/* Multiply one block of rows by one panel. `tail` is the panel's last step, padded, if that is incomplete. The sums of one
- * block of inputs are added while the tile unit multiplies the next one. */
+/* Multiply one block of rows by one panel. `tail` is the panel's last step, padded, if that is incomplete. */
 static void multiply_int8(const Quantized *x, ptrdiff_t first, int rows, ptrdiff_t inputs, const char *panel,
                           const char *tail, Tiles *t, float acc[MAX_ROWS][PANEL])
 {
-    _Alignas(64) int32_t sums[2][MAX_ROWS][PANEL];
+    _Alignas(64) int32_t sums[MAX_ROWS][PANEL];
     ptrdiff_t steps = ceil_div(inputs, STEP_INPUTS_INT8), blocks = ceil_div(inputs, QUANT_BLOCK);
     const char *bytes = (const char *)x->bytes + first * steps * STEP_BYTES;
     for (ptrdiff_t block = 0; block < blocks; block++) {
@@ -31,10 +15,17 @@ static void multiply_int8(const Quantized *x, ptrdiff_t first, int rows, ptrdiff
         for (ptrdiff_t step = 2 * block; step < 2 * block + 2 && step < steps; step++)
             tiles_step_int8(t, bytes + step * rows * STEP_BYTES,
                             tail && step + 1 == steps ? tail : panel + step * PANEL_STEP);
-        if (block) add_block_int8(x, first, rows, blocks, block - 1, sums[(block - 1) % 2], acc);
-        tiles_store(t, sums[block % 2], sizeof sums[0][0]);
+        tiles_store(t, sums, sizeof sums[0]);
+        for (int i = 0; i < rows; i++) {
+            __m512i offset = _mm512_set1_epi32(x->offsets[(first + i) * blocks + block]);
+            __m512 scale = _mm512_set1_ps(x->scales[(first + i) * blocks + block]);
+            UNROLL for (int z = 0; z < PANEL; z += LANES) {
+                __m512 sum = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_load_si512(sums[i] + z), offset));
+                __m512 before = block ? _mm512_load_ps(acc[i] + z) : _mm512_setzero_ps();
+                _mm512_store_ps(acc[i] + z, _mm512_fmadd_ps(sum, scale, before));
+            }
+        }
     }
-    add_block_int8(x, first, rows, blocks, blocks - 1, sums[(blocks - 1) % 2], acc);
 }
 
 /* Multiply all rows by the panels [first, first + count). */

@@ -365,11 +365,11 @@ def test_head_without_screening_has_no_argmax(kernels):
 
 
 @needs_native
-@pytest.mark.parametrize("quantization", [None, INT8, INT4])
-def test_row_is_bit_exact_in_any_batch(native, quantization):
-    layer, x = native.linear(numbers(96, 260) / 8, quantization=quantization), numbers(200, 260, seed=1)
+@pytest.mark.parametrize(("quantization", "inputs"), [(None, 260), (None, 1380), (INT8, 260), (INT4, 260)])
+def test_row_is_bit_exact_in_any_batch(native, quantization, inputs):
+    layer, x = native.linear(numbers(96, inputs) / 8, quantization=quantization), numbers(200, inputs, seed=1)
     whole = layer(x)
-    for rows in (1, 2, 7, 12, 13, 30, 199):
+    for rows in (1, 2, 7, 12, 13, 30, 33, 48, 100, 130, 199):
         assert torch.equal(layer(x[:rows]), whole[:rows])
 
 
@@ -378,7 +378,7 @@ def bits(*tensors):
 
 
 @needs_amx
-@pytest.mark.parametrize("rows", [1, 2, 16, 17, 32, 33, 100])
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 32, 33, 48, 100, 130])
 @pytest.mark.parametrize("inputs", [64, 260, 1380])  # whole steps, a partial step, more than one block
 def test_tile_instructions_equal_portable_tiles(rows, inputs):
     weight, x = numbers(100, inputs) / 8, numbers(rows, inputs, seed=1)
