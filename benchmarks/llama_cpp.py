@@ -10,6 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+from dashinfer_vlm_core.kernels.cpu import cpu_flags
+
 from .environments import Peers, finish, packages_folder, run
 
 SOURCES = "llama-cpp-python==0.3.36"
@@ -19,6 +21,8 @@ CMAKE_OPTIONS = (
     "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF",
 )  # fmt: skip
 NATIVE = ("-DGGML_NATIVE=ON",)
+WITHOUT_AMX = tuple(f"-DCMAKE_{language}_FLAGS=-mno-amx-tile -mno-amx-int8 -mno-amx-bf16" for language in ("C", "CXX"))
+"""Its kernels for AMX end with a segmentation fault while the model is loaded (ggml-org/llama.cpp, issue 20824)."""
 AVX2 = ("-DGGML_NATIVE=OFF", "-DGGML_AVX2=ON", "-DGGML_FMA=ON", "-DGGML_F16C=ON", "-DGGML_BMI2=ON")
 TARGETS = ("llama-server", "llama-quantize")
 
@@ -41,17 +45,22 @@ class Gguf(NamedTuple):
     vision: Path
 
 
+def _native_build() -> tuple[str, tuple[str, ...]]:
+    """Return the folder of a build for this processor, and its options."""
+    return ("build-without-amx", NATIVE + WITHOUT_AMX) if "amx_tile" in cpu_flags() else ("build", NATIVE)
+
+
 class LlamaCpp:
     """The programs of llama.cpp in a folder of `Peers`.
 
     Args:
         peers: the folder.
-        avx2: whether they are built for processors without AVX-512; otherwise, for this one.
+        avx2: whether they are built for processors without AVX-512; otherwise, for this one, but without AMX.
     """
 
     def __init__(self, peers: Peers, *, avx2: bool = False) -> None:
         self._peers = peers
-        self._build_name, self._instructions = ("build-avx2", AVX2) if avx2 else ("build", NATIVE)
+        self._build_name, self._instructions = ("build-avx2", AVX2) if avx2 else _native_build()
         self._folder = peers.folder / "llama"
 
     def command(self, model: Path, precision: str, threads: int) -> tuple[str, ...]:
