@@ -1,7 +1,7 @@
 """What a router in front of this server costs per request and per chunk: Ray Serve, or LiteLLM's proxy.
 
-    python -m benchmarks.overhead ray        # needs the extra `ray`
     python -m benchmarks.overhead litellm    # needs the extra `litellm-proxy`
+    python -m benchmarks.overhead ray        # needs the extra `ray`
 
 The same requests about an image that is cached go to a server with the bundled model and through the router, in short
 alternating rounds. Every engine computes with one thread. Times are medians of requests, rates are medians of rounds.
@@ -279,7 +279,7 @@ def _servers(folder: Path, launches: Sequence[Launch]) -> Iterator[list[Server]]
 def main(arguments: Sequence[str] | None = None) -> Outcomes:
     """Run the command line, print the table, and return what was measured."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("router", choices=("ray", "litellm"))
+    parser.add_argument("router", nargs="?", choices=("litellm", "ray"), default="litellm", help="(%(default)s)")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--requests", type=int, default=12, help="requests of each kind in a round (%(default)s)")
     parser.add_argument("--tokens", type=int, default=100, help="tokens of a streamed response (%(default)s)")
