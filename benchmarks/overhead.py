@@ -1,4 +1,4 @@
-"""What a router in front of this server costs per request and per chunk: Ray Serve, or LiteLLM's proxy.
+"""What a router in front of this server costs per request and per chunk: LiteLLM's proxy, or Ray Serve.
 
     python -m benchmarks.overhead litellm    # needs the extra `litellm-proxy`
     python -m benchmarks.overhead ray        # needs the extra `ray`
@@ -7,6 +7,8 @@ The same requests about an image that is cached go to a server with the bundled 
 alternating rounds. Every engine computes with one thread. Times are medians of requests, rates are medians of rounds.
 CPU times are those of an endpoint's own processes: one of Ray Serve's is a replica, which does the work of the server,
 while the server behind LiteLLM is not included.
+
+`benchmarks/litellm_overhead.py` measures LiteLLM's library with the engine in the same process instead.
 """
 
 from __future__ import annotations
@@ -39,14 +41,6 @@ MODEL = "qwen"
 """The name of the bundled model in requests; that of the example's configuration."""
 KEY = "sk-benchmark-0123456789"
 LITELLM_CONFIG = Path(__file__).parents[1] / "examples/scale-out/litellm.yaml"
-
-ROLES: Mapping[str, str] = {
-    "ray::ProxyActor": "proxy of Ray Serve",
-    "ray::ServeReplica:default:ingress": "ingress",
-    "ray::ServeReplica:default:engine": "replica",
-}
-"""Start of a process's title -> its role in an application of Ray Serve."""
-TOTAL = "all processes"
 
 
 class Endpoint(Protocol):
@@ -95,13 +89,13 @@ class Outcome:
         seconds: of each request.
         events: number of chunks of all responses, or of responses if they are not streamed.
         rates: chunks per second of each round.
-        cpu: CPU seconds by role, and of all processes.
+        cpu: CPU seconds of all processes.
     """
 
     seconds: list[float] = field(default_factory=list)
     events: int = 0
     rates: list[float] = field(default_factory=list)
-    cpu: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    cpu: float = 0.0
 
     @property
     def median_ms(self) -> float:
@@ -111,9 +105,10 @@ class Outcome:
     def events_per_request(self) -> float:
         return self.events / len(self.seconds)
 
-    def cpu_ms(self, role: str) -> float:
+    @property
+    def cpu_ms(self) -> float:
         """Return the CPU time of a request."""
-        return 1e3 * self.cpu[role] / len(self.seconds)
+        return 1e3 * self.cpu / len(self.seconds)
 
 
 Outcomes = Mapping[tuple[str, str], Outcome]
@@ -158,13 +153,11 @@ async def _round(
     async def user() -> int:
         return sum([await _send(endpoint, client, body, outcome) for _ in range(kind.requests // kind.users)])
 
-    before, begin = endpoint.cpu_seconds(), time.perf_counter()
+    before, begin = sum(endpoint.cpu_seconds().values()), time.perf_counter()
     events = sum(await asyncio.gather(*(user() for _ in range(kind.users))))
     outcome.rates.append(events / (time.perf_counter() - begin))
     outcome.events += events
-    for title, seconds in endpoint.cpu_seconds().items():
-        for role in roles_of(title):
-            outcome.cpu[role] += seconds - before.get(title, 0.0)
+    outcome.cpu += sum(endpoint.cpu_seconds().values()) - before
 
 
 async def _send(endpoint: Endpoint, client: aiohttp.ClientSession, body: Mapping[str, Any], outcome: Outcome) -> int:
@@ -181,11 +174,6 @@ async def _send(endpoint: Endpoint, client: aiohttp.ClientSession, body: Mapping
     if errors := [event for event in events if "error" in event]:
         raise RuntimeError(f"{endpoint.name}: {errors[0]}")
     return len(events)
-
-
-def roles_of(title: str) -> list[str]:
-    """Return the entries of `Outcome.cpu` that include a process."""
-    return [TOTAL, *(role for start, role in ROLES.items() if title.startswith(start))]
 
 
 def table(names: Sequence[str], outcomes: Outcomes) -> list[str]:
@@ -206,14 +194,9 @@ def table(names: Sequence[str], outcomes: Outcomes) -> list[str]:
     lines.append(row("each further chunk, ms", times))
     rates = [statistics.median(outcomes[name, "users"].rates) for name in names]
     lines.append(row("several users, chunks/s", rates))
-    for role in (TOTAL, *sorted({role for outcome in outcomes.values() for role in outcome.cpu} - {TOTAL})):
-        requests = [outcomes[name, "whole"].cpu_ms(role) for name in names]
-        lines.append(row(f"CPU of {role}, one token, not streamed, ms", requests))
-        chunks = [
-            per_chunk(name, outcomes[name, "stream"].cpu_ms(role), outcomes[name, "first"].cpu_ms(role))
-            for name in names
-        ]
-        lines.append(row(f"CPU of {role}, each further chunk, ms", chunks))
+    lines.append(row("CPU, one token, not streamed, ms", [outcomes[name, "whole"].cpu_ms for name in names]))
+    cpu = [per_chunk(name, outcomes[name, "stream"].cpu_ms, outcomes[name, "first"].cpu_ms) for name in names]
+    lines.append(row("CPU, each further chunk, ms", cpu))
     return lines
 
 
