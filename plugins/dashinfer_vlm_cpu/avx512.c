@@ -48,18 +48,21 @@ INLINE __m512bh pair(const bf16 *x)
     return (__m512bh)_mm512_set1_epi32(both);
 }
 
-/* 2^x with a polynomial on [-1/2, 1/2] and an error of 2e-7; 0 below -126. */
-INLINE __m512 exp2_(__m512 x)
+/* 2^x with a polynomial on [-1/2, 1/2], whose coefficients begin with that of the highest power; 0 below -126. */
+INLINE __m512 exp2_by(const float *coefficients, const int degree, __m512 x)
 {
     __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), part = _mm512_sub_ps(x, whole);
-    __m512 y = _mm512_set1_ps(1.535336188e-4f);
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(1.339887440e-3f));
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(9.618437357e-3f));
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(5.550332548e-2f));
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(2.402264791e-1f));
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(6.931472028e-1f));
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(1.0f));
+    __m512 y = _mm512_set1_ps(coefficients[0]);
+    UNROLL for (int i = 1; i <= degree; i++) y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(coefficients[i]));
     return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ), y, whole);
+}
+
+/* 2^x with an error of 2e-7. */
+INLINE __m512 exp2_(__m512 x)
+{
+    static const float coefficients[] = {1.535336188e-4f, 1.339887440e-3f, 9.618437357e-3f, 5.550332548e-2f,
+                                         2.402264791e-1f, 6.931472028e-1f, 1.0f};
+    return exp2_by(coefficients, 6, x);
 }
 
 /* x * sigmoid(slope * x) */

@@ -90,16 +90,11 @@ INLINE void pack_chunk(const int is_int8, const AttentionArgs *h, const Scratch 
     pack_values(is_int8, from.v, from.stride, count, h->width, s->values);
 }
 
-/* 2^x with an error of 3e-6, for probabilities, which are rounded to bf16; 0 below -126. */
+/* 2^x with an error of 3e-6, for probabilities, which are rounded to bf16. */
 INLINE __m512 exp2_of_score(__m512 x)
 {
-    __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), part = _mm512_sub_ps(x, whole);
-    __m512 y = _mm512_set1_ps(9.582852945e-3f);
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(5.590642616e-2f));
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(2.402409911e-1f));
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(6.931241751e-1f));
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(1.0f));
-    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ), y, whole);
+    static const float coefficients[] = {9.582852945e-3f, 5.590642616e-2f, 2.402409911e-1f, 6.931241751e-1f, 1.0f};
+    return exp2_by(coefficients, 4, x);
 }
 
 /* 16 of the `scales` of `count` keys. */

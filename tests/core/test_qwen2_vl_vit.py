@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 
@@ -15,7 +16,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import get_vision_position_i
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import CheckpointError, ConfigError
 from dashinfer_vlm_core.models.interface import Grid, Patches
-from dashinfer_vlm_core.models.qwen2_vl import Qwen2VL
+from dashinfer_vlm_core.models.qwen2_vl import Qwen2VL, vit
 from dashinfer_vlm_core.models.qwen2_vl.rope import patch_positions
 from tests.kernels import needs_native, selector
 from tests.patches import random_patches
@@ -226,3 +227,16 @@ def test_importing_the_plugin_does_not_import_torch():
     script = "import sys, dashinfer_vlm_core.models.qwen2_vl; sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "seconds", "ends"), [("cpu", math.inf, False), ("cpu", 0, True), ("meta", math.inf, True)]
+)
+def test_part_takes_minimum_time_on_cpu(monkeypatch, device, seconds, ends):
+    """Other devices compute asynchronously, so that time says nothing."""
+    monkeypatch.setattr(vit, "MIN_EXCLUSIVE_SECONDS", seconds)
+    divider = vit.PartDivider(vit.EXCLUSIVE_FLOP / 2, torch.device(device))
+    for _ in range(2):
+        assert not divider.ends()  # half of the operations
+        assert divider.ends() is ends
+        divider.begin()
