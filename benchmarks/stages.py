@@ -345,7 +345,9 @@ def markdown(stages: Sequence[Stage], rates: Rates, model: str) -> str:
 @config_options
 def main(*, repeats: int, models: Path, config: EngineConfig) -> None:
     model = str(checkpoint(config.model, models))
-    config = config.model_copy(update={"model": model, "allow_private_addresses": True})
+    # With speculation, the time between two tokens would not be that of a step.
+    changes = {"model": model, "allow_private_addresses": True, "speculative_method": "none"}
+    config = config.model_copy(update=changes)
     torch.set_num_threads(cores())
     rates = measure_rates()
     stages = asyncio.run(measure(config, rates, repeats))

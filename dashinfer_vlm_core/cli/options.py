@@ -85,7 +85,7 @@ def _option(name: str, field: FieldInfo, plugin: str) -> Callable[[Command], Com
     flag = name.replace("_", "-")
     default = _default_text(name, field.default)
     text = f"{field.description}  [default: {default}]" if default else field.description
-    if field.annotation is bool:
+    if _member_types(field.annotation) == [bool]:
         return click.option(f"--{flag}/--no-{flag}", name, cls=EngineOption, plugin=plugin, default=None, help=text)
     # Values stay strings here: only EngineConfig converts and validates them, whatever their source.
     return click.option(

@@ -23,6 +23,10 @@ class Executor(Protocol):
     """Runs computations in parts, between which other work can run: a decode step, some blocks of the vision
     encoder, the loading of one layer."""
 
+    @property
+    def waiting(self) -> int:
+        """The number of tasks that have not started."""
+
     def run(self, work: Callable[[], T]) -> T:
         """Return what `work` returns, or raise what it raises."""
 
@@ -150,6 +154,8 @@ def _run_task(task: _ComputeTask, finish: Callable[[], None]) -> None:
 
 class _InlineExecutor:
     """Runs work in the calling thread: a GPU has its own queues."""
+
+    waiting = 0
 
     def run(self, work: Callable[[], T]) -> T:
         return work()

@@ -7,7 +7,6 @@ encoder pass.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..concurrency.compute import Executor, executor_for
+from ..concurrency.fair_lock import FairLock
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ class StreamExecutor:
 
     The device has finished when `run` returns. Results can therefore be used on any stream, tensors that the work has
     read can be freed, and times that callers measure include the device's. Work of several threads runs one after the
-    other: a CUDA graph that one thread captures must not record the work of another.
+    other, in the order of submission: a CUDA graph that one thread captures must not record the work of another.
 
     Args:
         device: torch's name of a CUDA device.
@@ -36,7 +36,12 @@ class StreamExecutor:
 
     def __init__(self, device: str, *, priority: int) -> None:
         self._stream = torch.cuda.Stream(torch.device(device), priority=priority)  # type: ignore[no-untyped-call]
-        self._lock = threading.RLock()
+        self._lock = FairLock()
+
+    @property
+    def waiting(self) -> int:
+        """The number of tasks that have not started."""
+        return self._lock.waiting
 
     def run(self, work: Callable[[], T]) -> T:
         """Return what `work` returns, or raise what it raises."""
@@ -71,6 +76,27 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
 def copy_to_device(tensor: Tensor, into: Tensor) -> None:
     """Copy a tensor from the CPU into one on a device, as `to_device` does."""
     into.copy_(_page_locked(tensor, into.device), non_blocking=True)
+
+
+class HostCopy:
+    """A copy of a tensor on the CPU, which the device makes while the caller continues.
+
+    Args:
+        tensor: a tensor on any device. One on a CPU is not copied.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._copied = tensor.to("cpu", non_blocking=True)
+        self._finished: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._finished = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._finished.record(torch.cuda.current_stream(tensor.device))
+
+    def wait(self) -> Tensor:
+        """Return the copy, once everything before it on its stream has been computed."""
+        if self._finished:
+            self._finished.synchronize()
+        return self._copied
 
 
 def _page_locked(tensor: Tensor, device: torch.device | str) -> Tensor:

@@ -48,6 +48,11 @@ class Sampling:
     ignore_eos: bool = False
     logprobs: int | None = None
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether logits depend on the tokens so far."""
+        return self.repetition_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty)
+
     def seeded(self, index: int) -> Sampling:
         """Return the parameters of choice `index` of a request: its seed is the first choice's plus `index`."""
         return self if self.seed is None else replace(self, seed=(self.seed + index + 2**63) % 2**64 - 2**63)

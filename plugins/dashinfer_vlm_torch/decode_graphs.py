@@ -121,12 +121,15 @@ class DecodeGraphs:
         work = functools.partial(_compute, self._model, self._cache, inputs, shape.keys)
         self._steps[shape] = _RecordedStep(inputs, self._recorder(work))
 
-    def run(self, packed: npt.NDArray[np.int64], spans: Sequence[KVSpan]) -> Tensor | None:
+    def run(
+        self, packed: npt.NDArray[np.int64], spans: Sequence[KVSpan], token_ids: Tensor | None = None
+    ) -> Tensor | None:
         """Compute the hidden states of a step.
 
         Args:
             packed: int64 [5, tokens]: ids, positions on three axes, rows of the cache.
             spans: the keys that the tokens of each sequence attend to: each token to those up to its own.
+            token_ids: int64 [tokens] on the device, instead of the ids in `packed`.
 
         Returns:
             [tokens, hidden_size], valid until the next call; None if no recorded shape is large enough.
@@ -142,6 +145,8 @@ class DecodeGraphs:
         inputs[:, count:] = self._padding
         step = self._steps[shape]
         copy_to_device(torch.from_numpy(inputs), step.inputs)
+        if token_ids is not None:
+            step.inputs[0, :count].copy_(token_ids)
         return step.replay()[:count]
 
 

@@ -95,7 +95,16 @@ class TorchDecoder:
     async def start(self) -> None:
         if self._worker is None:
             self._runner = await asyncio.to_thread(self._load)
-            self._worker = Worker(self._runner, self._scheduler(), step_timeout=self._config.step_timeout)
+            options = self._config.options_of(TorchOptions)
+            schedules_ahead = options.async_scheduling
+            if schedules_ahead is None:
+                schedules_ahead = self._device.startswith("cuda")
+            self._worker = Worker(
+                self._runner,
+                self._scheduler(),
+                step_timeout=self._config.step_timeout,
+                schedules_ahead=schedules_ahead,
+            )
 
     async def close(self) -> None:
         worker, self._worker, self._model = self._worker, None, None

@@ -1,5 +1,9 @@
 """Run one step: pack the tokens of all chunks, run the model once, and sample the next tokens of every sequence without
-pending tokens: one, and one more for each token of its draft that equals the sampled one."""
+pending tokens: one, and one more for each token of its draft that equals the sampled one.
+
+A step is launched, and its tokens are read later. On a GPU, the next step can be launched in between: its token ids are
+then copied on the device.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from torch import Tensor
 from dashinfer_vlm_core.concurrency.compute import CPU_EXECUTOR
 from dashinfer_vlm_core.errors import DecoderFailed
 from dashinfer_vlm_core.kernels import AdapterRows, Additions, KVSpan, KVSpans, TokenDrawing
-from dashinfer_vlm_core.kernels.streams import to_device
+from dashinfer_vlm_core.kernels.streams import HostCopy, to_device
 from dashinfer_vlm_core.models.lora import LoraAdapter
 
 from .adapters import HeadChange, TextAdapter
@@ -23,11 +27,38 @@ from .decode_graphs import DecodeGraphs
 from .kv_cache import KVCache
 from .kv_cache_manager import KVCopy
 from .model import PackedBatch, TextModel
-from .sampler import LogitsRow, is_greedy, sample
+from .proposer import Draft
+from .sampler import LaunchedArgmax, LaunchedSample, LogitsRow, is_greedy, launch_sample
 from .scheduler import Outcome, SampledToken, ScheduledChunk, SequenceState
 from .token_drawing import TokenDrawer
 
 T = TypeVar("T")
+
+NOT_READ = Draft(tokens=(0,), num_forced=1)
+"""Stands for the token that the previous step samples: one that is certain, with any id, which is replaced on the
+device."""
+
+
+class LaunchedStep(NamedTuple):
+    """A step that the device computes while the caller continues.
+
+    Attributes:
+        chunks: its chunks, in the order of their rows of logits.
+        num_rows: how many rows of logits each of them has.
+        sampled: the tokens of these rows; None if there are none.
+    """
+
+    chunks: Sequence[ScheduledChunk]
+    num_rows: Sequence[int]
+    sampled: LaunchedSample | LaunchedArgmax | None
+
+    def token_ids(self, sequences: Sequence[SequenceState]) -> Tensor:
+        """Return the tokens of sequences that each have one row, int64 [sequences], on the device."""
+        assert self.sampled is not None
+        numbers = {chunk.sequence: number for number, chunk in enumerate(self.chunks)}
+        rows = [numbers[sequence] for sequence in sequences]
+        ids = self.sampled.ids
+        return ids if rows == list(range(len(ids))) else ids[_index(rows, ids.device)]
 
 
 class ModelRunner:
@@ -53,9 +84,14 @@ class ModelRunner:
         """Run `work`, which copies rows or runs steps, on the model's executor; returns its result. See `Executor`."""
         return self._model.executor.run(work)
 
+    @property
+    def other_work_waits(self) -> bool:
+        """Whether other work waits for the executor."""
+        return self._model.executor.waiting > 0
+
     def must_yield(self) -> bool:
         """Whether work that runs steps must end after this one: on a CPU, if other work waits for the executor."""
-        return self._model.executor is not CPU_EXECUTOR or CPU_EXECUTOR.waiting > 0
+        return self._model.executor is not CPU_EXECUTOR or self.other_work_waits
 
     @torch.inference_mode()
     def load_adapter(self, adapter: LoraAdapter) -> TextAdapter:
@@ -77,25 +113,50 @@ class ModelRunner:
         for copy in copies:
             self._cache.copy_rows(*copy)
 
-    @torch.inference_mode()
     def step(self, chunks: Sequence[ScheduledChunk]) -> dict[SequenceState, Outcome]:
         """Compute all chunks; returns the outcomes of chunks with `needs_logits`."""
-        chunks = _by_adapter(chunks)
+        return self.read(self.launch(chunks))
+
+    @torch.inference_mode()
+    def launch(self, chunks: Sequence[ScheduledChunk], previous: LaunchedStep | None = None) -> LaunchedStep:
+        """Launch the computation of all chunks.
+
+        Args:
+            chunks: the chunks; with `previous`, one token each, as `Scheduler.schedule_ahead` returns them.
+            previous: the step that samples these tokens, which has not been read.
+        """
+        ordered = chunks = _by_adapter(chunks)
+        token_ids = None
+        if previous is not None:
+            token_ids = previous.token_ids([chunk.sequence for chunk in chunks])
+            chunks = [chunk._replace(stop=chunk.start, draft=NOT_READ) for chunk in chunks]
         packed, spans = _pack(chunks), _spans(chunks)
         rows = [_rows(chunk) for chunk in chunks]
         adapted = _adapted_rows(chunks, spans, rows)
         sampled = [part for part in zip(chunks, spans, rows, strict=True) if part[2]]
         last, last_spans = _last_tokens(sampled)
-        x = self._replay(chunks, packed, spans, last)
+        x = self._replay(chunks, packed, spans, last, token_ids)
         if x is None:
             attended = KVSpans(spans, device=self._model.device)
-            x = self._forward(chunks, packed, attended, last, last_spans, adapted=adapted)
+            x = self._forward(chunks, packed, attended, last, last_spans, adapted=adapted, token_ids=token_ids)
+        num_rows = [len(each) for each in rows]
         if not sampled:
+            return LaunchedStep(ordered, num_rows, None)
+        heads = [(tokens.last, adapter.head) for adapter, tokens in adapted if adapter.head]
+        return LaunchedStep(ordered, num_rows, self._sample(x, [row for each in rows for row in each], heads))
+
+    @torch.inference_mode()
+    def read(self, launched: LaunchedStep) -> dict[SequenceState, Outcome]:
+        """Wait for a step; returns the outcomes of chunks with rows of logits."""
+        if launched.sampled is None:
             self._wait()
             return {}
-        heads = [(tokens.last, adapter.head) for adapter, tokens in adapted if adapter.head]
-        outcomes = iter(self._sample(x, [row for _, _, rows in sampled for row in rows], heads))
-        return {chunk.sequence: _verify(chunk, list(islice(outcomes, len(rows)))) for chunk, _, rows in sampled}
+        outcomes = iter(launched.sampled.read())
+        return {
+            chunk.sequence: _verify(chunk, list(islice(outcomes, count)))
+            for chunk, count in zip(launched.chunks, launched.num_rows, strict=True)
+            if count
+        }
 
     def _forward(
         self,
@@ -106,9 +167,12 @@ class ModelRunner:
         last_spans: Sequence[KVSpan],
         *,
         adapted: Sequence[tuple[TextAdapter, _AdaptedTokens]],
+        token_ids: Tensor | None,
     ) -> Tensor:
-        """Return the hidden states of the tokens `last`."""
+        """Return the hidden states of the tokens `last`; `token_ids` replace those in `packed`."""
         inputs = to_device(torch.from_numpy(packed), self._model.device)
+        if token_ids is not None:
+            inputs[0].copy_(token_ids)
         ids, positions, slots = inputs[0], inputs[1:4], inputs[4]
         x = self._model.embed(ids)
         for adapter, tokens in adapted:
@@ -136,11 +200,12 @@ class ModelRunner:
         packed: npt.NDArray[np.int64],
         spans: Sequence[KVSpan],
         last: Sequence[int],
+        token_ids: Tensor | None,
     ) -> Tensor | None:
         """Return the hidden states of the tokens `last` from a CUDA graph; None if there is none for these chunks."""
         if self._graphs is None or any(map(_needs_forward, chunks)):
             return None
-        x = self._graphs.run(packed, spans)
+        x = self._graphs.run(packed, spans, token_ids)
         return x if x is None or len(last) == len(x) else x[_index(last, x.device)]
 
     def _wait(self) -> None:
@@ -151,11 +216,11 @@ class ModelRunner:
 
     def _sample(
         self, x: Tensor, rows: Sequence[LogitsRow], heads: Sequence[tuple[slice, HeadChange]]
-    ) -> list[SampledToken | DecoderFailed]:
+    ) -> LaunchedSample | LaunchedArgmax:
         """Sample a token from each row of hidden states."""
         if not heads and all(map(is_greedy, rows)) and (tokens := self._model.argmax(x)) is not None:
-            return list(map(SampledToken, tokens.tolist()))
-        return sample(self._model.logits(x, heads), rows, self._drawer)
+            return LaunchedArgmax(tokens, HostCopy(tokens))
+        return launch_sample(self._model.logits(x, heads), rows, self._drawer)
 
 
 def _pack(chunks: Sequence[ScheduledChunk]) -> npt.NDArray[np.int64]:

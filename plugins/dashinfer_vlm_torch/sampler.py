@@ -21,7 +21,7 @@ from torch import Tensor
 from dashinfer_vlm_core.decoders import GrammarMatcher
 from dashinfer_vlm_core.errors import DecoderFailed
 from dashinfer_vlm_core.kernels import DrawnTokens
-from dashinfer_vlm_core.kernels.streams import to_device
+from dashinfer_vlm_core.kernels.streams import HostCopy, to_device
 from dashinfer_vlm_core.protocol.sampling import GREEDY_BELOW, Sampling
 
 from .scheduler import SampledToken, SequenceState
@@ -78,27 +78,64 @@ Drawer: TypeAlias = Callable[[Tensor, Sequence[int], Sequence[LogitsRow]], Drawn
 given rows, one for each number."""
 
 
+class LaunchedSample(NamedTuple):
+    """Tokens that a device samples while the caller continues.
+
+    Attributes:
+        logits: float32 [rows, vocab_size].
+        rows: what the rows belong to.
+        ids: int64 [rows], on the device; those of rows without a finite score are token ids, too.
+        token_ids: the same, on their way to the CPU; -1 for rows without a finite score.
+        errors: the errors of grammars, by row.
+    """
+
+    logits: Tensor
+    rows: Sequence[LogitsRow]
+    ids: Tensor
+    token_ids: HostCopy
+    errors: dict[int, DecoderFailed]
+
+    def read(self) -> list[SampledToken | DecoderFailed]:
+        """Wait for the tokens; returns one per row, or the error of a row whose logits are not finite or whose grammar
+        failed."""
+        token_ids: list[int] = self.token_ids.wait().tolist()
+        logprobs = _log_probabilities(self.logits, self.ids, self.rows)
+        return [
+            self.errors.get(row)
+            or (DecoderFailed(OVERFLOW) if token < 0 else SampledToken(token, *logprobs.get(row, ())))
+            for row, token in enumerate(token_ids)
+        ]
+
+
+class LaunchedArgmax(NamedTuple):
+    """Greedy tokens that a device computes while the caller continues; attributes as in `LaunchedSample`."""
+
+    ids: Tensor
+    token_ids: HostCopy
+
+    def read(self) -> list[SampledToken | DecoderFailed]:
+        """Wait for the tokens; returns one per row."""
+        return list(map(SampledToken, self.token_ids.wait().tolist()))
+
+
 def sample(
     logits: Tensor, rows: Sequence[LogitsRow], drawer: Drawer | None = None
 ) -> list[SampledToken | DecoderFailed]:
-    """Sample a token from each row.
+    """Sample a token from each row; see `launch_sample` and `LaunchedSample.read`."""
+    return launch_sample(logits, rows, drawer).read()
+
+
+def launch_sample(logits: Tensor, rows: Sequence[LogitsRow], drawer: Drawer | None = None) -> LaunchedSample:
+    """Sample a token from each row, without waiting for the device.
 
     Args:
         logits: float32 [rows, vocab_size]; not modified.
         rows: what the rows belong to; those of one sequence are adjacent, with increasingly long drafts.
         drawer: draws the tokens of rows with a temperature and without `top_p`; by default, PyTorch's operators do.
-
-    Returns:
-        A token per row, or the error of a row whose logits are not finite or whose grammar failed.
     """
     masks, errors = _masks(rows)
     ids, is_finite = _choose(logits, rows, masks, drawer)
-    token_ids = torch.where(is_finite, ids, -1)
-    logprobs = _log_probabilities(logits, ids, rows)
-    return [
-        errors.get(row) or (DecoderFailed(OVERFLOW) if token < 0 else SampledToken(token, *logprobs.get(row, ())))
-        for row, token in enumerate(token_ids.tolist())
-    ]
+    return LaunchedSample(logits, rows, ids, HostCopy(torch.where(is_finite, ids, -1)), errors)
 
 
 def _choose(
@@ -127,10 +164,7 @@ def is_greedy(row: LogitsRow) -> bool:
     """Whether `sample` would return the token of the largest logit, without log-probabilities."""
     sampling = row.sampling
     is_modified = (
-        sampling.logit_bias
-        or row.sequence.matcher
-        or (row.sequence.stops and row.too_short)
-        or _has_penalties(sampling)
+        sampling.logit_bias or row.sequence.matcher or (row.sequence.stops and row.too_short) or sampling.has_penalties
     )
     return sampling.temperature < GREEDY_BELOW and sampling.logprobs is None and not is_modified
 
@@ -225,7 +259,7 @@ def _flat_index(tokens_by_row: Iterable[tuple[int, Iterable[int]]], like: Tensor
 
 def _apply_penalties(scores: Tensor, rows: Sequence[LogitsRow]) -> Tensor:
     """Apply repetition, presence and frequency penalties, only to the tokens that they affect."""
-    penalized = [(index, row) for index, row in enumerate(rows) if _has_penalties(row.sampling)]
+    penalized = [(index, row) for index, row in enumerate(rows) if row.sampling.has_penalties]
     if not penalized:
         return scores
     columns = zip(*(_penalties(index, row) for index, row in penalized), strict=True)
@@ -236,10 +270,6 @@ def _apply_penalties(scores: Tensor, rows: Sequence[LogitsRow]) -> Tensor:
     values = scores[numbers, tokens]
     scores[numbers, tokens] = torch.where(values > 0, values / factors, values * factors) - terms
     return scores
-
-
-def _has_penalties(sampling: Sampling) -> bool:
-    return sampling.repetition_penalty != 1 or bool(sampling.presence_penalty or sampling.frequency_penalty)
 
 
 def _penalties(index: int, row: LogitsRow) -> tuple[npt.NDArray[np.generic], ...]:

@@ -123,6 +123,13 @@ class SequenceState:
         return bool(self.output_ids) and self.num_pending_tokens == 1
 
     @property
+    def depends_on_tokens(self) -> bool:
+        """Whether its next step can be scheduled only after the last one was read: penalties and grammars need its
+        tokens on the CPU, and log-probabilities are computed when they are read."""
+        sampling = self.request.sampling
+        return self.matcher is not None or sampling.logprobs is not None or sampling.has_penalties
+
+    @property
     def max_tokens(self) -> int:
         assert self.request.sampling.max_tokens is not None
         return self.request.sampling.max_tokens
@@ -339,6 +346,40 @@ class Scheduler:
                     ScheduledChunk(sequence, sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens)
                 )
         return SchedulerOutput(self._kv_cache_manager.take_copies(), self._with_drafts(chunks))
+
+    def schedule_ahead(self, chunks: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
+        """Schedule the step after one whose tokens are not known yet: the newest token of each sequence that goes on.
+
+        A sequence may end with the token that is not known; `update` then skips its outcome. Its rows stay valid until
+        the next call of `schedule`, because a step never writes to rows of computed tokens.
+
+        Args:
+            chunks: the step, for which `update` has not been called; that of all earlier ones has.
+
+        Returns:
+            One chunk per sequence, with `start` at the token that is not known; none if the next step has other
+            sequences, more tokens or drafts, needs rows, or depends on that token in another way.
+        """
+        steps = {chunk.sequence: chunk for chunk in chunks}
+        ahead = []
+        for sequence, allocation in self._running.items():
+            chunk = steps.get(sequence)
+            if chunk is None or not chunk.needs_logits or chunk.draft.tokens or sequence.depends_on_tokens:
+                return []
+            length = sequence.length + 1
+            if length == sequence.max_len:
+                continue  # ends with the token that is not known
+            if length > allocation.rows:
+                return []
+            ahead.append(ScheduledChunk(sequence, length - 1, length))
+        return [] if self._speculative and self._wants_drafts(ahead) else ahead
+
+    def _wants_drafts(self, chunks: Sequence[ScheduledChunk]) -> bool:
+        """Whether a draft would be proposed for any of the sequences now. The proposals are also compared with the next
+        tokens, so that acceptance rates remain known."""
+        threshold = self._step_cost.threshold(tokens=len(chunks), rows=len(chunks))
+        drafts = [self._draft(chunk.sequence, threshold) for chunk in chunks]
+        return any(draft.tokens for draft in drafts)
 
     def update(
         self, chunks: Sequence[ScheduledChunk], outcomes: Mapping[SequenceState, Outcome]

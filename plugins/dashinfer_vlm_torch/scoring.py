@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from dashinfer_vlm_core.decoders import DecodeRequest
-from dashinfer_vlm_core.errors import DecoderFailed
+from dashinfer_vlm_core.kernels.streams import HostCopy
 
 from .kv_cache import KVCache
 from .model import TextModel
 from .proposer import Draft
 from .runner import ModelRunner
-from .sampler import LogitsRow
-from .scheduler import SampledToken, ScheduledChunk, SequenceState
+from .sampler import LaunchedArgmax, LogitsRow
+from .scheduler import ScheduledChunk, SequenceState
 
 
 class CompletionScorer(ModelRunner):
@@ -54,6 +54,7 @@ class CompletionScorer(ModelRunner):
             self.compute(partial(self.step, [chunk]))
         return self._logits
 
-    def _sample(self, x: Tensor, rows: Sequence[LogitsRow], *heads: Any) -> list[SampledToken | DecoderFailed]:
+    def _sample(self, x: Tensor, rows: Sequence[LogitsRow], *heads: Any) -> LaunchedArgmax:
         self._logits = self._model.logits(x, *heads)
-        return [SampledToken(token) for token in self._logits.argmax(dim=-1).tolist()]
+        token_ids = self._logits.argmax(dim=-1)
+        return LaunchedArgmax(token_ids, HostCopy(token_ids))

@@ -16,8 +16,8 @@ from dashinfer_vlm_core.concurrency.compute import CPU_EXECUTOR
 from dashinfer_vlm_core.decoders import Token
 from dashinfer_vlm_core.errors import DecoderFailed, EngineClosed, EngineError
 
-from .runner import ModelRunner
-from .scheduler import Outcome, ScheduledChunk, Scheduler, SchedulerOutput, SchedulerStats, SequenceState
+from .runner import LaunchedStep, ModelRunner
+from .scheduler import Outcome, ScheduledChunk, Scheduler, SchedulerStats, SequenceState
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -43,6 +43,20 @@ class WorkerCounts(NamedTuple):
     queue_seconds: float = 0.0
 
 
+class RunningStep(NamedTuple):
+    """A step whose tokens have not been read.
+
+    Attributes:
+        chunks: its chunks.
+        launched: what to read, or why it could not be launched.
+        started: when the device began to compute it, as `time.perf_counter` counts.
+    """
+
+    chunks: Sequence[ScheduledChunk]
+    launched: LaunchedStep | Exception
+    started: float
+
+
 class Worker:
     """Runs steps in a separate thread; all methods are thread-safe.
 
@@ -52,10 +66,15 @@ class Worker:
         runner: runs the model.
         scheduler: schedules the steps.
         step_timeout: seconds after which a step is considered hung.
+        schedules_ahead: whether the next step is launched before the tokens of a step are read, unless it depends on
+            them: then a GPU computes while the CPU records, delivers and schedules.
     """
 
-    def __init__(self, runner: ModelRunner, scheduler: Scheduler, *, step_timeout: float) -> None:
+    def __init__(
+        self, runner: ModelRunner, scheduler: Scheduler, *, step_timeout: float, schedules_ahead: bool = False
+    ) -> None:
         self._runner = runner
+        self._schedules_ahead = schedules_ahead
         self._scheduler = scheduler
         self._step_timeout = step_timeout
         self._step_started = math.inf
@@ -146,19 +165,45 @@ class Worker:
     def _run_steps(self) -> None:
         """Run steps until there are no requests, or until other work has to run: handing the executor from thread to
         thread takes half a millisecond."""
-        while step := self._next_step():
-            self._finish_step(step.chunks, *self._execute(step))
-            if self._runner.must_yield():
+        step = self._launch_next()
+        while step:
+            ahead = self._launch_ahead(step)
+            outcomes = self._read(step)
+            if isinstance(outcomes, Exception):
+                ahead = None  # it was computed from tokens that are not known to be right
+                outcomes = self._compute_alone(step.chunks, outcomes)
+            now = time.perf_counter()
+            self._finish_step(step.chunks, outcomes, now - step.started, ahead)
+            if ahead is None and self._runner.must_yield():
                 return
+            step = ahead._replace(started=now) if ahead else self._launch_next()
 
-    def _next_step(self) -> SchedulerOutput | None:
-        """Return the next step; None if there are no requests, or if the worker was stopped."""
+    def _launch_next(self) -> RunningStep | None:
+        """Launch the next step; returns None if there are no requests, or if the worker was stopped."""
         with self._lock:
             if self._end_error or not self._scheduler.busy:
                 return None
             step = self._scheduler.schedule()
             self._count(step.chunks)
-            return step
+        started = time.perf_counter()
+        self._runner.copy_rows(step.copies)
+        return RunningStep(step.chunks, self._launch(step.chunks), started)
+
+    def _launch_ahead(self, step: RunningStep) -> RunningStep | None:
+        """Launch the step after one whose tokens have not been read; returns None if it has to wait for them, or if
+        other work waits for the executor."""
+        if not self._schedules_ahead or isinstance(step.launched, Exception) or self._runner.other_work_waits:
+            return None
+        with self._lock:
+            chunks = [] if self._end_error else self._scheduler.schedule_ahead(step.chunks)
+        if not chunks:
+            return None
+        launched = self._launch(chunks, step.launched)
+        if isinstance(launched, Exception):
+            return None  # it is launched again, and fails again, after the tokens are read
+        with self._lock:
+            self._count(chunks)
+        return RunningStep(chunks, launched, time.perf_counter())
 
     def _count(self, chunks: Sequence[ScheduledChunk]) -> None:
         self._step_started = now = time.monotonic()
@@ -171,37 +216,52 @@ class Worker:
             queue_seconds=queue_seconds + sum(now - arrival for arrival in arrivals),
         )
 
-    def _execute(self, step: SchedulerOutput) -> tuple[dict[SequenceState, Outcome], float]:
-        """Return the outcomes of a step, and how many seconds it took."""
-        started = time.perf_counter()
-        self._runner.copy_rows(step.copies)
-        outcomes = self._run_chunks(step.chunks)
-        return outcomes, time.perf_counter() - started
+    def _launch(
+        self, chunks: Sequence[ScheduledChunk], previous: LaunchedStep | None = None
+    ) -> LaunchedStep | Exception:
+        try:
+            return self._runner.launch(chunks, previous)
+        except Exception as error:  # noqa: BLE001 - returned
+            return error
 
-    def _run_chunks(self, chunks: Sequence[ScheduledChunk]) -> dict[SequenceState, Outcome]:
-        """Compute chunks in one pass; if it fails, compute each chunk alone, so that only the one that causes it fails.
+    def _read(self, step: RunningStep) -> dict[SequenceState, Outcome] | Exception:
+        """Return the outcomes of a step, or why it failed."""
+        if isinstance(step.launched, Exception):
+            return step.launched
+        try:
+            return self._runner.read(step.launched)
+        except Exception as error:  # noqa: BLE001 - returned
+            return error
+
+    def _compute_alone(self, chunks: Sequence[ScheduledChunk], error: Exception) -> dict[SequenceState, Outcome]:
+        """Compute each chunk of a step that failed alone, so that only the one that causes it fails.
 
         Raises:
             RuntimeError: the device is lost, so no request can be computed.
         """
+        if len(chunks) == 1:
+            self._runner.check_device()
+            sequence = chunks[0].sequence
+            logger.error("Request %s failed in the decoder.", sequence.request.id, exc_info=error)
+            return {sequence: DecoderFailed("The decoder failed on this request; see the engine's log for the cause.")}
+        logger.warning("A step of %d requests failed; each is retried alone.", len(chunks), exc_info=error)
+        return {sequence: outcome for chunk in chunks for sequence, outcome in self._retry(chunk).items()}
+
+    def _retry(self, chunk: ScheduledChunk) -> dict[SequenceState, Outcome]:
         try:
-            return self._runner.step(chunks)
-        except Exception:
-            if len(chunks) == 1:
-                self._runner.check_device()
-                sequence = chunks[0].sequence
-                logger.exception("Request %s failed in the decoder.", sequence.request.id)
-                return {
-                    sequence: DecoderFailed("The decoder failed on this request; see the engine's log for the cause.")
-                }
-            logger.warning("A step of %d requests failed; each is retried alone.", len(chunks), exc_info=True)
-            return {sequence: outcome for chunk in chunks for sequence, outcome in self._run_chunks([chunk]).items()}
+            return self._runner.step([chunk])
+        except Exception as error:  # noqa: BLE001 - logged there
+            return self._compute_alone([chunk], error)
 
     def _finish_step(
-        self, chunks: Sequence[ScheduledChunk], outcomes: dict[SequenceState, Outcome], seconds: float
+        self,
+        chunks: Sequence[ScheduledChunk],
+        outcomes: dict[SequenceState, Outcome],
+        seconds: float,
+        ahead: RunningStep | None,
     ) -> None:
         with self._lock:
-            self._step_started = math.inf
+            self._step_started = time.monotonic() if ahead else math.inf
             self._scheduler.record_seconds(chunks, seconds)
             outputs = self._scheduler.update(chunks, outcomes)
             deliveries = [(self._outputs[sequence], output) for sequence, output in outputs]

@@ -27,13 +27,13 @@ class Hang:
     def __init__(self, runner):
         self.entered = threading.Event()
         self._go = threading.Event()
-        self._step = runner.step
-        runner.step = self._hang
+        self._launch = runner.launch
+        runner.launch = self._hang
 
-    def _hang(self, chunks):
+    def _hang(self, chunks, previous=None):
         self.entered.set()
         self._go.wait(timeout=HANG)
-        return self._step(chunks)
+        return self._launch(chunks, previous)
 
     def end(self):
         self._go.set()

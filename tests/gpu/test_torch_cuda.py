@@ -20,6 +20,7 @@ from dashinfer_vlm_core.models.qwen2_vl import Qwen2VL
 from dashinfer_vlm_torch.decode_graphs import DecodeGraphs, StepShape
 from dashinfer_vlm_torch.kv_cache import KVCache
 from dashinfer_vlm_torch.proposer import Draft
+from dashinfer_vlm_torch.runner import ModelRunner
 from dashinfer_vlm_torch.sampler import LogitsRow, _choose
 from dashinfer_vlm_torch.scheduler import ScheduledChunk
 from tests.core.test_cuda_kernels import FRAMES, MIXED, SHAPES, SINGLE, inputs
@@ -132,6 +133,48 @@ def test_replayed_steps_equal_computed_ones(oracle, dtype):
             runner.compute(lambda runner=runner, step=step: runner.step(step))
         states.append(runner.x)
     assert difference(*states) < {torch.float32: 1e-4, torch.bfloat16: 3e-2}[dtype]
+
+
+@torch.inference_mode()
+def test_step_ahead_does_not_wait_and_has_the_same_tokens(oracle):
+    model = load(oracle, "cuda")
+    found = []
+    for is_ahead in (False, True):
+        cache = KVCache(model.config, 301, device="cuda", dtype=torch.float32)
+        graphs = DecodeGraphs(model, cache, CudaGraphRecorder())
+        model.executor.run(lambda graphs=graphs: graphs.record(StepShape(4, 64)))
+        runner = ModelRunner(model, cache, graphs)
+        states = [sequence(prompt(seed, 20, temperature=0.9, seed=seed), 40 * seed) for seed in range(3)]
+
+        def append(outcomes):
+            for state, (token,) in outcomes.items():
+                state.append(token.id)
+
+        def steps(*, is_ahead=is_ahead, runner=runner, states=states, append=append):
+            append(runner.step([ScheduledChunk(state, 0, 20) for state in states]))
+            step = runner.launch([ScheduledChunk(state, 20, 21) for state in states])
+            for length in range(21, 30):
+                ahead = [ScheduledChunk(state, length, length + 1) for state in states]
+                if not is_ahead:
+                    append(runner.read(step))
+                    step = runner.launch(ahead)
+                    continue
+                with no_synchronization():
+                    following = runner.launch(ahead, step)
+                append(runner.read(step))
+                step = following
+            append(runner.read(step))
+
+        runner.compute(steps)
+        found.append([state.output_ids for state in states])
+    assert found[0] == found[1]
+    assert {len(output) for output in found[0]} == {11}
+
+
+def test_asynchronous_scheduling_changes_no_token(oracle):
+    batch = requests(oracle)
+    ahead, plain = (decode_all(oracle.decoder(device="cuda", async_scheduling=on), batch) for on in (None, False))
+    assert ahead == plain
 
 
 @torch.inference_mode()

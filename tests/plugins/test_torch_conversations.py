@@ -24,9 +24,9 @@ from tests.conversations import as_openai, assistant, blurred_image, user
 class CountingRunner(ModelRunner):
     """Records how many tokens each step computes."""
 
-    def step(self, chunks):
-        self.read = [*getattr(self, "read", ()), sum(chunk.end - chunk.start for chunk in chunks)]
-        return super().step(chunks)
+    def launch(self, chunks, previous=None):
+        self.computed = [*getattr(self, "computed", ()), sum(chunk.end - chunk.start for chunk in chunks)]
+        return super().launch(chunks, previous)
 
 
 class CountingDecoder(TorchDecoder):
@@ -72,11 +72,11 @@ class CountingEngine:
 
     def chat(self, *messages, **fields):
         """Return the text, the usage, the encoder's passes, and the number of computed tokens."""
-        before = len(getattr(self._plugin.decoder.runner, "read", ()))
+        before = len(getattr(self._plugin.decoder.runner, "computed", ()))
         passes = self.engine.stats().vision.passes
         body = {"messages": as_openai(messages), "temperature": 0, "max_tokens": 40, **fields}
         answer = self.engine.chat(body)
-        read = sum(self._plugin.decoder.runner.read[before:])
+        read = sum(self._plugin.decoder.runner.computed[before:])
         return answer.choices[0].message.content, answer.usage, self.engine.stats().vision.passes - passes, read
 
     def stats(self):
@@ -183,7 +183,7 @@ def test_all_computation_is_on_compute_thread(monkeypatch):
     record(TorchKernels, "norm")
     record(TorchKernels, "attend")
     record(Qwen2VLEncoder, "normalize")
-    record(runner, "sample")
+    record(runner, "launch_sample")
     record(KVCache, "copy_rows")
     with CountingEngine() as counting:
         counting.chat(user(blurred_image(1), "What is in the picture?"))
@@ -196,4 +196,6 @@ def test_all_computation_is_on_compute_thread(monkeypatch):
             await asyncio.gather(*map(counting.engine.achat, bodies))
 
         asyncio.run(all_at_once())
-    assert seen == {name: {THREAD_NAME} for name in ("linear", "norm", "attend", "normalize", "sample", "copy_rows")}
+    assert seen == {
+        name: {THREAD_NAME} for name in ("linear", "norm", "attend", "normalize", "launch_sample", "copy_rows")
+    }

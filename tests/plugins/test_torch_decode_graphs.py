@@ -15,6 +15,7 @@ import torch
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.kernels import KernelSelector, KVSpan, LoadedKernels
 from dashinfer_vlm_core.kernels.cuda import CudaKernels
+from dashinfer_vlm_core.kernels.streams import HostCopy
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
 from dashinfer_vlm_core.models.weights import Weights
@@ -30,8 +31,8 @@ from dashinfer_vlm_torch.kv_cache import KVCache
 from dashinfer_vlm_torch.model import TextModel, TextQuantization
 from dashinfer_vlm_torch.proposer import Draft
 from dashinfer_vlm_torch.runner import ModelRunner
-from dashinfer_vlm_torch.sampler import _choose
-from dashinfer_vlm_torch.scheduler import SampledToken, ScheduledChunk, SequenceState
+from dashinfer_vlm_torch.sampler import LaunchedArgmax, _choose
+from dashinfer_vlm_torch.scheduler import ScheduledChunk, SequenceState
 from tests.recording import check_recordable, repeat
 
 from .oracle import collect, decoding, ids, prompt, text, visual
@@ -60,8 +61,8 @@ class CountingGraphs(DecodeGraphs):
 
     replayed = computed = 0
 
-    def run(self, packed, spans):
-        x = super().run(packed, spans)
+    def run(self, packed, spans, token_ids=None):
+        x = super().run(packed, spans, token_ids)
         if x is None:
             self.computed += 1
         else:
@@ -109,8 +110,9 @@ def requests(oracle):
 
 
 @pytest.mark.parametrize("batch", [1, 3, 32])
-def test_padded_steps_give_the_tokens_of_transformers(oracle, batch):
-    decoder = static_decoder(oracle, max_batch_size=batch, prefill_chunk=40)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_padded_steps_give_the_tokens_of_transformers(oracle, batch, ahead):
+    decoder = static_decoder(oracle, max_batch_size=batch, prefill_chunk=40, async_scheduling=ahead)
     found = decode_all(decoder, requests(oracle))
     assert [ids(tokens) for tokens in found[:-1]] == [oracle.greedy(request) for request in requests(oracle)[:-1]]
     plain = oracle.decoder()
@@ -170,7 +172,8 @@ class HiddenStates(ModelRunner):
 
     def _sample(self, x, rows, heads):
         self.x = x.clone()
-        return [SampledToken(0) for _ in rows]
+        token_ids = torch.zeros(len(rows), dtype=torch.int64)
+        return LaunchedArgmax(token_ids, HostCopy(token_ids))
 
 
 def test_padding_changes_no_row_of_a_sequence(oracle, model):
@@ -260,12 +263,12 @@ def test_graphs_that_cannot_be_recorded_are_omitted(model, caplog):
 
 
 class UnreadRunner(ModelRunner):
-    """Computes the tokens of a step, but does not read them."""
+    """Samples the tokens of a step without the copy to the CPU."""
 
     def _sample(self, x, rows, heads):
         ids, _ = _choose(self._model.logits(x, heads), rows, {})
         assert ids.shape == (len(rows),)
-        return [SampledToken(0) for _ in rows]
+        return LaunchedArgmax(ids, None)
 
 
 SAMPLING = {
@@ -297,8 +300,10 @@ def test_step_reads_nothing_from_the_device(oracle, sampling):
         )
     ]
     for batch in (states, states[:1]):
-        runner.step([ScheduledChunk(state, 0, state.length) for state in batch])
-        runner.step([ScheduledChunk(state, state.length - 1, state.length) for state in batch])
+        runner.launch([ScheduledChunk(state, 0, state.length) for state in batch])
+        step = runner.launch([ScheduledChunk(state, state.length - 1, state.length) for state in batch])
+        ahead = [ScheduledChunk(state, state.length, state.length + 1) for state in batch[::-2]]
+        runner.launch(ahead, step)
 
 
 @torch.inference_mode()

@@ -285,7 +285,7 @@ def test_request_that_fails_its_step_fails_alone(oracle, embedding):
 class LostDevice(ModelRunner):
     """A runner whose calls all fail, as after an illegal memory access in a CUDA context."""
 
-    def step(self, chunks):
+    def launch(self, chunks, previous=None):
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     def check_device(self):
