@@ -79,14 +79,14 @@ def copy_to_device(tensor: Tensor, into: Tensor) -> None:
 
 
 class HostCopy:
-    """A copy of a tensor on the CPU, which the device makes while the caller continues.
+    """A copy of a tensor on the CPU, which CUDA makes while the caller continues.
 
     Args:
         tensor: a tensor on any device. One on a CPU is not copied.
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        self._copied = tensor.to("cpu", non_blocking=True)
+        self._copied = tensor.to("cpu", non_blocking=tensor.is_cuda)
         self._finished: torch.cuda.Event | None = None
         if tensor.is_cuda:
             self._finished = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -104,7 +104,6 @@ REJECTED_IN_CALLS: Mapping[str, _Rejected] = MappingProxyType(
 
 WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
     {
-        "async_scheduling": "the scheduler has one mode",
         "block_size": "the KV cache has no blocks to configure",
         "disable_custom_all_reduce": "there is one device",
         "disable_log_stats": "the statistics are in `vlm.engine.stats()`",

@@ -261,7 +261,7 @@ static ptrdiff_t weights_size(ptrdiff_t steps) { return PANEL_GROUP * (steps < P
 /* Size of its weights and partial sums. */
 static ptrdiff_t task_size(ptrdiff_t rows, ptrdiff_t steps)
 {
-    if (rows <= MAX_ROWS) return 0;
+    if (rows <= TALL_ROWS) return 0;
     Blocks x = {.rows = rows, .tall = tall_blocks(rows)};
     ptrdiff_t partial_sums = block_count(&x) * PANEL_GROUP * TALL_ROWS * PANEL * sizeof(float);
     return weights_size(steps) + (steps > PART ? partial_sums : 0);
@@ -320,7 +320,7 @@ static void linear_bf16(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const E
     {
 #pragma omp for
         for (ptrdiff_t row = 0; row < padded; row++) pack_row(&packed, row, x + row * stride, inputs);
-        if (rows > MAX_ROWS) {
+        if (rows > TALL_ROWS) {
             char *weights = rest + omp_get_thread_num() * task_size(rows, packed.steps);
             char *partial_sums = weights + weights_size(packed.steps);
             Tiles t = tiles_open(block_rows(&packed, 0));
@@ -341,8 +341,8 @@ static void linear_bf16(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const E
             }
             tiles_close();
         } else {
-            _Alignas(64) float sums[MAX_ROWS][PANEL];
-            Tiles t = tiles_open(rows);
+            _Alignas(64) float sums[TALL_ROWS][PANEL];
+            Tiles t = tiles_open(block_rows(&packed, 0));
 #pragma omp for schedule(guided, 2) nowait
             for (ptrdiff_t panel = 0; panel < panels; panel++) {
                 multiply_block(&packed, ep->m, panel, &t, sums);

@@ -98,7 +98,7 @@ class TorchDecoder:
             options = self._config.options_of(TorchOptions)
             schedules_ahead = options.async_scheduling
             if schedules_ahead is None:
-                schedules_ahead = self._device.startswith("cuda")
+                schedules_ahead = self._runner.computes_in_background
             self._worker = Worker(
                 self._runner,
                 self._scheduler(),

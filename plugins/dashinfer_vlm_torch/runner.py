@@ -8,7 +8,7 @@ then copied on the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby, islice
+from itertools import accumulate, groupby, islice
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -55,7 +55,12 @@ class LaunchedStep(NamedTuple):
     def token_ids(self, sequences: Sequence[SequenceState]) -> Tensor:
         """Return the tokens of sequences that each have one row, int64 [sequences], on the device."""
         assert self.sampled is not None
-        numbers = {chunk.sequence: number for number, chunk in enumerate(self.chunks)}
+        first_rows = [0, *accumulate(self.num_rows)]
+        numbers = {
+            chunk.sequence: first
+            for chunk, first, count in zip(self.chunks, first_rows, self.num_rows, strict=False)
+            if count == 1
+        }
         rows = [numbers[sequence] for sequence in sequences]
         ids = self.sampled.ids
         return ids if rows == list(range(len(ids))) else ids[_index(rows, ids.device)]
@@ -83,6 +88,11 @@ class ModelRunner:
     def compute(self, work: Callable[[], T]) -> T:
         """Run `work`, which copies rows or runs steps, on the model's executor; returns its result. See `Executor`."""
         return self._model.executor.run(work)
+
+    @property
+    def computes_in_background(self) -> bool:
+        """Whether `launch` returns while the device computes. With a loop over experts, it waits in each layer."""
+        return self._model.device.startswith("cuda") and not self._model.loops_over_experts
 
     @property
     def other_work_waits(self) -> bool:

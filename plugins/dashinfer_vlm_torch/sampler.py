@@ -82,14 +82,14 @@ class LaunchedSample(NamedTuple):
     """Tokens that a device samples while the caller continues.
 
     Attributes:
-        logits: float32 [rows, vocab_size].
+        logits: float32 [rows, vocab_size]; None if no row requests log-probabilities.
         rows: what the rows belong to.
         ids: int64 [rows], on the device; those of rows without a finite score are token ids, too.
         token_ids: the same, on their way to the CPU; -1 for rows without a finite score.
         errors: the errors of grammars, by row.
     """
 
-    logits: Tensor
+    logits: Tensor | None
     rows: Sequence[LogitsRow]
     ids: Tensor
     token_ids: HostCopy
@@ -99,7 +99,7 @@ class LaunchedSample(NamedTuple):
         """Wait for the tokens; returns one per row, or the error of a row whose logits are not finite or whose grammar
         failed."""
         token_ids: list[int] = self.token_ids.wait().tolist()
-        logprobs = _log_probabilities(self.logits, self.ids, self.rows)
+        logprobs = {} if self.logits is None else _log_probabilities(self.logits, self.ids, self.rows)
         return [
             self.errors.get(row)
             or (DecoderFailed(OVERFLOW) if token < 0 else SampledToken(token, *logprobs.get(row, ())))
@@ -135,7 +135,9 @@ def launch_sample(logits: Tensor, rows: Sequence[LogitsRow], drawer: Drawer | No
     """
     masks, errors = _masks(rows)
     ids, is_finite = _choose(logits, rows, masks, drawer)
-    return LaunchedSample(logits, rows, ids, HostCopy(torch.where(is_finite, ids, -1)), errors)
+    with_logprobs = any(row.sampling.logprobs is not None for row in rows)
+    token_ids = HostCopy(torch.where(is_finite, ids, -1))
+    return LaunchedSample(logits if with_logprobs else None, rows, ids, token_ids, errors)
 
 
 def _choose(

@@ -307,8 +307,8 @@ class Scheduler:
     def remove(self, sequence: SequenceState, *, failed: bool = False) -> None:
         """Remove a sequence and free its memory; does nothing if it has already ended.
 
-        The current step may still write to the sequence's rows. That is harmless: these tokens are not marked as
-        computed, and the next owner of the rows writes to them in a later step.
+        Steps that were launched may still write to the sequence's rows. That is harmless: these tokens are not marked
+        as computed, and the next owner of the rows writes to them in a later step.
 
         Args:
             sequence: a sequence that was added.
@@ -360,11 +360,11 @@ class Scheduler:
             One chunk per sequence, with `start` at the token that is not known; none if the next step has other
             sequences, more tokens or drafts, needs rows, or depends on that token in another way.
         """
-        steps = {chunk.sequence: chunk for chunk in chunks}
-        ahead = []
+        if any(not chunk.needs_logits or chunk.draft.tokens for chunk in chunks):
+            return []
+        sequences, ahead = {chunk.sequence for chunk in chunks}, []
         for sequence, allocation in self._running.items():
-            chunk = steps.get(sequence)
-            if chunk is None or not chunk.needs_logits or chunk.draft.tokens or sequence.depends_on_tokens:
+            if sequence not in sequences or sequence.depends_on_tokens:
                 return []
             length = sequence.length + 1
             if length == sequence.max_len:

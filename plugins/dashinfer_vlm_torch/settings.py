@@ -22,7 +22,7 @@ class TorchOptions(PluginOptions):
     async_scheduling: bool | None = Field(
         None,
         description="Launch the next decode step before the tokens of the last one are read, with the same result. By"
-        " default, on CUDA only: on a CPU it saves nothing.",
+        " default, on CUDA only; on a CPU it delays tokens by a step.",
     )
 
     def check(self, decoder: str) -> None:

@@ -200,9 +200,9 @@ class Worker:
             return None
         launched = self._launch(chunks, step.launched)
         if isinstance(launched, Exception):
-            return None  # it is launched again, and fails again, after the tokens are read
-        with self._lock:
-            self._count(chunks)
+            self._schedules_ahead = False
+            logger.warning("A step could not be launched ahead. From now on, tokens are read first.", exc_info=launched)
+            return None
         return RunningStep(chunks, launched, time.perf_counter())
 
     def _count(self, chunks: Sequence[ScheduledChunk]) -> None:
@@ -234,18 +234,23 @@ class Worker:
             return error
 
     def _compute_alone(self, chunks: Sequence[ScheduledChunk], error: Exception) -> dict[SequenceState, Outcome]:
-        """Compute each chunk of a step that failed alone, so that only the one that causes it fails.
+        """Compute each chunk of a step that failed alone, so that only the one that causes it fails. Sequences that
+        have ended or been canceled since are skipped.
 
         Raises:
             RuntimeError: the device is lost, so no request can be computed.
         """
+        with self._lock:
+            running = [chunk for chunk in chunks if chunk.sequence in self._outputs]
         if len(chunks) == 1:
             self._runner.check_device()
+            if not running:
+                return {}
             sequence = chunks[0].sequence
             logger.error("Request %s failed in the decoder.", sequence.request.id, exc_info=error)
             return {sequence: DecoderFailed("The decoder failed on this request; see the engine's log for the cause.")}
         logger.warning("A step of %d requests failed; each is retried alone.", len(chunks), exc_info=error)
-        return {sequence: outcome for chunk in chunks for sequence, outcome in self._retry(chunk).items()}
+        return {sequence: outcome for chunk in running for sequence, outcome in self._retry(chunk).items()}
 
     def _retry(self, chunk: ScheduledChunk) -> dict[SequenceState, Outcome]:
         try:
@@ -261,8 +266,11 @@ class Worker:
         ahead: RunningStep | None,
     ) -> None:
         with self._lock:
-            self._step_started = time.monotonic() if ahead else math.inf
-            self._scheduler.record_seconds(chunks, seconds)
+            self._step_started = math.inf
+            if ahead:
+                self._count(ahead.chunks)
+            if not self._schedules_ahead or self._runner.computes_in_background:  # otherwise, launching takes the time
+                self._scheduler.record_seconds(chunks, seconds)
             outputs = self._scheduler.update(chunks, outcomes)
             deliveries = [(self._outputs[sequence], output) for sequence, output in outputs]
             for sequence, output in outputs:

@@ -27,6 +27,7 @@ from tests.core.test_cuda_kernels import FRAMES, MIXED, SHAPES, SINGLE, inputs
 from tests.kernels import selector
 from tests.patches import random_patches
 from tests.plugins.oracle import collect, decoding, ids, prompt, text, visual
+from tests.plugins.test_torch_async_scheduling import Ahead
 from tests.plugins.test_torch_decode_graphs import SAMPLING, HiddenStates, load, sequence
 
 BATCHES = {"single": SINGLE, "mixed": MIXED, "frames": FRAMES}
@@ -172,9 +173,22 @@ def test_step_ahead_does_not_wait_and_has_the_same_tokens(oracle):
 
 
 def test_asynchronous_scheduling_changes_no_token(oracle):
-    batch = requests(oracle)
-    ahead, plain = (decode_all(oracle.decoder(device="cuda", async_scheduling=on), batch) for on in (None, False))
-    assert ahead == plain
+    batch, options = requests(oracle), {"device": "cuda", "speculative_method": "none"}
+    found, counts = [], []
+    for async_scheduling in (None, False):
+        decoder = oracle.decoder(async_scheduling=async_scheduling, **options)
+
+        async def run(decoder=decoder):
+            async with decoding(decoder):
+                ahead = Ahead(decoder._worker._runner)
+                tokens = await asyncio.gather(*(collect(decoder, request) for request in batch))
+                counts.append(ahead.count)
+                return list(map(ids, tokens))
+
+        found.append(asyncio.run(run()))
+    assert found[0] == found[1]
+    assert counts[0] > 20
+    assert counts[1] == 0
 
 
 @torch.inference_mode()

@@ -6,9 +6,12 @@ import asyncio
 from contextlib import aclosing
 
 import pytest
+import torch
 
 from dashinfer_vlm_core.errors import DecoderFailed
-from dashinfer_vlm_torch.runner import ModelRunner
+from dashinfer_vlm_torch.proposer import Draft
+from dashinfer_vlm_torch.runner import LaunchedStep, ModelRunner
+from dashinfer_vlm_torch.sampler import LaunchedArgmax
 from dashinfer_vlm_torch.scheduler import SampledToken, ScheduledChunk, SequenceState
 from tests.decoder_pause import DecoderPause
 
@@ -206,6 +209,52 @@ def test_repetitions_are_drafted():
     assert previous
     assert one.output_ids == [1, 2, 3, 4, 1, 2, 3]
     assert chunks[0].draft.tokens[0] == 4
+
+
+def test_step_with_other_rows_of_logits_has_no_step_ahead():
+    """Also if the sequence that has none, or several, was canceled since."""
+    queue, (one, other), chunks = running(3, 4)
+    drafted = [chunks[0]._replace(draft=Draft((7, 8))), chunks[1]]
+    queue.remove(one)
+    assert queue.schedule_ahead(drafted) == []
+    long = sequence(20)
+    queue.add(long)
+    chunks = queue.schedule().chunks
+    queue.remove(long)
+    assert [chunk.needs_logits for chunk in chunks] == [True, False]
+    assert queue.schedule_ahead(chunks) == []
+    assert queue.schedule_ahead(chunks[:1]) == [ScheduledChunk(other, 5, 6)]
+
+
+def test_token_ids_are_those_of_a_sequence_with_one_row():
+    states = [sequence(length) for length in (3, 4, 5, 6)]
+    chunks = [ScheduledChunk(state, 0, 3) for state in states]
+    step = LaunchedStep(chunks, [0, 3, 1, 1], LaunchedArgmax(torch.arange(10, 15), None))
+    assert step.token_ids(states[2:]).tolist() == [13, 14]
+    assert step.token_ids(states[3:]).tolist() == [14]
+
+
+def test_step_that_cannot_be_launched_ahead_is_computed_later(oracle, caplog):
+    requests = [prompt(seed, 5, max_tokens=12, ignore_eos=True) for seed in range(2)]
+    expected, _ = complete(oracle, requests)
+
+    async def run():
+        async with decoding(oracle.decoder(async_scheduling=True, speculative_method="none")) as decoder:
+            runner = decoder._worker._runner
+            launch, failed = runner.launch, []
+
+            def fail(chunks, previous=None):
+                if previous is not None:
+                    failed.append(chunks)
+                    raise RuntimeError("out of memory")
+                return launch(chunks)
+
+            runner.launch = fail
+            found = await asyncio.gather(*(collect(decoder, request) for request in requests))
+            return found, len(failed)
+
+    assert asyncio.run(run()) == (expected, 1)
+    assert "could not be launched ahead" in caplog.text
 
 
 def test_prompts_are_not_continued_ahead():

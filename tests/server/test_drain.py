@@ -36,8 +36,8 @@ def streamed(url, tokens, started):
 
 SLOW = """
 import dashinfer_vlm_torch.runner as r, time
-step = r.ModelRunner.step
-r.ModelRunner.step = lambda *args: (time.sleep(0.1), step(*args))[1]
+launch = r.ModelRunner.launch
+r.ModelRunner.launch = lambda *args: (time.sleep(0.1), launch(*args))[1]
 """
 """Makes 1500 tokens take at least two and a half minutes."""
 
@@ -65,7 +65,7 @@ def test_sigterm_during_concurrent_streams(tiny_checkpoint, tmp_path, grace, tok
 
 HANGS = """
 import dashinfer_vlm_torch.runner as r, dashinfer_vlm_torch.worker as w, threading
-r.ModelRunner.step = lambda *_: threading.Event().wait()
+r.ModelRunner.launch = lambda *_: threading.Event().wait()
 w.STOP_SECONDS = 1.0
 """
 
