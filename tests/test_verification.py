@@ -125,6 +125,7 @@ def test_all_checks_pass_and_tiny_model_is_timed(tmp_path):
     assert lines == [*(("new images", users) for users in ("1", "8", "32")), chats]
     steps = rf"^\| (\d+) \| 22 \| {number} \| \d+ \| [\d,]+ \| {number} % \| not measured \|$"
     assert re.findall(steps, report, re.MULTILINE) == ["1", "8", "32"]
+    assert not re.search(r"^\| \d+ \| 22 \| 0\.00 \|", report, re.MULTILINE)  # of a step, not between waiting tokens
     towers = rf"^\| (\d+) \| {number} \| {number} \| {number} \| {number} % \|$"
     assert re.findall(towers, report, re.MULTILINE) == ["1", "4", "16"]
     assert re.search(rf"^\| copy in memory, bytes read and written \| {number} GB/s \|$", report, re.MULTILINE)

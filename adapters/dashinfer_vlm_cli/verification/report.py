@@ -115,7 +115,8 @@ def _model(timings: ModelTimings, limits: DeviceLimits | None) -> Iterator[str]:
     load = timings.load
     yield (
         f"{timings.title[0].upper()}{timings.title[1:]}, random weights, bfloat16. Images of {load.side}x{load.side}"
-        f" pixels and a few words, responses of {load.tokens} tokens, greedy. Times are medians."
+        f" pixels and a few words, responses of {load.tokens} tokens, greedy, without speculation. Times are"
+        " medians, those of steps means."
     )
     yield ""
     if timings.fault:
