@@ -63,7 +63,7 @@ from tests.kernels import (
 )
 from tests.waiting import HANG, until
 
-ROWS = [1, 5, 12, 13, 16, 29, 200]
+ROWS = [1, 5, 12, 13, 16, 29, 40, 200]
 SHAPES = [(96, 64), (70, 132), (33, 260)]  # (outputs, inputs): whole panels, a partial panel, partial int8 blocks
 
 
