@@ -1,10 +1,12 @@
 /* Linear layers with weights of 16 and 12 bits, see avx2.c. */
-
-/* Up to DIRECT_ROWS rows are multiplied while weights are unpacked in registers; more rows share a buffer of unpacked weights.
- * More than FEW_ROWS rows of activations are widened before, WIDE_ROWS at a time. */
-enum { FEW_ROWS = 2, DIRECT_ROWS = 5, WIDE_ROWS = 768 };
+#pragma once
 
 #include "arguments.h"
+#include "avx2_tile.h"
+
+/* Up to DIRECT_ROWS rows are multiplied while weights are unpacked in registers; more rows share a buffer of unpacked
+ * weights. More than FEW_ROWS rows of activations are widened before, WIDE_ROWS at a time. */
+enum { FEW_ROWS = 2, DIRECT_ROWS = 5, WIDE_ROWS = 768 };
 
 /* What to do with the sums: activation, bias, and where to store them. */
 typedef struct {
@@ -40,7 +42,7 @@ INLINE void finish(const Epilogue *ep, ptrdiff_t row, ptrdiff_t panel, const __m
 {
     const Matrix *m = ep->m;
     if (m->activation == SILU_GATE) {
-        UNROLL for (int z = 0; z < VECTORS / 2; z++) {
+        UNROLL_FOR (int z = 0; z < VECTORS / 2; z++) {
             ptrdiff_t column = panel * PANEL / 2 + z * LANES;
             __m256 gate = biased(ep, row, column, sums[z]);
             __m256 up = biased(ep, row, m->columns + column, sums[z + VECTORS / 2]);
@@ -48,7 +50,7 @@ INLINE void finish(const Epilogue *ep, ptrdiff_t row, ptrdiff_t panel, const __m
         }
         return;
     }
-    UNROLL for (int z = 0; z < VECTORS; z++) {
+    UNROLL_FOR (int z = 0; z < VECTORS; z++) {
         ptrdiff_t column = panel * PANEL + z * LANES;
         __m256 x = biased(ep, row, column, sums[z]);
         if (m->activation == QUICK_GELU) x = swish(x, 1.702f);
@@ -57,14 +59,8 @@ INLINE void finish(const Epilogue *ep, ptrdiff_t row, ptrdiff_t panel, const __m
     }
 }
 
-/* The row of the weights in column `j` of a panel; gate and up projection share a panel. */
-INLINE ptrdiff_t source_row(ptrdiff_t panel, int j, ptrdiff_t outputs, int gated)
-{
-    if (!gated) return panel * PANEL + j;
-    return j < PANEL / 2 ? panel * PANEL / 2 + j : outputs / 2 + panel * PANEL / 2 + j - PANEL / 2;
-}
-
-void pack_bf16(const uint32_t *weight, int64_t outputs, int64_t inputs, int32_t gated, uint32_t *packed, int32_t threads)
+void pack_bf16(const uint32_t *weight, int64_t outputs, int64_t inputs, int32_t gated, uint32_t *packed,
+               int32_t threads)
 {
     ptrdiff_t panels = ceil_div(outputs, PANEL), pairs = inputs / 2;
 #pragma omp parallel for num_threads(threads)
@@ -75,8 +71,8 @@ void pack_bf16(const uint32_t *weight, int64_t outputs, int64_t inputs, int32_t 
                 for (int j = 0; j < LANES; j++) {
                     ptrdiff_t row = source_row(panel, column + j, outputs, gated);
                     rows[j] = row < outputs
-                        ? _mm256_maskload_epi32((const int *)weight + row * pairs + p, first(pairs - p))
-                        : _mm256_setzero_si256();
+                                  ? _mm256_maskload_epi32((const int *)weight + row * pairs + p, first(pairs - p))
+                                  : _mm256_setzero_si256();
                 }
                 transpose(rows);
                 for (int i = 0; i < LANES && p + i < pairs; i++)
@@ -84,15 +80,13 @@ void pack_bf16(const uint32_t *weight, int64_t outputs, int64_t inputs, int32_t 
             }
 }
 
-/* Lossless 12-bit weights -------------------------------------------------------------------------------------------- */
-
 /* The upper eight bits of a bf16 weight (its sign, and its exponent except for one bit) almost always have one of a few
- * values. The 16 most frequent ones of each panel get a code of 4 bits; all others, the outliers, are stored in a list. The
- * idea is that of DFloat11 (arXiv:2504.11651); codes of a fixed length are unpacked with one shuffle.
+ * values. The 16 most frequent ones of each panel get a code of 4 bits; all others, the outliers, are stored in a list.
+ * The idea is that of DFloat11 (arXiv:2504.11651); codes of a fixed length are unpacked with one shuffle.
  *
- * A group is four inputs of a panel, which are 128 weights: their lower bytes, then two codes per byte. A pair of inputs is
- * in four vectors of eight columns. The bytes of the vectors z and z + 2 are packed into one, so that `unpack_bytes` restores
- * both: bytes 0 to 31 are from the vectors 0 and 2, the next 32 from 1 and 3. */
+ * A group is four inputs of a panel, which are 128 weights: their lower bytes, then two codes per byte. A pair of
+ * inputs is in four vectors of eight columns. The bytes of the vectors z and z + 2 are packed into one, so that
+ * `unpack_bytes` restores both: bytes 0 to 31 are from the vectors 0 and 2, the next 32 from 1 and 3. */
 enum { GROUP = 4, GROUP_BYTES = 3 * 64, SAMPLE = 64, WEIGHTS_PER_OUTLIER = 256, CODES = 16 };
 
 typedef struct {
@@ -218,12 +212,12 @@ static void __attribute__((noinline)) replace_outliers(Reader *r, ptrdiff_t grou
     for (int i = 0; i < 4; i++) upper[i] = at((const char *)bytes, i);
 }
 
-/* Read the bf16 pairs of four inputs: w[0] to w[3] are the first pair of all columns. With half 0 only those of the vectors
- * 0 and 2 are read, with half 1 those of 1 and 3; with 2 all. */
+/* Read the bf16 pairs of four inputs: w[0] to w[3] are the first pair of all columns. With half 0 only those of the
+ * vectors 0 and 2 are read, with half 1 those of 1 and 3; with 2 all. */
 INLINE void read_group(const int coded, const int half, Reader *r, ptrdiff_t group, __m256i w[2 * VECTORS])
 {
     __m256i low = _mm256_set1_epi8(15), upper[4];
-    UNROLL for (int i = 0; i < 2; i++) {
+    UNROLL_FOR (int i = 0; i < 2; i++) {
         if (!coded || half == 1 - i) continue;
         __m256i codes = at(r->packed, 4 + i);
         upper[i] = _mm256_shuffle_epi8(r->high, _mm256_and_si256(codes, low));
@@ -231,12 +225,12 @@ INLINE void read_group(const int coded, const int half, Reader *r, ptrdiff_t gro
     }
     if (coded && __builtin_expect(r->outlier->group == group, 0)) {
         __m256i replaced[4];
-        UNROLL for (int i = 0; i < 4; i++) replaced[i] = upper[half == 2 ? i : i / 2 * 2 + half];
+        UNROLL_FOR (int i = 0; i < 4; i++) replaced[i] = upper[half == 2 ? i : i / 2 * 2 + half];
         replace_outliers(r, group, replaced);
-        UNROLL for (int i = 0; i < 4; i++)
+        UNROLL_FOR (int i = 0; i < 4; i++)
             if (half == 2 || i % 2 == half) upper[i] = replaced[i];
     }
-    UNROLL for (int i = 0; i < 4; i++) {
+    UNROLL_FOR (int i = 0; i < 4; i++) {
         if (half == 1 - i % 2) continue;
         __m256i *to = w + i / 2 * VECTORS + i % 2, lower = at(r->packed, i);
         to[0] = coded ? _mm256_unpacklo_epi8(lower, upper[i]) : at(r->packed, i / 2 * VECTORS + i % 2);
@@ -247,24 +241,22 @@ INLINE void read_group(const int coded, const int half, Reader *r, ptrdiff_t gro
 
 INLINE void prefetch_group(const int coded, const char *packed)
 {
-    UNROLL for (int line = 0; line < 4; line++)
+    UNROLL_FOR (int line = 0; line < 4; line++)
         if (line < 3 || !coded) prefetch(packed + 64 * line);
 }
-
-/* bf16 linear layers ----------------------------------------------------------------------------------------------- */
 
 /* acc[m] = row m times a panel, unpacked in registers. */
 INLINE void tile_unpacked(const int rows, const int coded, const bf16 *x, ptrdiff_t stride, ptrdiff_t inputs, Reader r,
                           __m256 acc[FEW_ROWS][VECTORS])
 {
-    UNROLL for (int m = 0; m < rows; m++)
-        UNROLL for (int z = 0; z < VECTORS; z++) acc[m][z] = _mm256_setzero_ps();
+    UNROLL_FOR (int m = 0; m < rows; m++)
+        UNROLL_FOR (int z = 0; z < VECTORS; z++) acc[m][z] = _mm256_setzero_ps();
     for (ptrdiff_t group = 0; group < inputs / GROUP; group++, x += GROUP) {
         __m256i w[2 * VECTORS];
         prefetch_group(coded, r.packed + PREFETCH_BYTES);
         read_group(coded, 2, &r, group, w);
-        UNROLL for (int i = 0; i < 2 * VECTORS; i++)
-            UNROLL for (int m = 0; m < rows; m++) {
+        UNROLL_FOR (int i = 0; i < 2 * VECTORS; i++)
+            UNROLL_FOR (int m = 0; m < rows; m++) {
                 __m256i pair = broadcast_dword(x + m * stride + i / VECTORS * 2);
                 __m256 *sum = &acc[m][i % VECTORS];
                 *sum = _mm256_fmadd_ps(even(pair), even(w[i]), *sum);
@@ -279,7 +271,7 @@ INLINE void linear_few_rows(const int rows, const bf16 *x, ptrdiff_t stride, ptr
     const Matrix *m = ep->m;
     if (m->codes) tile_unpacked(rows, 1, x, stride, m->inputs, read_panel(m, panel), acc);
     else tile_unpacked(rows, 0, x, stride, m->inputs, read_panel(m, panel), acc);
-    UNROLL for (int i = 0; i < rows; i++) finish(ep, i, panel, acc[i]);
+    UNROLL_FOR (int i = 0; i < rows; i++) finish(ep, i, panel, acc[i]);
 }
 
 /* Multiply one row by one panel, for `update_argmax`. */
@@ -316,7 +308,7 @@ INLINE void unpack(const int coded, Reader *r, ptrdiff_t start, ptrdiff_t count,
     for (ptrdiff_t k = 0; k < count; k += GROUP, out += GROUP * PANEL) {
         __m256i w[2 * VECTORS];
         read_group(coded, 2, r, (start + k) / GROUP, w);
-        UNROLL for (int i = 0; i < 2 * VECTORS; i++) {
+        UNROLL_FOR (int i = 0; i < 2 * VECTORS; i++) {
             float *to = out + i / VECTORS * 2 * PANEL + i % VECTORS * LANES;
             _mm256_store_ps(to, even(w[i]));
             _mm256_store_ps(to + PANEL, odd(w[i]));
@@ -324,32 +316,33 @@ INLINE void unpack(const int coded, Reader *r, ptrdiff_t start, ptrdiff_t count,
     }
 }
 
-/* sums[m] (+)= row m of `a` times `count` inputs of half of a panel, the vectors `half` and `half` + 2, unpacked in registers. */
+/* sums[m] (+)= row m of `a` times `count` inputs of half of a panel, the vectors `half` and `half` + 2, unpacked in
+ * registers. */
 INLINE void tile_half(const int rows, const int coded, const int half, const float *a, Reader *reader, ptrdiff_t start,
                       ptrdiff_t count, float *sums)
 {
     __m256 acc[DIRECT_ROWS][2];
     Reader r = *reader;
-    UNROLL for (int m = 0; m < rows; m++)
-        UNROLL for (int z = 0; z < 2; z++)
+    UNROLL_FOR (int m = 0; m < rows; m++)
+        UNROLL_FOR (int z = 0; z < 2; z++)
             acc[m][z] = start ? _mm256_load_ps(sums + m * PANEL + (half + 2 * z) * LANES) : _mm256_setzero_ps();
     for (ptrdiff_t k = 0; k < count; k += GROUP) {
         __m256i w[2 * VECTORS];
         if (!half) prefetch_group(coded, r.packed + PREFETCH_BYTES);
         read_group(coded, half, &r, (start + k) / GROUP, w);
-        UNROLL for (int i = 0; i < GROUP; i++, a++) {
+        UNROLL_FOR (int i = 0; i < GROUP; i++, a++) {
             __m256i left = w[i / 2 * VECTORS + half], right = w[i / 2 * VECTORS + half + 2];
             __m256 columns[2] = {i % 2 ? odd(left) : even(left), i % 2 ? odd(right) : even(right)};
-            UNROLL for (int m = 0; m < rows; m++) {
+            UNROLL_FOR (int m = 0; m < rows; m++) {
                 __m256 x = _mm256_broadcast_ss(a + m * BLOCK);
-                UNROLL for (int z = 0; z < 2; z++) acc[m][z] = _mm256_fmadd_ps(x, columns[z], acc[m][z]);
+                UNROLL_FOR (int z = 0; z < 2; z++) acc[m][z] = _mm256_fmadd_ps(x, columns[z], acc[m][z]);
                 IN_REGISTERS(acc[m][0], acc[m][1]);
             }
         }
     }
     *reader = r;
-    UNROLL for (int m = 0; m < rows; m++)
-        UNROLL for (int z = 0; z < 2; z++) _mm256_store_ps(sums + m * PANEL + (half + 2 * z) * LANES, acc[m][z]);
+    UNROLL_FOR (int m = 0; m < rows; m++)
+        UNROLL_FOR (int z = 0; z < 2; z++) _mm256_store_ps(sums + m * PANEL + (half + 2 * z) * LANES, acc[m][z]);
 }
 
 /* Multiply up to DIRECT_ROWS rows by the next `count` inputs of a panel. */
@@ -359,12 +352,12 @@ INLINE void multiply_direct(const int coded, const float *a, ptrdiff_t row_count
     Reader left = *r;
     switch (8 * 2 + row_count) {
         CASES_TO_5(2, tile_half(rows, coded, 0, a, &left, start, count, sums);
-                      tile_half(rows, coded, 1, a, r, start, count, sums))
+                   tile_half(rows, coded, 1, a, r, start, count, sums))
     }
 }
 
-/* Multiply the rows [start, stop) by a panel, one block of inputs after the other. `first_row` is the row of the result for
- * the first row of `x`. */
+/* Multiply the rows [start, stop) by a panel, one block of inputs after the other. `first_row` is the row of the result
+ * for the first row of `x`. */
 static void linear_rows(const Wide *x, ptrdiff_t panel, ptrdiff_t start, ptrdiff_t stop, const Epilogue *ep,
                         ptrdiff_t first_row)
 {
@@ -387,7 +380,7 @@ static void linear_rows(const Wide *x, ptrdiff_t panel, ptrdiff_t start, ptrdiff
     for (ptrdiff_t row = start; row < stop; row++) {
         const float *from = sums + (row - start) * PANEL;
         __m256 found[VECTORS];
-        UNROLL for (int z = 0; z < VECTORS; z++) found[z] = _mm256_load_ps(from + z * LANES);
+        UNROLL_FOR (int z = 0; z < VECTORS; z++) found[z] = _mm256_load_ps(from + z * LANES);
         finish(ep, first_row + row, panel, found);
     }
 }
@@ -397,7 +390,8 @@ static int64_t linear_bf16_workspace_size(int64_t rows, int64_t inputs)
     return rows > FEW_ROWS ? wide_bytes(least(rows, WIDE_ROWS), inputs) : 0;
 }
 
-static void linear_bf16(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const Epilogue *ep, char *workspace, int threads)
+static void linear_bf16(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const Epilogue *ep, char *workspace,
+                        int threads)
 {
     ptrdiff_t panels = ceil_div(ep->m->outputs, PANEL), inputs = ep->m->inputs;
     if (rows <= FEW_ROWS) {
