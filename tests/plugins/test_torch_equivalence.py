@@ -420,8 +420,11 @@ class OlderKernels(TorchKernels):
     def unsupported_reason(self, text):
         return ""
 
-    def load(self, device, config):
+    def load(self, device):
         return LoadedKernels(self)
+
+    def identity(self):
+        return self.name
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
