@@ -10,7 +10,7 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, distributions, requires, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +23,14 @@ from dashinfer_vlm_core.config.folders import write_error
 from dashinfer_vlm_core.embedding_store import EmbeddingStoreOptions, open_store, redacted
 from dashinfer_vlm_core.errors import ConfigError, DashInferVLMError
 from dashinfer_vlm_core.hookspecs import Finding
-from dashinfer_vlm_core.kernels.choice import PYTORCH_SETS, SLOWER, KernelChoice, KernelSelector, this_machine
+from dashinfer_vlm_core.kernels.choice import (
+    PYTORCH_SETS,
+    SLOWER,
+    KernelChoice,
+    KernelSelector,
+    LoadedKernels,
+    this_machine,
+)
 from dashinfer_vlm_core.kernels.cpu import cpu_flags
 from dashinfer_vlm_core.kernels.devices import cuda_devices
 from dashinfer_vlm_core.kernels.tuned import all_tuned
@@ -217,25 +224,27 @@ def _kernels(config: EngineConfig) -> Iterator[Finding]:
     except ConfigError as error:
         yield Finding(name="kernels", status="broken", detail="unknown", fix=error.message)
         return
-    candidates = selector.candidates("cpu", torch.bfloat16)
-    others = [name for name, loaded in candidates.items() if loaded.kernels and name != choice.kernels.name]
-    yield _kernel_choice(choice, f"; also available: {', '.join(others)}" if others else "")
+    yield _kernel_choice(choice, selector.candidates("cpu", torch.bfloat16))
     tuned = [item for item in all_tuned(config) if item.conditions.machine == this_machine()]
     if tuned:
         parts = [f"{item.model}, {item.conditions.part}: {item.chosen} ({item.describe()})" for item in tuned]
         yield Finding(name="tuned kernels", status="ok", detail="; ".join(parts))
 
 
-def _kernel_choice(choice: KernelChoice, others: str) -> Finding:
-    if choice.kernels.name not in PYTORCH_SETS:
-        return Finding(name="kernels", status="ok", detail=f"{choice.kernels.name}, in C, {choice.reason}{others}")
-    reason, fix = choice.unavailable.reason, choice.unavailable.fix
-    if not reason:
+def _kernel_choice(choice: KernelChoice, candidates: Mapping[str, LoadedKernels]) -> Finding:
+    others = [name for name, loaded in candidates.items() if loaded.kernels and name != choice.kernels.name]
+    detail = f"{choice.kernels.name}, {choice.reason}"
+    if others:
+        detail += f"; also available: {', '.join(others)}"
+    if candidates.keys() <= set(PYTORCH_SETS):
         fix = "Run `dashinfer-vlm plugins` to list the plugins with kernels and their problems."
         return Finding(name="kernels", status="slow", detail="PyTorch's: no others are registered", fix=fix)
-    if not fix:
-        return Finding(name="kernels", status="ok", detail=f"PyTorch's: {reason}{others}")
-    return Finding(name="kernels", status="slow", detail=f"PyTorch's, {SLOWER}: {reason}", fix=_sentence(fix))
+    if choice.unavailable.fix:
+        detail = f"PyTorch's, {SLOWER}: {choice.unavailable.reason}"
+        return Finding(name="kernels", status="slow", detail=detail, fix=_sentence(choice.unavailable.fix))
+    if choice.unavailable.reason:
+        detail = f"PyTorch's: {choice.unavailable.reason}; {detail}"
+    return Finding(name="kernels", status="ok", detail=detail)
 
 
 def _weights(config: EngineConfig) -> Iterator[Finding]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from ..config import EngineConfig
 from ..errors import ConfigError
 from .cpu import cpu_flags, cpu_model
-from .tuned import Conditions, load_tuned
+from .tuned import Conditions, TunedKernels, load_tuned
 from .workload import TEXT_MODEL, VISION_ENCODER, Workload, text_workload
 
 if TYPE_CHECKING:
@@ -214,19 +214,7 @@ class KernelSelector:
         Raises:
             ConfigError: there is nothing to measure.
         """
-        configured = self._config.quantization
-        quantization = self._stored_bits if self._stored_bits != "none" else configured.removeprefix("u")
-        workload = self._vision if text is None else text_workload(text, quantization=quantization)
-        if not _is_cpu(device) or workload is None:
-            reason = "the model family does not describe its linear layers" if _is_cpu(device) else f"not on {device}"
-            raise ConfigError(f"Kernel sets are measured only on a CPU: {reason}.")
-        found = self.candidates(device, dtype, text)
-        loaded = {name: item.kernels for name, item in found.items() if item.kernels is not None}
-        usable = _supporting(loaded, workload)
-        if not usable and configured != "none":
-            message = f"No kernel set that can run here supports `quantization` {configured}. Remove it."
-            raise ConfigError(message, param="quantization")
-        return (workload, usable) if usable else (replace(workload, quantization="none"), loaded)
+        return self._tuning(_loaded(self.candidates(device, dtype, text)), device, text)
 
     def conditions(self, workload: Workload, dtype: torch.dtype, names: Iterable[str]) -> Conditions:
         """Return what a measurement of these kernel sets is valid for."""
@@ -240,26 +228,43 @@ class KernelSelector:
         )
 
     def _find_best(self, device: str, dtype: torch.dtype, text: TextModelSpec | None) -> KernelChoice:
-        if tuned := self._find_tuned(device, dtype, text):
-            return tuned
-        none = unavailable = LoadedKernels(None)
-        for name, loaded in self.candidates(device, dtype, text).items():
-            if loaded.kernels is not None:
-                reason = "the default for this processor" if _is_cpu(device) else f"the default for {device}"
-                return KernelChoice(loaded.kernels, reason, unavailable if name in PYTORCH_SETS else none)
-            if name not in PYTORCH_SETS:
-                unavailable = loaded
-        raise ConfigError("No kernels are registered. Run `dashinfer-vlm plugins` to list broken plugins.")
+        found = self.candidates(device, dtype, text)
+        loaded = _loaded(found)
+        if not loaded:
+            raise ConfigError("No kernels are registered. Run `dashinfer-vlm plugins` to list broken plugins.")
+        best = next(iter(loaded))
+        missing = [item for name, item in found.items() if item.kernels is None and name not in PYTORCH_SETS]
+        unavailable = missing[-1] if missing and best in PYTORCH_SETS else LoadedKernels(None)
+        if tuned := self._find_tuned(loaded, device, dtype, text):
+            reason = f"measured by `dashinfer-vlm tune` ({tuned.describe()})"
+            return KernelChoice(loaded[tuned.chosen], reason, unavailable)
+        reason = "the default for this processor" if _is_cpu(device) else f"the default for {device}"
+        return KernelChoice(loaded[best], reason, unavailable)
 
-    def _find_tuned(self, device: str, dtype: torch.dtype, text: TextModelSpec | None) -> KernelChoice | None:
+    def _find_tuned(
+        self, loaded: Mapping[str, Kernels], device: str, dtype: torch.dtype, text: TextModelSpec | None
+    ) -> TunedKernels | None:
         try:
-            workload, usable = self.tuning(device, dtype, text)
+            workload, usable = self._tuning(loaded, device, text)
         except ConfigError:
             return None
         tuned = load_tuned(self._config, self.conditions(workload, dtype, usable))
-        if tuned is None or tuned.chosen not in usable:
-            return None
-        return KernelChoice(usable[tuned.chosen], f"measured by `dashinfer-vlm tune` ({tuned.describe()})")
+        return tuned if tuned and tuned.chosen in usable else None
+
+    def _tuning(
+        self, loaded: Mapping[str, Kernels], device: str, text: TextModelSpec | None
+    ) -> tuple[Workload, dict[str, Kernels]]:
+        configured = self._config.quantization
+        quantization = self._stored_bits if self._stored_bits != "none" else configured.removeprefix("u")
+        workload = self._vision if text is None else text_workload(text, quantization=quantization)
+        if not _is_cpu(device) or workload is None:
+            reason = "the model family does not describe its linear layers" if _is_cpu(device) else f"not on {device}"
+            raise ConfigError(f"Kernel sets are measured only on a CPU: {reason}.")
+        usable = _supporting(loaded, workload)
+        if not usable and configured != "none":
+            message = f"No kernel set that can run here supports `quantization` {configured}. Remove it."
+            raise ConfigError(message, param="quantization")
+        return (workload, usable) if usable else (replace(workload, quantization="none"), dict(loaded))
 
     def _load(self, factory: KernelFactory, device: str, text: TextModelSpec | None) -> LoadedKernels:
         reason = factory.unsupported_reason(text) if text else ""
@@ -282,6 +287,10 @@ def this_machine() -> str:
 def _torch() -> Any:
     """Import torch by its name: packages that do not need torch import this module."""
     return importlib.import_module("torch")
+
+
+def _loaded(candidates: Mapping[str, LoadedKernels]) -> dict[str, Kernels]:
+    return {name: loaded.kernels for name, loaded in candidates.items() if loaded.kernels is not None}
 
 
 def _supporting(loaded: Mapping[str, Kernels], workload: Workload) -> dict[str, Kernels]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ SAMPLE_WEIGHTS = 64_000_000
 """Layers of a group are measured until they have so many weights, 128 MB in bfloat16: in serving, the weights of each
 layer come from memory."""
 
-MIN_RUNS, MAX_RUNS = 2, 8
+MIN_RUNS, MAX_RUNS = 4, 16
 PASS_SECONDS = 1.0
 """A pass is run `MIN_RUNS` times, and then until it has taken so many seconds, at most `MAX_RUNS` times. The shortest
 time counts: libraries generate code in the first run, and other processes use the processor in any."""
@@ -26,18 +25,6 @@ NUM_VALUES = 1_000_003
 logits have no single largest one, which `LMHead.argmax` looks for."""
 
 QUANTIZATIONS = {"none": None, "int8": INT8, "int4": INT4}
-
-
-class _Sample(NamedTuple):
-    """The measured layers of a group.
-
-    Attributes:
-        layers: the layers, in order.
-        scale: how many times as many weights the group has.
-    """
-
-    layers: list[Linear | LMHead]
-    scale: float
 
 
 @torch.inference_mode()
@@ -50,29 +37,28 @@ def measure(kernels: Kernels, workload: Workload, dtype: torch.dtype) -> dict[in
     }
 
 
-def _time_pass(samples: dict[LinearGroup, _Sample], rows: int, dtype: torch.dtype) -> float:
+def _time_pass(samples: dict[LinearGroup, list[Linear | LMHead]], rows: int, dtype: torch.dtype) -> float:
     inputs = {width: _numbers(rows, width, dtype) for group in samples for _, width, _ in group.shapes}
     runs: list[float] = []
     began = time.perf_counter()
     while len(runs) < MIN_RUNS or (len(runs) < MAX_RUNS and time.perf_counter() - began < PASS_SECONDS):
-        runs.append(sum(sample.scale * _time_run(group, sample, inputs) for group, sample in samples.items()))
+        runs.append(sum(_time_group(group, layers, inputs) for group, layers in samples.items()))
     return min(runs)
 
 
-def _time_run(group: LinearGroup, sample: _Sample, inputs: dict[int, Tensor]) -> float:
+def _time_group(group: LinearGroup, layers: list[Linear | LMHead], inputs: dict[int, Tensor]) -> float:
+    """Return the seconds of all layers of a group, in proportion to those of the sample."""
     began = time.perf_counter()
-    for index, layer in enumerate(sample.layers):
+    for index, layer in enumerate(layers):
         x = inputs[group.shapes[index % len(group.shapes)].inputs]
         if not group.is_head or layer.argmax(x) is None:  # type: ignore[union-attr]  # as a greedy decode step
             layer(x)
-    return time.perf_counter() - began
+    return (time.perf_counter() - began) * group.repeats * len(group.shapes) / len(layers)
 
 
-def _sample(kernels: Kernels, workload: Workload, group: LinearGroup, dtype: torch.dtype) -> _Sample:
-    weights = group.weights // group.repeats
-    copies = min(group.repeats, -(-SAMPLE_WEIGHTS // weights))
-    layers = [_layer(kernels, shape, workload, group, dtype) for _ in range(copies) for shape in group.shapes]
-    return _Sample(layers, group.repeats / copies)
+def _sample(kernels: Kernels, workload: Workload, group: LinearGroup, dtype: torch.dtype) -> list[Linear | LMHead]:
+    copies = min(group.repeats, -(-SAMPLE_WEIGHTS * group.repeats // group.weights))
+    return [_layer(kernels, shape, workload, group, dtype) for _ in range(copies) for shape in group.shapes]
 
 
 def _layer(
