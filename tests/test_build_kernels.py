@@ -156,6 +156,9 @@ def test_missing_compiler_and_other_platforms_are_not_errors(monkeypatch, tmp_pa
     assert not build_module.build()
 
 
+CHECK = ("-fsyntax-only", "-std=gnu11", "-fopenmp", "-Werror=implicit-function-declaration")
+
+
 @needs_compiler
 @pytest.mark.slow
 def test_each_header_includes_what_it_needs(tmp_path):
@@ -167,7 +170,7 @@ def test_each_header_includes_what_it_needs(tmp_path):
     ):
         for header in sorted((ROOT / KERNELS).glob("*.h")):
             if not header.name.startswith(others):
-                command = [*find_compiler(), "-fsyntax-only", "-std=gnu11", "-fopenmp", *variant.flags, "-x", "c"]
+                command = [*find_compiler(), *CHECK, *variant.flags, "-x", "c"]
                 done = subprocess.run([*command, str(header)], capture_output=True, text=True, check=False)
                 assert done.returncode == 0, done.stderr
 

@@ -257,9 +257,10 @@ class KernelSelector:
         configured = self._config.quantization
         quantization = self._stored_bits if self._stored_bits != "none" else configured.removeprefix("u")
         workload = self._vision if text is None else text_workload(text, quantization=quantization)
-        if not _is_cpu(device) or workload is None:
-            reason = "the model family does not describe its linear layers" if _is_cpu(device) else f"not on {device}"
-            raise ConfigError(f"Kernel sets are measured only on a CPU: {reason}.")
+        if not _is_cpu(device):
+            raise ConfigError(f"Kernel sets are measured only on a CPU, not on {device}.", param="device")
+        if workload is None:
+            raise ConfigError("The model family does not describe the linear layers of its vision encoder.")
         usable = _supporting(loaded, workload)
         if not usable and configured != "none":
             message = f"No kernel set that can run here supports `quantization` {configured}. Remove it."

@@ -5,18 +5,6 @@
 
 enum { TILE_ROWS_INT8 = 8 };
 
-/* The largest magnitude, NaN if any value is NaN: without the sign, floats are ordered like integers, with NaN last. */
-static float max_abs(const bf16 *x, ptrdiff_t count)
-{
-    __m512i largest = _mm512_setzero_si512();
-    for (ptrdiff_t k = 0; k < count; k += LANES)
-        largest = _mm512_max_epu32(largest, _mm512_castps_si512(_mm512_abs_ps(load(x + k, first(count - k)))));
-    uint32_t bits = _mm512_reduce_max_epu32(largest);
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
 /* Quantize weights to unsigned bytes with an offset of 128: row r is (byte - 128) * scales[r]. Scales are stored in the
  * order of the packed rows. */
 void pack_int8(const bf16 *weight, int64_t outputs, int64_t inputs, int32_t gated, uint8_t *packed, float *scales,

@@ -84,3 +84,15 @@ INLINE void transpose(__m512i r[LANES])
         r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
     }
 }
+
+/* The largest magnitude, NaN if any value is NaN: without the sign, floats are ordered like integers, with NaN last. */
+static float max_abs(const bf16 *x, ptrdiff_t count)
+{
+    __m512i largest = _mm512_setzero_si512();
+    for (ptrdiff_t k = 0; k < count; k += LANES)
+        largest = _mm512_max_epu32(largest, _mm512_castps_si512(_mm512_abs_ps(load(x + k, first(count - k)))));
+    uint32_t bits = _mm512_reduce_max_epu32(largest);
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}

@@ -88,5 +88,5 @@ def test_model_given_twice_is_rejected(run):
 
 
 def test_other_devices_are_rejected(run, tmp_path):
-    with pytest.raises(ConfigError, match="only on a CPU: not on meta"):
+    with pytest.raises(ConfigError, match="only on a CPU, not on meta"):
         run("tune", "demo", "--device", "meta", "--cache-dir", tmp_path)

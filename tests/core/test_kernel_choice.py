@@ -206,9 +206,9 @@ def test_stored_bits_are_tuned_if_a_set_keeps_them(tmp_path, supports_int8, quan
 
 def test_what_cannot_be_tuned_is_rejected(factories, tmp_path):
     selector = KernelSelector(factories, EngineConfig(cache_dir=tmp_path))
-    with pytest.raises(ConfigError, match="only on a CPU: the model family does not describe its linear layers"):
+    with pytest.raises(ConfigError, match="does not describe the linear layers of its vision encoder"):
         selector.tuning("cpu", BFLOAT16)
-    with pytest.raises(ConfigError, match="only on a CPU: not on cuda"):
+    with pytest.raises(ConfigError, match="only on a CPU, not on cuda"):
         selector.tuning("cuda", BFLOAT16, DEMO)
     assert selector.choose("cpu", BFLOAT16).name == "high"
 
@@ -227,6 +227,13 @@ def test_cost_of_pytorchs_kernels_is_logged_once(tmp_path, caplog):
         "Using PyTorch's kernels, with which responses take 1.5 to 2 times as long as with the C kernels: it broke;"
         " buy another one."
     )
+
+
+def test_tuned_choice_does_not_hide_missing_kernels(select, tune, factories, caplog):
+    factories[:] = [Factory("broken", 50, reason="it broke"), Factory("onednn", 1), Factory("torch", 0)]
+    tune("torch")
+    assert select().choose("cpu", BFLOAT16, DEMO).name == "torch"
+    assert "with the C kernels: it broke; buy another one." in caplog.text
 
 
 @pytest.mark.parametrize(
