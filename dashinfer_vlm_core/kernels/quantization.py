@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +12,6 @@ from torch import Tensor
 
 from ..deprecation import warn_renamed
 from . import mmap_buffer
-
-if TYPE_CHECKING:
-    from .types import Kernels
 
 GROUPS = (32, 64, 128)
 """Numbers of inputs that can share a scale and a zero point."""
@@ -67,16 +64,6 @@ def resolve_quantization(quantization: Quantization | None, *, int8: bool) -> Qu
         raise TypeError("`int8` and `quantization` exclude each other; use `quantization`.")
     warn_renamed("Kernels.linear(int8=True)", "Kernels.linear(quantization=INT8)", stacklevel=4)
     return INT8
-
-
-def quantization_options(kernels: Kernels, quantization: Quantization | None) -> dict[str, Any]:
-    """Return the arguments of `Kernels.linear` and `Kernels.head` that select a quantization.
-
-    Kernels of plugins may have only the deprecated argument `int8`.
-    """
-    if quantization is None:
-        return {}
-    return {"quantization": quantization} if hasattr(kernels, "supports_int4") else {"int8": True}
 
 
 class QuantizedWeight(NamedTuple):
@@ -186,23 +173,6 @@ def _split_groups(weight: QuantizedWeight, group: int, inputs: int) -> Quantized
         part.repeat_interleave(weight.group // group, dim=1)[:, :count] for part in (weight.scales, weight.zeros)
     )
     return weight._replace(scales=scales, zeros=zeros, group=group)
-
-
-def supported_bits(kernels: Kernels) -> frozenset[Literal["int4", "int8"]]:
-    """Return the bits in which the kernels keep weights that are quantized already; `int8`: one scale per output."""
-    if not hasattr(kernels, "linear_quantized"):  # kernels of plugins may not have it
-        return frozenset()
-    bits: list[tuple[Literal["int4", "int8"], bool]] = [
-        ("int4", kernels.supports_int4),
-        ("int8", kernels.supports_int8),
-    ]
-    return frozenset(name for name, is_supported in bits if is_supported)
-
-
-def keeps_bits(kernels: Kernels, weight: QuantizedWeight) -> bool:
-    """Whether kernels keep weights in their 4 or 8 bits; otherwise, they have to be dequantized."""
-    supported = supported_bits(kernels)
-    return "int4" in supported if weight.bits == 4 else "int8" in supported and weight.is_symmetric_int8
 
 
 def _describe(tensor: Tensor) -> str:
