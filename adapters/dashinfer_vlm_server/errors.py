@@ -199,17 +199,21 @@ _CODES: Mapping[int, str] = MappingProxyType(
 )
 
 
+_OTHER_PROTOCOL = "Use an OpenAI client with the base URL /v1, or LiteLLM's proxy, which translates other protocols."
+
 _NEXT_STEPS: Mapping[str, str] = MappingProxyType(
     {
+        "/api": _OTHER_PROTOCOL,  # Ollama's
         "/v1/audio": "The models do not support audio.",
         "/v1/completions": "Send messages to /v1/chat/completions; LlamaIndex does so with `is_chat_model=True`.",
         "/v1/conversations": "Conversations are not stored. Use `previous_response_id` of /v1/responses.",
         "/v1/embeddings": "The models generate text. Use another server for embeddings.",
         "/v1/files": "Files are not stored. Send images and videos as URLs or data: URLs.",
         "/v1/images": "The models generate text. Use another server for images.",
+        "/v1/messages": _OTHER_PROTOCOL,  # Anthropic's
     }
 )
-"""What to do instead of requests to other routes of OpenAI's API."""
+"""What to do instead of requests to other routes of OpenAI's and others' APIs."""
 
 
 def _type(status: int) -> str:
@@ -217,20 +221,22 @@ def _type(status: int) -> str:
 
 
 def _unknown_url(routes: Iterable[BaseRoute], path: str) -> HTTPException:
-    """Return the error for a path that no route matches. It lists the routes except the files of the chat page."""
+    """Return the error for a path that no route matches, with the next step, or a list of the routes."""
     api_routes = [route for route in routes if isinstance(route, APIRoute)]
+    steps = [text for known, text in _NEXT_STEPS.items() if path == known or path.startswith(f"{known}/")]
+    if any(route.path == f"/v1{path}" for route in api_routes):
+        steps = ["The base URL of a client must end with /v1."]
+    return HTTPException(404, f"Unknown URL. {steps[0] if steps else _list_routes(api_routes)}")
+
+
+def _list_routes(routes: Iterable[APIRoute]) -> str:
     names = [
         f"{method} {route.path.replace('{name:path}', '{model}')}"
-        for route in api_routes
+        for route in routes
         if not route.path.startswith("/page/")
         for method in sorted((route.methods or set()) - {"HEAD"})
     ]
-    next_step = "".join(
-        f" {text}" for known, text in _NEXT_STEPS.items() if path == known or path.startswith(f"{known}/")
-    )
-    if any(route.path == f"/v1{path}" for route in api_routes):
-        next_step = " The base URL of a client must end with /v1."
-    return HTTPException(404, f"Unknown URL.{next_step} This server supports {', '.join(names[:-1])} and {names[-1]}.")
+    return f"This server supports {', '.join(names[:-1])} and {names[-1]}."
 
 
 def _http_error_message(error: HTTPException) -> str:
