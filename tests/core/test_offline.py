@@ -472,7 +472,7 @@ def test_single_list_item_error_is_not_raised(demo):
     ("options", "error", "param"),
     [
         ({"temperature": -1.0}, InvalidParameter, "temperature"),
-        ({"top_p": 0.0}, InvalidParameter, "top_p"),
+        ({"top_p": -0.1}, InvalidParameter, "top_p"),
         ({"max_tokens": 0}, InvalidParameter, "max_tokens"),
         ({"logprobs": 21}, InvalidParameter, "top_logprobs"),
         ({"logit_bias": {"x": 1.0}}, InvalidParameter, "logit_bias"),

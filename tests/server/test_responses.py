@@ -798,9 +798,6 @@ BAD = {
     "too much metadata": ({"metadata": {str(index): "" for index in range(17)}}, "metadata"),
     "metadata is a number": ({"metadata": {"a": 1}}, "metadata.a"),
     "stream options without stream": ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
-    "obfuscation": (
-        {"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"
-    ),
     "odd truncation": ({"truncation": "middle"}, "truncation"),
 }  # fmt: skip
 
@@ -839,7 +836,8 @@ def test_neutral_values_are_accepted(shared):
             "prompt_cache_retention": "24h",
             "reasoning": {},
             "service_tier": "auto",
-            "stream_options": None,
+            "stream": True,
+            "stream_options": {"include_obfuscation": True},
             "text": {"format": {"type": "text"}, "verbosity": "medium"},
             "tool_choice": "auto",
             "tools": [],
@@ -849,7 +847,7 @@ def test_neutral_values_are_accepted(shared):
         }
         response = client.post("/v1/responses", json=body)
     assert response.status_code == 200, response.text
-    assert response.json()["output"][0]["content"][0]["text"] == RESPONSE
+    assert json.dumps(RESPONSE) in response.text
 
 
 def test_routes_reject_what_they_do_not_support(shared, caplog):
