@@ -74,9 +74,10 @@ RETRY_AFTER_SECONDS = 5
 class _CodedHTTPException(HTTPException):
     """An HTTP error whose `code` does not follow from its status."""
 
-    def __init__(self, status: int, message: str, *, code: str) -> None:
+    def __init__(self, status: int, message: str, *, code: str, param: str | None = None) -> None:
         super().__init__(status, message)
         self.code = code
+        self.param = param
 
 
 def status_for(error: Exception) -> int:
@@ -94,9 +95,10 @@ def error_body(error: Exception) -> dict[str, Any]:
         body |= {"message": error.message, "param": error.param, "code": error.code}
         if isinstance(error, EngineClosed) and error.to_be_started:
             body["message"] = UNAVAILABLE
+    elif isinstance(error, _CodedHTTPException):
+        body |= {"message": error.detail, "param": error.param, "code": error.code}
     elif isinstance(error, HTTPException):
-        code = error.code if isinstance(error, _CodedHTTPException) else _CODES.get(status)
-        body |= {"message": _http_error_message(error), "code": code}
+        body |= {"message": _http_error_message(error), "code": _CODES.get(status)}
     return {"error": body}
 
 
@@ -145,6 +147,17 @@ def response_not_found(response_id: str) -> HTTPException:
         f"Response with id {response_id[:80]!r} not found. It was not stored, was deleted, or has been removed to store"
         " newer ones.",
         code="response_not_found",
+    )
+
+
+def item_not_found(item_id: str) -> HTTPException:
+    """Return the error for a reference to an item that no stored response of the API key has."""
+    return _CodedHTTPException(
+        404,
+        f"Item with id {item_id[:80]!r} not found. Items are not persisted when `store` is set to false, and are"
+        " removed to store newer ones. Send the item itself.",
+        code="item_not_found",
+        param="input",
     )
 
 
