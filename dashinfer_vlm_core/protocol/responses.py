@@ -396,7 +396,7 @@ def _renamed_errors(renames: Sequence[tuple[str, str]]) -> Iterator[None]:
 
 
 def _rename(path: str, renames: Sequence[tuple[str, str]]) -> str:
-    path = _TOOL_FIELD.sub(r"\1", path)
+    path = _TOOL_FIELD.sub(r"\1", path, count=1)
     for old, new in renames:
         if path == old or path.startswith((f"{old}.", f"{old}[")):
             return _URL.sub(r"\1\2", new + path.removeprefix(old))

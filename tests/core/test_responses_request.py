@@ -120,9 +120,24 @@ def test_dropped_turns_begin_with_messages_of_the_user():
 PARTS = ["input_text", "input_image", "input_video", "input_file", "refusal", "image_url", "video_url", "file_data"]
 KNOWN = sorted(
     {*ResponsesRequest.model_fields, *REJECTED_IN_RESPONSES, *PARTS}
-    | {"type", "role", "content", "name", "call_id", "arguments", "output", "summary", "format", "schema", "effort"}
+    | {
+        "id",
+        "filename",
+        "type",
+        "role",
+        "content",
+        "name",
+        "call_id",
+        "arguments",
+        "output",
+        "summary",
+        "format",
+        "schema",
+        "effort",
+    }
 )
-WORDS = st.sampled_from([*PARTS, "message", "function_call", "function_call_output", "reasoning", "user", "function"])
+ITEM_TYPES = ["message", "function_call", "function_call_output", "reasoning", "item_reference"]
+WORDS = st.sampled_from([*PARTS, *ITEM_TYPES, "user", "function", "allowed_tools"])
 NEAR = st.recursive(
     JSON | WORDS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KNOWN), inner, max_size=5),
