@@ -151,18 +151,18 @@ def _start(items: Sequence[Mapping[str, Any]], after: str | None) -> int:
 
 
 def _to_openai(item: Mapping[str, Any]) -> Json:
-    """Return an item in the form in which OpenAI's API lists it: with a status, and text of messages as a part."""
+    """Return an item in the form in which OpenAI's API lists it: with a status, and text of messages as parts."""
     fields: Json = dict(item)
     if fields["type"] == "reasoning":
         return {"summary": [], **fields}
     if fields["type"] == "compaction":
         return fields
-    if fields["type"] == "message" and isinstance(fields["content"], str):
-        fields["content"] = [_text_part(fields["role"], fields["content"])]
+    if fields["type"] == "message":
+        fields["content"] = _message_content(fields["role"], fields["content"])
     return {"status": "completed", **fields}
 
 
-def _text_part(role: str, text: str) -> Json:
-    if role == "assistant":
-        return {"type": "output_text", "text": text, "annotations": []}
-    return {"type": "input_text", "text": text}
+def _message_content(role: str, content: str | Sequence[Json]) -> list[Json]:
+    text_type = "output_text" if role == "assistant" else "input_text"
+    parts = [{"type": text_type, "text": content}] if isinstance(content, str) else content
+    return [{"annotations": [], **part} if part["type"] == "output_text" else part for part in parts]

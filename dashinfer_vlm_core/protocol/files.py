@@ -69,6 +69,10 @@ class FileSource(RequestModel):
         return "video" if kind == "video" else None
 
     @property
+    def source(self) -> str:
+        return self.file_data or self.file_id or ""
+
+    @property
     def source_field(self) -> str:
         """The name of the field with the content."""
         return "file_id" if self.file_id and not self.file_data else "file_data"
@@ -79,20 +83,16 @@ class FileSource(RequestModel):
 
     def url(self) -> str:
         """Return the URL of an image or a video."""
-        return self._source if self._is_url else copy_text(_BASE64[self.kind or ""], self._source, 0, len(self._source))
-
-    @property
-    def _source(self) -> str:
-        return self.file_data or self.file_id or ""
+        return self.source if self._is_url else copy_text(_BASE64[self.kind or ""], self.source, 0, len(self.source))
 
     @property
     def _is_url(self) -> bool:
-        return _URL.match(self._source) is not None
+        return _URL.match(self.source) is not None
 
     def _media_type(self) -> str:
         if self.format:
             return self.format
-        if declared := _DATA_TYPE.match(self._source, 0, _MAX_NAME):
+        if declared := _DATA_TYPE.match(self.source, 0, _MAX_NAME):
             return declared[1]
-        name = self.filename or ("" if self.file_data else self._source)
+        name = self.filename or ("" if self.file_data else self.source)
         return mimetypes.guess_type(name[-_MAX_NAME:], strict=False)[0] or ""

@@ -408,8 +408,11 @@ class Part(RequestModel):
                 _check_jpeg_frames(value, path)
         elif isinstance(value, (ImageURL, VideoURL)):
             value.check(path, has_uuid=has_uuid)
-        elif isinstance(value, (ImageEmbeds, FileSource)):
+        elif isinstance(value, ImageEmbeds):
             value.check(path)
+        elif isinstance(value, FileSource):
+            value.check(path)
+            _check_jpeg_frames(value.source, f"{path}.{value.source_field}")
         elif self.type == "image_embeds" and not value and not has_uuid:
             raise InvalidParameter(f"`{path}` is empty. Pass embeddings in base64.", param=path)
 
@@ -453,7 +456,8 @@ class Part(RequestModel):
         url = file.url()
         url_field = f"file.{file.source_field}"
         if file.kind == "video":
-            return MediaPart(kind="video", path=path, url=url, uuid=self.uuid, fps=file.fps, url_field=url_field)
+            urls = VideoURL(url=url).urls()
+            return MediaPart(kind="video", path=path, url=urls, uuid=self.uuid, fps=file.fps, url_field=url_field)
         bound = ImageURL(detail=file.detail or "auto").upper_bound
         return MediaPart(kind="image", path=path, url=url, uuid=self.uuid, max_pixels=bound, url_field=url_field)
 

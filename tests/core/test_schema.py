@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from dashinfer_vlm_core.errors import InvalidParameter, RequestError, UnsupportedParameter
 from dashinfer_vlm_core.protocol import LOW_DETAIL_PIXELS, ChatRequest, MediaPart, unknown_fields
 from dashinfer_vlm_core.protocol.fields import IGNORED_FIELDS, REJECTED_FIELDS, SUPPORTED_FIELDS
+from dashinfer_vlm_core.protocol.messages import JPEG_FRAMES
 from dashinfer_vlm_core.protocol.sampling import Sampling
 from dashinfer_vlm_core.protocol.unknown_fields import MAX_LOGGED, UnknownFieldLog
 
@@ -314,6 +315,7 @@ def test_file_can_be_an_image_or_a_video():
         ({"file_data": IMAGE_FILE, "filename": "image-0.png"}, image()),
         ({"file_data": "AAAA", "filename": "A.PNG", "detail": "low"}, image(detail="low")),
         ({"file_id": "https://example.com/a.mp4"}, video()),
+        ({"file_data": f"{JPEG_FRAMES}AAAA,BBBB"}, video(f"{JPEG_FRAMES}AAAA,BBBB")),
         ({"file_id": "https://example.com/a", "format": "video/mp4", "video_metadata": {"fps": 4}},
          video("https://example.com/a", fps=4)),
     ):  # fmt: skip
@@ -640,6 +642,7 @@ BAD = [
     (video(url={"url": "a"}), FRAME),
     (video(url=[]), FRAME),
     (video(url=["a"] * 4097), FRAME),
+    (request({"type": "file", "file": {"file_data": JPEG_FRAMES + "," * 4097}}), f"{PART}.file.file_data"),
     (video(url=["a", ""]), f"{FRAME}[1]"),
     (video(url=["a", 5]), f"{FRAME}[1]"),
     (video(url=["a", None]), f"{FRAME}[1]"),

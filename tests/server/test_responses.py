@@ -617,7 +617,8 @@ def test_input_items_are_those_of_the_whole_conversation(scripted):
     served = scripted(CALL, "Sunny.")
     image = {"type": "input_image", "image_url": IMAGE}
     first = create(served, [user(image, INPUT_TEXT), {"role": "user", "content": "And?"}], tools=[TOOL])
-    given = [{"id": "msg_1", "role": "assistant", "content": "I look."}, output_item("Sun.", first.output[0].call_id)]
+    said = [{"type": "output_text", "text": "I look.", "annotations": []}]
+    given = [{"id": "msg_1", "role": "assistant", "content": said}, output_item("Sun.", first.output[0].call_id)]
     second = create(served, given, previous_response_id=first.id)
     with served.server.openai() as client:
         ascending = list(client.responses.input_items.list(second.id, order="asc"))
@@ -636,7 +637,7 @@ def test_input_items_are_those_of_the_whole_conversation(scripted):
     assert with_media.content[0].image_url == IMAGE
     assert [(part.type, part.text) for part in message.content] == [("input_text", "And?")]
     assert call.to_dict() == first.output[0].to_dict()
-    assert [(part.type, part.text) for part in assistant.content] == [("output_text", "I look.")]
+    assert [part.to_dict() for part in assistant.content] == said
     assert (output.type, output.output, output.status) == ("function_call_output", "Sun.", "completed")
 
 
