@@ -17,8 +17,8 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 
 from dashinfer_vlm_core.concurrency.memory import trim_memory
-from dashinfer_vlm_core.errors import QueueFull
 
+from .body_memory import BodyMemory, BodyMemoryBudget
 from .errors import CLIENT_CLOSED_REQUEST, error_response, status_for
 from .logs import REQUEST_ID
 
@@ -55,42 +55,20 @@ OUTCOMES = {
 """The outcome of a request by status; others are `success` (below 400), `invalid` (4xx) and `error` (5xx)."""
 
 
-class BodyMemoryBudget:
-    """A limit on the bodies of all requests together. A body counts until its request has ended.
-
-    Args:
-        limit: the limit in bytes.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._available = limit
-
-    def reserve(self, size: int) -> None:
-        """Reserve bytes. Raises QueueFull if fewer are available."""
-        if size > self._available:
-            raise QueueFull("The server has no memory left for this request body. Try again later.")
-        self._available -= size
-
-    def release(self, size: int) -> None:
-        self._available += size
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestContext:
     """The state of one HTTP request.
 
     Attributes:
         id: the request ID in responses and logs.
-        budget: the memory budget for request bodies.
-        reserved_bytes: how many bytes of the budget this request has reserved.
+        body_memory: the memory of its body.
         status: the status of the response; 499 (the client disconnected) until there is one.
         route: the pattern of the path; `other` if no route matches.
         client_name: the name of the API key; empty if it has none.
     """
 
     id: str
-    budget: BodyMemoryBudget
-    reserved_bytes: int = 0
+    body_memory: BodyMemory
     status: int = CLIENT_CLOSED_REQUEST
     route: str = "other"
     client_name: str = ""
@@ -100,11 +78,6 @@ class RequestContext:
     def outcome(self) -> str:
         default = "success" if self.status < 400 else "invalid" if self.status < 500 else "error"
         return OUTCOMES.get(self.status, default)
-
-    def reserve(self, size: int) -> None:
-        """Reserve memory for received bytes of the body. Raises QueueFull if the budget is exhausted."""
-        self.budget.reserve(size)
-        self.reserved_bytes += size
 
     def fail(self, error: Exception) -> None:
         """Record an error that occurred after the response headers were sent."""
@@ -150,14 +123,15 @@ class RequestContextMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        context = scope[_SCOPE_KEY] = RequestContext(id=_request_id(scope), budget=self._budget)
+        context = scope[_SCOPE_KEY] = RequestContext(id=_request_id(scope), body_memory=BodyMemory(self._budget))
         token = REQUEST_ID.set(context.id)
         try:
             with self._metrics.in_flight.track_inprogress(), self._span(scope, context):
                 await self._serve(context, scope, receive, send)
         finally:
-            self._budget.release(context.reserved_bytes)
-            if context.reserved_bytes > TRIM_BODY_BYTES:
+            is_large = context.body_memory.size > TRIM_BODY_BYTES
+            context.body_memory.release()
+            if is_large:
                 asyncio.get_running_loop().run_in_executor(None, trim_memory)
             self._record(context, scope)
             REQUEST_ID.reset(token)
