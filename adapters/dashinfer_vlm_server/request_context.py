@@ -20,10 +20,11 @@ from dashinfer_vlm_core.concurrency.memory import trim_memory
 
 from .body_memory import BodyMemory, BodyMemoryBudget
 from .errors import CLIENT_CLOSED_REQUEST, error_response, status_for
+from .json_stream import SLICE_BYTES
 from .logs import REQUEST_ID
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from starlette.routing import BaseRoute
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -148,7 +149,8 @@ class RequestContextMiddleware:
                 started = True
                 context.status = message["status"]
                 MutableHeaders(scope=message)[HEADER] = context.id
-            await send(message)
+            for part in _slices(message):  # the server copies what it cannot send yet
+                await send(part)
 
         try:
             await self._app(scope, receive, send_with_id)
@@ -180,6 +182,17 @@ class RequestContextMiddleware:
             fields["client"] = context.client_name
         level = logging.DEBUG if context.route in QUIET_ROUTES and context.status != 401 else logging.INFO
         logger.log(level, "%s", " ".join(map(str, fields.values())), extra={"fields": fields})
+
+
+def _slices(message: Message) -> Iterator[Message]:
+    """Split the body of a message: the server waits for the client between messages."""
+    body = message.get("body", b"")
+    if len(body) <= SLICE_BYTES:
+        yield message
+        return
+    for start in range(0, len(body), SLICE_BYTES):
+        end = start + SLICE_BYTES
+        yield {**message, "body": body[start:end], "more_body": message.get("more_body", False) or end < len(body)}
 
 
 def _request_id(scope: Scope) -> str:
