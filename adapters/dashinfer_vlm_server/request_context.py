@@ -38,6 +38,9 @@ HEADER = "X-Request-Id"
 QUIET_ROUTES = frozenset({"/health", "/health/ready", "/metrics"})
 """Routes that are polled every few seconds. Their requests are logged at level DEBUG."""
 
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"})
+"""Methods that are logged by name; a client without a key can send any other text of 64 KiB."""
+
 TRIM_BODY_BYTES = 8 * 1024 * 1024
 """After a request with a larger body, freed memory is returned to the system."""
 
@@ -62,6 +65,7 @@ class RequestContext:
 
     Attributes:
         id: the request ID in responses and logs.
+        method: its method; `other` if it is not one of HTTP's.
         body_memory: the memory of its body.
         status: the status of the response; 499 (the client disconnected) until there is one.
         route: the pattern of the path; `other` if no route matches.
@@ -69,6 +73,7 @@ class RequestContext:
     """
 
     id: str
+    method: str
     body_memory: BodyMemory
     status: int = CLIENT_CLOSED_REQUEST
     route: str = "other"
@@ -124,7 +129,9 @@ class RequestContextMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        context = scope[_SCOPE_KEY] = RequestContext(id=_request_id(scope), body_memory=BodyMemory(self._budget))
+        context = scope[_SCOPE_KEY] = RequestContext(
+            id=_request_id(scope), method=_method(scope), body_memory=BodyMemory(self._budget)
+        )
         token = REQUEST_ID.set(context.id)
         try:
             with self._metrics.in_flight.track_inprogress(), self._span(scope, context):
@@ -172,7 +179,7 @@ class RequestContextMiddleware:
     def _record(self, context: RequestContext, scope: Scope) -> None:
         self._metrics.count_request(context.route, context.outcome)
         fields: dict[str, Any] = {
-            "method": scope["method"] if scope["method"].isalpha() else "other",
+            "method": context.method,
             "route": context.route,
             "status": context.status,
             "outcome": context.outcome,
@@ -193,6 +200,10 @@ def _slices(message: Message) -> Iterator[Message]:
     for start in range(0, len(body), SLICE_BYTES):
         end = start + SLICE_BYTES
         yield {**message, "body": body[start:end], "more_body": message.get("more_body", False) or end < len(body)}
+
+
+def _method(scope: Scope) -> str:
+    return scope["method"] if scope["method"] in METHODS else "other"
 
 
 def _request_id(scope: Scope) -> str:
