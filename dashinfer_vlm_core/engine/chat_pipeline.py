@@ -171,18 +171,14 @@ class ChatPipeline:
         async with self._admit(request, n=request.n) as adapter:
             timer = RequestTimer(self.observer, n=request.n)
             builders, decode_requests = await self._prepare(request, adapter)
-            # Sent with the first token, so that an earlier failure is an error response and not a broken stream.
-            first_chunks = [builder.first_chunk() for builder in builders]
             async with contextlib.aclosing(self._decode(builders, decode_requests, timer)) as tokens:
                 async for index, token in tokens:
                     builder = builders[index]
-                    chunks = [
-                        *first_chunks,
-                        *builder.add_token(token),
-                        *(builder.final_chunks() if builder.finished else ()),
-                    ]
-                    first_chunks.clear()
-                    for chunk in chunks:
+                    # The first chunk is sent with the first token, so that an earlier failure is an error response and
+                    # not a broken stream.
+                    for chunk in builder.add_token(token):
+                        yield chunk
+                    for chunk in builder.final_chunks() if builder.finished else ():
                         yield chunk
             for builder in builders:
                 if not builder.finished:

@@ -218,6 +218,11 @@ class ChatRequest(CheckedBody):
         """Whether the completion has to be a tool call."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
+    @property
+    def has_single_call(self) -> bool:
+        """Whether the completion can have at most one tool call. A tool that is forced by name is called once."""
+        return self.parallel_tool_calls is False or isinstance(self.tool_choice, NamedTool)
+
     def media(self) -> tuple[MediaPart, ...]:
         """Return all images and videos in the order of the prompt, with the options that the request sets for all.
 

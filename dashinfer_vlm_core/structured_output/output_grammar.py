@@ -122,7 +122,7 @@ def _until_call(rules: Rules, begin: str) -> str:
 
 
 def _tool_calls(rules: Rules, request: ChatRequest, conversation: ConversationFormat, maximum: int | None) -> str:
-    """Return the rule of what follows the first tag: one call, or several if parallel calls are allowed."""
+    """Return the rule of what follows the first tag: one call, or several if the request allows them."""
     allowed = {tool.function.name for tool in request.callable_tools}
     calls = [
         _tool_call(rules, tool.function, f"tools[{index}].function.parameters", conversation, maximum)
@@ -130,7 +130,7 @@ def _tool_calls(rules: Rules, request: ChatRequest, conversation: ConversationFo
         if tool.function.name in allowed
     ]
     call = rules.either(calls)
-    if request.parallel_tool_calls is False:
+    if request.has_single_call:
         return call
     following = literal("\n" + conversation.call_begin)
     return f"{call} ({following} {call}){{0,{MAX_CALLS - 1}}}"
