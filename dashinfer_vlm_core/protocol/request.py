@@ -32,6 +32,7 @@ from .output import (
     guided_constraints,
 )
 from .sampling import GREEDY_BELOW, Sampling
+from .tool_arguments import check_tool_arguments
 
 DEFAULT_MODEL = "model"
 """Model name of requests without `model`."""
@@ -119,6 +120,7 @@ class ChatRequest(CheckedBody):
     def _check_consistency(self) -> ChatRequest:
         for index, message in enumerate(self.messages):
             message.check(f"messages[{index}]")
+        check_tool_arguments(self.messages)
         for error in self._find_conflicts():
             raise error
         return self
