@@ -290,16 +290,58 @@ def test_decoder_without_masks_accepts_only_unforced_tools():
             assert caught.value.param == param
 
 
-def test_unsupported_strict_tool_is_rejected():
-    parameters = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
-    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+NOT_GUARANTEED = {
+    "uniqueItems": ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+    "look-around": ({"type": "array", "items": {"type": "string", "pattern": "(?=a)"}}, "items.pattern"),
+    "an unknown type": ({"type": "any"}, "type"),
+    "a reference to nothing": ({"$ref": "#/components/schemas/A"}, "$ref"),
+    "draft 4": ({"items": {"minimum": 0, "exclusiveMinimum": True}}, "items.exclusiveMinimum"),
+}
+
+
+@pytest.mark.parametrize(("schema", "place"), NOT_GUARANTEED.values(), ids=NOT_GUARANTEED)
+@pytest.mark.parametrize("tool_choice", ["auto", "required"])
+def test_tool_that_cannot_be_guaranteed_is_rejected_only_if_strict(schema, place, tool_choice):
+    parameters = {"type": "object", "properties": {"a": schema}}
     call = '<tool_call>\n{"name": "f", "arguments": {"a": []}}\n</tool_call>'
-    assert calls_of(play(call, tools=[PING, tool])[0])
+    for strict in ({}, {"strict": None}, {"strict": False}):
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters, **strict}}
+        assert calls_of(play(call, tools=[PING, tool], tool_choice=tool_choice)[0])
     tool["function"]["strict"] = True
     with pytest.raises(InvalidParameter) as caught:
-        play(call, tools=[PING, tool])
+        play(call, tools=[PING, tool], tool_choice=tool_choice)
     assert caught.value.param == "tools[1].function.parameters"
-    assert "properties.a.uniqueItems" in caught.value.message
+    assert f"properties.a.{place}" in caught.value.message
+
+
+def test_arguments_of_a_widened_tool_are_an_object():
+    for parameters in ({"type": "any"}, {"type": ["object", "null"]}, {"$ref": "#"}, {"properties": {}, "not": {}}):
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        call = '<tool_call>\n{{"name": "f", "arguments": {}}}\n</tool_call>'
+        assert calls_of(play(call.format("{}"), tools=[tool])[0]) == [("f", "{}")]
+        with pytest.raises(DecoderFailed, match="violates the requested format"):
+            play(call.format("[]"), tools=[tool])
+
+
+@pytest.mark.parametrize("parameters", [{"properties": 5}, {"type": "string"}, {"type": 5}, {"properties": {"a": []}}])
+def test_parameters_that_are_no_schema_of_an_object_are_rejected(parameters):
+    for strict in (False, True):
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": strict}}
+        with pytest.raises(InvalidParameter) as caught:
+            play("Hello", tools=[PING, tool])
+        assert caught.value.param == "tools[1].function.parameters"
+
+
+def test_response_format_that_cannot_be_guaranteed_is_rejected_only_if_strict():
+    schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    assert play("[1, 1]", response_format=form, tools=[])[0].message.content == "[1, 1]"
+    with pytest.raises(DecoderFailed, match="violates the requested format"):
+        play('["a"]', response_format=form, tools=[])
+    strict = {**form, "json_schema": {**form["json_schema"], "strict": True}}
+    for fields in ({"response_format": strict}, {"guided_json": schema}):
+        with pytest.raises(InvalidParameter, match="uniqueItems"):
+            play("[1]", tools=[], **fields)
 
 
 # Rendering the prompt

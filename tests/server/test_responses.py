@@ -782,7 +782,14 @@ BAD = {
     "format without name": ({"text": {"format": {"type": "json_schema", "schema": SCHEMA}}}, "text.format.name"),
     "format without schema": ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
     "invalid schema": (
-        {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "odd"}}}}, "text.format.schema"
+        {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"properties": 5}}}}, "text.format.schema"
+    ),
+    "strict schema": (
+        {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "odd"}, "strict": True}}},
+        "text.format.schema",
+    ),
+    "strict tool": (
+        {"tools": [{**TOOL, "strict": True, "parameters": {"type": "object", "not": {}}}]}, "tools[0].parameters"
     ),
     "hosted tool": ({"tools": [TOOL, {"type": "web_search"}]}, "tools[1].type"),
     "tool without name": ({"tools": [{"type": "function"}]}, "tools[0].name"),
