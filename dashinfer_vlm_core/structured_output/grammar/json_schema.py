@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from . import bounds
@@ -11,12 +11,12 @@ from .any_value import COMMA, any_object, any_value, enclosed, list_of, more_of
 from .disjoint import are_disjoint
 from .number_schema import integer_rule, number_rule
 from .object_schema import object_rule
+from .references import References
 from .rules import Rules, TooManyRules, literal
 from .schema_shape import (
     ANNOTATIONS,
     InvalidSchema,
     SchemaError,
-    check_values,
     find_faults,
     merge,
     normalized,
@@ -89,11 +89,10 @@ class SchemaCompiler:
 
     def __init__(self, rules: Rules, root: Mapping[str, Any], widened: list[str] | None) -> None:
         self.rules = rules
-        self._root = root
+        self._references = References(root, self._count_step)
         self._widened = widened
         self._steps = self._depth = 0
         self._rules_by_reference: dict[tuple[str, int], str | None] = {}
-        self._references_by_pointer: dict[str, frozenset[str]] = {}
         self._compile_by_type: dict[str, Callable[[Mapping[str, Any], int, str], str | None]] = {
             "object": lambda schema, level, path: object_rule(self, schema, level, path),
             "array": self._array,
@@ -169,14 +168,15 @@ class SchemaCompiler:
 
     def _reference(self, schema: Mapping[str, Any], level: int, path: str) -> str | None:
         pointer, siblings = schema["$ref"], {key: value for key, value in schema.items() if key != "$ref"}
-        level += pointer in self._reachable_references(pointer)
+        level += self._references.is_recursive(pointer)
         if level > bounds.MAX_RECURSION:
             return None
         if siblings:
-            target = self._without_faults(self._dereference(pointer, path), pointer)
+            target = self._without_faults(self._references.target(pointer, path), pointer)
             return self.compile(merge(target, siblings, path), level, path)
         if (pointer, level) not in self._rules_by_reference:
-            self._rules_by_reference[pointer, level] = self.compile(self._dereference(pointer, path), level, pointer)
+            target = self._references.target(pointer, path)
+            self._rules_by_reference[pointer, level] = self.compile(target, level, pointer)
         return self._rules_by_reference[pointer, level]
 
     def _all_of(self, schema: Mapping[str, Any], level: int, path: str) -> str | None:
@@ -185,10 +185,10 @@ class SchemaCompiler:
             self._count_step()
             if isinstance(part, Mapping) and isinstance(part.get("$ref"), str):
                 pointer, siblings = part["$ref"], {key: value for key, value in part.items() if key != "$ref"}
-                level += pointer in self._reachable_references(pointer)
+                level += self._references.is_recursive(pointer)
                 if level > bounds.MAX_RECURSION:
                     return None
-                target = self._without_faults(self._dereference(pointer, path), pointer)
+                target = self._without_faults(self._references.target(pointer, path), pointer)
                 part = merge(target, siblings, path)  # noqa: PLW2901 - the part, dereferenced
             whole = merge(whole, self._without_faults(part, f"{path}.allOf[{index}]"), path)
         return self.compile(whole, level, path)
@@ -209,55 +209,16 @@ class SchemaCompiler:
 
     def _are_disjoint(self, branches: Sequence[Schema], path: str) -> bool:
         """Whether types and discriminators prove that no value satisfies two of the branches."""
-        resolved = [self.resolve(branch, path) for branch in branches]
+        resolved = [self.resolve(branch, f"{path}.oneOf[{index}]") for index, branch in enumerate(branches)]
         return all(are_disjoint(one, two) for index, one in enumerate(resolved) for two in resolved[:index])
 
     def resolve(self, schema: Schema, path: str) -> Mapping[str, Any]:
-        """Return the keywords of a part, or of the target if it is a reference."""
+        """Return the keywords of a part, or if it is a reference, of its target."""
         for _ in range(bounds.MAX_RECURSION):
             if isinstance(schema, bool) or not isinstance(schema.get("$ref"), str):
                 break
-            schema = self._dereference(schema["$ref"], path)
-        if isinstance(schema, bool):
-            return {}
-        check_values(schema, path)
-        return schema
-
-    def _dereference(self, pointer: str, path: str) -> Schema:
-        """Return the target of a reference."""
-        target = self._target(pointer)
-        if target is None:
-            raise SchemaError(f"{path}.$ref", "must refer to a part of the same schema, such as #/$defs/Name")
-        if not isinstance(target, (Mapping, bool)):
-            raise SchemaError(f"{path}.$ref", "does not refer to a schema")
-        return target
-
-    def _target(self, pointer: str) -> Any:
-        """Return what a JSON Pointer (RFC 6901) within the schema refers to; None if there is nothing."""
-        target: Any = self._root
-        if not pointer.startswith("#"):
-            return None
-        try:
-            for step in filter(None, pointer[1:].split("/")):
-                key = step.replace("~1", "/").replace("~0", "~")
-                target = target[int(key)] if isinstance(target, list) else target[key]
-        except (KeyError, IndexError, ValueError, TypeError):
-            return None
-        return target
-
-    def _reachable_references(self, pointer: str) -> frozenset[str]:
-        """Return all references that are reachable from the target of a reference."""
-        if pointer not in self._references_by_pointer:
-            seen: set[str] = set()
-            waiting = [pointer]
-            while waiting:
-                for reference in _references(self._target(waiting.pop())):
-                    self._count_step()
-                    if reference not in seen:
-                        seen.add(reference)
-                        waiting.append(reference)
-            self._references_by_pointer[pointer] = frozenset(seen)
-        return self._references_by_pointer[pointer]
+            schema = self._references.target(schema["$ref"], path)
+        return {} if isinstance(schema, bool) else self._keywords(schema, path)
 
     def _count_step(self) -> None:
         self._steps += 1
@@ -309,19 +270,6 @@ def _without_fault(schema: Schema, error: SchemaError, path: str) -> Schema | No
     key = error.path.removeprefix(path.removeprefix(".")).removeprefix(".")
     key = next((name for name in (key, *_COMBINATIONS) if name in schema), "")
     return {name: value for name, value in schema.items() if name != key} if key else None
-
-
-def _references(schema: object) -> Iterator[str]:
-    """Yield all `$ref`s within a part of a schema."""
-    waiting = [schema]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, Mapping):
-            if isinstance(part.get("$ref"), str):
-                yield part["$ref"]
-            waiting.extend(part.values())
-        elif isinstance(part, list):
-            waiting.extend(part)
 
 
 def _is_one_of(value: object, kinds: Sequence[str]) -> bool:

@@ -60,7 +60,7 @@ def _multiples(rules: Rules, step: Fraction, low: Fraction, high: Fraction, path
         return rules.terminal(f"{regex(multiples)} & {regex(inside)}")
     if step.denominator == 1 and step <= bounds.MAX_MULTIPLE_OF:
         limits = {"minimum": math.ceil(low), "maximum": math.floor(high), "multipleOf": int(step)}
-        return rules.add(f"%json {json.dumps({'type': 'integer', **limits})}")
+        return rules.pattern(f"%json {json.dumps({'type': 'integer', **limits})}", f"{path}.multipleOf")
     raise SchemaError(
         f"{path}.multipleOf",
         f"is supported for integers up to {bounds.MAX_MULTIPLE_OF}, for products of powers of 2 and 5 such as 0.01, and"

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .json_schema import SchemaCompiler
 
 _LENGTHS = frozenset({"minLength", "maxLength"})
+_UNSUPPORTED = "can be guaranteed only with `enum`, `const`, and keywords of strings: remove it"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +66,9 @@ def read_property_names(compiler: SchemaCompiler, schema: Mapping[str, Any], pat
     if part is False:
         return PropertyNames(listed=())
     path = f"{path}.propertyNames"
-    names = {key: value for key, value in compiler.resolve(part, path).items() if key not in ANNOTATIONS}
+    if part is not True and "$ref" in part and not part.keys() <= {"$ref", *ANNOTATIONS}:
+        raise SchemaError(path, _UNSUPPORTED)
+    names = compiler.resolve(part, path)
     if "type" in names and "string" not in types_of(names):
         return PropertyNames(listed=())
     if names.keys() & {"enum", "const"}:
@@ -73,5 +76,5 @@ def read_property_names(compiler: SchemaCompiler, schema: Mapping[str, Any], pat
         return PropertyNames(listed=tuple(dict.fromkeys(value for value in values if isinstance(value, str))))
     text = {key: value for key, value in names.items() if key != "type"}
     if not text.keys() <= {*_LENGTHS, "pattern", "format"}:
-        raise SchemaError(path, "can be guaranteed only with `enum`, `const`, and keywords of strings: remove it")
+        raise SchemaError(path, _UNSUPPORTED)
     return PropertyNames(text=text)
