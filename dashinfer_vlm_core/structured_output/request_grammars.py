@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
 
     from ..models.spec import ModelSpec
 
-THREADS = 2
+THREADS = max(1, (os.cpu_count() or 1) // 2)
+"""Compilation holds the interpreter lock for milliseconds at a time: the other processors are for the requests."""
+
 COMPILE_SECONDS = 30.0
 """How long a request waits for its grammar, including those before it."""
 
