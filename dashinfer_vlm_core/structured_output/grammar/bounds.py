@@ -35,7 +35,7 @@ INTEGER_DIGITS = 15
 """Maximum digits before the decimal point of unbounded numbers: such integers are exact in double precision."""
 
 DECIMAL_PLACES = 6
-MAX_MULTIPLE_OF = 4096
+MAX_MULTIPLE_OF = 1024
 """Maximum `multipleOf` with prime factors other than 2 and 5; the time to compile it grows with its value."""
 
 MAX_LISTED_MULTIPLES = 256
