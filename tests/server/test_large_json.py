@@ -11,8 +11,9 @@ import pytest
 from starlette.requests import Request
 
 from dashinfer_vlm_core.errors import InvalidParameter
+from dashinfer_vlm_core.protocol.json_limits import MAX_VALUES
 from dashinfer_vlm_server.body_memory import BodyMemory, BodyMemoryBudget
-from dashinfer_vlm_server.json_body import MAX_VALUES, parse_object
+from dashinfer_vlm_server.json_body import parse_object
 from dashinfer_vlm_server.large_json import MAX_SKELETON_BYTES, SLICE, parse_large_object
 from dashinfer_vlm_server.request_body import EXCLUSIVE_PARSE_BYTES, INLINE_PARSE_BYTES, read_request
 from tests.server.test_bad_clients import BOMBS
