@@ -15,7 +15,6 @@ from ..concurrency.loop import LoopThread, engine_closed
 from ..config import MIB, EngineConfig
 from ..decoders import GUIDED_DECODING, LORA, DecoderFactory, DecoderStats, DecoderSupport
 from ..decoders.supervisor import Supervisor
-from ..deprecation import RenamedAttribute
 from ..errors import DecoderFailed, EngineClosed, SetupError
 from ..kernels.choice import KernelSelector
 from ..kernels.workload import VISION_ENCODER, vision_workload
@@ -24,7 +23,6 @@ from ..media.decoder import MediaDecoder
 from ..media.video import select_readers
 from ..media_workers import MediaWorkerStats, create_executor
 from ..models.checkpoint import find_model
-from ..models.interface import vision_linears
 from ..models.lora import merging
 from ..plugins import Registry, load_plugins
 from ..preprocessing.prompt import PromptBuilder
@@ -98,8 +96,6 @@ class EngineStatus:
     reasons: bool | None = None
     adapters: tuple[AdapterStatus, ...] = ()
 
-    trouble = RenamedAttribute("fatal_error")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineStats:
@@ -122,9 +118,6 @@ class EngineStats:
     fetches: FetchStats
     media_workers: MediaWorkerStats
     decoder: DecoderStats
-
-    answers = RenamedAttribute("active_requests")
-    places = RenamedAttribute("max_active_requests")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -277,9 +270,6 @@ class Engine:
 
     # Status
 
-    watch = RenamedAttribute("add_observer")
-    aspell = RenamedAttribute("aconvert_ids_to_tokens")
-
     def add_observer(self, observer: RequestObserver) -> None:
         """Notify `observer` of all events of requests from now on."""
         self._observers.add(observer)
@@ -409,7 +399,7 @@ async def load_pipeline(
     folder = await asyncio.to_thread(find_model, config.model, registered=registry.models, revision=config.revision)
     family = registry.family_of(folder)
     spec = registry.load_spec(folder)
-    linears = vision_linears(family, spec)
+    linears = family.vision_linears(spec)
     workload = vision_workload(linears, quantization=config.resolved_vision_quantization)
     stored = spec.quantization.stored_bits if spec.quantization else "none"
     kernels = KernelSelector(registry.kernels.values(), config, vision=workload, stored_bits=stored)
@@ -525,12 +515,6 @@ def _check_support(factory: DecoderFactory, spec: ModelSpec, config: EngineConfi
 
 def _unsupported_lora_reason(factory: DecoderFactory) -> str:
     """Return why a decoder does not apply LoRA adapters; empty if it does."""
-    supported = getattr(factory, "supported_params", None)  # factories of plugins may lack it
-    if supported is None:
-        return (
-            "Its factory has no `supported_params`, so it is not known to apply LoRA adapters (`lora`). Add"
-            " `supported_params` to the factory, or use the decoder torch."
-        )
-    if LORA in supported:
+    if LORA in factory.supported_params:
         return ""
     return "It does not apply LoRA adapters (`lora`). Merge the adapter into a checkpoint, or use the decoder torch."

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..deprecation import RenamedAttribute, renamed_names
 from ..media.types import FrameResizer, Image, Kind, Pixels, Video
 from .spec import ModelSpec
 
@@ -65,8 +64,6 @@ class Patches:
     times: tuple[float, ...] = ()
     sampled_fps: float | None = None
 
-    part = RenamedAttribute("path")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Embedded:
@@ -91,8 +88,6 @@ class Embedded:
     digest: bytes
     times: tuple[float, ...] = ()
     sampled_fps: float | None = None
-
-    part = RenamedAttribute("path")
 
 
 class Visual(Protocol):
@@ -290,9 +285,6 @@ class VisionEncoder(Protocol):
 class ModelFamily(Protocol):
     """Everything specific to one model architecture; plugins register it in the `register_model_families` hook.
 
-    A family may also have `vision_linears(spec: ModelSpec) -> Sequence[LinearGroup]`, the linear layers of the vision
-    encoder. The kernels of the vision encoder are chosen by measurement with these layers, otherwise by priority.
-
     Attributes:
         model_types: the supported values of `model_type` in `config.json`.
     """
@@ -327,11 +319,5 @@ class ModelFamily(Protocol):
             ConfigError: the encoder does not support `vision_quantization`.
         """
 
-
-def vision_linears(family: ModelFamily, spec: ModelSpec) -> Sequence[LinearGroup]:
-    """Return the linear layers of a model's vision encoder; empty if its family does not describe them."""
-    describe = getattr(family, "vision_linears", None)
-    return tuple(describe(spec)) if describe else ()
-
-
-__getattr__ = renamed_names(__name__, {"Span": "PlaceholderSpan"})
+    def vision_linears(self, spec: ModelSpec) -> Sequence[LinearGroup]:
+        """Return the linear layers of the vision encoder, with which kernels are measured; empty if unknown."""

@@ -296,13 +296,7 @@ def _text_quantization(config: EngineConfig, kernels: Kernels, device: str) -> T
             " CUDA.",
             param="quantization",
         )
-    supports_int4 = getattr(kernels, "supports_int4", None)  # kernels of plugins may not have it
-    if supports_int4 is None:
-        message = (
-            f"`quantization` {name!r} is not supported by the kernels {kernels.name!r}. Set `cpu_kernels` to torch."
-        )
-        raise ConfigError(message, param="quantization")
-    if not supports_int4:
+    if not kernels.supports_int4:
         logger.warning(
             "`quantization` %s saves no memory here: the kernels %r keep the rounded weights in the model's data type."
             " 4-bit weights are kept in 4 bits for bfloat16 with the C kernels, on an x86 CPU with AVX2.",
