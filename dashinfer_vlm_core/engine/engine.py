@@ -23,7 +23,6 @@ from ..media.decoder import MediaDecoder
 from ..media.video import select_readers
 from ..media_workers import MediaWorkerStats, create_executor
 from ..models.checkpoint import find_model
-from ..models.lora import merging
 from ..plugins import Registry, load_plugins
 from ..preprocessing.prompt import PromptBuilder
 from ..protocol import ChatRequest
@@ -474,8 +473,7 @@ def _load_adapted_encoder(
     family: ModelFamily, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector, adapter: LoraAdapter
 ) -> VisionEncoder:
     """Load the vision encoder with the changes of an adapter."""
-    with merging(adapter):
-        encoder = family.load_vision_encoder(spec, config, kernels)
+    encoder = family.load_vision_encoder(spec, config, kernels, adapter)
     logger.info("LoRA adapter %r changes the vision encoder: it needs the memory of another one.", adapter.name)
     return encoder
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ..config import EngineConfig
     from ..kernels.choice import KernelSelector
     from ..kernels.workload import LinearGroup
+    from .lora import LoraAdapter
 
 
 class Grid(NamedTuple):
@@ -308,14 +309,19 @@ class ModelFamily(Protocol):
     def prompt_layout(self, spec: ModelSpec) -> PromptLayout:
         """Create the prompt layout for images and videos."""
 
-    def load_vision_encoder(self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> VisionEncoder:
+    def load_vision_encoder(
+        self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector, lora: LoraAdapter | None = None
+    ) -> VisionEncoder:
         """Load the vision encoder on the configuration's device and in its dtype, both of which may be `auto`.
+
+        `Weights.open` merges the changes of an adapter into the tensors that it reads.
 
         `placement.quantizes_vision_encoder` decides whether its weights are quantized. A family whose encoder cannot be
         quantized rejects `vision_quantization` int8.
 
         Raises:
-            CheckpointError: a tensor is missing or has an unexpected shape.
+            CheckpointError: a tensor is missing or has an unexpected shape, or the encoder does not use one that `lora`
+                changes.
             ConfigError: the encoder does not support `vision_quantization`.
         """
 

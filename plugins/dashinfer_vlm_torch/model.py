@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dashinfer_vlm_core.concurrency.compute import CPU_EXECUTOR, Executor
+from dashinfer_vlm_core.concurrency.compute import Executor
 from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_core.kernels import (
     Activation,
@@ -144,7 +144,6 @@ class TextModel:
         cos, sin = self._rotary(batch.positions)
         layers = self._adapted_layers if batch.adapters else self._layers
         forward = ForwardBatch(cos, sin, *batch[1:5], cache.pool, batch.additions, cache.scales, batch.adapters)
-        CPU_EXECUTOR.run_deferred()
         return layers(x, forward)
 
     def logits(self, x: Tensor, heads: Sequence[tuple[slice, HeadChange]] = ()) -> Tensor:
