@@ -224,15 +224,6 @@ class Decoder(Protocol):
         """
         raise UnsupportedParameter(f"The decoder {self.name!r} does not apply LoRA adapters.", param="lora")
 
-    async def logits(self, request: DecodeRequest, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
-        """Return the logits from which each of the tokens would be sampled, given those before: [tokens, vocab_size].
-
-        Raises:
-            UnsupportedParameter: the decoder does not compute them, which is the default.
-        """
-        message = f"The decoder {self.name!r} does not return logits. Set `decoder` to torch."
-        raise UnsupportedParameter(message, param="decoder")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderStats:

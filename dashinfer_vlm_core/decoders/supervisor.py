@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from ..concurrency.memory import trim_memory
@@ -13,9 +13,6 @@ from ..errors import DashInferVLMError, DecoderFailed, EngineClosed
 from .interface import Decoder, DecodeRequest, DecoderStats, RequestNotStarted, Token
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
     from ..models.lora import LoraAdapter
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -105,9 +102,6 @@ class Supervisor:
                 raise DecoderFailed(_DIED) from None
             else:
                 return
-
-    async def logits(self, request: DecodeRequest, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
-        return await (await self._wait_until_healthy()).logits(request, token_ids)
 
     def _is_healthy(self, decoder: Decoder) -> bool:
         """Whether `decoder` is in use and works, so that its errors concern one request only."""

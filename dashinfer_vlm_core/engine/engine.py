@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from types import TracebackType
 
-    import numpy as np
-    import numpy.typing as npt
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
     from typing_extensions import Self
 
@@ -212,27 +210,6 @@ class Engine:
         """
         running, parsed = self._ready(), ChatRequest.parse(request)
         return await running.loop.acall(running.pipeline.tokenize(parsed))
-
-    def logits(self, request: Request, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
-        """Return the logits from which each token of a given completion would be sampled, given those before it.
-
-        They are the model's own: `request` determines the prompt, and its sampling parameters are not applied. Compare
-        two models with it: the completion of one is the reference for both. Blocks the calling thread.
-
-        Args:
-            request: a request as for `chat`.
-            token_ids: the completion, such as `Generation.token_ids` of `submit`; at least one token.
-
-        Returns:
-            float32 [tokens, vocab_size].
-
-        Raises:
-            UnsupportedParameter: the decoder does not return logits; the decoder torch does.
-            RequestError: the request is invalid, or `token_ids` is empty or has unknown tokens.
-            EngineError: the engine could not compute them.
-        """
-        running, parsed = self._ready(), ChatRequest.parse(request)
-        return running.loop.call(running.pipeline.logits(parsed, token_ids))
 
     async def aencode(self, text: str) -> list[int]:
         """Return the token ids of a rendered prompt, in which special tokens are recognized.
