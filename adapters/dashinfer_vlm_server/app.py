@@ -17,7 +17,6 @@ from starlette.middleware.cors import CORSMiddleware
 
 from dashinfer_vlm_core import __version__
 from dashinfer_vlm_core.concurrency.deadline import stream_with_timeout, with_timeout
-from dashinfer_vlm_core.deprecation import renamed_arguments
 from dashinfer_vlm_core.errors import EngineClosed, ModelNotFound
 from dashinfer_vlm_core.protocol import ChatRequest, DetokenizeRequest, TokenizeChat, TokenizePrompt, parse_tokenize
 
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
 
-@renamed_arguments(gate="drain_state")
 def create_app(
     engine: ChatEngine, settings: Settings | None = None, *, drain_state: DrainState | None = None
 ) -> FastAPI:
@@ -153,9 +151,6 @@ class Health(BaseModel):
         default=None, description="Whether the model can reason before it responds; absent if unknown."
     )
     fatal_error: str | None = Field(default=None, description="Why the engine failed; absent unless it did.")
-    trouble: str | None = Field(
-        default=None, deprecated=True, description="The same as `fatal_error`. Deprecated, and removed in 0.3."
-    )
 
 
 class Version(BaseModel):
@@ -293,7 +288,7 @@ class _Routes:
             health = health.model_copy(update={"reasons": status.reasons})
         if not status.fatal_error:
             return health
-        return health.model_copy(update={"fatal_error": status.fatal_error, "trouble": status.fatal_error})
+        return health.model_copy(update={"fatal_error": status.fatal_error})
 
     def _models(self) -> list[ServedModel]:
         """Return the model, then its LoRA adapters."""

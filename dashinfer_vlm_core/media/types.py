@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image as PILImage
 
-from ..deprecation import RenamedAttribute
 from ..protocol.messages import join_path
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
@@ -36,9 +35,6 @@ class Image:
     min_pixels: int | None = None
     max_pixels: int | None = None
     options_field: str = "image_url"
-
-    part = RenamedAttribute("path")
-    source = RenamedAttribute("source_digest")
 
     @property
     def options_path(self) -> str:
@@ -74,9 +70,6 @@ class Video:
     source_size: tuple[int, int] | None = None
     options_field: str = "video_url"
 
-    part = RenamedAttribute("path")
-    source = RenamedAttribute("source_digest")
-
     @property
     def options_path(self) -> str:
         """The path of the object that has the options."""
@@ -100,9 +93,6 @@ class Embeddings:
     kind: Kind
     path: str
     source_digest: bytes = b""
-
-    part = RenamedAttribute("path")
-    source = RenamedAttribute("source_digest")
 
 
 Media: TypeAlias = Image | Video | Embeddings
