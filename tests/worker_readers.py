@@ -53,6 +53,15 @@ def environment():
     return Frames([255 if any("SECRET" in name or "KEY" in name for name in os.environ) else 1] * 4)
 
 
+_seen: list[int] = []
+
+
+def remember():
+    """Return how many files this process has decoded before."""
+    _seen.append(1)
+    return Frames([len(_seen)] * 4)
+
+
 def is_denied(action):
     try:
         action()
@@ -82,7 +91,10 @@ def forbidden():
     return Frames([1 if is_denied(action) else 255 for action in FORBIDDEN.values()])
 
 
-ACTIONS = {action.__name__.encode(): action for action in (sleep, crash, leave, allocate, warn, environment, forbidden)}
+ACTIONS = {
+    action.__name__.encode(): action
+    for action in (sleep, crash, leave, allocate, warn, environment, remember, forbidden)
+}
 
 
 class ActionReader:

@@ -33,7 +33,8 @@ logger: logging.Logger = logging.getLogger(__name__)
 class MediaWorkerPool:
     """A `MediaExecutor` whose encoded media are processed in worker processes; Python objects are processed in threads.
 
-    A worker that exceeds its time or memory, crashes, or whose request is canceled, is killed and replaced.
+    A worker decodes files of one client only: if another client needs a worker, an idle one is killed and a new one is
+    forked. One that exceeds its time or memory, crashes, or whose request is canceled, is killed too.
 
     Args:
         config: limits.
@@ -65,7 +66,7 @@ class MediaWorkerPool:
         client = current_client.get()
         async with self._slots.slot(client.id, limit=self._limit(client)):
             job = Job(part=part, data=data, max_tokens=max(budget.remaining, 1), seconds=self._seconds(part))
-            worker = self._take_worker()
+            worker = self._take_worker(client.id)
             try:
                 result, digest = await self._run(worker, job)
             finally:
@@ -84,19 +85,25 @@ class MediaWorkerPool:
         self._threads.shutdown(wait=False, cancel_futures=True)
         await self._local.close()
 
-    def _take_worker(self) -> MediaWorker:
+    def _take_worker(self, client: str) -> MediaWorker:
         if self._closed:
             raise closed_error()
-        while self._idle:
-            worker = self._idle.pop()
-            if worker.alive:
-                break
-            worker.close()  # it was killed from outside
-        else:
-            worker = MediaWorker(self._worker_config)
+        worker = self._take_idle_worker(client)
+        if worker is None:
+            if len(self._idle) + len(self._busy) >= self._size:
+                self._idle.pop(0).close()  # the one that has been idle longest
+            worker = MediaWorker(self._worker_config, client)
             self._started += 1
         self._busy.add(worker)
         return worker
+
+    def _take_idle_worker(self, client: str) -> MediaWorker | None:
+        for worker in [worker for worker in reversed(self._idle) if worker.client == client]:
+            self._idle.remove(worker)
+            if worker.alive:
+                return worker
+            worker.close()  # it was killed from outside
+        return None
 
     def _return_worker(self, worker: MediaWorker) -> None:
         self._busy.discard(worker)

@@ -83,14 +83,20 @@ class JobResult:
 class MediaWorker:
     """One worker process. `run` is called from one thread at a time, `kill` from any.
 
+    Args:
+        config: how it is started.
+        client: the id of the client whose files it decodes.
+
     Attributes:
+        client: as above.
         reusable: whether it accepts another job.
         pid: its process id, once it has started.
         end: why it ended: `timed_out`, `crashed` or `canceled`; empty before, and for idle workers.
     """
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, client: str) -> None:
         self._config = config
+        self.client = client
         self._lock = threading.Lock()
         self._memory = SharedMemory.create()
         self._sock: socket.socket | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import signal
@@ -23,14 +24,10 @@ from dashinfer_vlm_core.errors import (
     MediaUndecodable,
     RequestError,
 )
-from dashinfer_vlm_core.media import READERS
-from dashinfer_vlm_core.media.decoder import MediaDecoder
 from dashinfer_vlm_core.media_workers import (
     MediaThreads,
     MediaWorkerPool,
     MediaWorkerStats,
-    TokenBudget,
-    create_executor,
     wire,
 )
 from dashinfer_vlm_core.media_workers.fair_slots import FairSlots
@@ -39,61 +36,17 @@ from dashinfer_vlm_core.media_workers.sandbox import missing_restrictions
 from dashinfer_vlm_core.media_workers.shared_memory import SharedMemory
 from dashinfer_vlm_core.media_workers.worker import Job, MediaWorker, WorkerConfig
 from dashinfer_vlm_core.media_workers.worker_process import reference_to
-from dashinfer_vlm_core.models.qwen2_vl import Qwen2VL
 from dashinfer_vlm_core.protocol import MediaPart
 from dashinfer_vlm_core.protocol.client import Client, current_client
+from tests.media_pool import FAMILY, PATH, budget, image, run_with_pool, video
 from tests.samples import encode, encode_video, noise
 from tests.waiting import HANG, until
 from tests.worker_readers import ACTIONS, FORBIDDEN, ActionReader, is_denied
 
-PATH = "messages[0].content[0]"
-FAMILY = Qwen2VL()
-
-
-def image(**options):
-    return MediaPart(kind="image", path=PATH, url="data:", **options)
-
-
-def video(frames=None, **options):
-    return MediaPart(kind="video", path=PATH, url="data:" if frames is None else ("data:",) * frames, **options)
-
-
-def make_executor(folder, readers=READERS, **options):
-    config = EngineConfig(model=str(folder), **options)
-    spec = FAMILY.load_spec(folder)
-    return create_executor(
-        config,
-        family=FAMILY,
-        folder=folder,
-        spec=spec,
-        processor=FAMILY.image_processor(spec, config),
-        decoder=MediaDecoder(config=config, readers=readers, policy=spec.video.with_config(config)),
-    )
-
-
-def budget(limit=100_000):
-    def check(tokens):
-        if tokens > limit:
-            raise ContextLengthExceeded("too many", prompt_tokens=tokens, limit=limit)
-
-    return TokenBudget(check, limit)
-
 
 @pytest.fixture
 def run(tiny_checkpoint):
-    """Run `work(executor)` with a new executor."""
-
-    def run(work, readers=READERS, **options):
-        async def main():
-            executor = make_executor(tiny_checkpoint, readers, **options)
-            try:
-                return await work(executor)
-            finally:
-                await executor.close()
-
-        return asyncio.run(main())
-
-    return run
+    return functools.partial(run_with_pool, tiny_checkpoint)
 
 
 def process(run, part, data, *, tokens=100_000, **options):
@@ -555,7 +508,7 @@ def answer_with(tiny_checkpoint):
     def answer_with(answer):
         spec = FAMILY.load_spec(tiny_checkpoint)
         processor = FAMILY.image_processor(spec, EngineConfig())
-        worker = MediaWorker(WorkerConfig(setup={}, processor=processor, pixels=spec.pixels))
+        worker = MediaWorker(WorkerConfig(setup={}, processor=processor, pixels=spec.pixels), client="")
         worker._sock, theirs = socket.socketpair()
         theirs.sendall(wire.LENGTH.pack(len(answer)) + answer)
         ends.extend([worker, theirs])
