@@ -187,7 +187,7 @@ def create_executor(
         "readers": references[1:],
         "memory_bytes": config.media_worker_memory_mib * MIB,
     }
-    FORK_SERVER.start()
+    FORK_SERVER.prepare(setup)
     worker = WorkerConfig(setup=setup, processor=processor, pixels=spec.pixels)
     return MediaWorkerPool(config, workers or default_workers(), worker, threads)
 

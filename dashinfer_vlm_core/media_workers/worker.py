@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 from ..errors import EngineClosed, EngineError, MediaUndecodable
@@ -20,15 +21,13 @@ from ..models.patches import with_digest
 from ..models.spec import PixelSpec
 from ..protocol import MediaPart
 from . import wire
-from .fork_server import FORK_SERVER
+from .fork_server import FORK_SERVER, START_SECONDS
 from .shared_memory import SharedMemory
 from .wire import Disconnected
 from .worker_responses import PatchesResponse, Started, WorkerResponse
 
 PATIENCE_SECONDS = 1.0
 """How long a job runs at normal priority."""
-START_SECONDS = 60.0
-"""How long a worker may take to start: the fork server imports the decoders, perhaps from a slow disk."""
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -124,6 +123,8 @@ class MediaWorker:
                 raise EngineClosed("The request was canceled.") from None
             self.kill()
             raise _start_error("") from error
+        if started.warning:
+            _warn_once(started.warning)
         self.pid = started.ready
         if self.pid is None:
             self.kill()
@@ -249,6 +250,11 @@ class MediaWorker:
                 sampled_fps=response.sampled_fps,
             )
         )
+
+
+@cache
+def _warn_once(text: str) -> None:
+    logger.warning("%s", text)
 
 
 def _crash_error(part: MediaPart) -> MediaUndecodable:

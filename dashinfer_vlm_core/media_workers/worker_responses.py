@@ -73,7 +73,14 @@ class WorkerResponse(_Model):
 
 
 class Started(_Model):
-    """The first message of a worker: its process id, or why it cannot be set up."""
+    """The first message of a worker: its process id, or why it cannot be set up.
+
+    Attributes:
+        ready: its process id.
+        warning: how its sandbox is less strict than it should be, if it is.
+        failed: why it cannot be set up.
+    """
 
     ready: PositiveInt | None = None
+    warning: _Line = ""
     failed: Annotated[str, Field(max_length=10_000)] = ""

@@ -41,7 +41,7 @@ from dashinfer_vlm_core.protocol.client import Client, current_client
 from tests.media_pool import FAMILY, PATH, budget, image, run_with_pool, video
 from tests.samples import encode, encode_video, noise
 from tests.waiting import HANG, until
-from tests.worker_readers import ACTIONS, FORBIDDEN, ActionReader, is_denied
+from tests.worker_readers import ACTIONS, FORBIDDEN, FORBIDDEN_FILES, ActionReader, allowed_actions
 
 
 @pytest.fixture
@@ -279,13 +279,6 @@ def test_logs_of_a_worker_are_bounded(run, caplog):
     assert len(messages) == 6
 
 
-def test_workers_may_not_touch_system(run):
-    frames = hostile(run, b"forbidden", min_pixels=784, max_pixels=784).item.pixels
-    values = {int(row[0]) for row in frames}
-    assert len(FORBIDDEN) == 8
-    assert values == {1}
-
-
 @pytest.mark.slow
 def test_workers_do_not_inherit_secrets(run, monkeypatch):
     monkeypatch.setenv("DASHINFER_VLM_API_KEY", "secret")
@@ -297,7 +290,8 @@ def test_actions_do_what_their_names_say(monkeypatch):
     """Outside of a worker, nothing denies them: the tests above would pass if they failed for another reason."""
     monkeypatch.setenv("DASHINFER_VLM_API_KEY", "secret")
     assert ACTIONS[b"environment"]().values == [255] * 4
-    assert not any(map(is_denied, (FORBIDDEN[name] for name in ("socket", "run", "read", "list"))))
+    root_only = set() if os.geteuid() == 0 else {"root folder"}
+    assert set(allowed_actions()) >= {*FORBIDDEN, *FORBIDDEN_FILES} - root_only
 
 
 def test_only_importable_readers_are_used_in_workers(run, caplog):
