@@ -15,6 +15,7 @@ from .video import stack, undecodable_error
 
 if TYPE_CHECKING:
     from av.container import InputContainer
+    from av.video.stream import VideoStream
 
 # FFmpeg opens other files that a file refers to. These options allow only these container formats, and no protocol to
 # open anything else.
@@ -79,7 +80,7 @@ class _PyAVVideo:
     def __init__(self, data: bytes) -> None:
         self._data = data
         with _open(data) as container:
-            self.info = _read_header(container)
+            self.info = _read_header(container, is_fragmented=b"moof" in data)
 
     def frames(self, indices: list[int], check_stop: StopCheck) -> Pixels:
         return _stack_all(self.iterate(indices, check_stop), len(indices))
@@ -199,17 +200,25 @@ def _check_container(data: bytes) -> None:
         raise undecodable_error()
 
 
-def _read_header(container: InputContainer) -> VideoInfo:
-    """Read the container's header without decoding; count the packets if it has no frame count."""
+def _read_header(container: InputContainer, *, is_fragmented: bool) -> VideoInfo:
+    """Read the container's header without decoding; count the packets if it has no frame count.
+
+    The count in the header of an MP4 file does not include its fragments. To count packets also makes FFmpeg allocate
+    all memory that their tables need, before frames are decoded.
+    """
     stream = container.streams.video[0] if container.streams.video else None
     if stream is None or stream.codec_context is None:  # no context if FFmpeg has no such codec
         raise undecodable_error()
     return VideoInfo(
-        frames=stream.frames or sum(packet.size > 0 for packet in container.demux(stream)),
+        frames=stream.frames if stream.frames and not is_fragmented else _count_packets(container, stream),
         fps=float(stream.average_rate or 0),
         width=stream.codec_context.width,
         height=stream.codec_context.height,
     )
+
+
+def _count_packets(container: InputContainer, stream: VideoStream) -> int:
+    return sum(packet.size > 0 for packet in container.demux(stream))
 
 
 @contextmanager

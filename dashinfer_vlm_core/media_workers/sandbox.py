@@ -8,6 +8,7 @@ them: the maintained ones need a system library, libseccomp, that pip cannot ins
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
@@ -15,7 +16,7 @@ import resource
 import signal
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -79,6 +80,17 @@ class Sandbox:
         _drop_capabilities()
         if self.filter:
             apply_filter(self.filter)
+
+
+@contextlib.contextmanager
+def lower_memory_limit(lower_by: int) -> Iterator[None]:
+    """Lower the limit of private memory that `Sandbox.restrict` has set, until the block ends."""
+    limit, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit - max(lower_by, 0), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
 
 
 class MissingRestriction(NamedTuple):

@@ -39,6 +39,7 @@ from ..media.image import load_codecs, out_of_memory_error
 from ..media.types import Image, Video
 from ..models.interface import ImageProcessor
 from ..protocol import MediaPart
+from .header_memory import HeaderLimitedReader
 from .sandbox import Sandbox, readable_paths
 from .self_test import prepare_tested_sandbox
 from .shared_memory import SharedMemory
@@ -167,14 +168,15 @@ def _load_setup(setup: Mapping[str, Any]) -> WorkerSetup:
     config = EngineConfig(**setup["config"])
     family = resolve_reference(setup["family"])
     spec = family.load_spec(Path(setup["folder"]))
-    readers = [resolve_reference(reader) for reader in setup["readers"]]
+    memory_bytes: int = setup["memory_bytes"]
+    readers = [HeaderLimitedReader(resolve_reference(reader), memory_bytes) for reader in setup["readers"]]
     sandbox, warning = _tested_sandbox(setup["readers"])
     return WorkerSetup(
         decoder=MediaDecoder(config=config, readers=readers, policy=spec.video.with_config(config)),
         processor=family.image_processor(spec, config),
         sandbox=sandbox,
         warning=warning,
-        memory_bytes=setup["memory_bytes"],
+        memory_bytes=memory_bytes,
     )
 
 
