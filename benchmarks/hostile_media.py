@@ -187,9 +187,14 @@ def progressive_jpeg(scans: int, side: int = 8000) -> bytes:
     return _jpeg(side, progressive=True, scans=_scan(0, 0) + _scan(1, 5) * scans)
 
 
-def exif_jpeg(segments: int) -> bytes:
-    """Return a JPEG with many APP1 segments of EXIF metadata, which Pillow joins: each one copies all earlier ones."""
-    return _jpeg(64, metadata=segment(0xE1, b"Exif\0\0", bytes(6)) * segments)
+def exif_jpeg(segments: int, size: int = 6) -> bytes:
+    """Return a JPEG with many APP1 segments of EXIF metadata, which Pillow joins: each one copies all earlier ones.
+
+    Args:
+        segments: number of segments.
+        size: bytes of metadata in each.
+    """
+    return _jpeg(64, metadata=segment(0xE1, b"Exif\0\0", bytes(size)) * segments)
 
 
 def _jpeg(side: int, *, progressive: bool = False, scans: bytes = b"", metadata: bytes = b"") -> bytes:
@@ -256,6 +261,9 @@ HOSTILE: Mapping[str, HostileFile] = MappingProxyType(
         ),
         "JPEG: 500,000 EXIF segments": HostileFile(
             rule=24, kind="image", media_type="image/jpeg", build=lambda: exif_jpeg(500_000)
+        ),
+        "JPEG: 400,000 EXIF segments of 12 MB": HostileFile(
+            rule=24, kind="image", media_type="image/jpeg", build=lambda: exif_jpeg(400_000, size=20)
         ),
         "JPEG: 15 million fill bytes": HostileFile(
             rule=24, kind="image", media_type="image/jpeg", build=lambda: padded_jpeg(15_000_000)
