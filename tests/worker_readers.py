@@ -66,6 +66,13 @@ def remember():
     return Frames([len(_seen)] * 4)
 
 
+def leave_if_reused():
+    frames = remember()
+    if len(_seen) > 1:
+        leave()
+    return frames
+
+
 def share():
     """Return whether 1 GiB of shared memory can be allocated."""
     try:
@@ -142,7 +149,7 @@ def forbidden():
 
 ACTIONS = {
     action.__name__.encode(): action
-    for action in (sleep, crash, leave, allocate, warn, environment, remember, share, forbidden)
+    for action in (sleep, crash, leave, allocate, warn, environment, remember, leave_if_reused, share, forbidden)
 }
 
 

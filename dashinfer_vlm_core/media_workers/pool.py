@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..concurrency.fair_slots import FairSlots
 from ..config import MIB, EngineConfig
-from ..errors import ConfigError, EngineClosed
+from ..errors import ConfigError, EngineClosed, MediaUndecodable
 from ..media.decoder import MediaDecoder, digest_files
 from ..media.loader import closed_error
 from ..media.video import check_without_workers
@@ -66,14 +66,23 @@ class MediaWorkerPool:
         client = current_client.get()
         async with self._slots.slot(client.id, limit=self._limit(client)):
             job = Job(part=part, data=data, max_tokens=max(budget.remaining, 1), seconds=self._seconds(part))
-            worker = self._take_worker(client.id)
-            try:
-                result, digest = await self._run(worker, job)
-            finally:
-                self._return_worker(worker)
+            result, digest = await self._process(client.id, job)
         budget.add(result.tokens)
         assert result.patches is not None
         return Processed(result.patches, digest, result.source_size)
+
+    async def _process(self, client: str, job: Job) -> tuple[JobResult, bytes]:
+        """Run a job; again in another worker if one ends that was idle before: it may have been killed from outside."""
+        while True:
+            worker = self._take_worker(client)
+            was_idle = worker.pid is not None
+            try:
+                return await self._run(worker, job)
+            except MediaUndecodable:
+                if not was_idle or worker.end != "crashed":
+                    raise
+            finally:
+                self._return_worker(worker)
 
     async def close(self) -> None:
         self._closed = True

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import select
 import socket
-import textwrap
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -214,7 +213,7 @@ class MediaWorker:
         if response.error is not None:
             raise response.error.restore(job.part.path)
         if response.exception is not None:
-            logger.error("A media worker failed:\n%s", textwrap.indent(response.exception, "    "))
+            logger.error("A media worker failed:\n%s", _indent(response.exception))
             raise EngineError(
                 "The engine failed on this request; see its log for the cause. Other requests are not affected.",
                 code="internal_error",
@@ -257,6 +256,11 @@ def _warn_once(text: str) -> None:
     logger.warning("%s", text)
 
 
+def _indent(text: str) -> str:
+    """Indent a traceback, so that no line of it looks like one of the log."""
+    return "\n".join(f"    {line}" for line in text.split("\n"))
+
+
 def _crash_error(part: MediaPart) -> MediaUndecodable:
     return MediaUndecodable(
         f"The process that decodes the {part.kind} ended unexpectedly. The file may be damaged: save it again.",
@@ -265,7 +269,7 @@ def _crash_error(part: MediaPart) -> MediaUndecodable:
 
 
 def _start_error(reason: str) -> EngineError:
-    logger.error("A media worker could not be started: %s.", reason or "it ended at once")
+    logger.error("A media worker could not be started:\n%s", _indent(reason or "It ended at once."))
     return EngineError(
         "The process that decodes media could not be started; see the engine's log for the cause.",
         code="internal_error",

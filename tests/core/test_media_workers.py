@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import os
@@ -217,22 +218,39 @@ def test_worker_killed_while_idle_is_replaced(run):
     assert run(work).item.tokens
 
 
+def test_worker_that_ends_after_it_was_idle_is_replaced(run):
+    async def work(pool):
+        for _ in range(2):
+            assert (await pool.process(video(), [b"leave_if_reused"], budget())).item.tokens
+        return pool.stats
+
+    assert run(work, readers=[ActionReader()]) == MediaWorkerStats(started=2, crashed=1)
+
+
 @pytest.mark.slow
 def test_killed_workers_leave_nothing_behind(run):
     async def work(pool):
         await pool.process(image(), [encode(PICTURE)], budget())
-        files, killed = open_files(), []
+        files, killed = open_files(), set()
+
+        def kill():
+            for worker in workers(pool):
+                killed.add(worker)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker, signal.SIGKILL)
+
         for _ in range(50):
             task = asyncio.ensure_future(pool.process(video(), [b"sleep"], budget()))
-            await asyncio.to_thread(until, lambda: len(pool._busy) == 1 and workers(pool))
-            killed += workers(pool)
-            for worker in workers(pool):
-                os.kill(worker, signal.SIGKILL)
+            while not task.done():  # it is tried again if its worker was idle before
+                kill()
+                await asyncio.sleep(0.002)
             with pytest.raises(MediaUndecodable, match="ended unexpectedly"):
                 await task
             assert (await pool.process(image(), [encode(PICTURE)], budget())).item.tokens
+            kill()  # while it is idle; it may still receive the next job
+            assert (await pool.process(image(), [encode(PICTURE)], budget())).item.tokens
         until(lambda: not any(map(exists, killed)))
-        assert len(set(killed)) >= 50
+        assert len(killed) >= 100
         return open_files() - files
 
     assert run(work, readers=[ActionReader()]) <= 0
@@ -438,7 +456,7 @@ def test_statistics_count_workers_and_why_they_ended(run, monkeypatch):
         return pool.stats
 
     stats = run(work, readers=[ActionReader()], video_decode_timeout=HANG)
-    assert stats == MediaWorkerStats(started=3, crashed=1, timed_out=1, canceled=1)
+    assert stats == MediaWorkerStats(started=4, crashed=2, timed_out=1, canceled=1)
 
 
 def test_limit_of_a_client_applies(run):
@@ -536,10 +554,29 @@ def test_valid_answers_of_a_worker(answer_with):
     assert worker.reusable
 
 
-def test_traceback_of_a_worker_is_logged_indented(answer_with, caplog):
+LINES = "a\n2026-01-01 ERROR b\r\x1b[2K\x9b\u2028c"
+LOGGED = "    a\n    2026-01-01 ERROR b\\r\\x1b[2K\\x9b\\u2028c"
+
+
+def test_traceback_of_a_worker_is_logged_escaped_and_indented(answer_with, caplog):
     with pytest.raises(EngineError):
-        answer_with(json.dumps({"logs": [], "exception": "a\n2026-01-01 ERROR b"}).encode()).run(JOB)
-    assert "\n    2026-01-01 ERROR b" in caplog.text
+        answer_with(json.dumps({"logs": [], "exception": LINES}).encode()).run(JOB)
+    assert caplog.text.rstrip().endswith(f"A media worker failed:\n{LOGGED}")
+
+
+def test_reason_why_a_worker_cannot_start_is_logged_escaped(tiny_checkpoint, monkeypatch, caplog):
+    ours, theirs = socket.socketpair()
+    monkeypatch.setattr(FORK_SERVER, "fork", lambda setup, memory: (1, ours))
+    monkeypatch.setattr(FORK_SERVER, "kill", lambda worker: None)
+    wire.send(theirs, {"failed": LINES})
+    spec = FAMILY.load_spec(tiny_checkpoint)
+    processor = FAMILY.image_processor(spec, EngineConfig())
+    worker = MediaWorker(WorkerConfig(setup={}, processor=processor, pixels=spec.pixels), client="")
+    with pytest.raises(EngineError, match="could not be started"):
+        worker.start()
+    assert caplog.text.rstrip().endswith(f"could not be started:\n{LOGGED}")
+    worker.close()
+    theirs.close()
 
 
 def test_restrictions_that_a_machine_lacks_are_named():
