@@ -17,10 +17,17 @@ if TYPE_CHECKING:
     from av.container import InputContainer
     from av.video.stream import VideoStream
 
-# FFmpeg opens other files that a file refers to. These options allow only these container formats, and no protocol to
-# open anything else.
+CODECS = (
+    *("h264", "hevc", "vp8", "vp9", "libdav1d", "av1"),
+    *("mpeg1video", "mpeg2video", "mpeg4", "h263", "mjpeg", "prores"),
+)
+"""FFmpeg's names of the decoders that are used. It has more than 200 others, for files that nearly nobody has."""
+
+# FFmpeg opens other files that a file refers to. These options allow only these container formats, these decoders while
+# it opens a file, and no protocol to open anything else.
 _CONTAINER_OPTIONS = {
     "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts",
+    "codec_whitelist": ",".join(CODECS),
     "protocol_whitelist": "none",
 }
 _MP4_TYPES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
@@ -208,6 +215,8 @@ def _read_header(container: InputContainer, *, is_fragmented: bool) -> VideoInfo
     """
     stream = container.streams.video[0] if container.streams.video else None
     if stream is None or stream.codec_context is None:  # no context if FFmpeg has no such codec
+        raise undecodable_error()
+    if stream.codec_context.codec.name not in CODECS:  # the container's options do not apply to decoding
         raise undecodable_error()
     return VideoInfo(
         frames=stream.frames if stream.frames and not is_fragmented else _count_packets(container, stream),
