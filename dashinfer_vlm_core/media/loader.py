@@ -17,7 +17,8 @@ from ..protocol import EncodedEmbeddings, MediaPart
 from ..protocol.client import current_client
 from .fetch import ByteBudget, Fetcher, FetchStats
 from .frame_sampling import VideoSamplingPolicy
-from .source import InlineSource, LocalSource, Source, decode, key, locate, read
+from .local_files import LocalSource, read
+from .source import InlineSource, Source, decode, key, locate
 from .types import VideoReader
 from .url_policy import Resolver
 from .video import available_readers, check_frames, frame_path
