@@ -73,10 +73,10 @@ def leave_if_reused():
     return frames
 
 
-def share():
-    """Return whether 1 GiB of shared memory can be allocated."""
+def reserve():
+    """Return whether 1 GiB of address space can be reserved, in memory that cannot be written."""
     try:
-        mmap.mmap(-1, 1 << 30).close()
+        mmap.mmap(-1, 1 << 30, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ).close()
     except OSError:
         return Frames([1] * 4)
     return Frames([255] * 4)
@@ -126,6 +126,8 @@ FORBIDDEN = {
     "life beyond the parent": lambda: call("prctl", 1, 0, 0, 0, 0),
     "System V memory": lambda: call("shmget", 0, 0, 0),
     "System V messages": lambda: call("msgget", 1, 0),
+    "shared memory": lambda: mmap.mmap(-1, 4096).close(),
+    "memory file": lambda: os.close(os.memfd_create("memory")),
     "root folder": lambda: os.chroot(NOWHERE),
 }
 """What is denied with the seccomp filter alone."""
@@ -149,7 +151,7 @@ def forbidden():
 
 ACTIONS = {
     action.__name__.encode(): action
-    for action in (sleep, crash, leave, allocate, warn, environment, remember, leave_if_reused, share, forbidden)
+    for action in (sleep, crash, leave, allocate, warn, environment, remember, leave_if_reused, reserve, forbidden)
 }
 
 

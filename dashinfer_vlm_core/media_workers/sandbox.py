@@ -115,7 +115,8 @@ def missing_restrictions(machine: str = platform.machine()) -> list[MissingRestr
         missing.append(MissingRestriction("Landlock", "read the files of this user", fix))
     if not has_filter(machine):
         fix = f"use {' or '.join(machines())} instead of {machine}"
-        missing.append(MissingRestriction("the seccomp filter", "open connections and start programs", fix))
+        risk = "open connections, start programs and change metadata of files"
+        missing.append(MissingRestriction("the seccomp filter", risk, fix))
     return missing
 
 
@@ -153,9 +154,8 @@ def _limit_resources(memory_bytes: int) -> None:
     address_space, data = (resource.getpagesize() * pages[index] for index in (0, 5))
     limits = (
         (resource.RLIMIT_DATA, data + memory_bytes),  # private memory
-        # Shared memory too: pixels are in private memory first, so they need as much again. Threads' stacks are data.
-        (resource.RLIMIT_AS, address_space + 2 * memory_bytes + ADDRESS_SPACE_BYTES),
-        (resource.RLIMIT_FSIZE, memory_bytes),  # of the shared memory
+        (resource.RLIMIT_FSIZE, memory_bytes),  # the file of pixels, which are in private memory first
+        (resource.RLIMIT_AS, address_space + 2 * memory_bytes + ADDRESS_SPACE_BYTES),  # both, and libraries
         (resource.RLIMIT_NOFILE, MAX_FILES),
         (resource.RLIMIT_CORE, 0),
     )

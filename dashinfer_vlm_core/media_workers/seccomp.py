@@ -15,7 +15,20 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
-from .system_calls import ALLOWED, ARGUMENT_RULES, CLONE, CLONE_THREAD, DENIED, MISSING, OPEN, WRITE_FLAGS, ArgumentRule
+from .system_calls import (
+    ALLOWED,
+    ARGUMENT_RULES,
+    CLONE,
+    CLONE_THREAD,
+    DENIED,
+    MAP_ANONYMOUS,
+    MAP_SHARED,
+    MISSING,
+    MMAP,
+    OPEN,
+    WRITE_FLAGS,
+    ArgumentRule,
+)
 
 _PR_SET_SECCOMP = 22
 _SECCOMP_MODE_FILTER = 2
@@ -89,6 +102,7 @@ def _rules(machine: str, by_list: bool) -> Iterator[tuple[int, Sequence[_Instruc
     for numbers, index in OPEN.values():
         yield from _rule(getattr(numbers, machine), _if_any_bit(index, WRITE_FLAGS, _DENY, _ALLOW))
     yield from _rule(getattr(CLONE, machine), _if_any_bit(0, CLONE_THREAD, _ALLOW, _DENY))
+    yield from _rule(getattr(MMAP, machine), _if_all_bits(3, (MAP_SHARED, MAP_ANONYMOUS), _DENY, _ALLOW))
     for argument in ARGUMENT_RULES.values():
         yield from _rule(getattr(argument.numbers, machine), _if_allowed(argument, by_list))
     for number in ALLOWED.values() if by_list else ():
@@ -115,6 +129,11 @@ def _if_equal(index: int, values: Sequence[int], then: int, otherwise: int) -> S
 
 def _if_any_bit(index: int, mask: int, then: int, otherwise: int) -> Sequence[_Instruction]:
     return [_load_argument(index), (_JUMP_ANY_BIT, 0, 1, mask), (_RETURN, 0, 0, then), (_RETURN, 0, 0, otherwise)]
+
+
+def _if_all_bits(index: int, bits: Sequence[int], then: int, otherwise: int) -> Sequence[_Instruction]:
+    tests = [step for bit in bits for step in ((_JUMP_ANY_BIT, 1, 0, bit), (_RETURN, 0, 0, otherwise))]
+    return [_load_argument(index), *tests, (_RETURN, 0, 0, then)]
 
 
 def _load_argument(index: int) -> _Instruction:

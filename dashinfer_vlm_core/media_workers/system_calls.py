@@ -48,7 +48,7 @@ ALLOWED: Mapping[str, int] = dict(
         *(("poll", 7), ("ppoll", 271), ("select", 23), ("pselect6", 270)),
         *(("sendto", 44), ("recvfrom", 45), ("ftruncate", 77)),
         # memory
-        *(("mmap", 9), ("mprotect", 10), ("munmap", 11), ("brk", 12)),
+        *(("mprotect", 10), ("munmap", 11), ("brk", 12)),
         *(("mremap", 25), ("mincore", 27), ("madvise", 28)),
         # threads and signals to the process itself
         *(("futex", 202), ("set_tid_address", 218), ("set_robust_list", 273)),
@@ -109,6 +109,8 @@ DENIED: Mapping[str, Numbers] = {
         *(("msgget", 68, 186), ("msgsnd", 69, 189), ("msgrcv", 70, 188), ("msgctl", 71, 187)),
         *(("mq_open", 240, 180), ("mq_unlink", 241, 181), ("mq_timedsend", 242, 182), ("mq_timedreceive", 243, 183)),
         *(("mq_notify", 244, 184), ("mq_getsetattr", 245, 185)),
+        # memory that is not limited as private memory is; mmap is below
+        *(("memfd_create", 319, 279), ("memfd_secret", 447, 447)),
         # interfaces of the kernel with many bugs, and those of an administrator
         *(("io_uring_setup", 425, 425), ("io_uring_enter", 426, 426), ("io_uring_register", 427, 427)),
         *(("bpf", 321, 280), ("perf_event_open", 298, 241), ("userfaultfd", 323, 282)),
@@ -145,3 +147,8 @@ WRITE_FLAGS: int = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 CLONE: Numbers = Numbers(56, 220)
 CLONE_THREAD: int = 0x10000
 """The flag with which clone starts a thread, not a process."""
+
+MMAP: Numbers = Numbers(9, 222)
+MAP_SHARED: int = 0x01
+MAP_ANONYMOUS: int = 0x20
+"""A mapping with both flags is denied: its memory is not limited as private memory is."""
