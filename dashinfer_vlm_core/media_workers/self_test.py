@@ -8,13 +8,14 @@ import select
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from ..media.image import decode_image
 from ..media.types import VideoReader
 from .sandbox import Sandbox
-from .seccomp import has_list
+from .seccomp import build_filter, has_list
 
 SAMPLES: Path = Path(__file__).with_name("samples")
 """A file of each image format and each video codec; `python -m tests.media_samples` writes them."""
@@ -31,15 +32,17 @@ def prepare_tested_sandbox(readers: Sequence[VideoReader]) -> tuple[Sandbox, str
     Args:
         readers: the video readers that are installed.
     """
-    denying = Sandbox.prepare(by_list=False)
-    if not has_list(platform.machine()):
-        return denying, ""
-    listing = Sandbox.prepare(by_list=True)
-    failed = undecodable_samples(listing, readers)
-    if failed:  # a library may lack a codec
-        failed -= undecodable_samples(denying, readers)
+    by_list = has_list(platform.machine())
+    sandbox = Sandbox.prepare(by_list=by_list)
+    if not by_list:
+        return sandbox, ""
+    failed = undecodable_samples(sandbox, readers)
     if not failed:
-        return listing, ""
+        return sandbox, ""
+    denying = replace(sandbox, filter=build_filter(by_list=False))
+    failed -= undecodable_samples(denying, readers)  # a library may lack a codec
+    if not failed:
+        return sandbox, ""
     return denying, (
         f"With the system calls of the list, media workers cannot decode {', '.join(sorted(failed))}. They may use all"
         " calls that are not denied instead. Report this, with the versions of Pillow, the video library and libc."

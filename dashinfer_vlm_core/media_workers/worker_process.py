@@ -170,10 +170,11 @@ def _load_setup(setup: Mapping[str, Any]) -> WorkerSetup:
     spec = family.load_spec(Path(setup["folder"]))
     memory_bytes: int = setup["memory_bytes"]
     readers = [HeaderLimitedReader(resolve_reference(reader), memory_bytes) for reader in setup["readers"]]
-    sandbox, warning = _tested_sandbox(setup["readers"])
+    processor = family.image_processor(spec, config)
+    sandbox, warning = _tested_sandbox(setup["readers"])  # after all imports
     return WorkerSetup(
         decoder=MediaDecoder(config=config, readers=readers, policy=spec.video.with_config(config)),
-        processor=family.image_processor(spec, config),
+        processor=processor,
         sandbox=sandbox,
         warning=warning,
         memory_bytes=memory_bytes,
