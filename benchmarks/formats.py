@@ -209,7 +209,7 @@ def _ratio(model: ModelProcess, base: ModelProcess, sequences: int, rounds: int)
 
 def _row(title: str, folder: Path, loaded: Loaded, steps: Sequence[str]) -> str:
     sizes = [f"{size / 1e6:,.0f} MB" for size in ((folder / SINGLE).stat().st_size, loaded.num_bytes)]
-    return f"| {' | '.join([title, *sizes, f'{loaded.seconds:.1f} s', *steps])} |"
+    return f"| {' | '.join([title, *sizes, f'{loaded.seconds:.2f} s', *steps])} |"
 
 
 def _chosen(_context: click.Context, _param: click.Parameter, value: str) -> list[Variant]:

@@ -188,14 +188,16 @@ def _decode_request(request: ChatRequest, prompt: Prompt, visual: Sequence[Visua
 
 
 async def _decode(clock: Clock, pipeline: ChatPipeline, request: DecodeRequest) -> list[Token]:
-    """Decode a request; the first token's time includes prefill and sampling."""
-    tokens, last = list[Token](), time.perf_counter()
+    """Decode a request; the first token's time includes prefill and sampling. A step's time is the mean of the request:
+    several tokens may wait for this reader."""
+    tokens, arrivals = list[Token](), [time.perf_counter()]
     async with contextlib.aclosing(pipeline.decoder.decode(request)) as stream:
         async for token in stream:
-            now = time.perf_counter()
-            clock.seconds["step" if tokens else "prefill"].append(now - last)
+            arrivals.append(time.perf_counter())
             tokens.append(token)
-            last = now
+    begin, first, *_, last = arrivals
+    clock.seconds["prefill"].append(first - begin)
+    clock.seconds["step"].append((last - first) / (len(tokens) - 1))
     return tokens
 
 

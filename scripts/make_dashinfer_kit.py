@@ -23,7 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from dashinfer_vlm_core.decoders.dashinfer.environment import CHUNK_BYTES, VERSION, sha256
-from dashinfer_vlm_core.decoders.dashinfer.install import NAME, REQUIREMENTS, find_python, is_suitable
+from dashinfer_vlm_core.decoders.dashinfer.install import (
+    NAME,
+    REQUIREMENTS_OPTIONS,
+    find_python,
+    is_suitable,
+    requirements_file,
+)
 from dashinfer_vlm_core.decoders.dashinfer.kit import PIECE, SUMS
 from dashinfer_vlm_core.decoders.dashinfer.stub_libraries import ONE_DEVICE, compile_stub_libraries
 from dashinfer_vlm_core.errors import SetupError
@@ -156,12 +162,11 @@ def make_relocatable(file: Path, old: str, libraries: Path) -> None:
 
 def install_packages(site_packages: Path) -> None:
     """Download and unpack the wheels, without what only compiling needs."""
-    lines = REQUIREMENTS.read_text(encoding="utf-8").splitlines()
-    wanted = [line for line in lines if line.partition("==")[0] in PACKAGES]
     platforms = [option for tag in PLATFORMS for option in ("--platform", tag)]
     tags = ["--implementation", "cp", "--python-version", "3.10", *platforms]
-    options = ["--quiet", "--no-deps", "--no-compile", "--only-binary=:all:", *tags]
-    output(sys.executable, "-m", "pip", "install", *options, "--target", str(site_packages), *wanted)
+    options = ["--quiet", "--no-compile", *tags, "--target", str(site_packages)]
+    with requirements_file(PACKAGES) as file:
+        output(sys.executable, "-m", "pip", "install", *options, *REQUIREMENTS_OPTIONS, str(file))
     for folder in site_packages.glob("nvidia/*/include"):
         shutil.rmtree(folder)
 

@@ -119,7 +119,7 @@ def _extra(extra: str, modules: tuple[str, ...]) -> Finding:
 
 def _plugins() -> Finding:
     rows = load_plugins().rows
-    problems = [row for row in rows if row.status != "ok"]
+    problems = [row for row in rows if row.status not in ("ok", "disabled")]
     if problems:
         builtin = any(row.distribution.split()[0] == DISTRIBUTION for row in problems)
         fix = " ".join(row.problem for row in problems)

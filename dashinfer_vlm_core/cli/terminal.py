@@ -62,6 +62,7 @@ _STYLES = {
     "slow": "yellow",
     "broken": "red",
     "duplicate": "yellow",
+    "disabled": "yellow",
 }
 
 

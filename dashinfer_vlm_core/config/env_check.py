@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 
 import click
 
+from ..hookspecs.discovery import ALLOWED_VARIABLE
 from .engine_config import option_fields, variable
 from .plugin_options import ENV_PREFIX
 
@@ -23,7 +24,7 @@ def unknown_variables(names: Iterable[str], context: click.Context) -> Iterator[
     A command that is not run from a group does not know the variables of other commands: there are no warnings then.
     """
     group = context.find_root().command
-    known = {variable(name) for name in option_fields()}
+    known = {ALLOWED_VARIABLE, *map(variable, option_fields())}
     unknown = sorted(name for name in names if _has_prefix(name) and name not in known)
     if not unknown or not isinstance(group, click.Group):
         return

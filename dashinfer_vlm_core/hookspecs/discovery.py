@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import sys
 from collections.abc import Callable
 from importlib.metadata import Distribution, EntryPoint, entry_points
@@ -17,11 +18,30 @@ from ..errors import MissingDependency, PluginError
 from . import API_VERSION, GROUP
 
 DISTRIBUTION = "dashinfer-vlm-adapters"
+ALLOWED_VARIABLE = "DASHINFER_VLM_PLUGINS"
+"""Names of the plugins of other distributions that may be imported. Not an option: plugins define options, and are
+imported before these are read."""
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 
 def plugin_entries() -> list[EntryPoint]:
+    """Return the entry points of the plugins that may be imported, in the order of `installed_entries`."""
+    allowed = allowed_names()
+    return [entry for entry in installed_entries() if is_allowed(entry, allowed)]
+
+
+def allowed_names() -> frozenset[str] | None:
+    """Return the names in `DASHINFER_VLM_PLUGINS`, which are separated by commas; None if it is not set."""
+    value = os.environ.get(ALLOWED_VARIABLE)
+    return None if value is None else frozenset(filter(None, map(str.strip, value.split(","))))
+
+
+def is_allowed(entry: EntryPoint, allowed: frozenset[str] | None) -> bool:
+    return allowed is None or owner(entry) == DISTRIBUTION or entry.name in allowed
+
+
+def installed_entries() -> list[EntryPoint]:
     """Return the entry points of plugins, built-in ones first, so that no other plugin can take their names.
 
     The metadata of the installed distributions are read again only after a folder of `sys.path` has changed, since

@@ -18,6 +18,7 @@ from ..errors import MediaRefused, MediaTooLarge, MediaUnreachable
 MAX_PATH_CHARS = 64 * 1024
 """Maximum length of a file: URL or path. Linux allows paths of 4,096 bytes, and 255 in a name."""
 
+_MISSING = "The file does not exist or cannot be read. Check its name."
 _BARE_BASE64 = re.compile(r"[A-Za-z0-9+/]{256}")  # and no dot: the path of an image has one, or is shorter
 
 # O_NONBLOCK does not wait for a pipe; O_NOFOLLOW rejects a link that replaced the file after the check.
@@ -60,7 +61,7 @@ def find_file(text: str, folder: Path | None, *, limit: int, path: str) -> Local
         )
     if folder is not None:
         if len(text) > MAX_PATH_CHARS:
-            raise _missing_file_error(path)
+            raise MediaUnreachable(_MISSING, param=path)
         try:
             root = folder.resolve()
             base = root if root != root.parent else Path.cwd()
@@ -87,9 +88,9 @@ def read(source: LocalSource) -> bytes:
         with open(handle, "rb") as file:  # noqa: PTH123  a descriptor has no Path
             data = file.read(source.limit + 1) if stat.S_ISREG(os.fstat(handle).st_mode) else None
     except OSError as error:
-        raise _missing_file_error(source.path) from error
+        raise _missing_file_error(source) from error
     if data is None:
-        raise _missing_file_error(source.path)
+        raise _missing_file_error(source)
     if len(data) > source.limit:
         raise MediaTooLarge(f"The media exceeds {source.limit} bytes. Send a smaller file.", param=source.path)
     return data
@@ -131,5 +132,5 @@ def _path_from_url(text: str) -> str:
     return unquote(url.path)
 
 
-def _missing_file_error(path: str) -> MediaUnreachable:
-    return MediaUnreachable("The file does not exist or cannot be read. Check its name.", param=path)
+def _missing_file_error(source: LocalSource) -> MediaUnreachable:
+    return MediaUnreachable(_MISSING, param=source.path, file=source.folder / source.name)

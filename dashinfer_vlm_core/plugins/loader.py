@@ -15,10 +15,14 @@ from ..config.plugin_options import check_options
 from ..errors import MissingDependency, PluginError
 from ..hookspecs import GROUP, Finding
 from ..hookspecs.discovery import (
+    ALLOWED_VARIABLE,
+    allowed_names,
     call_hooks,
     create_manager,
     identity,
     import_plugin,
+    installed_entries,
+    is_allowed,
     missing_dependency,
     plugin_entries,
 )
@@ -61,7 +65,7 @@ class PluginRow:
     name: str
     value: str
     distribution: str
-    status: Literal["ok", "broken", "duplicate"]
+    status: Literal["ok", "broken", "duplicate", "disabled"]
     provides: tuple[str, ...] = ()
     problem: str = ""
 
@@ -190,15 +194,23 @@ class Registry:
 def load_plugins(*, strict: bool = False) -> Registry:
     """Register every plugin that an installed distribution declares: built-in ones first, then by name.
 
-    A broken plugin is skipped, logged, and listed in `Registry.rows` with the fix.
+    If the environment variable DASHINFER_VLM_PLUGINS is set, it names the plugins of other distributions that may be
+    imported. A broken plugin is skipped, logged, and listed in `Registry.rows` with the fix.
 
     Raises:
         PluginError, MissingDependency: with `strict`, for the first plugin that is broken.
     """
     registry = Registry()
     seen: set[str] = set()
-    for entry in plugin_entries():
-        row = _load(entry, registry, seen, strict=strict)
+    allowed = allowed_names()
+    entries = installed_entries()
+    for name in sorted((allowed or frozenset()) - {entry.name for entry in entries}):
+        logger.warning("%s names %r, but no plugin with this name is installed.", ALLOWED_VARIABLE, name)
+    for entry in entries:
+        if is_allowed(entry, allowed):
+            row = _load(entry, registry, seen, strict=strict)
+        else:
+            row = _row(entry, status="disabled", problem=f"To use it, add it to the variable {ALLOWED_VARIABLE}.")
         seen.add(entry.name)
         registry.rows.append(row)
     return registry
@@ -228,19 +240,21 @@ def load_adapter(name: str) -> Any:
 
 
 def _load(entry: EntryPoint, registry: Registry, seen: set[str], *, strict: bool) -> PluginRow:
-    distribution = " ".join(identity(entry.dist)) if entry.dist else "unknown"
-    row = functools.partial(PluginRow, name=entry.name, value=entry.value, distribution=distribution)
     if entry.name in seen:
-        return row(
-            status="duplicate", problem="Another distribution has a plugin with this name. Uninstall one of the two."
-        )
+        problem = "Another distribution has a plugin with this name. Uninstall one of the two."
+        return _row(entry, status="duplicate", problem=problem)
     try:
-        return row(status="ok", provides=registry.add_plugin(import_plugin(entry), name=entry.name))
+        return _row(entry, status="ok", provides=registry.add_plugin(import_plugin(entry), name=entry.name))
     except (PluginError, MissingDependency) as error:
         if strict:
             raise
         logger.warning("%s", error.message)
-        return row(status="broken", problem=error.message)
+        return _row(entry, status="broken", problem=error.message)
+
+
+def _row(entry: EntryPoint, **fields: Any) -> PluginRow:
+    distribution = " ".join(identity(entry.dist)) if entry.dist else "unknown"
+    return PluginRow(name=entry.name, value=entry.value, distribution=distribution, **fields)
 
 
 def _register(kind: str, table: dict[str, Any], name: str, item: Any) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from dashinfer_vlm_core.concurrency.compute import CPU_EXECUTOR
 from dashinfer_vlm_core.errors import DecoderFailed
 from dashinfer_vlm_core.kernels import AdapterRows, Additions, KVSpan, KVSpans, TokenDrawing
-from dashinfer_vlm_core.kernels.streams import HostCopy, to_device
+from dashinfer_vlm_core.kernels.streams import to_device
 from dashinfer_vlm_core.models.lora import LoraAdapter
 
 from .adapters import HeadChange, TextAdapter
@@ -45,7 +45,7 @@ class LaunchedStep(NamedTuple):
     Attributes:
         chunks: its chunks, in the order of their rows of logits.
         num_rows: how many rows of logits each of them has.
-        sampled: the tokens of these rows; None if there are none.
+        sampled: the tokens of these rows; None without rows.
     """
 
     chunks: Sequence[ScheduledChunk]
@@ -229,7 +229,7 @@ class ModelRunner:
     ) -> LaunchedSample | LaunchedArgmax:
         """Sample a token from each row of hidden states."""
         if not heads and all(map(is_greedy, rows)) and (tokens := self._model.argmax(x)) is not None:
-            return LaunchedArgmax(tokens, HostCopy(tokens))
+            return LaunchedArgmax.of(tokens)
         return launch_sample(self._model.logits(x, heads), rows, self._drawer)
 
 

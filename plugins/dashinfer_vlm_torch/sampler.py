@@ -113,6 +113,11 @@ class LaunchedArgmax(NamedTuple):
     ids: Tensor
     token_ids: HostCopy
 
+    @classmethod
+    def of(cls, ids: Tensor) -> LaunchedArgmax:
+        """Begin to copy the tokens to the CPU."""
+        return cls(ids, HostCopy(ids))
+
     def read(self) -> list[SampledToken | DecoderFailed]:
         """Wait for the tokens; returns one per row."""
         return list(map(SampledToken, self.token_ids.wait().tolist()))

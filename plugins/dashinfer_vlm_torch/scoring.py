@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from dashinfer_vlm_core.decoders import DecodeRequest
-from dashinfer_vlm_core.kernels.streams import HostCopy
 
 from .kv_cache import KVCache
 from .model import TextModel
@@ -56,5 +55,4 @@ class CompletionScorer(ModelRunner):
 
     def _sample(self, x: Tensor, rows: Sequence[LogitsRow], *heads: Any) -> LaunchedArgmax:
         self._logits = self._model.logits(x, *heads)
-        token_ids = self._logits.argmax(dim=-1)
-        return LaunchedArgmax(token_ids, HostCopy(token_ids))
+        return LaunchedArgmax.of(self._logits.argmax(dim=-1))

@@ -77,6 +77,20 @@ def test_third_party_plugin_is_found(install):
     assert row("stranger_plugin").distribution == "stranger_plugin 1.0"
 
 
+@pytest.mark.parametrize(
+    ("allowed", "loaded"), [(None, True), ("", False), ("other", False), ("other, stranger_plugin", True)]
+)
+def test_variable_selects_plugins_of_other_distributions(install, monkeypatch, caplog, allowed, loaded):
+    install("stranger_plugin", GOOD)
+    if allowed is not None:
+        monkeypatch.setenv("DASHINFER_VLM_PLUGINS", allowed)
+    registry = load_plugins()
+    assert ("stranger" in registry.models) is ("stranger_plugin" in sys.modules) is loaded
+    assert row("stranger_plugin").status == ("ok" if loaded else "disabled")
+    assert "torch" in registry.decoders
+    assert ("'other', but no plugin with this name is installed" in caplog.text) is ("other" in (allowed or ""))
+
+
 def test_entry_points_are_read_again_only_after_a_change(install, tmp_path):
     load_plugins()
     before = discovery._read_entries.cache_info().misses

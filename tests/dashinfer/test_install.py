@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -26,10 +27,10 @@ from dashinfer_vlm_core.decoders.dashinfer.environment import (
 )
 from dashinfer_vlm_core.decoders.dashinfer.install import (
     CPU_ONLY_PACKAGES,
-    _requirements,
     compile_driver_stubs,
     install,
     is_suitable,
+    requirements_file,
 )
 from dashinfer_vlm_core.decoders.dashinfer.stub_libraries import DRIVER
 from dashinfer_vlm_core.errors import MissingDependency
@@ -162,10 +163,13 @@ def test_configured_cpu_only_interpreter_is_recognized(tmp_path):
     assert find_environment(EngineConfig(dashinfer_python=python)).cpu_only
 
 
-def test_cpu_only_packages_are_listed_with_exact_versions():
-    found = [line for line in _requirements() if line.partition("==")[0] in CPU_ONLY_PACKAGES]
-    assert [line.partition("==")[0] for line in found] == sorted(CPU_ONLY_PACKAGES)
-    assert all("==" in line for line in found)
+def test_packages_are_listed_with_exact_versions_and_hashes():
+    with requirements_file() as file, requirements_file(CPU_ONLY_PACKAGES) as cpu_only:
+        lines = [line for line in file.read_text().splitlines() if not line.startswith("#")]
+        chosen = cpu_only.read_text().splitlines()
+    assert all(re.fullmatch(r"[\w.-]+==\S+( --hash=sha256:[0-9a-f]{64})+", line) for line in lines)
+    assert [line.partition("==")[0] for line in chosen] == sorted(CPU_ONLY_PACKAGES)
+    assert set(chosen) < set(lines)
 
 
 @pytest.mark.dashinfer

@@ -198,6 +198,24 @@ def test_dangerous_requests_never_reach_the_engine(decoder, oracle):
 
 
 @pytest.mark.supports("restart", backend="dashinfer-cpu")
+def read_variables(pid):
+    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+
+
+def test_worker_does_not_inherit_keys(decoder, monkeypatch):
+    monkeypatch.setenv("DASHINFER_VLM_API_KEY", "sesame")
+    monkeypatch.setenv("HF_TOKEN", "sesame")
+    monkeypatch.setenv("BFC_MEM_RATIO", "0.7")
+
+    async def run():
+        async with decoding(decoder()) as running:
+            return read_variables(running.pid)
+
+    variables = asyncio.run(run())
+    assert b"BFC_MEM_RATIO=0.7" in variables
+    assert not [variable for variable in variables if b"sesame" in variable]
+
+
 def test_killed_worker_fails_its_requests_and_is_replaced(decoder, oracle, children):
     """Six times with eight streams each; then no resources remain. A stream may have finished before."""
     expected = oracle.greedy(prompt(1, 10))

@@ -126,7 +126,7 @@ class PageDriver:
 def _file(path: Path) -> dict[str, str]:
     return {
         "name": path.name,
-        "type": mimetypes.guess_type(path.name)[0],
+        "type": mimetypes.guess_type(path.name)[0] or "image/png",
         "data": base64.b64encode(path.read_bytes()).decode(),
     }
 

@@ -604,6 +604,18 @@ def test_generated_code_returns_the_same_response(open_page, demo, tmp_path, lan
     assert expected.strip().startswith("{")
 
 
+def test_file_name_cannot_add_commands_to_generated_code(open_page, demo, tmp_path):
+    hostile = "a.\nJSON\ntouch added #"
+    tab = open_page(demo)
+    (tmp_path / hostile).write_bytes((IMAGES / "circle.png").read_bytes())
+    tab.drop(tmp_path / hostile)
+    tab.send("Describe the picture.")
+    tab.finished()
+    (tmp_path / hostile).rename(tmp_path / "a._JSON_touch added #")  # as the page names it
+    run_program(["bash", "-c", code_of(tab, "curl")], tmp_path)
+    assert not (tmp_path / "added").exists()
+
+
 RESPONSES_PROGRAMS = {"curl": ["bash", "-c"], "openai": [sys.executable, "-c"]}
 
 

@@ -64,6 +64,13 @@ def name(key):
     return f"dashinfer-vlm:embedding:{key}"
 
 
+def test_host_name_of_a_certificate_is_verified():
+    from dashinfer_vlm_redis.store import RedisStore
+
+    store = RedisStore("rediss://127.0.0.1:1", ttl=TTL)
+    assert store._client.connection_pool.make_connection().check_hostname
+
+
 def test_values_of_a_lookup_are_read_in_order(server):
     async def scenario(store):
         await store.put(FIRST, b"one")

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 
+import click
 import pytest
 import torch
 
-from dashinfer_vlm_core.errors import DecoderFailed
+from dashinfer_vlm_core.cli.options import config_options
+from dashinfer_vlm_core.errors import ConfigError, DecoderFailed
+from dashinfer_vlm_core.offline.vllm_arguments import to_engine_options
 from dashinfer_vlm_torch.proposer import Draft
 from dashinfer_vlm_torch.runner import LaunchedStep, ModelRunner
 from dashinfer_vlm_torch.sampler import LaunchedArgmax
 from dashinfer_vlm_torch.scheduler import SampledToken, ScheduledChunk, SequenceState
+from dashinfer_vlm_torch.settings import TorchOptions
 from tests.decoder_pause import DecoderPause
 
 from .oracle import collect, decoding, ids, prompt, text, visual
@@ -255,6 +259,36 @@ def test_step_that_cannot_be_launched_ahead_is_computed_later(oracle, caplog):
 
     assert asyncio.run(run()) == (expected, 1)
     assert "could not be launched ahead" in caplog.text
+
+
+def test_option_of_another_decoder_is_rejected():
+    for value in (None, False):
+        TorchOptions(async_scheduling=value).check("dashinfer")
+    TorchOptions(async_scheduling=True).check("torch")
+    with pytest.raises(ConfigError, match="the decoder dashinfer does not support it") as bad:
+        TorchOptions(async_scheduling=True).check("dashinfer")
+    assert bad.value.param == "async_scheduling"
+
+
+@pytest.mark.parametrize(
+    ("flags", "value"), [([], None), (["--async-scheduling"], True), (["--no-async-scheduling"], False)]
+)
+def test_option_is_a_flag_with_a_third_state(flags, value):
+    found = []
+
+    @click.command
+    @config_options
+    def main(config):
+        """Show the option."""
+        found.append(config.options_of(TorchOptions).async_scheduling)
+
+    main(flags, standalone_mode=False)
+    assert found == [value]
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_argument_of_vllm_is_the_option(value):
+    assert to_engine_options({"async_scheduling": value})["async_scheduling"] is value
 
 
 def test_prompts_are_not_continued_ahead():

@@ -10,7 +10,7 @@ const names = new Set();
 export class Attachment extends EventTarget {
   constructor({ kind, name, url, file = null }) {
     super();
-    Object.assign(this, { kind, name, url, file });
+    Object.assign(this, { kind, name: printable(name), url, file });
     this.local = file && URL.createObjectURL(file);
     this.preview = null;
     this.error = "";
@@ -39,7 +39,7 @@ export class Attachment extends EventTarget {
   }
 
   static fromRecord({ kind, name, url, type }) {
-    names.add(name);
+    names.add(printable(name));
     return new Attachment({ kind, name, url, file: type && fileFromDataUrl(url, name, type) });
   }
 
@@ -169,8 +169,12 @@ function fileFromDataUrl(url, name, type) {
   return new File([bytes], name, { type });
 }
 
+/** A file name without control characters: in generated code, a line break would end the text that contains it. */
+const printable = (name) => name.replace(/\p{Cc}/gu, "_");
+
 /** Make a file name unique, because generated code refers to files by name. */
-function unique(name) {
+function unique(original) {
+  const name = printable(original);
   const [, stem, ending] = /^(.*?)(\.[^.]*)?$/.exec(name);
   let candidate = name;
   for (let number = 2; names.has(candidate); number += 1) candidate = `${stem}-${number}${ending ?? ""}`;

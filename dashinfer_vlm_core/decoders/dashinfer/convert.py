@@ -18,7 +18,7 @@ from ...config.folders import access_problem
 from ...errors import CheckpointError, SetupError
 from ...models.files import stored_tensors
 from ...models.spec import ModelSpec, TextModelSpec, TextWeightNames
-from .environment import VERSION, Environment, locked, sha256, write_json
+from .environment import VERSION, Environment, inherited_variables, locked, sha256, write_json
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -212,7 +212,11 @@ def _run_serializer(job: dict[str, Any], folder: Path, environment: Environment)
     stubs = [str(environment.stubs)] if environment.stubs else []
     lines: deque[str] = deque(maxlen=LOG_LINES)
     with subprocess.Popen(  # noqa: S603 - the operator selects the interpreter; the program is our own
-        environment.command(PROGRAM, str(path), *stubs), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        environment.command(PROGRAM, str(path), *stubs),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=inherited_variables(),
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:

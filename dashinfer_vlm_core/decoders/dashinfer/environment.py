@@ -32,6 +32,14 @@ CHECK_SECONDS = 120
 CHUNK_BYTES = 1 << 20
 """Files are read in chunks of this size."""
 
+PASSED_VARIABLES = (
+    *("PATH", "HOME", "LANG", "LC_", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "MALLOC_", "OPENBLAS_", "PYTORCH_"),
+    *("CUDA_", "NVIDIA_", "NCCL_", "OMP_", "OMPI_", "GOMP_", "KMP_", "MKL_", "MPI_", "DNNL_", "ONEDNN_"),
+    *("ALLSPARK_", "AS_", "BFC_", "CPU_", "HIE_", "GLOG_", "GOOGLE_LOG", "GOOGLE_ALSOLOGTOSTDERR"),
+)
+"""Beginnings of the names of environment variables that DashInfer's process inherits: those of the system, of its
+libraries and its own. Others can contain keys."""
+
 _INSTALL = "Run `dashinfer-vlm dashinfer install` (with `--cpu` on a machine without a GPU driver)."
 
 
@@ -56,6 +64,11 @@ class Environment:
     def command(self, program: Path, *arguments: str) -> list[str]:
         """The command that runs `program` under this interpreter, isolated from PYTHONPATH and the user site."""
         return [str(self.python), "-I", str(program), *arguments]
+
+
+def inherited_variables() -> dict[str, str]:
+    """Return the environment variables of a process that runs DashInfer."""
+    return {name: value for name, value in os.environ.items() if name.startswith(PASSED_VARIABLES)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,6 +191,7 @@ def examine(environment: Environment) -> Findings:
             capture_output=True,
             text=True,
             timeout=CHECK_SECONDS,
+            env=inherited_variables(),
             check=False,
         )
         findings = json.loads(done.stdout.splitlines()[-1])

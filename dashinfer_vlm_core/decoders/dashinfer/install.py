@@ -7,12 +7,14 @@ A kit contains a third one, for one GPU and without torch, which is unpacked whe
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 
 from ...config import EngineConfig
@@ -38,6 +40,9 @@ from .stub_libraries import ALL, DRIVER, compile_stub_libraries, find_compiler
 Report = Callable[[str], None]
 
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
+REQUIREMENTS_OPTIONS = ("--no-deps", "--require-hashes", "--only-binary=:all:", "--requirement")
+"""Of pip, before the file: an index or a proxy cannot replace a package by another one."""
+
 CPU_ONLY_PACKAGES = frozenset({"dashinfer", "numpy"})
 """The packages of `REQUIREMENTS` that a CPU-only environment gets."""
 
@@ -187,7 +192,7 @@ def _found_by_uv(uv: str) -> Iterator[Path]:
 def _build_full(folder: Path, python: Path, report: Report) -> Findings:
     _make_environment(folder, python, FULL_BYTES, report)
     report("Installing DashInfer and its dependencies: 3.4 GB to download, 6.6 GB on disk.")
-    _pip_install(folder, _requirements())
+    _pip_install(folder)
     return _finish(folder)
 
 
@@ -197,7 +202,7 @@ def _build_cpu_only(folder: Path, python: Path, report: Report) -> Findings:
     report("Compiling stub libraries for the libraries of CUDA and the GPU driver.")
     compile_stub_libraries(ALL, stub_libraries_folder(private_environment(folder).python))
     report("Installing DashInfer for the CPU: 0.32 GB to download.")
-    _pip_install(folder, [line for line in _requirements() if line.partition("==")[0] in CPU_ONLY_PACKAGES])
+    _pip_install(folder, CPU_ONLY_PACKAGES)
     removed = sum(remove_gpu_code(path) for path in folder.glob(EXTENSION))
     if removed:
         report(f"Removed the GPU code of DashInfer's extension: {removed / 1e6:.0f} MB of disk space freed.")
@@ -223,14 +228,21 @@ def _make_environment(folder: Path, python: Path, needed: int, report: Report) -
     _run([str(python), "-I", "-m", "venv", "--clear", str(folder / "env")])
 
 
-def _requirements() -> list[str]:
-    lines = REQUIREMENTS.read_text(encoding="utf-8").splitlines()
-    return [line for line in lines if line and not line.startswith("#")]
-
-
-def _pip_install(folder: Path, requirements: list[str]) -> None:
+def _pip_install(folder: Path, packages: Container[str] | None = None) -> None:
     pip = [str(private_environment(folder).python), "-m", "pip", "--disable-pip-version-check", "install"]
-    _run([*pip, "--no-deps", *requirements])
+    with requirements_file(packages) as file:
+        _run([*pip, *REQUIREMENTS_OPTIONS, str(file)])
+
+
+@contextlib.contextmanager
+def requirements_file(packages: Container[str] | None = None) -> Iterator[Path]:
+    """Yield a file with the lines of `REQUIREMENTS` for these packages, or for all."""
+    lines = REQUIREMENTS.read_text(encoding="utf-8").splitlines(keepends=True)
+    chosen = [line for line in lines if packages is None or line.partition("==")[0] in packages]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, REQUIREMENTS.name)
+        file.write_text("".join(chosen), encoding="utf-8")
+        yield file
 
 
 def _finish(folder: Path, **record: int) -> Findings:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from . import worker
-from .environment import PROGRAM, Environment
+from .environment import PROGRAM, Environment, inherited_variables
 
 if TYPE_CHECKING:
     import numpy as np
@@ -70,6 +70,7 @@ class WorkerProcess:
                     stdout=PIPE,
                     stderr=asyncio.subprocess.STDOUT,
                     pass_fds=[theirs.fileno()],
+                    env=inherited_variables(),
                     start_new_session=True,  # Ctrl-C in a terminal must not reach it: the parent closes it
                 )
             except OSError as error:
