@@ -169,7 +169,7 @@ class VideoReader(Protocol):
         """Whether the reader's library is installed."""
 
     def open(self, data: bytes) -> OpenVideo:
-        """Open an encoded video in memory.
+        """Open an encoded video in memory. In a media worker, this can allocate 128 MiB and the size of the file.
 
         Raises:
             MediaUndecodable: this reader cannot read it.
