@@ -145,9 +145,9 @@ class Health(BaseModel):
     status: str
     model: str
     decoder: str
-    reason: str
+    decoder_reason: str
     max_model_len: int
-    reasons: bool | None = Field(
+    supports_reasoning: bool | None = Field(
         default=None, description="Whether the model can reason before it responds; absent if unknown."
     )
     fatal_error: str | None = Field(default=None, description="Why the engine failed; absent unless it did.")
@@ -281,11 +281,11 @@ class _Routes:
             status="draining" if self.drain_state.draining else status.state,
             model=status.model,
             decoder=status.decoder,
-            reason=status.decoder_reason,
+            decoder_reason=status.decoder_reason,
             max_model_len=status.max_model_len,
         )
-        if status.reasons is not None:
-            health = health.model_copy(update={"reasons": status.reasons})
+        if status.supports_reasoning is not None:
+            health = health.model_copy(update={"supports_reasoning": status.supports_reasoning})
         if not status.fatal_error:
             return health
         return health.model_copy(update={"fatal_error": status.fatal_error})

@@ -412,7 +412,7 @@ class ChatPipeline:
                 index=index,
                 guided=guided,
                 conversation=self.spec.conversation,
-                reasons=self.prompts.reasons,
+                supports_reasoning=self.prompts.supports_reasoning,
                 opens_reasoning=prompt.opens_reasoning,
                 coordinates=coordinates,
             )

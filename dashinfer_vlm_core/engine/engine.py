@@ -80,7 +80,7 @@ class EngineStatus:
         decoder_reason: why this decoder was selected.
         max_model_len: the maximum number of tokens of prompt and completion together; 0 while closed.
         fatal_error: why a `failed` engine cannot continue; it must be started again.
-        reasons: whether the model can reason before it responds; None if unknown, as of a closed engine.
+        supports_reasoning: whether the model can reason before it responds; None if unknown, as of a closed engine.
         adapters: the LoRA adapters that requests can name as their model.
     """
 
@@ -90,7 +90,7 @@ class EngineStatus:
     decoder_reason: str = ""
     max_model_len: int = 0
     fatal_error: str = ""
-    reasons: bool | None = None
+    supports_reasoning: bool | None = None
     adapters: tuple[AdapterStatus, ...] = ()
 
 
@@ -277,7 +277,7 @@ class Engine:
             decoder_reason=running.reason,
             max_model_len=running.pipeline.prompts.max_model_len,
             fatal_error=decoder.fatal_error,
-            reasons=running.pipeline.prompts.reasons,
+            supports_reasoning=running.pipeline.prompts.supports_reasoning,
             adapters=running.pipeline.adapters.statuses,
         )
 

@@ -297,10 +297,10 @@ def _status_from_health(health: object) -> EngineStatus | None:
         state="closed" if health["status"] == DRAINING else health["status"],
         model=str(health.get("model", "")),
         decoder=str(health.get("decoder", "")),
-        decoder_reason=str(health.get("reason", "")),
+        decoder_reason=str(health.get("decoder_reason", "")),
         max_model_len=int(health.get("max_model_len", 0)),
         fatal_error=str(health.get("fatal_error", "")),
-        reasons=health.get("reasons") if isinstance(health.get("reasons"), bool) else None,
+        supports_reasoning=reasoning if isinstance(reasoning := health.get("supports_reasoning"), bool) else None,
     )
 
 
