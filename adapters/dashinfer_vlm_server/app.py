@@ -17,19 +17,19 @@ from starlette.middleware.cors import CORSMiddleware
 
 from dashinfer_vlm_core import __version__
 from dashinfer_vlm_core.concurrency.deadline import stream_with_timeout, with_timeout
-from dashinfer_vlm_core.deprecation import renamed_arguments
 from dashinfer_vlm_core.errors import EngineClosed, ModelNotFound
 from dashinfer_vlm_core.protocol import ChatRequest, DetokenizeRequest, TokenizeChat, TokenizePrompt, parse_tokenize
 
 from . import openapi
 from .authentication import ApiKeyMiddleware, ApiKeyReloader
+from .body_memory import BodyMemoryBudget
 from .cross_origin import CrossOriginMiddleware, normalize_allowed_host
 from .errors import DRAINING, HANDLERS, RETRY_AFTER_SECONDS
 from .metrics import Metrics, ObservableEngine
 from .page import FILES, add_page
 from .rate_limits import RATE_LIMIT_HEADERS, KeyLimiter, charge, count_usage
 from .request_body import cancel_on_disconnect, read_request
-from .request_context import HEADER, BodyMemoryBudget, RequestContextMiddleware, get_request_context
+from .request_context import HEADER, RequestContextMiddleware, get_request_context
 from .response_store import ResponseStore
 from .responses import ResponseRoutes
 from .routes import PUBLIC_ROUTES
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
 
-@renamed_arguments(gate="drain_state")
 def create_app(
     engine: ChatEngine, settings: Settings | None = None, *, drain_state: DrainState | None = None
 ) -> FastAPI:
@@ -105,7 +104,12 @@ def create_app(
     )
     if not len(settings.keys):
         hosts = tuple(map(normalize_allowed_host, settings.allowed_hosts))
-        app.add_middleware(CrossOriginMiddleware, allowed_hosts=hosts, allowed_origins=settings.allowed_origins)
+        app.add_middleware(
+            CrossOriginMiddleware,
+            routes=app.routes,
+            allowed_hosts=hosts,
+            allowed_origins=settings.allowed_origins,
+        )
     if settings.allowed_origins:  # outside of the other checks, so that an allowed page can read their errors
         app.add_middleware(
             CORSMiddleware,
@@ -141,15 +145,12 @@ class Health(BaseModel):
     status: str
     model: str
     decoder: str
-    reason: str
+    decoder_reason: str
     max_model_len: int
-    reasons: bool | None = Field(
+    supports_reasoning: bool | None = Field(
         default=None, description="Whether the model can reason before it responds; absent if unknown."
     )
     fatal_error: str | None = Field(default=None, description="Why the engine failed; absent unless it did.")
-    trouble: str | None = Field(
-        default=None, deprecated=True, description="The same as `fatal_error`. Deprecated, and removed in 0.3."
-    )
 
 
 class Version(BaseModel):
@@ -267,7 +268,7 @@ class _Routes:
             parse,
             max_bytes=settings.max_body_bytes,
             max_pause=settings.max_body_pause,
-            reserve=get_request_context(request.scope).reserve,
+            memory=get_request_context(request.scope).body_memory,
             parse_slot=self.parse_slot,
         )
 
@@ -280,14 +281,14 @@ class _Routes:
             status="draining" if self.drain_state.draining else status.state,
             model=status.model,
             decoder=status.decoder,
-            reason=status.decoder_reason,
+            decoder_reason=status.decoder_reason,
             max_model_len=status.max_model_len,
         )
-        if status.reasons is not None:
-            health = health.model_copy(update={"reasons": status.reasons})
+        if status.supports_reasoning is not None:
+            health = health.model_copy(update={"supports_reasoning": status.supports_reasoning})
         if not status.fatal_error:
             return health
-        return health.model_copy(update={"fatal_error": status.fatal_error, "trouble": status.fatal_error})
+        return health.model_copy(update={"fatal_error": status.fatal_error})
 
     def _models(self) -> list[ServedModel]:
         """Return the model, then its LoRA adapters."""

@@ -15,8 +15,7 @@ import click
 from click.core import ParameterSource
 
 from dashinfer_vlm_core.cli.options import config_options
-from dashinfer_vlm_core.cli.renamed_options import renamed_option
-from dashinfer_vlm_core.config import MIB, EngineConfig, variable
+from dashinfer_vlm_core.config import MIB, EngineConfig
 from dashinfer_vlm_core.config.config_file import option_location
 from dashinfer_vlm_core.embedding_store import EmbeddingStoreOptions
 from dashinfer_vlm_core.errors import ConfigError, extra_required
@@ -122,7 +121,8 @@ _LIMITS = (
     _option("--max-stored-mib", default=256, type=IntegerRange(min=1), metavar="MIB",
             help="Maximum memory of stored responses, with the images and videos of their requests."),
     _option("--max-body-pause", default=60.0, type=NumberRange(0, min_open=True), metavar="SECONDS",
-            help="Timeout between two chunks of a request body."),
+            help="Timeout between two chunks of a request body, and of a whole body in addition to a second per 16"
+            " KiB."),
     _option("--max-requests-per-key", type=IntegerRange(1, MAX_LIMIT), metavar="INT",
             help="Maximum number of concurrent requests of an API key without its own limit."),
     _option("--tokens-per-minute-per-key", type=IntegerRange(1, MAX_LIMIT), metavar="INT",
@@ -146,7 +146,6 @@ _OBSERVABILITY = (
 @_options("Request limits", *_LIMITS)
 @_options("Logs and traces", *_OBSERVABILITY)
 @config_options
-@renamed_option("--max-held-mib", "--max-buffered-mib", envvar=variable("max-held-mib"))
 def serve(*, config: EngineConfig, **options: Any) -> None:
     """Serve OpenAI's Chat Completions and Responses APIs over HTTP.
 

@@ -7,17 +7,19 @@ import contextlib
 import json
 import secrets
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from openai.types.responses import CompactedResponse, ResponseCompactionItem
 from openai.types.responses import Response as ResponseObject
 from pydantic import BaseModel
 
 from dashinfer_vlm_core.concurrency.deadline import stream_with_timeout
+from dashinfer_vlm_core.concurrency.fair_slots import FairSlots
 from dashinfer_vlm_core.errors import ContextLengthExceeded, InvalidParameter, UnsupportedParameter
 from dashinfer_vlm_core.protocol.client import current_client
 from dashinfer_vlm_core.protocol.response_items import InputItem, encode_summary
@@ -26,7 +28,8 @@ from dashinfer_vlm_core.response.response_events import ResponseEventBuilder, bu
 
 from . import openapi
 from .errors import error_body, response_not_found
-from .input_items import QUERY_PARAMETERS, list_items, to_stored_item
+from .input_items import QUERY_PARAMETERS, ItemList, find_references, list_items, to_stored_item
+from .json_stream import stream_json
 from .response_store import ResponseStore, StoredResponse
 from .sse import EventStream, response_event
 from .tokens import SupportsTokenization, tokenizer_of
@@ -74,6 +77,7 @@ class ResponseRoutes:
         read, run: the application's limits.
         stream: streams the chunks of a chat request, and counts its tokens.
         timeout: seconds for a streamed response; None for no limit.
+        page_slots: clients share the time in which pages of items are made.
     """
 
     engine: ChatEngine
@@ -82,6 +86,7 @@ class ResponseRoutes:
     run: RunWithLimits
     stream: Callable[[ChatRequest], AsyncGenerator[ChatCompletionChunk, None]]
     timeout: float | None
+    page_slots: FairSlots = field(default_factory=partial(FairSlots, 1))
 
     def add_to(self, app: FastAPI) -> None:
         """Add the routes, with their OpenAPI descriptions."""
@@ -153,12 +158,15 @@ class ResponseRoutes:
 
     async def list_input_items(self, request: Request, response_id: str) -> Response:
         """Return a page of the items that a stored response was generated from, those of earlier responses included."""
-        stored = self._stored(response_id)
+        stored, client = self._stored(response_id), current_client.get().id
 
-        def page() -> str:  # may contain megabytes of images
-            return list_items(stored.context(), request.query_params).model_dump_json()
+        def page() -> ItemList:
+            return list_items(stored.context(), request.query_params)
 
-        return Response(await asyncio.to_thread(page), media_type="application/json")
+        async with self.page_slots.slot(client, limit=1):
+            fields = dict(await asyncio.to_thread(page))  # may contain megabytes of images
+        stream = stream_json(fields, slots=self.page_slots, client=client)
+        return StreamingResponse(stream, media_type="application/json")
 
     async def delete(self, response_id: str) -> Response:
         """Delete a stored response. Responses that continue it keep its items."""
@@ -187,6 +195,10 @@ class ResponseRoutes:
             )
         return previous
 
+    def find_items(self, item_ids: Collection[str]) -> Mapping[str, Mapping[str, Any]]:
+        """Return stored items of the client by id."""
+        return self.store.find_items(current_client.get().id, item_ids)
+
     def _stored(self, response_id: str) -> StoredResponse:
         if (found := self.store.get(current_client.get().id, response_id)) is None:
             raise response_not_found(response_id)
@@ -197,12 +209,13 @@ class _Creation:
     """The creation of one response.
 
     Attributes:
-        request: the request.
+        request: the request; from `_convert` on, with the items that it refers to.
     """
 
     def __init__(self, routes: ResponseRoutes, request: ResponsesRequest) -> None:
         self.request = request
         self._routes = routes
+        self._references: Mapping[str, Mapping[str, Any]] = {}
         self._builder: ResponseEventBuilder | None = None
         self._response: ResponseObject | None = None
 
@@ -216,12 +229,13 @@ class _Creation:
 
     async def events(self) -> AsyncGenerator[ResponseStreamEvent, None]:
         """Create the response; yield its events."""
-        request, store = self.request, self._routes.store
-        previous = self._routes.previous(request)
+        store = self._routes.store
+        previous = self._routes.previous(self.request)
         await self._check_summary()
         call = await self._chat_call(previous)
-        response_id, stored = f"resp_{secrets.token_hex(ID_BYTES)}", request.store and store.enabled
-        builder = ResponseEventBuilder(id=response_id, request=request, chat=call.chat, stored=stored)
+        stored = self.request.store and store.enabled
+        response_id = f"resp_{secrets.token_hex(ID_BYTES)}"
+        builder = ResponseEventBuilder(id=response_id, request=self.request, chat=call.chat, stored=stored)
         self._builder = builder
         with call.renamed_errors():
             async with contextlib.aclosing(self._routes.stream(call.chat)) as chunks:
@@ -251,7 +265,7 @@ class _Creation:
         if not self.request.wants_summary:
             return
         status = await asyncio.to_thread(self._routes.engine.status)
-        if status.reasons is False:
+        if status.supports_reasoning is False:
             raise UnsupportedParameter(
                 "`reasoning.summary` is not supported: the model does not have a reasoning phase. Remove it.",
                 param="reasoning.summary",
@@ -270,9 +284,12 @@ class _Creation:
         return await asyncio.to_thread(self.request.to_chat, history, dropped_turns=high)
 
     def _convert(self, previous: StoredResponse | None) -> tuple[Sequence[InputItem], ChatCall]:
-        """Return the items of the conversation so far, and the chat request."""
+        """Return the items of the conversation so far, and the chat request, after references are resolved."""
         build_types()
         items = () if previous is None else previous.conversation()
+        self._references = find_references(self.request.items(), items, self._routes.find_items)
+        if self._references:
+            self.request = self.request.with_references(self._references)
         history = [InputItem.model_validate(item) for item in items]
         return history, self.request.to_chat(history)
 
@@ -293,8 +310,15 @@ class _Creation:
         return True
 
     def _store(self, response: ResponseObject, previous: StoredResponse | None) -> None:
-        items = tuple(map(to_stored_item, self.request.items()))
-        stored = StoredResponse(id=response.id, body=_to_json(response).encode(), input=items, previous=previous)
+        # Items that were referred to are not copied, and keep their IDs.
+        items = tuple(self._references.get(item.id or "") or to_stored_item(item) for item in self.request.items())
+        stored = StoredResponse(
+            id=response.id,
+            body=_to_json(response).encode(),
+            input=items,
+            output_ids=tuple(item.id for item in response.output if item.id is not None),
+            previous=previous,
+        )
         self._routes.store.add(current_client.get().id, stored)
 
 

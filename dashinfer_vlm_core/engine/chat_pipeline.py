@@ -25,16 +25,13 @@ from ..protocol import DEFAULT_MAX_TOKENS, ChatRequest, MediaPart
 from ..protocol.client import current_client
 from ..protocol.sampling import Sampling
 from ..response.response_builder import PromptCounts, ResponseBuilder
-from ..structured_output.grammar_compiler import GrammarCompiler
-from ..structured_output.output_grammar import OutputGrammar, after_reasoning, grammar_for_request
+from ..structured_output.request_grammars import RequestGrammars
 from ..vision import CachedMedia, Item, Processed, VisionService
 from ..vision.media_uuids import MediaUuidCache
 from .adapters import ActiveAdapter, AdapterManager
-from .observers import RequestObserver, RequestTimer
+from .observers import RequestObserver, RequestStateStats, RequestTimer
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
     from ..models.lora import LoraAdapter
@@ -56,12 +53,14 @@ class Generation:
         prompt_token_ids: the prompt's token ids; images and videos are represented by placeholders.
         token_ids: the token ids of each choice, including the one that ends it.
         stop_reasons: the stop string or the token of `stop_token_ids` that ended each choice; None for other reasons.
+        stats: when the request was served.
     """
 
     completion: ChatCompletion
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[tuple[int, ...], ...]
     stop_reasons: tuple[str | int | None, ...]
+    stats: RequestStateStats
 
 
 class _LoadedMedia(NamedTuple):
@@ -130,7 +129,7 @@ class ChatPipeline:
     prompts: PromptBuilder
     vision: VisionService
     media_uuids: MediaUuidCache
-    grammars: GrammarCompiler
+    grammars: RequestGrammars
     decoder: Supervisor
     adapters: AdapterManager
     observer: RequestObserver
@@ -143,6 +142,7 @@ class ChatPipeline:
         async with self._admit(request, n=request.n) as adapter:
             timer = RequestTimer(self.observer, n=request.n)
             builders, decode_requests = await self._prepare(request, adapter)
+            timer.queued()
             token_ids: list[list[int]] = [[] for _ in builders]
             async with contextlib.aclosing(self._decode(builders, decode_requests, timer)) as tokens:
                 async for index, token in tokens:
@@ -158,6 +158,7 @@ class ChatPipeline:
                     self._stop_reason(request, builder, ids[-1])
                     for builder, ids in zip(builders, token_ids, strict=True)
                 ),
+                stats=timer.stats(),
             )
 
     def _stop_reason(self, request: ChatRequest, builder: ResponseBuilder, last_token: int) -> str | int | None:
@@ -171,18 +172,14 @@ class ChatPipeline:
         async with self._admit(request, n=request.n) as adapter:
             timer = RequestTimer(self.observer, n=request.n)
             builders, decode_requests = await self._prepare(request, adapter)
-            # Sent with the first token, so that an earlier failure is an error response and not a broken stream.
-            first_chunks = [builder.first_chunk() for builder in builders]
             async with contextlib.aclosing(self._decode(builders, decode_requests, timer)) as tokens:
                 async for index, token in tokens:
                     builder = builders[index]
-                    chunks = [
-                        *first_chunks,
-                        *builder.add_token(token),
-                        *(builder.final_chunks() if builder.finished else ()),
-                    ]
-                    first_chunks.clear()
-                    for chunk in chunks:
+                    # The first chunk is sent with the first token, so that an earlier failure is an error response and
+                    # not a broken stream.
+                    for chunk in builder.add_token(token):
+                        yield chunk
+                    for chunk in builder.final_chunks() if builder.finished else ():
                         yield chunk
             for builder in builders:
                 if not builder.finished:
@@ -219,24 +216,6 @@ class ChatPipeline:
             ids: list[int] = prompt.token_ids.tolist()
             return ids
 
-    async def logits(self, request: ChatRequest, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
-        """Return the logits of a given completion: float32 [tokens, vocab_size]."""
-        if not token_ids or not all(0 <= token < self.spec.vocab_size for token in token_ids):
-            raise InvalidParameter(
-                f"`token_ids` must be one or more token ids, each from 0 to {self.spec.vocab_size - 1}.",
-                param="token_ids",
-            )
-        async with self._admit(request) as adapter:
-            if adapter:
-                raise UnsupportedParameter(
-                    "Logits with a LoRA adapter are not supported. Merge it into a checkpoint with PEFT's"
-                    " `merge_and_unload`, or name the model itself.",
-                    param="model",
-                )
-            _, decode_requests = await self._prepare(request.model_copy(update={"n": 1}), None)
-            sampling = replace(decode_requests[0].sampling, max_tokens=len(token_ids))
-            return await self.decoder.logits(replace(decode_requests[0], sampling=sampling), token_ids)
-
     async def close(self) -> None:
         """Release all resources.
 
@@ -246,6 +225,7 @@ class ChatPipeline:
         try:
             await self.decoder.close()
         finally:
+            self.grammars.close()
             await self.vision.close()
             await self.media.close()
             await self.media_executor.close()
@@ -338,23 +318,7 @@ class ChatPipeline:
             if GUIDED_DECODING not in self.decoder.supported_params:
                 self._reject_structured_output(request)
                 return None
-            output_grammar = await asyncio.to_thread(self._output_grammar, request)
-            if output_grammar is None:
-                return None
-            if request.ignore_eos:
-                raise InvalidParameter(
-                    "`ignore_eos` would continue after the end that the output format requires."
-                    f" Remove `ignore_eos` or `{output_grammar.field}`.",
-                    param="ignore_eos",
-                )
-            rules, start, param = output_grammar.rules, output_grammar.start, output_grammar.param
-            return await self.grammars.compile_async(rules, start, param=param)
-
-    def _output_grammar(self, request: ChatRequest) -> OutputGrammar | None:
-        grammar = grammar_for_request(request, self.spec.conversation, self.spec.coordinates)
-        if grammar and self.prompts.opens_reasoning(request):
-            return after_reasoning(grammar, self.spec.conversation)
-        return grammar
+            return await self.grammars.compile(request, self.prompts.opens_reasoning)
 
     async def _load_media(self, request: ChatRequest, adapter: ActiveAdapter | None) -> list[_LoadedMedia]:
         """Load and process the request's images and videos; look up those referenced by `uuid` alone."""
@@ -448,7 +412,7 @@ class ChatPipeline:
                 index=index,
                 guided=guided,
                 conversation=self.spec.conversation,
-                reasons=self.prompts.reasons,
+                supports_reasoning=self.prompts.supports_reasoning,
                 opens_reasoning=prompt.opens_reasoning,
                 coordinates=coordinates,
             )

@@ -298,8 +298,9 @@ def _supporting(loaded: Mapping[str, Kernels], workload: Workload) -> dict[str, 
     """Return the sets that support the quantization of a workload."""
     if workload.quantization == "none":
         return dict(loaded)
-    attribute = f"supports_{workload.quantization}"
-    return {name: kernels for name, kernels in loaded.items() if getattr(kernels, attribute, False)}
+    if workload.quantization == "int8":
+        return {name: kernels for name, kernels in loaded.items() if kernels.supports_int8}
+    return {name: kernels for name, kernels in loaded.items() if kernels.supports_int4}
 
 
 def _is_cpu(device: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -35,8 +35,7 @@ def create_linear(
     """
     if isinstance(weight, QuantizedWeight) and keeps_bits(kernels, weight):
         return kernels.linear_quantized(weight, bias, dtype=dtype, activation=activation)
-    options = _quantization_options(kernels, quantization)
-    return kernels.linear(_dequantized(weight, dtype), bias, activation=activation, **options)
+    return kernels.linear(_dequantized(weight, dtype), bias, activation=activation, quantization=quantization)
 
 
 def create_head(
@@ -49,7 +48,7 @@ def create_head(
     """Create an LM head; see `create_linear` and `Kernels.head`."""
     if isinstance(weight, QuantizedWeight) and keeps_bits(kernels, weight):
         return FullLMHead(kernels.linear_quantized(weight, dtype=dtype, fp32_output=True))
-    return kernels.head(_dequantized(weight, dtype), **_quantization_options(kernels, quantization))
+    return kernels.head(_dequantized(weight, dtype), quantization=quantization)
 
 
 def _dequantized(weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> Tensor:
@@ -58,8 +57,6 @@ def _dequantized(weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> Tensor
 
 def supported_bits(kernels: Kernels) -> frozenset[Literal["int4", "int8"]]:
     """Return the bits in which the kernels keep weights that are quantized already; `int8`: one scale per output."""
-    if not hasattr(kernels, "linear_quantized"):  # kernels of plugins may not have it
-        return frozenset()
     bits: list[tuple[Literal["int4", "int8"], bool]] = [
         ("int4", kernels.supports_int4),
         ("int8", kernels.supports_int8),
@@ -71,13 +68,3 @@ def keeps_bits(kernels: Kernels, weight: QuantizedWeight) -> bool:
     """Whether kernels keep weights in their 4 or 8 bits; otherwise, they have to be dequantized."""
     supported = supported_bits(kernels)
     return "int4" in supported if weight.bits == 4 else "int8" in supported and weight.is_symmetric_int8
-
-
-def _quantization_options(kernels: Kernels, quantization: Quantization | None) -> dict[str, Any]:
-    """Return the arguments of `Kernels.linear` and `Kernels.head` that select a quantization.
-
-    Kernels of plugins may have only the deprecated argument `int8`.
-    """
-    if quantization is None:
-        return {}
-    return {"quantization": quantization} if hasattr(kernels, "supports_int4") else {"int8": True}

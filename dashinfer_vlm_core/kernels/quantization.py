@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..deprecation import warn_renamed
 from . import mmap_buffer
 
 GROUPS = (32, 64, 128)
@@ -54,16 +53,6 @@ class Quantization:
 
 INT8 = Quantization(8)
 INT4 = Quantization(4)
-
-
-def resolve_quantization(quantization: Quantization | None, *, int8: bool) -> Quantization | None:
-    """Return `quantization`, or that of the deprecated argument `int8` of `Kernels.linear` and `Kernels.head`."""
-    if not int8:
-        return quantization
-    if quantization is not None:
-        raise TypeError("`int8` and `quantization` exclude each other; use `quantization`.")
-    warn_renamed("Kernels.linear(int8=True)", "Kernels.linear(quantization=INT8)", stacklevel=4)
-    return INT8
 
 
 class QuantizedWeight(NamedTuple):

@@ -90,6 +90,7 @@ class OutputConstraint:
         json_schema: the schema, for `json_schema`.
         regex: the regular expression, for `regex`.
         choices: the texts, for `choice`.
+        strict: whether a schema that cannot be guaranteed is rejected; otherwise it is widened.
     """
 
     kind: Literal["json_object", "json_schema", "regex", "choice"]
@@ -97,6 +98,7 @@ class OutputConstraint:
     json_schema: Mapping[str, Any] | None = None
     regex: str = ""
     choices: tuple[str, ...] = ()
+    strict: bool = True
 
     @property
     def field(self) -> str:
@@ -105,7 +107,7 @@ class OutputConstraint:
 
 
 class SchemaFormat(RequestModel):
-    """A schema for the completion. `strict` has no effect, since every schema is enforced exactly."""
+    """A schema for the completion. With `strict`, a schema that cannot be guaranteed is rejected, else widened."""
 
     name: _Identifier
     description: Text | None = None
@@ -126,8 +128,12 @@ class ResponseFormat(RequestModel):
 
     def constraints(self) -> Iterator[OutputConstraint]:
         if self.json_schema is not None and self.type == "json_schema":
-            schema = self.json_schema.json_schema
-            yield OutputConstraint(kind="json_schema", param="response_format.json_schema.schema", json_schema=schema)
+            yield OutputConstraint(
+                kind="json_schema",
+                param="response_format.json_schema.schema",
+                json_schema=self.json_schema.json_schema,
+                strict=self.json_schema.strict,
+            )
         elif self.type != "text":
             yield OutputConstraint(kind="json_object", param="response_format")
 
@@ -199,7 +205,7 @@ def find_output_conflicts(constraints: Iterable[OutputConstraint]) -> Iterator[I
 
 
 class ToolFunction(RequestModel):
-    """Name, purpose and parameters of a tool. With `strict`, schemas that cannot be enforced are rejected."""
+    """A tool. With `strict`, parameters that cannot be guaranteed are rejected, else widened."""
 
     name: _Identifier
     description: Text | None = None
@@ -228,14 +234,34 @@ class NamedTool(RequestModel):
     function: _Named
 
 
+class ToolSubset(RequestModel):
+    """The tools that may be called, or one of which must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[tuple[NamedTool, ...], Strict(False), Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(tool.function.name for tool in self.tools)
+
+
+class AllowedTools(RequestModel):
+    type: Literal["allowed_tools"]
+    allowed_tools: ToolSubset
+
+
 def _choice_tag(value: object) -> str | None:
     if isinstance(value, str):
         return "string"
+    if isinstance(value, AllowedTools) or (isinstance(value, dict) and value.get("type") == "allowed_tools"):
+        return "subset"
     return "object" if isinstance(value, (dict, NamedTool)) else None
 
 
 ToolChoice: TypeAlias = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("string")] | Annotated[NamedTool, Tag("object")],
+    Annotated[Literal["none", "auto", "required"], Tag("string")]
+    | Annotated[AllowedTools, Tag("subset")]
+    | Annotated[NamedTool, Tag("object")],
     string_or_object(_choice_tag),
 ]
 Tools: TypeAlias = Annotated[tuple[Tool, ...], Strict(False), Field(max_length=MAX_TOOLS, fail_fast=True)]
@@ -254,8 +280,17 @@ def find_tool_conflicts(tools: Tools, choice: ToolChoice | None, parallel: bool 
     if not tools and (parallel is not None or choice not in {None, "none", "auto"}):
         name = "parallel_tool_calls" if parallel is not None else "tool_choice"
         yield InvalidParameter(f"`{name}` requires `tools`. Remove it, or pass tools.", param=name)
-    if isinstance(choice, NamedTool) and choice.function.name not in names:
-        yield InvalidParameter(
-            f"`tool_choice` names {show(choice.function.name)}, which is not one of `tools`.",
-            param="tool_choice.function.name",
-        )
+    for path, chosen in _chosen_tools(choice):
+        if chosen.function.name not in names:
+            yield InvalidParameter(
+                f"`{path}` is {show(chosen.function.name)}, which is not one of `tools`.", param=path
+            )
+
+
+def _chosen_tools(choice: ToolChoice | None) -> Iterator[tuple[str, NamedTool]]:
+    """Yield the tools that a choice names, each with the path of its name."""
+    if isinstance(choice, NamedTool):
+        yield "tool_choice.function.name", choice
+    elif isinstance(choice, AllowedTools):
+        for index, tool in enumerate(choice.allowed_tools.tools):
+            yield f"tool_choice.allowed_tools.tools[{index}].function.name", tool

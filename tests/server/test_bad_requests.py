@@ -36,7 +36,7 @@ for _ in range(40):
 
 
 def with_schema(schema):
-    return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}}
 
 
 # Name: (fields to change in a valid request, or a complete body; the field that the error names)
@@ -104,7 +104,7 @@ BAD = {
         '{"messages": [{"role": "user", "content": "Hello"}], "temperature": 1e309}',
         "temperature",
     ),
-    "top_p zero": ({"top_p": 0}, "top_p"),
+    "top_p negative": ({"top_p": -0.1}, "top_p"),
     "top_p too high": ({"top_p": 1.01}, "top_p"),
     "top_k too low": ({"top_k": -2}, "top_k"),
     "top_k not whole": ({"top_k": 1.5}, "top_k"),
