@@ -54,7 +54,7 @@ def project(tmp_path):
     (tmp_path / "pyproject.toml").write_text(
         '[build-system]\nrequires = ["hatchling"]\nbuild-backend = "hatchling.build"\n'
         '[project]\nname = "small"\nversion = "1"\nrequires-python = ">=3.10"\n'
-        f'[tool.hatch.build.targets.wheel]\npackages = ["{KERNELS}"]\n'
+        '[tool.hatch.build.targets.wheel]\nonly-include = ["plugins"]\nsources = ["plugins"]\n'
         '[tool.hatch.build.targets.wheel.hooks.custom]\npath = "scripts/build_hook.py"\n'
     )
     return tmp_path
