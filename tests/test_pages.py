@@ -20,7 +20,9 @@ import yaml
 from tests.pages import ROOT, page_text, read_page
 
 MAX_WORDS = 2500
-ADR_WORDS = range(150, 301)
+LONG = {"CHANGELOG.md"}
+"""Pages that are looked up, not read."""
+ADR_WORDS = range(150, 251)
 PAGES = sorted(
     path.relative_to(ROOT)
     for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "benchmarks/**/*.md")
@@ -66,7 +68,9 @@ CHECKS = {
 
 def test_pages_have_at_most_2500_words():
     words = {str(page): len(read_page(page).split()) for page in PAGES}
-    assert {page: count for page, count in words.items() if count > MAX_WORDS} == {}, "split these pages"
+    assert {page: count for page, count in words.items() if count > MAX_WORDS and page not in LONG} == {}, (
+        "split these pages"
+    )
 
 
 def test_decision_records_are_short_and_complete():
