@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 
 class DashInferVLMError(Exception):
@@ -114,9 +115,23 @@ class MediaTooLarge(MediaError):
 
 
 class MediaUnreachable(MediaError):
-    """The source could not be fetched completely and in time."""
+    """The source could not be fetched completely and in time.
+
+    Attributes:
+        file: the local file that could not be read. It is part of `str(error)`, for callers in this process, and not of
+            `message`, which remote callers receive.
+    """
 
     code: str = "media_unreachable"
+
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str | None = None, file: Path | None = None
+    ) -> None:
+        super().__init__(message, param=param, code=code)
+        self.file = file
+
+    def __str__(self) -> str:
+        return self.message if self.file is None else f"{self.message} Its path is {str(self.file)!r}."
 
 
 class MediaUndecodable(MediaError):

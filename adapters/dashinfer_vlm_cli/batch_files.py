@@ -81,7 +81,7 @@ def response_line(entry: Entry, body: Mapping[str, Any]) -> dict[str, Any]:
 
 def error_line(entry: Entry, error: DashInferVLMError) -> dict[str, Any]:
     """Return the output line of a failed request."""
-    details = {"code": error.code, "message": error.message, "param": error.param}
+    details = {"code": error.code, "message": str(error), "param": error.param}
     return {"id": entry.line_id, "custom_id": entry.custom_id, "response": None, "error": details}
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from dashinfer_vlm_core.errors import InvalidParameter, UnsupportedParameter
 
-from .files import convert_files
-
 PROVIDER_ARGUMENTS = frozenset({"engine_options", "first_token_timeout"})
 """Arguments for the provider, which are not sent to the engine."""
 
@@ -46,7 +44,7 @@ def read_call(arguments: Mapping[str, Any], *, stream: bool) -> Call:
 
     Raises:
         InvalidParameter: an argument of this provider is invalid.
-        UnsupportedParameter: a client of the proxy sets what only its operator may set, or a file is no image or video.
+        UnsupportedParameter: a client of the proxy sets what only its operator may set.
     """
     given: dict[str, Any] = dict(arguments["optional_params"])
     client = _client_body(arguments)
@@ -58,7 +56,7 @@ def read_call(arguments: Mapping[str, Any], *, stream: bool) -> Call:
         raise UnsupportedParameter("`extra_headers` is not supported. Leave it out.", param="extra_headers")
     request = {name: value for name, value in given.items() if name not in PROVIDER_ARGUMENTS | LITELLM_ARGUMENTS}
     request |= given.get("extra_body") or {}
-    request |= {"messages": convert_files(arguments["messages"])}
+    request |= {"messages": arguments["messages"]}
     if stream:
         request = _stream_request(request)
     return Call(

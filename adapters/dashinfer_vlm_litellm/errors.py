@@ -82,9 +82,9 @@ def to_litellm_exception(error: DashInferVLMError, *, model: str, provider: str,
         error: the error.
         model: the model's name without the provider prefix.
         provider: the provider's name.
-        hide_setup: whether to hide setup errors, which may contain paths, from a caller that did not set up the engine.
+        hide_setup: whether to hide setup errors and paths from a caller that did not set up the engine.
     """
-    message, param = error.message, error.param
+    message, param = error.message if hide_setup else str(error), error.param
     kind = next(kind for kind in type(error).__mro__ if kind in FACTORIES)
     if hide_setup and isinstance(error, SetupError):
         logger.error("Request failed: %s", error.message)

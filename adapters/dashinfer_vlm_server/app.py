@@ -105,7 +105,12 @@ def create_app(
     )
     if not len(settings.keys):
         hosts = tuple(map(normalize_allowed_host, settings.allowed_hosts))
-        app.add_middleware(CrossOriginMiddleware, allowed_hosts=hosts, allowed_origins=settings.allowed_origins)
+        app.add_middleware(
+            CrossOriginMiddleware,
+            routes=app.routes,
+            allowed_hosts=hosts,
+            allowed_origins=settings.allowed_origins,
+        )
     if settings.allowed_origins:  # outside of the other checks, so that an allowed page can read their errors
         app.add_middleware(
             CORSMiddleware,

@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING
 
 from dashinfer_vlm_core.errors import ConfigError
 
-from .routes import PUBLIC_ROUTES, route_path
+from .routes import PUBLIC_ROUTES, find_route, route_path
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from starlette.exceptions import HTTPException
+    from starlette.routing import BaseRoute
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 ANY = "*"
@@ -44,13 +45,22 @@ class CrossOriginMiddleware:
 
     Args:
         app: the wrapped application.
+        routes: the application's routes; a request to another path reads no body, and gets a 404.
         allowed_hosts: host names in lowercase that clients may use, in addition to loopback names and IP addresses:
             `name`, `*.domain` for its subdomains, or `*` for all.
         allowed_origins: origins whose pages may send requests, in addition to the server's own; `*` for all.
     """
 
-    def __init__(self, app: ASGIApp, *, allowed_hosts: Iterable[str] = (), allowed_origins: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        routes: Sequence[BaseRoute],
+        allowed_hosts: Iterable[str] = (),
+        allowed_origins: Iterable[str] = (),
+    ) -> None:
         self._app = app
+        self._routes = routes
         self._allowed_hosts = frozenset(allowed_hosts)
         self._allowed_origins = frozenset(allowed_origins)
 
@@ -72,7 +82,7 @@ class CrossOriginMiddleware:
         for origin in _headers(scope, b"origin"):
             if not self._is_origin_allowed(origin, host):
                 return foreign_origin(origin[:_SHOWN_CHARACTERS])
-        if _has_body(scope) and not _is_json(scope):
+        if _has_body(scope) and not _is_json(scope) and find_route(self._routes, scope):
             return unsupported_media_type()
         return None
 

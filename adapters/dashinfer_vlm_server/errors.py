@@ -74,9 +74,10 @@ RETRY_AFTER_SECONDS = 5
 class _CodedHTTPException(HTTPException):
     """An HTTP error whose `code` does not follow from its status."""
 
-    def __init__(self, status: int, message: str, *, code: str) -> None:
+    def __init__(self, status: int, message: str, *, code: str, param: str | None = None) -> None:
         super().__init__(status, message)
         self.code = code
+        self.param = param
 
 
 def status_for(error: Exception) -> int:
@@ -94,9 +95,10 @@ def error_body(error: Exception) -> dict[str, Any]:
         body |= {"message": error.message, "param": error.param, "code": error.code}
         if isinstance(error, EngineClosed) and error.to_be_started:
             body["message"] = UNAVAILABLE
+    elif isinstance(error, _CodedHTTPException):
+        body |= {"message": error.detail, "param": error.param, "code": error.code}
     elif isinstance(error, HTTPException):
-        code = error.code if isinstance(error, _CodedHTTPException) else _CODES.get(status)
-        body |= {"message": _http_error_message(error), "code": code}
+        body |= {"message": _http_error_message(error), "code": _CODES.get(status)}
     return {"error": body}
 
 
@@ -145,6 +147,17 @@ def response_not_found(response_id: str) -> HTTPException:
         f"Response with id {response_id[:80]!r} not found. It was not stored, was deleted, or has been removed to store"
         " newer ones.",
         code="response_not_found",
+    )
+
+
+def item_not_found(item_id: str) -> HTTPException:
+    """Return the error for a reference to an item that no stored response of the API key has."""
+    return _CodedHTTPException(
+        404,
+        f"Item with id {item_id[:80]!r} not found. Items are not persisted when `store` is set to false, and are"
+        " removed to store newer ones. Send the item itself.",
+        code="item_not_found",
+        param="input",
     )
 
 
@@ -199,17 +212,21 @@ _CODES: Mapping[int, str] = MappingProxyType(
 )
 
 
+_OTHER_PROTOCOL = "Use an OpenAI client with the base URL /v1, or LiteLLM's proxy, which translates other protocols."
+
 _NEXT_STEPS: Mapping[str, str] = MappingProxyType(
     {
+        "/api": _OTHER_PROTOCOL,  # Ollama's
         "/v1/audio": "The models do not support audio.",
         "/v1/completions": "Send messages to /v1/chat/completions; LlamaIndex does so with `is_chat_model=True`.",
         "/v1/conversations": "Conversations are not stored. Use `previous_response_id` of /v1/responses.",
         "/v1/embeddings": "The models generate text. Use another server for embeddings.",
         "/v1/files": "Files are not stored. Send images and videos as URLs or data: URLs.",
         "/v1/images": "The models generate text. Use another server for images.",
+        "/v1/messages": _OTHER_PROTOCOL,  # Anthropic's
     }
 )
-"""What to do instead of requests to other routes of OpenAI's API."""
+"""What to do instead of requests to other routes of OpenAI's and others' APIs."""
 
 
 def _type(status: int) -> str:
@@ -217,20 +234,22 @@ def _type(status: int) -> str:
 
 
 def _unknown_url(routes: Iterable[BaseRoute], path: str) -> HTTPException:
-    """Return the error for a path that no route matches. It lists the routes except the files of the chat page."""
+    """Return the error for a path that no route matches, with the next step, or a list of the routes."""
     api_routes = [route for route in routes if isinstance(route, APIRoute)]
+    steps = [text for known, text in _NEXT_STEPS.items() if path == known or path.startswith(f"{known}/")]
+    if any(route.path == f"/v1{path}" for route in api_routes):
+        steps = ["The base URL of a client must end with /v1."]
+    return HTTPException(404, f"Unknown URL. {steps[0] if steps else _list_routes(api_routes)}")
+
+
+def _list_routes(routes: Iterable[APIRoute]) -> str:
     names = [
         f"{method} {route.path.replace('{name:path}', '{model}')}"
-        for route in api_routes
+        for route in routes
         if not route.path.startswith("/page/")
         for method in sorted((route.methods or set()) - {"HEAD"})
     ]
-    next_step = "".join(
-        f" {text}" for known, text in _NEXT_STEPS.items() if path == known or path.startswith(f"{known}/")
-    )
-    if any(route.path == f"/v1{path}" for route in api_routes):
-        next_step = " The base URL of a client must end with /v1."
-    return HTTPException(404, f"Unknown URL.{next_step} This server supports {', '.join(names[:-1])} and {names[-1]}.")
+    return f"This server supports {', '.join(names[:-1])} and {names[-1]}."
 
 
 def _http_error_message(error: HTTPException) -> str:

@@ -1,9 +1,10 @@
-"""Pages of the items that a stored response was generated from."""
+"""The items that a response is generated from: as they are stored, referred to and listed."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
@@ -11,6 +12,8 @@ from pydantic import BaseModel
 
 from dashinfer_vlm_core.errors import InvalidParameter
 from dashinfer_vlm_core.protocol.response_items import InputItem
+
+from .errors import item_not_found
 
 Json: TypeAlias = dict[str, Any]
 Order: TypeAlias = Literal["asc", "desc"]
@@ -60,6 +63,39 @@ def to_stored_item(item: InputItem) -> Json:
     """Return an item of a request as JSON, with a new ID: those of clients need not be unique in a conversation."""
     item_id = f"{_PREFIXES.get(item.type, item.type)}_{uuid.uuid4().hex}"
     return {**item.model_dump(exclude_unset=True), "type": item.type, "id": item_id}
+
+
+def find_references(
+    items: Sequence[InputItem],
+    history: Sequence[Mapping[str, Any]],
+    find: Callable[[Collection[str]], Mapping[str, Mapping[str, Any]]],
+) -> Mapping[str, Mapping[str, Any]]:
+    """Return the stored items that the items of a request refer to, by ID.
+
+    Args:
+        items: the items of the request.
+        history: the items of the conversation that it continues.
+        find: returns stored items by ID, without those that are unknown.
+
+    Raises:
+        HTTPException: 404, an item is unknown.
+        InvalidParameter: an item would be in the conversation twice.
+    """
+    ids = [item.id for item in items if item.is_reference and item.id is not None]
+    if not ids:
+        return {}
+    uses = Counter([item["id"] for item in history] + [item.id for item in items])
+    found = find(ids)
+    for item_id in ids:
+        if item_id not in found:
+            raise item_not_found(item_id)
+        if uses[item_id] > 1:
+            raise InvalidParameter(
+                f"Duplicate item found with id {item_id[:80]!r}. Remove duplicate items from your input, and those that"
+                " the previous response contains.",
+                param="input",
+            )
+    return found
 
 
 def list_items(items: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> ItemList:
@@ -115,18 +151,18 @@ def _start(items: Sequence[Mapping[str, Any]], after: str | None) -> int:
 
 
 def _to_openai(item: Mapping[str, Any]) -> Json:
-    """Return an item in the form in which OpenAI's API lists it: with a status, and text of messages as a part."""
+    """Return an item in the form in which OpenAI's API lists it: with a status, and text of messages as parts."""
     fields: Json = dict(item)
     if fields["type"] == "reasoning":
         return {"summary": [], **fields}
     if fields["type"] == "compaction":
         return fields
-    if fields["type"] == "message" and isinstance(fields["content"], str):
-        fields["content"] = [_text_part(fields["role"], fields["content"])]
+    if fields["type"] == "message":
+        fields["content"] = _message_content(fields["role"], fields["content"])
     return {"status": "completed", **fields}
 
 
-def _text_part(role: str, text: str) -> Json:
-    if role == "assistant":
-        return {"type": "output_text", "text": text, "annotations": []}
-    return {"type": "input_text", "text": text}
+def _message_content(role: str, content: str | Sequence[Json]) -> list[Json]:
+    text_type = "output_text" if role == "assistant" else "input_text"
+    parts = [{"type": text_type, "text": content}] if isinstance(content, str) else content
+    return [{"annotations": [], **part} if part["type"] == "output_text" else part for part in parts]

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect
-from starlette.routing import Match
 
 from dashinfer_vlm_core.concurrency.memory import trim_memory
 from dashinfer_vlm_core.errors import QueueFull
 
 from .errors import CLIENT_CLOSED_REQUEST, error_response, status_for
 from .logs import REQUEST_ID
+from .routes import find_route
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -188,10 +188,7 @@ class RequestContextMiddleware:
             context.route = self._route(scope)
 
     def _route(self, scope: Scope) -> str:
-        route = scope.get("route") or next(
-            (route for route in self._routes if route.matches(scope)[0] is not Match.NONE), None
-        )
-        return getattr(route, "path", "other")
+        return getattr(scope.get("route") or find_route(self._routes, scope), "path", "other")
 
     def _record(self, context: RequestContext, scope: Scope) -> None:
         self._metrics.count_request(context.route, context.outcome)

@@ -19,13 +19,19 @@ class StoredResponse:
         id: its id.
         body: the response as JSON text.
         input: the items of its request, without those of `previous`; each has an `id`.
+        output_ids: the ids of the items of its output.
         previous: the response that its request continued.
     """
 
     id: str
     body: bytes = field(repr=False)
     input: tuple[Mapping[str, Any], ...] = field(repr=False)
+    output_ids: tuple[str, ...] = field(repr=False)
     previous: StoredResponse | None = field(default=None, repr=False)
+
+    def items(self) -> tuple[Mapping[str, Any], ...]:
+        """Return the items of its request and of its output."""
+        return (*self.input, *json.loads(self.body)["output"])
 
     def context(self) -> tuple[Mapping[str, Any], ...]:
         """Return the items that it was generated from: those of the conversation before it, and of its request."""
@@ -38,7 +44,7 @@ class StoredResponse:
         while turn is not None:
             turns.append(turn)
             turn = turn.previous
-        return tuple(item for turn in reversed(turns) for item in (*turn.input, *json.loads(turn.body)["output"]))
+        return tuple(item for turn in reversed(turns) for item in turn.items())
 
 
 class ResponseStore:
@@ -74,9 +80,9 @@ class ResponseStore:
 
     def add(self, client_id: str, response: StoredResponse) -> None:
         """Store a response, and remove others if a limit is exceeded."""
-        size = _size(response)
+        held = _hold(response)
         with self._lock:
-            self._clients.setdefault(client_id, _Client()).add(response, size)
+            self._clients.setdefault(client_id, _Client()).add(held)
             while self.num_bytes > self._max_bytes:
                 self._remove_oldest(max(self._clients, key=lambda name: self._clients[name].num_bytes))
             while self.num_responses > self._max_responses:
@@ -87,6 +93,13 @@ class ResponseStore:
         with self._lock:
             client = self._clients.get(client_id)
             return client.use(response_id) if client else None
+
+    def find_items(self, client_id: str, item_ids: Collection[str]) -> dict[str, Mapping[str, Any]]:
+        """Return items of a client's responses by id, without those that are unknown; record that these are used."""
+        with self._lock:
+            client = self._clients.get(client_id)
+            found = client.use_items(item_ids) if client else []
+        return {item["id"]: item for response, ids in found for item in response.items() if item["id"] in ids}
 
     def delete(self, client_id: str, response_id: str) -> bool:
         """Remove a response; return whether the client had it."""
@@ -117,10 +130,14 @@ class _Held:
     """A response in memory.
 
     Attributes:
+        response: the response.
+        item_ids: the ids of its items.
         size: its memory in bytes, without the responses before it.
         uses: how often it is referred to, by its id and by the responses that continue it.
     """
 
+    response: StoredResponse
+    item_ids: frozenset[str]
     size: int
     uses: int = 0
 
@@ -139,11 +156,11 @@ class _Client:
         self.held: dict[str, _Held] = {}
         self.num_bytes = 0
 
-    def add(self, response: StoredResponse, size: int) -> None:
-        self.responses[response.id] = response
-        turn: StoredResponse | None = response
+    def add(self, new: _Held) -> None:
+        self.responses[new.response.id] = new.response
+        turn: StoredResponse | None = new.response
         while turn is not None:  # until a response that is in memory already
-            held = self.held.setdefault(turn.id, _Held(size if turn is response else _size(turn)))
+            held = self.held.setdefault(turn.id, new if turn is new.response else _hold(turn))
             held.uses += 1
             if held.uses > 1:
                 break
@@ -155,6 +172,20 @@ class _Client:
             return None
         self.responses.move_to_end(response_id)
         return self.responses[response_id]
+
+    def use_items(self, item_ids: Collection[str]) -> list[tuple[StoredResponse, frozenset[str]]]:
+        """Return the responses that have these items, and which of them. The newest has most of its conversation."""
+        found = []
+        missing = frozenset(item_ids)
+        for held in reversed(self.held.values()):
+            if ids := missing & held.item_ids:
+                found.append((held.response, ids))
+                missing -= ids
+            if not missing:
+                break
+        for response, _ in found:
+            self.use(response.id)
+        return found
 
     def remove(self, response_id: str) -> None:
         turn: StoredResponse | None = self.responses.pop(response_id)
@@ -168,20 +199,21 @@ class _Client:
             turn = turn.previous
 
 
-def _size(response: StoredResponse) -> int:
-    return _num_bytes((response.body, response.input))
+def _hold(response: StoredResponse) -> _Held:
+    item_ids = frozenset((*response.output_ids, *(item["id"] for item in response.input)))
+    return _Held(response, item_ids, size=_num_bytes((response.body, response.input, item_ids)))
 
 
 def _num_bytes(value: object) -> int:
-    """Return the memory of a JSON value and of what it contains. Keys are not counted: they are shared."""
+    """Return the memory of a JSON value and of what it contains; of objects that it shares, more than that."""
     total, values = 0, [value]
     while values:
         part = values.pop()
         total += sys.getsizeof(part)
         children: Iterable[object] = ()
         if isinstance(part, Mapping):
-            children = part.values()
-        elif isinstance(part, (list, tuple)):
+            children = (*part.keys(), *part.values())
+        elif isinstance(part, (list, tuple, frozenset)):
             children = part
         values.extend(children)
     return total

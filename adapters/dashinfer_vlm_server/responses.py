@@ -7,7 +7,7 @@ import contextlib
 import json
 import secrets
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -26,7 +26,7 @@ from dashinfer_vlm_core.response.response_events import ResponseEventBuilder, bu
 
 from . import openapi
 from .errors import error_body, response_not_found
-from .input_items import QUERY_PARAMETERS, list_items, to_stored_item
+from .input_items import QUERY_PARAMETERS, find_references, list_items, to_stored_item
 from .response_store import ResponseStore, StoredResponse
 from .sse import EventStream, response_event
 from .tokens import SupportsTokenization, tokenizer_of
@@ -187,6 +187,10 @@ class ResponseRoutes:
             )
         return previous
 
+    def find_items(self, item_ids: Collection[str]) -> Mapping[str, Mapping[str, Any]]:
+        """Return stored items of the client by id."""
+        return self.store.find_items(current_client.get().id, item_ids)
+
     def _stored(self, response_id: str) -> StoredResponse:
         if (found := self.store.get(current_client.get().id, response_id)) is None:
             raise response_not_found(response_id)
@@ -197,12 +201,13 @@ class _Creation:
     """The creation of one response.
 
     Attributes:
-        request: the request.
+        request: the request; from `_convert` on, with the items that it refers to.
     """
 
     def __init__(self, routes: ResponseRoutes, request: ResponsesRequest) -> None:
         self.request = request
         self._routes = routes
+        self._references: Mapping[str, Mapping[str, Any]] = {}
         self._builder: ResponseEventBuilder | None = None
         self._response: ResponseObject | None = None
 
@@ -216,12 +221,13 @@ class _Creation:
 
     async def events(self) -> AsyncGenerator[ResponseStreamEvent, None]:
         """Create the response; yield its events."""
-        request, store = self.request, self._routes.store
-        previous = self._routes.previous(request)
+        store = self._routes.store
+        previous = self._routes.previous(self.request)
         await self._check_summary()
         call = await self._chat_call(previous)
-        response_id, stored = f"resp_{secrets.token_hex(ID_BYTES)}", request.store and store.enabled
-        builder = ResponseEventBuilder(id=response_id, request=request, chat=call.chat, stored=stored)
+        stored = self.request.store and store.enabled
+        response_id = f"resp_{secrets.token_hex(ID_BYTES)}"
+        builder = ResponseEventBuilder(id=response_id, request=self.request, chat=call.chat, stored=stored)
         self._builder = builder
         with call.renamed_errors():
             async with contextlib.aclosing(self._routes.stream(call.chat)) as chunks:
@@ -270,9 +276,12 @@ class _Creation:
         return await asyncio.to_thread(self.request.to_chat, history, dropped_turns=high)
 
     def _convert(self, previous: StoredResponse | None) -> tuple[Sequence[InputItem], ChatCall]:
-        """Return the items of the conversation so far, and the chat request."""
+        """Return the items of the conversation so far, and the chat request, after references are resolved."""
         build_types()
         items = () if previous is None else previous.conversation()
+        self._references = find_references(self.request.items(), items, self._routes.find_items)
+        if self._references:
+            self.request = self.request.with_references(self._references)
         history = [InputItem.model_validate(item) for item in items]
         return history, self.request.to_chat(history)
 
@@ -293,8 +302,15 @@ class _Creation:
         return True
 
     def _store(self, response: ResponseObject, previous: StoredResponse | None) -> None:
-        items = tuple(map(to_stored_item, self.request.items()))
-        stored = StoredResponse(id=response.id, body=_to_json(response).encode(), input=items, previous=previous)
+        # Items that were referred to are not copied, and keep their IDs.
+        items = tuple(self._references.get(item.id or "") or to_stored_item(item) for item in self.request.items())
+        stored = StoredResponse(
+            id=response.id,
+            body=_to_json(response).encode(),
+            input=items,
+            output_ids=tuple(item.id for item in response.output if item.id is not None),
+            previous=previous,
+        )
         self._routes.store.add(current_client.get().id, stored)
 
 

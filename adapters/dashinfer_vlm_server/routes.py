@@ -1,10 +1,15 @@
-"""Paths of the server with a special treatment."""
+"""Routes of the server: paths with a special treatment, and the route of a request."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from starlette.routing import Match
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from starlette.routing import BaseRoute
     from starlette.types import Scope
 
 PUBLIC_ROUTES = frozenset({"/health", "/health/ready"})
@@ -12,6 +17,11 @@ PUBLIC_ROUTES = frozenset({"/health", "/health/ready"})
 
 GENERATING_ROUTES = frozenset({"/v1/chat/completions", "/v1/responses", "/v1/responses/compact"})
 """Paths whose requests use tokens."""
+
+
+def find_route(routes: Sequence[BaseRoute], scope: Scope) -> BaseRoute | None:
+    """Return the route for the path of a request, whatever its method; None if there is none."""
+    return next((route for route in routes if route.matches(scope)[0] is not Match.NONE), None)
 
 
 def route_path(scope: Scope) -> str:

@@ -30,7 +30,7 @@ from ..structured_output.output_grammar import OutputGrammar, after_reasoning, g
 from ..vision import CachedMedia, Item, Processed, VisionService
 from ..vision.media_uuids import MediaUuidCache
 from .adapters import ActiveAdapter, AdapterManager
-from .observers import RequestObserver, RequestTimer
+from .observers import RequestObserver, RequestStateStats, RequestTimer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -56,12 +56,14 @@ class Generation:
         prompt_token_ids: the prompt's token ids; images and videos are represented by placeholders.
         token_ids: the token ids of each choice, including the one that ends it.
         stop_reasons: the stop string or the token of `stop_token_ids` that ended each choice; None for other reasons.
+        stats: when the request was served.
     """
 
     completion: ChatCompletion
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[tuple[int, ...], ...]
     stop_reasons: tuple[str | int | None, ...]
+    stats: RequestStateStats
 
 
 class _LoadedMedia(NamedTuple):
@@ -143,6 +145,7 @@ class ChatPipeline:
         async with self._admit(request, n=request.n) as adapter:
             timer = RequestTimer(self.observer, n=request.n)
             builders, decode_requests = await self._prepare(request, adapter)
+            timer.queued()
             token_ids: list[list[int]] = [[] for _ in builders]
             async with contextlib.aclosing(self._decode(builders, decode_requests, timer)) as tokens:
                 async for index, token in tokens:
@@ -158,6 +161,7 @@ class ChatPipeline:
                     self._stop_reason(request, builder, ids[-1])
                     for builder, ids in zip(builders, token_ids, strict=True)
                 ),
+                stats=timer.stats(),
             )
 
     def _stop_reason(self, request: ChatRequest, builder: ResponseBuilder, last_token: int) -> str | int | None:

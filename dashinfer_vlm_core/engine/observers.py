@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from ..deprecation import warn_renamed
@@ -87,6 +88,27 @@ class ObserverList(RequestObserver):
             observer.completed(usage, seconds)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestStateStats:
+    """When a request was served. Names are vLLM's; `_ts` are times of `time.monotonic`.
+
+    Attributes:
+        num_generation_tokens: number of tokens of all completions.
+        arrival_time: when it arrived, as `time.time`.
+        queued_ts: when its prompt was built and its media were encoded, so that it waited for the decoder.
+        first_token_ts: when its first token was decoded.
+        last_token_ts: when its last token was decoded.
+        first_token_latency: seconds from its arrival to its first token.
+    """
+
+    num_generation_tokens: int
+    arrival_time: float
+    queued_ts: float
+    first_token_ts: float
+    last_token_ts: float
+    first_token_latency: float
+
+
 class RequestTimer:
     """Measures one request from construction on, and notifies an observer.
 
@@ -97,20 +119,40 @@ class RequestTimer:
 
     def __init__(self, observer: RequestObserver, *, n: int) -> None:
         self._observer = observer
+        self._arrival_time = time.time()
         self._start = time.monotonic()
+        self._queued = self._start
+        self._first: float | None = None
         self._last: list[float | None] = [None] * n
-        self._started = False
+        self._num_tokens = 0
+
+    def queued(self) -> None:
+        """The request was prepared, and waits for the decoder."""
+        self._queued = time.monotonic()
 
     def token(self, index: int) -> None:
         """A token of the choice with this index was decoded."""
         self._observer.token_decoded()
         now, last = time.monotonic(), self._last[index]
         self._last[index] = now
+        self._num_tokens += 1
         if last is not None:
             self._observer.next_token(now - last)
-        if not self._started:
-            self._started = True
+        if self._first is None:
+            self._first = now
             self._observer.first_token(now - self._start)
 
     def completed(self, usage: CompletionUsage) -> None:
         self._observer.completed(usage, time.monotonic() - self._start)
+
+    def stats(self) -> RequestStateStats:
+        """Return the times of a request that has tokens."""
+        assert self._first is not None, "a completion has at least one token"
+        return RequestStateStats(
+            num_generation_tokens=self._num_tokens,
+            arrival_time=self._arrival_time,
+            queued_ts=self._queued,
+            first_token_ts=self._first,
+            last_token_ts=max(last for last in self._last if last is not None),
+            first_token_latency=self._first - self._start,
+        )

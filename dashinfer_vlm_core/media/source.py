@@ -159,9 +159,9 @@ def read(source: LocalSource) -> bytes:
         with open(handle, "rb") as file:  # noqa: PTH123  a descriptor has no Path
             data = file.read(source.limit + 1) if stat.S_ISREG(os.fstat(handle).st_mode) else None
     except OSError as error:
-        raise _missing_file_error(source.path) from error
+        raise _missing_file_error(source.path, source.file) from error
     if data is None:
-        raise _missing_file_error(source.path)
+        raise _missing_file_error(source.path, source.file)
     if len(data) > source.limit:
         raise MediaTooLarge(f"The media exceeds {source.limit} bytes. Send a smaller file.", param=source.path)
     return data
@@ -301,5 +301,5 @@ def _path_from_url(text: str) -> str:
     return unquote(url.path)
 
 
-def _missing_file_error(path: str) -> MediaUnreachable:
-    return MediaUnreachable("The file does not exist or cannot be read. Check its name.", param=path)
+def _missing_file_error(path: str, file: Path | None = None) -> MediaUnreachable:
+    return MediaUnreachable("The file does not exist or cannot be read. Check its name.", param=path, file=file)

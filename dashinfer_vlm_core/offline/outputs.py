@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from ..engine.chat_pipeline import Generation
+from ..engine.observers import RequestStateStats
 from ..errors import DashInferVLMError
+from ..protocol import LoRARequest
 
 if TYPE_CHECKING:
     from openai.types import CompletionUsage
@@ -57,6 +59,8 @@ class RequestOutput:
         outputs: the completions; empty in case of an error.
         usage: token counts, as OpenAI counts them; None in case of an error.
         error: why there is no completion; None without an error.
+        lora_request: the LoRA adapter of the prompt; None for the model itself.
+        metrics: when the prompt was served; None in case of an error.
     """
 
     request_id: str
@@ -65,6 +69,8 @@ class RequestOutput:
     outputs: tuple[CompletionOutput, ...] = ()
     usage: CompletionUsage | None = None
     error: DashInferVLMError | None = None
+    lora_request: LoRARequest | None = None
+    metrics: RequestStateStats | None = None
 
     @property
     def finished(self) -> bool:
@@ -78,7 +84,9 @@ class RequestOutput:
         return details.cached_tokens if details else None
 
 
-def to_request_output(request_id: str, prompt: str | None, generation: Generation) -> RequestOutput:
+def to_request_output(
+    request_id: str, prompt: str | None, lora_request: LoRARequest | None, generation: Generation
+) -> RequestOutput:
     choices = zip(generation.completion.choices, generation.token_ids, generation.stop_reasons, strict=True)
     return RequestOutput(
         request_id=request_id,
@@ -86,6 +94,8 @@ def to_request_output(request_id: str, prompt: str | None, generation: Generatio
         prompt_token_ids=generation.prompt_token_ids,
         outputs=tuple(_output(*choice) for choice in choices),
         usage=generation.completion.usage,
+        lora_request=lora_request,
+        metrics=generation.stats,
     )
 
 

@@ -80,7 +80,7 @@ class SamplingParams:
     Attributes:
         n: number of completions of a prompt, at most 16.
         temperature: 0 (greedy decoding) to 2.
-        top_p: above 0, up to 1.
+        top_p: 0 (greedy decoding) to 1.
         top_k: samples from the k most likely tokens only; 0 or -1 disables it.
         max_tokens: maximum number of tokens of the completion. vLLM's default of 16 truncates most completions; here
             None means 4096, or what remains of the context.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ..config import MIB
+from ..config import MIB, option_fields
 from ..errors import ConfigError, UnsupportedParameter
 from ..protocol.validation_errors import show
 
@@ -122,6 +123,9 @@ WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
 )
 """Arguments that are accepted with any value, because they cannot change a result here; with the reason."""
 
+_OWN = ("engine", "media_io_kwargs", "mm_processor_kwargs", "seed")
+"""Arguments of `VLM` that are not options of an engine."""
+
 _DTYPES = {"half": "float16", "float": "float32"}
 _STORED_FORMATS = frozenset(
     {"awq", "awq_marlin", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "gptq_marlin", "modelopt", "torchao"}
@@ -135,10 +139,11 @@ def to_engine_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
     Arguments without effect are logged once with the reason.
 
     Raises:
-        ConfigError: an argument cannot be mapped, is given under two names, or has an invalid value.
+        ConfigError: an argument is misspelled, cannot be mapped, is given under two names, or has an invalid value.
     """
     options: dict[str, Any] = {}
     ignored = []
+    _check_spelling(arguments)
     for name, value in arguments.items():
         if name in WITHOUT_EFFECT:
             ignored.append(f"`{name}` ({WITHOUT_EFFECT[name]})")
@@ -149,6 +154,13 @@ def to_engine_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if ignored:
         logger.warning("These arguments of vLLM have no effect here: %s.", ", ".join(ignored))
     return options
+
+
+def _check_spelling(arguments: Iterable[str]) -> None:
+    known = {*option_fields(), *RENAMED, *REJECTED, *WITHOUT_EFFECT, *_OWN}
+    for name in arguments:
+        if name not in known and (close := difflib.get_close_matches(name, sorted(known), n=1)):
+            raise ConfigError(f"`{name}` is not an argument of VLM. Did you mean `{close[0]}`?", param=name)
 
 
 def _add(options: dict[str, Any], name: str, value: Any, arguments: Mapping[str, Any]) -> None:

@@ -268,12 +268,12 @@ class VLM:
         from tqdm.auto import tqdm
 
         new_bar = use_tqdm if callable(use_tqdm) else tqdm
-        texts: list[str | None] = []
+        started: list[tuple[str | None, LoRARequest | None]] = []
 
         def factories() -> Iterator[RequestFactory]:
             adapters = _adapter_per_item(lora_request, items)
             for item, params, lora in zip(items, _params_per_item(sampling, items), adapters, strict=False):
-                texts.append(prompt_text(item))
+                started.append((prompt_text(item), lora))
                 yield functools.partial(make, item, self._with_seed(params), lora)
 
         total = len(items) if isinstance(items, Sized) else None
@@ -281,13 +281,13 @@ class VLM:
             results = OfflineBatch(self.engine, limit=self._limit, on_done=bar.update).run(factories())
         if single and isinstance(results[0], DashInferVLMError):
             raise results[0]
-        return [self._output(text, result) for text, result in zip(texts, results, strict=True)]
+        return [self._output(*given, result) for given, result in zip(started, results, strict=True)]
 
-    def _output(self, text: str | None, result: BatchResult) -> RequestOutput:
+    def _output(self, text: str | None, lora: LoRARequest | None, result: BatchResult) -> RequestOutput:
         number = str(next(self._ids))
         if isinstance(result, DashInferVLMError):
-            return RequestOutput(request_id=number, prompt=text, error=result)
-        return to_request_output(number, text, result)
+            return RequestOutput(request_id=number, prompt=text, error=result, lora_request=lora)
+        return to_request_output(number, text, lora, result)
 
     def _with_seed(self, params: SamplingParams) -> SamplingParams:
         """Set the next seed of this object, if it has any and the parameters have none."""

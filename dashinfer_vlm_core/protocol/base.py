@@ -79,5 +79,5 @@ def string_or_object(get_tag: Callable[[object], str | None]) -> Discriminator:
     )
 
 
-TAGS = frozenset({"string", "array", "object", "part", "number"})
+TAGS = frozenset({"string", "array", "object", "part", "number", "subset"})
 """Tags of union members, which pydantic's locations contain although the request does not."""

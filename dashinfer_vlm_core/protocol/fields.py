@@ -70,7 +70,6 @@ REJECTED_PARTS: Mapping[str, str] = MappingProxyType(
     {
         "input_audio": NO_AUDIO,
         "audio_url": NO_AUDIO,
-        "file": "Send images as `image_url` parts, videos as `video_url` parts, and text as `text` parts.",
     }
 )
 """Types of content parts that OpenAI's clients can send, but that the models do not support."""

@@ -13,6 +13,7 @@ from ..deprecation import RenamedAttribute
 from ..errors import InvalidParameter, UnsupportedParameter
 from .base import LARGEST, STRING_OR_ARRAY, Count, Label, Name, RequestModel, Text, string_or_object
 from .fields import REJECTED_IN_MESSAGES, REJECTED_PARTS
+from .files import FileSource
 from .text_slices import copy_text, count_occurrences, find_character
 from .validation_errors import show
 
@@ -366,6 +367,7 @@ class Part(RequestModel):
         Annotated[Annotated[Text, Tag("string")] | Annotated[ImageEmbeds, Tag("object")], string_or_object(_embeds_tag)]
         | None
     ) = None
+    file: FileSource | None = None
     uuid: Label | None = None
     refusal: Text | None = None
 
@@ -408,6 +410,9 @@ class Part(RequestModel):
             value.check(path, has_uuid=has_uuid)
         elif isinstance(value, ImageEmbeds):
             value.check(path)
+        elif isinstance(value, FileSource):
+            value.check(path)
+            _check_jpeg_frames(value.source, f"{path}.{value.source_field}")
         elif self.type == "image_embeds" and not value and not has_uuid:
             raise InvalidParameter(f"`{path}` is empty. Pass embeddings in base64.", param=path)
 
@@ -426,6 +431,8 @@ class Part(RequestModel):
             )
         if self.type == "image_embeds":
             return MediaPart(kind="image", path=path, content=self._embeddings(), uuid=self.uuid)
+        if self.type == "file" and self.file is not None:
+            return self._file(self.file, path)
         return self._video(path) if self.type in _VIDEO_TYPES else None
 
     def _video(self, path: str) -> MediaPart:
@@ -445,6 +452,15 @@ class Part(RequestModel):
             url_field=f"{self._value_field}{source}",
         )
 
+    def _file(self, file: FileSource, path: str) -> MediaPart:
+        url = file.url()
+        url_field = f"file.{file.source_field}"
+        if file.kind == "video":
+            urls = VideoURL(url=url).urls()
+            return MediaPart(kind="video", path=path, url=urls, uuid=self.uuid, fps=file.fps, url_field=url_field)
+        bound = ImageURL(detail=file.detail or "auto").upper_bound
+        return MediaPart(kind="image", path=path, url=url, uuid=self.uuid, max_pixels=bound, url_field=url_field)
+
     def _embeddings(self) -> EncodedEmbeddings | None:
         if isinstance(self.image_embeds, ImageEmbeds):
             return EncodedEmbeddings(rows=self.image_embeds.image_embeds, grid=self.image_embeds.image_grid_thw)
@@ -453,13 +469,19 @@ class Part(RequestModel):
     def for_template(self) -> dict[str, str]:
         if self.type in {"text", "refusal"}:
             return {"type": "text", "text": getattr(self, self.type)}
+        if self.type == "file" and self.file is not None:
+            return {"type": self.file.kind or "image"}
         return {"type": "video" if self.type in _VIDEO_TYPES else "image"}
 
 
 _ROLES = ("user", "assistant", "system", "developer", "tool")
 _VIDEO_TYPES = ("video_url", "input_video")
 _MEDIA_TYPES = ("image_url", *_VIDEO_TYPES, "image_embeds")
-_PART_TYPES = {"text": _ROLES, **dict.fromkeys(_MEDIA_TYPES, ("user", "tool")), "refusal": ("assistant",)}
+_PART_TYPES = {
+    "text": _ROLES,
+    **dict.fromkeys((*_MEDIA_TYPES, "file"), ("user", "tool")),
+    "refusal": ("assistant",),
+}
 """Types of content parts, and the roles whose messages can contain them."""
 
 

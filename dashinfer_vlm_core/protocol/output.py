@@ -228,14 +228,34 @@ class NamedTool(RequestModel):
     function: _Named
 
 
+class ToolSubset(RequestModel):
+    """The tools that may be called, or one of which must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[tuple[NamedTool, ...], Strict(False), Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(tool.function.name for tool in self.tools)
+
+
+class AllowedTools(RequestModel):
+    type: Literal["allowed_tools"]
+    allowed_tools: ToolSubset
+
+
 def _choice_tag(value: object) -> str | None:
     if isinstance(value, str):
         return "string"
+    if isinstance(value, AllowedTools) or (isinstance(value, dict) and value.get("type") == "allowed_tools"):
+        return "subset"
     return "object" if isinstance(value, (dict, NamedTool)) else None
 
 
 ToolChoice: TypeAlias = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("string")] | Annotated[NamedTool, Tag("object")],
+    Annotated[Literal["none", "auto", "required"], Tag("string")]
+    | Annotated[AllowedTools, Tag("subset")]
+    | Annotated[NamedTool, Tag("object")],
     string_or_object(_choice_tag),
 ]
 Tools: TypeAlias = Annotated[tuple[Tool, ...], Strict(False), Field(max_length=MAX_TOOLS, fail_fast=True)]
@@ -254,8 +274,17 @@ def find_tool_conflicts(tools: Tools, choice: ToolChoice | None, parallel: bool 
     if not tools and (parallel is not None or choice not in {None, "none", "auto"}):
         name = "parallel_tool_calls" if parallel is not None else "tool_choice"
         yield InvalidParameter(f"`{name}` requires `tools`. Remove it, or pass tools.", param=name)
-    if isinstance(choice, NamedTool) and choice.function.name not in names:
-        yield InvalidParameter(
-            f"`tool_choice` names {show(choice.function.name)}, which is not one of `tools`.",
-            param="tool_choice.function.name",
-        )
+    for path, chosen in _chosen_tools(choice):
+        if chosen.function.name not in names:
+            yield InvalidParameter(
+                f"`{path}` is {show(chosen.function.name)}, which is not one of `tools`.", param=path
+            )
+
+
+def _chosen_tools(choice: ToolChoice | None) -> Iterator[tuple[str, NamedTool]]:
+    """Yield the tools that a choice names, each with the path of its name."""
+    if isinstance(choice, NamedTool):
+        yield "tool_choice.function.name", choice
+    elif isinstance(choice, AllowedTools):
+        for index, tool in enumerate(choice.allowed_tools.tools):
+            yield f"tool_choice.allowed_tools.tools[{index}].function.name", tool

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, InstanceOf, Strict, Tag, model_validator
 
-from ..errors import InvalidParameter, RequestError, UnsupportedParameter
+from ..errors import InvalidParameter, RequestError
 from .base import LARGEST, STRING_OR_ARRAY, Count, Label, Name, RequestModel, Text, encodable
 from .body import CheckedBody
 from .fields import IGNORED_FIELDS, REJECTED_FIELDS
@@ -17,6 +17,7 @@ from .lora import LoRARequest
 from .messages import MediaPart, Message
 from .options import MediaIO, MediaOptions, ProcessorOptions
 from .output import (
+    AllowedTools,
     GuidedSchema,
     GuidedText,
     GuidedTexts,
@@ -55,6 +56,8 @@ _Stops = Annotated[tuple[_Stop, ...], Strict(False), Field(max_length=4, fail_fa
 
 
 class StreamOptions(RequestModel):
+    """Options of a stream. `include_obfuscation`, OpenAI's padding of chunks, has no effect."""
+
     include_usage: bool = False
     include_obfuscation: bool = False
 
@@ -83,7 +86,7 @@ class ChatRequest(CheckedBody):
     max_completion_tokens: Count | None = None
     min_tokens: Annotated[int, Field(ge=0, le=LARGEST)] = 0
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1, le=LARGEST)] = 0
     frequency_penalty: _Penalty = 0.0
     presence_penalty: _Penalty = 0.0
@@ -110,7 +113,7 @@ class ChatRequest(CheckedBody):
     media_io_kwargs: MediaIO = MediaIO()
     mm_processor_kwargs: ProcessorOptions = ProcessorOptions()
     cache_salt: Label | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     chat_template_kwargs: Annotated[dict[Name, _TemplateValue], Field(max_length=MAX_TEMPLATE_OPTIONS)] = Field(
         default_factory=dict
     )
@@ -158,11 +161,6 @@ class ChatRequest(CheckedBody):
                 "`stream_options` requires `stream`. Set `stream` to true, or remove `stream_options`.",
                 param="stream_options",
             )
-        if self.stream_options and self.stream_options.include_obfuscation:
-            yield UnsupportedParameter(
-                "`stream_options.include_obfuscation` is not supported, got true. Remove it.",
-                param="stream_options.include_obfuscation",
-            )
 
     @property
     def _token_limit(self) -> int | None:
@@ -201,11 +199,14 @@ class ChatRequest(CheckedBody):
         """The tools that the completion can call or has to call."""
         if isinstance(self.tool_choice, NamedTool):
             return tuple(tool for tool in self.tools if tool.function.name == self.tool_choice.function.name)
-        return () if self.tool_choice == "none" else self.tools
+        return self.offered_tools
 
     @property
     def offered_tools(self) -> tuple[Tool, ...]:
         """The tools that the prompt describes."""
+        if isinstance(self.tool_choice, AllowedTools):
+            names = self.tool_choice.allowed_tools.names
+            return tuple(tool for tool in self.tools if tool.function.name in names)
         return () if self.tool_choice == "none" else self.tools
 
     @property
@@ -216,6 +217,8 @@ class ChatRequest(CheckedBody):
     @property
     def must_call(self) -> bool:
         """Whether the completion has to be a tool call."""
+        if isinstance(self.tool_choice, AllowedTools):
+            return self.tool_choice.allowed_tools.mode == "required"
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     def media(self) -> tuple[MediaPart, ...]:
@@ -251,11 +254,12 @@ class ChatRequest(CheckedBody):
 
     def sampling(self) -> Sampling:
         """Return the sampling parameters; `max_tokens` is None if the request sets no limit."""
+        greedy = self.temperature < GREEDY_BELOW or self.top_p == 0  # the smallest set of tokens is the most likely one
         return Sampling(
             max_tokens=self._token_limit,
             min_tokens=self.min_tokens,
-            temperature=self.temperature if self.temperature >= GREEDY_BELOW else 0.0,
-            top_p=self.top_p,
+            temperature=0.0 if greedy else self.temperature,
+            top_p=self.top_p or 1.0,
             top_k=max(self.top_k, 0),
             seed=self.seed,
             repetition_penalty=self.repetition_penalty,

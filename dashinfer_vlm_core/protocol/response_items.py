@@ -7,9 +7,9 @@ import binascii
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import Field, Strict, Tag
+from pydantic import ConfigDict, Field, Strict, Tag
 
 from ..errors import InvalidParameter, UnsupportedParameter
 from .base import STRING_OR_ARRAY, Name, RequestModel, Text
@@ -17,11 +17,19 @@ from .fields import NO_AUDIO
 from .messages import MAX_PARTS
 from .validation_errors import show
 
+REFERENCE = "item_reference"
+
 _SUMMARY_MARK = "summary."
 """What the content of compaction items begins with, which clients should treat as opaque."""
 
 
-class ItemPart(RequestModel):
+class _StoredModel(RequestModel):
+    """Base class of what is stored with a response: unknown keys are dropped, rather than kept in memory."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="ignore")
+
+
+class ItemPart(_StoredModel):
     """A content part of an item: text, an image or a video. The chat request that it becomes checks its source."""
 
     type: Text
@@ -31,6 +39,9 @@ class ItemPart(RequestModel):
     image_url: Any = None
     video_url: Any = None
     file_data: Text | None = None
+    filename: Text | None = None
+    file_id: Any = None
+    file_url: Any = None
     uuid: Any = None
 
     def to_chat(self, path: str) -> dict[str, Any]:
@@ -41,7 +52,7 @@ class ItemPart(RequestModel):
             UnsupportedParameter: the type or a source is not supported.
         """
         for name in ("file_id", "file_url"):
-            if (self.model_extra or {}).get(name) is not None:
+            if getattr(self, name) is not None:
                 raise UnsupportedParameter(
                     f"`{path}.{name}` is not supported: files are not stored or fetched. Send images as `image_url`,"
                     " videos as `video_url`, or a data: URL in `file_data`.",
@@ -85,18 +96,7 @@ def _video(part: ItemPart, path: str) -> dict[str, Any]:
 
 
 def _file(part: ItemPart, path: str) -> dict[str, Any]:
-    """Convert a file that is an image or a video in a data: URL."""
-    if part.file_data is None:
-        raise InvalidParameter(f"`{path}.file_data` is required. Pass a data: URL.", param=f"{path}.file_data")
-    for kind in ("image", "video"):
-        prefix = f"data:{kind}/"
-        if part.file_data[: len(prefix)].lower() == prefix:
-            return {"type": f"{kind}_url", f"{kind}_url": {"url": part.file_data}}
-    raise UnsupportedParameter(
-        f"`{path}.file_data` must be a data: URL of an image or a video: other files are not supported."
-        " Send text as `input_text`.",
-        param=f"{path}.file_data",
-    )
+    return {"type": "file", "file": {"file_data": part.file_data, "filename": part.filename}}
 
 
 _TEXT_TYPES = ("input_text", "output_text", "text")
@@ -114,14 +114,15 @@ _Parts: TypeAlias = Annotated[tuple[ItemPart, ...], Strict(False), Field(max_len
 _Content: TypeAlias = Annotated[Annotated[Text, Tag("string")] | Annotated[_Parts, Tag("array")], STRING_OR_ARRAY]
 
 
-class InputItem(RequestModel):
+class InputItem(_StoredModel):
     """An item of the input; `type` says which of the fields it has.
 
-    Output items of earlier responses are valid, too. `id`, `status`, `phase` and a reasoning item's `encrypted_content`
-    have no effect.
+    Output items of earlier responses are valid, too. Their `id`, `status`, `phase` and a reasoning item's
+    `encrypted_content` have no effect.
     """
 
     type: Text = "message"
+    id: Text | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: _Content | None = None
     summary: _Parts = ()
@@ -130,6 +131,11 @@ class InputItem(RequestModel):
     arguments: Text | None = None
     output: _Content | None = None
     encrypted_content: Text | None = None
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether it stands for the stored item with its `id`; the type of a reference may be omitted."""
+        return self.type == REFERENCE or self.model_fields_set == {"id"}
 
 
 @dataclass(slots=True, eq=False)

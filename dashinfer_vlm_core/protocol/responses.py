@@ -107,6 +107,9 @@ class ToolReference(RequestModel):
     type: Text = "function"
     name: Name
 
+    def to_chat(self) -> dict[str, Any]:
+        return {"type": self.type, "function": {"name": self.name}}
+
 
 class ToolSelection(RequestModel):
     """A tool that must be called (`function`), or the tools that may be called (`allowed_tools`)."""
@@ -192,6 +195,9 @@ class ResponsesRequest(CheckedBody):
         return self
 
     def _find_conflicts(self) -> Iterator[RequestError]:
+        for index, item in enumerate(self.items()):
+            if item.is_reference and not item.id:
+                yield InvalidParameter(f"`input[{index}].id` is required.", param=f"input[{index}].id")
         for index, tool in enumerate(self.tools):
             if tool.type != "function":
                 yield _unsupported(f"tools[{index}].type", tool.type, "Only functions are available.")
@@ -201,13 +207,6 @@ class ResponsesRequest(CheckedBody):
                 yield _unsupported("tool_choice.type", choice.type, "Only functions are available.")
             if choice.type == "function" and choice.name is None:
                 yield InvalidParameter("`tool_choice.name` is required.", param="tool_choice.name")
-            names = {tool.name for tool in self.tools}
-            for index, reference in enumerate(choice.tools):
-                if reference.name not in names:
-                    path = f"tool_choice.tools[{index}].name"
-                    yield InvalidParameter(
-                        f"`{path}` is {show(reference.name)}, which is not one of `tools`.", param=path
-                    )
         if self.text.verbosity != "medium":
             next_step = "The models cannot control it. Describe the desired length in `instructions`."
             yield _unsupported("text.verbosity", self.text.verbosity, next_step)
@@ -241,6 +240,12 @@ class ResponsesRequest(CheckedBody):
         """Return the input as items."""
         return _items(self.input)
 
+    def with_references(self, stored: Mapping[str, Mapping[str, Any]]) -> ResponsesRequest:
+        """Return the request with stored items, given by ID, in place of the references to them."""
+        found = {item_id: InputItem.model_validate(item) for item_id, item in stored.items()}
+        items = tuple(found[item.id or ""] if item.is_reference else item for item in self.items())
+        return self.model_copy(update={"input": items})
+
     def to_chat(self, history: Sequence[InputItem] = (), *, dropped_turns: int = 0) -> ChatCall:
         """Convert it to a chat request.
 
@@ -261,32 +266,20 @@ class ResponsesRequest(CheckedBody):
         if isinstance(self.input, str):
             converter.messages[-1].sources = [(".content", "input"), ("", "input")]
         messages = _without_turns(converter.messages, dropped_turns)
-        tools = self._callable_tools()
-        renames = tuple(_message_renames(messages)) + tuple(_tool_renames(tools)) + _RENAMES
+        renames = tuple(_message_renames(messages)) + _RENAMES
         with _renamed_errors(renames):
-            chat = ChatRequest.parse(self._chat_fields(messages, [tool for _, tool in tools]))
+            chat = ChatRequest.parse(self._chat_fields(messages))
         turns = sum(message.body["role"] == "user" for message in converter.messages)
         return ChatCall(chat=chat, renames=renames, turns=turns)
 
-    def _callable_tools(self) -> list[tuple[int, FunctionTool]]:
-        """Return the tools that may be called, each with its index."""
-        tools, choice = list(enumerate(self.tools)), self.tool_choice
-        if not isinstance(choice, ToolSelection) or choice.type != "allowed_tools":
-            return tools
-        allowed = {tool.name for tool in choice.tools}
-        return [(index, tool) for index, tool in tools if tool.name in allowed]
-
-    def _chat_fields(self, messages: Sequence[ConvertedMessage], tools: Sequence[FunctionTool]) -> dict[str, Any]:
+    def _chat_fields(self, messages: Sequence[ConvertedMessage]) -> dict[str, Any]:
         extra = self.model_extra or {}
         fields = {name: value for name, value in extra.items() if name not in REJECTED_IN_RESPONSES}
         fields |= {name: getattr(self, name) for name in _SHARED}
         fields |= {
             "messages": [message.body for message in messages],
             "stream": True,
-            "stream_options": {
-                "include_usage": True,
-                "include_obfuscation": self.stream_options is not None and self.stream_options.include_obfuscation,
-            },
+            "stream_options": {"include_usage": True},
             "max_completion_tokens": self.max_output_tokens,
             "reasoning_effort": self.reasoning.effort,
         }
@@ -294,19 +287,21 @@ class ResponsesRequest(CheckedBody):
             fields |= {"logprobs": True, "top_logprobs": self.top_logprobs}
         if self.text.format.type != "text":
             fields["response_format"] = self.text.format.to_chat()
-        if tools:
+        if self.tools:
             fields |= {
-                "tools": [tool.to_chat() for tool in tools],
+                "tools": [tool.to_chat() for tool in self.tools],
                 "parallel_tool_calls": None if self.parallel_tool_calls else False,
             }
         return fields | {"tool_choice": self._chat_tool_choice()}
 
     def _chat_tool_choice(self) -> Any:
-        if not isinstance(self.tool_choice, ToolSelection):
-            return self.tool_choice
-        if self.tool_choice.type == "allowed_tools":
-            return self.tool_choice.mode
-        return {"type": "function", "function": {"name": self.tool_choice.name}}
+        choice = self.tool_choice
+        if not isinstance(choice, ToolSelection):
+            return choice
+        if choice.type == "allowed_tools":
+            allowed = {"mode": choice.mode, "tools": [tool.to_chat() for tool in choice.tools]}
+            return {"type": choice.type, "allowed_tools": allowed}
+        return {"type": "function", "function": {"name": choice.name}}
 
 
 class CompactRequest(RequestBody):
@@ -362,6 +357,7 @@ _RENAMES = (
     ("response_format.json_schema", "text.format"),
     ("response_format", "text.format"),
     ("tool_choice.function", "tool_choice"),
+    ("tool_choice.allowed_tools", "tool_choice"),
     ("max_completion_tokens", "max_output_tokens"),
     ("max_tokens", "max_output_tokens"),
     ("reasoning_effort", "reasoning.effort"),
@@ -369,7 +365,8 @@ _RENAMES = (
     ("messages", "input"),
 )
 _QUOTED = re.compile(r"`([^`\s]+)`")
-_URL = re.compile(r"\.image_url\.url$")
+_TOOL_FIELD = re.compile(r"(?<=tools)(\[\d+\])\.function")
+_URL = re.compile(r"(\.image_url)\.url$|\.file(\.file_data)$")
 
 
 def _items(value: str | tuple[InputItem, ...]) -> tuple[InputItem, ...]:
@@ -386,11 +383,6 @@ def _message_renames(messages: Sequence[ConvertedMessage]) -> Iterator[tuple[str
             yield f"messages[{index}]{suffix}", path
 
 
-def _tool_renames(tools: Sequence[tuple[int, FunctionTool]]) -> Iterator[tuple[str, str]]:
-    for index, (source, _) in enumerate(tools):
-        yield f"tools[{index}].function", f"tools[{source}]"
-
-
 @contextlib.contextmanager
 def _renamed_errors(renames: Sequence[tuple[str, str]]) -> Iterator[None]:
     try:
@@ -404,9 +396,10 @@ def _renamed_errors(renames: Sequence[tuple[str, str]]) -> Iterator[None]:
 
 
 def _rename(path: str, renames: Sequence[tuple[str, str]]) -> str:
+    path = _TOOL_FIELD.sub(r"\1", path, count=1)
     for old, new in renames:
         if path == old or path.startswith((f"{old}.", f"{old}[")):
-            return _URL.sub(".image_url", new + path.removeprefix(old))
+            return _URL.sub(r"\1\2", new + path.removeprefix(old))
     return path
 
 

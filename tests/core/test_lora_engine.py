@@ -111,6 +111,7 @@ def test_requests_name_adapter_as_model(engine):
     assert {name: completion.model for name, completion in by_model.items()} == {"base": "base", "both": "both"}
     texts = {name: completion.choices[0].message.content for name, completion in by_model.items()}
     (output,) = vlm.chat(HELLO["messages"], GREEDY, use_tqdm=False, lora_request=LoRARequest("both"))
+    assert output.lora_request == LoRARequest("both")
     assert output.outputs[0].text == texts["both"] != texts["base"]
     assert [(adapter.name, adapter.source) for adapter in engine.status().adapters] == [("both", "both")]
 

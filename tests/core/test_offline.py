@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -296,6 +297,15 @@ def test_local_files_are_read_by_default(tiny_checkpoint, tmp_path, monkeypatch)
     assert len({tokens(output) for output in outputs}) == 1
 
 
+def test_missing_file_is_named_to_the_caller_only(tiny_checkpoint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with VLM(tiny_checkpoint) as vlm:
+        for name in ("missing.png", tmp_path / "missing.png", tmp_path):
+            (output,) = vlm.generate([prompt_with({"image": name})], GREEDY)
+            assert str((tmp_path / name).resolve()) in str(output.error)
+            assert "/" not in output.error.message
+
+
 def test_refusal_of_local_file_names_the_option(tiny_checkpoint, monkeypatch):
     disallowed = VLM(tiny_checkpoint, allowed_local_media_path=None)
     monkeypatch.setenv("DASHINFER_VLM_ALLOWED_LOCAL_MEDIA_PATH", "/nowhere")
@@ -472,7 +482,7 @@ def test_single_list_item_error_is_not_raised(demo):
     ("options", "error", "param"),
     [
         ({"temperature": -1.0}, InvalidParameter, "temperature"),
-        ({"top_p": 0.0}, InvalidParameter, "top_p"),
+        ({"top_p": -0.1}, InvalidParameter, "top_p"),
         ({"max_tokens": 0}, InvalidParameter, "max_tokens"),
         ({"logprobs": 21}, InvalidParameter, "top_logprobs"),
         ({"logit_bias": {"x": 1.0}}, InvalidParameter, "logit_bias"),
@@ -670,8 +680,20 @@ def test_outputs_have_attributes_of_vllm(scripted):
     assert output.outputs[0].finished()
     assert output.outputs[0].cumulative_logprob == 0.0
     assert vlm.generate("x", SamplingParams(max_tokens=2))[0].outputs[0].cumulative_logprob is None
-    assert vlm.generate([{"prompt": PROMPT}], GREEDY)[0].num_cached_tokens is None
+    (failed,) = vlm.generate([{"prompt": PROMPT}], GREEDY)
+    assert (failed.num_cached_tokens, failed.metrics, failed.lora_request) == (None, None, None)
     assert vlm.get_default_sampling_params() == SamplingParams()
+
+
+def test_metrics_are_in_the_order_of_events(scripted):
+    vlm, _ = scripted("One two three.")
+    before, start = time.time(), time.monotonic()
+    (output,) = vlm.generate("x", SamplingParams(n=2, seed=1))
+    metrics = output.metrics
+    assert metrics.num_generation_tokens == sum(len(choice.token_ids) for choice in output.outputs)
+    assert before <= metrics.arrival_time <= time.time()
+    assert start <= metrics.queued_ts <= metrics.first_token_ts < metrics.last_token_ts <= time.monotonic()
+    assert 0 < metrics.first_token_latency <= metrics.first_token_ts - start
 
 
 def test_stop_reason_is_what_ended_the_completion(scripted):

@@ -68,8 +68,10 @@ def test_errors_of_the_engine_name_the_fields_of_this_request():
         "messages[2].tool_calls[1].function.arguments": "input[4].arguments",
         "messages[3].content[0].image_url.url": "input[5].output[0].image_url",
         "messages[4].content[0]": "input[6].content[0]",
-        "tools[0].function.parameters": "tools[1].parameters",
+        "messages[4].content[0].file.file_data": "input[6].content[0].file_data",
+        "tools[1].function.parameters": "tools[1].parameters",
         "tool_choice.function.name": "tool_choice.name",
+        "tool_choice.allowed_tools.tools[0].function.name": "tool_choice.tools[0].name",
         "response_format.json_schema.schema": "text.format.schema",
         "response_format": "text.format",
         "max_completion_tokens": "max_output_tokens",
@@ -118,9 +120,24 @@ def test_dropped_turns_begin_with_messages_of_the_user():
 PARTS = ["input_text", "input_image", "input_video", "input_file", "refusal", "image_url", "video_url", "file_data"]
 KNOWN = sorted(
     {*ResponsesRequest.model_fields, *REJECTED_IN_RESPONSES, *PARTS}
-    | {"type", "role", "content", "name", "call_id", "arguments", "output", "summary", "format", "schema", "effort"}
+    | {
+        "id",
+        "filename",
+        "type",
+        "role",
+        "content",
+        "name",
+        "call_id",
+        "arguments",
+        "output",
+        "summary",
+        "format",
+        "schema",
+        "effort",
+    }
 )
-WORDS = st.sampled_from([*PARTS, "message", "function_call", "function_call_output", "reasoning", "user", "function"])
+ITEM_TYPES = ["message", "function_call", "function_call_output", "reasoning", "item_reference"]
+WORDS = st.sampled_from([*PARTS, *ITEM_TYPES, "user", "function", "allowed_tools"])
 NEAR = st.recursive(
     JSON | WORDS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KNOWN), inner, max_size=5),

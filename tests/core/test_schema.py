@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from typing import get_args
 
 import pytest
 from hypothesis import example, given, settings
@@ -13,11 +14,13 @@ from openai.types.chat.completion_create_params import (
     CompletionCreateParamsNonStreaming,
     CompletionCreateParamsStreaming,
 )
+from openai.types.shared import ReasoningEffort
 from pydantic import ValidationError
 
 from dashinfer_vlm_core.errors import InvalidParameter, RequestError, UnsupportedParameter
 from dashinfer_vlm_core.protocol import LOW_DETAIL_PIXELS, ChatRequest, MediaPart, unknown_fields
 from dashinfer_vlm_core.protocol.fields import IGNORED_FIELDS, REJECTED_FIELDS, SUPPORTED_FIELDS
+from dashinfer_vlm_core.protocol.messages import JPEG_FRAMES
 from dashinfer_vlm_core.protocol.sampling import Sampling
 from dashinfer_vlm_core.protocol.unknown_fields import MAX_LOGGED, UnknownFieldLog
 
@@ -84,12 +87,19 @@ def test_sampling_has_every_option():
         ({"top_k": -1}, "top_k", 0),
         ({"temperature": 2}, "temperature", 2.0),
         ({"temperature": 1e-300}, "temperature", 0.0),
+        ({"temperature": 1, "top_p": 0}, "temperature", 0.0),
+        ({"top_p": 0}, "top_p", 1.0),
         ({"seed": 2**63 - 1}, "seed", 2**63 - 1),
         ({"min_tokens": 4}, "min_tokens", 4),
     ],
 )
 def test_sampling(fields, name, value):
     assert getattr(ChatRequest.parse(request(**fields)).sampling(), name) == value
+
+
+@pytest.mark.parametrize("effort", get_args(get_args(ReasoningEffort)[0]))
+def test_efforts_of_openai_are_accepted(effort):
+    assert ChatRequest.parse(request(reasoning_effort=effort)).reasoning_effort == effort
 
 
 def test_negative_zero_is_zero():
@@ -273,6 +283,7 @@ def test_ignored_fields_are_accepted(name):
 
 
 VIDEO_FILE = "data:video/mp4;base64,AAAA"
+IMAGE_FILE = "data:image/png;base64,AAAA"
 
 
 @pytest.mark.parametrize(
@@ -285,6 +296,10 @@ VIDEO_FILE = "data:video/mp4;base64,AAAA"
         {"type": "input_video", "video_url": VIDEO_FILE},
         {"type": "input_video", "video_url": {"url": VIDEO_FILE}},
         {"type": "video_url", "video_url": VIDEO_FILE},
+        {"type": "file", "file": {"file_data": VIDEO_FILE}},
+        {"type": "file", "file": {"file_data": "AAAA", "filename": "a.mp4"}},
+        {"type": "file", "file": {"file_data": "AAAA", "format": "video/mp4"}},
+        {"type": "file", "file": {"file_id": VIDEO_FILE, "format": "video/mp4"}},
     ],
     ids=str,
 )
@@ -293,6 +308,22 @@ def test_video_shapes_of_other_clients(part):
     assert parsed.media() == ChatRequest.parse(video(VIDEO_FILE)).media()
     assert parsed.template_messages()[0]["content"][0] == {"type": "video"}
     assert ChatRequest.parse(parsed.model_dump(exclude_unset=True)).media() == parsed.media()
+
+
+def test_file_can_be_an_image_or_a_video():
+    for file, expected in (
+        ({"file_data": IMAGE_FILE, "filename": "image-0.png"}, image()),
+        ({"file_data": "AAAA", "filename": "A.PNG", "detail": "low"}, image(detail="low")),
+        ({"file_id": "https://example.com/a.mp4"}, video()),
+        ({"file_data": f"{JPEG_FRAMES}AAAA,BBBB"}, video(f"{JPEG_FRAMES}AAAA,BBBB")),
+        ({"file_id": "https://example.com/a", "format": "video/mp4", "video_metadata": {"fps": 4}},
+         video("https://example.com/a", fps=4)),
+    ):  # fmt: skip
+        parsed, same = ChatRequest.parse(request({"type": "file", "file": file})), ChatRequest.parse(expected)
+        assert parsed.media() == same.media()
+        assert parsed.template_messages() == same.template_messages()
+    (part,) = ChatRequest.parse(request({"type": "file", "file": {"file_data": IMAGE_FILE}})).media()
+    assert part.url_path == "messages[0].content[0].file.file_data"
 
 
 def test_image_url_can_be_a_string():
@@ -471,7 +502,7 @@ def test_image_data_is_not_copied():
 NUMBERS = [
     # field, minimum, maximum
     ("temperature", 0, 2),
-    ("top_p", None, 1),
+    ("top_p", 0, 1),
     ("frequency_penalty", -2, 2),
     ("presence_penalty", -2, 2),
     ("repetition_penalty", None, 2),
@@ -611,6 +642,7 @@ BAD = [
     (video(url={"url": "a"}), FRAME),
     (video(url=[]), FRAME),
     (video(url=["a"] * 4097), FRAME),
+    (request({"type": "file", "file": {"file_data": JPEG_FRAMES + "," * 4097}}), f"{PART}.file.file_data"),
     (video(url=["a", ""]), f"{FRAME}[1]"),
     (video(url=["a", 5]), f"{FRAME}[1]"),
     (video(url=["a", None]), f"{FRAME}[1]"),
@@ -680,7 +712,7 @@ BAD = [
     (request(ignore_eos="yes"), "ignore_eos"),
     (request(repetition_penalty=0), "repetition_penalty"),
     (request(repetition_penalty=1e-300), "repetition_penalty"),
-    (request(top_p=0), "top_p"),
+    (request(top_p=-0.1), "top_p"),
     (request(guided_json=[1]), "guided_json"),
     (request(guided_json="{"), "guided_json"),
     (request(guided_json="[" * 50_000), "guided_json"),
@@ -729,10 +761,21 @@ UNSUPPORTED = [
     ),
     (request(modalities=["text", "audio"]), "modalities"),
     (request(service_tier="flex"), "service_tier"),
-    (request(stream=True, stream_options={"include_obfuscation": True}), "stream_options.include_obfuscation"),
     (request({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}), f"{PART}.type"),
     (request({"type": "audio_url", "audio_url": {"url": "https://example.com/a.wav"}}), f"{PART}.type"),
-    (request({"type": "file", "file": {"file_id": "a"}}), f"{PART}.type"),
+    (request({"type": "file", "file": {"file_id": "a"}}), f"{PART}.file.file_id"),
+    (request({"type": "file", "file": {"file_id": "a", "format": "video/mp4"}}), f"{PART}.file.file_id"),
+    (request({"type": "file", "file": {}}), f"{PART}.file.file_data"),
+    (request({"type": "file", "file": {"file_data": "data:application/pdf;base64,JVBE"}}), f"{PART}.file.file_data"),
+    (request({"type": "file", "file": {"file_data": "JVBE", "filename": "a.pdf"}}), f"{PART}.file.file_data"),
+    (
+        request({"type": "file", "file": {"file_data": "AAAA", "filename": "a.mp4", "detail": "low"}}),
+        f"{PART}.file.detail",
+    ),
+    (
+        request({"type": "file", "file": {"file_data": VIDEO_FILE, "video_metadata": {"start_offset": "1s"}}}),
+        f"{PART}.file.video_metadata",
+    ),
     (message("assistant", content="a", function_call={"name": "f", "arguments": ""}), "messages[0].function_call"),
     (message("assistant", audio={"id": "a"}, content="a"), "messages[0].audio"),
 ]

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.errors import DecoderFailed, InvalidParameter, UnsupportedParameter
 from dashinfer_vlm_core.plugins import load_plugins
+from dashinfer_vlm_core.protocol import ChatRequest
 from dashinfer_vlm_core.protocol.sampling import SAMPLING_PARAMETERS
 from dashinfer_vlm_core.structured_output.tool_parser import (
     ContentDelta,
@@ -213,6 +214,43 @@ def test_forced_call():
         play("No.", tool_choice="required")
     with pytest.raises(DecoderFailed, match="violates the requested format"):
         play(OTHER, tool_choice=NAMED)
+
+
+def allowed(mode, *names):
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_only_allowed_tools_are_described_and_called(demo):
+    required = allowed("required", "weather")
+    assert [name for name, _ in calls_of(play(CALL, tool_choice=required)[0])] == ["weather"]
+    for answer in (OTHER, "No."):
+        with pytest.raises(DecoderFailed, match="violates the requested format"):
+            play(answer, tool_choice=required)
+    assert play("No.", tool_choice=allowed("auto", "weather"))[0].message.content == "No."
+    prompts = [
+        prompt_of(demo, messages=ASKED, **fields)[0]
+        for fields in (
+            {"tools": [WEATHER]},
+            {"tools": [WEATHER, PING], "tool_choice": allowed("auto", "weather")},
+        )
+    ]
+    assert prompts[0] == prompts[1]
+
+
+@pytest.mark.parametrize(
+    ("choice", "param"),
+    [
+        (allowed("auto", "weather", "other"), "tool_choice.allowed_tools.tools[1].function.name"),
+        (allowed("auto"), "tool_choice.allowed_tools.tools"),
+        (allowed("none", "weather"), "tool_choice.allowed_tools.mode"),
+        ({"type": "allowed_tools"}, "tool_choice.allowed_tools"),
+    ],
+)
+def test_invalid_allowed_tools_are_rejected(choice, param):
+    with pytest.raises(InvalidParameter) as caught:
+        ChatRequest.parse({"messages": ASKED, "tools": [WEATHER], "tool_choice": choice})
+    assert caught.value.param == param
 
 
 def test_format_and_tools_can_be_combined():

@@ -124,8 +124,16 @@ def test_invalid_value_is_named():
 
 
 def test_unknown_argument_is_rejected(tiny_checkpoint):
-    with pytest.raises(ConfigError, match="max_num_seq"):
-        VLM(tiny_checkpoint, max_num_seq=4)
+    for name, meant in (
+        ("max_num_seq", "`max_num_seqs`"),
+        ("max_model_length", "`max_model_len`"),
+        ("tensor_paralel_size", "`tensor_parallel_size`"),
+        ("mm_procesor_kwargs", "`mm_processor_kwargs`"),
+        ("completely_different", "lists every option"),
+    ):
+        with pytest.raises(ConfigError, match=meant) as caught:
+            VLM(tiny_checkpoint, **{name: 4})
+        assert caught.value.param == name
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import litellm
 import pytest
 
@@ -79,4 +81,7 @@ def test_proxy_clients_do_not_see_paths(caplog):
     assert "/home/somebody/secret" in convert(error).message
     assert convert(error, proxied=True).message.endswith(HIDDEN_MESSAGE)
     assert "/home/somebody/secret" in caplog.text
+    missing = errors.MediaUnreachable("Missing.", file=Path("/home/somebody/a.png"))
+    assert "/home/somebody/a.png" in convert(missing).message
+    assert convert(missing, proxied=True).message.endswith("Missing.")
     assert "pip" in convert(errors.QueueFull("pip"), proxied=True).message

@@ -190,6 +190,12 @@ def test_security_27_content_type_parameters_and_case_are_ignored(client, kind):
     assert client.post(CHAT, content=HELLO, headers={"Content-Type": kind}).status_code == 200
 
 
+def test_security_27_only_routes_that_exist_require_json(client):
+    for path, status in (("/v1/files", 404), ("/v1/responses/resp_1/cancel", 415), ("/v1/models", 415)):
+        response = client.post(path, content=b"--x--", headers={"Content-Type": "multipart/form-data; boundary=x"})
+        assert response.status_code == status
+
+
 def test_security_27_missing_content_type_is_rejected(served):
     """A page can send a body without a type, as a `Blob`."""
     with client_of(served) as client:

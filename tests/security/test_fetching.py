@@ -114,6 +114,11 @@ def test_security_02_files_in_the_allowed_folder_are_read(open_server, folder):
         assert open_server.fingerprint(image(url)) == expected
 
 
+def test_security_05_missing_file_is_not_named(open_server, folder):
+    messages = {open_server.rejection(image(url), code="media_unreachable") for url in ("missing.png", str(folder))}
+    assert messages == {"The file does not exist or cannot be read. Check its name."}
+
+
 def test_security_02_path_traversal_is_rejected_alike(open_server, folder):
     outside = folder.parent
     messages = {

@@ -104,7 +104,7 @@ BAD = {
         '{"messages": [{"role": "user", "content": "Hello"}], "temperature": 1e309}',
         "temperature",
     ),
-    "top_p zero": ({"top_p": 0}, "top_p"),
+    "top_p negative": ({"top_p": -0.1}, "top_p"),
     "top_p too high": ({"top_p": 1.01}, "top_p"),
     "top_k too low": ({"top_k": -2}, "top_k"),
     "top_k not whole": ({"top_k": 1.5}, "top_k"),

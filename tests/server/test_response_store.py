@@ -10,9 +10,10 @@ KIB = 1024
 
 
 def turn(name, previous=None, *, size=KIB):
-    body = json.dumps({"id": name, "output": [{"type": "message", "content": f"Answer of {name}"}]})
-    item = {"role": "user", "content": f"{name} ".ljust(size, "x")}
-    return StoredResponse(id=name, body=body.encode(), input=(item,), previous=previous)
+    answer = {"id": f"answer {name}", "type": "message", "content": f"Answer of {name}"}
+    body = json.dumps({"id": name, "output": [answer]})
+    item = {"id": f"item {name}", "role": "user", "content": f"{name} ".ljust(size, "x")}
+    return StoredResponse(id=name, body=body.encode(), input=(item,), output_ids=(answer["id"],), previous=previous)
 
 
 def stored(store, client, *names):
@@ -52,15 +53,48 @@ def test_memory_is_limited():
         assert store.num_bytes <= 10 * KIB
     kept = stored(store, "a", *map(str, range(50)))
     assert kept == [str(index) for index in range(50 - len(kept), 50)]
-    assert len(kept) > 4
+    assert len(kept) >= 4
     store.add("a", turn("huge", size=11 * KIB))
     assert store.num_responses == 0
 
 
 def test_values_count_by_their_memory_rather_than_text():
     store = ResponseStore(max_responses=99, max_bytes=99 * KIB)
-    store.add("a", StoredResponse(id="a", body=b"{}", input=({"content": [{} for _ in range(1000)]},)))
+    content = [{} for _ in range(1000)]
+    store.add("a", StoredResponse(id="a", body=b"{}", input=({"id": "b", "content": content},), output_ids=()))
     assert store.num_bytes > 60 * KIB
+
+
+def test_security_28_keys_of_objects_count():
+    store = ResponseStore(max_responses=99, max_bytes=99 * KIB)
+    item = {"id": "b", "image_url": {"x" * 100 * KIB: 1}}
+    store.add("a", StoredResponse(id="a", body=b"{}", input=(item,), output_ids=()))
+    assert store.num_responses == 0
+
+
+def test_items_are_found_as_long_as_a_response_has_them():
+    store = ResponseStore(max_responses=3, max_bytes=99 * KIB)
+    store.add("a", first := turn("one"))
+    (item,) = first.input
+    store.add("a", StoredResponse(id="two", body=b'{"output": []}', input=(item,), output_ids=()))
+    found = store.find_items("a", ["item one", "answer one", "item two"])
+    assert {name: found[name]["content"] for name in found} == {
+        "item one": item["content"], "answer one": "Answer of one"
+    }  # fmt: skip
+    assert store.find_items("b", ["item one"]) == {}
+    assert store.delete("a", "one")
+    assert store.find_items("a", ["item one", "answer one"]).keys() == {"item one"}
+    assert store.delete("a", "two")
+    assert store.find_items("a", ["item one"]) == {}
+
+
+def test_responses_whose_items_are_found_are_used():
+    store = ResponseStore(max_responses=2, max_bytes=99 * KIB)
+    store.add("a", turn("one"))
+    store.add("a", turn("two"))
+    store.find_items("a", ["answer one"])
+    store.add("a", turn("three"))
+    assert stored(store, "a", "one", "two", "three") == ["one", "three"]
 
 
 def test_turns_of_a_conversation_count_once():
@@ -69,7 +103,7 @@ def test_turns_of_a_conversation_count_once():
     before = store.num_bytes
     for index in range(5):
         store.add("a", turn(f"next {index}", first))
-    assert before < store.num_bytes < before + 10 * KIB
+    assert before < store.num_bytes < before + 15 * KIB
     store.delete("a", "one")
     assert store.num_bytes > 20 * KIB  # the others continue it
     assert store.num_responses == 6
