@@ -1,5 +1,4 @@
-"""Tables and options of docs/operations.md and docs/monitoring.md, and routes of docs/http.md and docs/responses.md, match
-the code."""
+"""Tables and options of docs/operations.md and docs/monitoring.md match the code, as do the routes of the API's pages."""
 
 from __future__ import annotations
 
