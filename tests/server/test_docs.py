@@ -1,4 +1,4 @@
-"""Tables and options of docs/operations.md and docs/monitoring.md match the code, as do the routes of the API's pages."""
+"""Tables and options of docs/operations.md and docs/monitoring.md match the code, as do the documented routes."""
 
 from __future__ import annotations
 
