@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dashinfer_vlm_core.protocol import output, request
-from dashinfer_vlm_core.structured_output import output_grammar
+from dashinfer_vlm_core.structured_output import output_grammar, request_grammars
 from dashinfer_vlm_core.structured_output.grammar import bounds
 from dashinfer_vlm_core.structured_output.grammar.schema_shape import NOT_GUARANTEED
 from tests.pages import check_programs, page_programs, page_text
@@ -28,7 +28,11 @@ def test_examples_print_documented_output():
         f"{bounds.MAX_ARRAY_ITEMS:,} by `maxItems`",
         f"{bounds.EXTRA_PROPERTIES}, of names up to {bounds.KEY_CHARACTERS} characters",
         f"{bounds.INTEGER_DIGITS} digits before the point, {bounds.DECIMAL_PLACES} after it",
-        f"bounds below 1e{bounds.MAX_INTEGER_DIGITS}",
+        f"{bounds.MAX_INTEGER_DIGITS} digits before the point by bounds",
+        f"`multipleOf` can be an integer up to {bounds.MAX_MULTIPLE_OF:,}",
+        f"at most {bounds.MAX_LISTED_MULTIPLES} multiples between them",
+        f"{bounds.MAX_PATTERNS} different values of `pattern` and `format`",
+        f"waits for {request_grammars.COMPILE_SECONDS:g} seconds",
         f"{bounds.MAX_RECURSION} levels; deeper values are not generated",
         f"{bounds.ANY_DEPTH} deep, {bounds.ANY_ITEMS} items each",
         f"{output.MAX_SCHEMA_BYTES // 1024} KiB and {output.MAX_SCHEMA_DEPTH} levels",

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
+from dashinfer_vlm_core.config.folders import warn_if_accessible
 from dashinfer_vlm_core.errors import ConfigError
 
 MAX_LIMIT = 10**12
@@ -93,6 +94,7 @@ def read_entries(file: Path, defaults: KeyLimits) -> list[KeyEntry]:
     """
     try:
         text = file.read_text(encoding="utf-8")
+        warn_if_accessible(file, "API keys")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise ConfigError(f"--api-key-file: {file} cannot be read: {reason}.") from error

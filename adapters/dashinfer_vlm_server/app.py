@@ -23,13 +23,14 @@ from dashinfer_vlm_core.protocol import ChatRequest, DetokenizeRequest, Tokenize
 
 from . import openapi
 from .authentication import ApiKeyMiddleware, ApiKeyReloader
+from .body_memory import BodyMemoryBudget
 from .cross_origin import CrossOriginMiddleware, normalize_allowed_host
 from .errors import DRAINING, HANDLERS, RETRY_AFTER_SECONDS
 from .metrics import Metrics, ObservableEngine
 from .page import FILES, add_page
 from .rate_limits import RATE_LIMIT_HEADERS, KeyLimiter, charge, count_usage
 from .request_body import cancel_on_disconnect, read_request
-from .request_context import HEADER, BodyMemoryBudget, RequestContextMiddleware, get_request_context
+from .request_context import HEADER, RequestContextMiddleware, get_request_context
 from .response_store import ResponseStore
 from .responses import ResponseRoutes
 from .routes import PUBLIC_ROUTES
@@ -272,7 +273,7 @@ class _Routes:
             parse,
             max_bytes=settings.max_body_bytes,
             max_pause=settings.max_body_pause,
-            reserve=get_request_context(request.scope).reserve,
+            memory=get_request_context(request.scope).body_memory,
             parse_slot=self.parse_slot,
         )
 

@@ -13,11 +13,19 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from .lingering import LingeringTransport
+
 HEAD_SECONDS = 20.0
 """Maximum time to receive the head of a request (request line and headers), from the connection or its first byte."""
 
 WRITE_SECONDS = 30.0
 """How long a client may stop reading while a response waits to be sent."""
+
+DISCARD_SECONDS = 30.0
+"""How long the rest of a body is received after the response, so that the client can read it (as in nginx)."""
+
+DISCARD_BYTES = 512 * 1024 * 1024
+"""How much of it is received: more than the largest body of the default settings."""
 
 MAX_HEAD_BYTES = 64 * 1024
 """Maximum size of the head of a request, accurate to one slice."""
@@ -30,6 +38,7 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_US
 
 
 _HEAD_END = re.compile(rb"\n\r?\n")
+_FOLDED_LINE = re.compile(rb"\n[ \t]")
 _LENGTHS = re.compile(rb"(?im)^content-length[ \t]*:(.*)$")
 
 
@@ -45,7 +54,8 @@ class StrictConnection(h11.Connection):
 
         Raises:
             h11.RemoteProtocolError: also for a request with both `Content-Length` and `Transfer-Encoding`, with several
-                lengths (h11 accepts equal ones), or with chunks in HTTP/1.0.
+                lengths (h11 accepts equal ones), with chunks in HTTP/1.0, or with a header line that continues the one
+                before it, which RFC 9112 deprecates (section 5.2).
         """
         head = self.trailing_data[0] if self.their_state is h11.IDLE else b""
         event = super().next_event()
@@ -55,13 +65,16 @@ class StrictConnection(h11.Connection):
 
 
 def _is_ambiguous(request: h11.Request, received: bytes) -> bool:
+    found = _HEAD_END.search(received)
+    end = found.start() if found else len(received)
+    if _FOLDED_LINE.search(received, 0, end):
+        return True
     names = [name for name, _ in request.headers]
     if b"transfer-encoding" in names:
         return b"content-length" in names or request.http_version < b"1.1"
     if b"content-length" not in names:
         return False
-    end = _HEAD_END.search(received)
-    lengths = _LENGTHS.findall(received, 0, end.start() if end else len(received))
+    lengths = _LENGTHS.findall(received, 0, end)
     return len(lengths) > 1 or any(b"," in length for length in lengths)
 
 
@@ -70,34 +83,49 @@ class TimeoutH11Protocol(H11Protocol):
     and rejects requests of ambiguous length.
 
     A client that sends the head of its request too slowly gets a 408, and its connection is closed. If a client stops
-    reading its response, its connection is aborted, which cancels its request like any disconnect.
+    reading its response, its connection is aborted, which cancels its request like any disconnect. After a response
+    to a request whose body was not read, the rest of the body is discarded within limits.
     """
 
     head_seconds = HEAD_SECONDS
     write_seconds = WRITE_SECONDS
+    discard_seconds = DISCARD_SECONDS
+    discard_bytes = DISCARD_BYTES
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.conn = StrictConnection(h11.SERVER, self.config.h11_max_incomplete_event_size or MAX_HEAD_BYTES)
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        self._discard_timer: asyncio.TimerHandle | None = None
+        self._discardable = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's signature
-        super().connection_made(transport)
+        super().connection_made(
+            LingeringTransport(transport, is_receiving=self._is_receiving, on_linger=self._start_discarding)
+        )
         self._wait_for_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        self._stop_discarding()
         self.resume_writing()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._discard_timer is not None:
+            self._discardable -= len(data)
+            if self._discardable < 0:
+                self.transport.abort()
         while self.conn.their_state is h11.IDLE and len(data) > _SLICE and not self.transport.is_closing():
             super().data_received(data[:_SLICE])
             data = data[_SLICE:]
         if self.transport.is_closing():
             return
         super().data_received(data)
+        if self._discard_timer is not None and not self._is_receiving():
+            self._stop_discarding()
+            self._wait_for_request()
         if self.conn.their_state is not h11.IDLE:
             self._stop_waiting()  # the timeout of the body is in `read_request`
         elif self.conn.trailing_data[0]:
@@ -107,6 +135,8 @@ class TimeoutH11Protocol(H11Protocol):
         super().on_response_complete()
         if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:  # part of the next request was received
             self._wait_for_head()
+        if self._is_receiving() and not self.transport.is_closing():
+            self._start_discarding()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -123,6 +153,28 @@ class TimeoutH11Protocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         self._reject(400, "The request is not valid HTTP/1.1, or its headers are too large.", "invalid_http")
+
+    def _is_receiving(self) -> bool:
+        """Whether the client may be sending a body, or what is not a body, and can read a response."""
+        return self.conn.their_state in (h11.SEND_BODY, h11.ERROR) and self.conn.our_state is not h11.ERROR
+
+    def _start_discarding(self) -> None:
+        if self._discard_timer is None:
+            self._discardable = self.discard_bytes
+            self._discard_timer = self.loop.call_later(self.discard_seconds, self.transport.abort)
+
+    def _stop_discarding(self) -> None:
+        if self._discard_timer is not None:
+            self._discard_timer.cancel()
+            self._discard_timer = None
+
+    def _wait_for_request(self) -> None:
+        """Set the timeout for the next request after a discarded body, whose data ended uvicorn's."""
+        if self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]:
+            self._unset_keepalive_if_required()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def _wait_for_head(self) -> None:
         if self._head_timer is None:

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import re
 from typing import Any, NoReturn
 
 from dashinfer_vlm_core.errors import InvalidParameter
-
-MAX_VALUES = 250_000
-"""Maximum number of values and keys in a body: an empty array takes three bytes of text, but 64 bytes of memory."""
-
-MAX_DEPTH = 64
-"""Maximum nesting depth of the values in a body."""
+from dashinfer_vlm_core.protocol.json_limits import JsonLimitExceeded, count_values
 
 EXAMPLE = 'a JSON object, such as {"messages": [{"role": "user", "content": "Hello!"}]}'
 
@@ -27,12 +20,14 @@ def parse_object(body: bytes | bytearray) -> dict[str, Any]:
     """
     try:
         text = body.decode(json.detect_encoding(body), "surrogatepass")
-        _check_shape(text)
+        count_values(text)
         value = json.loads(text, parse_constant=reject_constant, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
         line, column = error.lineno, error.colno
         rest = error.doc[error.pos :]
         raise syntax_error(error.msg, line, column, rest, is_empty=not error.doc.strip()) from None
+    except JsonLimitExceeded as error:
+        raise exceeded(str(error)) from None
     except (ValueError, RecursionError) as error:
         raise conversion_error(error) from None
     return check_is_object(value)
@@ -96,36 +91,10 @@ def bad_json(message: str) -> InvalidParameter:
     return InvalidParameter(message, code="invalid_json")
 
 
-def too_many_values() -> InvalidParameter:
-    return bad_json(f"The body has more than {MAX_VALUES} values. Send fewer.")
-
-
-def too_deep() -> InvalidParameter:
-    return bad_json(f"The body is nested too deeply: at most {MAX_DEPTH} levels are allowed.")
+def exceeded(limit: str) -> InvalidParameter:
+    """Return the error for a body that exceeds a limit of `json_limits`."""
+    return bad_json(f"The body {limit}")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return check_unique(pairs, dict(pairs))
-
-
-def _check_shape(text: str) -> None:
-    """Reject a body that would take far more memory than its text, before it is parsed.
-
-    Values are estimated by punctuation: each value but the first follows a comma, a colon or a bracket.
-    """
-    if sum(map(text.count, ",:[{")) < MAX_DEPTH:
-        return
-    bare = text.replace(r"\\", "").replace(r"\"", "")
-    if bare.count('"') > 2 * MAX_VALUES:
-        raise too_many_values()
-    outside = "".join(bare.split('"')[::2])
-    if sum(map(outside.count, ",:[{")) > MAX_VALUES:
-        raise too_many_values()
-    if _depth(outside) > MAX_DEPTH:
-        raise too_deep()
-
-
-def _depth(outside: str) -> int:
-    """Return the nesting depth of brackets in the text outside of strings."""
-    steps = (1 if bracket in "[{" else -1 for bracket in re.findall(r"[\[\]{}]", outside))
-    return max(itertools.accumulate(steps), default=0)

@@ -18,25 +18,23 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from dashinfer_vlm_core.errors import InvalidParameter
+from dashinfer_vlm_core.protocol.json_limits import MAX_CHARACTERS, MAX_DEPTH, MAX_VALUES, TOO_DEEP, TOO_MANY_VALUES
 
 from .json_body import (
-    MAX_DEPTH,
-    MAX_VALUES,
     bad_json,
     check_is_object,
     check_unique,
     conversion_error,
+    exceeded,
     reject_constant,
     syntax_error,
-    too_deep,
-    too_many_values,
 )
 
 SLICE = 64 * 1024
 """Number of bytes that one call processes in about a millisecond if every second one is a backslash."""
 
-MAX_SKELETON_BYTES = 8 * 1024 * 1024
-"""Maximum size of the skeleton. Text of this size is parsed in less than 50 ms."""
+MAX_SKELETON_BYTES = MAX_CHARACTERS
+"""Maximum size of the skeleton, which one call parses."""
 
 # Text outside of strings, and strings of up to 255 bytes without escape sequences. Other strings are replaced.
 _SKELETON = re.compile(rb'[^"]*(?:"[^"\\]{0,255}"[^"]*)*')
@@ -132,17 +130,17 @@ class _Parser:
         outside = b"".join(piece.split(b'"')[::2])
         self._values += sum(map(outside.count, (b",", b":", b"[", b"{")))
         if self._values > MAX_VALUES:
-            raise too_many_values()
+            raise exceeded(TOO_MANY_VALUES)
         for bracket in re.findall(rb"[\[\]{}]", outside):
             self._depth += 1 if bracket in b"[{" else -1
             if self._depth > MAX_DEPTH:
-                raise too_deep()
+                raise exceeded(TOO_DEEP)
 
     def _replace_string(self) -> None:
         """Decode the string that starts at the position, append its replacement, and advance the position."""
         number = len(self._strings)
         if number > MAX_VALUES:
-            raise too_many_values()
+            raise exceeded(TOO_MANY_VALUES)
         self._strings[f"\0{number}"] = _concatenate(self._pieces())
         self._append(b'"\\u0000%d"' % number)
         self._skeleton_positions.append(len(self._skeleton))

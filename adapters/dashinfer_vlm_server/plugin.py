@@ -122,7 +122,8 @@ _LIMITS = (
     _option("--max-stored-mib", default=256, type=IntegerRange(min=1), metavar="MIB",
             help="Maximum memory of stored responses, with the images and videos of their requests."),
     _option("--max-body-pause", default=60.0, type=NumberRange(0, min_open=True), metavar="SECONDS",
-            help="Timeout between two chunks of a request body."),
+            help="Timeout between two chunks of a request body, and of a whole body in addition to a second per 16"
+            " KiB."),
     _option("--max-requests-per-key", type=IntegerRange(1, MAX_LIMIT), metavar="INT",
             help="Maximum number of concurrent requests of an API key without its own limit."),
     _option("--tokens-per-minute-per-key", type=IntegerRange(1, MAX_LIMIT), metavar="INT",

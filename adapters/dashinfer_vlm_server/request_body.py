@@ -18,10 +18,15 @@ if TYPE_CHECKING:
     from fastapi import Request
     from starlette.types import Receive
 
+    from .body_memory import BodyMemory
+
 T = TypeVar("T")
 
 INLINE_PARSE_BYTES = 64 * 1024
 """Bodies up to this size are parsed on the event loop, in about a millisecond; larger ones in a thread."""
+
+MIN_BYTES_PER_SECOND = 16 * 1024
+"""How fast a body must be received on average. The limit between two chunks alone could keep its memory for months."""
 
 EXCLUSIVE_PARSE_BYTES = 1024 * 1024
 """Bodies above this size are parsed one after the other: each running thread delays the event loop by up to 5 ms."""
@@ -33,7 +38,7 @@ async def read_request(
     *,
     max_bytes: int,
     max_pause: float,
-    reserve: Callable[[int], None],
+    memory: BodyMemory,
     parse_slot: asyncio.Semaphore,
 ) -> T:
     """Read the body of a request and parse it.
@@ -44,17 +49,19 @@ async def read_request(
         request: a request whose body has not been read.
         parse: converts the JSON object; called in a thread if the body is large.
         max_bytes: maximum size of the body.
-        max_pause: maximum number of seconds between two chunks of the body.
-        reserve: called with the size of each chunk before it is stored; may raise.
+        max_pause: maximum number of seconds between two chunks of the body, and in addition to the time that the whole
+            body needs at `MIN_BYTES_PER_SECOND`.
+        memory: the memory of the body.
         parse_slot: limits how many bodies above `EXCLUSIVE_PARSE_BYTES` are parsed at the same time.
 
     Raises:
         HTTPException: 413, the body exceeds `max_bytes` and the rest was not stored. 408, no data was received for
-            `max_pause` seconds.
+            `max_pause` seconds, or the body was received too slowly.
+        QueueFull: there is no memory for the body.
         RequestError: the body is not a JSON object, or `parse` rejects it.
         ClientDisconnect: the client disconnected before the request was complete.
     """
-    body = await _read_body(request, max_bytes, max_pause, reserve)
+    body = await _read_body(request, max_bytes, max_pause, memory)
     if len(body) <= INLINE_PARSE_BYTES:
         return parse(parse_object(body))
     async with parse_slot if len(body) > EXCLUSIVE_PARSE_BYTES else contextlib.nullcontext():
@@ -88,27 +95,35 @@ async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -
         del work_task, disconnect_task  # their exceptions refer to this frame: the cycle would keep the request
 
 
-async def _read_body(request: Request, max_bytes: int, max_pause: float, reserve: Callable[[int], None]) -> bytearray:
+async def _read_body(request: Request, max_bytes: int, max_pause: float, memory: BodyMemory) -> bytearray:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
         raise _too_large(max_bytes)
     body = bytearray()
-    chunks = request.stream()
-    while (chunk := await _next_chunk(chunks, max_pause)) is not None:
-        if len(body) + len(chunk) > max_bytes:
-            raise _too_large(max_bytes)
-        reserve(len(chunk))
-        body += chunk
+    chunks, clock = request.stream(), asyncio.get_running_loop().time
+    deadline = clock() + max_pause
+    with memory.receiving():
+        while (chunk := await _next_chunk(chunks, max_pause, deadline - clock())) is not None:
+            if len(body) + len(chunk) > max_bytes:
+                raise _too_large(max_bytes)
+            received_at = clock()
+            await memory.reserve(len(chunk))
+            deadline += clock() - received_at + len(chunk) / MIN_BYTES_PER_SECOND
+            body += chunk
     return body
 
 
-async def _next_chunk(chunks: AsyncGenerator[bytes, None], max_pause: float) -> bytes | None:
+async def _next_chunk(chunks: AsyncGenerator[bytes, None], max_pause: float, time_left: float) -> bytes | None:
     """Return the next chunk of a body; None at its end."""
     try:
-        with anyio.fail_after(max_pause):  # `asyncio.wait_for` can lose a cancellation, see `deadline.py`
+        # `asyncio.wait_for` can lose a cancellation, see `deadline.py`.
+        with anyio.fail_after(min(max_pause, time_left)):
             return await anext(chunks, None)
     except TimeoutError:
-        message = f"No data of the body was received for {max_pause:g} seconds. Send the request again."
+        message = (
+            f"The body was received too slowly: no data for {max_pause:g} seconds, or less than {MIN_BYTES_PER_SECOND}"
+            " bytes per second. Send the request again."
+        )
         raise HTTPException(408, message, headers={"Connection": "close"}) from None
 
 

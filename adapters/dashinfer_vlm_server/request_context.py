@@ -16,14 +16,15 @@ from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect
 
 from dashinfer_vlm_core.concurrency.memory import trim_memory
-from dashinfer_vlm_core.errors import QueueFull
 
+from .body_memory import BodyMemory, BodyMemoryBudget
 from .errors import CLIENT_CLOSED_REQUEST, error_response, status_for
+from .json_stream import SLICE_BYTES
 from .logs import REQUEST_ID
 from .routes import find_route
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from starlette.routing import BaseRoute
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -36,6 +37,9 @@ logger: logging.Logger = logging.getLogger(__name__)
 HEADER = "X-Request-Id"
 QUIET_ROUTES = frozenset({"/health", "/health/ready", "/metrics"})
 """Routes that are polled every few seconds. Their requests are logged at level DEBUG."""
+
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"})
+"""Methods that are logged by name; a client without a key can send any other text of 64 KiB."""
 
 TRIM_BODY_BYTES = 8 * 1024 * 1024
 """After a request with a larger body, freed memory is returned to the system."""
@@ -55,42 +59,22 @@ OUTCOMES = {
 """The outcome of a request by status; others are `success` (below 400), `invalid` (4xx) and `error` (5xx)."""
 
 
-class BodyMemoryBudget:
-    """A limit on the bodies of all requests together. A body counts until its request has ended.
-
-    Args:
-        limit: the limit in bytes.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._available = limit
-
-    def reserve(self, size: int) -> None:
-        """Reserve bytes. Raises QueueFull if fewer are available."""
-        if size > self._available:
-            raise QueueFull("The server has no memory left for this request body. Try again later.")
-        self._available -= size
-
-    def release(self, size: int) -> None:
-        self._available += size
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestContext:
     """The state of one HTTP request.
 
     Attributes:
         id: the request ID in responses and logs.
-        budget: the memory budget for request bodies.
-        reserved_bytes: how many bytes of the budget this request has reserved.
+        method: its method; `other` if it is not one of HTTP's.
+        body_memory: the memory of its body.
         status: the status of the response; 499 (the client disconnected) until there is one.
         route: the pattern of the path; `other` if no route matches.
         client_name: the name of the API key; empty if it has none.
     """
 
     id: str
-    budget: BodyMemoryBudget
-    reserved_bytes: int = 0
+    method: str
+    body_memory: BodyMemory
     status: int = CLIENT_CLOSED_REQUEST
     route: str = "other"
     client_name: str = ""
@@ -100,11 +84,6 @@ class RequestContext:
     def outcome(self) -> str:
         default = "success" if self.status < 400 else "invalid" if self.status < 500 else "error"
         return OUTCOMES.get(self.status, default)
-
-    def reserve(self, size: int) -> None:
-        """Reserve memory for received bytes of the body. Raises QueueFull if the budget is exhausted."""
-        self.budget.reserve(size)
-        self.reserved_bytes += size
 
     def fail(self, error: Exception) -> None:
         """Record an error that occurred after the response headers were sent."""
@@ -150,14 +129,17 @@ class RequestContextMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        context = scope[_SCOPE_KEY] = RequestContext(id=_request_id(scope), budget=self._budget)
+        context = scope[_SCOPE_KEY] = RequestContext(
+            id=_request_id(scope), method=_method(scope), body_memory=BodyMemory(self._budget)
+        )
         token = REQUEST_ID.set(context.id)
         try:
             with self._metrics.in_flight.track_inprogress(), self._span(scope, context):
                 await self._serve(context, scope, receive, send)
         finally:
-            self._budget.release(context.reserved_bytes)
-            if context.reserved_bytes > TRIM_BODY_BYTES:
+            is_large = context.body_memory.size > TRIM_BODY_BYTES
+            context.body_memory.release()
+            if is_large:
                 asyncio.get_running_loop().run_in_executor(None, trim_memory)
             self._record(context, scope)
             REQUEST_ID.reset(token)
@@ -174,7 +156,8 @@ class RequestContextMiddleware:
                 started = True
                 context.status = message["status"]
                 MutableHeaders(scope=message)[HEADER] = context.id
-            await send(message)
+            for part in _slices(message):  # the server copies what it cannot send yet
+                await send(part)
 
         try:
             await self._app(scope, receive, send_with_id)
@@ -193,7 +176,7 @@ class RequestContextMiddleware:
     def _record(self, context: RequestContext, scope: Scope) -> None:
         self._metrics.count_request(context.route, context.outcome)
         fields: dict[str, Any] = {
-            "method": scope["method"] if scope["method"].isalpha() else "other",
+            "method": context.method,
             "route": context.route,
             "status": context.status,
             "outcome": context.outcome,
@@ -203,6 +186,21 @@ class RequestContextMiddleware:
             fields["client"] = context.client_name
         level = logging.DEBUG if context.route in QUIET_ROUTES and context.status != 401 else logging.INFO
         logger.log(level, "%s", " ".join(map(str, fields.values())), extra={"fields": fields})
+
+
+def _slices(message: Message) -> Iterator[Message]:
+    """Split the body of a message: the server waits for the client between messages."""
+    body = message.get("body", b"")
+    if len(body) <= SLICE_BYTES:
+        yield message
+        return
+    for start in range(0, len(body), SLICE_BYTES):
+        end = start + SLICE_BYTES
+        yield {**message, "body": body[start:end], "more_body": message.get("more_body", False) or end < len(body)}
+
+
+def _method(scope: Scope) -> str:
+    return scope["method"] if scope["method"] in METHODS else "other"
 
 
 def _request_id(scope: Scope) -> str:

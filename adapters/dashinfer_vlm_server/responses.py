@@ -8,16 +8,18 @@ import json
 import secrets
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from openai.types.responses import CompactedResponse, ResponseCompactionItem
 from openai.types.responses import Response as ResponseObject
 from pydantic import BaseModel
 
 from dashinfer_vlm_core.concurrency.deadline import stream_with_timeout
+from dashinfer_vlm_core.concurrency.fair_slots import FairSlots
 from dashinfer_vlm_core.errors import ContextLengthExceeded, InvalidParameter, UnsupportedParameter
 from dashinfer_vlm_core.protocol.client import current_client
 from dashinfer_vlm_core.protocol.response_items import InputItem, encode_summary
@@ -26,7 +28,8 @@ from dashinfer_vlm_core.response.response_events import ResponseEventBuilder, bu
 
 from . import openapi
 from .errors import error_body, response_not_found
-from .input_items import QUERY_PARAMETERS, find_references, list_items, to_stored_item
+from .input_items import QUERY_PARAMETERS, ItemList, find_references, list_items, to_stored_item
+from .json_stream import stream_json
 from .response_store import ResponseStore, StoredResponse
 from .sse import EventStream, response_event
 from .tokens import SupportsTokenization, tokenizer_of
@@ -74,6 +77,7 @@ class ResponseRoutes:
         read, run: the application's limits.
         stream: streams the chunks of a chat request, and counts its tokens.
         timeout: seconds for a streamed response; None for no limit.
+        page_slots: clients share the time in which pages of items are made.
     """
 
     engine: ChatEngine
@@ -82,6 +86,7 @@ class ResponseRoutes:
     run: RunWithLimits
     stream: Callable[[ChatRequest], AsyncGenerator[ChatCompletionChunk, None]]
     timeout: float | None
+    page_slots: FairSlots = field(default_factory=partial(FairSlots, 1))
 
     def add_to(self, app: FastAPI) -> None:
         """Add the routes, with their OpenAPI descriptions."""
@@ -153,12 +158,15 @@ class ResponseRoutes:
 
     async def list_input_items(self, request: Request, response_id: str) -> Response:
         """Return a page of the items that a stored response was generated from, those of earlier responses included."""
-        stored = self._stored(response_id)
+        stored, client = self._stored(response_id), current_client.get().id
 
-        def page() -> str:  # may contain megabytes of images
-            return list_items(stored.context(), request.query_params).model_dump_json()
+        def page() -> ItemList:
+            return list_items(stored.context(), request.query_params)
 
-        return Response(await asyncio.to_thread(page), media_type="application/json")
+        async with self.page_slots.slot(client, limit=1):
+            fields = dict(await asyncio.to_thread(page))  # may contain megabytes of images
+        stream = stream_json(fields, slots=self.page_slots, client=client)
+        return StreamingResponse(stream, media_type="application/json")
 
     async def delete(self, response_id: str) -> Response:
         """Delete a stored response. Responses that continue it keep its items."""

@@ -24,12 +24,12 @@ class Settings:
     Attributes:
         max_body_bytes: maximum size of a request body; larger ones are rejected with 413. A video of 200 MiB is
             267 MiB in base64.
-        max_buffered_bytes: maximum size of the bodies of all running requests together; requests that exceed it are
-            rejected with 429.
+        max_buffered_bytes: maximum size of the bodies of all running requests together, which API keys share fairly;
+            requests that exceed it are rejected with 429.
         max_stored_responses: maximum number of responses of the Responses API that are stored in memory; 0 stores none.
         max_stored_bytes: maximum memory of the stored responses, with the items of their requests.
-        max_body_pause: maximum number of seconds between two chunks of a body; after that, the request is rejected
-            with 408.
+        max_body_pause: maximum number of seconds between two chunks of a body, and for a whole body in addition to a
+            second per 16 KiB; after that, the request is rejected with 408.
         request_timeout: maximum number of seconds for a response, measured after its request was read; None for no
             limit.
         keys: API keys; every request must send one of them, unless there are none.

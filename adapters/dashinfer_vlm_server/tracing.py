@@ -47,10 +47,10 @@ class Tracer(RequestObserver):
             try:
                 yield
             finally:
-                span.update_name(f"{scope['method']} {context.route}")
+                span.update_name(f"{context.method} {context.route}")
                 span.set_attributes(
                     {
-                        "http.request.method": scope["method"],
+                        "http.request.method": context.method,
                         "http.route": context.route,
                         "http.response.status_code": context.status,
                         "dashinfer_vlm.request_id": context.id,

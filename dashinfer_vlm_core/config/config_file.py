@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import logging
-import stat
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -13,11 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import click
 
 from ..errors import ConfigError
+from .folders import warn_if_accessible
 
 if TYPE_CHECKING:
     import yaml
-
-logger: logging.Logger = logging.getLogger(__name__)
 
 Value: TypeAlias = "str | list[str] | dict[str, str]"
 
@@ -298,5 +295,5 @@ def _suggestion(name: str, known: Mapping[str, click.Option]) -> str:
 def _warn_if_readable(path: Path, settings: Iterable[FileSetting]) -> None:
     flags = [_flag(setting.option) for setting in settings]
     secret = next((flag for flag in flags if flag.split("-")[-1] in SECRETS), None)
-    if secret and path.stat().st_mode & stat.S_IROTH:
-        logger.warning("All users of this machine can read the `%s` in %s. Run: chmod 600 %s", secret, path, path)
+    if secret:
+        warn_if_accessible(path, f"`{secret}`")

@@ -303,7 +303,7 @@ class EngineConfig(BaseSettings):
     max_fetched_bytes: int = Field(
         512 * MIB, ge=1, description="Maximum number of bytes fetched for all media of a request."
     )
-    max_fetches: int = Field(16, ge=1, description="Maximum number of concurrent fetches of an engine.")
+    max_fetches: int = Field(16, ge=1, description="Maximum number of concurrent fetches of a client.")
 
     _plugin_options: tuple[PluginOptions, ...] = PrivateAttr(())
 

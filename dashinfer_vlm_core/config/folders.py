@@ -1,11 +1,14 @@
-"""Checks of folders that options name."""
+"""Checks of folders and files that options name."""
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 import tempfile
 from pathlib import Path
+
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 def write_error(folder: Path) -> str:
@@ -28,3 +31,16 @@ def access_problem(status: os.stat_result) -> str:
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return "other users can write to it"
     return ""
+
+
+def warn_if_accessible(file: Path, secret: str) -> None:
+    """Log a warning if all users of the machine can read or change a file with a secret.
+
+    Args:
+        file: the file.
+        secret: what it contains, for the message.
+    """
+    if file.stat().st_mode & (stat.S_IROTH | stat.S_IWOTH):
+        logger.warning(
+            "All users of this machine can read or change the %s in %s. Run: chmod 600 %s", secret, file, file
+        )

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from ..config import PluginOptions
+from ..config.folders import warn_if_accessible
 from ..errors import ConfigError
 
 MIN_SECRET_BYTES = 16
@@ -57,6 +58,7 @@ class EmbeddingStoreOptions(PluginOptions):
             return b""
         try:
             secret = file.expanduser().read_bytes().strip()
+            warn_if_accessible(file.expanduser(), "secret")
         except OSError as error:
             message = f"`embedding_store_secret_file`: {file} cannot be read: {error.strerror}. Check the path."
             raise ConfigError(message, param="embedding_store_secret_file") from error

@@ -25,8 +25,7 @@ from ..protocol import DEFAULT_MAX_TOKENS, ChatRequest, MediaPart
 from ..protocol.client import current_client
 from ..protocol.sampling import Sampling
 from ..response.response_builder import PromptCounts, ResponseBuilder
-from ..structured_output.grammar_compiler import GrammarCompiler
-from ..structured_output.output_grammar import OutputGrammar, after_reasoning, grammar_for_request
+from ..structured_output.request_grammars import RequestGrammars
 from ..vision import CachedMedia, Item, Processed, VisionService
 from ..vision.media_uuids import MediaUuidCache
 from .adapters import ActiveAdapter, AdapterManager
@@ -132,7 +131,7 @@ class ChatPipeline:
     prompts: PromptBuilder
     vision: VisionService
     media_uuids: MediaUuidCache
-    grammars: GrammarCompiler
+    grammars: RequestGrammars
     decoder: Supervisor
     adapters: AdapterManager
     observer: RequestObserver
@@ -175,18 +174,14 @@ class ChatPipeline:
         async with self._admit(request, n=request.n) as adapter:
             timer = RequestTimer(self.observer, n=request.n)
             builders, decode_requests = await self._prepare(request, adapter)
-            # Sent with the first token, so that an earlier failure is an error response and not a broken stream.
-            first_chunks = [builder.first_chunk() for builder in builders]
             async with contextlib.aclosing(self._decode(builders, decode_requests, timer)) as tokens:
                 async for index, token in tokens:
                     builder = builders[index]
-                    chunks = [
-                        *first_chunks,
-                        *builder.add_token(token),
-                        *(builder.final_chunks() if builder.finished else ()),
-                    ]
-                    first_chunks.clear()
-                    for chunk in chunks:
+                    # The first chunk is sent with the first token, so that an earlier failure is an error response and
+                    # not a broken stream.
+                    for chunk in builder.add_token(token):
+                        yield chunk
+                    for chunk in builder.final_chunks() if builder.finished else ():
                         yield chunk
             for builder in builders:
                 if not builder.finished:
@@ -250,6 +245,7 @@ class ChatPipeline:
         try:
             await self.decoder.close()
         finally:
+            self.grammars.close()
             await self.vision.close()
             await self.media.close()
             await self.media_executor.close()
@@ -342,23 +338,7 @@ class ChatPipeline:
             if GUIDED_DECODING not in self.decoder.supported_params:
                 self._reject_structured_output(request)
                 return None
-            output_grammar = await asyncio.to_thread(self._output_grammar, request)
-            if output_grammar is None:
-                return None
-            if request.ignore_eos:
-                raise InvalidParameter(
-                    "`ignore_eos` would continue after the end that the output format requires."
-                    f" Remove `ignore_eos` or `{output_grammar.field}`.",
-                    param="ignore_eos",
-                )
-            rules, start, param = output_grammar.rules, output_grammar.start, output_grammar.param
-            return await self.grammars.compile_async(rules, start, param=param)
-
-    def _output_grammar(self, request: ChatRequest) -> OutputGrammar | None:
-        grammar = grammar_for_request(request, self.spec.conversation, self.spec.coordinates)
-        if grammar and self.prompts.opens_reasoning(request):
-            return after_reasoning(grammar, self.spec.conversation)
-        return grammar
+            return await self.grammars.compile(request, self.prompts.opens_reasoning)
 
     async def _load_media(self, request: ChatRequest, adapter: ActiveAdapter | None) -> list[_LoadedMedia]:
         """Load and process the request's images and videos; look up those referenced by `uuid` alone."""

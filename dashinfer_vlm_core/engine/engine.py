@@ -29,7 +29,7 @@ from ..models.lora import merging
 from ..plugins import Registry, load_plugins
 from ..preprocessing.prompt import PromptBuilder
 from ..protocol import ChatRequest
-from ..structured_output.grammar_compiler import GrammarCompiler
+from ..structured_output.request_grammars import RequestGrammars
 from ..tokenization.detokenizer import IncrementalDetokenizer
 from ..vision import VisionService, VisionStats
 from ..vision.media_uuids import MediaUuidCache
@@ -458,7 +458,7 @@ async def load_pipeline(
         prompts=prompts,
         vision=vision,
         media_uuids=MediaUuidCache(vision, limit=config.max_media_ids),
-        grammars=GrammarCompiler(prompts.tokenizer, spec),
+        grammars=RequestGrammars(prompts.tokenizer, spec),
         decoder=decoder,
         adapters=adapters,
         observer=observer,

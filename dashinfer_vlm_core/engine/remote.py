@@ -93,15 +93,11 @@ class RemoteEngine:
     ) -> None:
         self.api_base: str = _check_api_base(api_base)
         self.model = model
-        self._http = openai.DefaultAsyncHttpxClient(
-            timeout=httpx.Timeout(timeout, connect=min(timeout, CONNECT_SECONDS)),
-        )
         self._client = openai.AsyncOpenAI(
             base_url=self.api_base,
             api_key=api_key or "none",  # None would be replaced from the environment, by a key for another service
             max_retries=0,
-            timeout=self._http.timeout,
-            http_client=self._http,
+            timeout=openai.Timeout(timeout, connect=min(timeout, CONNECT_SECONDS)),
         )
         self._client.organization = self._client.project = None  # set from the environment too
         self._loop = LoopThread("dashinfer-vlm-remote")
@@ -223,20 +219,32 @@ class RemoteEngine:
     def _root(self) -> str:
         return self.api_base.removesuffix("/v1")
 
-    async def _health(self) -> Any:
-        """Return the response of our server's `/health`, ready or not; None if it is not JSON."""
-        response = await self._http.get(f"{self._root}/health", timeout=STATUS_SECONDS)
-        with contextlib.suppress(ValueError):
-            return response.json()
-        return None
+    async def _health(self) -> object:
+        """Return the response of our server's `/health`, ready or not."""
+        try:
+            return await self._get(f"{self._root}/health")
+        except openai.APIStatusError as error:
+            return error.body
 
     async def _models(self) -> EngineStatus:
-        models = (await self._client.models.list(timeout=STATUS_SECONDS)).data
-        served = next((model for model in models if model.id == self.model), models[0] if models else None)
-        if served is None:
+        found = await self._get("/models")
+        models = found.get("data") if isinstance(found, dict) else None
+        if not isinstance(models, list):
+            raise _not_compatible()
+        # vLLM's and SGLang's servers report the length here.
+        lengths: dict[str, Any] = {
+            model["id"]: model.get("max_model_len")
+            for model in models
+            if isinstance(model, dict) and isinstance(model.get("id"), str)
+        }
+        if not lengths:
             raise EngineError("The server lists no model at `/models`. Load one there, or check `api_base`.")
-        length = getattr(served, "max_model_len", None)  # vLLM's and SGLang's servers report it here
-        return EngineStatus(state="ready", model=served.id, max_model_len=length if isinstance(length, int) else 0)
+        name = self.model if self.model in lengths else next(iter(lengths))
+        length = lengths[name]
+        return EngineStatus(state="ready", model=name, max_model_len=length if isinstance(length, int) else 0)
+
+    async def _get(self, path: str) -> object:
+        return await self._client.get(path, cast_to=object, options={"timeout": STATUS_SECONDS})
 
     def _body(self, request: Request, *, stream: bool) -> dict[str, Any]:
         if isinstance(request, ChatRequest):
@@ -251,7 +259,7 @@ class RemoteEngine:
 def error_from_response(error: openai.APIError) -> DashInferVLMError:
     """Return the error of our tree that corresponds to a server's error response."""
     if isinstance(error, openai.APITimeoutError):
-        return DeadlineExceeded("The server did not respond in time.")
+        return _late()
     if isinstance(error, openai.APIConnectionError):
         return _unreachable()
     body = error.body if isinstance(error.body, Mapping) else {}
@@ -282,7 +290,7 @@ def _retry_after(error: openai.APIError) -> float:
     return float(header) if header.isdecimal() else 1.0
 
 
-def _status_from_health(health: Any) -> EngineStatus | None:
+def _status_from_health(health: object) -> EngineStatus | None:
     """Return the status in the response of our server's `/health`; None if it is from another server."""
     if not isinstance(health, dict) or health.get("status") not in {*STATES, DRAINING}:
         return None
@@ -299,15 +307,21 @@ def _status_from_health(health: Any) -> EngineStatus | None:
 
 @contextlib.contextmanager
 def _translate_errors() -> Iterator[None]:
-    """Translate the errors of openai and httpx to ours."""
+    """Translate the errors of openai to ours, and those of httpx that openai 2 raises while a stream is read."""
     try:
         yield
     except openai.APIError as error:
         logger.debug("the server returned an error", exc_info=True)
         raise error_from_response(error) from error
-    except httpx.HTTPError as error:  # while a stream is read, the openai client does not wrap them
+    except httpx.TimeoutException as error:
+        raise _late() from error
+    except httpx.HTTPError as error:
         logger.debug("the connection failed", exc_info=True)
         raise _unreachable() from error
+
+
+def _late() -> DeadlineExceeded:
+    return DeadlineExceeded("The server did not respond in time.")
 
 
 def _unreachable() -> EngineClosed:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import ssl
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 import anyio
 import httpx
 
 from .. import __version__
+from ..concurrency.fair_slots import FairSlots
 from ..config import EngineConfig
 from ..errors import MediaError, MediaRefused, MediaTooLarge, MediaUnreachable, QueueFull
+from ..protocol.client import current_client
 from .types import Kind
 from .url_policy import Resolver, SystemResolver, check_url, resolve_addresses
 
@@ -67,7 +69,8 @@ class ByteBudget:
 
 
 class Fetcher:
-    """Fetches media URLs, at most `config.max_fetches` at a time.
+    """Fetches media URLs, at most `config.max_fetches` of a client at a time. Other clients have one more together, so
+    that one client's slow URLs cannot delay all others, and waiting clients get free slots in turn.
 
     Each hop is resolved once, its addresses are checked, and the connection goes to a checked address with the original
     host name in the Host header and in TLS, which prevents DNS rebinding. A transport is used instead of a client,
@@ -90,7 +93,7 @@ class Fetcher:
         self._config = config
         self._system = SystemResolver()
         self._resolve = resolve or self._system
-        self._slots = asyncio.Semaphore(config.max_fetches)
+        self._slots = FairSlots(config.max_fetches + 1)
         self._fetched = self._failed = self._bytes = 0
         self._transport = transport or direct_transport()
 
@@ -114,10 +117,32 @@ class Fetcher:
             QueueFull: no fetch slot became free within the time limit of this fetch.
         """
         seconds = self._config.image_fetch_timeout if kind == "image" else self._config.video_fetch_timeout
-        await self._acquire_slot(seconds)
+        async with self._slot(seconds):
+            body = await self._fetch(url, kind, path, budget or ByteBudget(self._config.max_fetched_bytes), seconds)
+        self._fetched += 1
+        self._bytes += len(body)
+        return body
+
+    async def close(self) -> None:
+        await self._system.close()
+        await self._transport.aclose()
+
+    @contextlib.asynccontextmanager
+    async def _slot(self, seconds: float) -> AsyncIterator[None]:
+        """Hold a slot of the client. Raises QueueFull if none becomes free within `seconds`."""
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                with anyio.fail_after(seconds):
+                    slot = self._slots.slot(current_client.get().id, limit=self._config.max_fetches)
+                    await stack.enter_async_context(slot)
+            except TimeoutError:
+                raise QueueFull("Too many images and videos are being fetched. Try again in a moment.") from None
+            yield
+
+    async def _fetch(self, url: httpx.URL, kind: Kind, path: str, budget: ByteBudget, seconds: float) -> bytes:
         try:
             with anyio.fail_after(seconds):  # `asyncio.wait_for` may lose a cancellation, see `concurrency/deadline.py`
-                body = await self._follow(url, kind, path, budget or ByteBudget(self._config.max_fetched_bytes))
+                return await self._follow(url, kind, path, budget)
         except (httpx.HTTPError, OSError, UnicodeError) as error:  # a timeout is an OSError
             self._failed += 1
             raise MediaUnreachable(
@@ -128,22 +153,6 @@ class Fetcher:
         except MediaError:
             self._failed += 1
             raise
-        finally:
-            self._slots.release()
-        self._fetched += 1
-        self._bytes += len(body)
-        return body
-
-    async def close(self) -> None:
-        self._system.close()
-        await self._transport.aclose()
-
-    async def _acquire_slot(self, seconds: float) -> None:
-        try:
-            with anyio.fail_after(seconds):
-                await self._slots.acquire()
-        except TimeoutError:
-            raise QueueFull("Too many images and videos are being fetched. Try again in a moment.") from None
 
     async def _follow(self, url: httpx.URL, kind: Kind, path: str, budget: ByteBudget) -> bytes:
         for _ in range(MAX_REDIRECTS + 1):
@@ -163,7 +172,7 @@ class Fetcher:
 
     async def _send_to_first(self, url: httpx.URL, addresses: Sequence[str]) -> httpx.Response:
         for address in addresses[:-1]:
-            with suppress(httpx.ConnectError, httpx.ConnectTimeout):
+            with contextlib.suppress(httpx.ConnectError, httpx.ConnectTimeout):
                 return await self._transport.handle_async_request(_request_to(address, url))
         return await self._transport.handle_async_request(_request_to(addresses[-1], url))
 

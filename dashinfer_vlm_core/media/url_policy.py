@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import socket
 from collections.abc import Awaitable, Callable, Sequence
@@ -13,13 +14,16 @@ from urllib.parse import urljoin
 
 import httpx
 
+from ..concurrency.fair_slots import FairSlots
 from ..config import EngineConfig
 from ..errors import MediaRefused, MediaUnreachable
+from ..protocol.client import current_client
 
 Resolver: TypeAlias = Callable[[str, int], Awaitable[Sequence[str]]]
 """Resolves (host name, port) to IP addresses; raises OSError if there are none."""
 
 RESOLVER_THREADS = 8
+"""How many names of one client are looked up at a time."""
 
 MAX_URL_CHARS = 65536
 """Maximum length of a URL, which is also the limit of httpx."""
@@ -78,18 +82,41 @@ class SystemResolver:
     """The operating system's resolver, which returns addresses in its order of preference.
 
     A lookup may take half a minute and cannot be interrupted, so lookups have their own threads: slow names delay only
-    other names. The caller sets the time limit.
+    other names of the same client. The caller sets the time limit.
     """
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(RESOLVER_THREADS, thread_name_prefix="dashinfer-vlm-names")
+        threads = RESOLVER_THREADS + 1  # one client cannot occupy all of them
+        self._slots = FairSlots(threads)
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="dashinfer-vlm-names")
+        self._lookups: set[asyncio.Task[list[str]]] = set()
 
     async def __call__(self, host: str, port: int) -> Sequence[str]:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, _look_up, host, port)
+        lookup = asyncio.create_task(self._run(host, port))
+        self._lookups.add(lookup)
+        lookup.add_done_callback(self._lookups.discard)
+        try:
+            return await asyncio.shield(lookup)
+        finally:
+            lookup.cancel()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Cancel queued lookups; running ones finish in the background."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        for lookup in self._lookups:
+            lookup.cancel()
+        await asyncio.gather(*self._lookups, return_exceptions=True)
+
+    async def _run(self, host: str, port: int) -> list[str]:
+        """Look up a name in a thread, which stays occupied until the lookup ends, also after one cancellation."""
+        async with self._slots.slot(current_client.get().id, limit=RESOLVER_THREADS):
+            lookup = asyncio.get_running_loop().run_in_executor(self._threads, _look_up, host, port)
+            try:
+                return await asyncio.shield(lookup)
+            except asyncio.CancelledError:
+                with contextlib.suppress(OSError, UnicodeError):
+                    await lookup
+                raise
 
 
 def is_public(text: str) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from ..concurrency.fair_slots import FairSlots
 from ..config import MIB, EngineConfig
 from ..errors import ConfigError, EngineClosed
 from ..media.decoder import MediaDecoder, digest_files
@@ -21,7 +22,6 @@ from ..models.spec import ModelSpec
 from ..protocol import MediaPart
 from ..protocol.client import Client, current_client
 from ..vision import Processed
-from .fair_slots import FairSlots
 from .fork_server import FORK_SERVER
 from .threads import MediaExecutor, MediaThreads, MediaWorkerStats, TokenBudget
 from .worker import Job, JobResult, MediaWorker, WorkerConfig

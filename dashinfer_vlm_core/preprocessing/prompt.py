@@ -261,17 +261,17 @@ class PromptBuilder:
             self._check_size(prompt)
             return self._encode(self._pieces(prompt, mark=""))
         messages = request.template_messages()
+        tools = [tool.for_template() for tool in request.offered_tools]
+        options = self._options(request)
+        self._check_size([messages, tools, options])  # before the texts are searched and parsed
         if coordinates:
-            self._check_size(messages)  # before regular expressions search them
             messages = with_model_coordinates(messages, coordinates)
         # Arguments are parsed first, because JSON-escaped text in them must be guarded as well.
-        messages = parse_tool_arguments(messages)
-        tools = [tool.for_template() for tool in request.offered_tools]
-        given = [messages, tools, self._options(request)]
-        self._check_size(given)
+        given = [parse_tool_arguments(messages), tools, options]
         mark = _unused_mark(given)
-        guarded = [_guard(value, self._first_chars, mark) for value in given]
-        return self._encode(self._pieces(self.render(*guarded), mark))
+        pieces = self._pieces(self.render(*(_guard(value, self._first_chars, mark) for value in given)), mark)
+        self._check_size(pieces)  # arguments of many short values are rendered as more text than their strings
+        return self._encode(pieces)
 
     def _checked_ids(self, ids: tuple[int, ...], *, param: str = "prompt_token_ids") -> Iterable[_Segment]:
         if not all(0 <= index < self._spec.vocab_size for index in ids):

@@ -13,7 +13,8 @@ class Client:
     """Who sent a request.
 
     Attributes:
-        id: a digest of the API key; empty for callers without one. Media workers are shared fairly among ids.
+        id: a digest of the API key; empty for callers without one. Fetches, media workers and the memory
+            of bodies are shared fairly among ids.
         cache_namespace: joined with the request's `cache_salt`, so that clients with different namespaces share no
             cached media, embeddings or prefixes; empty for the common namespace.
         media_workers: maximum number of media workers that the client can occupy; None for the engine's default.

@@ -90,6 +90,7 @@ class OutputConstraint:
         json_schema: the schema, for `json_schema`.
         regex: the regular expression, for `regex`.
         choices: the texts, for `choice`.
+        strict: whether a schema that cannot be guaranteed is rejected; otherwise it is widened.
     """
 
     kind: Literal["json_object", "json_schema", "regex", "choice"]
@@ -97,6 +98,7 @@ class OutputConstraint:
     json_schema: Mapping[str, Any] | None = None
     regex: str = ""
     choices: tuple[str, ...] = ()
+    strict: bool = True
 
     @property
     def field(self) -> str:
@@ -105,7 +107,7 @@ class OutputConstraint:
 
 
 class SchemaFormat(RequestModel):
-    """A schema for the completion. `strict` has no effect, since every schema is enforced exactly."""
+    """A schema for the completion. With `strict`, a schema that cannot be guaranteed is rejected, else widened."""
 
     name: _Identifier
     description: Text | None = None
@@ -126,8 +128,12 @@ class ResponseFormat(RequestModel):
 
     def constraints(self) -> Iterator[OutputConstraint]:
         if self.json_schema is not None and self.type == "json_schema":
-            schema = self.json_schema.json_schema
-            yield OutputConstraint(kind="json_schema", param="response_format.json_schema.schema", json_schema=schema)
+            yield OutputConstraint(
+                kind="json_schema",
+                param="response_format.json_schema.schema",
+                json_schema=self.json_schema.json_schema,
+                strict=self.json_schema.strict,
+            )
         elif self.type != "text":
             yield OutputConstraint(kind="json_object", param="response_format")
 
@@ -199,7 +205,7 @@ def find_output_conflicts(constraints: Iterable[OutputConstraint]) -> Iterator[I
 
 
 class ToolFunction(RequestModel):
-    """Name, purpose and parameters of a tool. With `strict`, schemas that cannot be enforced are rejected."""
+    """A tool. With `strict`, parameters that cannot be guaranteed are rejected, else widened."""
 
     name: _Identifier
     description: Text | None = None

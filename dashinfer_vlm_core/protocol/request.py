@@ -33,6 +33,7 @@ from .output import (
     guided_constraints,
 )
 from .sampling import GREEDY_BELOW, Sampling
+from .tool_arguments import check_tool_arguments
 
 DEFAULT_MODEL = "model"
 """Model name of requests without `model`."""
@@ -122,6 +123,7 @@ class ChatRequest(CheckedBody):
     def _check_consistency(self) -> ChatRequest:
         for index, message in enumerate(self.messages):
             message.check(f"messages[{index}]")
+        check_tool_arguments(self.messages)
         for error in self._find_conflicts():
             raise error
         return self
@@ -220,6 +222,11 @@ class ChatRequest(CheckedBody):
         if isinstance(self.tool_choice, AllowedTools):
             return self.tool_choice.allowed_tools.mode == "required"
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def has_single_call(self) -> bool:
+        """Whether the completion can have at most one tool call. A tool that is forced by name is called once."""
+        return self.parallel_tool_calls is False or isinstance(self.tool_choice, NamedTool)
 
     def media(self) -> tuple[MediaPart, ...]:
         """Return all images and videos in the order of the prompt, with the options that the request sets for all.

@@ -27,9 +27,18 @@ LOGPROBS = "message.output_text.logprobs"
 REJECTED_IN_RESPONSES: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
     {
         # OpenAI's fields, each with the values that have no effect, and the next step for other values.
+        "access_programs": (({"cyber": "standard"},), "There are no access programs. Remove it."),
         "background": ((False,), "Responses are not created in the background. Remove it, or use `stream`."),
+        "background_options": (
+            ({"completion_window": "soonest"},),
+            "Responses are not created in the background. Remove it, or use `stream`.",
+        ),
         "context_management": (([],), "Requests are not compacted. Use `truncation`."),
         "conversation": ((), "Conversations are not stored. Use `previous_response_id`, or send all items."),
+        "image": (
+            ({"context_compression": "auto"}, {"context_compression": "disabled"}),
+            "Images are not compressed. Remove it, and limit their size with `mm_processor_kwargs`.",
+        ),
         "moderation": ((), "Moderation is not available. Remove it."),
         "prompt": ((), "Prompt templates are not stored. Use `instructions`."),
         "service_tier": (("auto", "default"), 'There is only one tier. Remove it, or use "auto".'),

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 from collections.abc import Collection, Sequence
 
 from ..errors import InvalidParameter
-from .validation_errors import show
+from .name_log import NameLog
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -16,32 +15,15 @@ MAX_CHECKED = 32
 """Maximum number of unknown fields of a request that are compared with the known ones."""
 
 MAX_CHECKED_CHARACTERS = 64
-MAX_LOGGED = 100
-"""Maximum number of names that are logged: names come from clients, and are remembered."""
-
 MIN_LETTERS = 5
 """Minimum length of a name that may be misspelled: `top_a` of another server is not a misspelled `top_k`."""
 
 
-class UnknownFieldLog:
-    """Logs the name of each unknown field once, up to `MAX_LOGGED` names; thread-safe."""
-
-    def __init__(self) -> None:
-        self._logged: set[str] = set()
-        self._lock = threading.Lock()
-
-    def log(self, names: Sequence[str]) -> None:
-        with self._lock:
-            free = MAX_LOGGED - len(self._logged)
-            new = list(dict.fromkeys(name for name in map(show, names) if name not in self._logged))[:free]
-            self._logged.update(new)
-        if new:
-            logger.warning("Requests have unknown fields, which are ignored: %s.", ", ".join(new))
-        if new and len(new) == free:
-            logger.warning("Further unknown fields of requests are not logged.")
-
-
-_LOG = UnknownFieldLog()
+_LOG = NameLog(
+    logger,
+    "Requests have unknown fields, which are ignored: %s.",
+    "Further unknown fields of requests are not logged.",
+)
 
 
 def handle_unknown_fields(names: Sequence[object], known: Collection[str]) -> None:

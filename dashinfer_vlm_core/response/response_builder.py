@@ -110,12 +110,13 @@ class ResponseBuilder:
         self._detokenizer = IncrementalDetokenizer(tokenizer)
         self._stop_strings = StopStringMatcher(request.stop_strings)
         tools = {tool.function.name for tool in request.callable_tools} if request.parses_tool_calls else ()
-        self._tool_parser = ToolCallParser(tools, guided=guided, conversation=conversation)
+        self._must_call = bool(tools) and request.must_call
+        self._tool_parser = ToolCallParser(tools, guided=guided, must_call=self._must_call, conversation=conversation)
         self._reasoning_parser = ReasoningParser(conversation, started=opens_reasoning) if reasons else None
         self._coordinates = CoordinateConverter(coordinates) if coordinates else None
         self._reasoning: list[str] = []
         self._text_begin: int | None = None  # index of the first character after the reasoning, in the generated text
-        self._single_call = request.parallel_tool_calls is False
+        self._single_call = request.has_single_call
         self._text: list[str] = []
         self._tool_calls: list[_ToolCall] = []
         self._pending_logprobs: list[_TokenLogprob] = []
@@ -137,18 +138,26 @@ class ResponseBuilder:
 
     @property
     def _single_call_complete(self) -> bool:
-        """Whether the only tool call that `parallel_tool_calls=False` allows is complete."""
+        """Whether the only tool call that the request allows is complete."""
         return self._single_call and self._tool_parser.complete > 0
 
-    def first_chunk(self) -> ChatCompletionChunk:
-        """Return the first chunk of a stream, which has the role."""
-        return self._chunk(ChoiceDelta(role="assistant", content="", refusal=None))
-
     def add_token(self, token: Token) -> list[ChatCompletionChunk]:
-        """Add the next token; return chunks for the text that is final.
+        """Add the next token; return chunks for the text that is final, the first of them with the role.
 
         Bytes of an incomplete character and text that may become a stop string are held back.
         """
+        chunks = self._add_token(token)
+        return [self._first_chunk(), *chunks] if self.completion_tokens == 1 else chunks
+
+    def _first_chunk(self) -> ChatCompletionChunk:
+        """Return the chunk with the role, after the first token was added.
+
+        Clients begin a block of text if its content is not null, even if it is empty.
+        """
+        begins_call = self._must_call or self._tool_parser.may_call
+        return self._chunk(ChoiceDelta(role="assistant", content=None if begins_call else "", refusal=None))
+
+    def _add_token(self, token: Token) -> list[ChatCompletionChunk]:
         self.completion_tokens += 1
         self.cached_tokens += token.cached_tokens
         self._reason = token.finish_reason
@@ -192,7 +201,7 @@ class ResponseBuilder:
         self._flush()
         finish = self._finish_reason()
         text = "".join(self._text)
-        has_other = self._tool_calls or self._reasoning
+        has_other = self._must_call or self._tool_calls or self._reasoning
         message = ChatCompletionMessage(role="assistant", content=text or (None if has_other else ""), refusal=None)
         if self._reasoning:
             message.reasoning_content = "".join(self._reasoning)  # type: ignore[attr-defined]  # as vLLM and LiteLLM name it

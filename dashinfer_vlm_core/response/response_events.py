@@ -126,6 +126,7 @@ class ResponseEventBuilder:
         self._fields = _echoed_fields(request, chat) | {"id": id, "store": stored}
         self._streamed = request.stream
         self._wants_logprobs = request.wants_logprobs
+        self._has_text = not chat.must_call
         self._created = int(time.time())
         self._model = ""
         self._events: list[ResponseStreamEvent] = []
@@ -156,7 +157,7 @@ class ResponseEventBuilder:
         """
         if self._finish_reason is None:
             raise EngineError("The stream ended before the response was complete. Try again.")
-        if self._open is None and not self._closed:
+        if self._open is None and not self._closed and self._has_text:
             self._current(_Message)
         is_complete = self._finish_reason != "length"
         self._close_item("completed" if is_complete else "incomplete")

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..models.coordinates import BOX_NAMES, NAMES
 from .grammar import SchemaError
-from .grammar.schema_shape import check_keywords
+from .grammar.schema_shape import check_values, normalized
 
 _VALUES = frozenset({"enum", "const", "default", "examples", "example"})
 """Keywords whose values are not schemas."""
@@ -59,7 +59,8 @@ class _Rewriter:
             return {**schema, "anyOf": branches}
         if not isinstance(schema, Mapping) or schema.get("type") != "array":
             return self.rewrite(schema, path)
-        check_keywords(schema, path, lenient=True)
+        check_values(schema, path)
+        schema = normalized(schema)
         count = 4 if name in BOX_NAMES else 2
         if not _is_numbers(schema, count):
             raise SchemaError(path, f"must be an array of {count} numbers, since it has coordinates of the image")

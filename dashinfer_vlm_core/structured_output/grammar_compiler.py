@@ -1,4 +1,4 @@
-"""Grammars to token masks with llguidance: compiled off the event loop, bounded in time and size, cached by content.
+"""Grammars to token masks with llguidance: bounded in time and size, cached by content.
 
 llguidance computes masks lazily and caches its states, so compilation takes milliseconds. Its limits count work, not
 seconds: whether a grammar compiles does not depend on the machine or its load.
@@ -6,7 +6,6 @@ seconds: whether a grammar compiles does not depend on the machine or its load.
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from hashlib import sha256
 from typing import TYPE_CHECKING
@@ -30,6 +29,9 @@ if TYPE_CHECKING:
 
 MAX_CACHED_GRAMMARS = 64
 """Maximum number of compiled grammars in the cache."""
+
+MAX_CACHED_PATTERNS = 4096
+"""Maximum number of grammars of which the cache knows only whether they compile."""
 
 MAX_GRAMMAR_CHARACTERS = 4_000_000
 
@@ -86,7 +88,7 @@ class LLGuidanceMatcher:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer, one at a time, with an LRU cache.
+    """Compiles grammars for one tokenizer, with an LRU cache; thread-safe.
 
     Args:
         tokenizer: a byte-level tokenizer.
@@ -98,15 +100,13 @@ class GrammarCompiler:
         self._vocab_size = spec.vocab_size
         self._stop_ids = list(spec.tokens.stop)
         self._grammars: LRUCache[bytes, LLGuidanceGrammar] = LRUCache(MAX_CACHED_GRAMMARS)
-        self._lock = threading.Lock()
+        self._patterns: LRUCache[bytes, bool] = LRUCache(MAX_CACHED_PATTERNS)
+        self._cache_lock = threading.Lock()
+        self._build_lock = threading.Lock()
         self._llg_tokenizer: llguidance.LLTokenizer | None = None
 
     def __len__(self) -> int:
         return len(self._grammars)
-
-    async def compile_async(self, rules: Rules, start: str, *, param: str) -> LLGuidanceGrammar:
-        """Like `compile`, off the event loop."""
-        return await asyncio.to_thread(self.compile, rules, start, param=param)
 
     def compile(self, rules: Rules, start: str, *, param: str) -> LLGuidanceGrammar:
         """Compile a grammar, or return it from the cache.
@@ -117,36 +117,37 @@ class GrammarCompiler:
             param: the request field to name in errors.
 
         Raises:
-            InvalidParameter: the grammar exceeds the limits, or a pattern in it is invalid.
+            InvalidParameter: the grammar exceeds the limits, or a regular expression in it is invalid.
         """
         text = rules.text(start)
         if len(text) > MAX_GRAMMAR_CHARACTERS:
             raise InvalidParameter(f"`{param}` {_TOO_COMPLEX}.", param=param)
         key = sha256(text.encode()).digest()
-        with self._lock:
-            if key not in self._grammars:
-                self._grammars[key] = self._compile(text, rules, param)
-            return self._grammars[key]
+        with self._cache_lock:
+            grammar = self._grammars.get(key)
+        if grammar is None:
+            grammar = self._compile(text, param)
+            with self._cache_lock:
+                self._grammars[key] = grammar
+        return grammar
 
-    def _compile(self, text: str, rules: Rules, param: str) -> LLGuidanceGrammar:
+    def compiles(self, text: str) -> bool:
+        """Return whether the grammar of one regular expression compiles within the limits."""
+        key = sha256(text.encode()).digest()
+        with self._cache_lock:
+            result = self._patterns.get(key)
+        if result is None:
+            result = not self._matcher(text).is_error()
+            with self._cache_lock:
+                self._patterns[key] = result
+        return result
+
+    def _compile(self, text: str, param: str) -> LLGuidanceGrammar:
         matcher = self._matcher(text)
         matcher.compute_bitmask()  # the first mask is the slowest, and detects errors that compilation does not
         if matcher.is_error():
-            raise self._compile_error(rules, param)
+            raise InvalidParameter(f"`{param}` {_TOO_COMPLEX}.", param=param)
         return LLGuidanceGrammar(matcher, vocab_size=self._vocab_size)
-
-    def _compile_error(self, rules: Rules, param: str) -> InvalidParameter:
-        """Return the error for a grammar that does not compile; it names the failing pattern, if there is one."""
-        for (field, path), rule in rules.patterns.items():
-            if self._fails(rules, rule):
-                location = f" at {path!r}" if path else ""
-                message = f"`{field or param}`{location} is not a supported regular expression, or {_TOO_COMPLEX}."
-                return InvalidParameter(message, param=field or param)
-        return InvalidParameter(f"`{param}` {_TOO_COMPLEX}.", param=param)
-
-    def _fails(self, rules: Rules, rule: str) -> bool:
-        matcher = self._matcher(rules.text(rule))
-        return bool(matcher.is_error())
 
     def _matcher(self, text: str) -> llguidance.LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
@@ -164,15 +165,16 @@ class GrammarCompiler:
 
     def _token_trie(self) -> llguidance.LLTokenizer:
         """Return llguidance's token trie, built on first use; this takes seconds for a large vocabulary."""
-        if self._llg_tokenizer is None:
-            from llguidance import LLTokenizer, TokenizerWrapper
+        with self._build_lock:
+            if self._llg_tokenizer is None:
+                from llguidance import LLTokenizer, TokenizerWrapper
 
-            wrapper = TokenizerWrapper(_TokenizerAdapter(self._tokenizer, self._vocab_size, self._stop_ids[0]))
-            slices = LLTokenizer.json_slices()
-            self._llg_tokenizer = LLTokenizer(
-                wrapper, n_vocab=self._vocab_size, eos_token=self._stop_ids, slices=slices
-            )
-        return self._llg_tokenizer
+                wrapper = TokenizerWrapper(_TokenizerAdapter(self._tokenizer, self._vocab_size, self._stop_ids[0]))
+                slices = LLTokenizer.json_slices()
+                self._llg_tokenizer = LLTokenizer(
+                    wrapper, n_vocab=self._vocab_size, eos_token=self._stop_ids, slices=slices
+                )
+            return self._llg_tokenizer
 
 
 class _TokenizerAdapter:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,9 +17,11 @@ from .coordinate_schema import with_model_coordinates
 from .grammar import (
     COLON,
     COMMA,
+    TYPES,
     Rules,
     SchemaError,
     any_object,
+    any_value,
     json_schema,
     literal,
     matching_text,
@@ -42,11 +44,13 @@ class OutputGrammar:
         rules: the grammar's rules.
         start: the rule that the completion follows.
         param: the request field that requires it.
+        widened: the parts of schemas that allow any value, because they cannot be guaranteed.
     """
 
     rules: Rules
     start: str
     param: str
+    widened: tuple[str, ...] = ()
 
     @property
     def field(self) -> str:
@@ -55,7 +59,12 @@ class OutputGrammar:
 
 
 def grammar_for_request(
-    request: ChatRequest, conversation: ConversationFormat = HERMES, coordinates: CoordinateSpec | None = None
+    request: ChatRequest,
+    conversation: ConversationFormat = HERMES,
+    coordinates: CoordinateSpec | None = None,
+    *,
+    compiles: Callable[[str], bool] | None = None,
+    widest: bool = False,
 ) -> OutputGrammar | None:
     """Return the grammar that a request requires; None if its response is unconstrained.
 
@@ -65,23 +74,16 @@ def grammar_for_request(
         request: the request.
         conversation: how the model writes tool calls.
         coordinates: how the model writes positions in images, for requests that want pixels of the original.
+        compiles: as in `Rules`.
+        widest: whether all schemas without `strict` are widened to any object or value.
 
     Raises:
-        InvalidParameter: a schema is invalid, too large, or cannot be guaranteed; `param` names it.
+        InvalidParameter: a schema is invalid; or it is strict, and too large or cannot be guaranteed. `param` names it.
     """
-    rules = Rules()
     maximum = coordinates.maximum if coordinates and request.coordinates == "original" else None
-    content = _content(rules, request, maximum)
-    if not request.callable_tools:
-        return content
-    begin, calls = literal(conversation.call_begin), _tool_calls(rules, request, conversation, maximum)
-    if request.must_call:
-        return OutputGrammar(rules=rules, start=f"{begin} {calls}", param="tool_choice")
-    if content:
-        return OutputGrammar(rules=rules, start=f"{content.start} | {begin} {calls}", param=content.param)
-    tag = re.escape(conversation.call_begin).replace("/", r"\/")
-    text = rules.terminal(f"{_ANYTHING} & ~/(.|\\n)*{tag}(.|\\n)*/")
-    return OutputGrammar(rules=rules, start=f"{text} | {_until_call(rules, begin)} {calls}", param="tools")
+    builder = _GrammarBuilder(Rules(compiles), conversation, maximum, widest=widest)
+    grammar = builder.build(request)
+    return grammar and replace(grammar, widened=tuple(dict.fromkeys(builder.widened)))
 
 
 def after_reasoning(grammar: OutputGrammar, conversation: ConversationFormat) -> OutputGrammar:
@@ -94,60 +96,104 @@ def after_reasoning(grammar: OutputGrammar, conversation: ConversationFormat) ->
     return replace(grammar, start=f"{reasoning} {rules.terminal(_BLANK)} ({grammar.start})")
 
 
-def _content(rules: Rules, request: ChatRequest, maximum: int | None) -> OutputGrammar | None:
-    constraint = request.output_constraint
-    if constraint is None:
-        return None
-    with _naming(constraint.param):
-        return OutputGrammar(rules=rules, start=_start(rules, constraint, maximum), param=constraint.param)
+class _GrammarBuilder:
+    """Builds the grammar of one request.
+
+    Args:
+        rules: the rules to add to.
+        conversation: how the model writes tool calls.
+        maximum: the model's largest coordinate; None if coordinates are not converted.
+        widest: whether schemas without `strict` are widened to any object or value.
+
+    Attributes:
+        widened: the parts of schemas that were widened, for the log.
+    """
+
+    def __init__(self, rules: Rules, conversation: ConversationFormat, maximum: int | None, *, widest: bool) -> None:
+        self._rules = rules
+        self._conversation = conversation
+        self._maximum = maximum
+        self._widest = widest
+        self.widened: list[str] = []
+
+    def build(self, request: ChatRequest) -> OutputGrammar | None:
+        content = self._content(request.output_constraint)
+        if not request.callable_tools:
+            return content
+        begin, calls = literal(self._conversation.call_begin), self._tool_calls(request)
+        if request.must_call:
+            return OutputGrammar(rules=self._rules, start=f"{begin} {calls}", param="tool_choice")
+        if content:
+            return replace(content, start=f"{content.start} | {begin} {calls}")
+        tag = re.escape(self._conversation.call_begin).replace("/", r"\/")
+        text = self._rules.terminal(f"{_ANYTHING} & ~/(.|\\n)*{tag}(.|\\n)*/")
+        until_call = self._rules.lazy(f"{self._rules.terminal(_ANYTHING)} {begin}")
+        return OutputGrammar(rules=self._rules, start=f"{text} | {until_call} {calls}", param="tools")
+
+    def _content(self, constraint: OutputConstraint | None) -> OutputGrammar | None:
+        if constraint is None:
+            return None
+        with _naming(constraint.param):
+            return OutputGrammar(rules=self._rules, start=self._start(constraint), param=constraint.param)
+
+    def _start(self, constraint: OutputConstraint) -> str:
+        if constraint.kind == "regex":
+            return matching_text(self._rules, constraint.regex)
+        if constraint.kind == "choice":
+            return one_of(self._rules, constraint.choices)
+        if constraint.json_schema is None:
+            return any_object(self._rules)
+        return self._schema(constraint.json_schema, constraint.field, strict=constraint.strict)
+
+    def _tool_calls(self, request: ChatRequest) -> str:
+        """Return the rule of what follows the first tag: one call, or several if the request allows them."""
+        allowed = {tool.function.name for tool in request.callable_tools}
+        calls = [
+            self._tool_call(tool.function, f"tools[{index}].function.parameters")
+            for index, tool in enumerate(request.tools)
+            if tool.function.name in allowed
+        ]
+        call = self._rules.either(calls)
+        if request.has_single_call:
+            return call
+        following = literal("\n" + self._conversation.call_begin)
+        return f"{call} ({following} {call}){{0,{MAX_CALLS - 1}}}"
+
+    def _tool_call(self, tool: ToolFunction, param: str) -> str:
+        schema = tool.parameters or {"properties": {}}
+        if not _allows_object(schema, strict=tool.strict):
+            raise InvalidParameter(f"`{param}` must be a schema of type object.", param=param)
+        with _naming(param):
+            arguments = self._schema({**schema, "type": "object"}, tool.name, strict=tool.strict)
+        name, key = literal(f'"{tool.name}"'), literal('"arguments"')
+        begin, end = literal('\n{"name"'), literal("}\n" + self._conversation.call_end)
+        return self._rules.add(f"{begin} {COLON} {name} {COMMA} {key} {COLON} {arguments} {end}")
+
+    def _schema(self, schema: Mapping[str, Any], name: str, *, strict: bool) -> str:
+        """Return the rule of a schema in the model's coordinates; `name` is for the log."""
+        if self._maximum is not None:
+            schema = with_model_coordinates(schema, self._maximum)
+        if strict:
+            return json_schema(self._rules, schema)
+        if self._widest:
+            self._report(name, [""])
+            return any_object(self._rules) if schema.get("type") == "object" else any_value(self._rules)
+        widened: list[str] = []
+        rule = json_schema(self._rules, schema, widened=widened)
+        self._report(name, widened)
+        return rule
+
+    def _report(self, name: str, paths: Iterable[str]) -> None:
+        self.widened += [f"{name}: {path or 'the whole schema'}" for path in paths]
 
 
-def _start(rules: Rules, constraint: OutputConstraint, maximum: int | None) -> str:
-    if constraint.kind == "regex":
-        return matching_text(rules, constraint.regex, field=constraint.param)
-    if constraint.kind == "choice":
-        return one_of(rules, constraint.choices)
-    if constraint.json_schema is None:
-        return any_object(rules)
-    return json_schema(rules, _in_model_coordinates(constraint.json_schema, maximum), field=constraint.param)
-
-
-def _in_model_coordinates(schema: Mapping[str, Any], maximum: int | None) -> Mapping[str, Any]:
-    """Return the schema of what the model writes; `maximum` is its largest coordinate, or None if none is converted."""
-    return schema if maximum is None else with_model_coordinates(schema, maximum)
-
-
-def _until_call(rules: Rules, begin: str) -> str:
-    return rules.lazy(f"{rules.terminal(_ANYTHING)} {begin}")
-
-
-def _tool_calls(rules: Rules, request: ChatRequest, conversation: ConversationFormat, maximum: int | None) -> str:
-    """Return the rule of what follows the first tag: one call, or several if parallel calls are allowed."""
-    allowed = {tool.function.name for tool in request.callable_tools}
-    calls = [
-        _tool_call(rules, tool.function, f"tools[{index}].function.parameters", conversation, maximum)
-        for index, tool in enumerate(request.tools)
-        if tool.function.name in allowed
-    ]
-    call = rules.either(calls)
-    if request.parallel_tool_calls is False:
-        return call
-    following = literal("\n" + conversation.call_begin)
-    return f"{call} ({following} {call}){{0,{MAX_CALLS - 1}}}"
-
-
-def _tool_call(
-    rules: Rules, tool: ToolFunction, param: str, conversation: ConversationFormat, maximum: int | None
-) -> str:
-    schema = tool.parameters or {"properties": {}}
-    if schema.get("type", "object") != "object":
-        raise InvalidParameter(f"`{param}` must be a schema of type object.", param=param)
-    with _naming(param):
-        parameters = _in_model_coordinates({**schema, "type": "object"}, maximum)
-        arguments = json_schema(rules, parameters, field=param, lenient=not tool.strict)
-    name, key = literal(f'"{tool.name}"'), literal('"arguments"')
-    begin, end = literal('\n{"name"'), literal("}\n" + conversation.call_end)
-    return rules.add(f"{begin} {COLON} {name} {COMMA} {key} {COLON} {arguments} {end}")
+def _allows_object(schema: Mapping[str, Any], *, strict: bool) -> bool:
+    """Whether the type of a schema is object; without `strict`, an unknown type may be."""
+    types = schema.get("type", "object")
+    names = [types] if isinstance(types, str) else types
+    if not isinstance(names, list):
+        return False
+    return "object" in names or not (strict or all(name in TYPES for name in names))
 
 
 @contextlib.contextmanager

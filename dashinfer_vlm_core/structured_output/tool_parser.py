@@ -61,6 +61,7 @@ class ToolCallParser:
     Args:
         names: the names of the tools that may be called; empty if all text is content.
         guided: whether a grammar constrains the completion.
+        must_call: whether the grammar allows nothing but calls.
         conversation: how the model writes tool calls.
 
     Attributes:
@@ -68,20 +69,34 @@ class ToolCallParser:
         complete: the number of calls that are complete.
     """
 
-    def __init__(self, names: Collection[str], *, guided: bool, conversation: ConversationFormat = HERMES) -> None:
+    def __init__(
+        self,
+        names: Collection[str],
+        *,
+        guided: bool,
+        must_call: bool = False,
+        conversation: ConversationFormat = HERMES,
+    ) -> None:
         self._tags = conversation.call_begin, conversation.call_end
-        self._head = re.compile(
-            rf'\s*{re.escape(conversation.call_begin)}\s*\{{"name": ?"([^"\\]*)", ?"arguments": ?\{{'
-        )
+        name = rf'\s*{re.escape(conversation.call_begin)}\s*\{{"name": ?"([^"\\]*)"'
+        self._named = re.compile(name)
+        self._head = re.compile(name + r', ?"arguments": ?\{')
         self.calls: int = 0
         self.complete: int = 0
         self._names = names
         self._guided = guided
+        self._must_call = must_call
         self._state: Callable[[str], list[ParserEvent]] = self._read_text
         self._begin_tag, self._end_tag = self._new_begin_tag(), self._new_end_tag()
         self._consumed = 0  # characters emitted as content or parsed as part of a call
         self._pending = ""  # the text after them
+        self._arguments: list[str] = []  # pieces of the arguments of the call that is being read
         self._num_content = 0  # leading characters of `_pending` that cannot begin a call
+
+    @property
+    def may_call(self) -> bool:
+        """Whether text is held back because it may begin a call."""
+        return bool(self._pending)
 
     def feed(self, text: str) -> list[ParserEvent]:
         """Parse more text; return the events that are certain."""
@@ -93,12 +108,20 @@ class ToolCallParser:
         """End the text; return the events for what was held back."""
         if self._state == self._read_arguments:
             rest = self._end_tag.flush()
-            return [ToolCallArgumentsDelta(index=self.calls - 1, text=rest)] if rest else []
+            is_argument = rest and not _is_json("".join(self._arguments))  # a brace ends an inner object, or the call
+            return [ToolCallArgumentsDelta(index=self.calls - 1, text=rest)] if is_argument else []
+        if self._guided and (self._must_call or self.calls or self._state == self._read_call):
+            return self._flush_truncated_call()
         if self._state == self._read_call:
             return self._parse_pending_call()
         if not self._pending or self._is_space_after_call(self._pending):
             return []
         return self._emit_content(self._pending)
+
+    def _flush_truncated_call(self) -> list[ParserEvent]:
+        """Return the call that the completion ends in, if its name is complete: its beginning is not content."""
+        head = self._named.match(self._pending)
+        return [self._start_call(head[1])] if head else []
 
     def _read_text(self, character: str) -> list[ParserEvent]:
         self._pending += character
@@ -119,13 +142,14 @@ class ToolCallParser:
             and head[1] in self._names
         ):
             self._consume_pending()
-            self._end_tag, self._state = self._new_end_tag(), self._read_arguments
+            self._end_tag, self._state, self._arguments = self._new_end_tag(), self._read_arguments, []
             return [self._start_call(head[1]), *self._read_arguments("{")]
         return self._parse_pending_call() if self._pending.endswith(self._tags[1]) else []
 
     def _read_arguments(self, character: str) -> list[ParserEvent]:
         self._consumed += 1
         text = self._end_tag.feed(character)
+        self._arguments.append(text)
         if self._end_tag.matched:
             self.complete += 1
             self._state = self._read_text
@@ -178,6 +202,14 @@ def _parse_call(text: str) -> tuple[str, str] | None:
         return None
     arguments = call.get("arguments", {})
     return (call["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _merge_events(events: Iterable[ParserEvent]) -> list[ParserEvent]:

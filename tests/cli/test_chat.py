@@ -165,7 +165,7 @@ def test_options_are_validated_when_set():
         conversation.set("temperature", "x")
     with pytest.raises(InvalidParameter, match="`stop` must have at most 256 characters"):
         conversation.set("stop", "[" * 100_000 + "]" * 100_000)
-    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "strange"}}}
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"properties": 5}}}
     with pytest.raises(InvalidParameter, match=r"`response_format\.json_schema\.schema`"):
         conversation.set("response_format", json.dumps(schema))
     with pytest.raises(InvalidParameter, match="Unknown request field `stream`"):

@@ -8,6 +8,7 @@ python -m tests.clients.table results.xml interop.xml
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.support import FAILED, SKIPPED, SUPPORTED, describe_environment, read
 
 PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
 PROPERTY = "client"
+JAVASCRIPT = Path(__file__).parents[1] / "interop" / "javascript" / "package.json"
 
 CLIENTS = {
     "openai": "[openai](openai.md)",
@@ -32,6 +34,12 @@ CLIENTS = {
     "chat-openai-responses": "LangChain's `ChatOpenAI` (Responses API)",
     "langgraph": "LangChain agent (LangGraph)",
     "llama-index": "LlamaIndex `OpenAILike`",
+    "openai-js": "openai for JavaScript (Chat Completions)",
+    "openai-js-responses": "openai for JavaScript (Responses API)",
+    "ai-sdk": "Vercel AI SDK, `@ai-sdk/openai-compatible`",
+    "ai-sdk-responses": "Vercel AI SDK, `@ai-sdk/openai` (Responses API)",
+    "langchain-js": "LangChain.js `ChatOpenAI` (Chat Completions)",
+    "langchain-js-responses": "LangChain.js `ChatOpenAI` (Responses API)",
     "vllm-style": "[`VLM`](media.md#offline-inference-with-vlm), like vLLM's `LLM`",
     "curl": "[curl](http.md)",
 }
@@ -60,6 +68,8 @@ PACKAGES = (
 REASONS: Mapping[tuple[str, str], str] = {
     ("vllm-style", "stream"): "`generate` and `chat` return complete outputs, as in vLLM. Use `Engine.stream`.",
     ("llama-index", "video"): "LlamaIndex does not convert its video blocks to a part of a request.",
+    ("ai-sdk-responses", "video"): "`@ai-sdk/openai` rejects videos. Use `@ai-sdk/openai-compatible`.",
+    ("langchain-js-responses", "video"): "`ChatOpenAI` drops `video_url` parts. Use Chat Completions.",
     **dict.fromkeys(
         (("chat-openai", "video"), ("chat-openai-responses", "video")),
         "`ChatOpenAI` does not convert LangChain's video blocks. Use `ChatDashInferVLM`.",
@@ -85,7 +95,11 @@ NOTES = """
 * **Errors**: the client raises an exception for an invalid request, and for a failure in the middle of a stream. With
   curl, the exit status is 22 and the last event of the stream has an `error`.
 * **Cancel**: closing the stream ends the request in the engine. With LlamaIndex, cancel the task that reads the stream:
-  closing the stream leaves its connection open. `VLM` ends all requests on Ctrl-C.
+  closing the stream leaves its connection open. The JavaScript clients take an `AbortSignal`. `VLM` ends all requests
+  on Ctrl-C.
+
+`createOpenAICompatible` of the AI SDK needs `supportsStructuredOutputs: true`, and `includeUsage: true` for the usage
+of streams.
 
 ## Versions
 
@@ -131,8 +145,13 @@ def _cell(key: tuple[str, str], outcomes: Mapping[tuple[str, ...], str], footnot
 
 
 def describe_versions() -> str:
-    """Return the versions of the installed client libraries in one line."""
-    return ", ".join(f"{name} {found}" for name in PACKAGES if (found := _version(name))) + "."
+    """Return the versions of the installed client libraries, and of the JavaScript ones."""
+    python = ", ".join(f"{name} {found}" for name in PACKAGES if (found := _version(name)))
+    return f"{python}. JavaScript: {', '.join(f'{name} {pin}' for name, pin in _javascript_pins().items())}."
+
+
+def _javascript_pins() -> dict[str, str]:
+    return json.loads(JAVASCRIPT.read_text(encoding="utf-8"))["dependencies"]
 
 
 def _version(name: str) -> str:

@@ -781,7 +781,7 @@ def test_new_folder_is_private(tmp_path):
     assert (tmp_path / "a" / "b c").stat().st_mode & 0o777 == 0o700
 
 
-def test_secret_is_read_from_a_file(tmp_path):
+def test_secret_is_read_from_a_file(tmp_path, caplog):
     file = tmp_path / "secret"
     options = EmbeddingStoreOptions(embedding_store_secret_file=file)
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
@@ -790,7 +790,13 @@ def test_secret_is_read_from_a_file(tmp_path):
     with pytest.raises(ConfigError, match="must have at least 16 bytes, got 5"):
         options.read_secret()
     file.write_text(f"{'s' * 16}\n")
+    file.chmod(0o600)
+    caplog.clear()
     assert options.read_secret() == b"s" * 16
+    assert not caplog.text
+    file.chmod(0o644)
+    assert options.read_secret() == b"s" * 16
+    assert f"All users of this machine can read or change the secret in {file}." in caplog.text
     assert EmbeddingStoreOptions().read_secret() == b""
 
 

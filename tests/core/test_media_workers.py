@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image as PILImage
 
+from dashinfer_vlm_core.concurrency.fair_slots import FairSlots
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import (
     ConfigError,
@@ -33,7 +34,6 @@ from dashinfer_vlm_core.media_workers import (
     create_executor,
     wire,
 )
-from dashinfer_vlm_core.media_workers.fair_slots import FairSlots
 from dashinfer_vlm_core.media_workers.fork_server import FORK_SERVER, ForkServer
 from dashinfer_vlm_core.media_workers.sandbox import missing_restrictions
 from dashinfer_vlm_core.media_workers.shared_memory import SharedMemory

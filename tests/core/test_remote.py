@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import threading
 
 import pytest
 
@@ -86,7 +87,8 @@ def test_all_entry_points_give_the_engines_completion(remote):
     ("said", "state"), [("loading", "loading"), ("restarting", "restarting"), ("draining", "closed")]
 )
 def test_unavailable_server_reports_reason(said, state):
-    with engine_with_response(json.dumps({"status": said, "model": "tiny"}).encode()) as engine:
+    health = json.dumps({"status": said, "model": "tiny"}).encode()
+    with engine_with_response(health, "Content-Type: application/json", status="503 Service Unavailable") as engine:
         status = engine.status()
     assert (status.state, status.model) == (state, "tiny")
 
@@ -213,6 +215,7 @@ def test_invalid_response_is_reported(data):
             engine.chat(HELLO)
         with pytest.raises(errors.EngineError):
             list(engine.stream(HELLO))
+        assert engine.status().state == "failed"
 
 
 def test_other_server_reports_its_model():
@@ -251,6 +254,15 @@ def test_truncated_stream_is_an_error(pieces):
         with pytest.raises(errors.EngineError) as caught:
             list(engine.stream(HELLO))
         assert caught.value.retryable
+
+
+def test_silence_in_stream_times_out():
+    ended = threading.Event()
+    writer = raw(HEAD, b"%x\r\n%s\r\n" % (len(PIECE), PIECE), then=ended.wait)
+    with serve({"/v1/chat/completions": writer}) as web, RemoteEngine(web.url("/v1"), timeout=0.5) as engine:
+        with pytest.raises(errors.DeadlineExceeded):
+            list(engine.stream(HELLO))
+        ended.set()
 
 
 def test_only_the_given_api_key_is_sent():

@@ -87,7 +87,7 @@ def add_tokens(builder, tokens):
 
 def stream(tokens, **fields):
     builder = make_builder(stream=True, **fields)
-    return [builder.first_chunk(), *add_tokens(builder, tokens), *builder.final_chunks(), *builder.usage_chunks()]
+    return [*add_tokens(builder, tokens), *builder.final_chunks(), *builder.usage_chunks()]
 
 
 def whole(tokens, **fields):

@@ -21,8 +21,8 @@ from dashinfer_vlm_core.errors import InvalidParameter, RequestError, Unsupporte
 from dashinfer_vlm_core.protocol import LOW_DETAIL_PIXELS, ChatRequest, MediaPart, unknown_fields
 from dashinfer_vlm_core.protocol.fields import IGNORED_FIELDS, REJECTED_FIELDS, SUPPORTED_FIELDS
 from dashinfer_vlm_core.protocol.messages import JPEG_FRAMES
+from dashinfer_vlm_core.protocol.name_log import MAX_LOGGED, NameLog
 from dashinfer_vlm_core.protocol.sampling import Sampling
-from dashinfer_vlm_core.protocol.unknown_fields import MAX_LOGGED, UnknownFieldLog
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 VIDEO = {"type": "video_url", "video_url": {"url": "https://example.com/a.mp4"}}
@@ -440,8 +440,16 @@ def test_unknown_field_is_ignored(name):
     assert ChatRequest.parse(request(**{name: 1})).sampling() == Sampling()
 
 
+def new_log():
+    return NameLog(
+        unknown_fields.logger,
+        "Requests have unknown fields, which are ignored: %s.",
+        "Further unknown fields of requests are not logged.",
+    )
+
+
 def test_unknown_field_is_logged_once(caplog, monkeypatch):
-    monkeypatch.setattr(unknown_fields, "_LOG", UnknownFieldLog())
+    monkeypatch.setattr(unknown_fields, "_LOG", new_log())
     for _ in range(3):
         ChatRequest.parse(request(**{"logged once": 1, "forged\nline": 2}))
     assert [record.getMessage() for record in caplog.records] == [
@@ -450,7 +458,7 @@ def test_unknown_field_is_logged_once(caplog, monkeypatch):
 
 
 def test_log_of_unknown_fields_is_bounded(caplog):
-    log = UnknownFieldLog()
+    log = new_log()
     for index in range(MAX_LOGGED + 50):
         log.log([f"name {index}"])
     assert len(caplog.records) == MAX_LOGGED + 1

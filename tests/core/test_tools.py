@@ -66,7 +66,7 @@ def play(answer, *, guided=True, **fields):
     request = {"messages": ASKED, "tools": [WEATHER, PING], **fields}
     plain = player.engine.chat(request).choices[0]
     chunks = [chunk.choices[0] for chunk in player.engine.stream({**request, "stream": True})]
-    assert collected(chunks) == (plain.message.content, calls_of(plain), plain.finish_reason)
+    assert collected(chunks) == (plain.message.content or None, calls_of(plain), plain.finish_reason)
     return plain, chunks
 
 
@@ -91,7 +91,7 @@ def collected(chunks):
                 calls[piece.index][1] += piece.function.arguments
     assert len(names) == len(calls)
     assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
-    return content or (None if calls else ""), list(map(tuple, calls.values())), chunks[-1].finish_reason
+    return content, list(map(tuple, calls.values())), chunks[-1].finish_reason
 
 
 # Parsing the output
@@ -161,10 +161,39 @@ def test_broken_call_does_not_hide_next_call():
     assert calls_of(choice) == [("ping", "{}")]
 
 
-def test_truncated_call_has_finish_reason_length():
-    choice, _ = play(CALL, max_tokens=45)
-    assert choice.finish_reason == "length"
-    assert calls_of(choice)[0][1].startswith('{"')
+@pytest.mark.parametrize(
+    "fields", [{"tool_choice": "required"}, {"tool_choice": NAMED}, {"tool_choice": "auto"}], ids=str
+)
+def test_truncated_call_is_no_content(fields):
+    arguments, found = '{"city": "Rome", "days": 3}', set()
+    begin = len(TOKENIZER.encode("<tool_call>", add_special_tokens=False).ids) if "auto" in fields.values() else 1
+    for max_tokens in range(begin, len(TOKENIZER.encode(CALL, add_special_tokens=False).ids)):
+        choice, _ = play(CALL, max_tokens=max_tokens, **fields)
+        assert not choice.message.content
+        assert choice.finish_reason == "length"
+        for name, beginning in calls_of(choice):
+            assert (name, arguments.startswith(beginning)) == ("weather", True)
+        found.update(calls_of(choice) or [None])
+    assert {None, ("weather", ""), ("weather", '{"')} < found
+
+
+def test_second_call_is_truncated():
+    first, second = calls_of(play(f"{CALL}\n{OTHER}", tool_choice="required")[0])
+    tokens = len(TOKENIZER.encode(f"{CALL}\n<tool_call>", add_special_tokens=False).ids)
+    choice, _ = play(f"{CALL}\n{OTHER}", max_tokens=tokens - 2)
+    assert (choice.message.content, calls_of(choice)) == (None, [first])
+    assert second == ("ping", "{}")
+
+
+def test_first_delta_of_a_call_has_no_content():
+    for answer, fields, content in (
+        (CALL, {}, None),
+        (CALL, {"tool_choice": "required"}, None),
+        ("Hello", {}, ""),
+        ("Hello", {"tools": []}, ""),
+    ):
+        first = play(answer, **fields)[1][0].delta.to_dict()
+        assert first == {"role": "assistant", "content": content, "refusal": None}
 
 
 def test_without_tools_the_tags_are_text():
@@ -212,8 +241,10 @@ def test_forced_call():
         assert [name for name, _ in calls_of(play(CALL, tool_choice=choice)[0])] == ["weather"]
     with pytest.raises(DecoderFailed, match="violates the requested format"):
         play("No.", tool_choice="required")
-    with pytest.raises(DecoderFailed, match="violates the requested format"):
-        play(OTHER, tool_choice=NAMED)
+    for answer in (OTHER, f"{CALL}\n{CALL}"):  # a tool that is forced by name is called once
+        with pytest.raises(DecoderFailed, match="violates the requested format"):
+            play(answer, tool_choice=NAMED)
+    assert len(calls_of(play(f"{CALL}\n{CALL}", tool_choice="required")[0])) == 2
 
 
 def allowed(mode, *names):
@@ -280,6 +311,7 @@ def test_bundled_model_makes_forced_call(demo, seed, choice):
         assert choice == "required" or name == "weather"
         jsonschema.validate(json.loads(arguments), PARAMETERS if name == "weather" else {"maxProperties": 0})
     chunks = [chunk.choices[0] for chunk in demo.stream({**request, "stream": True})]
+    assert choice == "required" or len(calls_of(answer)) == 1
     assert collected(chunks) == (answer.message.content, calls_of(answer), answer.finish_reason)
 
 
@@ -296,16 +328,58 @@ def test_decoder_without_masks_accepts_only_unforced_tools():
             assert caught.value.param == param
 
 
-def test_unsupported_strict_tool_is_rejected():
-    parameters = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
-    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+NOT_GUARANTEED = {
+    "uniqueItems": ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+    "look-around": ({"type": "array", "items": {"type": "string", "pattern": "(?=a)"}}, "items.pattern"),
+    "an unknown type": ({"type": "any"}, "type"),
+    "a reference to nothing": ({"$ref": "#/components/schemas/A"}, "$ref"),
+    "draft 4": ({"items": {"minimum": 0, "exclusiveMinimum": True}}, "items.exclusiveMinimum"),
+}
+
+
+@pytest.mark.parametrize(("schema", "place"), NOT_GUARANTEED.values(), ids=NOT_GUARANTEED)
+@pytest.mark.parametrize("tool_choice", ["auto", "required"])
+def test_tool_that_cannot_be_guaranteed_is_rejected_only_if_strict(schema, place, tool_choice):
+    parameters = {"type": "object", "properties": {"a": schema}}
     call = '<tool_call>\n{"name": "f", "arguments": {"a": []}}\n</tool_call>'
-    assert calls_of(play(call, tools=[PING, tool])[0])
+    for strict in ({}, {"strict": None}, {"strict": False}):
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters, **strict}}
+        assert calls_of(play(call, tools=[PING, tool], tool_choice=tool_choice)[0])
     tool["function"]["strict"] = True
     with pytest.raises(InvalidParameter) as caught:
-        play(call, tools=[PING, tool])
+        play(call, tools=[PING, tool], tool_choice=tool_choice)
     assert caught.value.param == "tools[1].function.parameters"
-    assert "properties.a.uniqueItems" in caught.value.message
+    assert f"properties.a.{place}" in caught.value.message
+
+
+def test_arguments_of_a_widened_tool_are_an_object():
+    for parameters in ({"type": "any"}, {"type": ["object", "null"]}, {"$ref": "#"}, {"properties": {}, "not": {}}):
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        call = '<tool_call>\n{{"name": "f", "arguments": {}}}\n</tool_call>'
+        assert calls_of(play(call.format("{}"), tools=[tool])[0]) == [("f", "{}")]
+        with pytest.raises(DecoderFailed, match="violates the requested format"):
+            play(call.format("[]"), tools=[tool])
+
+
+@pytest.mark.parametrize("parameters", [{"properties": 5}, {"type": "string"}, {"type": 5}, {"properties": {"a": []}}])
+def test_parameters_that_are_no_schema_of_an_object_are_rejected(parameters):
+    for strict in (False, True):
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": strict}}
+        with pytest.raises(InvalidParameter) as caught:
+            play("Hello", tools=[PING, tool])
+        assert caught.value.param == "tools[1].function.parameters"
+
+
+def test_response_format_that_cannot_be_guaranteed_is_rejected_only_if_strict():
+    schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    assert play("[1, 1]", response_format=form, tools=[])[0].message.content == "[1, 1]"
+    with pytest.raises(DecoderFailed, match="violates the requested format"):
+        play('["a"]', response_format=form, tools=[])
+    strict = {**form, "json_schema": {**form["json_schema"], "strict": True}}
+    for fields in ({"response_format": strict}, {"guided_json": schema}):
+        with pytest.raises(InvalidParameter, match="uniqueItems"):
+            play("[1]", tools=[], **fields)
 
 
 # Rendering the prompt
@@ -421,7 +495,7 @@ def test_choices_are_streamed_by_index(demo):
     for choice in plain.choices:
         mine = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == choice.index]
         assert mine[0].delta.role == "assistant"
-        assert collected(mine) == (choice.message.content, [], choice.finish_reason)
+        assert collected(mine) == (choice.message.content or None, [], choice.finish_reason)
 
 
 def test_each_choice_takes_a_slot():

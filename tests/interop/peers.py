@@ -2,7 +2,7 @@
 
 vLLM has an environment of its own, that of the benchmarks. PEFT and client libraries are imported by tests: their
 packages are in folders at the end of the path, and use torch, openai and others of the project's environment. So does
-Ray, whose processes find its folder through PYTHONPATH.
+Ray, whose processes find its folder through PYTHONPATH. npm installs the packages of JavaScript clients.
 
 `python -m tests.interop.peers` installs all of them, and prints what it does.
 """
@@ -13,6 +13,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,10 +28,14 @@ from dashinfer_vlm_core import EngineConfig
 PEFT = ("peft==0.21.2", "accelerate==1.15.0", "psutil==7.2.2")
 CLIENTS = ("openai-agents==0.20.0", "llama-index-llms-openai-like==0.8.1")
 """Of the Agents SDK, the last version that permits the version of openai that LiteLLM requires."""
+OPENAI_3 = ("openai==3.54.0",)
+"""httpx2, which it requires, is in the project's environment."""
 RAY = ("ray[serve]==2.60.0",)
 PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 FOLDER = EngineConfig().cache_folder / "interop"
-CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
+JAVASCRIPT = Path(__file__).parent / "javascript"
+ROOT = Path(__file__).parents[2]
+CONSTRAINTS = ROOT / "constraints.txt"
 PROGRAMS = Path(__file__).parent / "programs"
 TIMEOUT = 280.0
 """Seconds. vLLM needs half a minute to start on two cores."""
@@ -92,6 +97,27 @@ def clients() -> Path:
     return _packages("clients", CLIENTS, "-c", str(CONSTRAINTS))
 
 
+def openai_3() -> Peer:
+    """Return this interpreter with openai 3 instead of 2; raises like `vllm`."""
+    folder = _packages("openai", OPENAI_3, "--no-deps")
+    return Peer(python=Path(sys.executable), environment={"PYTHONPATH": str(folder)})
+
+
+def javascript() -> Path:
+    """Return the folder with the JavaScript clients, their program, and Node.js; raises like `vllm`."""
+    if shutil.which("npm") is None:
+        raise SetupMissing("there is no npm. Install Node.js.")
+    digest = hashlib.sha256((JAVASCRIPT / "package-lock.json").read_bytes()).hexdigest()[:8]
+    folder = FOLDER / f"javascript-{digest}"
+    ready = folder / "ready"
+    shutil.copytree(JAVASCRIPT, folder, dirs_exist_ok=True)  # modules are searched next to the file that imports them
+    if not ready.exists():
+        print(f"installing JavaScript clients in {folder} ...", flush=True)  # noqa: T201 - for users of `--interop`
+        run("npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", folder=folder)
+        ready.touch()
+    return folder
+
+
 def ray() -> Peer:
     """Return this interpreter with Ray Serve; raises like `vllm`."""
     if importlib.util.find_spec("ray"):
@@ -121,7 +147,11 @@ def _packages(name: str, pins: Sequence[str], *options: str) -> Path:
 
 def main() -> None:
     """Install all peers; the tests of those that cannot be installed are skipped."""
-    for name, install in (("vLLM", vllm), ("PEFT", peft), ("client libraries", clients), ("Ray", ray)):
+    installers: dict[str, Callable[[], object]] = {
+        "vLLM": vllm, "PEFT": peft, "client libraries": clients, "openai 3": openai_3,
+        "JavaScript clients": javascript, "Ray": ray,
+    }  # fmt: skip
+    for name, install in installers.items():
         _install(name, install)
 
 

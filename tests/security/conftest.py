@@ -55,8 +55,8 @@ class ServerClient:
         assert isinstance(loop, SkippableLoop)
         loop.skip(seconds)
 
-    def post(self, body: str) -> httpx.Response:
-        return self._http.post("/v1/chat/completions", content=body)
+    def post(self, body: str, path: str = "/v1/chat/completions") -> httpx.Response:
+        return self._http.post(path, content=body)
 
     def chat(self, *parts: object, role: str = "user", **fields: object) -> httpx.Response:
         """Send one message with these content parts, and additional request fields."""

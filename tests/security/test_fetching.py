@@ -1,9 +1,10 @@
-"""Rules 1 to 5: fetching. SNI is tested in tests/core/test_media_fetch.py."""
+"""Rules 1 to 5, and 39: fetching. SNI is tested in tests/core/test_media_fetch.py."""
 
 from __future__ import annotations
 
 import asyncio
 import gzip
+import socket
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -15,12 +16,13 @@ from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import MediaError, MediaRefused
 from dashinfer_vlm_core.media import READERS
 from dashinfer_vlm_core.media.fetch import SILENCE_SECONDS, Fetcher
-from dashinfer_vlm_core.media.url_policy import check_url
+from dashinfer_vlm_core.media.url_policy import RESOLVER_THREADS, SystemResolver, check_url
 from dashinfer_vlm_core.protocol import MediaPart
+from dashinfer_vlm_core.protocol.client import Client, current_client
 from tests.decoding_loader import DecodingLoader
 from tests.samples import data_url, encode, image_url, noise
 from tests.security.conftest import GOOD, LIMITS, image, image_data, text, video
-from tests.waiting import HANG
+from tests.waiting import HANG, until
 from tests.web import LoopbackTransport, body, fake_resolver, raw, redirect, serve
 
 PART = "messages[0].content[0]"
@@ -495,3 +497,67 @@ def test_security_05_error_names_only_the_part(open_server):
     with serve({}) as web:
         closed = web.url("/a.png")
     open_server.rejection(image(closed), code="media_unreachable")  # the port is closed
+
+
+# Rule 39: fetches are shared fairly
+
+
+async def as_client(name, work):
+    """Await work as a client does, in a task of its own context."""
+    current_client.set(Client(id=name))
+    return await work
+
+
+def test_security_39_slow_urls_of_one_key_leave_a_fetch_to_others():
+    config = EngineConfig(allow_private_addresses=True, max_fetches=4, image_fetch_timeout=10 * HANG)
+    ended = threading.Event()
+
+    async def run(web):
+        fetcher = Fetcher(config)
+        slow, fast = (check_url(web.url(path), path=PART, config=config) for path in ("/slow", "/fast"))
+        attack = [
+            asyncio.create_task(as_client("alice", fetcher.get(slow, kind="image", path=PART))) for _ in range(20)
+        ]
+        await asyncio.to_thread(until, lambda: len(web.requests) == 4)  # alone, a client has all
+        for _ in range(2):
+            fetching = asyncio.create_task(as_client("bob", fetcher.get(fast, kind="image", path=PART)))
+            assert await asyncio.wait_for(fetching, HANG) == IMAGE
+        assert len(web.requests) == 6
+        for task in attack:
+            task.cancel()
+        await asyncio.gather(*attack, return_exceptions=True)
+        await fetcher.close()
+
+    with serve({"/slow": raw(then=lambda: ended.wait(HANG)), "/fast": body(IMAGE)}) as web:
+        asyncio.run(run(web))
+        ended.set()
+
+
+def test_security_39_slow_names_of_one_key_leave_a_resolver_thread(monkeypatch):
+    """Their threads stay occupied after the requests have ended."""
+    ended, looked_up = threading.Event(), []
+
+    def look_up(host, port, **options):
+        looked_up.append(host)
+        if host == "slow.example":
+            ended.wait(HANG)
+        return [(None, None, None, "", (PUBLIC, port))]
+
+    async def run():
+        resolve = SystemResolver()
+        for _ in range(2):
+            attack = [asyncio.create_task(as_client("alice", resolve("slow.example", 80))) for _ in range(20)]
+            await asyncio.to_thread(until, lambda: len(looked_up) == RESOLVER_THREADS)
+            for task in attack:
+                task.cancel()
+            await asyncio.gather(*attack, return_exceptions=True)
+        answer = asyncio.create_task(as_client("bob", resolve("fast.example", 80)))
+        assert await asyncio.wait_for(answer, HANG) == [PUBLIC]
+        await resolve.close()
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    try:
+        asyncio.run(run())
+    finally:
+        ended.set()
+    assert looked_up == ["slow.example"] * RESOLVER_THREADS + ["fast.example"]

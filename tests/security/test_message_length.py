@@ -45,6 +45,10 @@ AMBIGUOUS = {
     "equal lengths in one line": ((LENGTH + b", %d" % len(BODY),), BODY),
     "different lengths": ((LENGTH, b"Content-Length: 0"), BODY),
     "different lengths in one line": ((LENGTH + b", 0",), BODY),
+    "a length that is continued": ((LENGTH + b"\r\n , %d" % len(BODY),), BODY),
+    "chunks that are continued": ((TRANSFER + b"\n\t",), CHUNKED),
+    "another header that is continued": ((LENGTH, b"X-Name: a\r\n b"), BODY),
+    "a chunk that ends with other bytes": ((TRANSFER,), b"%x\r\n%sXX0\r\n\r\n" % (len(BODY), BODY)),
 }
 
 

@@ -362,6 +362,10 @@ HOSTILE_SCHEMAS = {
     "huge counts": {"type": "array", "minItems": 2**31, "items": {"type": "string", "minLength": 2**31}},
     "a web address": {"$ref": "http://127.0.0.1/schema.json"},
     "a file": {"$ref": "file:///etc/passwd"},
+    "a large step": {"type": "integer", "multipleOf": 10_000_019},
+    "a large step with decimals": {"type": "number", "multipleOf": 1_000_000.7},
+    "many steps": {"properties": {f"p{step}": {"type": "integer", "multipleOf": step} for step in range(513, 1013)}},
+    "names with a hostile pattern": {"type": "object", "propertyNames": {"pattern": "((a{1,100}){1,100}){1,100}b"}},
     "rules of the library": {"%json": {}, "x-guidance": {"whitespace_pattern": ".*"}, "type": "string", "maxLength": 3},
 }  # fmt: skip
 
@@ -369,12 +373,13 @@ HOSTILE_SCHEMAS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE_SCHEMAS)
 @pytest.mark.timeout(300)
-def test_security_14_hostile_schema_is_bounded(default_server, name):
+@pytest.mark.parametrize("strict", [True, False])
+def test_security_14_hostile_schema_is_bounded(default_server, name, strict):
     """As a response format and as a tool, it is rejected by its field or followed, in bounded time."""
     schema = HOSTILE_SCHEMAS[name]
-    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": strict}}
     parameters = {"properties": {"a": schema}, "$defs": schema.get("$defs", {})}
-    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": strict}}
     for fields, param in (
         ({"response_format": form}, "response_format.json_schema.schema"),
         ({"tools": [tool], "tool_choice": "required"}, "tools[0].function.parameters"),

@@ -271,6 +271,15 @@ def test_security_20_logs_contain_no_private_data(tiny_checkpoint, caplog):
     assert not [line for line in ours for secret in SECRETS if secret in line]
 
 
+def test_security_20_unknown_method_is_not_logged(tiny_checkpoint, caplog):
+    caplog.set_level(logging.DEBUG, "dashinfer_vlm_server")
+    with scripted_server(tiny_checkpoint, "Fine.") as (_, client, _, _):
+        assert client.request("A" * 60_000, "/version").status_code == 405
+        assert client.request("A" * 60_000, f"/{'b' * 1000}").status_code == 404
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("dashinfer_vlm_server")]
+    assert [line.split(" ")[:3] for line in lines] == [["other", "/version", "405"], ["other", "other", "404"]]
+
+
 def test_security_21_pickle_checkpoint_is_not_read(tmp_path):
     folder = write_checkpoint(tmp_path / "model")
     (folder / "model.safetensors").unlink()

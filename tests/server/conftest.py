@@ -71,9 +71,9 @@ class RunningServer:
         return len(self._uvicorn.server_state.tasks)
 
     @property
-    def writers_paused(self) -> bool:
-        """Whether a client has stopped reading its response."""
-        return any(connection.flow.write_paused for connection in tuple(self._uvicorn.server_state.connections))
+    def writers_paused(self) -> int:
+        """Number of clients that have stopped reading their responses."""
+        return sum(connection.flow.write_paused for connection in tuple(self._uvicorn.server_state.connections))
 
     @property
     def url(self) -> str:

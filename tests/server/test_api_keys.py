@@ -48,6 +48,16 @@ def chat(client, key, **fields):
 # The format
 
 
+@pytest.mark.parametrize(("mode", "warned"), [(0o600, False), (0o640, False), (0o604, True), (0o602, True)])
+def test_security_17_key_file_that_others_can_access_is_logged(tmp_path, caplog, mode, warned):
+    file = tmp_path / "keys"
+    file.write_text("secret-key")
+    file.chmod(mode)
+    ApiKeys.read([], file)
+    assert (f"All users of this machine can read or change the API keys in {file}." in caplog.text) is warned
+    assert "secret-key" not in caplog.text
+
+
 def test_key_file_lines_can_have_limits(tmp_path):
     file = tmp_path / "keys"
     file.write_text(

@@ -10,9 +10,9 @@ import struct
 import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig
+from dashinfer_vlm_core.protocol.json_limits import MAX_DEPTH, MAX_VALUES
 from dashinfer_vlm_core.testing import Script, scripted_registry
 from dashinfer_vlm_server.http_protocol import TimeoutH11Protocol, detect_lost_peers
-from dashinfer_vlm_server.json_body import MAX_DEPTH, MAX_VALUES
 from tests.server.conftest import Scripted, serving
 from tests.waiting import HANG, until
 

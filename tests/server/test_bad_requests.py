@@ -36,7 +36,7 @@ for _ in range(40):
 
 
 def with_schema(schema):
-    return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}}
 
 
 # Name: (fields to change in a valid request, or a complete body; the field that the error names)

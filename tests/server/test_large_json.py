@@ -11,7 +11,9 @@ import pytest
 from starlette.requests import Request
 
 from dashinfer_vlm_core.errors import InvalidParameter
-from dashinfer_vlm_server.json_body import MAX_VALUES, parse_object
+from dashinfer_vlm_core.protocol.json_limits import MAX_VALUES
+from dashinfer_vlm_server.body_memory import BodyMemory, BodyMemoryBudget
+from dashinfer_vlm_server.json_body import parse_object
 from dashinfer_vlm_server.large_json import MAX_SKELETON_BYTES, SLICE, parse_large_object
 from dashinfer_vlm_server.request_body import EXCLUSIVE_PARSE_BYTES, INLINE_PARSE_BYTES, read_request
 from tests.server.test_bad_clients import BOMBS
@@ -178,7 +180,7 @@ def test_security_32_large_body_is_parsed_outside_of_the_event_loop(size, is_inl
             lambda value: (threading.current_thread(), len(value["a"])),
             max_bytes=size,
             max_pause=60,
-            reserve=lambda _: None,
+            memory=BodyMemory(BodyMemoryBudget(size)),
             parse_slot=asyncio.Semaphore(1),
         )
         return threading.current_thread(), parsed_in

@@ -14,7 +14,7 @@ import pytest
 from dashinfer_vlm_core.errors import InvalidParameter
 from dashinfer_vlm_server.api_keys import ApiKeys
 from dashinfer_vlm_server.json_body import parse_object
-from dashinfer_vlm_server.request_body import INLINE_PARSE_BYTES
+from dashinfer_vlm_server.request_body import INLINE_PARSE_BYTES, MIN_BYTES_PER_SECOND
 from dashinfer_vlm_server.request_context import TRIM_BODY_BYTES
 from tests.waiting import HANG, until
 
@@ -137,19 +137,23 @@ def test_stalled_body_times_out(scripted, sent):
         response = b"".join(iter(lambda: connection.recv(4096), b""))
     assert response.startswith(b"HTTP/1.1 408")
     assert json.loads(response.partition(b"\r\n\r\n")[2])["error"] == {
-        "message": "No data of the body was received for 1200 seconds. Send the request again.",
+        "message": "The body was received too slowly: no data for 1200 seconds, or less than 16384 bytes per second."
+        " Send the request again.",
         "type": "invalid_request_error",
         "param": None,
         "code": "request_timeout",
     }
 
 
-def test_slow_body_with_short_pauses_is_accepted(scripted):
-    """In total, it takes longer than the longest allowed pause."""
-    body = json.dumps(HELLO).encode()
-    server = scripted("Fine.", settings={"max_body_pause": 10 * HANG}).server
+@pytest.mark.parametrize(("rate", "status"), [(1.3, 200), (0.8, 408)], ids=["fast enough", "too slow"])
+def test_security_18_body_has_a_minimum_rate(scripted, rate, status):
+    """Each pause is allowed; in total, the body takes much longer than the longest allowed pause."""
+    pause = 1.5 * HANG
+    body = json.dumps(HELLO | {"user": "x" * int(rate * 2 * pause * MIN_BYTES_PER_SECOND)}).encode()
+    server = scripted("Fine.", settings={"max_body_pause": pause}).server
     with server.http() as client:
-        assert client.post("/v1/chat/completions", content=slowly(server, body)).status_code == 200
+        response = client.post("/v1/chat/completions", content=slowly(server, body, 2.6 * pause))
+    assert response.status_code == status
 
 
 def test_total_size_of_buffered_bodies_is_limited(scripted):
@@ -174,13 +178,14 @@ def stream(body):
     return body[:-1] + b', "stream": true}'
 
 
-def slowly(server, body):
-    """Yield chunks with pauses that together exceed the limit."""
-    yield body[:4]
+def slowly(server, body, seconds):
+    """Yield a body in five chunks, and move the clock between them."""
+    size = len(body) // 5 + 1
+    yield body[:size]
     until(lambda: server.tasks)
-    for start in range(4, len(body), 12):
-        server.loop.skip(6 * HANG)
-        yield body[start : start + 12]
+    for start in range(size, len(body), size):
+        server.loop.skip(seconds / 4)
+        yield body[start : start + size]
 
 
 def chunks(body):

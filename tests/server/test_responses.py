@@ -220,6 +220,13 @@ STREAMS = {
     "limited": (RESPONSE, {"max_output_tokens": 3}, TEXT_EVENTS),
     "empty": ("", {}, [name for name in TEXT_EVENTS if not name.endswith("delta")]),
     "call": (CALL, {"tools": [TOOL]}, CALL_EVENTS),
+    "named call": (CALL, {"tools": [TOOL], "tool_choice": {"type": "function", "name": "weather"}}, CALL_EVENTS),
+    "truncated call": (
+        CALL, {"tools": [TOOL], "tool_choice": "required", "max_output_tokens": 49}, CALL_EVENTS
+    ),
+    "call truncated before its name": (
+        CALL, {"tools": [TOOL], "tool_choice": "required", "max_output_tokens": 20}, []
+    ),
     "text and calls": (f"I look.\n{CALL}\n{CALL}", {"tools": [TOOL]}, [*TEXT_EVENTS, *CALL_EVENTS, *CALL_EVENTS]),
     "text after a call": (f"{CALL}\nThat is it.", {"tools": [TOOL]}, [*CALL_EVENTS, *TEXT_EVENTS]),
     "reasoning": (REASONED, {}, [*REASONING_EVENTS, *TEXT_EVENTS]),
@@ -232,7 +239,8 @@ STREAMS = {
 @pytest.mark.parametrize("name", STREAMS)
 def test_streamed_response_equals_plain(scripted, thinking, name):
     completion, fields, expected = STREAMS[name]
-    served = (thinking if name.startswith("reasoning") else scripted)(completion)
+    options = {"supported_params": EVERYTHING} if "tool_choice" in fields else {}
+    served = (thinking if name.startswith("reasoning") else scripted)(completion, **options)
     events = stream(served, **fields)
     plain, streamed = create(served, **fields), events[-1].response
     assert comparable(streamed) == comparable(plain)
@@ -871,7 +879,14 @@ BAD = {
     "format without name": ({"text": {"format": {"type": "json_schema", "schema": SCHEMA}}}, "text.format.name"),
     "format without schema": ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
     "invalid schema": (
-        {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "odd"}}}}, "text.format.schema"
+        {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"properties": 5}}}}, "text.format.schema"
+    ),
+    "strict schema": (
+        {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "odd"}, "strict": True}}},
+        "text.format.schema",
+    ),
+    "strict tool": (
+        {"tools": [{**TOOL, "strict": True, "parameters": {"type": "object", "not": {}}}]}, "tools[0].parameters"
     ),
     "hosted tool": ({"tools": [TOOL, {"type": "web_search"}]}, "tools[1].type"),
     "tool without name": ({"tools": [{"type": "function"}]}, "tools[0].name"),

@@ -6,7 +6,6 @@ const TYPES = ["object", "array", "string", "number", "integer", "boolean", "nul
 const NOT_GUARANTEED = [
   "$dynamicRef",
   "$recursiveRef",
-  "additionalItems",
   "contains",
   "dependencies",
   "dependentRequired",
@@ -17,7 +16,6 @@ const NOT_GUARANTEED = [
   "minContains",
   "not",
   "patternProperties",
-  "propertyNames",
   "then",
   "unevaluatedItems",
   "uniqueItems",
@@ -93,10 +91,12 @@ function subschemas(schema) {
   const named = ["properties", "$defs"].flatMap((keyword) =>
     Object.entries(schema[keyword] ?? {}).map(([name, part]) => [`${keyword}.${name}`, part]),
   );
-  const listed = ["anyOf", "oneOf", "allOf", "prefixItems"].flatMap((keyword) =>
-    (schema[keyword] ?? []).map((part, index) => [`${keyword}[${index}]`, part]),
+  const listed = ["anyOf", "oneOf", "allOf", "prefixItems", "items"].flatMap((keyword) =>
+    Array.isArray(schema[keyword]) ? schema[keyword].map((part, index) => [`${keyword}[${index}]`, part]) : [],
   );
-  const single = ["items", "additionalProperties"].filter((keyword) => keyword in schema);
+  const single = ["items", "additionalItems", "additionalProperties", "propertyNames"].filter(
+    (keyword) => keyword in schema && !Array.isArray(schema[keyword]),
+  );
   return [...named, ...listed, ...single.map((keyword) => [keyword, schema[keyword]])];
 }
 

@@ -133,7 +133,7 @@ export function options() {
   const format = byId("format").value;
   if (format === "json_object") fields.response_format = { type: format };
   if (format === "json_schema")
-    fields.response_format = { type: format, json_schema: { name: "response", schema: schema.value } };
+    fields.response_format = { type: format, json_schema: { name: "response", schema: schema.value, strict: true } };
   if (byId("tools").value.trim()) {
     fields.tools = tools.value;
     fields.tool_choice = byId("tool_choice").value;

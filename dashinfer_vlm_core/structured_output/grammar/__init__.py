@@ -7,17 +7,20 @@ the schema, or by the defaults in `bounds`. A completion that follows its gramma
 only creates the grammars; `grammar_compiler` compiles them.
 """
 
-from .json_schema import COLON, COMMA, any_object, json_schema
+from .any_value import COLON, COMMA, any_object, any_value
+from .json_schema import json_schema
 from .rules import Rules, literal
-from .schema_shape import SchemaError
+from .schema_shape import TYPES, SchemaError
 from .texts import matching_text, one_of
 
 __all__ = [
     "COLON",
     "COMMA",
+    "TYPES",
     "Rules",
     "SchemaError",
     "any_object",
+    "any_value",
     "json_schema",
     "literal",
     "matching_text",

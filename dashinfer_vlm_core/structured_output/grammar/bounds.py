@@ -13,6 +13,9 @@ MAX_RULE_DEPTH = 500
 """Maximum nesting of rules; at a few thousand, llguidance overflows its stack, which ends the process."""
 
 MAX_PATTERN_CHARACTERS = 1024
+MAX_PATTERNS = 256
+"""Maximum number of different regular expressions and formats of one request; each is compiled once more, alone."""
+
 MAX_RECURSION = 5
 """Maximum depth to which recursive references are followed."""
 
@@ -32,6 +35,10 @@ INTEGER_DIGITS = 15
 """Maximum digits before the decimal point of unbounded numbers: such integers are exact in double precision."""
 
 DECIMAL_PLACES = 6
+MAX_MULTIPLE_OF = 1024
+"""Maximum `multipleOf` with prime factors other than 2 and 5; the time to compile it grows with its value."""
+
+MAX_LISTED_MULTIPLES = 256
 MAX_INTEGER_DIGITS = 30
 """Maximum digits of numbers whose schema sets bounds."""
 

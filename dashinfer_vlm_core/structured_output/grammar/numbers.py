@@ -1,4 +1,4 @@
-"""Regular expressions for numbers in a range: canonical, and of bounded length."""
+"""Regular expressions for numbers in a range, and for multiples: canonical, and of bounded length."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import math
 from fractions import Fraction
 
 _DIGIT = "[0-9]"
+_MAX_ENDINGS = 256
+_MAX_FREE_DIGITS = 40
 
 
 def numbers_between(low: Fraction, high: Fraction, *, places: int) -> str | None:
@@ -23,6 +25,39 @@ def numbers_between(low: Fraction, high: Fraction, *, places: int) -> str | None
 def integers_between(low: int, high: int) -> str | None:
     """Return the pattern of the integers in [low, high]; None if empty."""
     return numbers_between(Fraction(low), Fraction(high), places=0)
+
+
+def multiples_of(step: Fraction, *, places: int) -> str | None:
+    """Return the pattern of the multiples of `step` with at most `places` decimal places; None if it would be too long.
+
+    Whether a number is a multiple of a product of twos and fives depends on its last digits only. Other digits are not
+    bounded usefully, and leading zeros are possible: the pattern is to be intersected with that of a range.
+    """
+    parts: list[str] = []
+    for count in range(places + 1):
+        factor = (step * 10**count).numerator  # of the number without its decimal point
+        length = next((length for length in range(20) if 10**length % factor == 0), None)
+        if length is None or 10**length // factor > _MAX_ENDINGS:
+            return None
+        multiples = range(0, 10**length, factor)
+        long = [str(multiple).zfill(length) if length else "" for multiple in multiples]
+        short = [str(multiple).zfill(count + 1) for multiple in multiples]
+        parts += [_with_point(digits, count) for digits in short if len(digits) < length]
+        parts.append(_ending_with(long, count))
+    return f"-?{_either(parts)}"
+
+
+def _ending_with(endings: list[str], places: int) -> str:
+    """Return the pattern of any digits, then one of the endings, which have the same length, with a point."""
+    length = len(endings[0])
+    if length <= places:
+        free = _DIGIT + f"{{1,{_MAX_FREE_DIGITS}}}"
+        return free + (rf"\.{_DIGIT * (places - length)}{_either(endings)}" if places else "")
+    return _DIGIT + f"{{0,{_MAX_FREE_DIGITS}}}" + _either([_with_point(ending, places) for ending in endings])
+
+
+def _with_point(digits: str, places: int) -> str:
+    return rf"{digits[:-places]}\.{digits[-places:]}" if places else digits
 
 
 def _signed(low: int, high: int, places: int) -> list[str]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 
-from .bounds import MAX_RULE_DEPTH, MAX_RULES
+from .bounds import MAX_PATTERNS, MAX_RULE_DEPTH, MAX_RULES
+from .schema_shape import SchemaError
 
 _NAME = re.compile(r"\b[rT][0-9]+\b")
 
@@ -17,15 +19,19 @@ class TooManyRules(Exception):
 class Rules:
     """Named rules in llguidance's dialect of Lark; equal rules are stored once.
 
-    Attributes:
-        patterns: the rules of a request's regular expressions, by field and path in the schema. They are validated
-            only when the grammar is compiled.
+    Args:
+        compiles: returns whether a grammar compiles. Each rule with a regular expression of the request is passed to
+            it, alone, when it is added. None accepts all of them; a grammar with an invalid one does not compile.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, compiles: Callable[[str], bool] | None = None) -> None:
+        self._compiles = compiles
+        self._patterns: dict[str, bool] = {}
         self._names: dict[tuple[str, str], str] = {}
         self._depths: dict[str, int] = {}
-        self.patterns: dict[tuple[str, str], str] = {}
+
+    def __len__(self) -> int:
+        return len(self._names)
 
     def add(self, body: str) -> str:
         """Add a rule with this body; return its name."""
@@ -38,6 +44,30 @@ class Rules:
     def lazy(self, body: str) -> str:
         """Add a rule that the lexer matches as one token, as short as possible; return its name."""
         return self._add(body, "r", "[lazy]")
+
+    def pattern(self, body: str, path: str, *, is_terminal: bool = False) -> str:
+        """Add a rule with a regular expression or a format of the request, which stands at `path`; return its name.
+
+        Raises:
+            SchemaError: it is not supported, or the request has too many of them.
+        """
+        name = "T" if is_terminal else "r"
+        if body not in self._patterns:
+            if len(self._patterns) >= MAX_PATTERNS:
+                raise SchemaError(
+                    path, f"is one of more than {MAX_PATTERNS} regular expressions and formats: use fewer"
+                )
+            self._patterns[body] = self._compiles is None or self._compiles(f"start: {name}\n{name}: {body}")
+        if not self._patterns[body]:
+            raise SchemaError(
+                path, "is not a supported regular expression, or cannot be compiled within the limits: make it simpler"
+            )
+        return self._add(body, name)
+
+    def discard(self, count: int) -> None:
+        """Remove the rules that were added last, so that `count` are left."""
+        for key in list(self._names)[count:]:
+            del self._depths[self._names.pop(key)]
 
     def either(self, bodies: list[str]) -> str:
         """Return the rule of the alternatives `bodies`, of which there is at least one."""

@@ -1,10 +1,11 @@
-"""The shape of a JSON schema: validation of its keywords, and merging of two schemas."""
+"""The shape of a JSON schema: validation and normalization of its keywords, and merging of two schemas."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from . import bounds
 
@@ -22,15 +23,14 @@ ANNOTATIONS = frozenset(
 
 NOT_GUARANTEED = frozenset(
     {
-        "not", "if", "then", "else", "patternProperties", "propertyNames", "dependentRequired", "dependentSchemas",
-        "dependencies", "uniqueItems", "contains", "minContains", "maxContains", "additionalItems", "$dynamicRef",
-        "$recursiveRef", "unevaluatedItems",
+        "not", "if", "then", "else", "patternProperties", "dependentRequired", "dependentSchemas", "dependencies",
+        "uniqueItems", "contains", "minContains", "maxContains", "$dynamicRef", "$recursiveRef", "unevaluatedItems",
     }
 )  # fmt: skip
 
 _IMPLIED = MappingProxyType(
     {
-        "object": {"properties", "required", "additionalProperties", "minProperties", "maxProperties"},
+        "object": {"properties", "required", "additionalProperties", "propertyNames", "minProperties", "maxProperties"},
         "array": {"items", "prefixItems", "minItems", "maxItems"},
         "string": {"minLength", "maxLength", "pattern", "format"},
         "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"},
@@ -40,7 +40,7 @@ _IMPLIED = MappingProxyType(
 
 
 class SchemaError(Exception):
-    """A schema is invalid or not supported.
+    """A schema is invalid, or cannot be guaranteed.
 
     Attributes:
         path: the part that is wrong, such as `properties.size.minimum`; empty for the whole schema.
@@ -53,6 +53,10 @@ class SchemaError(Exception):
         self.reason = reason
 
 
+class InvalidSchema(SchemaError):
+    """A schema that is not valid in any draft of JSON Schema."""
+
+
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
@@ -60,11 +64,19 @@ def _is_count(value: object) -> bool:
 def _is_number(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
-    return bool(abs(value) < 10**bounds.MAX_INTEGER_DIGITS)  # false for NaN
+    return isinstance(value, int) or math.isfinite(value)
+
+
+def _is_positive(value: object) -> bool:
+    return _is_number(value) and value > 0  # type: ignore[operator]  # a number
 
 
 def _is_schema(value: object) -> bool:
     return isinstance(value, (Mapping, bool))
+
+
+def _is_string(value: object) -> bool:
+    return isinstance(value, str)
 
 
 def _is_strings(value: object) -> bool:
@@ -89,43 +101,92 @@ def _is_pattern(value: object) -> bool:
     return isinstance(value, str) and len(value) <= bounds.MAX_PATTERN_CHARACTERS
 
 
-_NUMBER = (_is_number, f"must be a number below 1e{bounds.MAX_INTEGER_DIGITS}")
-_COUNT = (_is_count, "must be an integer, at least 0")
-_SCHEMA = (_is_schema, "must be a schema")
-_SCHEMAS = (_is_schemas, "must be an array of schemas")
-_SHAPES: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
+class _Shape(NamedTuple):
+    """What the value of a keyword has to be.
+
+    Attributes:
+        is_supported: whether it can be guaranteed.
+        reason: what it has to be, as the predicate of a sentence.
+        is_valid: whether it is valid in some draft of JSON Schema, if that is more than what is supported.
+    """
+
+    is_supported: Callable[[Any], bool]
+    reason: str
+    is_valid: Callable[[Any], bool] | None = None
+
+
+_NUMBER = _Shape(_is_number, "must be a number")
+_LIMIT = _Shape(_is_number, "must be a number", lambda value: _is_number(value) or isinstance(value, bool))  # draft 4
+_COUNT = _Shape(_is_count, "must be an integer, at least 0", lambda value: _is_number(value) and value >= 0)
+_SCHEMA = _Shape(_is_schema, "must be a schema")
+_SCHEMAS = _Shape(_is_schemas, "must be an array of schemas")
+_SHAPES: Mapping[str, _Shape] = MappingProxyType(
     {
-        "type": (_is_types, f"must be one of {', '.join(TYPES)}, or an array of them"),
-        "enum": (lambda value: isinstance(value, list) and bool(value), "must be an array of values"),
-        "$ref": (lambda value: isinstance(value, str), "must be a string"),
+        "type": _Shape(  # draft 3 has the type "any", and allows others
+            _is_types,
+            f"must be one of {', '.join(TYPES)}, or an array of them",
+            lambda value: isinstance(value, (str, list)),
+        ),
+        "enum": _Shape(
+            lambda value: isinstance(value, list) and bool(value),
+            "must be an array of values",
+            lambda value: isinstance(value, list),
+        ),
+        "$ref": _Shape(_is_string, "must be a string"),
         "allOf": _SCHEMAS,
         "anyOf": _SCHEMAS,
         "oneOf": _SCHEMAS,
-        "properties": (_is_properties, "must be an object of schemas"),
-        "required": (_is_strings, "must be an array of names"),
-        "additionalProperties": _SCHEMA,
-        "items": _SCHEMA,
-        "prefixItems": _SCHEMAS,
-        "pattern": (_is_pattern, f"must be a string of at most {bounds.MAX_PATTERN_CHARACTERS} characters"),
-        "format": (lambda value: isinstance(value, str), "must be a string"),
-        "multipleOf": (
-            lambda value: _is_number(value) and value >= 1 and value == int(value),
-            "is supported only for integers, at least 1",
+        "properties": _Shape(_is_properties, "must be an object of schemas"),
+        "required": _Shape(  # draft 3
+            _is_strings, "must be an array of names", lambda value: _is_strings(value) or isinstance(value, bool)
         ),
-        **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), _NUMBER),
+        "additionalProperties": _SCHEMA,
+        "propertyNames": _SCHEMA,
+        "items": _Shape(lambda value: _is_schema(value) or _is_schemas(value), "must be a schema, or an array of them"),
+        "prefixItems": _SCHEMAS,
+        "additionalItems": _SCHEMA,
+        "pattern": _Shape(
+            _is_pattern, f"must be a string of at most {bounds.MAX_PATTERN_CHARACTERS} characters", _is_string
+        ),
+        "format": _Shape(_is_string, "must be a string"),
+        "multipleOf": _Shape(_is_positive, "must be a number above 0"),
+        **dict.fromkeys(("minimum", "maximum"), _NUMBER),
+        **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), _LIMIT),
         **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), _COUNT),
     }
 )
 
 
-def check_keywords(schema: Mapping[str, Any], path: str, *, lenient: bool) -> None:
-    """Reject keywords with invalid values and, unless `lenient`, those that cannot be guaranteed."""
-    for key, (is_valid, reason) in _SHAPES.items():
-        if key in schema and not is_valid(schema[key]):
-            raise SchemaError(f"{path}.{key}", reason)
+def find_faults(schema: Mapping[str, Any], path: str) -> Iterator[tuple[str, SchemaError]]:
+    """Yield the keywords that are invalid, as `InvalidSchema`, or cannot be guaranteed, each with its error."""
+    yield from _find_wrong_values(schema, path)
     for key in sorted(NOT_GUARANTEED & schema.keys()):
-        if not lenient and schema[key] is not False:
-            raise SchemaError(f"{path}.{key}", "cannot be guaranteed: remove it")
+        if schema[key] is not False:
+            yield key, SchemaError(f"{path}.{key}", "cannot be guaranteed: remove it")
+
+
+def check_values(schema: Mapping[str, Any], path: str) -> None:
+    """Reject keywords with invalid or unsupported values."""
+    for _, error in _find_wrong_values(schema, path):
+        raise error
+
+
+def _find_wrong_values(schema: Mapping[str, Any], path: str) -> Iterator[tuple[str, SchemaError]]:
+    for key, shape in _SHAPES.items():
+        if key in schema and not shape.is_supported(schema[key]):
+            is_valid = shape.is_valid is not None and shape.is_valid(schema[key])
+            yield key, (SchemaError if is_valid else InvalidSchema)(f"{path}.{key}", shape.reason)
+
+
+def normalized(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a schema with tuples as `prefixItems`: before draft 2020-12, `items` is an array of their schemas."""
+    if not schema.keys() & {"items", "additionalItems"}:
+        return schema
+    rest = {key: value for key, value in schema.items() if key not in {"items", "additionalItems"}}
+    if not isinstance(schema.get("items"), list):
+        return rest | ({"items": schema["items"]} if "items" in schema else {})
+    further = {"items": schema["additionalItems"]} if "additionalItems" in schema else {}
+    return {**rest, "prefixItems": schema["items"], **further}
 
 
 def types_of(schema: Mapping[str, Any]) -> tuple[str, ...]:
@@ -144,7 +205,8 @@ def merge(one: Schema, two: Schema, path: str) -> Schema:
     if isinstance(one, bool) or isinstance(two, bool):
         return (two if one else False) if isinstance(one, bool) else (one if two else False)
     for part in (one, two):
-        check_keywords(part, path, lenient=True)
+        check_values(part, path)
+    one, two = normalized(one), normalized(two)
     for closed, other in ((one, two), (two, one)):
         extra = other.get("properties", {}).keys() - closed.get("properties", {}).keys()
         if extra and closed.get("additionalProperties", True) is not True:
@@ -161,8 +223,6 @@ def merge(one: Schema, two: Schema, path: str) -> Schema:
 def _merge_keyword(key: str, one: Any, two: Any, path: str) -> Any:
     if one == two or key in ANNOTATIONS:
         return one
-    if key in _SHAPES and not all(_SHAPES[key][0](value) for value in (one, two)):
-        raise SchemaError(f"{path}.{key}", _SHAPES[key][1])
     if key in _MERGES:
         return _MERGES[key](one, two, path)
     raise SchemaError(f"{path}.{key}", "has two different values: write one schema for both")

@@ -11,27 +11,23 @@ from .schema_shape import SchemaError
 _ESCAPED = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
 
 
-def matching_text(rules: Rules, pattern: str, *, field: str) -> str:
+def matching_text(rules: Rules, pattern: str) -> str:
     """Add the rule of the texts that match a regular expression as a whole, of bounded length.
 
     `^` at its beginning and `$` at its end have no effect.
 
     Args:
         rules: the rules to add to.
-        pattern: the expression, in the syntax of Rust's `regex` without anchors and look-around; other expressions are
-            rejected when the grammar is compiled.
-        field: the request field that contains it, for `Rules.patterns`.
+        pattern: the expression, in the syntax of Rust's `regex` without anchors and look-around.
 
     Returns:
         The name of the rule.
 
     Raises:
-        SchemaError: the expression ends with an incomplete escape.
+        SchemaError: the expression is not supported.
     """
     bounded = rf"/(.|\n){{0,{bounds.STRING_CHARACTERS}}}/"
-    rule = rules.terminal(f"{regex(_escape(pattern))} & {bounded}")
-    rules.patterns[field, ""] = rule
-    return rule
+    return rules.pattern(f"{regex(_escape(pattern))} & {bounded}", "", is_terminal=True)
 
 
 def one_of(rules: Rules, texts: Iterable[str]) -> str:

@@ -1,0 +1,126 @@
+"""Requests to compiled grammars, in separate threads: schemas of one client do not delay the prompts of others."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import anyio
+
+from ..errors import DeadlineExceeded, InvalidParameter
+from ..protocol import ChatRequest
+from ..protocol.name_log import NameLog
+from .grammar_compiler import GrammarCompiler, LLGuidanceGrammar
+from .output_grammar import OutputGrammar, after_reasoning, grammar_for_request
+
+if TYPE_CHECKING:
+    import tokenizers
+
+    from ..models.spec import ModelSpec
+
+THREADS = max(1, (os.cpu_count() or 1) // 2)
+"""Compilation holds the interpreter lock for milliseconds at a time: the other processors are for the requests."""
+
+COMPILE_SECONDS = 30.0
+"""How long a request waits for its grammar, including those before it."""
+
+MAX_LOGGED_PARTS = 8
+"""Maximum number of parts that are logged for one request."""
+
+_LOG = NameLog(
+    logging.getLogger(__name__),
+    "Schemas without `strict` have parts that cannot be guaranteed, which are ignored: %s.",
+    "Further parts of schemas that cannot be guaranteed are not logged.",
+)
+
+
+class RequestGrammars:
+    """Compiles the grammars that requests need.
+
+    Args:
+        tokenizer: a byte-level tokenizer.
+        spec: the model's specification.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, spec: ModelSpec) -> None:
+        self._compiler = GrammarCompiler(tokenizer, spec)
+        self._spec = spec
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="dashinfer-vlm-grammar")
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def compile(
+        self, request: ChatRequest, opens_reasoning: Callable[[ChatRequest], bool]
+    ) -> LLGuidanceGrammar | None:
+        """Return the grammar that the response has to follow; None if it is unconstrained.
+
+        Args:
+            request: the request.
+            opens_reasoning: returns whether the prompt of a request ends with the tag that begins reasoning.
+
+        Raises:
+            InvalidParameter: a schema or an expression is invalid, too complex, or cannot be guaranteed.
+            DeadlineExceeded: it takes longer than `COMPILE_SECONDS`.
+        """
+        if request.output_constraint is None and not request.callable_tools:
+            return None
+        canceled = threading.Event()
+        work = functools.partial(self._compile, request, opens_reasoning, canceled)
+        try:
+            with anyio.fail_after(COMPILE_SECONDS):
+                return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"The output format was not compiled within {COMPILE_SECONDS:g} seconds. Make its schemas simpler, or"
+                " try again later."
+            ) from None
+        finally:
+            canceled.set()
+
+    def _compile(
+        self, request: ChatRequest, opens_reasoning: Callable[[ChatRequest], bool], canceled: threading.Event
+    ) -> LLGuidanceGrammar | None:
+        def compiles(text: str) -> bool:
+            if canceled.is_set():
+                raise CancelledError
+            return self._compiler.compiles(text)
+
+        def build(*, widest: bool) -> OutputGrammar | None:
+            grammar = grammar_for_request(
+                request, self._spec.conversation, self._spec.coordinates, compiles=compiles, widest=widest
+            )
+            needs_end = grammar is not None and opens_reasoning(request)
+            return after_reasoning(grammar, self._spec.conversation) if grammar and needs_end else grammar
+
+        grammar = build(widest=False)
+        if grammar is None:
+            return None
+        _check_end(request, grammar)
+        try:
+            compiled = self._compile_grammar(grammar)
+        except InvalidParameter:  # the parts compile, but are too complex together
+            widest = build(widest=True)
+            if widest is None or widest.widened == grammar.widened:
+                raise
+            grammar, compiled = widest, self._compile_grammar(widest)
+        _LOG.log(grammar.widened[:MAX_LOGGED_PARTS])
+        return compiled
+
+    def _compile_grammar(self, grammar: OutputGrammar) -> LLGuidanceGrammar:
+        return self._compiler.compile(grammar.rules, grammar.start, param=grammar.param)
+
+
+def _check_end(request: ChatRequest, grammar: OutputGrammar) -> None:
+    if request.ignore_eos:
+        raise InvalidParameter(
+            "`ignore_eos` would continue after the end that the output format requires."
+            f" Remove `ignore_eos` or `{grammar.field}`.",
+            param="ignore_eos",
+        )
