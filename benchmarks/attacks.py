@@ -48,6 +48,7 @@ SAMPLE_SECONDS = 0.05
 BIG_BODY_BYTES = 64 << 20
 IMAGES = 32
 """Number of different images that the user sends."""
+KILLS = 50
 MIB = 1 << 20
 BUSY = 0.5
 """Share of a core that a process uses while it decodes."""
@@ -244,6 +245,10 @@ class Server:
                     found.append(int(folder.name))
         return found
 
+    def grandchildren(self) -> list[int]:
+        """Return the children of the processes that the server has started: the media workers."""
+        return [process for process in self.children() if parent(process) not in (self.process.pid, None)]
+
     def kill(self) -> None:
         for process in (*self.children(), self.process.pid):
             with contextlib.suppress(ProcessLookupError):
@@ -262,11 +267,23 @@ def resident_bytes(process: int) -> int:
 
 def cpu_seconds(process: int) -> float | None:
     """Return the CPU time of a process; None if it has ended."""
+    fields = _statistics(process)
+    return None if fields is None else (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def parent(process: int) -> int | None:
+    """Return the parent of a process; None if it has ended."""
+    fields = _statistics(process)
+    return None if fields is None else int(fields[1])
+
+
+def _statistics(process: int) -> list[str] | None:
+    """Return the fields of `/proc/PROCESS/stat` from the state on; None if the process has ended."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return None if fields[0] == "Z" else (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return None if fields[0] == "Z" else fields
 
 
 @dataclass(kw_only=True)
@@ -404,6 +421,18 @@ def is_busy(process: int, seconds: float = 0.2) -> bool:
     return False
 
 
+def outcomes_after_kills(server: Server, kills: int = KILLS) -> Counter[str]:
+    """Kill the processes that decode media again and again; return the statuses of a request of the user after each."""
+    statuses = Counter[str]()
+    for number in range(kills):
+        for process in server.grandchildren():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        request = http_request(chat_body(image_part(IMAGES + number)), key=server.key(USER_KEY))
+        statuses[send(server.port, request)] += 1
+    return statuses
+
+
 def shutdown_seconds(server: Server, work: Sequence[Attack]) -> float:
     """Return the time from SIGTERM until the process ends, while attacks are running."""
     for attack in work:
@@ -488,6 +517,8 @@ def _run_endings(server: Server, work: Sequence[Attack], report: Report) -> None
     report.add("")
     for attack in slow:
         report.add(f"* From a client's disconnect until the work ends, {attack.name}: {cancellation(server, attack)}")
+    statuses = ", ".join(f"{status} ({count})" for status, count in outcomes_after_kills(server).most_common())
+    report.add(f"* The user's requests, each after SIGKILL of all processes that decode media: {statuses}")
     beyond = shutdown_seconds(server, slow) - GRACE_SECONDS
     report.add(
         f"* From SIGTERM to the end of the process, beyond a grace period of {GRACE_SECONDS:g} s: {beyond:.1f} s"

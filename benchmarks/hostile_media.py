@@ -76,11 +76,27 @@ def mp4(*tables: SampleTable) -> bytes:
     with composition offsets (`ctts`, section 8.6.1.3). For each entry of the edit list (`elst`, section 8.6.6), it goes
     through the offsets of all earlier samples.
     """
-    kind = box(b"ftyp", b"isom", bytes(4), b"isom")
     media = box(b"mdat", b"\0")
-    header = full_box(b"mvhd", struct.pack(">IIIIIH", 0, 0, 1000, 1000, 0x10000, 0x100), bytes(70), b"\0\0\0\x09")
-    tracks = [_track(number, table, len(kind) + 8) for number, table in enumerate(tables, 1)]
-    return kind + media + box(b"moov", header, *tracks)
+    tracks = [_track(number, table, len(_FILE_TYPE) + 8) for number, table in enumerate(tables, 1)]
+    return _FILE_TYPE + media + box(b"moov", _MOVIE_HEADER, *tracks)
+
+
+def fragmented_mp4(fragments: int, samples: int) -> bytes:
+    """Return an MP4 file with one video track, whose samples are in movie fragments, and no media data.
+
+    A track run (section 8.8.8) whose samples all have the defaults of the track (`trex`, section 8.8.3) states
+    only their number. FFmpeg expands it to 36 bytes per sample when it gets to the fragment.
+    """
+    defaults = box(b"mvex", full_box(b"trex", struct.pack(">IIIII", 1, 1, 1, 1, 0)))
+    run = full_box(b"trun", struct.pack(">I", samples))  # codespell:ignore trun
+    track = box(b"traf", full_box(b"tfhd", struct.pack(">I", 1), flags=0x020000), run)  # offsets are relative to `moof`
+    numbers = (full_box(b"mfhd", struct.pack(">I", number)) for number in range(1, fragments + 1))
+    movie = box(b"moov", _MOVIE_HEADER, _track(1, SampleTable(samples=0), 0), defaults)
+    return _FILE_TYPE + movie + b"".join(box(b"moof", number, track) + box(b"mdat", b"\0") for number in numbers)
+
+
+_FILE_TYPE = box(b"ftyp", b"isom", bytes(4), b"isom")
+_MOVIE_HEADER = full_box(b"mvhd", struct.pack(">IIIIIH", 0, 0, 1000, 1000, 0x10000, 0x100), bytes(70), b"\0\0\0\x09")
 
 
 def _track(number: int, table: SampleTable, offset: int) -> bytes:
@@ -171,9 +187,14 @@ def progressive_jpeg(scans: int, side: int = 8000) -> bytes:
     return _jpeg(side, progressive=True, scans=_scan(0, 0) + _scan(1, 5) * scans)
 
 
-def exif_jpeg(segments: int) -> bytes:
-    """Return a JPEG with many APP1 segments of EXIF metadata, which Pillow joins: each one copies all earlier ones."""
-    return _jpeg(64, metadata=segment(0xE1, b"Exif\0\0", bytes(6)) * segments)
+def exif_jpeg(segments: int, size: int = 6) -> bytes:
+    """Return a JPEG with many APP1 segments of EXIF metadata, which Pillow joins: each one copies all earlier ones.
+
+    Args:
+        segments: number of segments.
+        size: bytes of metadata in each.
+    """
+    return _jpeg(64, metadata=segment(0xE1, b"Exif\0\0", bytes(size)) * segments)
 
 
 def _jpeg(side: int, *, progressive: bool = False, scans: bytes = b"", metadata: bytes = b"") -> bytes:
@@ -226,11 +247,23 @@ HOSTILE: Mapping[str, HostileFile] = MappingProxyType(
         "MP4: four tracks of 25 million samples": HostileFile(
             rule=23, kind="video", media_type="video/mp4", build=lambda: mp4(*(SampleTable(samples=25_000_000),) * 4)
         ),
+        "MP4: three tracks of 8 million samples": HostileFile(
+            rule=23, kind="video", media_type="video/mp4", build=lambda: mp4(*(SampleTable(samples=8_000_000),) * 3)
+        ),
+        "MP4: two fragments of 10 million samples": HostileFile(
+            rule=23, kind="video", media_type="video/mp4", build=lambda: fragmented_mp4(2, 10_000_000)
+        ),
+        "MP4: 20 fragments of 1 million samples": HostileFile(
+            rule=23, kind="video", media_type="video/mp4", build=lambda: fragmented_mp4(20, 1_000_000)
+        ),
         "JPEG: 5,000 progressive scans": HostileFile(
             rule=24, kind="image", media_type="image/jpeg", build=lambda: progressive_jpeg(5000)
         ),
         "JPEG: 500,000 EXIF segments": HostileFile(
             rule=24, kind="image", media_type="image/jpeg", build=lambda: exif_jpeg(500_000)
+        ),
+        "JPEG: 400,000 EXIF segments of 12 MB": HostileFile(
+            rule=24, kind="image", media_type="image/jpeg", build=lambda: exif_jpeg(400_000, size=20)
         ),
         "JPEG: 15 million fill bytes": HostileFile(
             rule=24, kind="image", media_type="image/jpeg", build=lambda: padded_jpeg(15_000_000)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .offline import VLM, LoRARequest, SamplingParams, StructuredOutputsParams
     from .protocol import ChatRequest
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.1.0.dev0"
 
 __all__ = [
     "VLM",

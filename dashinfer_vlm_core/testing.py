@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from .config import EngineConfig
-from .decoders import GUIDED_DECODING, LORA, DecodeRequest, DecoderFactory, DecoderSupport, FinishReason, Token
-from .deprecation import RenamedAttribute, renamed_arguments, renamed_names
+from .decoders import GUIDED_DECODING, LORA, Decoder, DecodeRequest, DecoderFactory, DecoderSupport, FinishReason, Token
 from .engine import Engine
 from .errors import DecoderFailed, EngineClosed
 from .hookspecs import hookimpl
@@ -25,13 +24,13 @@ from .protocol.sampling import SAMPLING_PARAMETERS
 
 if TYPE_CHECKING:
     from .kernels.choice import KernelSelector
+    from .models.lora import LoraAdapter
     from .models.spec import ModelSpec
 
 EVERYTHING = SAMPLING_PARAMETERS | {GUIDED_DECODING, LORA}
 ScriptedResponse = str | Exception | Callable[[DecodeRequest], str]
 
 
-@renamed_arguments(honours="supported_params")
 class Script:
     """The responses of a scripted decoder, and the requests that it received.
 
@@ -58,8 +57,6 @@ class Script:
         self.requests: list[DecodeRequest] = []
         self.running = 0
 
-    honours = RenamedAttribute("supported_params")
-
     def next(self, request: DecodeRequest) -> str:
         response = self._responses[min(len(self.requests), len(self._responses) - 1)]
         self.requests.append(request)
@@ -68,7 +65,7 @@ class Script:
         return response if isinstance(response, str) else response(request)
 
 
-class ScriptedDecoder:
+class ScriptedDecoder(Decoder):
     """A `Decoder` that returns the responses of a script."""
 
     name = "scripted"
@@ -88,6 +85,9 @@ class ScriptedDecoder:
     async def close(self) -> None:
         self._closed = True
 
+    async def load_adapter(self, adapter: LoraAdapter) -> None:
+        """Do nothing: adapters do not change a script."""
+
     async def decode(self, request: DecodeRequest) -> AsyncGenerator[Token, None]:
         ids = self._ids(self._script.next(request), request)
         self._check_grammar(ids, request)
@@ -100,9 +100,6 @@ class ScriptedDecoder:
                 yield self._token(token, request, last=index == len(ids) - 1)
         finally:
             self._script.running -= 1
-
-    blind = RenamedAttribute("unsupported_vision_reason")
-    trouble = RenamedAttribute("fatal_error")
 
     def _ids(self, text: str, request: DecodeRequest) -> list[int]:
         ids = [*self._tokenizer.encode(text, add_special_tokens=False).ids, self._spec.tokens.stop[0]]
@@ -154,13 +151,9 @@ def scripted_registry(script: Script) -> Registry:
     return registry
 
 
-@renamed_arguments(honours="supported_params")
 def scripted_engine(
     *responses: ScriptedResponse, delay: float = 0.0, supported_params: frozenset[str] = EVERYTHING, **options: Any
 ) -> Engine:
     """Create an engine, not started yet, whose decoder returns `responses`; `options` are passed to EngineConfig."""
     script = Script(*responses, delay=delay, supported_params=supported_params)
     return Engine(EngineConfig(**{"decoder": "scripted", **options}), registry=scripted_registry(script))
-
-
-__getattr__ = renamed_names(__name__, {"Answer": "ScriptedResponse"})

@@ -5,6 +5,7 @@ Exit codes: 0 all checks passed, 1 a check failed, 2 it cannot run. Nothing is d
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from pathlib import Path
@@ -14,15 +15,6 @@ if TYPE_CHECKING:
     from dashinfer_vlm_core.plugins import Registry
 
 ROOT = Path(__file__).resolve().parents[1]
-PLUGINS = {
-    "kernels": "dashinfer_vlm_core.kernels",
-    "cpu": "dashinfer_vlm_cpu",
-    "torch": "dashinfer_vlm_torch",
-    "dashinfer": "dashinfer_vlm_core.decoders.dashinfer",
-    "qwen2_vl": "dashinfer_vlm_core.models.qwen2_vl",
-    "qwen2_5_vl": "dashinfer_vlm_qwen2_5_vl",
-    "qwen3_vl": "dashinfer_vlm_qwen3_vl",
-}
 MISSING = (
     "The module {name!r} is missing in {python}. Install the package there, or on a machine without a network the"
     " folder of wheels that `scripts/make-wheelhouse` makes elsewhere: see docs/gpu.md."
@@ -46,13 +38,25 @@ def run() -> int:
 
 
 def built_in_registry() -> Registry:
-    """Return the parts that are verified, registered by hand."""
+    """Return the parts whose entry points pyproject.toml lists; those whose extras are missing are not verified."""
     from dashinfer_vlm_core.plugins import Registry
 
     registry = Registry()
-    for name, module in PLUGINS.items():
-        registry.add_plugin(importlib.import_module(module), name=name)
+    for name, module in read_entry_points().items():
+        with contextlib.suppress(ModuleNotFoundError):
+            registry.add_plugin(importlib.import_module(module), name=name)
     return registry
+
+
+def read_entry_points() -> dict[str, str]:
+    """Return the modules of the built-in plugins, by name."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        from pip._vendor import tomli as tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return dict(project["entry-points"]["dashinfer_vlm"])
 
 
 if __name__ == "__main__":

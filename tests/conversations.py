@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from training.own_engine import as_openai, data_url
-
-__all__ = ["CONVERSATIONS", "Message", "as_openai", "assistant", "blurred_image", "data_url", "user"]
-
 Message = dict[str, Any]
+
+
+def as_openai(messages: Sequence[Message]) -> list[Message]:
+    """Convert messages whose parts contain images and lists of frames to OpenAI's JSON."""
+    return [message | {"content": _openai_content(message["content"])} for message in messages]
+
+
+def data_url(image: Image.Image) -> str:
+    stream = io.BytesIO()
+    image.save(stream, "PNG")
+    return "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode()
+
+
+def _openai_content(content: str | Sequence[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    return content if isinstance(content, str) else [_openai_part(part) for part in content]
+
+
+def _openai_part(part: dict[str, Any]) -> dict[str, Any]:
+    if part["type"] == "image":
+        return {"type": "image_url", "image_url": {"url": data_url(part["image"])}}
+    if part["type"] == "video":
+        return {"type": "video_url", "video_url": {"url": [data_url(frame) for frame in part["video"]]}}
+    return part
 
 
 def blurred_image(seed: int, width: int = 112, height: int = 112) -> Image.Image:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from dashinfer_vlm_core import hookimpl
+from dashinfer_vlm_core.decoders import Decoder
 from dashinfer_vlm_core.plugins import load_plugins
 
 
@@ -16,6 +17,7 @@ class Recorder:
 
     def __init__(self):
         self._factory = load_plugins().decoder("torch")
+        self.supported_params = self._factory.supported_params
         self.tokens = {}
         self.logprobs = {}
 
@@ -35,7 +37,7 @@ class Recorder:
         return registry
 
 
-class _RecordingDecoder:
+class _RecordingDecoder(Decoder):
     def __init__(self, decoder, tokens, logprobs):
         self._decoder = decoder
         self._tokens = tokens
@@ -44,9 +46,12 @@ class _RecordingDecoder:
         self.max_model_len = decoder.max_model_len
         self.supported_params = decoder.supported_params
         self.unsupported_vision_reason = decoder.unsupported_vision_reason
-        self.fatal_error = decoder.fatal_error
         self.start = decoder.start
         self.close = decoder.close
+
+    @property
+    def fatal_error(self):
+        return self._decoder.fatal_error
 
     async def decode(self, request):
         ids = self._tokens.setdefault(request.id, [])

@@ -32,12 +32,12 @@ def image_url(height: int = 20, width: int = 30, seed: int = 0) -> str:
 
 
 def encode_video(
-    frames: int = 12, *, height: int = 48, width: int = 64, fps: int = 10, container: str = "mp4"
+    frames: int = 12, *, height: int = 48, width: int = 64, fps: int = 10, container: str = "mp4", codec: str = ""
 ) -> bytes:
     """Encode a video in which every frame has its own color and a gradient."""
     import av
 
-    codec = {"webm": "libvpx-vp9", "avi": "mpeg4"}.get(container, "libx264")
+    codec = codec or {"webm": "libvpx-vp9", "avi": "mpeg4"}.get(container, "libx264")
     buffer = io.BytesIO()
     with av.open(buffer, "w", format=container) as file:
         stream = file.add_stream(codec, rate=fps)

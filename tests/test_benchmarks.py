@@ -120,7 +120,8 @@ def test_attacks_reports_what_an_attack_achieves(tmp_path):
     rows = [line.split(" | ") for line in "\n".join(lines).splitlines() if line.startswith("| ")]
     assert [row[0] for row in rows[1:]] == ["| none", "| MP4: 60,000 edits", "| all of them, 4 attackers"]
     assert all(row[2].startswith("400 media_too_large (") for row in rows[2:])
-    assert lines[-2].startswith("* From a client's disconnect")
+    assert lines[-3].startswith("* From a client's disconnect")
+    assert lines[-2].endswith("after SIGKILL of all processes that decode media: 200 (50)")
     assert lines[-1].startswith("* From SIGTERM")
 
 

@@ -9,10 +9,13 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from training import scenes
 from training.scenes import Sample, sample
+
+if TYPE_CHECKING:
+    from tests.transformers_engine import TransformersEngine
 
 Answer = Callable[[Sequence[Sample]], list[str]]
 
@@ -99,9 +102,14 @@ def _engine(name: str, checkpoint: Path) -> Answer:
         from training.own_engine import OwnEngine
 
         return OwnEngine(checkpoint, **OWN_ENGINES[name]).answer
-    from training.transformers_engine import TransformersEngine
+    from tests.transformers_engine import TransformersEngine
 
-    return TransformersEngine(checkpoint).answer
+    return reference_answer(TransformersEngine(checkpoint))
+
+
+def reference_answer(engine: TransformersEngine) -> Answer:
+    """Return the callable with which transformers responds to samples."""
+    return lambda samples: engine.respond([sample.messages() for sample in samples])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -21,7 +21,7 @@ from training import questions, scenes
 from training.scenes import Sample, sample
 
 if TYPE_CHECKING:
-    from training.transformers_engine import TransformersEngine
+    from tests.transformers_engine import TransformersEngine
 
 FILE = Path(__file__).with_name("frozen_prompts.json")
 LEAD = 1.0
@@ -98,7 +98,7 @@ def freeze(checkpoint: Path) -> list[dict[str, Any]]:
     """Find prompts with correct responses and large leads."""
     import torch
 
-    from training.transformers_engine import TransformersEngine
+    from tests.transformers_engine import TransformersEngine
 
     engines = [TransformersEngine(checkpoint, dtype) for dtype in (torch.float32, torch.bfloat16)]
     entries: list[dict[str, Any]] = []

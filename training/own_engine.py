@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from PIL import Image
-
 from dashinfer_vlm_core import Engine, EngineConfig
+from tests.conversations import as_openai
 from training.scenes import Sample
 
-Message = dict[str, Any]
 GREEDY = MappingProxyType({"temperature": 0, "max_tokens": 64})
-
-
-def as_openai(messages: Sequence[Message]) -> list[Message]:
-    """Convert messages whose parts contain images and lists of frames to OpenAI's JSON."""
-    return [message | {"content": _content(message["content"])} for message in messages]
-
-
-def data_url(picture: Image.Image) -> str:
-    stream = io.BytesIO()
-    picture.save(stream, "PNG")
-    return "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode()
 
 
 class OwnEngine:
@@ -54,15 +39,3 @@ class OwnEngine:
     def _request(self, sample: Sample) -> dict[str, Any]:
         messages = as_openai([{"role": "user", "content": sample.content()}])
         return {"messages": messages, "tools": list(sample.tools), "seed": sample.seed, **self._sampling}
-
-
-def _content(content: str | Sequence[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    return content if isinstance(content, str) else [_part(part) for part in content]
-
-
-def _part(part: dict[str, Any]) -> dict[str, Any]:
-    if part["type"] == "image":
-        return {"type": "image_url", "image_url": {"url": data_url(part["image"])}}
-    if part["type"] == "video":
-        return {"type": "video_url", "video_url": {"url": [data_url(frame) for frame in part["video"]]}}
-    return part

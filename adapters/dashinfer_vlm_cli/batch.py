@@ -52,7 +52,7 @@ def batch(
 
     Exits with 0 if every request has a response, with 1 if some have none.
     """
-    output = output or _default_output(requests)
+    output = output or requests.with_suffix(".responses.jsonl")
     errors = errors or output.with_suffix(".errors.jsonl")
     entries = read_entries(requests)
     with BatchOutput(output) as responses:
@@ -80,15 +80,6 @@ def batch(
     summary = f"{completed} completed, {skipped} completed before, {job.num_failed} failed"
     click.echo(f"{summary}. Responses: {output}{f'; failures: {errors}' if job.num_failed else ''}", err=True)
     sys.exit(1 if job.num_failed else 0)
-
-
-def _default_output(requests: Path) -> Path:
-    """Return the default output file. Until 0.3, a file with the old default name is continued."""
-    output, old = requests.with_suffix(".responses.jsonl"), requests.with_suffix(".answers.jsonl")
-    if output.exists() or not old.exists():
-        return output
-    logger.warning("%s has the default name of version 0.1, which 0.3 will ignore. Rename it to %s.", old, output.name)
-    return old
 
 
 @dataclass(kw_only=True)

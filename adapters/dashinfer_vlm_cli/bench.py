@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dashinfer_vlm_core.cli.renamed_options import renamed_option
 from dashinfer_vlm_core.cli.terminal import show_table
 from dashinfer_vlm_core.config.config_file import ConfigFileCommand
 from dashinfer_vlm_core.errors import DashInferVLMError
@@ -134,7 +133,6 @@ def _count(
               help="Mean number of requests sent per second, at the random times of a Poisson process. By default, each"
               " is sent as soon as --concurrency allows.")  # fmt: skip
 @_count("--images", minimum=0, maximum=32, default=1, text="Images per request.")
-@renamed_option("--pictures", "--images")
 @click.option("--size", default="448x448", show_default=True, type=Size(), metavar=Size.name,
               help="Image size in pixels.")  # fmt: skip
 @_count("--words", minimum=0, maximum=100_000, default=16, text="Words per prompt.")

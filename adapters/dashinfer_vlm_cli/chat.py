@@ -95,17 +95,13 @@ def _complete(engine: AnyEngine, conversation: Conversation, prompt: str, *, as_
         conversation.undo()
         if as_json:
             details = {"message": error.message, "param": error.param, "code": error.code}
-            click.echo(json.dumps({**_prompt_json(prompt), "error": details}))
+            click.echo(json.dumps({"prompt": prompt, "error": details}))
         else:
             click.echo(f"dashinfer-vlm: {error.message}", err=True)
         return False
     conversation.add_assistant(completion.text)
-    click.echo(json.dumps({**_prompt_json(prompt), **completion.as_json()}) if as_json else "")
+    click.echo(json.dumps({"prompt": prompt, **completion.as_json()}) if as_json else "")
     return True
-
-
-def _prompt_json(prompt: str) -> dict[str, str]:
-    return {"prompt": prompt, "question": prompt}  # `question` is deprecated, until 0.3
 
 
 def _discard(_: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import importlib
 import io
 import os
@@ -26,7 +27,9 @@ from dashinfer_vlm_core.hookspecs import Finding
 from dashinfer_vlm_core.kernels.choice import PYTORCH_SETS, Candidates, KernelSelector, LoadedKernels
 from dashinfer_vlm_core.kernels.cpu import cpu_flags
 from dashinfer_vlm_core.kernels.devices import cuda_devices
+from dashinfer_vlm_core.media_workers.fork_server import ForkServer
 from dashinfer_vlm_core.media_workers.sandbox import missing_restrictions
+from dashinfer_vlm_core.media_workers.worker_process import reference_to
 from dashinfer_vlm_core.models.checkpoint import cached_models
 from dashinfer_vlm_core.models.formats.detection import weight_memory
 from dashinfer_vlm_core.plugins import DISTRIBUTION, load_plugins
@@ -307,11 +310,28 @@ def _media_workers(config: EngineConfig) -> Finding:
         detail = "off: images and videos are decoded in the engine's process, as set by `media_workers`"
         return Finding(name=name, status="ok", detail=detail)
     missing = missing_restrictions()
-    if not missing:
-        return Finding(name=name, status="ok", detail="restricted by Landlock and a seccomp filter")
-    lacks = " and ".join(f"without {item.name}, a hostile file could make one {item.risk}" for item in missing)
-    fix = _sentence(" and ".join(item.fix for item in missing))
-    return Finding(name=name, status="unusable", detail=f"less restricted: {lacks}", fix=fix)
+    if missing:
+        lacks = " and ".join(f"without {item.name}, a hostile file could make one {item.risk}" for item in missing)
+        fix = _sentence(" and ".join(item.fix for item in missing))
+        return Finding(name=name, status="unusable", detail=f"less restricted: {lacks}", fix=fix)
+    try:
+        warning = _test_sandbox()
+    except OSError as error:
+        return Finding(
+            name=name, status="broken", detail=f"they cannot be started: {error}", fix="See the engine's log."
+        )
+    if warning:
+        return Finding(name=name, status="slow", detail="restricted, but not by the list of system calls", fix=warning)
+    detail = "restricted by Landlock and a seccomp filter"
+    if os.geteuid() == 0:
+        detail += "; they belong to root, so run the server as another user"
+    return Finding(name=name, status="ok", detail=detail)
+
+
+def _test_sandbox() -> str:
+    with contextlib.closing(ForkServer()) as server:
+        references = map(reference_to, load_plugins().video_readers.values())
+        return server.test_sandbox([reference for reference in references if reference is not None])
 
 
 def _embedding_store(config: EngineConfig) -> Iterator[Finding]:

@@ -90,7 +90,6 @@ class Completion:
     def as_json(self) -> dict[str, Any]:
         return {
             "response": self.text,
-            "answer": self.text,  # deprecated, until 0.3
             "finish_reason": self.finish_reason or None,
             "usage": self.usage.model_dump(exclude_none=True) if self.usage else None,
             "seconds_to_first_token": self.seconds_to_first_token,

@@ -26,14 +26,10 @@ def doctor(*, deep: bool, as_json: bool) -> None:
     log_warnings_only()
     findings = list(all_findings(deep=deep))
     if as_json:
-        click.echo(json.dumps([_as_json(finding) for finding in findings], indent=2))
+        click.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:
         _show(findings)
     sys.exit(1 if any(finding.status == "broken" for finding in findings) else 0)
-
-
-def _as_json(finding: Finding) -> dict[str, str]:
-    return {**dataclasses.asdict(finding), "mend": finding.fix}  # `mend` is deprecated, until 0.3
 
 
 def _show(findings: list[Finding]) -> None:

@@ -128,7 +128,6 @@ def measure_model(config: EngineConfig) -> Iterator[TunedPart]:
         ConfigError: the device is not a CPU.
     """
     from dashinfer_vlm_core.models.checkpoint import find_model
-    from dashinfer_vlm_core.models.interface import vision_linears
     from dashinfer_vlm_core.models.placement import resolve_device, resolve_dtype
     from dashinfer_vlm_core.models.weights import torch_dtype
     from dashinfer_vlm_core.plugins import load_plugins
@@ -140,7 +139,7 @@ def measure_model(config: EngineConfig) -> Iterator[TunedPart]:
     device = resolve_device(config.device)
     stored = spec.quantization
     dtype = torch_dtype(resolve_dtype(config.dtype, spec.dtype, device, quantized=stored is not None))
-    vision = vision_workload(vision_linears(family, spec), quantization=config.resolved_vision_quantization)
+    vision = vision_workload(family.vision_linears(spec), quantization=config.resolved_vision_quantization)
     stored_bits = stored.stored_bits if stored else "none"
     selector = KernelSelector(registry.kernels.values(), config, vision=vision, stored_bits=stored_bits)
     yield _measure_part(selector, device, dtype, spec.text)

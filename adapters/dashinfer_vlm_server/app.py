@@ -17,7 +17,6 @@ from starlette.middleware.cors import CORSMiddleware
 
 from dashinfer_vlm_core import __version__
 from dashinfer_vlm_core.concurrency.deadline import stream_with_timeout, with_timeout
-from dashinfer_vlm_core.deprecation import renamed_arguments
 from dashinfer_vlm_core.errors import EngineClosed, ModelNotFound
 from dashinfer_vlm_core.protocol import ChatRequest, DetokenizeRequest, TokenizeChat, TokenizePrompt, parse_tokenize
 
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
 
-@renamed_arguments(gate="drain_state")
 def create_app(
     engine: ChatEngine, settings: Settings | None = None, *, drain_state: DrainState | None = None
 ) -> FastAPI:
@@ -147,15 +145,12 @@ class Health(BaseModel):
     status: str
     model: str
     decoder: str
-    reason: str
+    decoder_reason: str
     max_model_len: int
-    reasons: bool | None = Field(
+    supports_reasoning: bool | None = Field(
         default=None, description="Whether the model can reason before it responds; absent if unknown."
     )
     fatal_error: str | None = Field(default=None, description="Why the engine failed; absent unless it did.")
-    trouble: str | None = Field(
-        default=None, deprecated=True, description="The same as `fatal_error`. Deprecated, and removed in 0.3."
-    )
 
 
 class Version(BaseModel):
@@ -286,14 +281,14 @@ class _Routes:
             status="draining" if self.drain_state.draining else status.state,
             model=status.model,
             decoder=status.decoder,
-            reason=status.decoder_reason,
+            decoder_reason=status.decoder_reason,
             max_model_len=status.max_model_len,
         )
-        if status.reasons is not None:
-            health = health.model_copy(update={"reasons": status.reasons})
+        if status.supports_reasoning is not None:
+            health = health.model_copy(update={"supports_reasoning": status.supports_reasoning})
         if not status.fatal_error:
             return health
-        return health.model_copy(update={"fatal_error": status.fatal_error, "trouble": status.fatal_error})
+        return health.model_copy(update={"fatal_error": status.fatal_error})
 
     def _models(self) -> list[ServedModel]:
         """Return the model, then its LoRA adapters."""

@@ -208,8 +208,6 @@ def _requests(stats: EngineStats) -> Iterator[Metric]:
     active, limit = stats.active_requests, stats.max_active_requests
     yield _gauge("active_requests", "Completions that run or wait; a request with n=2 counts twice.", active)
     yield _gauge("max_active_requests", "Maximum number of completions that run or wait; more are rejected.", limit)
-    yield _gauge("answers", "Deprecated: use active_requests. Removed in 0.3.", active)
-    yield _gauge("answer_places", "Deprecated: use max_active_requests. Removed in 0.3.", limit)
     yield _count("decoder_restarts", "Decoder restarts.", stats.restarts)
     yield _count("media_fetches", "Images and videos fetched.", stats.fetches.fetched)
     yield _count("media_fetch_failures", "Images and videos that could not be fetched.", stats.fetches.failed)

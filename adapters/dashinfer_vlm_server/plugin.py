@@ -15,8 +15,7 @@ import click
 from click.core import ParameterSource
 
 from dashinfer_vlm_core.cli.options import config_options
-from dashinfer_vlm_core.cli.renamed_options import renamed_option
-from dashinfer_vlm_core.config import MIB, EngineConfig, variable
+from dashinfer_vlm_core.config import MIB, EngineConfig
 from dashinfer_vlm_core.config.config_file import option_location
 from dashinfer_vlm_core.embedding_store import EmbeddingStoreOptions
 from dashinfer_vlm_core.errors import ConfigError, extra_required
@@ -147,7 +146,6 @@ _OBSERVABILITY = (
 @_options("Request limits", *_LIMITS)
 @_options("Logs and traces", *_OBSERVABILITY)
 @config_options
-@renamed_option("--max-held-mib", "--max-buffered-mib", envvar=variable("max-held-mib"))
 def serve(*, config: EngineConfig, **options: Any) -> None:
     """Serve OpenAI's Chat Completions and Responses APIs over HTTP.
 

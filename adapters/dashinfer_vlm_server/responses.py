@@ -265,7 +265,7 @@ class _Creation:
         if not self.request.wants_summary:
             return
         status = await asyncio.to_thread(self._routes.engine.status)
-        if status.reasons is False:
+        if status.supports_reasoning is False:
             raise UnsupportedParameter(
                 "`reasoning.summary` is not supported: the model does not have a reasoning phase. Remove it.",
                 param="reasoning.summary",

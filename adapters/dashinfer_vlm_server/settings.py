@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dashinfer_vlm_core.config import MIB
-from dashinfer_vlm_core.deprecation import renamed_arguments, renamed_names
 
 from .api_keys import ApiKeys
 
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
     from .tracing import Tracer
 
 
-@renamed_arguments(max_held_bytes="max_buffered_bytes")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
     """Settings of an application.
@@ -75,6 +73,3 @@ class DrainState:
     """
 
     draining: bool = False
-
-
-__getattr__ = renamed_names(__name__, {"Gate": "DrainState"})

@@ -27,8 +27,25 @@ class Executor(Protocol):
     def waiting(self) -> int:
         """The number of tasks that have not started."""
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether other parts of models run on the same thread, so that long work has to end for waiting tasks."""
+
     def run(self, work: Callable[[], T]) -> T:
         """Return what `work` returns, or raise what it raises."""
+
+    def defer(self, work: Callable[[], None]) -> None:
+        """Run `work`, which must not raise, when `run_deferred` is called, or at the end of the current task."""
+
+    def run_deferred(self) -> None:
+        """Run deferred work: the caller is about to compute without the interpreter."""
+
+    def abandon(self, thread: int | None) -> None:
+        """Abandon work that hangs, so that other work continues.
+
+        Args:
+            thread: `ident` of the thread that submitted it; nothing happens if other work is running.
+        """
 
 
 class _ComputeTask(NamedTuple):
@@ -44,6 +61,8 @@ class ComputeExecutor:
 
     Torch's thread-local settings, such as the number of threads, keep the values they had when that thread started.
     """
+
+    is_shared = True
 
     def __init__(self) -> None:
         self.reset()
@@ -84,10 +103,9 @@ class ComputeExecutor:
             del task  # as in _run_task
 
     def defer(self, work: Callable[[], None]) -> None:
-        """Run `work`, which must not raise, when the compute thread calls `run_deferred`, or at the end of its task.
+        """See `Executor`; in another thread than the compute thread, the work runs at once.
 
-        Then other threads that the work wakes do not compete with the compute thread for the interpreter. In another
-        thread than the compute thread, the work runs at once.
+        Threads that deferred work wakes do not compete with the compute thread for the interpreter.
         """
         if threading.current_thread() is self._thread:
             self._deferred.append(work)
@@ -95,16 +113,11 @@ class ComputeExecutor:
             work()
 
     def run_deferred(self) -> None:
-        """Run deferred work, if this is the compute thread: it is about to compute without the interpreter."""
         if threading.current_thread() is self._thread:
             self._run_deferred()
 
     def abandon(self, thread: int | None) -> None:
-        """Abandon work that hangs, so that other work continues on a new thread.
-
-        Args:
-            thread: `ident` of the thread that submitted it; nothing happens if other work is running.
-        """
+        """See `Executor`; other work continues on a new thread."""
         with self._changed:
             if self._current and self._current.thread == thread:
                 self._start_thread()
@@ -152,19 +165,32 @@ def _run_task(task: _ComputeTask, finish: Callable[[], None]) -> None:
         del task  # the error's traceback holds this frame
 
 
-class _InlineExecutor:
+class InlineExecutor:
     """Runs work in the calling thread: a GPU has its own queues."""
 
-    waiting = 0
+    is_shared = False
+
+    @property
+    def waiting(self) -> int:
+        return 0
 
     def run(self, work: Callable[[], T]) -> T:
         return work()
+
+    def defer(self, work: Callable[[], None]) -> None:
+        work()
+
+    def run_deferred(self) -> None:
+        """Do nothing: no work is deferred."""
+
+    def abandon(self, thread: int | None) -> None:
+        """Do nothing: other work has threads of its own."""
 
 
 CPU_EXECUTOR = ComputeExecutor()
 os.register_at_fork(after_in_child=CPU_EXECUTOR.reset)
 
-_INLINE_EXECUTOR = _InlineExecutor()
+_INLINE_EXECUTOR = InlineExecutor()
 
 
 def executor_for(device: str) -> Executor:

@@ -1,6 +1,5 @@
 """The interface of decoders, and the supervisor that restarts them."""
 
-from ..deprecation import renamed_names
 from .interface import (
     GUIDED_DECODING,
     LORA,
@@ -36,8 +35,3 @@ __all__ = [
     "VisualSpan",
     "check_request",
 ]
-
-__getattr__ = renamed_names(
-    __name__,
-    {"GUIDE": "GUIDED_DECODING", "Fitness": "DecoderSupport", "Guide": "CompiledGrammar", "Walk": "GrammarMatcher"},
-)

@@ -7,8 +7,7 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from ..deprecation import RenamedAttribute, renamed_arguments, renamed_names
-from ..errors import ContextLengthExceeded, DecoderFailed, InvalidParameter
+from ..errors import ContextLengthExceeded, DecoderFailed, InvalidParameter, UnsupportedParameter
 from ..protocol.sampling import SAMPLING_PARAMETERS, Sampling
 
 if TYPE_CHECKING:
@@ -138,11 +137,7 @@ class DecodeRequest:
     cache_salt: str = ""
     adapter: LoraAdapter | None = None
 
-    guide = RenamedAttribute("grammar")
-    salt = RenamedAttribute("cache_salt")
 
-
-@renamed_arguments(top="top_logprobs", finish="finish_reason", cached="cached_tokens")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Token:
     """One decoded token.
@@ -162,17 +157,13 @@ class Token:
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
 
-    top = RenamedAttribute("top_logprobs")
-    finish = RenamedAttribute("finish_reason")
-    cached = RenamedAttribute("cached_tokens")
-
 
 class RequestNotStarted(Exception):
     """The decoder died before it started the request. The supervisor passes the request to the next decoder."""
 
 
 class Decoder(Protocol):
-    """Decodes prompts into tokens, many at a time.
+    """Decodes prompts into tokens, many at a time. A class that inherits from it needs only what has no default.
 
     Attributes:
         name: as listed by `dashinfer-vlm plugins` and `/health`.
@@ -182,12 +173,6 @@ class Decoder(Protocol):
         unsupported_vision_reason: why it accepts no images and videos, and the next step; the engine rejects requests
             with media. Empty if it accepts them.
         fatal_error: why it cannot decode although it was started; empty while it can. For `/health`.
-
-    A decoder with statistics has a method `snapshot() -> DecoderStats`. A decoder with `LORA` has a method `async
-    load_adapter(adapter: LoraAdapter)`, which prepares an adapter before its first request; it may raise SetupError.
-    One that can evaluate completions has a method `async logits(request: DecodeRequest, token_ids: Sequence[int]) ->
-    NDArray[float32]`, which returns the logits from which each of the tokens would be sampled, given those before it:
-    [tokens, vocab_size].
     """
 
     name: str
@@ -225,6 +210,19 @@ class Decoder(Protocol):
             RequestNotStarted: the decoder died before it started the request; see `fatal_error`.
             EngineClosed: the decoder was closed.
         """
+
+    def snapshot(self) -> DecoderStats:
+        """Return the statistics; zeros by default."""
+        return DecoderStats()
+
+    async def load_adapter(self, adapter: LoraAdapter) -> None:
+        """Prepare an adapter before its first request.
+
+        Raises:
+            SetupError: the adapter cannot be loaded.
+            UnsupportedParameter: the decoder does not support `LORA`, which is the default.
+        """
+        raise UnsupportedParameter(f"The decoder {self.name!r} does not apply LoRA adapters.", param="lora")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -266,13 +264,6 @@ class DecoderStats:
     draft_tokens: int = 0
     accepted_tokens: int = 0
     forced_tokens: int = 0
-
-    @classmethod
-    def of(cls, decoder: Decoder) -> DecoderStats:
-        """The statistics of a decoder; zeros if it has none."""
-        snapshot = getattr(decoder, "snapshot", cls)
-        counted: DecoderStats = snapshot()
-        return counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -362,15 +353,3 @@ def _broken_invariant(request: DecodeRequest, spec: ModelSpec) -> str | None:
             return f"a span of {shape[0]} visual tokens at {span.start} is outside the prompt or overlaps another"
         end = span.stop
     return None
-
-
-__getattr__ = renamed_names(
-    __name__,
-    {
-        "GUIDE": "GUIDED_DECODING",
-        "Fitness": "DecoderSupport",
-        "Guide": "CompiledGrammar",
-        "NotBegun": "RequestNotStarted",
-        "Walk": "GrammarMatcher",
-    },
-)

@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from ..concurrency.memory import trim_memory
-from ..errors import DashInferVLMError, DecoderFailed, EngineClosed, UnsupportedParameter
+from ..errors import DashInferVLMError, DecoderFailed, EngineClosed
 from .interface import Decoder, DecodeRequest, DecoderStats, RequestNotStarted, Token
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
     from ..models.lora import LoraAdapter
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -67,7 +64,7 @@ class Supervisor:
         return self._monitor_task is not None and not self._ready.is_set()
 
     def snapshot(self) -> DecoderStats:
-        return DecoderStats.of(self._decoder)
+        return self._decoder.snapshot()
 
     async def start(self) -> None:
         await self._decoder.start()
@@ -87,14 +84,7 @@ class Supervisor:
                 raise
 
     async def load_adapter(self, adapter: LoraAdapter) -> None:
-        """Prepare an adapter before its first request, if the decoder supports `LORA`.
-
-        Raises:
-            SetupError: the adapter cannot be loaded.
-        """
-        load = getattr(await self._wait_until_healthy(), "load_adapter", None)
-        if load is not None:
-            await load(adapter)
+        await (await self._wait_until_healthy()).load_adapter(adapter)
 
     async def decode(self, request: DecodeRequest) -> AsyncGenerator[Token, None]:
         while True:
@@ -112,21 +102,6 @@ class Supervisor:
                 raise DecoderFailed(_DIED) from None
             else:
                 return
-
-    async def logits(self, request: DecodeRequest, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
-        """Return the logits of a completion, see `Decoder`.
-
-        Raises:
-            UnsupportedParameter: the decoder does not compute them.
-        """
-        decoder = await self._wait_until_healthy()
-        compute = getattr(decoder, "logits", None)
-        if compute is None:
-            raise UnsupportedParameter(
-                f"The decoder {self.name!r} does not return logits. Set `decoder` to torch.", param="decoder"
-            )
-        logits: npt.NDArray[np.float32] = await compute(request, token_ids)
-        return logits
 
     def _is_healthy(self, decoder: Decoder) -> bool:
         """Whether `decoder` is in use and works, so that its errors concern one request only."""

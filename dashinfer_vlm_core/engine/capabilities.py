@@ -59,7 +59,6 @@ def _spec_of(model: str) -> ModelSpec | None:
 
 @lru_cache(maxsize=64)
 def _supports_guided_decoding(decoder: str) -> bool:
-    """Return whether a decoder supports guided decoding. Automatically selected decoders do; one whose factory lacks
-    `supported_params` does not."""
+    """Return whether a decoder supports guided decoding. Automatically selected decoders do."""
     factory = load_plugins().decoders.get(decoder)
-    return factory is None or GUIDED_DECODING in getattr(factory, "supported_params", ())
+    return factory is None or GUIDED_DECODING in factory.supported_params

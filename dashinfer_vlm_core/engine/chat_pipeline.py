@@ -32,8 +32,6 @@ from .adapters import ActiveAdapter, AdapterManager
 from .observers import RequestObserver, RequestStateStats, RequestTimer
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
     from ..models.lora import LoraAdapter
@@ -217,24 +215,6 @@ class ChatPipeline:
             prompt = await self._build_prompt(request, [media.item for media in loaded], coordinates)
             ids: list[int] = prompt.token_ids.tolist()
             return ids
-
-    async def logits(self, request: ChatRequest, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
-        """Return the logits of a given completion: float32 [tokens, vocab_size]."""
-        if not token_ids or not all(0 <= token < self.spec.vocab_size for token in token_ids):
-            raise InvalidParameter(
-                f"`token_ids` must be one or more token ids, each from 0 to {self.spec.vocab_size - 1}.",
-                param="token_ids",
-            )
-        async with self._admit(request) as adapter:
-            if adapter:
-                raise UnsupportedParameter(
-                    "Logits with a LoRA adapter are not supported. Merge it into a checkpoint with PEFT's"
-                    " `merge_and_unload`, or name the model itself.",
-                    param="model",
-                )
-            _, decode_requests = await self._prepare(request.model_copy(update={"n": 1}), None)
-            sampling = replace(decode_requests[0].sampling, max_tokens=len(token_ids))
-            return await self.decoder.logits(replace(decode_requests[0], sampling=sampling), token_ids)
 
     async def close(self) -> None:
         """Release all resources.
@@ -432,7 +412,7 @@ class ChatPipeline:
                 index=index,
                 guided=guided,
                 conversation=self.spec.conversation,
-                reasons=self.prompts.reasons,
+                supports_reasoning=self.prompts.supports_reasoning,
                 opens_reasoning=prompt.opens_reasoning,
                 coordinates=coordinates,
             )

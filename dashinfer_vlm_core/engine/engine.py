@@ -15,7 +15,6 @@ from ..concurrency.loop import LoopThread, engine_closed
 from ..config import MIB, EngineConfig
 from ..decoders import GUIDED_DECODING, LORA, DecoderFactory, DecoderStats, DecoderSupport
 from ..decoders.supervisor import Supervisor
-from ..deprecation import RenamedAttribute
 from ..errors import DecoderFailed, EngineClosed, SetupError
 from ..kernels.choice import KernelSelector
 from ..kernels.workload import VISION_ENCODER, vision_workload
@@ -24,8 +23,6 @@ from ..media.decoder import MediaDecoder
 from ..media.video import select_readers
 from ..media_workers import MediaWorkerStats, create_executor
 from ..models.checkpoint import find_model
-from ..models.interface import vision_linears
-from ..models.lora import merging
 from ..plugins import Registry, load_plugins
 from ..preprocessing.prompt import PromptBuilder
 from ..protocol import ChatRequest
@@ -43,8 +40,6 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from types import TracebackType
 
-    import numpy as np
-    import numpy.typing as npt
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
     from typing_extensions import Self
 
@@ -85,7 +80,7 @@ class EngineStatus:
         decoder_reason: why this decoder was selected.
         max_model_len: the maximum number of tokens of prompt and completion together; 0 while closed.
         fatal_error: why a `failed` engine cannot continue; it must be started again.
-        reasons: whether the model can reason before it responds; None if unknown, as of a closed engine.
+        supports_reasoning: whether the model can reason before it responds; None if unknown, as of a closed engine.
         adapters: the LoRA adapters that requests can name as their model.
     """
 
@@ -95,10 +90,8 @@ class EngineStatus:
     decoder_reason: str = ""
     max_model_len: int = 0
     fatal_error: str = ""
-    reasons: bool | None = None
+    supports_reasoning: bool | None = None
     adapters: tuple[AdapterStatus, ...] = ()
-
-    trouble = RenamedAttribute("fatal_error")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,9 +115,6 @@ class EngineStats:
     fetches: FetchStats
     media_workers: MediaWorkerStats
     decoder: DecoderStats
-
-    answers = RenamedAttribute("active_requests")
-    places = RenamedAttribute("max_active_requests")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -221,27 +211,6 @@ class Engine:
         running, parsed = self._ready(), ChatRequest.parse(request)
         return await running.loop.acall(running.pipeline.tokenize(parsed))
 
-    def logits(self, request: Request, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
-        """Return the logits from which each token of a given completion would be sampled, given those before it.
-
-        They are the model's own: `request` determines the prompt, and its sampling parameters are not applied. Compare
-        two models with it: the completion of one is the reference for both. Blocks the calling thread.
-
-        Args:
-            request: a request as for `chat`.
-            token_ids: the completion, such as `Generation.token_ids` of `submit`; at least one token.
-
-        Returns:
-            float32 [tokens, vocab_size].
-
-        Raises:
-            UnsupportedParameter: the decoder does not return logits; the decoder torch does.
-            RequestError: the request is invalid, or `token_ids` is empty or has unknown tokens.
-            EngineError: the engine could not compute them.
-        """
-        running, parsed = self._ready(), ChatRequest.parse(request)
-        return running.loop.call(running.pipeline.logits(parsed, token_ids))
-
     async def aencode(self, text: str) -> list[int]:
         """Return the token ids of a rendered prompt, in which special tokens are recognized.
 
@@ -277,9 +246,6 @@ class Engine:
 
     # Status
 
-    watch = RenamedAttribute("add_observer")
-    aspell = RenamedAttribute("aconvert_ids_to_tokens")
-
     def add_observer(self, observer: RequestObserver) -> None:
         """Notify `observer` of all events of requests from now on."""
         self._observers.add(observer)
@@ -311,7 +277,7 @@ class Engine:
             decoder_reason=running.reason,
             max_model_len=running.pipeline.prompts.max_model_len,
             fatal_error=decoder.fatal_error,
-            reasons=running.pipeline.prompts.reasons,
+            supports_reasoning=running.pipeline.prompts.supports_reasoning,
             adapters=running.pipeline.adapters.statuses,
         )
 
@@ -409,7 +375,7 @@ async def load_pipeline(
     folder = await asyncio.to_thread(find_model, config.model, registered=registry.models, revision=config.revision)
     family = registry.family_of(folder)
     spec = registry.load_spec(folder)
-    linears = vision_linears(family, spec)
+    linears = family.vision_linears(spec)
     workload = vision_workload(linears, quantization=config.resolved_vision_quantization)
     stored = spec.quantization.stored_bits if spec.quantization else "none"
     kernels = KernelSelector(registry.kernels.values(), config, vision=workload, stored_bits=stored)
@@ -484,8 +450,7 @@ def _load_adapted_encoder(
     family: ModelFamily, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector, adapter: LoraAdapter
 ) -> VisionEncoder:
     """Load the vision encoder with the changes of an adapter."""
-    with merging(adapter):
-        encoder = family.load_vision_encoder(spec, config, kernels)
+    encoder = family.load_vision_encoder(spec, config, kernels, adapter)
     logger.info("LoRA adapter %r changes the vision encoder: it needs the memory of another one.", adapter.name)
     return encoder
 
@@ -525,12 +490,6 @@ def _check_support(factory: DecoderFactory, spec: ModelSpec, config: EngineConfi
 
 def _unsupported_lora_reason(factory: DecoderFactory) -> str:
     """Return why a decoder does not apply LoRA adapters; empty if it does."""
-    supported = getattr(factory, "supported_params", None)  # factories of plugins may lack it
-    if supported is None:
-        return (
-            "Its factory has no `supported_params`, so it is not known to apply LoRA adapters (`lora`). Add"
-            " `supported_params` to the factory, or use the decoder torch."
-        )
-    if LORA in supported:
+    if LORA in factory.supported_params:
         return ""
     return "It does not apply LoRA adapters (`lora`). Merge the adapter into a checkpoint, or use the decoder torch."

@@ -8,8 +8,6 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from ..deprecation import warn_renamed
-
 if TYPE_CHECKING:
     from openai.types import CompletionUsage
 
@@ -23,12 +21,6 @@ class RequestObserver:
     The base class does nothing; subclasses override the methods they need. Methods are called with the context
     variables of the engine's caller.
     """
-
-    def __init_subclass__(cls, **options: object) -> None:
-        super().__init_subclass__(**options)
-        if "answered" in vars(cls):
-            warn_renamed(f"{cls.__name__}.answered", f"{cls.__name__}.completed")
-            cls.completed = vars(cls)["answered"]  # type: ignore[method-assign]  # the name until 0.2
 
     def stage(self, stage: Stage) -> AbstractContextManager[object]:
         """Return a context manager that is active while a request is in a stage; it is also exited on errors."""

@@ -14,7 +14,6 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from .. import errors
 from ..concurrency.loop import LoopThread
-from ..deprecation import renamed_names
 from ..errors import (
     AccessDenied,
     ConfigError,
@@ -298,10 +297,10 @@ def _status_from_health(health: object) -> EngineStatus | None:
         state="closed" if health["status"] == DRAINING else health["status"],
         model=str(health.get("model", "")),
         decoder=str(health.get("decoder", "")),
-        decoder_reason=str(health.get("reason", "")),
+        decoder_reason=str(health.get("decoder_reason", "")),
         max_model_len=int(health.get("max_model_len", 0)),
-        fatal_error=str(health.get("fatal_error") or health.get("trouble", "")),
-        reasons=health.get("reasons") if isinstance(health.get("reasons"), bool) else None,
+        fatal_error=str(health.get("fatal_error", "")),
+        supports_reasoning=reasoning if isinstance(reasoning := health.get("supports_reasoning"), bool) else None,
     )
 
 
@@ -337,6 +336,3 @@ def _check_api_base(api_base: str) -> str:
     if url.scheme not in {"http", "https"} or not url.host:
         raise ConfigError("`api_base` must be an http or https URL, such as http://127.0.0.1:8000/v1.")
     return api_base.rstrip("/")
-
-
-__getattr__ = renamed_names(__name__, {"error_of": "error_from_response"})

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import pluggy
 
-from ..deprecation import RenamedAttribute, renamed_arguments
-
 if TYPE_CHECKING:
     import click
 
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 GROUP = "dashinfer_vlm"
 """Name of the pluggy project and of the entry point group of plugins."""
 
-API_VERSION = 2
+API_VERSION = 1
 """Version of the hooks and of the interfaces that they register. Plugins declare theirs in `dashinfer_vlm_api`."""
 
 hookspec: pluggy.HookspecMarker = pluggy.HookspecMarker(GROUP)
@@ -35,7 +33,6 @@ hookimpl: pluggy.HookimplMarker = pluggy.HookimplMarker(GROUP)
 Status: TypeAlias = Literal["ok", "missing", "unusable", "slow", "broken"]
 
 
-@renamed_arguments(mend="fix")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
     """One result of a check of `dashinfer-vlm doctor`.
@@ -51,8 +48,6 @@ class Finding:
     status: Status
     detail: str
     fix: str = ""
-
-    mend = RenamedAttribute("fix")
 
 
 @hookspec

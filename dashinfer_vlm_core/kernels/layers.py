@@ -32,7 +32,7 @@ class ReferenceDecoderLayers:
         self._kernels = kernels
         self._layers = layers
         self._shape = shape
-        self.supports_adapters: bool = getattr(kernels, "supports_row_bias", False)
+        self.supports_adapters: bool = kernels.supports_row_bias
 
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         final = len(self._layers) - 1
@@ -103,7 +103,7 @@ def decoder_layers(
     """Create decoder layers from `kernels`, or from their basic operations if the layers must convert the KV cache and
     theirs do not; see `DecoderLayers.converts_cache`."""
     fused = kernels.decoder_layers(layers, shape)
-    if converts_cache and not getattr(fused, "converts_cache", False):
+    if converts_cache and not fused.converts_cache:
         return ReferenceDecoderLayers(kernels, layers, shape)
     return fused
 

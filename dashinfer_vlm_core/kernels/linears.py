@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .layers import FullLMHead
-from .quantization import Quantization, QuantizedWeight, keeps_bits, quantization_options
+from .quantization import Quantization, QuantizedWeight, keeps_bits
 from .types import Activation, Kernels, Linear, LMHead
 
 
@@ -33,8 +33,7 @@ def create_linear(
     """
     if isinstance(weight, QuantizedWeight) and keeps_bits(kernels, weight):
         return kernels.linear_quantized(weight, bias, dtype=dtype, activation=activation)
-    options = quantization_options(kernels, quantization)
-    return kernels.linear(_dequantized(weight, dtype), bias, activation=activation, **options)
+    return kernels.linear(_dequantized(weight, dtype), bias, activation=activation, quantization=quantization)
 
 
 def create_head(
@@ -47,7 +46,7 @@ def create_head(
     """Create an LM head; see `create_linear` and `Kernels.head`."""
     if isinstance(weight, QuantizedWeight) and keeps_bits(kernels, weight):
         return FullLMHead(kernels.linear_quantized(weight, dtype=dtype, fp32_output=True))
-    return kernels.head(_dequantized(weight, dtype), **quantization_options(kernels, quantization))
+    return kernels.head(_dequantized(weight, dtype), quantization=quantization)
 
 
 def _dequantized(weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..concurrency.compute import executor_for
-from .quantization import INT4, INT8, quantization_options
+from .quantization import INT4, INT8
 from .types import Activation, Kernels, Linear, LMHead
 from .workload import TEXT_MODEL, LinearGroup, LinearShape, Workload
 
@@ -201,10 +201,10 @@ def _sample(kernels: Kernels, workload: Workload, group: LinearGroup, noise: Ten
     limit, weights = _limit(workload, group), group.weights // group.repeats
     shapes = [_reduced(shape, min(1.0, limit / weights)) for shape in group.shapes]
     sampled = sum(shape.weights for shape in shapes)
-    options = quantization_options(kernels, {"none": None, "int8": INT8, "int4": INT4}[workload.quantization])
+    quantization = {"none": None, "int8": INT8, "int4": INT4}[workload.quantization]
     copies = min(group.repeats, max(1, limit // sampled))
     layers = [
-        (_layer(kernels, shape, noise, is_head=group.is_head, **options), shape.inputs)
+        (_layer(kernels, shape, noise, is_head=group.is_head, quantization=quantization), shape.inputs)
         for _ in range(copies)
         for shape in shapes
     ]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..deprecation import warn_renamed
 from . import mmap_buffer
 
 if TYPE_CHECKING:
@@ -57,26 +56,6 @@ class Quantization:
 
 INT8 = Quantization(8)
 INT4 = Quantization(4)
-
-
-def resolve_quantization(quantization: Quantization | None, *, int8: bool) -> Quantization | None:
-    """Return `quantization`, or that of the deprecated argument `int8` of `Kernels.linear` and `Kernels.head`."""
-    if not int8:
-        return quantization
-    if quantization is not None:
-        raise TypeError("`int8` and `quantization` exclude each other; use `quantization`.")
-    warn_renamed("Kernels.linear(int8=True)", "Kernels.linear(quantization=INT8)", stacklevel=4)
-    return INT8
-
-
-def quantization_options(kernels: Kernels, quantization: Quantization | None) -> dict[str, Any]:
-    """Return the arguments of `Kernels.linear` and `Kernels.head` that select a quantization.
-
-    Kernels of plugins may have only the deprecated argument `int8`.
-    """
-    if quantization is None:
-        return {}
-    return {"quantization": quantization} if hasattr(kernels, "supports_int4") else {"int8": True}
 
 
 class QuantizedWeight(NamedTuple):
@@ -190,8 +169,6 @@ def _split_groups(weight: QuantizedWeight, group: int, inputs: int) -> Quantized
 
 def supported_bits(kernels: Kernels) -> frozenset[Literal["int4", "int8"]]:
     """Return the bits in which the kernels keep weights that are quantized already; `int8`: one scale per output."""
-    if not hasattr(kernels, "linear_quantized"):  # kernels of plugins may not have it
-        return frozenset()
     bits: list[tuple[Literal["int4", "int8"], bool]] = [
         ("int4", kernels.supports_int4),
         ("int8", kernels.supports_int8),

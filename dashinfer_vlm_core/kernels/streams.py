@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..concurrency.compute import Executor, executor_for
+from ..concurrency.compute import Executor, InlineExecutor, executor_for
 from ..concurrency.fair_lock import FairLock
 
 T = TypeVar("T")
@@ -22,7 +22,7 @@ HIGH_PRIORITY, LOW_PRIORITY = -1, 0
 """Priorities as CUDA numbers them: the decoder's, whose steps are short, and the vision encoder's."""
 
 
-class StreamExecutor:
+class StreamExecutor(InlineExecutor):
     """Runs work on a CUDA stream, in the calling thread; an `Executor`.
 
     The device has finished when `run` returns. Results can therefore be used on any stream, tensors that the work has
@@ -40,11 +40,9 @@ class StreamExecutor:
 
     @property
     def waiting(self) -> int:
-        """The number of tasks that have not started."""
         return self._lock.waiting
 
     def run(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns, or raise what it raises."""
         with self._lock:
             # Other threads load weights and convert embeddings on the default stream.
             self._stream.wait_stream(torch.cuda.default_stream(self._stream.device))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .layers import FullLMHead, ReferenceDecoderLayers
-from .quantization import Quantization, QuantizedWeight, quantize, quantize_int8, resolve_quantization
+from .quantization import Quantization, QuantizedWeight, quantize, quantize_int8
 from .types import Activation, DecoderLayer, DecoderLayers, DecoderShape, KVSpan, KVSpans, Linear, LMHead
 
 
@@ -21,6 +21,9 @@ class TorchKernels:
     supports_int8 = False
     supports_int4 = False
     supports_row_bias = True
+
+    def groups_experts(self, dtype: torch.dtype, inputs: Sequence[int]) -> bool:
+        return False
 
     def __init__(self, device: str) -> None:
         kind = torch.device(device).type
@@ -39,9 +42,7 @@ class TorchKernels:
         activation: Activation = Activation.NONE,
         fp32_output: bool = False,
         quantization: Quantization | None = None,
-        int8: bool = False,
     ) -> Linear:
-        quantization = resolve_quantization(quantization, int8=int8)
         if quantization and quantization.bits == 4:
             weight = quantize(weight, quantization.group).dequantize(weight.dtype)
         elif quantization:
@@ -63,8 +64,7 @@ class TorchKernels:
         weight.check()
         return self.linear(weight.dequantize(dtype), bias, activation=activation, fp32_output=fp32_output)
 
-    def head(self, weight: Tensor, *, quantization: Quantization | None = None, int8: bool = False) -> LMHead:
-        quantization = resolve_quantization(quantization, int8=int8)
+    def head(self, weight: Tensor, *, quantization: Quantization | None = None) -> LMHead:
         return FullLMHead(self.linear(weight, fp32_output=True, quantization=quantization))
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

@@ -349,9 +349,8 @@ class DecoderLayers(Protocol):
     """All layers of a decoder.
 
     Attributes:
-        converts_cache: whether `ForwardBatch.cache` may have another dtype than `x`, or be int8 with scales. If this
-            attribute is missing, it is False.
-        supports_adapters: whether `ForwardBatch.adapters` may be given. If this attribute is missing, it is False.
+        converts_cache: whether `ForwardBatch.cache` may have another dtype than `x`, or be int8 with scales.
+        supports_adapters: whether `ForwardBatch.adapters` may be given.
     """
 
     converts_cache: bool
@@ -376,8 +375,7 @@ class Kernels(Protocol):
         name: the name shown in logs and reports.
         supports_int8: whether 8-bit weights are kept in 8 bits; otherwise they are rounded and kept in their dtype.
         supports_int4: the same for 4-bit weights.
-        supports_row_bias: whether linear layers accept `row_bias`, which adapters need. If this attribute is missing,
-            it is False.
+        supports_row_bias: whether linear layers accept `row_bias`, which adapters need.
     """
 
     name: str
@@ -393,7 +391,6 @@ class Kernels(Protocol):
         activation: Activation = Activation.NONE,
         fp32_output: bool = False,
         quantization: Quantization | None = None,
-        int8: bool = False,
     ) -> Linear:
         """Create a linear layer from weights [outputs, inputs], which may be copied to another layout.
 
@@ -404,7 +401,6 @@ class Kernels(Protocol):
             fp32_output: return float32.
             quantization: how to quantize the weights. If they are kept in 4 or 8 bits, the activations are quantized to
                 8 bits dynamically.
-            int8: deprecated; use `quantization=INT8`.
         """
 
     def linear_quantized(
@@ -430,8 +426,11 @@ class Kernels(Protocol):
             ValueError: `weight` is inconsistent; see `QuantizedWeight.check`.
         """
 
-    def head(self, weight: Tensor, *, quantization: Quantization | None = None, int8: bool = False) -> LMHead:
+    def head(self, weight: Tensor, *, quantization: Quantization | None = None) -> LMHead:
         """Create an LM head from weights [outputs, inputs]; see `linear`."""
+
+    def groups_experts(self, dtype: torch.dtype, inputs: Sequence[int]) -> bool:
+        """Whether experts whose linear layers have these inputs are computed at once, with torch's grouped products."""
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         """Apply LayerNorm or, without a bias, RMSNorm to x [rows, columns]."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ..deprecation import renamed_names
-
 if TYPE_CHECKING:
     from .fetch import FetchStats
     from .loader import MediaLoader
@@ -45,10 +43,7 @@ _MODULES = {
 }
 
 
-_renamed = renamed_names(__name__, {"Clip": "Video", "Picture": "Image"}, stacklevel=4)
-
-
 def __getattr__(name: str) -> Any:
     if name in __all__:
         return getattr(importlib.import_module(f".{_MODULES.get(name, 'types')}", __name__), name)
-    return _renamed(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

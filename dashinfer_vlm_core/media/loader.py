@@ -10,12 +10,15 @@ from dataclasses import asdict
 from itertools import chain
 from typing import Any, TypeAlias, TypeVar
 
+from ..concurrency.fair_slots import FairSlots
 from ..config import EngineConfig
 from ..errors import EngineClosed, MediaTooLarge, UnsupportedParameter
 from ..protocol import EncodedEmbeddings, MediaPart
+from ..protocol.client import current_client
 from .fetch import ByteBudget, Fetcher, FetchStats
 from .frame_sampling import VideoSamplingPolicy
-from .source import InlineSource, LocalSource, Source, decode, key, locate, read
+from .local_files import LocalSource, read
+from .source import InlineSource, Source, decode, key, locate
 from .types import VideoReader
 from .url_policy import Resolver
 from .video import available_readers, check_frames, frame_path
@@ -50,7 +53,10 @@ class MediaLoader:
         self._policy = (policy or VideoSamplingPolicy()).with_config(config)
         self._readers = readers
         self._fetcher = Fetcher(config, resolve=resolve)
-        self._threads = ThreadPoolExecutor(max(2, os.cpu_count() or 2), thread_name_prefix="dashinfer-vlm-load-media")
+        self._client_threads = max(2, os.cpu_count() or 2)
+        threads = self._client_threads + 1  # one client cannot occupy all of them
+        self._slots = FairSlots(threads)
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="dashinfer-vlm-load-media")
         self._running: set[asyncio.Task[Any]] = set()
         self._closed = False
 
@@ -159,8 +165,10 @@ class MediaLoader:
         return await process(part, [await fetched[source] for source in sources])
 
     async def _run(self, function: Callable[..., T], *arguments: object) -> T:
-        """Run blocking work in a thread, without blocking the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+        """Run blocking work in a thread, without blocking the event loop. Clients with many large media wait for their
+        own work only."""
+        async with self._slots.slot(current_client.get().id, limit=self._client_threads):
+            return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
 
 def _check_counts(parts: Sequence[MediaPart], config: EngineConfig) -> None:

@@ -15,11 +15,19 @@ from .video import stack, undecodable_error
 
 if TYPE_CHECKING:
     from av.container import InputContainer
+    from av.video.stream import VideoStream
 
-# FFmpeg opens other files that a file refers to. These options allow only these container formats, and no protocol to
-# open anything else.
+CODECS = (
+    *("h264", "hevc", "vp8", "vp9", "libdav1d", "av1"),
+    *("mpeg1video", "mpeg2video", "mpeg4", "h263", "mjpeg", "prores"),
+)
+"""FFmpeg's names of the decoders that are used. It has more than 200 others, for files that nearly nobody has."""
+
+# FFmpeg opens other files that a file refers to. These options allow only these container formats, these decoders while
+# it opens a file, and no protocol to open anything else.
 _CONTAINER_OPTIONS = {
     "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts",
+    "codec_whitelist": ",".join(CODECS),
     "protocol_whitelist": "none",
 }
 _MP4_TYPES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
@@ -79,7 +87,7 @@ class _PyAVVideo:
     def __init__(self, data: bytes) -> None:
         self._data = data
         with _open(data) as container:
-            self.info = _read_header(container)
+            self.info = _read_header(container, is_fragmented=b"moof" in data)
 
     def frames(self, indices: list[int], check_stop: StopCheck) -> Pixels:
         return _stack_all(self.iterate(indices, check_stop), len(indices))
@@ -199,17 +207,27 @@ def _check_container(data: bytes) -> None:
         raise undecodable_error()
 
 
-def _read_header(container: InputContainer) -> VideoInfo:
-    """Read the container's header without decoding; count the packets if it has no frame count."""
+def _read_header(container: InputContainer, *, is_fragmented: bool) -> VideoInfo:
+    """Read the container's header without decoding; count the packets if it has no frame count.
+
+    The count in the header of an MP4 file does not include its fragments. To count packets also makes FFmpeg allocate
+    all memory that their tables need, before frames are decoded.
+    """
     stream = container.streams.video[0] if container.streams.video else None
     if stream is None or stream.codec_context is None:  # no context if FFmpeg has no such codec
         raise undecodable_error()
+    if stream.codec_context.codec.name not in CODECS:  # the container's options do not apply to decoding
+        raise undecodable_error()
     return VideoInfo(
-        frames=stream.frames or sum(packet.size > 0 for packet in container.demux(stream)),
+        frames=stream.frames if stream.frames and not is_fragmented else _count_packets(container, stream),
         fps=float(stream.average_rate or 0),
         width=stream.codec_context.width,
         height=stream.codec_context.height,
     )
+
+
+def _count_packets(container: InputContainer, stream: VideoStream) -> int:
+    return sum(packet.size > 0 for packet in container.demux(stream))
 
 
 @contextmanager

@@ -5,19 +5,15 @@ from __future__ import annotations
 import base64
 import binascii
 import io
-import os
 import re
-import stat
 from collections.abc import Generator, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TypeAlias
-from urllib.parse import unquote, urlsplit
 
 import httpx
 
 from ..config import EngineConfig
-from ..errors import MediaRefused, MediaTooLarge, MediaUndecodable, MediaUnreachable
+from ..errors import MediaRefused, MediaTooLarge, MediaUndecodable
 from ..protocol.text_slices import (
     SLICE,
     count_occurrences,
@@ -26,17 +22,14 @@ from ..protocol.text_slices import (
     find_character,
     split_into_slices,
 )
+from .local_files import LocalSource, find_file
 from .types import Kind
 from .url_policy import check_url
 
 MAX_KEY_CHARS = 1024 * 1024
 """Maximum length of a data: URL that is compared as text, in less than a millisecond."""
 
-MAX_PATH_CHARS = 64 * 1024
-"""Maximum length of a file: URL or path. Linux allows paths of 4,096 bytes, and 255 in a name."""
-
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*):", re.IGNORECASE)
-_BARE_BASE64 = re.compile(r"[A-Za-z0-9+/]{256}")  # and no dot: the path of an image has one, or is shorter
 _SPACE = b" \t\r\n"
 # Only the percent-escapes that base64 in a URL can need: general unquoting uses a hundred times the text's memory.
 _ESCAPES = tuple(
@@ -63,15 +56,6 @@ class InlineSource:
     url: str = field(repr=False)
     start: int
     path: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LocalSource:
-    """A file in the allowed folder; `limit` is in bytes."""
-
-    file: Path
-    limit: int
-    path: str = field(compare=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +87,7 @@ def locate(text: str, *, kind: Kind, path: str, config: EngineConfig) -> Source:
     if scheme in ("http", "https"):
         return RemoteSource(url=check_url(text, path=path, config=config), kind=kind, path=path)
     if scheme == "file":
-        return LocalSource(file=_allowed_file(text, config.allowed_local_media_path, path), limit=limit, path=path)
+        return find_file(text, config.allowed_local_media_path, limit=limit, path=path)
     raise MediaRefused("The URL scheme is not supported for media. Send an http:, https: or data: URL.", param=path)
 
 
@@ -144,27 +128,6 @@ def check_base64(payload: str, *, limit: int, path: str) -> None:
         MediaTooLarge: the data has more than `limit` bytes.
     """
     _check_base64(payload, 0, limit=limit, path=path)
-
-
-def read(source: LocalSource) -> bytes:
-    """Read a local file.
-
-    Raises:
-        MediaUnreachable: the path is not a readable regular file.
-        MediaTooLarge: the file exceeds the limit.
-    """
-    try:
-        # O_NONBLOCK does not wait for a pipe; O_NOFOLLOW rejects a link that replaced the file after the check.
-        handle = os.open(source.file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-        with open(handle, "rb") as file:  # noqa: PTH123  a descriptor has no Path
-            data = file.read(source.limit + 1) if stat.S_ISREG(os.fstat(handle).st_mode) else None
-    except OSError as error:
-        raise _missing_file_error(source.path, source.file) from error
-    if data is None:
-        raise _missing_file_error(source.path, source.file)
-    if len(data) > source.limit:
-        raise MediaTooLarge(f"The media exceeds {source.limit} bytes. Send a smaller file.", param=source.path)
-    return data
 
 
 def _inline(text: str, limit: int, path: str) -> InlineSource:
@@ -257,49 +220,3 @@ def _split_into_quads(pieces: Iterable[bytes]) -> Iterator[bytes]:
         rest = rest[end:]
     if rest:
         yield rest + b"=" * (-len(rest) % 4)
-
-
-def _allowed_file(text: str, folder: Path | None, path: str) -> Path:
-    """Resolve a file: URL or a path to a real path inside the allowed folder.
-
-    Relative paths refer to this folder, or to the current one if all folders are allowed.
-
-    Raises:
-        MediaRefused: local files are not allowed, the path is outside the folder, or it is not a path but base64.
-        MediaUnreachable: the path is too long.
-    """
-    if _BARE_BASE64.match(text) and "." not in text:
-        raise MediaRefused(
-            f"`{path}` has base64 without the prefix of a data: URL. Write data:image/png;base64,... or"
-            " data:video/mp4;base64,...",
-            param=path,
-        )
-    if folder is not None:
-        if len(text) > MAX_PATH_CHARS:
-            raise _missing_file_error(path)
-        try:
-            root = folder.resolve()
-            base = root if root != root.parent else Path.cwd()
-            file = (base / _path_from_url(text)).resolve()
-            if file.is_relative_to(root):
-                return file
-        except (OSError, ValueError, RuntimeError):  # invalid names and symlink loops
-            pass
-    raise MediaRefused(
-        "Local files are not allowed here. Send a data:, http: or https: URL, or start the engine with"
-        " `allowed_local_media_path`, the folder of the files.",
-        param=path,
-    )
-
-
-def _path_from_url(text: str) -> str:
-    if not _SCHEME.match(text):
-        return text
-    url = urlsplit(text)
-    if url.netloc not in ("", "localhost") or url.query or url.fragment:
-        raise ValueError("a file: URL must be a path on this machine, without a host, query or fragment")
-    return unquote(url.path)
-
-
-def _missing_file_error(path: str, file: Path | None = None) -> MediaUnreachable:
-    return MediaUnreachable("The file does not exist or cannot be read. Check its name.", param=path, file=file)

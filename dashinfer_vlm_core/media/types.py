@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image as PILImage
 
-from ..deprecation import RenamedAttribute
 from ..protocol.messages import join_path
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
@@ -36,9 +35,6 @@ class Image:
     min_pixels: int | None = None
     max_pixels: int | None = None
     options_field: str = "image_url"
-
-    part = RenamedAttribute("path")
-    source = RenamedAttribute("source_digest")
 
     @property
     def options_path(self) -> str:
@@ -74,9 +70,6 @@ class Video:
     source_size: tuple[int, int] | None = None
     options_field: str = "video_url"
 
-    part = RenamedAttribute("path")
-    source = RenamedAttribute("source_digest")
-
     @property
     def options_path(self) -> str:
         """The path of the object that has the options."""
@@ -100,9 +93,6 @@ class Embeddings:
     kind: Kind
     path: str
     source_digest: bytes = b""
-
-    part = RenamedAttribute("path")
-    source = RenamedAttribute("source_digest")
 
 
 Media: TypeAlias = Image | Video | Embeddings
@@ -179,7 +169,7 @@ class VideoReader(Protocol):
         """Whether the reader's library is installed."""
 
     def open(self, data: bytes) -> OpenVideo:
-        """Open an encoded video in memory.
+        """Open an encoded video in memory. In a media worker, this can allocate 128 MiB and the size of the file.
 
         Raises:
             MediaUndecodable: this reader cannot read it.

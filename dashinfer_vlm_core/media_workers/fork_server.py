@@ -11,8 +11,10 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from .wire import Disconnected, receive_head
 
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]);"
@@ -20,6 +22,8 @@ _PROGRAM = (
 )
 _VARIABLES = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "TMPDIR")
 """What the fork server inherits. API keys and other secrets are in other variables."""
+START_SECONDS = 60.0
+"""How long the process may take to respond: it imports the decoders, perhaps from a slow disk."""
 _THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """A library that starts threads when it is imported would break forking."""
 
@@ -38,11 +42,32 @@ class ForkServer:
         atexit.register(self.close)
         os.register_at_fork(after_in_child=self._forget)
 
-    def start(self) -> None:
-        """Start the process now: importing the decoders takes a second, which the first image need not wait for."""
-        with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._start()
+    def prepare(self, setup: Mapping[str, Any]) -> None:
+        """Start the process, and load what workers need: this takes a second, which the first image need not wait for.
+
+        Args:
+            setup: as in `fork`.
+        """
+        self._request({"prepare": setup}, [])
+
+    def test_sandbox(self, readers: Sequence[Sequence[str]]) -> str:
+        """Test whether files are decoded in the sandbox; return the warning if it has to be less strict.
+
+        Args:
+            readers: the references of video readers.
+
+        Raises:
+            OSError: the process cannot be started, or there is no response.
+        """
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            self._request({"test": readers}, [theirs.fileno()])
+            theirs.close()
+            ours.settimeout(START_SECONDS)
+            try:
+                return str(json.loads(receive_head(ours))["warning"])
+            except Disconnected:
+                raise OSError("the process that decodes media ended") from None
 
     def fork(self, setup: Mapping[str, Any], memory: int) -> tuple[int, socket.socket]:
         """Start a worker; return its id and this process's end of its socket.
@@ -56,14 +81,9 @@ class ForkServer:
         """
         ours, theirs = socket.socketpair()
         worker = next(self._ids)
-        packet = json.dumps({"fork": worker, "setup": setup}).encode()
         try:
-            with theirs, self._lock:
-                try:
-                    socket.send_fds(self._connected(), [packet], [theirs.fileno(), memory])
-                except OSError:  # it has ended
-                    self._start()
-                    socket.send_fds(self._connected(), [packet], [theirs.fileno(), memory])
+            with theirs:
+                self._request({"fork": worker, "setup": setup}, [theirs.fileno(), memory])
         except BaseException:
             ours.close()
             raise
@@ -79,6 +99,16 @@ class ForkServer:
         """End the process and all workers."""
         with self._lock:
             self._close()
+
+    def _request(self, message: Mapping[str, Any], files: Sequence[int]) -> None:
+        """Send a message; start the process if it does not run."""
+        packet = json.dumps(message).encode()
+        with self._lock:
+            try:
+                socket.send_fds(self._connected(), [packet], files)
+            except OSError:  # it has ended
+                self._start()
+                socket.send_fds(self._connected(), [packet], files)
 
     def _send(self, message: Mapping[str, Any]) -> None:
         with self._lock, contextlib.suppress(OSError):  # if it has ended, its workers have too

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..concurrency.fair_slots import FairSlots
 from ..config import MIB, EngineConfig
-from ..errors import ConfigError, EngineClosed
+from ..errors import ConfigError, EngineClosed, MediaUndecodable
 from ..media.decoder import MediaDecoder, digest_files
 from ..media.loader import closed_error
 from ..media.video import check_without_workers
@@ -33,7 +33,8 @@ logger: logging.Logger = logging.getLogger(__name__)
 class MediaWorkerPool:
     """A `MediaExecutor` whose encoded media are processed in worker processes; Python objects are processed in threads.
 
-    A worker that exceeds its time or memory, crashes, or whose request is canceled, is killed and replaced.
+    A worker decodes files of one client only: if another client needs a worker, an idle one is killed and a new one is
+    forked. One that exceeds its time or memory, crashes, or whose request is canceled, is killed too.
 
     Args:
         config: limits.
@@ -65,14 +66,23 @@ class MediaWorkerPool:
         client = current_client.get()
         async with self._slots.slot(client.id, limit=self._limit(client)):
             job = Job(part=part, data=data, max_tokens=max(budget.remaining, 1), seconds=self._seconds(part))
-            worker = self._take_worker()
-            try:
-                result, digest = await self._run(worker, job)
-            finally:
-                self._return_worker(worker)
+            result, digest = await self._process(client.id, job)
         budget.add(result.tokens)
         assert result.patches is not None
         return Processed(result.patches, digest, result.source_size)
+
+    async def _process(self, client: str, job: Job) -> tuple[JobResult, bytes]:
+        """Run a job; again in another worker if one ends that was idle before: it may have been killed from outside."""
+        while True:
+            worker = self._take_worker(client)
+            was_idle = worker.pid is not None
+            try:
+                return await self._run(worker, job)
+            except MediaUndecodable:
+                if not was_idle or worker.end != "crashed":
+                    raise
+            finally:
+                self._return_worker(worker)
 
     async def close(self) -> None:
         self._closed = True
@@ -84,19 +94,25 @@ class MediaWorkerPool:
         self._threads.shutdown(wait=False, cancel_futures=True)
         await self._local.close()
 
-    def _take_worker(self) -> MediaWorker:
+    def _take_worker(self, client: str) -> MediaWorker:
         if self._closed:
             raise closed_error()
-        while self._idle:
-            worker = self._idle.pop()
-            if worker.alive:
-                break
-            worker.close()  # it was killed from outside
-        else:
-            worker = MediaWorker(self._worker_config)
+        worker = self._take_idle_worker(client)
+        if worker is None:
+            if len(self._idle) + len(self._busy) >= self._size:
+                self._idle.pop(0).close()  # the one that has been idle longest
+            worker = MediaWorker(self._worker_config, client)
             self._started += 1
         self._busy.add(worker)
         return worker
+
+    def _take_idle_worker(self, client: str) -> MediaWorker | None:
+        for worker in [worker for worker in reversed(self._idle) if worker.client == client]:
+            self._idle.remove(worker)
+            if worker.alive:
+                return worker
+            worker.close()  # it was killed from outside
+        return None
 
     def _return_worker(self, worker: MediaWorker) -> None:
         self._busy.discard(worker)
@@ -180,7 +196,7 @@ def create_executor(
         "readers": references[1:],
         "memory_bytes": config.media_worker_memory_mib * MIB,
     }
-    FORK_SERVER.start()
+    FORK_SERVER.prepare(setup)
     worker = WorkerConfig(setup=setup, processor=processor, pixels=spec.pixels)
     return MediaWorkerPool(config, workers or default_workers(), worker, threads)
 

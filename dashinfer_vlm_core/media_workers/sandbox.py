@@ -1,31 +1,38 @@
 """Restrict a media worker: memory, files, network, processes. Linux only; each part applies where the kernel has it.
 
 A worker runs decoders of hostile files. If one of them is taken over, it still has only its socket: Landlock denies it
-the file system, except for reading the Python installation; a seccomp filter denies it sockets, programs, processes and
-signals. Both are a few system calls on stable kernel interfaces (`landlock(7)`, `seccomp(2)`), so that no library is
-needed for them: the maintained ones need a system library, libseccomp, that pip cannot install.
+the file system, except for reading the Python installation; a seccomp filter denies it sockets, programs, processes,
+signals and changes of files. Both are a few system calls on stable kernel interfaces, so that no library is needed for
+them: the maintained ones need a system library, libseccomp, that pip cannot install.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import errno
 import os
 import platform
 import resource
 import signal
 import struct
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from . import landlock
+from .seccomp import apply_filter, build_filter, has_filter, machines
+
 MAX_FILES = 64
+ADDRESS_SPACE_BYTES = 256 << 20
+"""For libraries that are imported late, and what the allocator reserves for its arenas."""
 
 _PR_SET_PDEATHSIG = 1
-_PR_SET_SECCOMP = 22
+_PR_CAPBSET_DROP = 24
 _PR_SET_NO_NEW_PRIVS = 38
-_SECCOMP_MODE_FILTER = 2
+_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
+_CAPABILITY_VERSION = 0x20080522
 
 _SYSTEM_PATHS = (
     *("/usr/lib", "/usr/lib64", "/usr/local/lib", "/lib", "/lib64"),
@@ -33,20 +40,57 @@ _SYSTEM_PATHS = (
 )
 
 
-def restrict(files: Sequence[int], *, memory_bytes: int) -> None:
-    """Restrict this process, which must have a single thread and imported what it needs, for the rest of its life.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sandbox:
+    """The restrictions of workers, prepared by the process that forks them.
 
-    Args:
-        files: the only files that stay open, except for the standard streams.
-        memory_bytes: how much memory it may allocate in addition to what it has.
+    Attributes:
+        ruleset: a descriptor of Landlock's rules; None without Landlock.
+        filter: the seccomp filter; empty without one.
     """
-    _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    _close_files(files)
-    os.chdir("/")
-    _limit_resources(memory_bytes)
-    _libc().prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    _restrict_files(_readable_folders())
-    _filter_system_calls()
+
+    ruleset: int | None
+    filter: bytes
+
+    @classmethod
+    def prepare(cls, *, by_list: bool) -> Sandbox:
+        """Restrict this process as far as its workers inherit it, and return the other restrictions.
+
+        Args:
+            by_list: as in `build_filter`.
+        """
+        _libc().prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        _drop_inheritable_capabilities()
+        return cls(ruleset=landlock.create_ruleset(readable_paths()), filter=build_filter(by_list=by_list))
+
+    def restrict(self, files: Sequence[int], *, memory_bytes: int) -> None:
+        """Restrict this process, which must have a single thread and imported what it needs, for the rest of its life.
+
+        Args:
+            files: the only files that stay open, except for the standard streams.
+            memory_bytes: how much memory it may allocate in addition to what it has.
+        """
+        _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        _close_files(files if self.ruleset is None else [*files, self.ruleset])
+        os.chdir("/")
+        _limit_resources(memory_bytes)
+        if self.ruleset is not None:
+            landlock.restrict_self(self.ruleset)
+            os.close(self.ruleset)
+        _drop_capabilities()
+        if self.filter:
+            apply_filter(self.filter)
+
+
+@contextlib.contextmanager
+def lower_memory_limit(lower_by: int) -> Iterator[None]:
+    """Lower the limit of private memory that `Sandbox.restrict` has set, until the block ends."""
+    limit, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit - max(lower_by, 0), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
 
 
 class MissingRestriction(NamedTuple):
@@ -64,15 +108,29 @@ class MissingRestriction(NamedTuple):
 
 
 def missing_restrictions(machine: str = platform.machine()) -> list[MissingRestriction]:
-    """Return the restrictions that `restrict` leaves out on this kernel, and on a machine of this kind."""
+    """Return the restrictions that `Sandbox` leaves out on this kernel, and on a machine of this kind."""
     missing: list[MissingRestriction] = []
-    if _landlock_version() < 1:
+    if landlock.version() < 1:
         fix = "use Linux 5.13 or newer, with `landlock` in /sys/kernel/security/lsm"
         missing.append(MissingRestriction("Landlock", "read the files of this user", fix))
-    if not _has_system_call_numbers(machine):
-        fix = f"use {' or '.join(_DENIED)} instead of {machine}"
-        missing.append(MissingRestriction("the seccomp filter", "open connections and start programs", fix))
+    if not has_filter(machine):
+        fix = f"use {' or '.join(machines())} instead of {machine}"
+        risk = "open connections, start programs and change metadata of files"
+        missing.append(MissingRestriction("the seccomp filter", risk, fix))
     return missing
+
+
+def readable_paths() -> list[str]:
+    """Return the paths of the Python installation, of imported packages outside of it, and of system libraries, for
+    modules that are imported later."""
+    prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
+    installed = {folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages")}
+    packages = {path for name, module in sys.modules.items() if "." not in name for path in _package_paths(module)}
+    return sorted({*prefixes, *installed, *packages, *_SYSTEM_PATHS} - {"", "/"})
+
+
+def _package_paths(module: object) -> list[str]:
+    return [path for path in getattr(module, "__path__", ()) if isinstance(path, str)]
 
 
 def _libc() -> ctypes.CDLL:
@@ -92,11 +150,12 @@ def _close_files(keep: Sequence[int]) -> None:
 
 
 def _limit_resources(memory_bytes: int) -> None:
-    data = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    pages = [int(field) for field in Path("/proc/self/statm").read_text().split()]
+    address_space, data = (resource.getpagesize() * pages[index] for index in (0, 5))
     limits = (
-        # Not RLIMIT_AS, which also counts the address space that the allocator reserves for each thread.
-        (resource.RLIMIT_DATA, data + memory_bytes),
-        (resource.RLIMIT_FSIZE, memory_bytes),  # of the shared memory
+        (resource.RLIMIT_DATA, data + memory_bytes),  # private memory
+        (resource.RLIMIT_FSIZE, memory_bytes),  # the file of pixels, which are in private memory first
+        (resource.RLIMIT_AS, address_space + 2 * memory_bytes + ADDRESS_SPACE_BYTES),  # both, and libraries
         (resource.RLIMIT_NOFILE, MAX_FILES),
         (resource.RLIMIT_CORE, 0),
     )
@@ -106,139 +165,17 @@ def _limit_resources(memory_bytes: int) -> None:
         resource.setrlimit(kind, (value, value))
 
 
-def _readable_folders() -> list[str]:
-    """Return the folders of the Python installation and of system libraries, for modules that are imported later."""
-    prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
-    packages = {folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages")}
-    code = {str(Path(__file__).parents[2])}
-    return sorted({*prefixes, *packages, *code, *_SYSTEM_PATHS} - {"", "/"})
+def _drop_inheritable_capabilities() -> None:
+    """Drop the capabilities that a program could get. Without a capability, it fails and there is nothing to drop."""
+    libc = _libc()
+    libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
+    for capability in range(64):
+        if libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0):
+            break
 
 
-# Landlock
-
-_LANDLOCK_CREATE_RULESET, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT_SELF = 444, 445, 446
-_LANDLOCK_RULE_PATH_BENEATH = 1
-_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
-_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
-"""Number of rights of the file system by version of the interface; versions from 5 on have one more."""
-
-
-def _restrict_files(readable: Iterable[str]) -> None:
-    """Deny access to all files but reading those in `readable`; and TCP, abstract sockets and signals to others."""
-    libc, version = _libc(), _landlock_version()
-    if version < 1:
-        return  # an older kernel, or Landlock is disabled
-    rights = (1 << _FILE_RIGHTS.get(version, 16)) - 1
-    network = 0b11 if version >= 4 else 0
-    scopes = 0b11 if version >= 6 else 0
-    attributes = struct.pack("<QQQ", rights, network, scopes)[: 24 if version >= 6 else 16 if version >= 4 else 8]
-    ruleset = libc.syscall(
-        _LANDLOCK_CREATE_RULESET, ctypes.c_char_p(attributes), ctypes.c_size_t(len(attributes)), ctypes.c_uint(0)
-    )
-    if ruleset < 0:
-        raise OSError(ctypes.get_errno(), "landlock_create_ruleset failed")
-    for folder in readable:
-        _allow_reading(libc, ruleset, folder)
-    if libc.syscall(_LANDLOCK_RESTRICT_SELF, ruleset, ctypes.c_uint(0)):
-        raise OSError(ctypes.get_errno(), "landlock_restrict_self failed")
-    os.close(ruleset)
-
-
-def _landlock_version() -> int:
-    """Return the version of the kernel's interface; below 1 if it has none."""
-    return int(_libc().syscall(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint(1)))
-
-
-def _allow_reading(libc: ctypes.CDLL, ruleset: int, path: str) -> None:
-    try:
-        opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    except OSError:
-        return  # this system has no such folder
-    allowed = _READ_FILE | (_READ_DIR if Path(path).is_dir() else 0)
-    rule = struct.pack("<Qi", allowed, opened)
-    if libc.syscall(
-        _LANDLOCK_ADD_RULE, ruleset, ctypes.c_int(_LANDLOCK_RULE_PATH_BENEATH), ctypes.c_char_p(rule), ctypes.c_uint(0)
-    ):
-        raise OSError(ctypes.get_errno(), "landlock_add_rule failed")
-    os.close(opened)
-
-
-# seccomp
-
-_LOAD, _JUMP_EQUAL, _JUMP_ANY_BIT, _JUMP_GREATER_EQUAL, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
-_ALLOW, _DENY, _MISSING, _KILL = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS, 0x80000000
-_NUMBER_OFFSET, _ARCHITECTURE_OFFSET, _FIRST_ARGUMENT_OFFSET = 0, 4, 16
-_CLONE_THREAD = 0x10000
-_X32_BIT = 0x40000000
-
-# Numbers of system calls, for x86-64 and for the generic table that aarch64 uses.
-_DENIED: dict[str, tuple[int, Sequence[int], int, int]] = {
-    # machine: audit architecture, denied calls, clone, clone3
-    "x86_64": (
-        0xC000003E,
-        (
-            *(41, 42, 43, 49, 50, 53, 288),  # socket, connect, accept, bind, listen, socketpair, accept4
-            *(57, 58, 59, 322),  # fork, vfork, execve, execveat
-            *(62, 200, 234, 424, 129, 297),  # kill, tkill, tgkill, pidfd_send_signal, rt_sigqueueinfo and its variant
-            *(101, 310, 311, 438, 434),  # ptrace, process_vm_readv, process_vm_writev, pidfd_getfd, pidfd_open
-            *(425, 426, 427, 321, 298, 323),  # io_uring_setup, _enter, _register, bpf, perf_event_open, userfaultfd
-            *(248, 249, 250, 165, 272, 308),  # add_key, request_key, keyctl, mount, unshare, setns
-        ),
-        56,
-        435,
-    ),
-    "aarch64": (
-        0xC00000B7,
-        (
-            *(198, 203, 202, 200, 201, 199, 242),  # as above
-            *(221, 281),
-            *(129, 130, 131, 424, 138, 240),
-            *(117, 270, 271, 438, 434),
-            *(425, 426, 427, 280, 241, 282),
-            *(217, 218, 219, 40, 97, 268),
-        ),
-        220,
-        435,
-    ),
-}
-
-
-class _Program(ctypes.Structure):
-    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_char_p))
-
-
-def _filter_system_calls() -> None:
-    """Deny sockets, programs, processes and signals with EPERM; threads are allowed."""
-    if not _has_system_call_numbers(platform.machine()):
-        return
-    code = b"".join(struct.pack("<HBBI", *instruction) for instruction in _instructions(*_DENIED[platform.machine()]))
-    program = _Program(len(code) // 8, code)
-    if _libc().prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0):
-        number = ctypes.get_errno()
-        if number != errno.EINVAL:  # a kernel without seccomp filters
-            raise OSError(number, "prctl(PR_SET_SECCOMP) failed")
-
-
-def _has_system_call_numbers(machine: str) -> bool:
-    return machine in _DENIED and sys.maxsize > 2**32
-
-
-def _instructions(architecture: int, denied: Sequence[int], clone: int, clone3: int) -> list[tuple[int, int, int, int]]:
-    """Return a BPF program of (operation, jump if true, jump if false, operand)."""
-    checks = [instruction for number in denied for instruction in ((_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, _DENY))]
-    return [
-        (_LOAD, 0, 0, _ARCHITECTURE_OFFSET),
-        (_JUMP_EQUAL, 1, 0, architecture),
-        (_RETURN, 0, 0, _KILL),
-        (_LOAD, 0, 0, _NUMBER_OFFSET),
-        (_JUMP_GREATER_EQUAL, 0, 1, _X32_BIT),
-        (_RETURN, 0, 0, _KILL),
-        *checks,
-        (_JUMP_EQUAL, 0, 1, clone3),  # its flags are in memory, which a filter cannot read; libc falls back to clone
-        (_RETURN, 0, 0, _MISSING),
-        (_JUMP_EQUAL, 0, 3, clone),
-        (_LOAD, 0, 0, _FIRST_ARGUMENT_OFFSET),
-        (_JUMP_ANY_BIT, 1, 0, _CLONE_THREAD),
-        (_RETURN, 0, 0, _DENY),
-        (_RETURN, 0, 0, _ALLOW),
-    ]
+def _drop_capabilities() -> None:
+    """Drop all capabilities, which only a process of root has."""
+    header = struct.pack("<Ii", _CAPABILITY_VERSION, 0)
+    if _libc().capset(header, bytes(24)):
+        raise OSError(ctypes.get_errno(), "capset failed")

@@ -4,7 +4,7 @@ A message is: uint32 (little endian), the length of the head; the head, a JSON o
 the head announces.
 
     engine -> worker    {"part": fields of MediaPart, "sizes": [bytes per file, ...], "max_tokens": n}, then the files
-    worker -> engine    {"ready": process id}                   once, when the worker accepts jobs
+    worker -> engine    {"ready": process id, "warning": text}  once, when the worker accepts jobs
                         {"failed": text}                        instead: the worker cannot be set up
                         {"patches": {...}, "logs": [...]}       the pixels are in the shared memory
                         {"error": {...}, "logs": [...]}         the request is invalid

@@ -6,11 +6,11 @@ import contextlib
 import logging
 import select
 import socket
-import textwrap
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 from ..errors import EngineClosed, EngineError, MediaUndecodable
@@ -20,15 +20,13 @@ from ..models.patches import with_digest
 from ..models.spec import PixelSpec
 from ..protocol import MediaPart
 from . import wire
-from .fork_server import FORK_SERVER
+from .fork_server import FORK_SERVER, START_SECONDS
 from .shared_memory import SharedMemory
 from .wire import Disconnected
 from .worker_responses import PatchesResponse, Started, WorkerResponse
 
 PATIENCE_SECONDS = 1.0
 """How long a job runs at normal priority."""
-START_SECONDS = 60.0
-"""How long a worker may take to start: the fork server imports the decoders, perhaps from a slow disk."""
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -83,14 +81,20 @@ class JobResult:
 class MediaWorker:
     """One worker process. `run` is called from one thread at a time, `kill` from any.
 
+    Args:
+        config: how it is started.
+        client: the id of the client whose files it decodes.
+
     Attributes:
+        client: as above.
         reusable: whether it accepts another job.
         pid: its process id, once it has started.
         end: why it ended: `timed_out`, `crashed` or `canceled`; empty before, and for idle workers.
     """
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, client: str) -> None:
         self._config = config
+        self.client = client
         self._lock = threading.Lock()
         self._memory = SharedMemory.create()
         self._sock: socket.socket | None = None
@@ -118,6 +122,8 @@ class MediaWorker:
                 raise EngineClosed("The request was canceled.") from None
             self.kill()
             raise _start_error("") from error
+        if started.warning:
+            _warn_once(started.warning)
         self.pid = started.ready
         if self.pid is None:
             self.kill()
@@ -207,7 +213,7 @@ class MediaWorker:
         if response.error is not None:
             raise response.error.restore(job.part.path)
         if response.exception is not None:
-            logger.error("A media worker failed:\n%s", textwrap.indent(response.exception, "    "))
+            logger.error("A media worker failed:\n%s", _indent(response.exception))
             raise EngineError(
                 "The engine failed on this request; see its log for the cause. Other requests are not affected.",
                 code="internal_error",
@@ -245,6 +251,16 @@ class MediaWorker:
         )
 
 
+@cache
+def _warn_once(text: str) -> None:
+    logger.warning("%s", text)
+
+
+def _indent(text: str) -> str:
+    """Indent a traceback, so that no line of it looks like one of the log."""
+    return "\n".join(f"    {line}" for line in text.split("\n"))
+
+
 def _crash_error(part: MediaPart) -> MediaUndecodable:
     return MediaUndecodable(
         f"The process that decodes the {part.kind} ended unexpectedly. The file may be damaged: save it again.",
@@ -253,7 +269,7 @@ def _crash_error(part: MediaPart) -> MediaUndecodable:
 
 
 def _start_error(reason: str) -> EngineError:
-    logger.error("A media worker could not be started: %s.", reason or "it ended at once")
+    logger.error("A media worker could not be started:\n%s", _indent(reason or "It ended at once."))
     return EngineError(
         "The process that decodes media could not be started; see the engine's log for the cause.",
         code="internal_error",

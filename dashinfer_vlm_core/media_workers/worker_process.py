@@ -3,9 +3,11 @@
 The fork server has imported the decoders and has no threads. A worker therefore starts in milliseconds, shares its
 memory, and inherits no state of the engine or of an earlier file. Messages to the fork server, each a packet with JSON:
 
+    {"prepare": {...}}              load this setup, and test its sandbox
     {"fork": id, "setup": {...}}    with the worker's end of a pair of sockets, and its shared memory
     {"kill": id}
     {"lower_priority": id}
+    {"test": [...]}                 with a socket for the sandbox's warning: test the sandbox with these video readers
 
 It ends when the engine closes the connection, or after a minute without workers.
 """
@@ -37,7 +39,9 @@ from ..media.image import load_codecs, out_of_memory_error
 from ..media.types import Image, Video
 from ..models.interface import ImageProcessor
 from ..protocol import MediaPart
-from .sandbox import restrict
+from .header_memory import HeaderLimitedReader
+from .sandbox import Sandbox, readable_paths
+from .self_test import prepare_tested_sandbox
 from .shared_memory import SharedMemory
 from .threads import source_size
 from .wire import (
@@ -55,13 +59,26 @@ IDLE_SECONDS = 60
 MAX_LOG_RECORDS = 5
 LOW_PRIORITY = 19
 
+_SANDBOXES: dict[object, tuple[Sandbox, str]] = {}
+"""By the readers that were tested and the packages that were imported."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerSetup:
-    """What the workers of one engine use."""
+    """What the workers of one engine use.
+
+    Attributes:
+        decoder: decodes files.
+        processor: processes images and videos.
+        sandbox: restricts them.
+        warning: how it is less strict than it should be, if it is.
+        memory_bytes: how much memory a worker may allocate.
+    """
 
     decoder: MediaDecoder
     processor: ImageProcessor
+    sandbox: Sandbox
+    warning: str
     memory_bytes: int
 
 
@@ -115,6 +132,12 @@ class _ForkServer:
             finally:
                 sock.close()
                 memory.close()
+        elif "prepare" in message:
+            with contextlib.suppress(Exception):  # reported for the first file
+                self._setup(message["prepare"])
+        elif "test" in message:
+            with socket.socket(fileno=files[0]) as sock:
+                send(sock, {"warning": _tested_sandbox(message["test"])[1]})
         elif (pid := self._children.get(message.get("kill", message.get("lower_priority")))) is None:
             pass  # it has ended
         elif "kill" in message:
@@ -145,16 +168,30 @@ def _load_setup(setup: Mapping[str, Any]) -> WorkerSetup:
     config = EngineConfig(**setup["config"])
     family = resolve_reference(setup["family"])
     spec = family.load_spec(Path(setup["folder"]))
-    readers = [resolve_reference(reader) for reader in setup["readers"]]
-    for reader in readers:
-        if reader.available() and hasattr(reader, "preload"):
-            with contextlib.suppress(ImportError, OSError):  # reported for the first video
-                reader.preload()
+    memory_bytes: int = setup["memory_bytes"]
+    readers = [HeaderLimitedReader(resolve_reference(reader), memory_bytes) for reader in setup["readers"]]
+    processor = family.image_processor(spec, config)
+    sandbox, warning = _tested_sandbox(setup["readers"])  # after all imports
     return WorkerSetup(
         decoder=MediaDecoder(config=config, readers=readers, policy=spec.video.with_config(config)),
-        processor=family.image_processor(spec, config),
-        memory_bytes=setup["memory_bytes"],
+        processor=processor,
+        sandbox=sandbox,
+        warning=warning,
+        memory_bytes=memory_bytes,
     )
+
+
+def _tested_sandbox(readers: Sequence[Sequence[str]]) -> tuple[Sandbox, str]:
+    """Return `prepare_tested_sandbox` for the installed readers, once for the same packages."""
+    installed = [reader for reader in map(resolve_reference, readers) if reader.available()]
+    for reader in installed:
+        if hasattr(reader, "preload"):
+            with contextlib.suppress(ImportError, OSError):  # reported for the first video
+                reader.preload()
+    key = (tuple(map(tuple, readers)), tuple(readable_paths()))
+    if key not in _SANDBOXES:
+        _SANDBOXES[key] = prepare_tested_sandbox(installed)
+    return _SANDBOXES[key]
 
 
 def resolve_reference(reference: Sequence[str]) -> Any:
@@ -188,11 +225,11 @@ def _run_worker(sock: socket.socket, memory: SharedMemory, setup: WorkerSetup) -
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        restrict((sock.fileno(), memory.file), memory_bytes=setup.memory_bytes)
+        setup.sandbox.restrict([sock.fileno(), memory.file], memory_bytes=setup.memory_bytes)
         logs = _LogCollector()
         logging.basicConfig(handlers=[logs], level=logging.WARNING, format="%(name)s: %(message)s", force=True)
         logging.captureWarnings(capture=True)
-        send(sock, {"ready": os.getpid()})
+        send(sock, {"ready": os.getpid(), "warning": setup.warning})
         while True:
             _serve_job(sock, memory, setup, logs)
     except (Disconnected, ConnectionError):

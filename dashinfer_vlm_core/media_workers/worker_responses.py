@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, StringConstraints
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, StringConstraints
 
 from ..errors import InvalidParameter, MediaTooLarge, MediaUndecodable
 
 MAX_SIDE = 1 << 30
 
 _Line = Annotated[str, StringConstraints(max_length=2000, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$")]
+
+
+def escape_controls(text: str) -> str:
+    """Escape all control characters but line feeds, such as those that change what a terminal shows."""
+    return "".join(
+        character if character == "\n" or character.isprintable() else character.encode("unicode_escape").decode()
+        for character in text
+    )
+
+
+_Traceback = Annotated[str, Field(max_length=10_000), AfterValidator(escape_controls)]
 _Side = Annotated[PositiveInt, Field(le=MAX_SIDE)]
 _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _FramesPerSecond = Annotated[float, Field(ge=1e-9, allow_inf_nan=False)]
@@ -68,12 +79,19 @@ class WorkerResponse(_Model):
     error: ErrorResponse | None = None
     patches: PatchesResponse | None = None
     tokens: PositiveInt | None = None
-    exception: Annotated[str, Field(max_length=10_000)] | None = None
+    exception: _Traceback | None = None
     logs: Annotated[tuple[_Line, ...], Field(max_length=10)]
 
 
 class Started(_Model):
-    """The first message of a worker: its process id, or why it cannot be set up."""
+    """The first message of a worker: its process id, or why it cannot be set up.
+
+    Attributes:
+        ready: its process id.
+        warning: how its sandbox is less strict than it should be, if it is.
+        failed: why it cannot be set up.
+    """
 
     ready: PositiveInt | None = None
-    failed: Annotated[str, Field(max_length=10_000)] = ""
+    warning: _Line = ""
+    failed: _Traceback = ""

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..deprecation import RenamedAttribute, renamed_names
 from ..media.types import FrameResizer, Image, Kind, Pixels, Video
 from .spec import ModelSpec
 
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from ..config import EngineConfig
     from ..kernels.choice import KernelSelector
     from ..kernels.workload import LinearGroup
+    from .lora import LoraAdapter
 
 
 class Grid(NamedTuple):
@@ -65,8 +65,6 @@ class Patches:
     times: tuple[float, ...] = ()
     sampled_fps: float | None = None
 
-    part = RenamedAttribute("path")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Embedded:
@@ -91,8 +89,6 @@ class Embedded:
     digest: bytes
     times: tuple[float, ...] = ()
     sampled_fps: float | None = None
-
-    part = RenamedAttribute("path")
 
 
 class Visual(Protocol):
@@ -290,9 +286,6 @@ class VisionEncoder(Protocol):
 class ModelFamily(Protocol):
     """Everything specific to one model architecture; plugins register it in the `register_model_families` hook.
 
-    A family may also have `vision_linears(spec: ModelSpec) -> Sequence[LinearGroup]`, the linear layers of the vision
-    encoder. The kernels of the vision encoder are chosen by measurement with these layers, otherwise by priority.
-
     Attributes:
         model_types: the supported values of `model_type` in `config.json`.
     """
@@ -316,22 +309,21 @@ class ModelFamily(Protocol):
     def prompt_layout(self, spec: ModelSpec) -> PromptLayout:
         """Create the prompt layout for images and videos."""
 
-    def load_vision_encoder(self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> VisionEncoder:
+    def load_vision_encoder(
+        self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector, lora: LoraAdapter | None = None
+    ) -> VisionEncoder:
         """Load the vision encoder on the configuration's device and in its dtype, both of which may be `auto`.
+
+        `Weights.open` merges the changes of an adapter into the tensors that it reads.
 
         `placement.quantizes_vision_encoder` decides whether its weights are quantized. A family whose encoder cannot be
         quantized rejects `vision_quantization` int8.
 
         Raises:
-            CheckpointError: a tensor is missing or has an unexpected shape.
+            CheckpointError: a tensor is missing or has an unexpected shape, or the encoder does not use one that `lora`
+                changes.
             ConfigError: the encoder does not support `vision_quantization`.
         """
 
-
-def vision_linears(family: ModelFamily, spec: ModelSpec) -> Sequence[LinearGroup]:
-    """Return the linear layers of a model's vision encoder; empty if its family does not describe them."""
-    describe = getattr(family, "vision_linears", None)
-    return tuple(describe(spec)) if describe else ()
-
-
-__getattr__ = renamed_names(__name__, {"Span": "PlaceholderSpan"})
+    def vision_linears(self, spec: ModelSpec) -> Sequence[LinearGroup]:
+        """Return the linear layers of the vision encoder, with which kernels are measured; empty if unknown."""

@@ -11,9 +11,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -419,7 +417,7 @@ def _digest(*files: Path) -> bytes:
 
 
 class VisionMerge:
-    """Merges an adapter into the vision encoder's tensors while a family reads them; see `merging`.
+    """Merges an adapter into the vision encoder's tensors while a family reads them.
 
     Attributes:
         adapter: the adapter.
@@ -435,26 +433,14 @@ class VisionMerge:
         """Return whether the adapter changes a tensor of the checkpoint."""
         return name in self._changed
 
+    def check_complete(self) -> None:
+        """Check that the family has read all tensors that the adapter changes.
 
-MERGE: ContextVar[VisionMerge | None] = ContextVar("MERGE", default=None)
-"""The merge that `Weights.open` applies. A context variable, so that families need no code for adapters."""
-
-
-@contextmanager
-def merging(adapter: LoraAdapter) -> Iterator[None]:
-    """Merge the adapter into the vision encoder that is loaded in this context.
-
-    Raises:
-        CheckpointError: the family did not read all tensors that the adapter changes.
-    """
-    merge = VisionMerge(adapter)
-    token = MERGE.set(merge)
-    try:
-        yield
-    finally:
-        MERGE.reset(token)
-    if merge.unused:
-        raise CheckpointError(
-            f"{adapter.file}: the vision encoder does not use {min(merge.unused)!r}, which the adapter changes. Merge"
-            " the adapter into a checkpoint with PEFT's `merge_and_unload`, and serve that."
-        )
+        Raises:
+            CheckpointError: it has not.
+        """
+        if self.unused:
+            raise CheckpointError(
+                f"{self.adapter.file}: the vision encoder does not use {min(self.unused)!r}, which the adapter changes."
+                " Merge the adapter into a checkpoint with PEFT's `merge_and_unload`, and serve that."
+            )

@@ -17,7 +17,7 @@ from .files import read_header, stored_headers, stored_tensors, unreadable_file_
 from .formats.detection import quantized_modules
 from .formats.interface import ExpertsReader, ModuleReader
 from .headers import TensorHeader, module_of
-from .lora import MERGE
+from .lora import VisionMerge
 from .lora_weights import merge_tensor
 
 if TYPE_CHECKING:
@@ -41,10 +41,15 @@ class Weights:
             in another way.
     """
 
-    def __init__(self, stored: Mapping[str, tuple[Path, str]], reader: ModuleReader | None = None) -> None:
+    def __init__(
+        self,
+        stored: Mapping[str, tuple[Path, str]],
+        reader: ModuleReader | None = None,
+        merge: VisionMerge | None = None,
+    ) -> None:
         """Use `open` instead. `stored` maps a name to the file and the stored name."""
         self._stored = dict(stored)
-        self._merge = MERGE.get()
+        self._merge = merge
         self.names: frozenset[str] = frozenset(self._stored)
         self.reader = reader
         self._quantized = quantized_modules(self.names, reader) if reader else frozenset[str]()
@@ -52,14 +57,20 @@ class Weights:
 
     @classmethod
     def open(
-        cls, folder: Path, renames: Iterable[tuple[str, str]] = (), quantization: ModuleReader | None = None
+        cls,
+        folder: Path,
+        renames: Iterable[tuple[str, str]] = (),
+        quantization: ModuleReader | None = None,
+        merge: VisionMerge | None = None,
     ) -> Weights:
         """List the tensors of the checkpoint in `folder`; `renames` and `quantization` as in `ModelSpec`.
+
+        With `merge`, the tensors have the changes of an adapter.
 
         Raises:
             CheckpointError: there are no safetensors files, a shard is missing, or a file is damaged.
         """
-        return cls(stored_tensors(folder, renames), quantization)
+        return cls(stored_tensors(folder, renames), quantization, merge)
 
     def tensor(self, name: str, shape: Sequence[int], *, device: str, dtype: torch.dtype) -> torch.Tensor:
         """Load a tensor of `shape` into newly allocated memory on `device`, converted to `dtype`.

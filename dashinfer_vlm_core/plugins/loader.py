@@ -26,7 +26,6 @@ from ..hookspecs.discovery import (
     missing_dependency,
     plugin_entries,
 )
-from ..hookspecs.legacy import current_decoder_factory
 from ..models.checkpoint import model_type
 from ..models.formats.detection import find_reader
 
@@ -133,9 +132,7 @@ class Registry:
         hook = manager.hook
         hook.register_models(register=functools.partial(_register, "model", self.models))
         hook.register_model_families(register=self._add_family)
-        hook.register_decoders(
-            register=lambda item: _register("decoder", self.decoders, item.name, current_decoder_factory(item))
-        )
+        hook.register_decoders(register=lambda item: _register("decoder", self.decoders, item.name, item))
         hook.register_kernels(register=lambda item: _register("kernels", self.kernels, item.name, item))
         hook.register_checks(register=functools.partial(_register, "check", self.checks))
         hook.register_options(register=self._add_options)

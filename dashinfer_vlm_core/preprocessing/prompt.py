@@ -97,7 +97,7 @@ class PromptBuilder:
             "|".join(re.escape(name) for name in sorted(self._special_tokens, key=len, reverse=True))
         )
         tags = spec.conversation.reasoning_begin, spec.conversation.reasoning_end
-        self.reasons: bool = any(map(template.mentions, tags))
+        self.supports_reasoning: bool = any(map(template.mentions, tags))
         """Whether completions may begin with reasoning."""
         self._first_chars = sorted({name[0] for name in self._special_tokens})
         self._max_token_chars = max(len(token) for token in self.tokenizer.get_vocab(with_added_tokens=True))
@@ -143,7 +143,7 @@ class PromptBuilder:
             spans=tuple(spans),
             image_tokens=sum(item.tokens for item in visuals if item.kind == "image"),
             video_tokens=sum(item.tokens for item in visuals if item.kind == "video"),
-            opens_reasoning=self.reasons and self._ends_with_tag(token_ids[-MAX_TAG_TOKENS:].tolist()),
+            opens_reasoning=self.supports_reasoning and self._ends_with_tag(token_ids[-MAX_TAG_TOKENS:].tolist()),
         )
         self._check_length(len(prompt), request)
         return prompt
@@ -185,14 +185,14 @@ class PromptBuilder:
                     param=f"chat_template_kwargs.{name}",
                 )
         effort = request.reasoning_effort
-        if effort is not None and not self._reasoning_options(effort) and (effort != "none" or self.reasons):
+        if effort is not None and not self._reasoning_options(effort) and (effort != "none" or self.supports_reasoning):
             raise UnsupportedParameter(
                 f"`reasoning_effort` is not supported, got {effort!r}: {self._no_effort()}. Remove it.",
                 param="reasoning_effort",
             )
 
     def _no_effort(self) -> str:
-        if self.reasons:
+        if self.supports_reasoning:
             return "the model's chat template cannot change how much the model reasons"
         return "the model does not have a reasoning phase"
 
@@ -206,7 +206,7 @@ class PromptBuilder:
 
     def opens_reasoning(self, request: ChatRequest) -> bool:
         """Return whether the prompt of a request will end with the tag that begins reasoning, without its media."""
-        if not self.reasons or request.raw_prompt is not None:
+        if not self.supports_reasoning or request.raw_prompt is not None:
             return False
         tools = [tool.for_template() for tool in request.offered_tools]
         text = self.render([{"role": "user", "content": "Hello"}], tools, self._options(request))

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, Strict, Tag
 
-from ..deprecation import RenamedAttribute
 from ..errors import InvalidParameter, UnsupportedParameter
 from .base import LARGEST, STRING_OR_ARRAY, Count, Label, Name, RequestModel, Text, string_or_object
 from .fields import REJECTED_IN_MESSAGES, REJECTED_PARTS
@@ -83,8 +82,6 @@ class MediaPart:
     num_frames: int | None = None
     background: tuple[int, int, int] | None = None
     url_field: str | None = field(default=None, compare=False)
-
-    part = RenamedAttribute("path")
 
     @property
     def has_source(self) -> bool:

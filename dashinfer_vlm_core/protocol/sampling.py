@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
-from ..deprecation import RenamedAttribute
-
 GREEDY_BELOW = 1e-5
 """Temperatures below this count as 0, as in vLLM: they select the same token, but overflow single precision."""
 
@@ -60,8 +58,6 @@ class Sampling:
     def requested_params(self) -> frozenset[str]:
         """Return the parameters that differ from `NEUTRAL`. A decoder must support all of them to serve the request."""
         return frozenset(name for name in SAMPLING_PARAMETERS if getattr(self, name) != getattr(NEUTRAL, name))
-
-    asked = RenamedAttribute("requested_params")
 
 
 SAMPLING_PARAMETERS = frozenset(item.name for item in fields(Sampling)) - {"max_tokens"}

@@ -70,7 +70,7 @@ class ResponseBuilder:
         index: the index of the choice.
         guided: whether a grammar constrains the completion.
         conversation: how the model writes tool calls and reasoning.
-        reasons: whether the completion may begin with reasoning, which becomes `reasoning_content`. Stop strings and
+        supports_reasoning: whether the completion may begin with reasoning, which becomes `reasoning_content`. Stop strings and
             log probabilities concern only the text after it.
         opens_reasoning: whether the prompt ends with the tag that begins reasoning.
         coordinates: converts coordinates in the content and in tool calls; None leaves them as the model writes them.
@@ -97,7 +97,7 @@ class ResponseBuilder:
         index: int = 0,
         guided: bool = False,
         conversation: ConversationFormat = HERMES,
-        reasons: bool = False,
+        supports_reasoning: bool = False,
         opens_reasoning: bool = False,
         coordinates: ImageCoordinates | None = None,
     ) -> None:
@@ -112,7 +112,7 @@ class ResponseBuilder:
         tools = {tool.function.name for tool in request.callable_tools} if request.parses_tool_calls else ()
         self._must_call = bool(tools) and request.must_call
         self._tool_parser = ToolCallParser(tools, guided=guided, must_call=self._must_call, conversation=conversation)
-        self._reasoning_parser = ReasoningParser(conversation, started=opens_reasoning) if reasons else None
+        self._reasoning_parser = ReasoningParser(conversation, started=opens_reasoning) if supports_reasoning else None
         self._coordinates = CoordinateConverter(coordinates) if coordinates else None
         self._reasoning: list[str] = []
         self._text_begin: int | None = None  # index of the first character after the reasoning, in the generated text

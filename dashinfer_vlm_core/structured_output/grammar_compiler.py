@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from cachetools import LRUCache
 
-from ..deprecation import RenamedAttribute
 from ..errors import DecoderFailed, InvalidParameter
 from ..tokenization.detokenizer import IncrementalDetokenizer
 
@@ -45,8 +44,6 @@ class LLGuidanceGrammar:
         self._matcher = matcher
         self._vocab_size = vocab_size
 
-    begin = RenamedAttribute("new_matcher")
-
     def new_matcher(self) -> LLGuidanceMatcher:
         return LLGuidanceMatcher(self._matcher.deep_copy(), vocab_size=self._vocab_size)
 
@@ -57,9 +54,6 @@ class LLGuidanceMatcher:
     def __init__(self, matcher: llguidance.LLMatcher, *, vocab_size: int) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
-
-    allowed = RenamedAttribute("allowed_tokens")
-    take = RenamedAttribute("accept_token")
 
     def allowed_tokens(self) -> npt.NDArray[np.bool_]:
         mask = self._matcher.compute_bitmask()

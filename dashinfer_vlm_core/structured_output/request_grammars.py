@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from ..concurrency.fair_slots import FairSlots
 from ..errors import DeadlineExceeded, InvalidParameter
 from ..protocol import ChatRequest
+from ..protocol.client import current_client
 from ..protocol.name_log import NameLog
 from .grammar_compiler import GrammarCompiler, LLGuidanceGrammar
 from .output_grammar import OutputGrammar, after_reasoning, grammar_for_request
@@ -51,6 +53,7 @@ class RequestGrammars:
     def __init__(self, tokenizer: tokenizers.Tokenizer, spec: ModelSpec) -> None:
         self._compiler = GrammarCompiler(tokenizer, spec)
         self._spec = spec
+        self._slots = FairSlots(THREADS)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="dashinfer-vlm-grammar")
 
     def close(self) -> None:
@@ -75,7 +78,8 @@ class RequestGrammars:
         work = functools.partial(self._compile, request, opens_reasoning, canceled)
         try:
             with anyio.fail_after(COMPILE_SECONDS):
-                return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+                async with self._slots.slot(current_client.get().id, limit=THREADS):
+                    return await asyncio.get_running_loop().run_in_executor(self._threads, work)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"The output format was not compiled within {COMPILE_SECONDS:g} seconds. Make its schemas simpler, or"

@@ -12,7 +12,7 @@ from dashinfer_vlm_core import hookimpl
 from dashinfer_vlm_core.errors import MediaUndecodable
 from dashinfer_vlm_core.media import StopCheck, VideoInfo
 
-dashinfer_vlm_api = 2
+dashinfer_vlm_api = 1
 """The plugin API version that this plugin uses."""
 
 

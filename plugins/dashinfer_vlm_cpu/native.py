@@ -21,7 +21,7 @@ from dashinfer_vlm_core.kernels import LoadedKernels
 from dashinfer_vlm_core.kernels.cpu import cpu_flags
 from dashinfer_vlm_core.kernels.kv_cache import attend_cached
 from dashinfer_vlm_core.kernels.layers import FullLMHead, ReferenceDecoderLayers
-from dashinfer_vlm_core.kernels.quantization import Quantization, QuantizedWeight, resolve_quantization
+from dashinfer_vlm_core.kernels.quantization import Quantization, QuantizedWeight
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.kernels.types import (
     Activation,
@@ -140,6 +140,9 @@ class NativeKernels:
     supports_int4 = True
     supports_row_bias = True
 
+    def groups_experts(self, dtype: torch.dtype, inputs: Sequence[int]) -> bool:
+        return False
+
     def __init__(self, library: ctypes.CDLL, name: str) -> None:
         self._library = library
         self.name = name
@@ -152,9 +155,8 @@ class NativeKernels:
         activation: Activation = Activation.NONE,
         fp32_output: bool = False,
         quantization: Quantization | None = None,
-        int8: bool = False,
     ) -> Linear:
-        quantization, weight = resolve_quantization(quantization, int8=int8), weight.contiguous()
+        weight = weight.contiguous()
         if quantization and quantization.bits == 4:
             quantized = quantize_int4(self._library, weight, quantization.group)
             return NativeInt4Linear(self._library, quantized, bias, activation, fp32_output)
@@ -179,8 +181,7 @@ class NativeKernels:
             return NativeStoredInt8Linear(self._library, weight, bias, activation, fp32_output)
         return self.linear(weight.dequantize(torch.bfloat16), bias, activation=activation, fp32_output=fp32_output)
 
-    def head(self, weight: Tensor, *, quantization: Quantization | None = None, int8: bool = False) -> LMHead:
-        quantization = resolve_quantization(quantization, int8=int8)
+    def head(self, weight: Tensor, *, quantization: Quantization | None = None) -> LMHead:
         if quantization or weight.shape[1] % 4:
             return FullLMHead(self.linear(weight, fp32_output=True, quantization=quantization))
         return NativeLMHead(self._library, weight.contiguous())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from dashinfer_vlm_core.config import EngineConfig
@@ -10,6 +11,7 @@ from dashinfer_vlm_core.hookspecs import hookimpl
 from dashinfer_vlm_core.kernels.choice import KernelSelector
 from dashinfer_vlm_core.kernels.workload import LinearGroup, LinearShape
 from dashinfer_vlm_core.models.interface import ImageProcessor, ModelFamily, PromptLayout, VisionEncoder
+from dashinfer_vlm_core.models.lora import LoraAdapter
 from dashinfer_vlm_core.models.spec import ModelSpec
 
 from .config import MODEL_TYPE, read_spec, read_vision_config
@@ -36,10 +38,15 @@ class Qwen25VL:
 
         return Qwen25VLPromptLayout(spec)
 
-    def load_vision_encoder(self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> VisionEncoder:
-        from .vit import load_encoder
+    def load_vision_encoder(
+        self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector, lora: LoraAdapter | None = None
+    ) -> VisionEncoder:
+        from dashinfer_vlm_core.models.qwen2_vl.vit import load_encoder
 
-        return load_encoder(spec, config, kernels)
+        from .vit import load_vision_model
+
+        load_model = partial(load_vision_model, read_vision_config(spec.folder))
+        return load_encoder(spec, config, kernels, lora, load_model)
 
     def vision_linears(self, spec: ModelSpec) -> tuple[LinearGroup, ...]:
         """See `ModelFamily`: the blocks."""

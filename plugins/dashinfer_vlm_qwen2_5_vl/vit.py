@@ -15,23 +15,19 @@ import numpy as np
 import torch
 
 from dashinfer_vlm_core.concurrency.compute import executor_for
-from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.kernels import Activation, KernelSelector, KVSpan, KVSpans, Linear, Norm
+from dashinfer_vlm_core.kernels import Activation, KVSpan, KVSpans, Linear, Norm
 from dashinfer_vlm_core.kernels.streams import to_device
 from dashinfer_vlm_core.models.interface import Grid
-from dashinfer_vlm_core.models.qwen2_vl.pass_graphs import pass_graphs
 from dashinfer_vlm_core.models.qwen2_vl.rope import rotary_tables
 from dashinfer_vlm_core.models.qwen2_vl.vit import (
     Merger,
     PartDivider,
-    Qwen2VLEncoder,
     VisionModel,
     VisionWeights,
     attend,
 )
-from dashinfer_vlm_core.models.spec import ModelSpec
 
-from .config import VisionConfig, read_vision_config
+from .config import VisionConfig
 from .windows import window_order
 
 NORM_EPS = 1e-6
@@ -124,13 +120,6 @@ class Qwen25VLVisionModel(VisionModel):
         spans = inputs.frames if number in self.config.fullatt_block_indexes else inputs.windows
         qkv = block.qkv(self._norm(x, block.norm1))
         return attend(self.kernels, qkv, inputs.cos, inputs.sin, spans, heads=self.config.num_heads)
-
-
-def load_encoder(spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> Qwen2VLEncoder:
-    """Load a checkpoint's vision encoder; see `ModelFamily.load_vision_encoder`."""
-    with VisionWeights.open(spec, config, kernels) as weights:
-        model = load_vision_model(read_vision_config(spec.folder), weights)
-        return Qwen2VLEncoder(model, spec.pixels, graphs=pass_graphs(config, weights.kernels, weights.device))
 
 
 def load_vision_model(config: VisionConfig, read: VisionWeights) -> Qwen25VLVisionModel:

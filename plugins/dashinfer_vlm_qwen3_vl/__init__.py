@@ -9,6 +9,7 @@ position_table.py  vision_model.py   the vision encoder with DeepStack
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from dashinfer_vlm_core import hookimpl
@@ -16,6 +17,7 @@ from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.kernels.choice import KernelSelector
 from dashinfer_vlm_core.kernels.workload import LinearGroup, LinearShape
 from dashinfer_vlm_core.models.interface import ImageProcessor, ModelFamily, PromptLayout, VisionEncoder
+from dashinfer_vlm_core.models.lora import LoraAdapter
 from dashinfer_vlm_core.models.spec import ModelSpec
 
 from .config import MODEL_TYPES, read_spec, read_vision_config
@@ -41,10 +43,15 @@ class Qwen3VL:
 
         return load_prompt_layout(spec)
 
-    def load_vision_encoder(self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> VisionEncoder:
-        from .vision_model import load_encoder
+    def load_vision_encoder(
+        self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector, lora: LoraAdapter | None = None
+    ) -> VisionEncoder:
+        from dashinfer_vlm_core.models.qwen2_vl.vit import load_encoder
 
-        return load_encoder(spec, config, kernels)
+        from .vision_model import load_vision_model
+
+        load_model = partial(load_vision_model, read_vision_config(spec.folder))
+        return load_encoder(spec, config, kernels, lora, load_model)
 
     def vision_linears(self, spec: ModelSpec) -> tuple[LinearGroup, ...]:
         """See `ModelFamily`: the blocks."""

@@ -14,24 +14,20 @@ from typing import NamedTuple
 import torch
 
 from dashinfer_vlm_core.concurrency.compute import executor_for
-from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.kernels import Activation, KernelSelector, Linear
+from dashinfer_vlm_core.kernels import Activation, Linear
 from dashinfer_vlm_core.models.interface import Grid
-from dashinfer_vlm_core.models.qwen2_vl.pass_graphs import pass_graphs
 from dashinfer_vlm_core.models.qwen2_vl.vit import (
     AttentionInputs,
     Block,
     Merger,
     PartDivider,
-    Qwen2VLEncoder,
     VisionModel,
     VisionWeights,
     layer_norm,
     run_block,
 )
-from dashinfer_vlm_core.models.spec import ModelSpec
 
-from .config import VisionConfig, read_vision_config
+from .config import VisionConfig
 from .position_table import PositionTable
 
 ACTIVATIONS = {"gelu_pytorch_tanh": Activation.GELU_TANH, "gelu": Activation.GELU}
@@ -95,13 +91,6 @@ class Qwen3VLVisionModel(VisionModel):
     def _units(self, x: torch.Tensor) -> torch.Tensor:
         """Join the rows of each merge unit: [n / spatial_merge_size ** 2, d * spatial_merge_size ** 2]."""
         return x.view(-1, self.config.hidden_size * self.config.spatial_merge_size**2)
-
-
-def load_encoder(spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> Qwen2VLEncoder:
-    """Load a checkpoint's vision encoder; see `ModelFamily.load_vision_encoder`."""
-    with VisionWeights.open(spec, config, kernels) as weights:
-        model = load_vision_model(read_vision_config(spec.folder), weights)
-        return Qwen2VLEncoder(model, spec.pixels, graphs=pass_graphs(config, weights.kernels, weights.device))
 
 
 def load_vision_model(config: VisionConfig, read: VisionWeights) -> Qwen3VLVisionModel:

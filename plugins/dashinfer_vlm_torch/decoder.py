@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from weakref import WeakKeyDictionary
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from dashinfer_vlm_core.config import MIB, EngineConfig
@@ -37,7 +35,6 @@ from .kv_cache import KVCache
 from .model import TextModel, TextQuantization
 from .runner import ModelRunner
 from .scheduler import Scheduler, SchedulerStats, SequenceState
-from .scoring import CompletionScorer
 from .settings import TorchOptions
 from .worker import OutputQueue, Worker, WorkerCounts
 
@@ -153,21 +150,6 @@ class TorchDecoder:
                 mib = loaded.num_bytes / MIB
                 logger.info("LoRA adapter %r from %s: %.1f MiB in the text model.", adapter.name, adapter.source, mib)
             return loaded
-
-    async def logits(self, request: DecodeRequest, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
-        """See `dashinfer_vlm_core.decoders.Decoder`."""
-        model = self._model
-        if model is None:
-            raise EngineClosed("The decoder is not running. Start the engine first.")
-        check_request(request, self._spec, max_model_len=self.max_model_len)
-        scorer = CompletionScorer(
-            model,
-            kv_tokens=len(request.token_ids) + len(token_ids),
-            cache_dtype=self._cache_dtype,
-            prefill_chunk=self._config.prefill_chunk,
-        )
-        logits = await asyncio.to_thread(scorer.logits, request, token_ids)
-        return logits.cpu().numpy()
 
     def _kv_pool_tokens(self, context: int) -> int:
         """Size of the KV pool in tokens: what fits into `kv_cache_mib`, at most what a full batch can use."""
@@ -296,13 +278,7 @@ def _text_quantization(config: EngineConfig, kernels: Kernels, device: str) -> T
             " CUDA.",
             param="quantization",
         )
-    supports_int4 = getattr(kernels, "supports_int4", None)  # kernels of plugins may not have it
-    if supports_int4 is None:
-        message = (
-            f"`quantization` {name!r} is not supported by the kernels {kernels.name!r}. Set `cpu_kernels` to torch."
-        )
-        raise ConfigError(message, param="quantization")
-    if not supports_int4:
+    if not kernels.supports_int4:
         logger.warning(
             "`quantization` %s saves no memory here: the kernels %r keep the rounded weights in the model's data type."
             " 4-bit weights are kept in 4 bits for bfloat16 with the C kernels, on an x86 CPU with AVX2.",

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dashinfer_vlm_core.concurrency.compute import CPU_EXECUTOR, Executor
+from dashinfer_vlm_core.concurrency.compute import Executor
 from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_core.kernels import (
     Activation,
@@ -128,7 +128,7 @@ class TextModel:
         self._layers = decoder_layers(kernels, layers, shape, converts_cache=cache_dtype not in (None, dtype))
         self.loops_over_experts: bool = any(isinstance(layer.experts, MixtureOfExperts) for layer in layers)
         self._adapted_layers = self._layers
-        if not getattr(self._layers, "supports_adapters", False):
+        if not self._layers.supports_adapters:
             self._adapted_layers = ReferenceDecoderLayers(kernels, layers, shape)
         self._norm = read.norm(names.norm, hidden)
         self._head = run(lambda: _read_head(read.quantized(quantization.head), config, self._embedding))
@@ -144,7 +144,6 @@ class TextModel:
         cos, sin = self._rotary(batch.positions)
         layers = self._adapted_layers if batch.adapters else self._layers
         forward = ForwardBatch(cos, sin, *batch[1:5], cache.pool, batch.additions, cache.scales, batch.adapters)
-        CPU_EXECUTOR.run_deferred()
         return layers(x, forward)
 
     def logits(self, x: Tensor, heads: Sequence[tuple[slice, HeadChange]] = ()) -> Tensor:
@@ -167,7 +166,7 @@ class TextModel:
             CheckpointError: the adapter's file is damaged.
             ConfigError: the kernels do not support adapters.
         """
-        if not getattr(self.kernels, "supports_row_bias", False):
+        if not self.kernels.supports_row_bias:
             raise ConfigError(
                 f"`lora` is not supported by the kernels {self.kernels.name!r}. Set `cpu_kernels` to torch.",
                 param="lora",
@@ -244,8 +243,7 @@ class _Reader(NamedTuple):
 
     def groups_experts(self, *inputs: int) -> bool:
         """Whether the kernels compute all experts of a layer at once; `inputs` of their linear layers."""
-        groups = getattr(self.kernels, "groups_experts", None)
-        return groups is not None and self.quantization is None and groups(self.dtype, inputs)
+        return self.quantization is None and self.kernels.groups_experts(self.dtype, inputs)
 
     def experts(self, shapes: Mapping[str, tuple[int, int, int]]) -> list[Tensor]:
         """Read the named weights of all experts, [experts, outputs, inputs]; published checkpoints store each of them

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dashinfer_vlm_core.concurrency.compute import CPU_EXECUTOR
+from dashinfer_vlm_core.concurrency.compute import Executor
 from dashinfer_vlm_core.errors import DecoderFailed
 from dashinfer_vlm_core.kernels import AdapterRows, Additions, KVSpan, KVSpans, TokenDrawing
 from dashinfer_vlm_core.kernels.streams import to_device
@@ -85,9 +85,13 @@ class ModelRunner:
         kernels = model.kernels
         self._drawer = TokenDrawer(kernels) if isinstance(kernels, TokenDrawing) else None
 
+    @property
+    def executor(self) -> Executor:
+        return self._model.executor
+
     def compute(self, work: Callable[[], T]) -> T:
         """Run `work`, which copies rows or runs steps, on the model's executor; returns its result. See `Executor`."""
-        return self._model.executor.run(work)
+        return self.executor.run(work)
 
     @property
     def computes_in_background(self) -> bool:
@@ -97,11 +101,11 @@ class ModelRunner:
     @property
     def other_work_waits(self) -> bool:
         """Whether other work waits for the executor."""
-        return self._model.executor.waiting > 0
+        return self.executor.waiting > 0
 
     def must_yield(self) -> bool:
         """Whether work that runs steps must end after this one: on a CPU, if other work waits for the executor."""
-        return self._model.executor is not CPU_EXECUTOR or self.other_work_waits
+        return self.other_work_waits or not self.executor.is_shared
 
     @torch.inference_mode()
     def load_adapter(self, adapter: LoraAdapter) -> TextAdapter:
@@ -202,6 +206,7 @@ class ModelRunner:
                 if adapter.layers
             ),
         )
+        self.executor.run_deferred()
         return self._model.forward(x, batch, self._cache)
 
     def _replay(

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
-from dashinfer_vlm_core.concurrency.compute import CPU_EXECUTOR
 from dashinfer_vlm_core.decoders import Token
 from dashinfer_vlm_core.errors import DecoderFailed, EngineClosed, EngineError
 
@@ -140,7 +139,7 @@ class Worker:
         seconds = min(STOP_SECONDS, self._step_timeout)
         self._thread.join(timeout=seconds)
         if self._thread.is_alive():
-            CPU_EXECUTOR.abandon(self._thread.ident)  # lets a waiting vision encoder continue
+            self._runner.executor.abandon(self._thread.ident)  # lets a waiting vision encoder continue
             self._end_all()
             raise DecoderFailed(
                 f"A step of the decoder has not ended within {seconds:g} seconds. Only the end of the process stops it:"
@@ -277,7 +276,7 @@ class Worker:
                 if isinstance(output, EngineError) or output.finish_reason:
                     del self._outputs[sequence]
         # The event loops process these tokens while the next step computes, not while Python code prepares it.
-        CPU_EXECUTOR.defer(functools.partial(self._deliver, deliveries))
+        self._runner.executor.defer(functools.partial(self._deliver, deliveries))
 
     def _end_all(self) -> None:
         with self._lock:

@@ -113,21 +113,6 @@ def test_next_run_drops_responses_superseded_before_interruption(run, server_url
     assert output.read_text() == new
 
 
-def test_output_with_default_name_of_version_0_1_is_continued(run, server_url, requests, tmp_path, caplog):
-    file, old = requests(line("a"), line("b")), tmp_path / "requests.answers.jsonl"
-    run("batch", "--api-base", server_url("Old."), "-o", old, requests(line("a")))
-    result = run("batch", "--api-base", server_url("New."), requests(line("a"), line("b")))
-    assert "1 completed, 1 completed before" in result.stderr
-    assert caplog.text.count(f"{old} has the default name of version 0.1") == 1
-    assert [text_of(item) for item in read(old)] == ["Old.", "New."]
-    assert not (tmp_path / "requests.responses.jsonl").exists()
-    old.rename(tmp_path / "requests.responses.jsonl")
-    caplog.clear()
-    again = run("batch", "--api-base", "http://127.0.0.1:9/v1", file)
-    assert "0 completed, 2 completed before" in again.stderr
-    assert "version 0.1" not in caplog.text
-
-
 def test_old_response_is_kept_until_new_one_arrives(run, server_url, requests, tmp_path):
     url = server_url("Old.", InvalidParameter("No."), "New.")
     output = tmp_path / "requests.responses.jsonl"

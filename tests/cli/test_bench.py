@@ -55,16 +55,6 @@ def test_table_for_text_only_chats_at_a_rate(run, server_url):
     assert all(name in result.stdout for name in ("TTFT (ms)", "TPOT (ms)", "ITL (ms)", "P99"))
 
 
-def test_pictures_option_is_deprecated(run, server_url, caplog):
-    args = ("bench", "--api-base", server_url("Yes."), "-n", 1, "--warmup", 0, "--size", "56x56", "--json")
-    report = json.loads(run(*args, "--pictures", 0).stdout)
-    assert report["completed"] == 1
-    assert [record.message for record in caplog.records if "--pictures" in record.message] == [
-        "`--pictures` is deprecated and will be removed in 0.3. Use `--images`."
-    ]
-    assert "--pictures" not in run("bench", "--help").output
-
-
 def test_failures_are_counted_and_reported(run, server_url):
     args = ("-n", 3, "--warmup", 0, "--concurrency", 1, "--json")
     result = run("bench", "--api-base", server_url("Yes.", QueueFull("Busy.")), *args)

@@ -352,10 +352,9 @@ def test_piped_lines_are_prompts_and_not_commands(run, server_url, tmp_path, mon
     assert not Path("x").exists()
 
 
-def test_json_output_has_new_and_deprecated_keys(run, server_url):
+def test_json_output_has_response_and_usage(run, server_url):
     line = json.loads(run("chat", "--api-base", server_url("one"), "--json", "--set", "temperature=0", "Count.").stdout)
     assert (line["prompt"], line["response"], line["finish_reason"]) == ("Count.", "one", "stop")
-    assert (line["question"], line["answer"]) == (line["prompt"], line["response"])  # deprecated keys
     assert line["usage"]["completion_tokens"] > 0
     assert line["seconds_to_first_token"] > 0
 

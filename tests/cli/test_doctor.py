@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shutil
 import sys
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dashinfer_vlm_cli.checks import EXTRAS, REQUIRED, _embedding_store, all_findings
+from dashinfer_vlm_cli.checks import EXTRAS, REQUIRED, _embedding_store, _media_workers, all_findings
 from dashinfer_vlm_core import hookimpl
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.decoders.dashinfer.environment import (
@@ -22,16 +23,16 @@ from dashinfer_vlm_core.decoders.dashinfer.environment import (
 )
 from dashinfer_vlm_core.hookspecs import Finding
 from dashinfer_vlm_core.kernels.devices import cuda_devices
+from dashinfer_vlm_core.media_workers import fork_server
 from dashinfer_vlm_core.media_workers.sandbox import missing_restrictions
+from dashinfer_vlm_core.media_workers.seccomp import has_list
 from dashinfer_vlm_core.plugins import Registry
 from tests.cli.conftest import MAIN, run_process
 from tests.quantized_checkpoints import LAYOUTS, write_config, write_quantized
 
 
 def findings(result):
-    rows = json.loads(result.stdout)
-    assert all(row["mend"] == row["fix"] for row in rows)  # the deprecated key
-    return {row["name"]: row for row in rows}
+    return {row["name"]: row for row in json.loads(result.stdout)}
 
 
 @pytest.mark.slow
@@ -48,6 +49,17 @@ def test_working_installation(tmp_path):
     assert found["media workers"]["status"] == ("unusable" if missing_restrictions() else "ok")
     assert found["kernel choices"]["detail"].startswith("none stored: large models are measured at their first start")
     assert [row["name"] for row in found.values() if row["status"] == "broken"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(missing_restrictions()) or not has_list(platform.machine()), reason="not restricted here")
+def test_decoder_that_needs_other_system_calls_is_reported(monkeypatch):
+    shorter = "from dashinfer_vlm_core.media_workers.system_calls import ALLOWED; ALLOWED.pop('mprotect');"
+    monkeypatch.setattr(fork_server, "_PROGRAM", fork_server._PROGRAM.replace(" from", f" {shorter} from", 1))
+    row = _media_workers(EngineConfig())
+    assert row.status == "slow"
+    assert "cannot decode" in row.fix
+    assert "h264.mp4 (pyav)" in row.fix
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ from tests.qwen3_vl.oracle import Oracle
 from tests.qwen3_vl.tiny_qwen3 import write_checkpoint as write_qwen3_vl
 from tests.recorder import Recorder
 from tests.tiny import write_checkpoint, write_qwen2_5_vl
-from training.transformers_engine import TransformersEngine
+from tests.transformers_engine import TransformersEngine
 
 TOKENS = 32
 CONVERSATION = CONVERSATIONS["one picture"]

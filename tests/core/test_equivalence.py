@@ -10,8 +10,8 @@ from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_demo import CHECKPOINT
 from tests.conversations import CONVERSATIONS, as_openai
 from tests.recorder import Recorder
+from tests.transformers_engine import TransformersEngine
 from training import frozen
-from training.transformers_engine import TransformersEngine
 
 TOKENS = 24
 

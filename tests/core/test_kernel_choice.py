@@ -33,7 +33,6 @@ from dashinfer_vlm_core.kernels.workload import (
     text_workload,
     vision_workload,
 )
-from dashinfer_vlm_core.models.interface import vision_linears
 from dashinfer_vlm_core.models.qwen2_vl import Qwen2VL
 from dashinfer_vlm_core.plugins import Registry
 from dashinfer_vlm_cpu import NativeKernelFactory
@@ -491,7 +490,7 @@ def test_workloads_are_the_models_linear_layers(family, tiny_checkpoint, tmp_pat
     assert sorted(recording.shapes) == sorted(expected)
     recording.shapes.clear()
     family.load_vision_encoder(spec, config, selector)
-    (blocks,) = vision_linears(family, spec)
+    (blocks,) = family.vision_linears(spec)
     assert Counter(blocks.shapes * blocks.repeats) <= Counter(recording.shapes)
     assert len(recording.shapes) <= len(blocks.shapes) * blocks.repeats + 7  # patch embedding, merger, levels
 

@@ -779,17 +779,21 @@ def test_int8_cache_is_close_to_bfloat16_cache(native):
     assert 0 < error(found, expected.float()) < 3e-2
 
 
+class Bfloat16Layers(ReferenceDecoderLayers):
+    converts_cache = False
+
+
 class Bfloat16Kernels(TorchKernels):
-    """Kernels of a plugin whose decoder layers know only a cache in the model's dtype."""
+    """Kernels whose decoder layers know only a cache in the model's dtype."""
 
     def decoder_layers(self, layers, shape):
-        return object()
+        return Bfloat16Layers(self, layers, shape)
 
 
 def test_layers_that_cannot_convert_cache_are_replaced():
     kernels, layers = Bfloat16Kernels("cpu"), [decoder_layer(TorchKernels("cpu"), 0)]
-    assert type(decoder_layers(kernels, layers, SHAPE)) is object
-    assert isinstance(decoder_layers(kernels, layers, SHAPE, converts_cache=True), ReferenceDecoderLayers)
+    assert type(decoder_layers(kernels, layers, SHAPE)) is Bfloat16Layers
+    assert type(decoder_layers(kernels, layers, SHAPE, converts_cache=True)) is ReferenceDecoderLayers
 
 
 @needs_native

@@ -28,7 +28,6 @@ from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_core.protocol import OfflineRequest
 from dashinfer_vlm_core.testing import EVERYTHING, Script, ScriptedDecoder, scripted_registry
 from tests.adapters import ATTENTION, MLP, merge_adapter, write_adapter
-from tests.recorder import Recorder
 from tests.tiny import write_qwen2_5_vl
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -213,14 +212,6 @@ def test_decoder_without_adapters_is_not_selected(tiny_checkpoint):
     assert "dashinfer: It does not apply LoRA adapters" in reason
     with pytest.raises(SetupError, match="dashinfer: It does not apply LoRA adapters"):
         select_decoder(registry, spec, config.model_copy(update={"decoder": "dashinfer"}))
-
-
-def test_decoder_factory_without_supported_params_is_not_selected(tiny_checkpoint):
-    spec, registry = read_spec(tiny_checkpoint), Recorder().registry()
-    config = EngineConfig(model=str(tiny_checkpoint), lora=(LoraModule("a", "/a"),))
-    assert select_decoder(registry, spec, config)[0].name == "torch"
-    with pytest.raises(SetupError, match="recorded: Its factory has no `supported_params`"):
-        select_decoder(registry, spec, config.model_copy(update={"decoder": "recorded"}))
 
 
 def test_lora_request_to_decoder_without_adapters(tiny_checkpoint):

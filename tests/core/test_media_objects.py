@@ -407,5 +407,3 @@ def test_object_with_uuid_has_source():
     assert one.source_digest == same.source_digest != other.source_digest
     (file,) = load(MediaPart(kind="image", path="a", url=data_url(encode(RGB)), uuid="x"))
     assert len(file.source_digest) == len(one.source_digest) == 32
-    with pytest.warns(DeprecationWarning, match="`Image.source` is now `Image.source_digest`"):
-        assert one.source == one.source_digest

@@ -34,8 +34,8 @@ from dashinfer_vlm_core.testing import Script, scripted_engine, scripted_registr
 from dashinfer_vlm_demo import CHECKPOINT
 from tests.conversations import CONVERSATIONS, blurred_image, data_url, user
 from tests.samples import encode_video, label
+from tests.transformers_engine import TransformersEngine
 from tests.waiting import until
-from training.transformers_engine import TransformersEngine
 
 TOKENS = 24
 DESCRIBE = {"type": "text", "text": "Describe the picture."}

@@ -198,17 +198,6 @@ def test_head_quantizes_weights(kernels):
     assert error(head(x), F.linear(x.float(), quantize(weight, INT4.group).dequantize(torch.float32))) < 1.5e-2
 
 
-def test_int8_argument_is_deprecated(kernels):
-    weight, x = numbers(64, 128), numbers(3, 128, seed=1)
-    expected = kernels.linear(weight, quantization=INT8)(x)
-    with pytest.warns(DeprecationWarning, match=r"`Kernels.linear\(int8=True\)` is now"):
-        assert torch.equal(kernels.linear(weight, int8=True)(x), expected)
-    with pytest.warns(DeprecationWarning, match="quantization=INT8"):
-        kernels.head(weight, int8=True)
-    with pytest.raises(TypeError, match="exclude each other"):
-        kernels.linear(weight, int8=True, quantization=INT4)
-
-
 @pytest.mark.parametrize(
     ("bits", "group", "message"), [(2, 32, "`bits` must be 4 or 8, got 2"), (4, 48, "`group`.*got 48")]
 )

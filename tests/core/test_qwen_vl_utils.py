@@ -26,7 +26,7 @@ from dashinfer_vlm_core.protocol import MediaPart
 from tests.conversations import blurred_image
 from tests.pages import ROOT, check_programs
 from tests.samples import encode_video
-from training.transformers_engine import TransformersEngine
+from tests.transformers_engine import TransformersEngine
 
 POLICY = VideoSamplingPolicy()
 LENGTHS = [*range(2, 60), 61, 99, 128, 240, 299, 300, 301, 767, 768, 769, 1000, 4321, 9000, 18_000, 36_000, 144_000]

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from dashinfer_vlm_core.errors import DeadlineExceeded, InvalidParameter
 from dashinfer_vlm_core.protocol import ChatRequest
+from dashinfer_vlm_core.protocol.client import Client, current_client
 from dashinfer_vlm_core.structured_output import request_grammars
 from dashinfer_vlm_core.structured_output.grammar_compiler import GrammarCompiler
 from dashinfer_vlm_core.structured_output.request_grammars import RequestGrammars
@@ -134,6 +135,40 @@ def test_security_35_grammars_do_not_delay_plain_requests(monkeypatch):
             ended.set()
             for thread in threads:
                 thread.join()
+
+
+def test_security_35_grammars_of_clients_take_turns(grammars, monkeypatch):
+    begun, order = asyncio.Event(), []
+    ended = threading.Event()
+
+    def compiles(_, text):
+        order.append(text)
+        loop.call_soon_threadsafe(begun.set)
+        return ended.wait(HANG)
+
+    async def compile_as(client, label):
+        current_client.set(Client(id=client))
+        await grammars.compile(schema_request({"p": {"type": "string", "pattern": f"^{label}$"}}), lambda _: False)
+
+    async def scene():
+        nonlocal loop
+        loop = asyncio.get_running_loop()
+        first = [
+            asyncio.ensure_future(compile_as("alice", f"alice{index}")) for index in range(request_grammars.THREADS)
+        ]
+        await begun.wait()
+        later = [asyncio.ensure_future(compile_as("alice", f"later{index}")) for index in range(4)]
+        await asyncio.sleep(0)
+        bob = asyncio.ensure_future(compile_as("bob", "bob"))
+        await asyncio.sleep(0)
+        ended.set()
+        await asyncio.gather(*first, *later, bob)
+
+    loop = None
+    monkeypatch.setattr(GrammarCompiler, "compiles", compiles)
+    asyncio.run(scene())
+    place = next(number for number, text in enumerate(order) if "bob" in text)
+    assert place <= request_grammars.THREADS + 1  # of 5 more, at most one is before it
 
 
 def test_schemas_that_are_too_complex_together_are_widened(grammars, monkeypatch):

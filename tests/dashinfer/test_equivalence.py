@@ -14,8 +14,8 @@ from dashinfer_vlm_demo import CHECKPOINT
 from tests.conversations import as_openai, blurred_image, user
 from tests.plugins.oracle import STOP, VOCAB, collect, ids, prompt, visual
 from tests.tiny import write_qwen2_5_vl
+from tests.transformers_engine import TransformersEngine
 from tests.waiting import HANG
-from training.transformers_engine import TransformersEngine
 
 from .conftest import decoding
 

@@ -433,7 +433,7 @@ def test_health_reports_abandoned_worker(environment, chat_checkpoint, cache, tm
         with pytest.raises(DecoderFailed, match="died during startup"):
             engine.chat({"messages": [user("Hello")]})
         unhealthy = asyncio.run(health(engine))
-    assert (healthy.status_code, healthy.json()["decoder"], "CPU:0" in healthy.json()["reason"]) == (
+    assert (healthy.status_code, healthy.json()["decoder"], "CPU:0" in healthy.json()["decoder_reason"]) == (
         200,
         "dashinfer",
         True,

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.transformers_engine import TransformersEngine
 from training import batches, compose, interpolate, labels, published, questions, tokenizer, train
 from training.batches import Row, Story, Visual
 from training.export import export
 from training.learner import Learner
 from training.network import Architecture, Batch, FastRmsNorm
 from training.questions import Question
-from training.transformers_engine import TransformersEngine
 
 GRID = (3, 4)
 SMALL = Architecture(num_hidden_layers=2, depth=1)

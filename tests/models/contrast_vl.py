@@ -241,8 +241,11 @@ class ContrastVL:
     def prompt_layout(self, spec):
         return PromptLayout()
 
-    def load_vision_encoder(self, spec, config, kernels):
+    def load_vision_encoder(self, spec, config, kernels, lora=None):
         return VisionEncoder(spec)
+
+    def vision_linears(self, spec):
+        return ()
 
 
 @hookimpl

@@ -42,8 +42,8 @@ from tests.patches import random_patches
 from tests.samples import encode_video
 from tests.server.conftest import serving
 from tests.tiny import MERGES, write_qwen2_5_vl
+from tests.transformers_engine import TransformersEngine
 from tests.waiting import HANG
-from training.transformers_engine import TransformersEngine
 
 FAMILY = "qwen2_5_vl"
 COUNT = 16

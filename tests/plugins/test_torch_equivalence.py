@@ -9,16 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import ConfigError
-from dashinfer_vlm_core.kernels import INT4, INT8, Activation, KernelSelector, LoadedKernels
-from dashinfer_vlm_core.kernels.layers import FullLMHead
-from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
-from dashinfer_vlm_torch.decoder import TorchDecoder
+from dashinfer_vlm_core.kernels import INT4, INT8
 from dashinfer_vlm_torch.model import TextQuantization
 from tests.kernels import needs_native
 
-from .oracle import IMAGE, SHAPES, collect, decoding, ids, prompt, read_spec, text, visual
+from .oracle import IMAGE, SHAPES, collect, decoding, ids, prompt, text, visual
 
 PROMPTS = {
     "one token": lambda width: text(7),
@@ -394,47 +390,3 @@ def test_first_and_last_layer_keep_8_bits():
     quantization = TextQuantization(INT4, INT8, INT8)
     assert [quantization.of_layer(number, 4) for number in range(4)] == [INT8, INT4, INT4, INT8]
     assert [quantization.of_layer(number, 2) for number in range(2)] == [INT4, INT4]
-
-
-class OlderKernels(TorchKernels):
-    """Kernels of a plugin for an interface without `quantization`."""
-
-    name = "older"
-    priority = 1
-    supports_int8 = True
-
-    @property
-    def supports_int4(self):
-        raise AttributeError
-
-    def linear(self, weight, bias=None, *, activation=Activation.NONE, fp32_output=False, int8=False):
-        quantization = INT8 if int8 else None
-        return super().linear(weight, bias, activation=activation, fp32_output=fp32_output, quantization=quantization)
-
-    def head(self, weight, *, int8=False):
-        return FullLMHead(self.linear(weight, fp32_output=True, int8=int8))
-
-    def applies(self, device, dtype):
-        return True
-
-    def unsupported_reason(self, text):
-        return ""
-
-    def load(self, device, config):
-        return LoadedKernels(self)
-
-
-@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
-def test_kernels_without_int4_run_other_quantizations(oracle, quantization):
-    config = EngineConfig(device="cpu", dtype="float32", kv_cache_mib=64, quantization=quantization)
-    kernels = KernelSelector([OlderKernels("cpu")], config)
-
-    async def answer():
-        async with decoding(TorchDecoder(read_spec(oracle.folder), config, kernels)) as decoder:
-            return await collect(decoder, prompt(1, 20))
-
-    if quantization == "int4":
-        with pytest.raises(ConfigError, match="`quantization` 'int4' is not supported by the kernels 'older'"):
-            asyncio.run(answer())
-    else:
-        assert ids(asyncio.run(answer()))[:1] == oracle.greedy(prompt(1, 20))[:1]

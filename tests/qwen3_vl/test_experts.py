@@ -19,8 +19,12 @@ from dashinfer_vlm_core.kernels.layers import ReferenceDecoderLayers
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.models.weights import Weights
 from dashinfer_vlm_qwen3_vl import Qwen3VL
+from dashinfer_vlm_torch.kv_cache import KVCache
 from dashinfer_vlm_torch.model import TextModel, TextQuantization
-from dashinfer_vlm_torch.scoring import CompletionScorer
+from dashinfer_vlm_torch.proposer import Draft
+from dashinfer_vlm_torch.runner import ModelRunner
+from dashinfer_vlm_torch.sampler import LaunchedArgmax
+from dashinfer_vlm_torch.scheduler import ScheduledChunk, SequenceState
 from tests.kernels import load_fastest, needs_native
 from tests.plugins.oracle import prompt
 
@@ -154,6 +158,14 @@ class GroupingKernels(CudaKernels):
         return True
 
 
+class LogitsRunner(ModelRunner):
+    """Keeps the logits of the last step."""
+
+    def _sample(self, x, rows, heads):
+        self.logits = self._model.logits(x, heads)
+        return LaunchedArgmax.of(self.logits.argmax(dim=-1))
+
+
 @torch.inference_mode()
 def logits(folder, kernels):
     spec = Qwen3VL().load_spec(folder)
@@ -161,8 +173,11 @@ def logits(folder, kernels):
         model = TextModel(
             weights, spec.text, kernels, device="cpu", dtype=torch.float32, quantization=TextQuantization()
         )
-    scorer = CompletionScorer(model, kv_tokens=40, cache_dtype=torch.float32, prefill_chunk=16)
-    return model, scorer.logits(prompt(1, 30), [5, 6, 7])
+    runner = LogitsRunner(model, KVCache(spec.text, 40, device="cpu", dtype=torch.float32))
+    sequence = SequenceState.of(prompt(1, 30), ())
+    sequence.first_row = 0
+    runner.compute(lambda: runner.step([ScheduledChunk(sequence, 0, sequence.prompt_length, Draft((5, 6)))]))
+    return model, runner.logits
 
 
 def test_grouped_experts_are_read_and_used(moe):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import struct
 import zipfile
 import zlib
 
+import av
 import numpy as np
 import pytest
 from PIL import Image
 
+from dashinfer_vlm_core.media.readers import CODECS
+from dashinfer_vlm_core.media_workers.self_test import SAMPLES
 from tests.samples import data_url, encode, encode_video, image_url, noise
 from tests.security.conftest import LIMITS, image, image_data, text, video, video_data
 
@@ -216,6 +220,24 @@ VIDEOS = {
 @pytest.mark.parametrize(("make", "options", "param", "code"), VIDEOS.values(), ids=VIDEOS)
 def test_security_07_video_over_the_limits_is_rejected(open_server, make, options, param, code):
     open_server.rejection(video_data(make(), **options), WORDS, param=param, code=code)
+
+
+@pytest.mark.parametrize(("codec", "is_decoded"), [("ffvhuff", False), ("snow", False), ("mpeg4", True)])
+def test_security_07_rare_codec_is_rejected(open_server, codec, is_decoded):
+    """FFmpeg decodes all of them."""
+    part = video_data(encode_video(4, container="avi", codec=codec))
+    if is_decoded:
+        assert open_server.chat(part, WORDS).status_code == 200
+    else:
+        open_server.rejection(part, WORDS, code="media_undecodable")
+
+
+def test_security_07_codecs_are_tested():
+    """The sample files have every codec. `av1` is the name of AV1 in builds of FFmpeg without dav1d."""
+    samples = (file.read_bytes() for file in SAMPLES.iterdir() if file.stem != "image")
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(av.open(io.BytesIO(data))) for data in samples]
+        assert {file.streams.video[0].codec_context.codec.name for file in files} == {*CODECS} - {"av1"}
 
 
 def test_security_07_request_can_only_lower_frames(open_server):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import contextvars
 import io
 import resource
+import threading
 import warnings
 from pathlib import Path
 
@@ -13,17 +15,23 @@ import pytest
 from PIL import Image
 
 from benchmarks.hostile_media import HOSTILE, damaged_tiff, exif_jpeg, laced_matroska, progressive_jpeg, segment
+from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import MediaTooLarge, MediaUndecodable
+from dashinfer_vlm_core.media import READERS
 from dashinfer_vlm_core.media.image import MAX_JPEG_SCANS, MAX_JPEG_SEGMENTS, count_pixels, decode_image
+from dashinfer_vlm_core.media.loader import MediaLoader
+from dashinfer_vlm_core.media_workers import worker
 from dashinfer_vlm_core.media_workers.pool import is_supported
+from dashinfer_vlm_core.protocol import MediaPart
 from dashinfer_vlm_core.protocol.client import Client, current_client
 from dashinfer_vlm_core.testing import scripted_engine
 from tests.samples import data_url, encode, image_url, noise
 from tests.security.conftest import image, video
-from tests.waiting import HANG, until
+from tests.waiting import HANG, auntil, until
 
 PART = "messages[0].content[0]"
 MAX_GROWTH = 200 << 20
+MAX_WORKER_MEMORY = 300 << 20
 MAX_LOGS = 10
 MAX_THREAD_MEMORY = 6 << 30
 
@@ -45,8 +53,13 @@ def files(*rules):
 
 def peak_memory():
     """Return the peak of the resident memory since the last call in bytes."""
-    status = Path("/proc/self/status").read_text()
+    peak = peak_memory_of("self")
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    return peak
+
+
+def peak_memory_of(process):
+    status = Path(f"/proc/{process}/status").read_text()
     return next(1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
 
 
@@ -76,7 +89,8 @@ def engine(tiny_checkpoint):
 @pytest.fixture(scope="module")
 def patient_engine(tiny_checkpoint):
     """An engine whose deadline does not end a decoder that is slow because the machine is."""
-    with scripted_engine("Fine.", model=str(tiny_checkpoint), image_decode_timeout=HANG, media_workers=1) as engine:
+    patience = {"image_decode_timeout": HANG, "video_decode_timeout": HANG}
+    with scripted_engine("Fine.", model=str(tiny_checkpoint), media_workers=1, **patience) as engine:
         yield engine
 
 
@@ -102,6 +116,15 @@ def test_security_23_sample_tables_take_no_memory(engine, file):
     before = peak_memory()
     rejection(engine, part_of(file))
     assert peak_memory() - before < MAX_GROWTH
+
+
+@needs_workers
+@files(23)
+def test_security_23_worker_opens_file_in_little_memory(patient_engine, file, monkeypatch):
+    monkeypatch.setattr(worker, "PATIENCE_SECONDS", HANG)  # otherwise, a slow job ends its worker
+    rejection(patient_engine, part_of(file))
+    (idle,) = patient_engine._running.pipeline.media_executor._idle
+    assert peak_memory_of(idle.pid) < MAX_WORKER_MEMORY
 
 
 @needs_workers
@@ -148,6 +171,36 @@ def test_security_24_client_cannot_occupy_all_workers(tiny_checkpoint):
         finally:
             for attack in attacks:
                 attack.cancel()
+
+
+def test_security_24_large_media_of_a_client_do_not_delay_others(monkeypatch):
+    """More threads decode base64 than one client can occupy. The attacker's do not end before the user's image."""
+    is_loaded = threading.Event()
+
+    def decode(source):
+        assert len(source.url) < 100 or is_loaded.wait(HANG)
+        return b""
+
+    async def process(part, data):
+        return part.path
+
+    def load(client, *urls):
+        parts = [MediaPart(kind="image", path=f"{client}[{i}]", url=url) for i, url in enumerate(urls)]
+        return as_client(client, asyncio.create_task, loader.load(parts, process))
+
+    async def work():
+        attacks = [load("attacker", *(data_url(bytes(1000 + i)) for i in range(16))) for _ in range(4)]
+        await auntil(lambda: loader._slots.waiting > 16)
+        try:
+            assert await asyncio.wait_for(load("user", data_url(b"small")), HANG) == ("user[0]",)
+        finally:
+            is_loaded.set()
+        assert len(await asyncio.gather(*attacks)) == 4
+        await loader.close()
+
+    monkeypatch.setattr("dashinfer_vlm_core.media.loader.decode", decode)
+    loader = MediaLoader(EngineConfig(limit_mm_per_prompt={"image": 16}), READERS)
+    asyncio.run(work())
 
 
 def as_client(name, function, *arguments):

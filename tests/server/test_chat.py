@@ -170,9 +170,9 @@ def test_health_reports_status_model_and_decoder(scripted):
             "status": "ready",
             "model": "tiny",
             "decoder": "scripted",
-            "reason": "returns scripted responses",
+            "decoder_reason": "returns scripted responses",
             "max_model_len": served.engine.status().max_model_len,
-            "reasons": False,
+            "supports_reasoning": False,
         }
         served.engine.close()
         responses = [client.get("/health"), client.get("/health/ready")]

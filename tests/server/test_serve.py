@@ -325,16 +325,6 @@ def test_environment_sets_every_option():
     assert all(parsed_options[name] != defaults[name] for name in VALUES)
 
 
-def test_renamed_option_warns(caplog):
-    os.environ["DASHINFER_VLM_MAX_HELD_MIB"] = "5"
-    assert parsed()["max_buffered_mib"] == 5
-    assert parsed("--max-held-mib", "6")["max_buffered_mib"] == 6
-    assert parsed("--max-held-mib", "6", "--max-buffered-mib", "7")["max_buffered_mib"] == 7
-    assert {record.message for record in caplog.records} == {
-        "`--max-held-mib` is deprecated and will be removed in 0.3. Use `--max-buffered-mib`."
-    }
-
-
 def test_precedence_of_command_line_file_and_environment(tmp_path):
     file = tmp_path / "options.yaml"
     file.write_text("port: 2\ngrace: 2\n")
@@ -504,11 +494,11 @@ def test_keys_from_the_environment(tiny_checkpoint, tmp_path):
 
 LOST = """
 from dashinfer_vlm_core import hookimpl
-from dashinfer_vlm_core.decoders import DecoderSupport
+from dashinfer_vlm_core.decoders import Decoder, DecoderSupport
 from dashinfer_vlm_core.errors import DecoderFailed
 
 
-class Dying:
+class Dying(Decoder):
     name, supported_params, unsupported_vision_reason, fatal_error, max_model_len = "dying", frozenset(), "", "", 64
 
     @hookimpl

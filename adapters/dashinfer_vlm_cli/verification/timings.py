@@ -20,7 +20,7 @@ import torch
 from PIL import Image as PILImage
 
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.decoders import Decoder, DecodeRequest, DecoderStats, Sampling, Token
+from dashinfer_vlm_core.decoders import Decoder, DecodeRequest, Sampling, Token
 from dashinfer_vlm_core.engine import load_pipeline
 from dashinfer_vlm_core.engine.chat_pipeline import ChatPipeline
 from dashinfer_vlm_core.engine.observers import RequestObserver
@@ -410,11 +410,11 @@ async def _step_seconds(decoder: Decoder, streams: Sequence[AsyncGenerator[Token
 
     The decoder counts its steps, since tokens may wait for this reader. Of a decoder that does not, tokens are counted.
     """
-    begin, first = time.perf_counter(), DecoderStats.of(decoder).steps
+    begin, first = time.perf_counter(), decoder.snapshot().steps
     await _read(streams, steps)
-    while first and DecoderStats.of(decoder).steps - first < steps:
+    while first and decoder.snapshot().steps - first < steps:
         await _read(streams, 1)
-    counted = DecoderStats.of(decoder).steps - first
+    counted = decoder.snapshot().steps - first
     return (time.perf_counter() - begin) / (counted or steps)
 
 

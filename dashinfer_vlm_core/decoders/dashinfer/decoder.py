@@ -16,7 +16,7 @@ from ...config import EngineConfig
 from ...errors import DecoderFailed, EngineClosed, EngineError, QueueFull, SetupError, UnsupportedParameter
 from ...kernels.devices import cuda_devices
 from ...models.spec import ModelSpec
-from ..interface import DecodeRequest, FinishReason, RequestNotStarted, Token, VisualSpan, check_request
+from ..interface import Decoder, DecodeRequest, FinishReason, RequestNotStarted, Token, VisualSpan, check_request
 from .convert import ConvertedModel, convert
 from .environment import find_environment
 from .options import SUPPORTED_ON_CPU, SUPPORTED_ON_CUDA, check_sampling, generate_config, stop_tokens
@@ -57,7 +57,7 @@ class _ActiveRequest:
     released: bool = False
 
 
-class DashInferDecoder:
+class DashInferDecoder(Decoder):
     """Decodes with DashInfer; implements `dashinfer_vlm_core.decoders.Decoder`. Belongs to one event loop.
 
     DashInfer runs in a worker process under its own interpreter. If the process dies, `fatal_error` is set, running

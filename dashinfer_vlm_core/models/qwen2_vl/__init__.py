@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from ...config import EngineConfig
@@ -10,6 +11,7 @@ from ...hookspecs import hookimpl
 from ...kernels.choice import KernelSelector
 from ...kernels.workload import LinearGroup, LinearShape
 from ..interface import ImageProcessor, ModelFamily, PromptLayout, VisionEncoder
+from ..lora import LoraAdapter
 from ..spec import ModelSpec
 from .config import MODEL_TYPE, read_spec, read_vision_config
 
@@ -32,10 +34,13 @@ class Qwen2VL:
 
         return Qwen2VLPromptLayout(spec)
 
-    def load_vision_encoder(self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> VisionEncoder:
-        from .vit import load_encoder
+    def load_vision_encoder(
+        self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector, lora: LoraAdapter | None = None
+    ) -> VisionEncoder:
+        from .vit import load_encoder, load_vision_model
 
-        return load_encoder(spec, config, kernels)
+        load_model = partial(load_vision_model, read_vision_config(spec.folder))
+        return load_encoder(spec, config, kernels, lora, load_model)
 
     def vision_linears(self, spec: ModelSpec) -> tuple[LinearGroup, ...]:
         """See `ModelFamily`: the blocks. The merger has only a few percent of the work."""

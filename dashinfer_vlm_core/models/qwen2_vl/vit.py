@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -24,10 +24,11 @@ from ...kernels.linears import create_linear
 from ...kernels.quantization import QuantizedWeight
 from ...kernels.streams import LOW_PRIORITY, stream_executor, to_device
 from ..interface import Grid, Patches
+from ..lora import LoraAdapter, VisionMerge
 from ..placement import quantizes_vision_encoder, resolve_device, resolve_dtype
 from ..spec import ModelSpec, PixelSpec
 from ..weights import Weights, torch_dtype
-from .config import VisionConfig, read_vision_config
+from .config import VisionConfig
 from .pass_graphs import PassGraphs, pass_graphs
 from .rope import rotary_tables
 
@@ -272,10 +273,16 @@ def frame_length(grid: Grid) -> int:
     return grid.h * grid.w
 
 
-def load_encoder(spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> Qwen2VLEncoder:
-    """Load a checkpoint's vision encoder; see `ModelFamily.load_vision_encoder`."""
-    with VisionWeights.open(spec, config, kernels) as weights:
-        model = load_vision_model(read_vision_config(spec.folder), weights)
+def load_encoder(
+    spec: ModelSpec,
+    config: EngineConfig,
+    kernels: KernelSelector,
+    lora: LoraAdapter | None,
+    load_model: Callable[[VisionWeights], PackedVisionModel[Any]],
+) -> Qwen2VLEncoder:
+    """Load a checkpoint's vision encoder, whose model `load_model` reads; see `ModelFamily.load_vision_encoder`."""
+    with VisionWeights.open(spec, config, kernels, lora) as weights:
+        model = load_model(weights)
         return Qwen2VLEncoder(model, spec.pixels, graphs=pass_graphs(config, weights.kernels, weights.device))
 
 
@@ -294,13 +301,22 @@ class VisionWeights(NamedTuple):
 
     @classmethod
     @contextmanager
-    def open(cls, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> Iterator[VisionWeights]:
-        """Open a checkpoint, with the device, dtype and kernels that the configuration selects."""
+    def open(
+        cls, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector, lora: LoraAdapter | None
+    ) -> Iterator[VisionWeights]:
+        """Open a checkpoint, with the device, dtype and kernels that the configuration selects.
+
+        Raises:
+            CheckpointError: at the end, if not all tensors that `lora` changes were read.
+        """
+        merge = VisionMerge(lora) if lora else None
         device = resolve_device(config.device)
         dtype = torch_dtype(resolve_dtype(config.dtype, spec.dtype, device, quantized=spec.quantization is not None))
-        with Weights.open(spec.folder, spec.tensor_renames, spec.quantization) as weights:
+        with Weights.open(spec.folder, spec.tensor_renames, spec.quantization, merge) as weights:
             chosen = kernels.choose(device, dtype)
             yield cls(weights, chosen, device, dtype, quantizes_vision_encoder(config, chosen))
+        if merge:
+            merge.check_complete()
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         return self.weights.tensor(f"visual.{name}", shape, device=self.device, dtype=self.dtype)

@@ -12,21 +12,20 @@ import torch
 from PIL import Image
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoTokenizer
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-from training import batches, sizes
-from training.scenes import Sample
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
 Messages = list[dict[str, Any]]
+PATCH, FACTOR = 14, 28
+"""Sides in pixels of a patch, and of the area of a token."""
 
 
 class TransformersEngine:
-    """Generates greedy responses to samples; `answer` is the callable that `evaluate` expects.
+    """Generates greedy responses to conversations.
 
     Args:
         checkpoint: a folder.
         dtype: dtype of the computation.
-        batch: samples of a forward pass.
+        batch: conversations of a forward pass.
         video_fps: frames per second of the videos, on which the positions of Qwen2.5-VL depend.
     """
 
@@ -39,11 +38,10 @@ class TransformersEngine:
         self.batch = batch
         self.video_fps = video_fps
 
-    def answer(self, samples: Sequence[Sample]) -> list[str]:
+    def respond(self, conversations: Sequence[Messages]) -> list[str]:
         responses: list[str] = []
-        for start in range(0, len(samples), self.batch):
-            chosen = [sample.messages() for sample in samples[start : start + self.batch]]
-            tokens, _ = self.generate(chosen)
+        for start in range(0, len(conversations), self.batch):
+            tokens, _ = self.generate(conversations[start : start + self.batch])
             responses += [str(self.tokenizer.decode(response, skip_special_tokens=True)) for response in tokens]
         return responses
 
@@ -109,9 +107,20 @@ class TransformersEngine:
         return found["pixel_values"], (time, rows, columns)
 
     def _video(self, frames: Sequence[Image.Image]) -> tuple[Tensor, tuple[int, int, int]]:
-        height, width = sizes.smart_resize(frames[0].height, frames[0].width)
+        limits = self.processor.size
+        height, width = smart_resize(
+            frames[0].height, frames[0].width, FACTOR, limits["shortest_edge"], limits["longest_edge"]
+        )
         scaled = [frame.convert("RGB").resize((width, height), Image.Resampling.BICUBIC) for frame in frames]
         resized = [np.asarray(frame) for frame in scaled]
         resized += resized[-1:] * (len(resized) % 2)
         pairs = torch.from_numpy(np.stack(resized)).view(-1, 2, height, width, 3)
-        return batches.cut(pairs).flatten(0, 1), (len(pairs), height // sizes.PATCH, width // sizes.PATCH)
+        return self._patches(pairs), (len(pairs), height // PATCH, width // PATCH)
+
+    def _patches(self, pairs: Tensor) -> Tensor:
+        """Convert pairs of frames, uint8 [pairs, 2, height, width, 3], to normalized patches in Qwen2-VL's order."""
+        mean, deviation = torch.tensor(self.processor.image_mean), torch.tensor(self.processor.image_std)
+        normalized = (pairs.float() / 255 - mean) / deviation
+        height, width = (size // FACTOR for size in pairs.shape[2:4])
+        cut = normalized.view(-1, 2, height, 2, PATCH, width, 2, PATCH, 3)
+        return cut.permute(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(-1, 3 * 2 * PATCH * PATCH)

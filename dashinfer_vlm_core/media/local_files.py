@@ -1,0 +1,136 @@
+"""Local files of the folder that requests may refer to."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import re
+import stat
+import struct
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from ..errors import MediaRefused, MediaTooLarge, MediaUnreachable
+
+MAX_PATH_CHARS = 64 * 1024
+"""Maximum length of a file: URL or path. Linux allows paths of 4,096 bytes, and 255 in a name."""
+
+_MISSING = "The file does not exist or cannot be read. Check its name."
+_BARE_BASE64 = re.compile(r"[A-Za-z0-9+/]{256}")  # and no dot: the path of an image has one, or is shorter
+
+# O_NONBLOCK does not wait for a pipe; O_NOFOLLOW rejects a link that replaced the file after the check.
+_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+_OPENAT2 = 437
+_RESOLVE_BENEATH = 0x08
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalSource:
+    """A file in the allowed folder.
+
+    Attributes:
+        folder: the allowed folder.
+        name: the file's path in it, without symbolic links.
+        limit: its maximum size in bytes.
+        path: the path of the part in the request.
+    """
+
+    folder: Path
+    name: Path
+    limit: int
+    path: str = field(compare=False)
+
+
+def find_file(text: str, folder: Path | None, *, limit: int, path: str) -> LocalSource:
+    """Find the file of a file: URL or a path in the allowed folder, without opening it.
+
+    Relative paths refer to this folder, or to the current one if all folders are allowed.
+
+    Raises:
+        MediaRefused: local files are not allowed, the path is outside the folder, or it is not a path but base64.
+        MediaUnreachable: the path is too long.
+    """
+    if _BARE_BASE64.match(text) and "." not in text:
+        raise MediaRefused(
+            f"`{path}` has base64 without the prefix of a data: URL. Write data:image/png;base64,... or"
+            " data:video/mp4;base64,...",
+            param=path,
+        )
+    if folder is not None:
+        if len(text) > MAX_PATH_CHARS:
+            raise MediaUnreachable(_MISSING, param=path)
+        try:
+            root = folder.resolve()
+            base = root if root != root.parent else Path.cwd()
+            file = (base / _path_from_url(text)).resolve()
+            return LocalSource(folder=root, name=file.relative_to(root), limit=limit, path=path)
+        except (OSError, ValueError, RuntimeError):  # invalid names, symlink loops, and other folders
+            pass
+    raise MediaRefused(
+        "Local files are not allowed here. Send a data:, http: or https: URL, or start the engine with"
+        " `allowed_local_media_path`, the folder of the files.",
+        param=path,
+    )
+
+
+def read(source: LocalSource) -> bytes:
+    """Read a local file.
+
+    Raises:
+        MediaUnreachable: the path is not a readable regular file.
+        MediaTooLarge: the file exceeds the limit.
+    """
+    try:
+        handle = _open_beneath(source.folder, source.name)
+        with open(handle, "rb") as file:  # noqa: PTH123  a descriptor has no Path
+            data = file.read(source.limit + 1) if stat.S_ISREG(os.fstat(handle).st_mode) else None
+    except OSError as error:
+        raise _missing_file_error(source) from error
+    if data is None:
+        raise _missing_file_error(source)
+    if len(data) > source.limit:
+        raise MediaTooLarge(f"The media exceeds {source.limit} bytes. Send a smaller file.", param=source.path)
+    return data
+
+
+def _open_beneath(folder: Path, name: Path) -> int:
+    """Open a file in a folder for reading. On Linux 5.6 and newer, it is not outside, even if somebody replaces folders
+    by links after the check."""
+    if sys.platform != "linux":
+        return os.open(folder / name, _FLAGS)
+    opened = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    sys.audit("open", str(folder / name), None, _FLAGS)  # as `os.open` does
+    try:
+        return _openat2(opened, os.fsencode(name))
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EPERM):  # an older kernel; a container's filter of system calls
+            raise
+        return os.open(folder / name, _FLAGS)
+    finally:
+        os.close(opened)
+
+
+def _openat2(folder: int, name: bytes) -> int:
+    how = struct.pack("=QQQ", _FLAGS, 0, _RESOLVE_BENEATH)
+    libc = ctypes.CDLL(None, use_errno=True)
+    file = int(libc.syscall(_OPENAT2, folder, ctypes.c_char_p(name), ctypes.c_char_p(how), ctypes.c_size_t(len(how))))
+    if file < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return file
+
+
+def _path_from_url(text: str) -> str:
+    if text[:5].lower() != "file:":
+        return text
+    url = urlsplit(text)
+    if url.netloc not in ("", "localhost") or url.query or url.fragment:
+        raise ValueError("a file: URL must be a path on this machine, without a host, query or fragment")
+    return unquote(url.path)
+
+
+def _missing_file_error(source: LocalSource) -> MediaUnreachable:
+    return MediaUnreachable(_MISSING, param=source.path, file=source.folder / source.name)

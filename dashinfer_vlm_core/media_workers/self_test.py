@@ -1,0 +1,114 @@
+"""Whether decoders work in a sandbox: sample files are decoded in a process that is restricted by it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import select
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from ..media.image import decode_image
+from ..media.types import VideoReader
+from .sandbox import Sandbox
+from .seccomp import build_filter, has_list
+
+SAMPLES: Path = Path(__file__).with_name("samples")
+"""A file of each image format and each video codec; `python -m tests.media_samples` writes them."""
+MEMORY_BYTES = 512 << 20
+MAX_SECONDS = 20.0
+"""After this time, the process is killed, and the samples that are left count as not decoded."""
+
+
+def prepare_tested_sandbox(readers: Sequence[VideoReader]) -> tuple[Sandbox, str]:
+    """Return the strictest sandbox in which the samples are decoded, and a warning if it is not the strictest one.
+
+    This process must have imported the decoders, and have no threads.
+
+    Args:
+        readers: the video readers that are installed.
+    """
+    by_list = has_list(platform.machine())
+    sandbox = Sandbox.prepare(by_list=by_list)
+    if not by_list:
+        return sandbox, ""
+    failed = undecodable_samples(sandbox, readers)
+    if not failed:
+        return sandbox, ""
+    denying = replace(sandbox, filter=build_filter(by_list=False))
+    failed -= undecodable_samples(denying, readers)  # a library may lack a codec
+    if not failed:
+        return sandbox, ""
+    return denying, (
+        f"With the system calls of the list, media workers cannot decode {', '.join(sorted(failed))}. They may use all"
+        " calls that are not denied instead. Report this, with the versions of Pillow, the video library and libc."
+    )
+
+
+def undecodable_samples(sandbox: Sandbox, readers: Sequence[VideoReader]) -> set[str]:
+    """Return which samples cannot be decoded in a process that is restricted by `sandbox`."""
+    decoders = _decoders(readers)
+    output, pipe = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        _run(sandbox, decoders, pipe)
+    os.close(pipe)
+    try:
+        decoded = _read_until_end(output)
+    finally:
+        os.close(output)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return set(decoders) - set(decoded.splitlines())
+
+
+def _decoders(readers: Sequence[VideoReader]) -> Mapping[str, Callable[[], object]]:
+    """Return a function for each sample, and for each reader if it is a video, that decodes it."""
+    found: dict[str, Callable[[], object]] = {}
+    for file in sorted(SAMPLES.iterdir()):
+        data = file.read_bytes()
+        if file.name.startswith("image."):
+            found[file.name] = partial(decode_image, data, path="", max_pixels=10_000, background=(0, 0, 0))
+        else:
+            found |= {f"{file.name} ({reader.name})": partial(_decode_video, reader, data) for reader in readers}
+    return found
+
+
+def _decode_video(reader: VideoReader, data: bytes) -> None:
+    video = reader.open(data)
+    video.frames([0, video.info.frames - 1], lambda: None)
+
+
+def _run(sandbox: Sandbox, decoders: Mapping[str, Callable[[], object]], output: int) -> None:
+    """Write the names of the samples that are decoded, and end the process."""
+    try:
+        sandbox.restrict([output], memory_bytes=MEMORY_BYTES)
+        for name, decode in decoders.items():
+            if _succeeds(decode):
+                os.write(output, f"{name}\n".encode())
+    finally:
+        os._exit(0)
+
+
+def _succeeds(decode: Callable[[], object]) -> bool:
+    try:
+        decode()
+    except Exception:  # noqa: BLE001  a library can raise anything if a system call is denied
+        return False
+    return True
+
+
+def _read_until_end(file: int) -> str:
+    data, end = bytearray(), time.monotonic() + MAX_SECONDS
+    poll = select.poll()
+    poll.register(file, select.POLLIN)
+    while poll.poll(1000 * max(0.0, end - time.monotonic())):
+        piece = os.read(file, 1 << 16)
+        if not piece:
+            break
+        data += piece
+    return data.decode()
