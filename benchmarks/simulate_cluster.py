@@ -2,7 +2,7 @@
 
     python -m benchmarks.simulate_cluster [--replicas 4,32,256,1000] [--encode 0.67] [--router-seconds 0.0073] ...
 
-A discrete-event simulation with constant service times, by default those of `small` (docs/lab/2026-11-23-cluster.md has
+A discrete-event simulation with constant service times, by default those of `small` (docs/lab/cluster.md has
 their sources). A request passes a router; if its replica does not have the embedding, it is looked up in the shared
 store; then the request waits in the queue of its replica, which has one compute thread. Equal seeds give equal results.
 """

@@ -1,4 +1,4 @@
-"""The media page: its examples print the documented output, and its table matches the configuration."""
+"""The pages on media: examples print the documented output, and the table of limits matches the configuration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from dashinfer_vlm_core.config import EngineConfig
 from tests.pages import ROOT, check_programs, page_programs, page_text
 
-TEXT = page_text("media.md")
+LIMITS = page_text("media-limits.md")
 
 
 def test_examples_print_documented_output(monkeypatch):
@@ -26,4 +26,4 @@ OPTIONS = [
 @pytest.mark.parametrize("name", OPTIONS)
 def test_table_lists_every_media_option(name):
     row = rf"^\| `--{name.replace('_', '-')}` \| .+ \| {re.escape(EngineConfig.model_fields[name].description)} \|$"
-    assert re.search(row, TEXT, re.MULTILINE)
+    assert re.search(row, LIMITS, re.MULTILINE)

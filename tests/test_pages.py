@@ -19,8 +19,19 @@ import yaml
 
 from tests.pages import ROOT, page_text, read_page
 
-MAX_WORDS = 2500
-ADR_WORDS = range(150, 301)
+MAX_WORDS = 1_500
+LONG = {
+    "CHANGELOG.md",
+    "SECURITY.md",
+    "docs/glossary.md",
+    "docs/cli.md",
+    "docs/http.md",
+    "docs/clients.md",
+    "docs/support.md",
+}
+"""Pages that are looked up and not read."""
+MAX_TOTAL_WORDS = 53_000
+ADR_WORDS = range(150, 251)
 PAGES = sorted(
     path.relative_to(ROOT)
     for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "benchmarks/**/*.md")
@@ -64,9 +75,10 @@ CHECKS = {
 }
 
 
-def test_pages_have_at_most_2500_words():
+def test_pages_are_short():
     words = {str(page): len(read_page(page).split()) for page in PAGES}
-    assert {page: count for page, count in words.items() if count > MAX_WORDS} == {}, "split these pages"
+    assert {page: count for page, count in words.items() if count > MAX_WORDS and page not in LONG} == {}, "split them"
+    assert sum(count for page, count in words.items() if page.startswith("docs/")) <= MAX_TOTAL_WORDS, "cut something"
 
 
 def test_decision_records_are_short_and_complete():

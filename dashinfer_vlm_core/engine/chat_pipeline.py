@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
+from ..concurrency.streams import merge_streams
 from ..decoders import GUIDED_DECODING, CompiledGrammar, DecodeRequest, Token, VisualSpan
 from ..decoders.supervisor import Supervisor
-from ..errors import DashInferVLMError, EngineError, InvalidParameter, QueueFull, UnsupportedParameter
+from ..errors import InvalidParameter
 from ..media import MediaLoader
 from ..media_workers import MediaExecutor, TokenBudget
 from ..models.coordinates import ImageCoordinates
@@ -29,38 +29,18 @@ from ..structured_output.request_grammars import RequestGrammars
 from ..vision import CachedMedia, Item, Processed, VisionService
 from ..vision.media_uuids import MediaUuidCache
 from .adapters import ActiveAdapter, AdapterManager
-from .observers import RequestObserver, RequestStateStats, RequestTimer
+from .coordinates import ImageSizes, find_coordinates
+from .generation import Generation
+from .internal_errors import hide_internal_errors
+from .limiter import ConcurrencyLimiter
+from .observers import RequestObserver, RequestTimer
+from .validation import check_request, reject_structured_output, require_media_data
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
     from ..models.lora import LoraAdapter
     from ..models.spec import ModelSpec
-
-logger: logging.Logger = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
-_Sizes: TypeAlias = tuple[tuple[int, int] | None, tuple[int, int]]
-"""Width and height of an image before resizing, None for embeddings, and after it, in pixels."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Generation:
-    """The response to one request, with its tokens.
-
-    Attributes:
-        completion: the response, with all its choices.
-        prompt_token_ids: the prompt's token ids; images and videos are represented by placeholders.
-        token_ids: the token ids of each choice, including the one that ends it.
-        stop_reasons: the stop string or the token of `stop_token_ids` that ended each choice; None for other reasons.
-        stats: when the request was served.
-    """
-
-    completion: ChatCompletion
-    prompt_token_ids: tuple[int, ...]
-    token_ids: tuple[tuple[int, ...], ...]
-    stop_reasons: tuple[str | int | None, ...]
-    stats: RequestStateStats
 
 
 class _LoadedMedia(NamedTuple):
@@ -76,37 +56,6 @@ class _LoadedMedia(NamedTuple):
     @classmethod
     def from_request(cls, processed: Processed) -> _LoadedMedia:
         return cls(processed.item, processed.source_size)
-
-
-class ConcurrencyLimiter:
-    """Bounds the running or waiting completions. Belongs to one event loop.
-
-    Attributes:
-        limit: the number of slots, one per completion.
-        in_use: the number of slots in use.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.in_use: int = 0
-
-    @contextlib.contextmanager
-    def slots(self, n: int = 1) -> Iterator[None]:
-        """Acquire `n` slots, one for each choice of a request, and release them on exit.
-
-        Raises:
-            InvalidParameter: `n` exceeds the limit.
-            QueueFull: fewer than `n` slots are free.
-        """
-        if n > self.limit:
-            raise InvalidParameter(f"`n` must be at most {self.limit}, got {n}. Request fewer completions.", param="n")
-        if self.in_use + n > self.limit:
-            raise QueueFull(f"{self.in_use} completions are already running or waiting. Try again in a moment.")
-        self.in_use += n
-        try:
-            yield
-        finally:
-            self.in_use -= n
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -191,9 +140,9 @@ class ChatPipeline:
     async def preview(self, request: ChatRequest) -> Preview:
         """Return what the model would see, without running the vision encoder or the decoder; nothing is cached."""
         async with self._admit(request):
-            self._validate(request)
+            check_request(request, self.spec, self.decoder, self.prompts)
             parts = await asyncio.to_thread(request.media)
-            _require_media_data(parts)
+            require_media_data(parts)
             budget = self._token_budget()
 
             async def process_and_preview(part: MediaPart, data: Sequence[bytes]) -> MediaPreview:
@@ -201,17 +150,17 @@ class ChatPipeline:
                 return await asyncio.to_thread(preview_media, item, self.processor, source_size, self.spec.coordinates)
 
             items = await self.media.load(parts, process_and_preview)
-            coordinates = self._image_coordinates(request, ((item.source_size, item.size) for item in items))
+            coordinates = find_coordinates(request, self.spec, ((item.source_size, item.size) for item in items))
             prompt = await asyncio.to_thread(self.prompts.build, request, items, coordinates)
             return Preview(items=items, prompt_tokens=len(prompt), max_model_len=self.prompts.max_model_len)
 
     async def tokenize(self, request: ChatRequest) -> list[int]:
         """Return the prompt's token ids, with placeholders for images and videos, which are not encoded."""
         async with self._admit(request) as adapter:
-            self._validate(request)
+            check_request(request, self.spec, self.decoder, self.prompts)
             request = _in_client_namespace(request)
             loaded = await self._load_media(request, adapter)
-            coordinates = self._image_coordinates(request, self._sizes(loaded))
+            coordinates = find_coordinates(request, self.spec, self._sizes(loaded))
             prompt = await self._build_prompt(request, [media.item for media in loaded], coordinates)
             ids: list[int] = prompt.token_ids.tolist()
             return ids
@@ -233,7 +182,7 @@ class ChatPipeline:
     @contextlib.asynccontextmanager
     async def _admit(self, request: ChatRequest, *, n: int = 1) -> AsyncIterator[ActiveAdapter | None]:
         """Hold `n` slots and the request's adapter, and hide internal errors."""
-        with _hide_internal_errors(), self.limiter.slots(n):
+        with hide_internal_errors(), self.limiter.slots(n):
             async with self.adapters.use(request) as adapter:
                 yield adapter
 
@@ -241,73 +190,23 @@ class ChatPipeline:
         self, request: ChatRequest, adapter: ActiveAdapter | None
     ) -> tuple[list[ResponseBuilder], list[DecodeRequest]]:
         """Run the stages before the decoder; return a response builder and a decode request per choice."""
-        sampling = self._validate(request)
+        sampling = check_request(request, self.spec, self.decoder, self.prompts)
         request = _in_client_namespace(request)
         grammar = await self._compile_grammar(request)
         loaded = await self._load_media(request, adapter)
-        items, coordinates = [media.item for media in loaded], self._image_coordinates(request, self._sizes(loaded))
+        items = [media.item for media in loaded]
+        coordinates = find_coordinates(request, self.spec, self._sizes(loaded))
         prompt = await self._build_prompt(request, items, coordinates)
         self.observer.prompt_built(len(prompt))
         visual = await self._encode_media(request, items, adapter)
         builders = self._response_builders(request, prompt, coordinates, adapter, guided=grammar is not None)
-        lora, response_id = adapter.adapter if adapter else None, builders[0].id
+        lora = adapter.adapter if adapter else None
+        response_id = builders[0].id
         return builders, self._decode_requests(
             request, prompt, visual, sampling, grammar, adapter=lora, response_id=response_id
         )
 
-    def _validate(self, request: ChatRequest) -> Sampling:
-        """Reject what this model or decoder does not support, before any work is done."""
-        if self.decoder.unsupported_vision_reason and (media := request.media()):
-            raise UnsupportedParameter(self.decoder.unsupported_vision_reason, param=media[0].path)
-        self.prompts.check_options(request)
-        self._check_coordinates(request)
-        sampling = request.sampling()
-        for name in sorted(sampling.requested_params() - self.decoder.supported_params):
-            raise UnsupportedParameter(
-                f"The decoder {self.decoder.name!r} does not support `{name}`. Remove it, or start the engine with"
-                " another decoder.",
-                param=name,
-            )
-        for name, ids in (("logit_bias", sampling.logit_bias), ("stop_token_ids", sampling.stop_token_ids)):
-            if unknown := [index for index in ids if index >= self.spec.vocab_size]:
-                raise InvalidParameter(
-                    f"`{name}` contains token id {unknown[0]}. Token ids must be 0 to {self.spec.vocab_size - 1}.",
-                    param=name,
-                )
-        if sampling.min_tokens and len({*sampling.stop_token_ids, *self.spec.tokens.stop}) >= self.spec.vocab_size:
-            raise InvalidParameter(
-                "`stop_token_ids` covers the whole vocabulary, so `min_tokens` leaves no token to sample.",
-                param="stop_token_ids",
-            )
-        return sampling
-
-    def _check_coordinates(self, request: ChatRequest) -> None:
-        if request.coordinates == "original" and self.spec.coordinates is None:
-            raise UnsupportedParameter(
-                f"`coordinates` is not supported, got 'original': it is not known how models of the type"
-                f" {self.spec.model_type} write coordinates. Remove it.",
-                param="coordinates",
-            )
-
-    def _image_coordinates(self, request: ChatRequest, sizes: Iterable[_Sizes]) -> ImageCoordinates | None:
-        """Return the coordinates that all images of a request share; None if none are to be converted."""
-        if request.coordinates == "model" or self.spec.coordinates is None:
-            return None
-        found: set[ImageCoordinates] = set()
-        for source_size, size in sizes:
-            if source_size is None:
-                raise _coordinates_error("images, since embeddings have no original size. Remove it.")
-            found.add(self.spec.coordinates.for_image(source_size, size))
-        if not found:
-            raise _coordinates_error("an image. Send one, or remove `coordinates`.")
-        if len(found) > 1:
-            raise _coordinates_error(
-                "images of one size: a text does not state which image its coordinates belong to. Send one image, or"
-                " remove `coordinates` and convert them with `ImageCoordinates`."
-            )
-        return found.pop()
-
-    def _sizes(self, loaded: Sequence[_LoadedMedia]) -> Iterator[_Sizes]:
+    def _sizes(self, loaded: Sequence[_LoadedMedia]) -> Iterator[ImageSizes]:
         for item, source_size in loaded:
             shape = self.processor.shape(item.grid)
             yield source_size, (shape.width, shape.height)
@@ -316,7 +215,7 @@ class ChatPipeline:
         """Compile the grammar that the response has to follow; None if it is unconstrained."""
         with self.observer.stage("grammar"):
             if GUIDED_DECODING not in self.decoder.supported_params:
-                self._reject_structured_output(request)
+                reject_structured_output(request, self.decoder.name)
                 return None
             return await self.grammars.compile(request, self.prompts.opens_reasoning)
 
@@ -371,22 +270,6 @@ class ChatPipeline:
                     yield index, token
                     if builders[index].finished:
                         await streams[index].aclose()
-
-    def _reject_structured_output(self, request: ChatRequest) -> None:
-        """Reject what only a grammar can guarantee.
-
-        Tools that need not be called are still accepted: calls are parsed from the text.
-        """
-        constraint = request.output_constraint
-        strict = [f"tools[{i}].function.strict" for i, tool in enumerate(request.tools) if tool.function.strict]
-        forced = ["tool_choice"] if request.must_call else []
-        formats = [constraint.field] if constraint else []
-        for param in [*formats, *forced, *(strict if request.callable_tools else ())]:
-            raise UnsupportedParameter(
-                f"The decoder {self.decoder.name!r} does not support `{param}`. Remove it and describe the output in"
-                " the prompt, or start the engine with another decoder.",
-                param=param,
-            )
 
     def _response_builders(
         self,
@@ -454,70 +337,7 @@ class ChatPipeline:
         return [first, *(replace(first, id=f"{first.id}-{i}", sampling=sampling.seeded(i)) for i in others)]
 
 
-def _coordinates_error(requirement: str) -> InvalidParameter:
-    return InvalidParameter(f"`coordinates` 'original' requires {requirement}", param="coordinates")
-
-
 def _in_client_namespace(request: ChatRequest) -> ChatRequest:
     """Return the request with the effective cache salt of its client, which all caches of media and prefixes use."""
     cache_salt = current_client.get().effective_cache_salt(request.cache_salt)
     return request if cache_salt == request.cache_salt else request.model_copy(update={"cache_salt": cache_salt})
-
-
-def _require_media_data(parts: Sequence[MediaPart]) -> None:
-    """Reject media referenced by `uuid` alone: only their visual tokens are cached."""
-    for part in parts:
-        if not part.has_source:
-            raise InvalidParameter(
-                f"`{part.path}` has a `uuid` but no data, so it cannot be previewed. Send the {part.kind} with it.",
-                param=part.path,
-            )
-
-
-async def merge_streams(streams: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[tuple[int, _T], None]:
-    """Yield the items of several generators as they arrive, each with the index of its generator.
-
-    The next item of a generator is requested only after the consumer has handled the previous one. All generators are
-    closed at the end.
-    """
-    if len(streams) == 1:  # without a task per item
-        async with contextlib.aclosing(streams[0]) as only:
-            async for item in only:
-                yield 0, item
-        return
-    waiting: dict[asyncio.Future[_T | None], int] = {}
-    try:
-        for index, stream in enumerate(streams):
-            waiting[asyncio.ensure_future(_next(stream))] = index
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                index = waiting.pop(task)
-                if (next_item := task.result()) is not None:
-                    yield index, next_item
-                    waiting[asyncio.ensure_future(_next(streams[index]))] = index
-    finally:
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-        for stream in streams:
-            await stream.aclose()
-
-
-async def _next(stream: AsyncGenerator[_T, None]) -> _T | None:
-    return await anext(stream, None)
-
-
-@contextlib.contextmanager
-def _hide_internal_errors() -> Iterator[None]:
-    """Log unexpected exceptions, and replace them with an error that does not expose internals."""
-    try:
-        yield
-    except DashInferVLMError:
-        raise
-    except Exception as error:
-        logger.exception("A request failed.")
-        raise EngineError(
-            "The engine failed on this request; see its log for the cause. Other requests are not affected.",
-            code="internal_error",
-        ) from error

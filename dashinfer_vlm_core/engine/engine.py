@@ -32,7 +32,9 @@ from ..vision import VisionService, VisionStats
 from ..vision.media_uuids import MediaUuidCache
 from .adapters import AdapterManager, AdapterStatus
 from .capabilities import Capabilities
-from .chat_pipeline import ChatPipeline, ConcurrencyLimiter, Generation
+from .chat_pipeline import ChatPipeline
+from .generation import Generation
+from .limiter import ConcurrencyLimiter
 from .observers import ObserverList, RequestObserver
 from .vision_store import open_vision_store
 

@@ -70,8 +70,8 @@ class ResponseBuilder:
         index: the index of the choice.
         guided: whether a grammar constrains the completion.
         conversation: how the model writes tool calls and reasoning.
-        supports_reasoning: whether the completion may begin with reasoning, which becomes `reasoning_content`. Stop strings and
-            log probabilities concern only the text after it.
+        supports_reasoning: whether the completion may begin with reasoning, which becomes `reasoning_content`. Stop
+            strings and log probabilities concern only the text after it.
         opens_reasoning: whether the prompt ends with the tag that begins reasoning.
         coordinates: converts coordinates in the content and in tool calls; None leaves them as the model writes them.
             Log probabilities cannot be requested with it.

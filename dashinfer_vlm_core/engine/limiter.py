@@ -1,0 +1,39 @@
+"""ConcurrencyLimiter: bounds the completions that an engine runs or lets wait."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from ..errors import InvalidParameter, QueueFull
+
+
+class ConcurrencyLimiter:
+    """Bounds the running or waiting completions. Belongs to one event loop.
+
+    Attributes:
+        limit: the number of slots, one per completion.
+        in_use: the number of slots in use.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.in_use: int = 0
+
+    @contextlib.contextmanager
+    def slots(self, n: int = 1) -> Iterator[None]:
+        """Acquire `n` slots, one for each choice of a request, and release them on exit.
+
+        Raises:
+            InvalidParameter: `n` exceeds the limit.
+            QueueFull: fewer than `n` slots are free.
+        """
+        if n > self.limit:
+            raise InvalidParameter(f"`n` must be at most {self.limit}, got {n}. Request fewer completions.", param="n")
+        if self.in_use + n > self.limit:
+            raise QueueFull(f"{self.in_use} completions are already running or waiting. Try again in a moment.")
+        self.in_use += n
+        try:
+            yield
+        finally:
+            self.in_use -= n

@@ -1,0 +1,89 @@
+"""Reject requests that the model or the decoder does not support, before any work is done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..decoders.supervisor import Supervisor
+from ..errors import InvalidParameter, UnsupportedParameter
+from ..preprocessing.prompt import PromptBuilder
+from ..protocol import ChatRequest, MediaPart
+from ..protocol.sampling import Sampling
+
+if TYPE_CHECKING:
+    from ..models.spec import ModelSpec
+
+
+def check_request(request: ChatRequest, spec: ModelSpec, decoder: Supervisor, prompts: PromptBuilder) -> Sampling:
+    """Check a request, and return its sampling parameters.
+
+    Raises:
+        UnsupportedParameter: the model or the decoder does not support a field.
+        InvalidParameter: a token id does not exist.
+    """
+    if decoder.unsupported_vision_reason and (media := request.media()):
+        raise UnsupportedParameter(decoder.unsupported_vision_reason, param=media[0].path)
+    prompts.check_options(request)
+    if request.coordinates == "original" and spec.coordinates is None:
+        raise UnsupportedParameter(
+            f"`coordinates` is not supported, got 'original': it is not known how models of the type"
+            f" {spec.model_type} write coordinates. Remove it.",
+            param="coordinates",
+        )
+    sampling = request.sampling()
+    for name in sorted(sampling.requested_params() - decoder.supported_params):
+        raise UnsupportedParameter(
+            f"The decoder {decoder.name!r} does not support `{name}`. Remove it, or start the engine with another"
+            " decoder.",
+            param=name,
+        )
+    _check_token_ids(sampling, spec)
+    return sampling
+
+
+def _check_token_ids(sampling: Sampling, spec: ModelSpec) -> None:
+    for name, ids in (("logit_bias", sampling.logit_bias), ("stop_token_ids", sampling.stop_token_ids)):
+        if unknown := [index for index in ids if index >= spec.vocab_size]:
+            raise InvalidParameter(
+                f"`{name}` contains token id {unknown[0]}. Token ids must be 0 to {spec.vocab_size - 1}.", param=name
+            )
+    if sampling.min_tokens and len({*sampling.stop_token_ids, *spec.tokens.stop}) >= spec.vocab_size:
+        raise InvalidParameter(
+            "`stop_token_ids` covers the whole vocabulary, so `min_tokens` leaves no token to sample.",
+            param="stop_token_ids",
+        )
+
+
+def reject_structured_output(request: ChatRequest, decoder: str) -> None:
+    """Reject what only a grammar can guarantee.
+
+    Tools that need not be called are still accepted: calls are parsed from the text.
+
+    Raises:
+        UnsupportedParameter: the request requires a grammar.
+    """
+    constraint = request.output_constraint
+    strict = [f"tools[{i}].function.strict" for i, tool in enumerate(request.tools) if tool.function.strict]
+    forced = ["tool_choice"] if request.must_call else []
+    formats = [constraint.field] if constraint else []
+    for param in [*formats, *forced, *(strict if request.callable_tools else ())]:
+        raise UnsupportedParameter(
+            f"The decoder {decoder!r} does not support `{param}`. Remove it and describe the output in the prompt, or"
+            " start the engine with another decoder.",
+            param=param,
+        )
+
+
+def require_media_data(parts: Sequence[MediaPart]) -> None:
+    """Reject media referenced by `uuid` alone: only their visual tokens are cached.
+
+    Raises:
+        InvalidParameter: a part has no data.
+    """
+    for part in parts:
+        if not part.has_source:
+            raise InvalidParameter(
+                f"`{part.path}` has a `uuid` but no data, so it cannot be previewed. Send the {part.kind} with it.",
+                param=part.path,
+            )
