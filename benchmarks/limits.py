@@ -18,14 +18,14 @@ from functools import partial
 from pathlib import Path
 
 from dashinfer_vlm_core import EngineConfig
+from dashinfer_vlm_core.kernels import KernelSelector
 from dashinfer_vlm_core.models.checkpoint import model_type
 from dashinfer_vlm_core.models.patches import smart_resize
 from dashinfer_vlm_core.models.qwen2_vl.config import VisionConfig, read_vision_config
 from dashinfer_vlm_core.models.qwen2_vl.image_processor import DEFAULT_TOKENS
 from dashinfer_vlm_core.models.spec import ModelSpec, TextModelSpec
 from dashinfer_vlm_core.plugins import load_plugins
-from dashinfer_vlm_cpu.native import NativeKernels, load_native, load_variant
-from dashinfer_vlm_cpu.variants import VARIANTS
+from dashinfer_vlm_cpu.native import NativeKernels
 from dashinfer_vlm_qwen2_5_vl import config as qwen2_5_vl
 from dashinfer_vlm_qwen3_vl import config as qwen3_vl
 
@@ -170,9 +170,10 @@ def step_seconds(model: Path, rates: Rates) -> float:
 
 def native_kernels() -> NativeKernels | None:
     """Return the C kernels that engines use here: the fastest set, unless the environment restricts it."""
-    config = EngineConfig()
-    named = [variant for variant in VARIANTS if variant.name == config.cpu_kernels]
-    return (load_variant(named[0], config) if named else load_native(config)).kernels
+    import torch
+
+    kernels = KernelSelector(load_plugins().kernels.values(), EngineConfig()).find("cpu", torch.bfloat16).kernels
+    return kernels if isinstance(kernels, NativeKernels) else None
 
 
 def _best(work: Callable[[], object], seconds: float = 1.0) -> float:

@@ -9,6 +9,8 @@ to install it there.
 from __future__ import annotations
 
 import argparse
+import os
+import platform
 import re
 import subprocess
 import sys
@@ -81,7 +83,8 @@ def make(folder: Path, python: str, machine: str, extras: str, max_mib: float) -
     names = closure(PACKAGE, frozenset(filter(None, extras.split(","))), environment)
     wanted = [f"{name}=={pins[name]}" if name in pins else name for name in sorted(names)]
     pip("download", *pip_platforms(python, machine), "--dest", folder, *wanted)
-    pip("wheel", "--wheel-dir", folder, ROOT)
+    pure = {} if machine == platform.machine() else {"HATCH_BUILD_NO_HOOKS": "true"}  # it cannot run compiled kernels
+    pip("wheel", "--wheel-dir", folder, ROOT, environment={**os.environ, **pure})
     size = sum(wheel.stat().st_size for wheel in folder.glob("*.whl")) / 2**20
     if size > max_mib:
         raise WheelhouseFailed(f"{folder} has {size:.1f} MiB, more than {max_mib:g}: {largest(folder)}")
@@ -161,7 +164,7 @@ def pip_platforms(python: str, machine: str) -> list[str]:
     return ["--only-binary=:all:", "--implementation", "cp", "--python-version", python, *platforms]
 
 
-def pip(command: str, *arguments: str | Path) -> None:
+def pip(command: str, *arguments: str | Path, environment: Mapping[str, str] | None = None) -> None:
     """Run a command of pip.
 
     Raises:
@@ -170,7 +173,7 @@ def pip(command: str, *arguments: str | Path) -> None:
     line = [sys.executable, "-m", "pip", command, "--quiet", "--no-deps", *map(str, arguments)]
     if command == "wheel":
         line.append("--no-build-isolation")
-    done = subprocess.run(line, check=False, capture_output=True, text=True)
+    done = subprocess.run(line, check=False, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise WheelhouseFailed(f"pip {command} failed:\n{done.stderr.strip()}")
 

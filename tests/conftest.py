@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import gc
 import os
-import shutil
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -31,14 +30,11 @@ for name, share in (("default", 100), ("nightly", 2000)):
 settings.load_profile("default")
 
 
-COMPILER = Path(__file__).parent / "compiler"
 INTEROP = Path(__file__).parent / "interop"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Cache compiled kernels between runs and limit each worker to its share of the cores, in child processes too."""
-    if any(map(shutil.which, ("cc", "gcc", "clang"))):
-        os.environ["PATH"] = f"{COMPILER}{os.pathsep}{os.environ['PATH']}"
+    """Limit each worker to its share of the cores, in child processes too."""
     if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
 

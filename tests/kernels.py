@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +11,11 @@ from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.kernels import Kernels, KernelSelector
 from dashinfer_vlm_core.kernels.cpu import cpu_flags
 from dashinfer_vlm_core.plugins import load_plugins
-from dashinfer_vlm_cpu.build import COMPILERS
-from dashinfer_vlm_cpu.native import NativeKernels, load_native, load_variant
-from dashinfer_vlm_cpu.variants import AMX, AVX2, AVX512, PORTABLE_TILES, Variant
+from dashinfer_vlm_cpu.build import AMX, AVX2, AVX512, LIBRARY, PORTABLE_TILES, VARIANTS, Variant, build, find_compiler
+from dashinfer_vlm_cpu.native import NativeKernels, load_variant
+
+PORTABLE_LIBRARY = Path(__file__).parents[1] / ".cache" / "libportable.so"
+"""The library with `PORTABLE_TILES`, which the package does not contain."""
 
 
 def selector(config: EngineConfig) -> KernelSelector:
@@ -32,7 +33,7 @@ def skip_reason(variant: Variant) -> str:
     """
     if missing := [name for name in variant.features if name not in cpu_flags()]:
         return f"this CPU has no {' and no '.join(missing)}"
-    return "" if any(map(shutil.which, COMPILERS)) else "no C compiler is installed"
+    return "" if LIBRARY.is_file() or find_compiler() else "no C compiler is installed"
 
 
 def needs(variant: Variant) -> pytest.MarkDecorator:
@@ -50,14 +51,14 @@ VARIANT_PARAMS = [
 ]
 
 
-@functools.cache
-def _defaults() -> EngineConfig:
-    return EngineConfig()
-
-
-def load_kernels(variant: Variant, config: EngineConfig | None = None) -> NativeKernels:
+def load_kernels(variant: Variant) -> NativeKernels:
     """Load the kernels of a variant in a test that `needs` it. The test fails with the reason if that fails."""
-    loaded = load_variant(variant, config or _defaults())
+    path = LIBRARY
+    if variant is PORTABLE_TILES:
+        path = PORTABLE_LIBRARY
+        path.parent.mkdir(exist_ok=True)
+        build(path, [variant])
+    loaded = load_variant(variant, path)
     if "does not permit" in loaded.reason:  # the processor has AMX, but a container may not use it
         pytest.skip(loaded.reason)
     assert isinstance(loaded.kernels, NativeKernels), loaded.explanation
@@ -66,6 +67,4 @@ def load_kernels(variant: Variant, config: EngineConfig | None = None) -> Native
 
 def load_fastest() -> NativeKernels:
     """Load the fastest kernels of this machine in a test that has `needs_native`."""
-    loaded = load_native(_defaults())
-    assert isinstance(loaded.kernels, NativeKernels), loaded.explanation
-    return loaded.kernels
+    return load_kernels(next(variant for variant in VARIANTS if cpu_flags().issuperset(variant.features)))

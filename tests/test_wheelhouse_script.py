@@ -39,7 +39,7 @@ def test_markers_are_those_of_other_python(script):
 
 
 def test_folder_above_limit_fails_with_largest_wheels(script, tmp_path, monkeypatch):
-    def write_wheel(command, *arguments):
+    def write_wheel(command, *arguments, environment=None):
         if command == "download":
             (tmp_path / "wheels" / "large-1-py3-none-any.whl").write_bytes(bytes(3 << 20))
 

@@ -11,7 +11,7 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, distributions, requires, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,9 +24,17 @@ from dashinfer_vlm_core.config.folders import write_error
 from dashinfer_vlm_core.embedding_store import EmbeddingStoreOptions, open_store, redacted
 from dashinfer_vlm_core.errors import ConfigError, DashInferVLMError
 from dashinfer_vlm_core.hookspecs import Finding
-from dashinfer_vlm_core.kernels.choice import PYTORCH_SETS, Candidates, KernelSelector, LoadedKernels
+from dashinfer_vlm_core.kernels.choice import (
+    PYTORCH_SETS,
+    SLOWER,
+    KernelChoice,
+    KernelSelector,
+    LoadedKernels,
+    this_machine,
+)
 from dashinfer_vlm_core.kernels.cpu import cpu_flags
 from dashinfer_vlm_core.kernels.devices import cuda_devices
+from dashinfer_vlm_core.kernels.tuned import all_tuned
 from dashinfer_vlm_core.media_workers.fork_server import ForkServer
 from dashinfer_vlm_core.media_workers.sandbox import missing_restrictions
 from dashinfer_vlm_core.media_workers.worker_process import reference_to
@@ -204,10 +212,7 @@ def _cache(config: EngineConfig) -> Finding:
 
 
 def _kernels(config: EngineConfig) -> Iterator[Finding]:
-    """Check which kernels can be used for bfloat16 on this CPU, and which ones were chosen by measurement.
-
-    C kernels are compiled if necessary. Nothing is measured.
-    """
+    """Check which kernels can be used for bfloat16 on this CPU, and which ones `tune` measured to be the fastest."""
     if config.cpu_kernels == "torch":
         yield Finding(name="kernels", status="ok", detail="PyTorch's, as set by `cpu_kernels`")
         return
@@ -218,38 +223,31 @@ def _kernels(config: EngineConfig) -> Iterator[Finding]:
         return
     selector = KernelSelector(load_plugins().kernels.values(), config)
     try:
-        yield _kernel_sets(selector.find_kernels("cpu", torch.bfloat16), selector.candidates("cpu", torch.bfloat16))
+        choice = selector.find("cpu", torch.bfloat16)
     except ConfigError as error:
         yield Finding(name="kernels", status="broken", detail="unknown", fix=error.message)
         return
-    if config.cpu_kernels == "auto":
-        yield _kernel_choices(selector)
+    yield _kernel_choice(choice, selector.candidates("cpu", torch.bfloat16))
+    tuned = [item for item in all_tuned(config) if item.conditions.machine == this_machine()]
+    if tuned:
+        parts = [f"{item.model}, {item.conditions.part}: {item.chosen} ({item.describe()})" for item in tuned]
+        yield Finding(name="tuned kernels", status="ok", detail="; ".join(parts))
 
 
-def _kernel_sets(selected: LoadedKernels, candidates: Candidates) -> Finding:
-    others = [name for name in candidates.loaded if selected.kernels is None or name != selected.kernels.name]
-    available = f"; also available: {', '.join(others)}" if others else ""
-    if selected.kernels and selected.kernels.name not in PYTORCH_SETS:
-        detail = ", ".join(filter(None, (selected.kernels.name, "in C", selected.origin)))
-        return Finding(name="kernels", status="ok", detail=f"{detail}{available}")
-    if not selected.reason:
+def _kernel_choice(choice: KernelChoice, candidates: Mapping[str, LoadedKernels]) -> Finding:
+    others = [name for name, loaded in candidates.items() if loaded.kernels and name != choice.kernels.name]
+    detail = f"{choice.kernels.name}, {choice.reason}"
+    if others:
+        detail += f"; also available: {', '.join(others)}"
+    if candidates.keys() <= set(PYTORCH_SETS):
         fix = "Run `dashinfer-vlm plugins` to list the plugins with kernels and their problems."
         return Finding(name="kernels", status="slow", detail="PyTorch's: no others are registered", fix=fix)
-    if not selected.fix:
-        return Finding(name="kernels", status="ok", detail=f"PyTorch's: {selected.reason}{available}")
-    detail = f"PyTorch's, slower than the C kernels: {selected.reason}"
-    return Finding(name="kernels", status="slow", detail=detail, fix=_sentence(selected.fix))
-
-
-def _kernel_choices(selector: KernelSelector) -> Finding:
-    """List the stored choices of this machine, with the figures that they follow from."""
-    choices = [
-        f"{stored.model}, {stored.part}, {stored.conditions.dtype}, quantization {stored.conditions.quantization}:"
-        f" {stored.chosen} ({', '.join(f'{name} {seconds:.3g} s' for name, seconds in stored.scores.items())})"
-        for stored in selector.stored()
-    ]
-    none = "none stored: large models are measured at their first start, or by `dashinfer-vlm tune MODEL`"
-    return Finding(name="kernel choices", status="ok", detail="; ".join(choices) or none)
+    if choice.unavailable.fix:
+        detail = f"PyTorch's, {SLOWER}: {choice.unavailable.reason}"
+        return Finding(name="kernels", status="slow", detail=detail, fix=_sentence(choice.unavailable.fix))
+    if choice.unavailable.reason:
+        detail = f"PyTorch's: {choice.unavailable.reason}; {detail}"
+    return Finding(name="kernels", status="ok", detail=detail)
 
 
 def _weights(config: EngineConfig) -> Iterator[Finding]:
@@ -272,7 +270,7 @@ def _local_folder(model: str) -> Path | None:
 
 
 def _stored_weights(config: EngineConfig, selector: KernelSelector, spec: ModelSpec, reader: ModuleReader) -> Finding:
-    from dashinfer_vlm_core.kernels.quantization import supported_bits
+    from dashinfer_vlm_core.kernels.linears import supported_bits
     from dashinfer_vlm_core.models.files import stored_headers, stored_tensors
     from dashinfer_vlm_core.models.placement import resolve_device, resolve_dtype
     from dashinfer_vlm_core.models.weights import torch_dtype
@@ -280,15 +278,14 @@ def _stored_weights(config: EngineConfig, selector: KernelSelector, spec: ModelS
     device = resolve_device(config.device)
     name = resolve_dtype(config.dtype, spec.dtype, device, quantized=True)
     dtype = torch_dtype(name)
-    kernels = selector.find_kernels(device, dtype, spec.text).kernels
+    kernels = selector.find(device, dtype, spec.text).kernels
     headers = stored_headers(stored_tensors(spec.folder, spec.tensor_renames))
-    supported = supported_bits(kernels) if kernels else frozenset()
-    memory = weight_memory(headers, reader, supported=supported, itemsize=dtype.itemsize)
-    detail = f"{config.model}, {memory.format}: {memory.describe(name, kernels.name if kernels else '')}"
+    memory = weight_memory(headers, reader, supported=supported_bits(kernels), itemsize=dtype.itemsize)
+    detail = f"{config.model}, {memory.format}: {memory.describe(name, kernels.name)}"
     if not memory.widened:
         return Finding(name="weights", status="ok", detail=detail)
     fix = "See docs/quantization.md for what each kind of kernels keeps."
-    if kernels and kernels.supports_int8:
+    if kernels.supports_int8:
         fix = "To round the widened weights to 8 bits, use `--quantization int8`."
     return Finding(name="weights", status="slow", detail=detail, fix=fix)
 

@@ -138,8 +138,8 @@ class EngineConfig(BaseSettings):
     )
     cpu_kernels: str = Field(
         "auto",
-        description="Registered name of the CPU kernels, such as `amx`, `avx512`, `onednn` or `torch`; `auto` measures"
-        " those available at the first start of a model, and uses the fastest.",
+        description="Registered name of the CPU kernels, such as `amx`, `avx512`, `onednn` or `torch`; `auto` uses the"
+        " best ones for the processor, or those that `dashinfer-vlm tune` measured to be the fastest.",
     )
     cuda_graphs: bool = Field(
         True,

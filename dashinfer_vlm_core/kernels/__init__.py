@@ -1,9 +1,9 @@
 """Kernels that the vision encoder and the decoder share: linear layers, norms, rotary embedding, attention.
 
 `types` defines the interface. `torch_kernels` implements it in PyTorch for any device, `cuda` with attention of whole
-batches, `onednn` with packed weights for CPUs, and plugins register faster kernels. `choice` selects one set: `measure`
-times them with the layers that `workload` describes, and `choice_cache` stores the result. `streams` has what runs the
-parts of a model on a GPU, and `graphs` records work there.
+batches, `onednn` with packed weights for CPUs, and plugins register faster kernels. `choice` selects one set by
+priority, or by what `dashinfer-vlm tune` measured: `measure` times the layers that `workload` describes, and `tuned`
+stores the result. `streams` has what runs the parts of a model on a GPU, and `graphs` records work there.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from ..hookspecs import hookimpl
 if TYPE_CHECKING:
     import torch
 
-    from ..config import EngineConfig
     from ..models.spec import TextModelSpec
-    from .choice import Candidates, KernelChoice, KernelFactory, KernelSelector, LoadedKernels
+    from .choice import KernelChoice, KernelFactory, KernelSelector, LoadedKernels
     from .quantization import INT4, INT8, Quantization, QuantizedWeight
     from .types import (
         Activation,
@@ -57,7 +56,6 @@ __all__ = [
     "AdapterLayers",
     "AdapterRows",
     "Additions",
-    "Candidates",
     "DecoderLayer",
     "DecoderLayers",
     "DecoderShape",
@@ -87,7 +85,7 @@ __all__ = [
 ]  # fmt: skip
 
 _MODULES = {
-    "Candidates": "choice", "KernelChoice": "choice", "KernelFactory": "choice", "KernelSelector": "choice",
+    "KernelChoice": "choice", "KernelFactory": "choice", "KernelSelector": "choice",
     "LoadedKernels": "choice", "LinearGroup": "workload", "LinearShape": "workload",
     "INT4": "quantization", "INT8": "quantization", "Quantization": "quantization", "QuantizedWeight": "quantization",
 }  # fmt: skip
@@ -101,8 +99,18 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-class TorchKernelFactory:
-    """Factory for PyTorch's kernels, for any device and dtype; see `KernelFactory`."""
+class _PyTorchKernelFactory:
+    """A factory for kernels that consist of PyTorch's operators and run every text model; see `KernelFactory`."""
+
+    def unsupported_reason(self, text: TextModelSpec) -> str:
+        return ""
+
+    def identity(self) -> str:
+        return f"torch {version('torch')}"
+
+
+class TorchKernelFactory(_PyTorchKernelFactory):
+    """Factory for PyTorch's kernels, for any device and dtype."""
 
     name = "torch"
     priority = 0
@@ -110,21 +118,15 @@ class TorchKernelFactory:
     def applies(self, device: str, dtype: torch.dtype) -> bool:
         return True
 
-    def unsupported_reason(self, text: TextModelSpec) -> str:
-        return ""
-
-    def load(self, device: str, config: EngineConfig) -> LoadedKernels:
+    def load(self, device: str) -> LoadedKernels:
         from .choice import LoadedKernels
         from .torch_kernels import TorchKernels
 
         return LoadedKernels(TorchKernels(device))
 
-    def identity(self) -> str:
-        return _torch_identity()
 
-
-class OneDnnKernelFactory:
-    """Factory for PyTorch's kernels with weights in oneDNN's layout, for bfloat16 on a CPU; see `KernelFactory`."""
+class OneDnnKernelFactory(_PyTorchKernelFactory):
+    """Factory for PyTorch's kernels with weights in oneDNN's layout, for bfloat16 on a CPU."""
 
     name = "onednn"
     priority = 1
@@ -132,22 +134,16 @@ class OneDnnKernelFactory:
     def applies(self, device: str, dtype: torch.dtype) -> bool:
         return device.partition(":")[0] == "cpu" and str(dtype) == "torch.bfloat16"
 
-    def unsupported_reason(self, text: TextModelSpec) -> str:
-        return ""
-
-    def load(self, device: str, config: EngineConfig) -> LoadedKernels:
+    def load(self, device: str) -> LoadedKernels:
         from .choice import LoadedKernels
         from .onednn import OneDnnKernels, unavailable_reason
 
         reason = unavailable_reason()
         return LoadedKernels(None, reason) if reason else LoadedKernels(OneDnnKernels(device))
 
-    def identity(self) -> str:
-        return _torch_identity()
 
-
-class CudaKernelFactory:
-    """Factory for PyTorch's kernels with batched attention, for CUDA; see `KernelFactory`."""
+class CudaKernelFactory(_PyTorchKernelFactory):
+    """Factory for PyTorch's kernels with batched attention, for CUDA."""
 
     name = "cuda"
     priority = 1
@@ -155,22 +151,11 @@ class CudaKernelFactory:
     def applies(self, device: str, dtype: torch.dtype) -> bool:
         return device.partition(":")[0] == "cuda"
 
-    def unsupported_reason(self, text: TextModelSpec) -> str:
-        return ""
-
-    def load(self, device: str, config: EngineConfig) -> LoadedKernels:
+    def load(self, device: str) -> LoadedKernels:
         from .choice import LoadedKernels
         from .cuda import CudaKernels
 
         return LoadedKernels(CudaKernels(device))
-
-    def identity(self) -> str:
-        return _torch_identity()
-
-
-def _torch_identity() -> str:
-    """Return the identity of kernels that consist of torch's operators."""
-    return f"torch {version('torch')}"
 
 
 @hookimpl

@@ -418,7 +418,7 @@ class Kernels(Protocol):
             weight: on the model's device.
             bias: [outputs].
             dtype: the model's dtype, to which the weights are dequantized if they are not kept in their bits; see
-                `quantization.keeps_bits`.
+                `linears.keeps_bits`.
             activation: the activation to apply to the output.
             fp32_output: return float32.
 

@@ -13,9 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from ..models.spec import TextModelSpec
 
-MIN_MEASURED_WEIGHTS = 50_000_000
-"""A model with fewer weights is not measured: any kernel set runs it fast, and its start must not take seconds."""
-
 TEXT_MODEL = "text model"
 VISION_ENCODER = "vision encoder"
 
@@ -84,15 +81,6 @@ class Workload:
     groups: tuple[LinearGroup, ...]
     passes: tuple[tuple[int, float], ...]
     quantization: str = "none"
-
-    @property
-    def weights(self) -> int:
-        return sum(group.weights for group in self.groups)
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether the model is large enough to be measured, see `MIN_MEASURED_WEIGHTS`."""
-        return self.weights >= MIN_MEASURED_WEIGHTS
 
     def weights_at(self, rows: int) -> int:
         """Return the number of weights that a forward pass of `rows` rows multiplies."""

@@ -1,17 +1,18 @@
 """C kernels for CPUs with AVX2, AVX-512 BF16, or AMX. Importing this package is cheap.
 
-avx512.c  tiles*.h                                  the kernels for AVX-512 and AMX
+avx512.c  avx512_*.h  tiles*.h                      the kernels for AVX-512 and AMX
 avx2.c  avx2_*.h                                    the kernels for AVX2, with the same functions
-arguments.h  int4.h  int8.h  decoder_layers.h       parts of both
-variants.py                                         the instruction sets that they are compiled for
-prebuilt.py  libkernels.c                           the compiled kernels that the wheel for Linux on x86-64 contains
-build.py  library_cache.py                          without them: compilation on first use, and its checked cache
+base.h  arguments.h  argmax.h  decoder_layers.h     parts of both
+draw.h  int4.h  int8.h
+build.py  common.c                                  compilation of all instruction sets into one library
+library.py                                          loads the library
 native.py  native_linear.py  native_layers.py       the `Kernels` interface, through ctypes
 huge_pages.py                                       memory for weights
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
@@ -22,15 +23,12 @@ from dashinfer_vlm_core import hookimpl
 if TYPE_CHECKING:
     import torch
 
-    from dashinfer_vlm_core.config import EngineConfig
     from dashinfer_vlm_core.kernels import KernelFactory, LoadedKernels
     from dashinfer_vlm_core.models.spec import TextModelSpec
 
 
 class NativeKernelFactory:
     """See `KernelFactory`. Text models whose layers have no fused C implementation use the individual kernels."""
-
-    family = "native"
 
     def __init__(self, name: str, priority: int) -> None:
         self.name = name
@@ -44,19 +42,24 @@ class NativeKernelFactory:
             return f"they require an even head_dim and hidden_size, got {text.head_dim} and {text.hidden_size}"
         return ""
 
-    def load(self, device: str, config: EngineConfig) -> LoadedKernels:
+    def load(self, device: str) -> LoadedKernels:
+        from .build import VARIANTS
         from .native import load_variant
-        from .variants import VARIANTS
 
         (variant,) = (variant for variant in VARIANTS if variant.name == self.name)
-        return load_variant(variant, config)
+        return load_variant(variant)
 
     def identity(self) -> str:
-        """Return a digest of this package's sources, including the compiler's flags; its version hardly matters."""
-        digest = hashlib.sha256()
-        for file in sorted(Path(__file__).parent.glob("*.[chp]*")):
-            digest.update(file.read_bytes())
-        return digest.hexdigest()[:16]
+        return _identity()
+
+
+@functools.cache
+def _identity() -> str:
+    """Return a digest of this package's sources, including the compiler's flags; its version hardly matters."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.glob("*.[chp]*")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 @hookimpl

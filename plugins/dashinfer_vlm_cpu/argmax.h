@@ -1,23 +1,33 @@
-/* The columns of the largest results of an LM head. The file that includes this one defines `Quantized`, rows of activations
- * in 8 bits, with `quantized_at` and `quantized_bytes`, and the functions that are declared here. */
+/* The columns of the largest results of an LM head. Each instruction set defines the functions that are declared
+ * here. */
+#pragma once
 
-typedef struct { float value; int64_t column; } ArgmaxResult;
+#ifdef __AVX512BF16__
+#include "avx512_int8.h"
+#else
+#include "avx2_int8.h"
+#endif
+
+typedef struct {
+    float value;
+    int64_t column;
+} ArgmaxResult;
 
 enum { RECOMPUTE_SHARE = 8 }; /* at most an eighth of the panels are recomputed */
 
-/* Quantize a row of activations. The factors of the norm of a weight row and of the norm of its error are the norm of the
- * row's rounding error, including the error of float summation, and the norm of the row. */
+/* Quantize a row of activations. The factors of the norm of a weight row and of the norm of its error are the norm of
+ * the row's rounding error, including the error of float summation, and the norm of the row. */
 static void quantize_with_factors(const bf16 *x, ptrdiff_t inputs, const Quantized *q, ptrdiff_t row, float factors[2]);
 
 /* Upper bound of a panel's largest result, for each row. */
-static void bound_panel(const ArgmaxBounds *s, const Quantized *q, const float *factors, ptrdiff_t rows, ptrdiff_t panel,
-                        float *upper, ptrdiff_t panels);
+static void bound_panel(const ArgmaxBounds *s, const Quantized *q, const float *factors, ptrdiff_t rows,
+                        ptrdiff_t panel, float *upper, ptrdiff_t panels);
 
 /* Compute a panel of one row from the original weights, and keep its largest result if it is larger. */
 static void update_argmax(const ArgmaxBounds *s, const bf16 *x, ptrdiff_t panel, ArgmaxResult *found);
 
-/* Compute the panel with the largest upper bound, and return the value that others must reach; NaN if so many panels could
- * reach it that computing all of them is faster. */
+/* Compute the panel with the largest upper bound, and return the value that others must reach; NaN if so many panels
+ * could reach it that computing all of them is faster. */
 static float row_threshold(const ArgmaxBounds *s, const bf16 *x, const float *upper, ptrdiff_t panels, float norm,
                            ArgmaxResult *found)
 {
@@ -30,12 +40,13 @@ static float row_threshold(const ArgmaxBounds *s, const bf16 *x, const float *up
     return NAN;
 }
 
-/* The column of the largest result in each row of x times the weights, the first of equal ones; -1 if computing all results
- * is faster, or if values are too large.
+/* The column of the largest result in each row of x times the weights, the first of equal ones; -1 if computing all
+ * results is faster, or if values are too large.
  *
- * The 8-bit weights, which are a third smaller, give the results with an error that the Cauchy-Schwarz inequality bounds:
- * |w h - w' h'| <= |w'| |h - h'| + |w - w'| |h|. The panel with the largest upper bound is then computed from the original
- * weights, bit-exactly as in `linear`, and so is every panel whose upper bound is not below that panel's result. */
+ * The 8-bit weights, which are a third smaller, give the results with an error that the Cauchy-Schwarz inequality
+ * bounds: |w h - w' h'| <= |w'| |h - h'| + |w - w'| |h|. The panel with the largest upper bound is then computed from
+ * the original weights, bit-exactly as in `linear`, and so is every panel whose upper bound is not below that panel's
+ * result. */
 void argmax_columns(const ArgmaxBounds *s, const bf16 *x, int64_t stride, int64_t rows, int64_t *out, char *workspace,
                     int32_t threads)
 {
@@ -59,7 +70,8 @@ void argmax_columns(const ArgmaxBounds *s, const bf16 *x, int64_t stride, int64_
 #pragma omp for schedule(dynamic, 16)
         for (ptrdiff_t panel = 0; panel < panels; panel++)
             for (ptrdiff_t row = 0; row < rows; row++)
-                if (upper[row * panels + panel] >= thresholds[row]) update_argmax(s, x + row * stride, panel, found + row);
+                if (upper[row * panels + panel] >= thresholds[row])
+                    update_argmax(s, x + row * stride, panel, found + row);
     }
     for (ptrdiff_t row = 0; row < rows; row++) out[row] = found[row].column;
 }
@@ -68,5 +80,6 @@ void argmax_columns(const ArgmaxBounds *s, const bf16 *x, int64_t stride, int64_
 int64_t argmax_workspace_size(int64_t rows, int64_t inputs, int64_t outputs)
 {
     ptrdiff_t panels = (outputs + PANEL - 1) / PANEL;
-    return (quantized_bytes(rows, inputs) + 63) / 64 * 64 + rows * (sizeof(ArgmaxResult) + sizeof(float) * (3 + panels));
+    return (quantized_bytes(rows, inputs) + 63) / 64 * 64 +
+           rows * (sizeof(ArgmaxResult) + sizeof(float) * (3 + panels));
 }

@@ -1,4 +1,7 @@
 /* Structures that native*.py pass to the kernels of all instruction sets. */
+#pragma once
+
+#include "base.h"
 
 /* A linear layer, see native_linear.py. */
 typedef struct {
@@ -8,10 +11,10 @@ typedef struct {
     const bf16 *bias;    /* [outputs], or null */
     int64_t outputs;     /* rows of the weights */
     int64_t inputs;
-    int64_t columns;     /* columns of the result; half of the outputs with SILU_GATE */
+    int64_t columns; /* columns of the result; half of the outputs with SILU_GATE */
     int32_t activation;
-    int32_t fp32_output; /* results are float */
-    int32_t group;       /* number of inputs that share a scale if the weights have 4 bits, see int4.h; else 0 */
+    int32_t fp32_output;  /* results are float */
+    int32_t group;        /* number of inputs that share a scale if the weights have 4 bits, see int4.h; else 0 */
     const int32_t *order; /* input k of the packed weights is input order[k] of the activations, with 4 bits; or null */
 } Matrix;
 
@@ -31,9 +34,9 @@ typedef struct {
 typedef struct {
     int64_t first_query; /* its row in q and out */
     int64_t num_queries;
-    int64_t first_key;   /* its row in k and v */
+    int64_t first_key; /* its row in k and v */
     int64_t num_keys;
-    int64_t start;       /* query i attends to keys [0, start + i]; -1: to all keys */
+    int64_t start; /* query i attends to keys [0, start + i]; -1: to all keys */
 } KVSpan;
 
 typedef struct {

@@ -1,6 +1,9 @@
 /* The largest results of an LM head, see avx2.c. */
+#pragma once
 
 #include "argmax.h"
+#include "avx2_linear.h"
+#include "avx2_int8.h"
 
 static float norm_bound(__m256 squares) { return 1.001f * __builtin_sqrtf(sum_lanes(squares)); }
 
@@ -36,8 +39,8 @@ static void quantize_with_factors(const bf16 *x, ptrdiff_t inputs, const Quantiz
     factors[0] = norm_bound(lost) + (inputs + 2 * LANES) * 0x1p-23f * factors[1];
 }
 
-static void bound_panel(const ArgmaxBounds *s, const Quantized *q, const float *factors, ptrdiff_t rows, ptrdiff_t panel,
-                        float *upper, ptrdiff_t panels)
+static void bound_panel(const ArgmaxBounds *s, const Quantized *q, const float *factors, ptrdiff_t rows,
+                        ptrdiff_t panel, float *upper, ptrdiff_t panels)
 {
     _Alignas(64) float sums[ROW_GROUP * PANEL];
     ptrdiff_t inputs = s->quantized->inputs, column = panel * PANEL, count = s->quantized->outputs - column;
@@ -70,4 +73,3 @@ static void update_argmax(const ArgmaxBounds *s, const bf16 *x, ptrdiff_t panel,
 #pragma omp critical
     if (here.value > found->value || (here.value == found->value && here.column < found->column)) *found = here;
 }
-

@@ -1,6 +1,10 @@
-/* Attention, see avx2.c. Queries, keys and values are widened to float, keys and values once for all queries of a task. Keys
- * are processed in chunks that start at the first key, so that a query's result depends neither on other queries nor on the
- * number of masked keys. */
+/* Attention, see avx2.c. Queries, keys and values are widened to float, keys and values once for all queries of a task.
+ * Keys are processed in chunks that start at the first key, so that a query's result depends neither on other queries
+ * nor on the number of masked keys. */
+#pragma once
+
+#include "arguments.h"
+#include "avx2_tile.h"
 
 /* Keys and values of one head, from a certain key on. */
 typedef struct {
@@ -33,8 +37,8 @@ INLINE __m256 dequantized(const char *x, ptrdiff_t count, float scale)
     return _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(bytes))), _mm256_set1_ps(scale));
 }
 
-/* Largest numbers of queries of a task, and of those that are multiplied by a chunk at a time; keys of a chunk, and values
- * that are multiplied at a time. */
+/* Largest numbers of queries of a task, and of those that are multiplied by a chunk at a time; keys of a chunk, and
+ * values that are multiplied at a time. */
 enum { QUERY_ROWS = 192, QUERY_BLOCK = 24, KEY_CHUNK = 256, VALUE_BLOCK = 64 };
 
 typedef struct { /* per thread; `columns` is the head dimension, rounded up to whole vectors */
@@ -104,7 +108,8 @@ static void pack_keys_int8(Keys from, ptrdiff_t count, ptrdiff_t width, float *p
             }
             transpose(rows);
             float *to = packed + i * PANEL + key;
-            for (int j = 0; j < LANES && i + j < width; j++, to += PANEL) _mm256_storeu_ps(to, _mm256_castsi256_ps(rows[j]));
+            for (int j = 0; j < LANES && i + j < width; j++, to += PANEL)
+                _mm256_storeu_ps(to, _mm256_castsi256_ps(rows[j]));
         }
 }
 
@@ -126,8 +131,8 @@ static void widen_values(Keys from, ptrdiff_t count, ptrdiff_t width, float *out
     }
 }
 
-/* Replace the scores of one row by unnormalized softmax probabilities, relative to the largest score so far; only the first
- * `seen` of `count` are not masked. Returns the factor by which the earlier sums must be scaled. */
+/* Replace the scores of one row by unnormalized softmax probabilities, relative to the largest score so far; only the
+ * first `seen` of `count` are not masked. Returns the factor by which the earlier sums must be scaled. */
 static float softmax_chunk(float *scores, ptrdiff_t seen, ptrdiff_t count, float *largest, float *total)
 {
     __m256 before = _mm256_set1_ps(*largest), high = before, sum = _mm256_setzero_ps();
@@ -156,8 +161,8 @@ INLINE void scale_row(float *x, ptrdiff_t columns, float by)
         _mm256_storeu_ps(x + c, _mm256_mul_ps(_mm256_loadu_ps(x + c), _mm256_set1_ps(by)));
 }
 
-/* Attend `rows` queries from `row` on to a chunk of keys and update their sums, largest scores and totals. Keys and values
- * are widened in `s` or, with `once`, part by part here, because no other queries attend to them. */
+/* Attend `rows` queries from `row` on to a chunk of keys and update their sums, largest scores and totals. Keys and
+ * values are widened in `s` or, with `once`, part by part here, because no other queries attend to them. */
 static void attend_rows(const AttentionArgs *h, const Scratch *s, int once, ptrdiff_t row, ptrdiff_t rows,
                         const ptrdiff_t *limits, ptrdiff_t chunk, ptrdiff_t count, Keys from)
 {
@@ -165,12 +170,14 @@ static void attend_rows(const AttentionArgs *h, const Scratch *s, int once, ptrd
     for (ptrdiff_t key = 0; key < count; key += PANEL) {
         const float *keys = s->keys + (once ? 0 : key * width);
         if (once) pack_panel(skip_keys(from, key), count - key, width, s->keys);
-        Product p = {s->queries + row * width, width, keys, PANEL, width, s->scores + key, KEY_CHUNK, 1, (const char *)keys, 0};
+        Product p = {s->queries + row * width, width, keys, PANEL, width, s->scores + key, KEY_CHUNK, 1,
+                     (const char *)keys,       0};
         add_product(rows, VECTORS, &p);
     }
     for (ptrdiff_t m = row; m < row + rows; m++) {
         ptrdiff_t seen = limits[m] - chunk;
-        float shrink = softmax_chunk(s->scores + (m - row) * KEY_CHUNK, least(seen, count), count, s->largest + m, s->total + m);
+        float shrink = softmax_chunk(s->scores + (m - row) * KEY_CHUNK, least(seen, count), count, s->largest + m,
+                                     s->total + m);
         if (shrink != 1.0f) scale_row(s->sums + m * s->columns, s->columns, shrink);
     }
     for (ptrdiff_t key = 0; key < count; key += VALUE_BLOCK) {
@@ -179,16 +186,24 @@ static void attend_rows(const AttentionArgs *h, const Scratch *s, int once, ptrd
         if (once) widen_values(skip_keys(from, key), here, width, s->values);
         for (ptrdiff_t part = 0; part < parts; part++) {
             ptrdiff_t z = vectors * part / parts, next = vectors * (part + 1) / parts;
-            Product p = {s->scores + key, KEY_CHUNK, values + z * LANES, s->columns, here,
-                         s->sums + row * s->columns + z * LANES, s->columns, 0, (const char *)values, 0};
+            Product p = {s->scores + key,
+                         KEY_CHUNK,
+                         values + z * LANES,
+                         s->columns,
+                         here,
+                         s->sums + row * s->columns + z * LANES,
+                         s->columns,
+                         0,
+                         (const char *)values,
+                         0};
             add_product(rows, next - z, &p);
         }
     }
 }
 
 /* Attend all queries of a task to a chunk of keys. */
-static void attend_chunk(const AttentionArgs *h, const Scratch *s, ptrdiff_t rows, const ptrdiff_t *limits, ptrdiff_t chunk,
-                         ptrdiff_t count, Keys from)
+static void attend_chunk(const AttentionArgs *h, const Scratch *s, ptrdiff_t rows, const ptrdiff_t *limits,
+                         ptrdiff_t chunk, ptrdiff_t count, Keys from)
 {
     int once = rows <= QUERY_BLOCK;
     if (!once) {
@@ -224,7 +239,8 @@ static void attend_task(const AttentionArgs *h, const KVSpan *span, const Scratc
     memset(s->sums, 0, sizeof(float) * rows * s->columns);
     ptrdiff_t keys = limits[rows - 1];
     for (ptrdiff_t chunk = 0; chunk < keys; chunk += KEY_CHUNK)
-        attend_chunk(h, s, rows, limits, chunk, least(KEY_CHUNK, keys - chunk), keys_of(h, span->first_key + chunk, kv));
+        attend_chunk(h, s, rows, limits, chunk, least(KEY_CHUNK, keys - chunk),
+                     keys_of(h, span->first_key + chunk, kv));
     for (ptrdiff_t row = 0; row < rows; row++) {
         bf16 *out = h->out + (span->first_query + token + row / group) * h->out_token +
                     (kv * group + row % group) * h->width;

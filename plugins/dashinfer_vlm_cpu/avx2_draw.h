@@ -1,5 +1,7 @@
 /* Drawing tokens, see avx2.c. */
+#pragma once
 
+#include "avx2_numbers.h"
 #include "draw.h"
 
 static float largest_logit(const float *logits, ptrdiff_t count)

@@ -1,11 +1,13 @@
 /* Linear layers with weights of 4 bits, see int4.h for their layout and avx2.c. Results equal those of avx512.c.
  *
- * Products of codes and 8-bit activations fit into 16 bits, and so do the sums of 16 of them, which are two inputs of each
- * quad in a group of 32 inputs. */
+ * Products of codes and 8-bit activations fit into 16 bits, and so do the sums of 16 of them, which are two inputs of
+ * each quad in a group of 32 inputs. */
+#pragma once
 
-enum { QUANT_BLOCK = BLOCK, SUM_QUADS = 8 };
-
+#include "avx2_int8.h"
 #include "int4.h"
+
+enum { SUM_QUADS = 8 };
 
 /* Rows of activations in 8 bits, with the negated sum of each group, which compensates for the zero points. */
 typedef struct {
@@ -62,7 +64,7 @@ static void unpack_int4(const char *packed, ptrdiff_t group, Int4Block *block)
     for (int quad = 0; quad < BLOCK / 4; quad++, codes += QUAD_BYTES) {
         __m256i *to = (__m256i *)block->codes[quad];
         prefetch(codes + PREFETCH_BYTES);
-        UNROLL for (int z = 0; z < VECTORS / 2; z++) {
+        UNROLL_FOR (int z = 0; z < VECTORS / 2; z++) {
             __m256i both = at(codes, z);
             _mm256_store_si256(to + z, _mm256_and_si256(both, low));
             _mm256_store_si256(to + VECTORS / 2 + z, _mm256_and_si256(_mm256_srli_epi16(both, 4), low));
@@ -81,14 +83,14 @@ static void unpack_int4(const char *packed, ptrdiff_t group, Int4Block *block)
 INLINE void add_quads_int4(const int rows, const int8_t *x, const char *codes, __m256i sums[MAX_TILE_ROWS][2])
 {
     __m256i acc[MAX_TILE_ROWS][2];
-    UNROLL for (int m = 0; m < rows; m++)
-        UNROLL for (int z = 0; z < 2; z++) acc[m][z] = VNNI ? sums[m][z] : _mm256_setzero_si256();
+    UNROLL_FOR (int m = 0; m < rows; m++)
+        UNROLL_FOR (int z = 0; z < 2; z++) acc[m][z] = VNNI ? sums[m][z] : _mm256_setzero_si256();
     for (int quad = 0; quad < SUM_QUADS; quad++, x += 4, codes += 4 * PANEL) {
         __m256i w[2];
-        UNROLL for (int z = 0; z < 2; z++) w[z] = at(codes, z);
-        UNROLL for (int m = 0; m < rows; m++) {
+        UNROLL_FOR (int z = 0; z < 2; z++) w[z] = at(codes, z);
+        UNROLL_FOR (int m = 0; m < rows; m++) {
             __m256i both = broadcast_dword(x + m * BLOCK);
-            UNROLL for (int z = 0; z < 2; z++)
+            UNROLL_FOR (int z = 0; z < 2; z++)
 #if VNNI
                 acc[m][z] = _mm256_dpbusd_epi32(acc[m][z], w[z], both);
 #else
@@ -97,8 +99,8 @@ INLINE void add_quads_int4(const int rows, const int8_t *x, const char *codes, _
             IN_REGISTERS(acc[m][0], acc[m][1]);
         }
     }
-    UNROLL for (int m = 0; m < rows; m++)
-        UNROLL for (int z = 0; z < 2; z++)
+    UNROLL_FOR (int m = 0; m < rows; m++)
+        UNROLL_FOR (int z = 0; z < 2; z++)
             sums[m][z] = VNNI ? acc[m][z]
                               : _mm256_add_epi32(sums[m][z], _mm256_madd_epi16(acc[m][z], _mm256_set1_epi16(1)));
 }
@@ -109,25 +111,26 @@ INLINE void tile_int4(const int rows, const Int4Rows *q, ptrdiff_t block, ptrdif
 {
     ptrdiff_t place = block * q->rows + row, groups = BLOCK / group;
     __m256 parts[MAX_TILE_ROWS][2];
-    UNROLL for (int m = 0; m < rows; m++)
-        UNROLL for (int z = 0; z < 2; z++) parts[m][z] = _mm256_setzero_ps();
+    UNROLL_FOR (int m = 0; m < rows; m++)
+        UNROLL_FOR (int z = 0; z < 2; z++) parts[m][z] = _mm256_setzero_ps();
     for (ptrdiff_t g = 0; g < groups; g++) {
         __m256i sums[MAX_TILE_ROWS][2];
-        UNROLL for (int z = 0; z < 2; z++) {
+        UNROLL_FOR (int z = 0; z < 2; z++) {
             __m256i zeros = at((const char *)weights->zeros[g], first + z);
-            UNROLL for (int m = 0; m < rows; m++) /* both have 16 bits */
+            UNROLL_FOR (int m = 0; m < rows; m++) /* both have 16 bits */
                 sums[m][z] = _mm256_madd_epi16(zeros, _mm256_set1_epi32(q->offsets[(place + m) * groups + g] & 0xffff));
         }
         for (ptrdiff_t k = g * group; k < (g + 1) * group; k += 4 * SUM_QUADS)
-            add_quads_int4(rows, q->values + place * BLOCK + k, (const char *)(weights->codes[k / 4]) + 32 * first, sums);
-        UNROLL for (int z = 0; z < 2; z++) {
+            add_quads_int4(rows, q->values + place * BLOCK + k, (const char *)(weights->codes[k / 4]) + 32 * first,
+                           sums);
+        UNROLL_FOR (int z = 0; z < 2; z++) {
             __m256 scales = _mm256_load_ps(weights->scales[g] + (first + z) * LANES);
-            UNROLL for (int m = 0; m < rows; m++)
+            UNROLL_FOR (int m = 0; m < rows; m++)
                 parts[m][z] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[m][z]), scales, parts[m][z]);
         }
     }
-    UNROLL for (int m = 0; m < rows; m++)
-        UNROLL for (int z = 0; z < 2; z++) {
+    UNROLL_FOR (int m = 0; m < rows; m++)
+        UNROLL_FOR (int z = 0; z < 2; z++) {
             float *sum = out + m * PANEL + (first + z) * LANES;
             __m256 before = block ? _mm256_load_ps(sum) : _mm256_setzero_ps();
             _mm256_store_ps(sum, _mm256_fmadd_ps(parts[m][z], _mm256_set1_ps(q->scales[place + m]), before));
@@ -146,8 +149,7 @@ static void linear_rows_int4(const Int4Rows *q, ptrdiff_t panel, ptrdiff_t start
         unpack_int4(packed, m->group, &weights);
         for (ptrdiff_t tile = 0; tile < tiles; tile++) {
             ptrdiff_t row = rows * tile / tiles, count = rows * (tile + 1) / tiles - row;
-            for (int z = 0; z < VECTORS; z += 2)
-                switch (8 * 2 + count) {
+            for (int z = 0; z < VECTORS; z += 2) switch (8 * 2 + count) {
                     CASES_TO_6(2, tile_int4(rows, q, block, start + row, &weights, z, m->group, sums + row * PANEL))
                 }
         }
@@ -155,7 +157,8 @@ static void linear_rows_int4(const Int4Rows *q, ptrdiff_t panel, ptrdiff_t start
     finish_scaled(ep, panel, start, stop, sums);
 }
 
-static void linear_int4(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const Epilogue *ep, char *workspace, int threads)
+static void linear_int4(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const Epilogue *ep, char *workspace,
+                        int threads)
 {
     ptrdiff_t panels = ceil_div(ep->m->outputs, PANEL), groups = ceil_div(rows, ROW_GROUP);
     Int4Rows q = int4_rows_at(workspace, ep->m, rows);
@@ -165,6 +168,7 @@ static void linear_int4(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const E
         for (ptrdiff_t row = 0; row < rows; row++) quantize_row_int4(ep->m, x + row * stride, &q, row);
 #pragma omp for schedule(guided, groups > 1 ? 1 : 2)
         for (ptrdiff_t task = 0; task < panels * groups; task++)
-            linear_rows_int4(&q, task / groups, rows * (task % groups) / groups, rows * (task % groups + 1) / groups, ep);
+            linear_rows_int4(&q, task / groups, rows * (task % groups) / groups, rows * (task % groups + 1) / groups,
+                             ep);
     }
 }

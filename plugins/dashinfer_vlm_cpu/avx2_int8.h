@@ -1,8 +1,14 @@
-/* Linear layers with weights of 8 bits, see avx2.c. Integer sums are exact, so that the results equal those of avx512.c.
+/* Linear layers with weights of 8 bits, see avx2.c. Integer sums are exact, so that the results equal those of
+ * avx512.c.
  *
  * With AVX-VNNI, one instruction multiplies quads of unsigned weights by signed activations. Without it, weights and
- * activations are widened to 16 bits, because the product of bytes (vpmaddubsw) saturates. The even and the odd bytes of a
- * quad are widened separately, with one instruction each: for each tile, since sharing them between tiles is slower. */
+ * activations are widened to 16 bits, because the product of bytes (vpmaddubsw) saturates. The even and the odd bytes
+ * of a quad are widened separately, with one instruction each: for each tile, since sharing them between tiles is
+ * slower. */
+#pragma once
+
+#include "avx2_linear.h"
+#include "int8.h"
 
 #if defined(__AVXVNNI__) || defined(__AVX512VNNI__)
 #define VNNI 1
@@ -25,8 +31,6 @@ static float max_abs(const bf16 *x, ptrdiff_t count)
     memcpy(&value, &most, sizeof value);
     return value;
 }
-
-#include "int8.h"
 
 INLINE float inverse_of(float scale) { return scale > 0 ? 1.0f / scale : 0.0f; }
 
@@ -53,9 +57,9 @@ void pack_int8(const bf16 *weight, int64_t outputs, int64_t inputs, int32_t gate
     }
 }
 
-/* Rows of activations in 8 bits. Each block of inputs has a scale and -128 times the sum of its values, which compensates
- * for the offset of the weights. Blocks are used because these models have outlier activations: a few inputs are hundreds of
- * times larger than the others. */
+/* Rows of activations in 8 bits. Each block of inputs has a scale and -128 times the sum of its values, which
+ * compensates for the offset of the weights. Blocks are used because these models have outlier activations: a few
+ * inputs are hundreds of times larger than the others. */
 typedef struct {
     Quantum *values;  /* [blocks][rows][BLOCK] */
     float *scales;    /* [blocks][rows] */
@@ -121,24 +125,24 @@ static void quantize_row(const bf16 *x, ptrdiff_t inputs, const Quantized *q, pt
 
 /* sums[m] (+)= row `row` + m times `quads` quads of a block of a panel, two vectors of it. For each quad, two lines are
  * prefetched, `step` bytes after the previous ones. */
-INLINE void tile_int8(const int rows, const Quantized *q, ptrdiff_t block, ptrdiff_t row, const char *panel, ptrdiff_t quads,
-                      float *sums, const char *next, ptrdiff_t step)
+INLINE void tile_int8(const int rows, const Quantized *q, ptrdiff_t block, ptrdiff_t row, const char *panel,
+                      ptrdiff_t quads, float *sums, const char *next, ptrdiff_t step)
 {
     ptrdiff_t place = block * q->rows + row;
     const Quantum *x = q->values + place * BLOCK, *stop = x + 4 * quads;
     __m256i acc[MAX_TILE_ROWS][2];
-    UNROLL for (int m = 0; m < rows; m++)
-        UNROLL for (int z = 0; z < 2; z++) acc[m][z] = _mm256_set1_epi32(q->offsets[place + m]);
+    UNROLL_FOR (int m = 0; m < rows; m++)
+        UNROLL_FOR (int z = 0; z < 2; z++) acc[m][z] = _mm256_set1_epi32(q->offsets[place + m]);
     for (; x < stop; x += 4, panel += 4 * PANEL, next += step) {
         prefetch(next);
         prefetch(next + 64);
-        UNROLL for (int part = 0; part < (VNNI ? 1 : 2); part++) {
+        UNROLL_FOR (int part = 0; part < (VNNI ? 1 : 2); part++) {
             __m256i w[2] = {at(panel, 0), at(panel, 1)};
-            UNROLL for (int z = 0; z < 2; z++)
+            UNROLL_FOR (int z = 0; z < 2; z++)
                 if (!VNNI) w[z] = part ? _mm256_srli_epi16(w[z], 8) : _mm256_and_si256(w[z], _mm256_set1_epi16(0xff));
-            UNROLL for (int m = 0; m < rows; m++) {
+            UNROLL_FOR (int m = 0; m < rows; m++) {
                 __m256i both = broadcast_dword(x + m * BLOCK + 2 * part);
-                UNROLL for (int z = 0; z < 2; z++)
+                UNROLL_FOR (int z = 0; z < 2; z++)
 #if VNNI
                     acc[m][z] = _mm256_dpbusd_epi32(acc[m][z], w[z], both);
 #else
@@ -148,8 +152,8 @@ INLINE void tile_int8(const int rows, const Quantized *q, ptrdiff_t block, ptrdi
             }
         }
     }
-    UNROLL for (int m = 0; m < rows; m++)
-        UNROLL for (int z = 0; z < 2; z++) {
+    UNROLL_FOR (int m = 0; m < rows; m++)
+        UNROLL_FOR (int z = 0; z < 2; z++) {
             float *sum = sums + m * PANEL + z * LANES;
             __m256 before = block ? _mm256_load_ps(sum) : _mm256_setzero_ps();
             __m256 scale = _mm256_set1_ps(q->scales[place + m]);
@@ -184,7 +188,7 @@ static void finish_scaled(const Epilogue *ep, ptrdiff_t panel, ptrdiff_t start, 
     const float *scales = ep->m->scales + panel * PANEL;
     for (ptrdiff_t row = start; row < stop; row++) {
         __m256 found[VECTORS];
-        UNROLL for (int z = 0; z < VECTORS; z++)
+        UNROLL_FOR (int z = 0; z < VECTORS; z++)
             found[z] = _mm256_mul_ps(_mm256_load_ps(sums + (row - start) * PANEL + z * LANES),
                                      _mm256_loadu_ps(scales + z * LANES));
         finish(ep, row, panel, found);
@@ -199,7 +203,8 @@ static void linear_rows_int8(const Quantized *q, ptrdiff_t panel, ptrdiff_t star
     finish_scaled(ep, panel, start, stop, sums);
 }
 
-static void linear_int8(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const Epilogue *ep, char *workspace, int threads)
+static void linear_int8(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const Epilogue *ep, char *workspace,
+                        int threads)
 {
     ptrdiff_t panels = ceil_div(ep->m->outputs, PANEL), groups = ceil_div(rows, ROW_GROUP), inputs = ep->m->inputs;
     Quantized q = quantized_at(workspace, rows, inputs);
@@ -209,6 +214,7 @@ static void linear_int8(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const E
         for (ptrdiff_t row = 0; row < rows; row++) quantize_row(x + row * stride, inputs, &q, row);
 #pragma omp for schedule(guided, groups > 1 ? 1 : 2)
         for (ptrdiff_t task = 0; task < panels * groups; task++)
-            linear_rows_int8(&q, task / groups, rows * (task % groups) / groups, rows * (task % groups + 1) / groups, ep);
+            linear_rows_int8(&q, task / groups, rows * (task % groups) / groups, rows * (task % groups + 1) / groups,
+                             ep);
     }
 }

@@ -1,194 +1,206 @@
-"""Compile C source into a shared library on first use, and load it from the user's cache folder."""
+"""Compile the C kernels for all instruction sets into one library, next to their sources.
+
+`scripts/build_hook.py` calls this when the package is installed or a wheel is built. After a C file of an editable
+installation has changed, `scripts/env` or `python -m dashinfer_vlm_cpu.build` compiles the library again. This module
+is run by its path in an environment without the package, so it imports only the standard library.
+
+Each variant is a separate object file, whose functions get the variant's name as a prefix. Linked together, they need
+no library but the C library, and run no code when they are loaded.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import errno
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
-import torch
+FOLDER = Path(__file__).resolve().parent
+LIBRARY = FOLDER / "libkernels.so"
 
-from .library_cache import CheckedLibrary, FolderError, LibraryCache, RejectedLibraryError
-from .variants import COMPILE_FLAGS, LINK_FLAGS
+COMPILE_FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-fopenmp")
+COMMON_FLAGS = ("-O2", "-std=gnu11", "-fPIC", "-march=x86-64")
+LINK_FLAGS = (
+    "-shared",
+    "-nostartfiles",  # they would run code of the compiler's libraries on loading
+    "-Wl,-Bsymbolic-functions",
+    "-Wl,-z,defs",  # report functions that no library defines
+    "-Wl,-z,noexecstack",
+    "-Wl,-z,relro,-z,now",
+    "-Wl,--as-needed",
+    "-Wl,--build-id=none",
+    "-s",
+    "-lm",
+)
 
-COMPILERS = ("cc", "gcc", "clang")
 
-OTHER_CACHE = "choose another folder with `cache_dir` (DASHINFER_VLM_CACHE_DIR)"
+class Variant(NamedTuple):
+    """C kernels for one instruction set.
 
-COMPILE_TIMEOUT = 120.0
-"""Time limit of the compiler in seconds; it usually takes ten."""
+    Attributes:
+        name: name of the kernel set, and the value of `cpu_kernels` that selects it.
+        source: the C file.
+        flags: compiler flags, in addition to `COMPILE_FLAGS`.
+        features: required CPU features, as /proc/cpuinfo spells them.
+    """
 
-VERSION_TIMEOUT = 20.0
-"""Time limit of a compiler's `--version` in seconds."""
+    name: str
+    source: str
+    flags: tuple[str, ...]
+    features: tuple[str, ...]
+
+
+AVX512 = Variant(
+    "avx512",
+    "avx512.c",
+    ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni", "-mfma"),
+    ("avx512_bf16", "avx512_vnni"),
+)
+AMX = Variant(
+    "amx",
+    "avx512.c",
+    (*AVX512.flags, "-DTILES", "-DTILES_AMX", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+    (*AVX512.features, "amx_tile", "amx_bf16", "amx_int8"),
+)
+PORTABLE_TILES = Variant("portable_tiles", "avx512.c", (*AVX512.flags, "-DTILES"), AVX512.features)
+"""The kernels of `AMX` with its instructions emulated in C, bit-exact and slow: for tests on every machine."""
+
+AVX2 = Variant("avx2", "avx2.c", ("-mavx2", "-mfma", "-mf16c"), ("avx2", "fma", "f16c"))
+AVX_VNNI = Variant("avx_vnni", "avx2.c", (*AVX2.flags, "-mavxvnni"), (*AVX2.features, "avx_vnni"))
+AVX512_VNNI = Variant(
+    "avx512_vnni", "avx2.c", (*AVX2.flags, "-mavx512vl", "-mavx512vnni"), (*AVX2.features, "avx512vl", "avx512_vnni")
+)
+"""The kernels of `AVX_VNNI` with the same instructions in the encoding of AVX-512, for CPUs without AVX-512 BF16."""
+
+VARIANTS = (AMX, AVX512, AVX512_VNNI, AVX_VNNI, AVX2)
+"""The variants of the library, fastest first."""
+
+
+ADVICE = (
+    "The C kernels need gcc 11 or newer and binutils. Set CC to such a gcc, or HATCH_BUILD_NO_HOOKS=true to install the"
+    " package without them."
+)
 
 
 class BuildError(Exception):
-    """The library could not be built.
-
-    Attributes:
-        reason: what failed.
-        fix: the next step.
-    """
-
-    def __init__(self, reason: str, fix: str) -> None:
-        super().__init__(f"{reason}; {fix}")
-        self.reason = reason
-        self.fix = fix
+    """A tool failed; the message has its command and its output."""
 
 
-def load_library(source: Path, cache: Path, name: str = "", flags: Sequence[str] = ()) -> ctypes.CDLL:
-    """Load the compiled library of `source`, from `cache` if it was compiled before.
+def build(output: Path = LIBRARY, variants: Sequence[Variant] = VARIANTS) -> bool:
+    """Compile a library, unless it is current.
 
-    Concurrent callers, in this process and others, wait for the one that compiles this library.
-
-    Args:
-        source: a C file; it may include the headers in its folder.
-        cache: the folder of the libraries.
-        name: name of the library; that of the source by default.
-        flags: compiler flags, in addition to `COMPILE_FLAGS` and `LINK_FLAGS`.
+    Returns:
+        Whether there is a current library. There is none without a compiler, or for other platforms.
 
     Raises:
-        BuildError: no compiler can build it, or the cache is not writable or is writable by other users.
-        OSError: the dynamic loader rejects the library.
+        BuildError: the compilation failed.
+        OSError: the folder of the library cannot be written.
     """
-    compilers = list(filter(None, map(shutil.which, COMPILERS)))
-    if not compilers:
-        raise BuildError(
-            "no C compiler was found", "install gcc or clang, with `apt-get install gcc` or `dnf install gcc`"
-        )
-    flags, openmp = [*COMPILE_FLAGS, *LINK_FLAGS, *flags], _torch_openmp()
-    stem = f"{name or source.stem}-{_build_key(source, compilers, flags, openmp)}"
-    with _open_cache(cache) as libraries:
-        library = libraries.find(stem)
-        if library is None:
-            with libraries.locked(stem):
-                libraries.remove_rejected(stem)
-                library = libraries.find(stem) or _compile_and_store(
-                    libraries, stem, cache, lambda: _compile_with_any(compilers, source, [*flags, *map(str, openmp)])
-                )
-    return library.load()
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    if is_current(output):
+        return True
+    compiler = find_compiler()
+    if not compiler:
+        return False
+    with tempfile.TemporaryDirectory(prefix=".build-", dir=output.parent) as folder:
+        _compile(compiler, Path(folder), variants).replace(output)
+    return True
 
 
-@contextlib.contextmanager
-def _open_cache(folder: Path) -> Iterator[LibraryCache]:
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError as error:
-        raise BuildError(f"the cache {folder} cannot be created: {error.strerror}", OTHER_CACHE) from error
-    with contextlib.ExitStack() as stack:
-        try:
-            libraries = stack.enter_context(LibraryCache.open(folder))
-        except OSError as error:
-            raise BuildError(f"the cache {folder} cannot be opened: {error.strerror}", OTHER_CACHE) from error
-        except FolderError as error:
-            fix = f"run `chmod go-w {folder}`, or {OTHER_CACHE}" if "write" in error.reason else OTHER_CACHE
-            raise BuildError(f"the cache {folder} is not used: {error.reason}", fix) from error
-        yield libraries
+def find_compiler() -> list[str]:
+    """Return the command of the C compiler, `$CC` or gcc; empty if there is none.
 
-
-def _compile_and_store(
-    libraries: LibraryCache, stem: str, folder: Path, compile_library: Callable[[], bytes]
-) -> CheckedLibrary:
-    try:
-        libraries.check_writable()  # compiling takes ten seconds
-        return libraries.store(stem, compile_library())
-    except OSError as error:
-        raise BuildError(f"the cache {folder} cannot be written: {error.strerror}", OTHER_CACHE) from error
-    except RejectedLibraryError as error:
-        raise BuildError(f"a file written to the cache {folder} is not usable: {error}", OTHER_CACHE) from error
-
-
-def _build_key(source: Path, compilers: Sequence[str], flags: Sequence[str], openmp: Sequence[Path]) -> str:
-    """Return a digest of everything that the compiled library depends on.
-
-    The folders of the compiler, of the source and of torch's OpenMP library are not part of it, so that environments
-    share a library. The library refers to OpenMP by its soname, and torch has loaded that before.
+    Other compilers than gcc are not searched for: clang's code calls functions of its own OpenMP library.
     """
-    files = [source, *sorted(source.parent.glob("*.h")), *openmp]
-    parts = [
-        platform.machine(),
-        _libc_version(),
-        *flags,
-        *map(_compiler_identity, compilers),
-        *(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in files),
+    return shlex.split(os.environ.get("CC", "")) or ["gcc"] * (shutil.which("gcc") is not None)
+
+
+def is_current(library: Path) -> bool:
+    """Whether a library exists and was compiled from the present sources."""
+    return library.is_file() and source_digest().encode() in library.read_bytes()
+
+
+def source_digest() -> str:
+    """Return a digest of the C files, and of this module, which has the compiler's flags."""
+    digest = hashlib.sha256(Path(__file__).read_bytes())
+    for path in sorted([*FOLDER.glob("*.c"), *FOLDER.glob("*.h")]):
+        digest.update(f"\0{path.name}\0".encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _compile(compiler: Sequence[str], folder: Path, variants: Sequence[Variant]) -> Path:
+    """Compile the library and its parts into an empty folder."""
+    digest = source_digest()  # first: sources may be edited during the compilation
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        parts = list(pool.map(lambda variant: _compile_variant(compiler, folder, variant), variants))
+    common = _compile_common(compiler, folder, parts, digest)
+    exports = folder / "exports"
+    prefixes = ["common", *(variant.name for variant in variants)]
+    exports.write_text(f"{{ global: {' '.join(f'{prefix}_*;' for prefix in prefixes)} local: *; }};\n")
+    library = folder / LIBRARY.name
+    _run([*compiler, str(common), *map(str, parts), *LINK_FLAGS, f"-Wl,--version-script={exports}", "-o", str(library)])
+    return library
+
+
+def _compile_variant(compiler: Sequence[str], folder: Path, variant: Variant) -> Path:
+    """Compile a variant to an object file, in which the variant's name is a prefix of each function."""
+    path = folder / f"{variant.name}.o"
+    _run([*compiler, variant.source, *COMPILE_FLAGS, *variant.flags, "-c", "-o", str(path)])
+    names = folder / f"{variant.name}.names"
+    names.write_text("".join(f"{name} {variant.name}_{name}\n" for name in _symbols(path, "--defined-only")))
+    _run(["objcopy", f"--redefine-syms={names}", str(path)])
+    return path
+
+
+def _compile_common(compiler: Sequence[str], folder: Path, parts: Sequence[Path], digest: str) -> Path:
+    """Compile the part that all variants share, with the functions of OpenMP that they call."""
+    called = {name for path in parts for name in _symbols(path, "--undefined-only")}
+    openmp = sorted(name for name in called if name.startswith(("GOMP_", "omp_")))
+    defines = [
+        f"-DOPENMP_FUNCTIONS={' '.join(f'FUNCTION({name})' for name in openmp)}",
+        f'-DSOURCE_DIGEST="{digest}"',
     ]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    path = folder / "common.o"
+    _run([*compiler, "common.c", *COMMON_FLAGS, *defines, "-c", "-o", str(path)])
+    return path
 
 
-def _libc_version() -> str:
-    """Return the C library's version: a library linked with a newer one may not load with an older one."""
+def _symbols(path: Path, which: str) -> list[str]:
+    """Return the names of an object file's global symbols."""
+    return [line.split()[0] for line in _run(["nm", "--extern-only", "-P", which, str(path)]).splitlines()]
+
+
+def _run(command: Sequence[str]) -> str:
+    """Run a command in the folder of the sources, and return its output."""
     try:
-        return os.confstr("CS_GNU_LIBC_VERSION") or ""
-    except (ValueError, OSError):  # not glibc
-        return ""
-
-
-def _compiler_identity(compiler: str) -> str:
-    """Return the text of `--version`, or the path if it has none."""
-    try:
-        done = subprocess.run(  # noqa: S603 our own command
-            [compiler, "--version"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=VERSION_TIMEOUT,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return compiler
+        done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, errors="replace", check=False)  # noqa: S603 - our own
+    except OSError as error:
+        raise BuildError(f"{command[0]} cannot be run: {error.strerror}. {ADVICE}") from error
+    if done.returncode:
+        raise BuildError(f"{shlex.join(command)} failed:\n{done.stdout}{done.stderr}{ADVICE}")
     return done.stdout
 
 
-def _compile_with_any(compilers: Sequence[str], source: Path, flags: Sequence[str]) -> bytes:
-    """Compile with the first compiler that succeeds: an old one may precede a newer one."""
-    for compiler in compilers[:-1]:
-        with contextlib.suppress(BuildError):
-            return _compile(compiler, source, flags)
-    return _compile(compilers[-1], source, flags)
-
-
-def _torch_openmp() -> list[Path]:
-    """Return torch's bundled OpenMP library, if any: two OpenMP runtimes in a process would compete for the cores."""
-    root = Path(torch.__file__).parent
-    return sorted([*root.glob("lib/libgomp*.so*"), *root.parent.glob("torch.libs/libgomp*.so*")])[:1]
-
-
-def _compile(compiler: str, source: Path, flags: Sequence[str]) -> bytes:
-    """Return the compiled library. It is compiled in a private temporary folder, whose path nobody can exchange."""
+def main() -> int:
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            output = Path(folder, "library.so")
-            _run([compiler, str(source), *flags, "-o", str(output)])
-            return output.read_bytes()
-    except OSError as error:
-        raise BuildError(
-            f"the folder for temporary files cannot be used: {error.strerror}", "set TMPDIR to a folder on another disk"
-        ) from error
+        has_library = build()
+    except (BuildError, OSError) as error:
+        print(f"The C kernels could not be compiled. {error}", file=sys.stderr)  # noqa: T201
+        return 1
+    if not has_library:
+        print("The C kernels are not compiled: they need gcc, on Linux on x86-64.", file=sys.stderr)  # noqa: T201
+    return 0
 
 
-def _run(command: Sequence[str]) -> None:
-    compiler = command[0]
-    try:
-        subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=COMPILE_TIMEOUT)  # noqa: S603 our own command
-    except subprocess.CalledProcessError as error:
-        if os.strerror(errno.ENOSPC) in error.stderr:
-            raise BuildError(
-                "the disk of the cache or of temporary files is full", f"free a few MB, or {OTHER_CACHE}"
-            ) from error
-        last = (error.stderr.strip().splitlines() or ["no message"])[-1]
-        raise BuildError(f"{compiler} failed ({last})", "use gcc 11 or clang 14, or newer") from error
-    except subprocess.TimeoutExpired as error:
-        raise BuildError(
-            f"{compiler} took more than {COMPILE_TIMEOUT:g} s", "try again when the machine is idle"
-        ) from error
-    except OSError as error:
-        raise BuildError(f"{compiler} cannot be run: {error.strerror}", "install gcc 11 or clang 14") from error
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,5 +1,18 @@
-/* The layers of a decoder. The file that includes this one defines the functions `linear_biased`, `norm`, `norm_row`, `rotate` and
- * `attend`, and those for numbers: `element`, `add_row` and `quantize_head`. */
+/* The layers of a decoder. Each instruction set defines the functions that are declared here. */
+#pragma once
+
+#include "arguments.h"
+
+void linear_biased(const Matrix *m, const bf16 *x, int64_t stride, int64_t rows, void *out, int64_t out_stride,
+                   int32_t add, const float *row_bias, int64_t biased_rows, char *workspace, int32_t threads);
+INLINE void norm_row(const bf16 *x, const bf16 *weight, const bf16 *bias, float eps, bf16 *out, ptrdiff_t columns);
+void norm(const bf16 *x, int64_t stride, const bf16 *weight, const bf16 *bias, float eps, bf16 *out, int64_t rows,
+          int64_t columns, int32_t threads);
+void rotate(bf16 *x, int64_t stride, const float *cos, const float *sin, int64_t rows, int64_t heads, int64_t half,
+            int32_t threads);
+void attend(const AttentionArgs *h, const KVSpan *spans, int64_t count, char *workspace, int32_t threads);
+static void add_row(bf16 *x, const bf16 *y, ptrdiff_t count);
+static void quantize_head(const bf16 *x, ptrdiff_t width, int8_t *bytes, float *scale);
 
 typedef struct {
     const bf16 *input_norm;
@@ -11,7 +24,7 @@ typedef struct {
 
 enum { MAX_PARTS = 3 };
 
-typedef struct { /* see `LowRank` in types.py */
+typedef struct {                 /* see `LowRank` in types.py */
     const Matrix *down;          /* null if the adapter does not change the linear layer */
     const Matrix *up[MAX_PARTS]; /* null after the last one */
     int64_t first_input[MAX_PARTS], first_output[MAX_PARTS];
@@ -27,7 +40,7 @@ typedef struct { /* see `AdapterRows` in types.py */
 } AdapterRows;
 
 typedef struct { /* the new tokens of many requests, see `ForwardBatch` in types.py */
-    bf16 *x; /* [rows, hidden]; overwritten */
+    bf16 *x;     /* [rows, hidden]; overwritten */
     int64_t rows, hidden;
     const float *cos, *sin;
     const int64_t *slots; /* the row of `cache` for each token */
@@ -36,21 +49,21 @@ typedef struct { /* the new tokens of many requests, see `ForwardBatch` in types
     const int64_t *last; /* increasing */
     int64_t last_count;
     const KVSpan *last_spans;
-    bf16 *out;   /* [last_count, hidden] */
-    void *cache; /* [layers, 2 * kv_heads, cache_rows, width], bf16, or int8 if there are scales */
+    bf16 *out;           /* [last_count, hidden] */
+    void *cache;         /* [layers, 2 * kv_heads, cache_rows, width], bf16, or int8 if there are scales */
     float *cache_scales; /* [layers, 2 * kv_heads, cache_rows]; null for bf16 */
     int64_t cache_rows;
     bf16 *normed, *qkv, *mixed, *inner; /* intermediate results */
     char *linear_workspace, *attend_workspace;
-    const bf16 *additions; /* [levels, addition_count, hidden] */
+    const bf16 *additions;        /* [levels, addition_count, hidden] */
     const int64_t *addition_rows; /* the row of `x` that each is added to */
     int64_t addition_count, levels, level_stride, addition_stride;
     const AdapterRows *adapters;
     int64_t adapter_count;
-    float *row_bias;               /* [rows with an adapter, most outputs] */
-    bf16 *ranks;                   /* [rows, most ranks] */
+    float *row_bias; /* [rows with an adapter, most outputs] */
+    bf16 *ranks;     /* [rows, most ranks] */
     int64_t ranks_stride;
-    char *adapter_workspace;       /* for `linear` with the matrices of adapters, one for each thread */
+    char *adapter_workspace;        /* for `linear` with the matrices of adapters, one for each thread */
     int64_t adapter_workspace_size; /* of each */
 } ForwardBatch;
 
@@ -133,7 +146,7 @@ typedef struct { /* one linear layer */
     int last; /* whether the rows are those of `last` */
 } LinearCall;
 
-typedef struct { /* the rows of one adapter, and what it adds to a linear layer */
+typedef struct {           /* the rows of one adapter, and what it adds to a linear layer */
     const LowRank *change; /* null if nothing, or if there are no rows */
     ptrdiff_t start, stop;
 } Change;
@@ -155,14 +168,16 @@ static void multiply_low_rank(const LinearCall *c, const ForwardBatch *p, ptrdif
     ptrdiff_t rows = found.stop - found.start, stride = p->ranks_stride;
     bf16 *ranks = p->ranks + found.start * stride;
     float *out = p->row_bias + (found.start - first) * c->m->outputs;
-    linear_biased(l->down, c->x + found.start * c->stride, c->stride, rows, ranks, stride, 0, NULL, 0, workspace, threads);
+    linear_biased(l->down, c->x + found.start * c->stride, c->stride, rows, ranks, stride, 0, NULL, 0, workspace,
+                  threads);
     for (int part = 0; part < MAX_PARTS && l->up[part]; part++)
-        linear_biased(l->up[part], ranks + l->first_input[part], stride, rows, out + l->first_output[part], c->m->outputs,
-                      0, NULL, 0, workspace, threads);
+        linear_biased(l->up[part], ranks + l->first_input[part], stride, rows, out + l->first_output[part],
+                      c->m->outputs, 0, NULL, 0, workspace, threads);
 }
 
 /* Compute what the adapters add to a linear layer; returns the number of rows of the row bias. Few rows of several
- * adapters are divided among the threads by adapter, since starting a parallel region takes longer than such a product. */
+ * adapters are divided among the threads by adapter, since starting a parallel region takes longer than such a product.
+ */
 static ptrdiff_t multiply_adapters(const LinearCall *c, const ForwardBatch *p, int threads)
 {
     ptrdiff_t first = c->rows, count = 0;
@@ -174,7 +189,8 @@ static ptrdiff_t multiply_adapters(const LinearCall *c, const ForwardBatch *p, i
     if (!count) return 0;
     memset(p->row_bias, 0, rows * c->m->outputs * sizeof *p->row_bias);
     if (count == 1 || rows > 16 * count) {
-        for (ptrdiff_t i = 0; i < p->adapter_count; i++) multiply_low_rank(c, p, i, first, p->adapter_workspace, threads);
+        for (ptrdiff_t i = 0; i < p->adapter_count; i++)
+            multiply_low_rank(c, p, i, first, p->adapter_workspace, threads);
         return rows;
     }
 #pragma omp parallel for num_threads(threads)
@@ -186,18 +202,33 @@ static ptrdiff_t multiply_adapters(const LinearCall *c, const ForwardBatch *p, i
 static void linear(const LinearCall *c, const ForwardBatch *p, bf16 *out, ptrdiff_t out_stride, int add, int threads)
 {
     ptrdiff_t biased = multiply_adapters(c, p, threads);
-    linear_biased(c->m, c->x, c->stride, c->rows, out, out_stride, add, p->row_bias, biased, p->linear_workspace, threads);
+    linear_biased(c->m, c->x, c->stride, c->rows, out, out_stride, add, p->row_bias, biased, p->linear_workspace,
+                  threads);
 }
 
 /* Add a layer's attention output and then its MLP output to `x`. */
-static void attention_and_mlp(const DecoderLayer *l, ptrdiff_t layer, const ForwardBatch *p, const DecoderShape *s, CacheLayer cache,
-                              bf16 *x, ptrdiff_t rows, const KVSpan *spans, ptrdiff_t span_count, int threads)
+static void attention_and_mlp(const DecoderLayer *l, ptrdiff_t layer, const ForwardBatch *p, const DecoderShape *s,
+                              CacheLayer cache, bf16 *x, ptrdiff_t rows, const KVSpan *spans, ptrdiff_t span_count,
+                              int threads)
 {
     ptrdiff_t head = p->cache_rows * s->width, mixed = s->heads * s->width, inner = l->gate_up->columns;
     AttentionArgs h = {
-        p->qkv, cache.rows, element(cache.rows, cache.scales != NULL, s->kv_heads * head), p->mixed,
-        mixed + 2 * s->kv_heads * s->width, s->width, s->width, head, mixed, s->heads, s->kv_heads, s->width, s->scale,
-        cache.scales, cache.scales ? cache.scales + s->kv_heads * p->cache_rows : NULL, p->cache_rows,
+        p->qkv,
+        cache.rows,
+        element(cache.rows, cache.scales != NULL, s->kv_heads * head),
+        p->mixed,
+        mixed + 2 * s->kv_heads * s->width,
+        s->width,
+        s->width,
+        head,
+        mixed,
+        s->heads,
+        s->kv_heads,
+        s->width,
+        s->scale,
+        cache.scales,
+        cache.scales ? cache.scales + s->kv_heads * p->cache_rows : NULL,
+        p->cache_rows,
     };
     attend(&h, spans, span_count, p->attend_workspace, threads);
     int last = x == p->out;
@@ -208,7 +239,8 @@ static void attention_and_mlp(const DecoderLayer *l, ptrdiff_t layer, const Forw
 }
 
 /* Run all layers in one call: releasing and acquiring the GIL for each operation took a tenth of a step. */
-void run_layers(const DecoderLayer *layers, int64_t count, const DecoderShape *s, const ForwardBatch *p, int32_t threads)
+void run_layers(const DecoderLayer *layers, int64_t count, const DecoderShape *s, const ForwardBatch *p,
+                int32_t threads)
 {
     ptrdiff_t heads = s->heads + s->kv_heads, stride = (heads + s->kv_heads) * s->width;
     for (ptrdiff_t i = 0; i < count; i++) {

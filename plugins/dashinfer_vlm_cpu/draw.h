@@ -1,4 +1,7 @@
-/* Draw tokens from logits. The file that includes this one defines the functions that are declared here. */
+/* Draw tokens from logits. Each instruction set defines the functions that are declared here. */
+#pragma once
+
+#include "base.h"
 
 enum { DRAW_BLOCK = 128 };
 
@@ -21,8 +24,8 @@ static double sum_weights(const float weights[DRAW_BLOCK])
     return ((sums[0] + sums[4]) + (sums[1] + sums[5])) + ((sums[2] + sums[6]) + (sums[3] + sums[7]));
 }
 
-/* The first token of a block at which the cumulative sum exceeds `point`. If rounding leaves it below, the last token that
- * has a weight. */
+/* The first token of a block at which the cumulative sum exceeds `point`. If rounding leaves it below, the last token
+ * that has a weight. */
 static ptrdiff_t draw_in_block(const float weights[DRAW_BLOCK], double point)
 {
     double sum = 0;
@@ -35,7 +38,8 @@ static ptrdiff_t draw_in_block(const float weights[DRAW_BLOCK], double point)
     return token;
 }
 
-static ptrdiff_t draw_token(const float *logits, ptrdiff_t count, float temperature, float floor, double share, double *total)
+static ptrdiff_t draw_token(const float *logits, ptrdiff_t count, float temperature, float floor, double share,
+                            double *total)
 {
     ptrdiff_t blocks = (count + DRAW_BLOCK - 1) / DRAW_BLOCK, block = 0;
     DrawScale scale = {temperature, largest_logit(logits, count) / temperature, floor};
@@ -53,8 +57,8 @@ static ptrdiff_t draw_token(const float *logits, ptrdiff_t count, float temperat
 }
 
 /* Draw a token from each of some rows of `logits` [.., count], with weights e^(logit / temperature), and 0 where that
- * quotient is below the row's floor: the first token at which the cumulative sum of the weights exceeds the row's share of
- * their total. Writes the total relative to the largest weight, too; it is not finite if the logits are not.
+ * quotient is below the row's floor: the first token at which the cumulative sum of the weights exceeds the row's share
+ * of their total. Writes the total relative to the largest weight, too; it is not finite if the logits are not.
  *
  * Weights are summed in blocks first, so that only those of one block are added one by one, and none are stored. */
 void draw_tokens(const float *logits, int64_t stride, const int64_t *rows, int64_t row_count, int64_t count,

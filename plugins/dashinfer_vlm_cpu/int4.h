@@ -1,25 +1,25 @@
-/* 4-bit weights: their layout, packing and quantization, in portable C. Included by the kernels, which define `PANEL`,
- * `QUANT_BLOCK`, `INLINE`, `bf16` and `source_row`.
+/* 4-bit weights: their layout, packing and quantization, in portable C.
  *
  * A weight is (code - zero) * scale with a code of 0 to 15; the inputs of a group share the scale and the zero point.
- * Weights are packed into panels of 32 columns, as with other weights, and a panel into blocks of 128 inputs, the last one
- * padded with zeros. A block is
+ * Weights are packed into panels of 32 columns, as with other weights, and a panel into blocks of 128 inputs, the last
+ * one padded with zeros. A block is
  *
  *   scales  [groups][32] fp16, relative to the scale of the column (`Matrix.scales`)
  *   zeros   [groups][32] bytes, 0 to 16; padded to 64 bytes
- *   codes   [32][16][4] bytes: in byte [k][j][i], the lower four bits are the code of input 4 k + i and column j, the upper
- *           four bits that of the same input and column 16 + j
+ *   codes   [32][16][4] bytes: in byte [k][j][i], the lower four bits are the code of input 4 k + i and column j, the
+ * upper four bits that of the same input and column 16 + j
  *
- * so that a block is a multiple of 64 bytes: 4.75 bits per weight with groups of 32 inputs, 4.375 with 64, 4.25 with 128.
+ * so that a block is a multiple of 64 bytes: 4.75 bits per weight with groups of 32 inputs, 4.375 with 64, 4.25 with
+ * 128.
  *
  * A result is defined, to the bit, by the integer sums over a group and the order of the operations on floats:
  *   part = 0; for each group of a block: part = fma(float(sum of (code - zero) * activation), scale, part)
  *   total = 0; for each block: total = fma(part, scale of the activations, total)
  *   result = total * scale of the column
  */
-#include <stddef.h>
-#include <stdint.h>
-#include <string.h>
+#pragma once
+
+#include "base.h"
 
 enum { HALF_PANEL = PANEL / 2, QUAD_BYTES = 4 * HALF_PANEL, CODES_BYTES = QUANT_BLOCK / 4 * QUAD_BYTES };
 
@@ -50,11 +50,12 @@ INLINE uint32_t four_codes(const uint8_t *codes, ptrdiff_t row, ptrdiff_t k, ptr
     return four;
 }
 
-/* Pack codes [outputs, inputs] with one scale (fp16) and one zero point per group, both [outputs, groups], where the last
- * group may be incomplete, and one scale per output; `column_scales` are those in the order of the packed columns. `packed`
- * is zero before. */
-void pack_int4(const uint8_t *codes, const uint16_t *scales, const uint8_t *zeros, const float *row_scales, int64_t outputs,
-               int64_t inputs, int64_t group, int32_t gated, uint8_t *packed, float *column_scales, int32_t threads)
+/* Pack codes [outputs, inputs] with one scale (fp16) and one zero point per group, both [outputs, groups], where the
+ * last group may be incomplete, and one scale per output; `column_scales` are those in the order of the packed columns.
+ * `packed` is zero before. */
+void pack_int4(const uint8_t *codes, const uint16_t *scales, const uint8_t *zeros, const float *row_scales,
+               int64_t outputs, int64_t inputs, int64_t group, int32_t gated, uint8_t *packed, float *column_scales,
+               int32_t threads)
 {
     ptrdiff_t panels = (outputs + PANEL - 1) / PANEL, size = int4_block_size(group), blocks = int4_blocks(inputs);
     ptrdiff_t groups = (inputs + group - 1) / group, per_block = QUANT_BLOCK / group;
@@ -92,8 +93,8 @@ typedef struct {
     float gain;  /* how much smaller the squared error is than that of zeros */
 } Fit;
 
-/* A weight as a number of steps, which is its code minus the zero point. Limits are applied to integers, which the compiler
- * vectorizes. */
+/* A weight as a number of steps, which is its code minus the zero point. Limits are applied to integers, which the
+ * compiler vectorizes. */
 INLINE int32_t steps_of(float x, float inverse, int32_t zero)
 {
     int32_t steps = (int32_t)__builtin_rintf(x * inverse);
@@ -120,8 +121,8 @@ INLINE Fit fit_codes(const float *restrict x, ptrdiff_t count, float low, float 
     return (Fit){inverse, zero, scale, products[0] * scale};
 }
 
-/* Quantize weights to codes [outputs, inputs], scales and zero points [outputs, groups]. Each of `shares` is tried as the
- * share of a group's range that the codes cover; the one with the smallest squared error is used. */
+/* Quantize weights to codes [outputs, inputs], scales and zero points [outputs, groups]. Each of `shares` is tried as
+ * the share of a group's range that the codes cover; the one with the smallest squared error is used. */
 void quantize_int4(const bf16 *weight, int64_t outputs, int64_t inputs, int64_t group, const float *shares,
                    int64_t share_count, uint8_t *codes, float *scales, uint8_t *zeros, int32_t threads)
 {

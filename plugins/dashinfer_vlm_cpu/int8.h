@@ -1,7 +1,7 @@
-/* Packing of 8-bit weights that are quantized already, in portable C. Included by the kernels, which define `PANEL` and
- * `source_row`. */
-#include <stdint.h>
-#include <string.h>
+/* Packing of 8-bit weights that are quantized already, in portable C. */
+#pragma once
+
+#include "base.h"
 
 /* Pack codes [outputs, inputs] into the layout of `pack_int8`: row r is (codes[r] - 128) * row_scales[r]. The number of
  * inputs is a multiple of 4. */

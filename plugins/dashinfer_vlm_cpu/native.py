@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.kernels import LoadedKernels
 from dashinfer_vlm_core.kernels.cpu import cpu_flags
 from dashinfer_vlm_core.kernels.kv_cache import attend_cached
@@ -35,7 +32,8 @@ from dashinfer_vlm_core.kernels.types import (
     LMHead,
 )
 
-from .build import OTHER_CACHE, BuildError, load_library
+from .build import AMX, LIBRARY, Variant
+from .library import LibraryError, load_library
 from .native_layers import NativeLayers
 from .native_linear import (
     NativeInt4Linear,
@@ -45,10 +43,6 @@ from .native_linear import (
     NativeStoredInt8Linear,
     quantize_int4,
 )
-from .prebuilt import NoPrebuiltKernelsError, UnusablePrebuiltKernelsError, load_prebuilt
-from .variants import AMX, VARIANTS, Variant
-
-logger: logging.Logger = logging.getLogger(__name__)
 
 MAX_HEADS_PER_KV_HEAD = 192
 """Maximum number of query heads per key head: their queries of one token are processed together."""
@@ -273,67 +267,22 @@ def _supports_attention(heads: int, kv_heads: int, width: int) -> bool:
     return width % 2 == 0 and heads <= MAX_HEADS_PER_KV_HEAD * kv_heads
 
 
-_LOAD_LOCKS: dict[str, threading.Lock] = {}
-"""A lock for each variant, by its name: one that is compiled does not delay another one that is loaded."""
-
-
-def load_native(config: EngineConfig) -> LoadedKernels:
-    """Load the fastest of these kernels that can run on this machine, or report why none can."""
-    loaded = LoadedKernels(None)
-    for variant in VARIANTS:
-        loaded = load_variant(variant, config)
-        if loaded.kernels:
-            break
-    return loaded
-
-
-def load_variant(variant: Variant, config: EngineConfig) -> LoadedKernels:
-    """Load one variant of the C kernels, or report why it cannot be used.
-
-    It comes from the prebuilt library if the package has one, and otherwise from `config`'s cache, where it is compiled
-    if necessary. Compiling takes seconds; concurrent callers wait for it.
-    """
-    with _LOAD_LOCKS.setdefault(variant.name, threading.Lock()):  # with the cache alone, callers would compile twice
-        return _load(variant, config)
-
-
 @functools.cache
-def _load(variant: Variant, config: EngineConfig) -> LoadedKernels:
+def load_variant(variant: Variant, path: Path = LIBRARY) -> LoadedKernels:
+    """Load one variant of the C kernels, or report why it cannot be used."""
     missing = [name for name in variant.features if name not in cpu_flags()]
     if missing:
         return LoadedKernels(None, f"this CPU has no {' and no '.join(missing)}")
     try:
-        library, origin = _load_library(variant, config)
-    except BuildError as error:
+        library = load_library(variant, path)
+    except LibraryError as error:
         return LoadedKernels(None, error.reason, error.fix)
-    except RuntimeError as error:  # no home folder
-        return LoadedKernels(None, str(error), OTHER_CACHE)
-    except OSError as error:
-        return LoadedKernels(None, f"the compiled kernels cannot be loaded ({error})", OTHER_CACHE)
     if variant is AMX and not library.tiles_permitted():
         return LoadedKernels(None, "the system does not permit this process to use AMX", "use Linux 5.16 or newer")
-    return LoadedKernels(kernels_in(library, variant), origin=origin)
-
-
-def kernels_in(library: ctypes.CDLL, variant: Variant) -> NativeKernels:
-    """Return the kernels of a loaded library, which has the functions of this variant."""
     for name, types in SIGNATURES.items():
         getattr(library, name).argtypes = types
         getattr(library, name).restype = RESULTS.get(name)
-    return NativeKernels(library, variant.name)
-
-
-def _load_library(variant: Variant, config: EngineConfig) -> tuple[ctypes.CDLL, str]:
-    """Return the prebuilt library or a compiled one, and a description of its origin."""
-    try:
-        return load_prebuilt(variant), "prebuilt"
-    except UnusablePrebuiltKernelsError as error:
-        logger.warning("The C kernels are compiled on this machine: %s.", error)
-    except NoPrebuiltKernelsError:
-        pass  # a source checkout, or another platform
-    cache = config.cache_folder / "kernels"
-    source = Path(__file__).with_name(variant.source)
-    return load_library(source, cache, variant.name, variant.flags), f"compiled into {cache}"
+    return LoadedKernels(NativeKernels(library, variant.name))
 
 
 def _threads() -> int:

@@ -1,15 +1,16 @@
 /* Products of up to 32 rows, or of 48, with 32 columns, in the summation order of AMX.
  *
- * One interface, two implementations: the tile instructions (TILES_AMX), and bit-exact portable C, so that the code built
- * on it can be tested on every machine. As the Intel SDM defines TDPBF16PS, a step of 32 inputs sums its 16 products of even
- * inputs and its 16 products of odd inputs with fused multiply-adds, each from zero; the two sums are added, and that sum is
- * added to the result. Denormal inputs and outputs are flushed to zero.
+ * One interface, two implementations: the tile instructions (TILES_AMX), and bit-exact portable C, so that the code
+ * built on it can be tested on every machine. As the Intel SDM defines TDPBF16PS, a step of 32 inputs sums its 16
+ * products of even inputs and its 16 products of odd inputs with fused multiply-adds, each from zero; the two sums are
+ * added, and that sum is added to the result. Denormal inputs and outputs are flushed to zero.
  *
  * Left operand of a step: [rows][64 bytes]. Right operand: [16][128 bytes], 32 columns, with two inputs (bf16) or four
  * (8 bits) of a column in each 32 bits.
  */
-#include <stdint.h>
-#include <string.h>
+#pragma once
+
+#include "base.h"
 
 enum { TILE = 16, STEP_BYTES = 64, STEP_INPUTS = 32, STEP_INPUTS_INT8 = 64, MAX_ROWS = 2 * TILE, TALL_ROWS = 3 * TILE };
 
@@ -18,7 +19,9 @@ enum { TILE = 16, STEP_BYTES = 64, STEP_INPUTS = 32, STEP_INPUTS_INT8 = 64, MAX_
 #include <sys/syscall.h>
 #include <unistd.h>
 
-typedef struct { int rows; } Tiles; /* the sums are in the tile registers from 0 on, two for 16 rows */
+typedef struct {
+    int rows;
+} Tiles; /* the sums are in the tile registers from 0 on, two for 16 rows */
 
 /* Compiler barrier: the compiler does not know which memory the instructions below read. */
 #define MEMORY_IS_WRITTEN() __asm__ volatile("" ::: "memory")
@@ -28,7 +31,11 @@ int32_t tiles_permitted(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
 
 static Tiles tiles_configured(int rows, int low, int high)
 {
-    struct { uint8_t palette, start, reserved[14]; uint16_t bytes[16]; uint8_t rows[16]; } config = {.palette = 1};
+    struct {
+        uint8_t palette, start, reserved[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } config = {.palette = 1};
     for (int i = 0; i < 8; i++) config.bytes[i] = STEP_BYTES, config.rows[i] = TILE;
     if (rows <= MAX_ROWS) {
         config.rows[0] = config.rows[1] = config.rows[4] = low;
@@ -98,8 +105,8 @@ INLINE void tiles_store(const Tiles *t, void *sums, ptrdiff_t stride)
     MEMORY_IS_WRITTEN();
 }
 
-/* With 48 rows, six registers have sums, so that each operand has one: the left ones are loaded in an order in which one of
- * them serves both halves of the right operand. A product reads 5/6 of the memory that one of 32 rows reads. */
+/* With 48 rows, six registers have sums, so that each operand has one: the left ones are loaded in an order in which
+ * one of them serves both halves of the right operand. A product reads 5/6 of the memory that one of 32 rows reads. */
 #define STEP_OF(NAME, MULTIPLY) \
     INLINE void NAME(Tiles *t, const void *a, const void *b) \
     { \
@@ -135,8 +142,8 @@ INLINE void tiles_store(const Tiles *t, void *sums, ptrdiff_t stride)
 STEP_OF(tiles_step_bf16, _tile_dpbf16ps)
 STEP_OF(tiles_step_int8, _tile_dpbsud)
 
-/* Like two calls of `tiles_step_bf16` for up to 16 rows, with right operands b and c. A product depends on the previous one
- * that adds to the same sums; here the products of the other operand hide that latency. */
+/* Like two calls of `tiles_step_bf16` for up to 16 rows, with right operands b and c. A product depends on the previous
+ * one that adds to the same sums; here the products of the other operand hide that latency. */
 INLINE void tiles_step_pair(Tiles *t, const void *a, const void *b, const void *c)
 {
     MEMORY_IS_WRITTEN();
@@ -172,7 +179,10 @@ INLINE void tiles_store_pair(const Tiles *t, void *first, void *second, ptrdiff_
 
 typedef struct {
     int rows;
-    union { float sums[TALL_ROWS][32]; int32_t totals[TALL_ROWS][32]; };
+    union {
+        float sums[TALL_ROWS][32];
+        int32_t totals[TALL_ROWS][32];
+    };
     float second[TILE][32]; /* the sums of the second operand of a pair */
 } Tiles;
 

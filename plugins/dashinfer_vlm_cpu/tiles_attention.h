@@ -1,5 +1,9 @@
-/* Attention with tile products, see tiles.h. Keys are processed in chunks that start at the first key, so that a query's
- * result depends neither on other queries nor on the number of masked keys. */
+/* Attention with tile products, see tiles.h. Keys are processed in chunks that start at the first key, so that a
+ * query's result depends neither on other queries nor on the number of masked keys. */
+#pragma once
+
+#include "avx512_keys.h"
+#include "tiles_linear.h"
 
 enum { QUERY_ROWS = 384, TILE_CHUNK = 256, CHUNK_STEPS = TILE_CHUNK / STEP_INPUTS };
 
@@ -37,8 +41,8 @@ static Scratch carve_scratch(char *from, ptrdiff_t head_width)
     return s;
 }
 
-/* Load up to 32 elements of a key or value as bf16. Bytes are converted without their scale, which is exact: the scales of
- * keys are applied to the scores, and those of values to the probabilities. */
+/* Load up to 32 elements of a key or value as bf16. Bytes are converted without their scale, which is exact: the scales
+ * of keys are applied to the scores, and those of values to the probabilities. */
 INLINE __m512i load_32(const int is_int8, const void *from, __mmask32 lanes)
 {
     if (!is_int8) return _mm512_maskz_loadu_epi16(lanes, from);
@@ -49,7 +53,8 @@ INLINE __m512i load_32(const int is_int8, const void *from, __mmask32 lanes)
 }
 
 /* Pack `count` keys as right operands, padded with zeros. */
-INLINE void pack_keys(const int is_int8, const void *k, ptrdiff_t stride, ptrdiff_t count, ptrdiff_t width, char *packed)
+INLINE void pack_keys(const int is_int8, const void *k, ptrdiff_t stride, ptrdiff_t count, ptrdiff_t width,
+                      char *packed)
 {
     ptrdiff_t steps = ceil_div(width, STEP_INPUTS);
     for (ptrdiff_t key = 0; key < round_up(count, PANEL); key += LANES)
@@ -61,15 +66,16 @@ INLINE void pack_keys(const int is_int8, const void *k, ptrdiff_t stride, ptrdif
             }
             transpose(rows);
             char *to = packed + (key / PANEL * steps + step) * PANEL_STEP + key % PANEL * 4;
-            UNROLL for (int i = 0; i < LANES; i++) _mm512_store_si512(to + i * 128, rows[i]);
+            UNROLL_FOR (int i = 0; i < LANES; i++) _mm512_store_si512(to + i * 128, rows[i]);
         }
 }
 
 /* Pack `count` values as right operands, padded with zeros: two keys of a column in each 32 bits. */
-INLINE void pack_values(const int is_int8, const void *v, ptrdiff_t stride, ptrdiff_t count, ptrdiff_t width, char *packed)
+INLINE void pack_values(const int is_int8, const void *v, ptrdiff_t stride, ptrdiff_t count, ptrdiff_t width,
+                        char *packed)
 {
-    __m512i left = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4,
-                                    35, 3, 34, 2, 33, 1, 32, 0);
+    __m512i left = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
+                                    36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     __m512i right = _mm512_add_epi16(left, _mm512_set1_epi16(16));
     for (ptrdiff_t column = 0; column < width; column += PANEL) {
         __mmask32 lanes = first_of_32(width - column);
@@ -116,8 +122,8 @@ INLINE float largest_score(const int is_int8, const float *scores, Keys keys, pt
     return _mm512_reduce_max_ps(high);
 }
 
-/* Compute the unnormalized softmax probabilities (probs) of one row over a chunk, relative to the largest score so far, in
- * steps that are `step` bytes apart; returns the factor by which the earlier sums must be scaled. Scores are not
+/* Compute the unnormalized softmax probabilities (probs) of one row over a chunk, relative to the largest score so far,
+ * in steps that are `step` bytes apart; returns the factor by which the earlier sums must be scaled. Scores are not
  * multiplied by `scale` and by the scales of the keys yet; the stored probs are multiplied by those of the values. */
 INLINE float softmax_chunk(const int is_int8, const float *scores, float scale, Keys keys, char *probs, ptrdiff_t step,
                            ptrdiff_t count, ptrdiff_t padded, float *largest, float *total)
@@ -160,7 +166,8 @@ static void attend_block(const AttentionArgs *h, const Scratch *s, ptrdiff_t row
     for (ptrdiff_t key = 0; key < padded; key += PANEL) {
         tiles_zero(t);
         for (ptrdiff_t step = 0; step < steps; step++)
-            tiles_step_bf16(t, queries + step * t->rows * STEP_BYTES, s->keys + (key / PANEL * steps + step) * PANEL_STEP);
+            tiles_step_bf16(t, queries + step * t->rows * STEP_BYTES,
+                            s->keys + (key / PANEL * steps + step) * PANEL_STEP);
         tiles_store(t, s->scores + key, TILE_CHUNK * sizeof(float));
     }
     float shrink[MAX_ROWS];
@@ -182,7 +189,7 @@ static void attend_block(const AttentionArgs *h, const Scratch *s, ptrdiff_t row
         for (int m = 0; m < t->rows; m++) {
             float *sum = s->sums + (row + m) * s->width + column;
             __m512 by = _mm512_set1_ps(shrink[m]);
-            UNROLL for (int z = 0; z < PANEL; z += LANES)
+            UNROLL_FOR (int z = 0; z < PANEL; z += LANES)
                 _mm512_store_ps(sum + z, _mm512_fmadd_ps(_mm512_load_ps(sum + z), by, _mm512_load_ps(found[m] + z)));
         }
     }

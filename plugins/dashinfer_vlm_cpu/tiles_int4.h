@@ -1,9 +1,16 @@
-/* 4-bit linear layers with tile products, see tiles.h and int4.h. Integer sums are exact, so that the results equal those
- * of `linear_int4`, which is faster for few rows. */
+/* 4-bit linear layers with tile products, see tiles.h and int4.h. Integer sums are exact, so that the results equal
+ * those of `linear_int4`, which is faster for few rows. */
+#pragma once
 
-/* Number of steps of a block; a step of 64 inputs with groups of 32 is multiplied twice, each time with the weights of one
- * group and zeros. */
-INLINE ptrdiff_t int4_steps(ptrdiff_t group) { return QUANT_BLOCK / (group < STEP_INPUTS_INT8 ? group : STEP_INPUTS_INT8); }
+#include "avx512_int4.h"
+#include "tiles_int8.h"
+
+/* Number of steps of a block; a step of 64 inputs with groups of 32 is multiplied twice, each time with the weights of
+ * one group and zeros. */
+INLINE ptrdiff_t int4_steps(ptrdiff_t group)
+{
+    return QUANT_BLOCK / (group < STEP_INPUTS_INT8 ? group : STEP_INPUTS_INT8);
+}
 
 /* Unpack a block to 8 bits, in the layout of `tiles_step_int8`. */
 static void unpack_int4(const char *block, ptrdiff_t group, char *to)
@@ -13,7 +20,8 @@ static void unpack_int4(const char *block, ptrdiff_t group, char *to)
     if (group < STEP_INPUTS_INT8) memset(to, 0, int4_steps(group) * PANEL_STEP);
     for (ptrdiff_t k = 0; k < QUANT_BLOCK; k += 4, codes += QUAD_BYTES) {
         __m512i both = _mm512_loadu_si512(codes);
-        char *quad = to + (group < STEP_INPUTS_INT8 ? k / group * PANEL_STEP + k % STEP_INPUTS_INT8 * PANEL : k * PANEL);
+        char *quad = to +
+                     (group < STEP_INPUTS_INT8 ? k / group * PANEL_STEP + k % STEP_INPUTS_INT8 * PANEL : k * PANEL);
         _mm512_store_si512(quad, _mm512_and_si512(both, low));
         _mm512_store_si512(quad + QUAD_BYTES, _mm512_and_si512(_mm512_srli_epi16(both, 4), low));
     }
@@ -24,7 +32,7 @@ static void add_group(const Quantized *x, ptrdiff_t first, int rows, ptrdiff_t b
                       ptrdiff_t g, const char *block, const int32_t sums[MAX_ROWS][PANEL], float parts[MAX_ROWS][PANEL])
 {
     const uint8_t *zeros = (const uint8_t *)block + int4_zeros_offset(QUANT_BLOCK / groups) + g * PANEL;
-    UNROLL for (int z = 0; z < PANEL; z += LANES) {
+    UNROLL_FOR (int z = 0; z < PANEL; z += LANES) {
         __m512 scales = scales_of(block + (g * PANEL + z) * 2);
         __m512i zero = zeros_of(zeros + z);
         for (int i = 0; i < rows; i++) {
@@ -37,8 +45,8 @@ static void add_group(const Quantized *x, ptrdiff_t first, int rows, ptrdiff_t b
 }
 
 /* Multiply one block of rows by one panel, whose unpacked codes are at `codes`. */
-static void multiply_int4(const Quantized *x, ptrdiff_t first, int rows, const Matrix *m, ptrdiff_t panel, const char *codes,
-                          Tiles *t, float acc[MAX_ROWS][PANEL])
+static void multiply_int4(const Quantized *x, ptrdiff_t first, int rows, const Matrix *m, ptrdiff_t panel,
+                          const char *codes, Tiles *t, float acc[MAX_ROWS][PANEL])
 {
     _Alignas(64) int32_t sums[MAX_ROWS][PANEL];
     _Alignas(64) float parts[MAX_ROWS][PANEL];
@@ -56,7 +64,7 @@ static void multiply_int4(const Quantized *x, ptrdiff_t first, int rows, const M
         }
         for (int i = 0; i < rows; i++) {
             __m512 scale = _mm512_set1_ps(x->scales[(first + i) * blocks + b]);
-            UNROLL for (int z = 0; z < PANEL; z += LANES) {
+            UNROLL_FOR (int z = 0; z < PANEL; z += LANES) {
                 __m512 before = b ? _mm512_load_ps(acc[i] + z) : _mm512_setzero_ps();
                 _mm512_store_ps(acc[i] + z, _mm512_fmadd_ps(_mm512_load_ps(parts[i] + z), scale, before));
             }

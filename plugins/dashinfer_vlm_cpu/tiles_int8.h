@@ -1,5 +1,9 @@
 /* 8-bit linear layers with tile products, see tiles.h. Integer sums are exact, so that the results equal those of
  * `linear_int8`, which is faster for few rows. */
+#pragma once
+
+#include "avx512_int8.h"
+#include "tiles_linear.h"
 
 enum { FEW_ROWS_INT8 = TILE, PANEL_GROUP_INT8 = 4 };
 
@@ -19,7 +23,7 @@ static void multiply_int8(const Quantized *x, ptrdiff_t first, int rows, ptrdiff
         for (int i = 0; i < rows; i++) {
             __m512i offset = _mm512_set1_epi32(x->offsets[(first + i) * blocks + block]);
             __m512 scale = _mm512_set1_ps(x->scales[(first + i) * blocks + block]);
-            UNROLL for (int z = 0; z < PANEL; z += LANES) {
+            UNROLL_FOR (int z = 0; z < PANEL; z += LANES) {
                 __m512 sum = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_load_si512(sums[i] + z), offset));
                 __m512 before = block ? _mm512_load_ps(acc[i] + z) : _mm512_setzero_ps();
                 _mm512_store_ps(acc[i] + z, _mm512_fmadd_ps(sum, scale, before));
@@ -29,7 +33,8 @@ static void multiply_int8(const Quantized *x, ptrdiff_t first, int rows, ptrdiff
 }
 
 /* Multiply all rows by the panels [first, first + count). */
-static void multiply_group_int8(const Quantized *x, ptrdiff_t rows, const Epilogue *ep, ptrdiff_t first, ptrdiff_t count)
+static void multiply_group_int8(const Quantized *x, ptrdiff_t rows, const Epilogue *ep, ptrdiff_t first,
+                                ptrdiff_t count)
 {
     _Alignas(64) float acc[MAX_ROWS][PANEL];
     _Alignas(64) char tails[PANEL_GROUP_INT8][PANEL_STEP];

@@ -1,18 +1,20 @@
-/* Linear layers with tile products, see tiles.h. Included by avx512.c instead of its own linear layers.
+/* Linear layers with tile products, see tiles.h. They replace those of avx512_linear.h.
  *
  * Rows are packed into blocks, with the 64 bytes of each step contiguous over the block's rows. The steps of a row are
  * always added in order from the first to the last, so that its result does not depend on how the work is divided.
  */
+#pragma once
 
-/* A task is up to `PANEL_GROUP` panels: their weights, unpacked to 16 bits, stay in L2 while all rows are multiplied. Longer
- * sums are computed in parts of at most `PART` steps for the same reason. Steps are unpacked `LEAD` steps before they are
- * multiplied for the first time: loading tiles from just-unpacked weights would stall on the stores. A single block of rows
- * needs them only once, and unpacks them into a ring buffer in L1. */
+#include "avx512_codes.h"
+#include "tiles.h"
+
+/* A task is up to `PANEL_GROUP` panels: their weights, unpacked to 16 bits, stay in L2 while all rows are multiplied.
+ * Longer sums are computed in parts of at most `PART` steps for the same reason. Steps are unpacked `LEAD` steps before
+ * they are multiplied for the first time: loading tiles from just-unpacked weights would stall on the stores. A single
+ * block of rows needs them only once, and unpacks them into a ring buffer in L1. */
 enum { PANEL_GROUP = 8, PART = 40, RING = 4, LEAD = 2, PANEL_STEP = 2 * STEP_BYTES * TILE };
 /* On processors with AMX, weights of 12 bits are read 4 % faster with this distance than with that of AVX-512. */
 enum { PREFETCH_BYTES_TILES = 3072 };
-
-INLINE ptrdiff_t ceil_div(ptrdiff_t x, ptrdiff_t by) { return (x + by - 1) / by; }
 
 /* Packed rows of one linear layer: blocks of 48 rows, followed by blocks of at most 32. */
 typedef struct {
@@ -89,7 +91,7 @@ INLINE void read_next(Source *s, __m512bh w[4])
         return;
     }
     prefetch((const char *)s->plain + PREFETCH_BYTES, 4);
-    UNROLL for (int i = 0; i < 4; i++) w[i] = (__m512bh)_mm512_loadu_si512(s->plain + i * PANEL);
+    UNROLL_FOR (int i = 0; i < 4; i++) w[i] = (__m512bh)_mm512_loadu_si512(s->plain + i * PANEL);
     s->plain += 4 * PANEL;
 }
 
@@ -100,7 +102,7 @@ INLINE void read_steps(Source *s, ptrdiff_t steps, char *to)
     for (ptrdiff_t pair = 0; pair < here; pair += 2, to += 256) {
         __m512bh w[4];
         read_next(s, w);
-        UNROLL for (int i = 0; i < 4; i++) _mm512_store_si512(to + 64 * i, (__m512i)w[i]);
+        UNROLL_FOR (int i = 0; i < 4; i++) _mm512_store_si512(to + 64 * i, (__m512i)w[i]);
     }
     s->pairs -= here;
     if (here < steps * TILE) memset(to, 0, (steps * TILE - here) * 128);
@@ -108,8 +110,7 @@ INLINE void read_steps(Source *s, ptrdiff_t steps, char *to)
 
 static void finish_block(const Epilogue *ep, ptrdiff_t row, int rows, ptrdiff_t panel, const float sums[][PANEL])
 {
-    for (int i = 0; i < rows; i++)
-        finish(ep, row + i, panel, _mm512_load_ps(sums[i]), _mm512_load_ps(sums[i] + LANES));
+    for (int i = 0; i < rows; i++) finish(ep, row + i, panel, _mm512_load_ps(sums[i]), _mm512_load_ps(sums[i] + LANES));
 }
 
 /* Multiply one block of rows by a panel: weights are streamed through L1, and the sums stay in the tiles. */
@@ -154,11 +155,13 @@ static void multiply_one(const float *x, ptrdiff_t steps, const Matrix *m, ptrdi
         for (ptrdiff_t group = 0; group < TILE / 2 && source.pairs; group++, source.pairs -= 2, x += GROUP) {
             __m512bh w[4];
             read_next(&source, w);
-            UNROLL for (int i = 0; i < 4; i++) {
+            UNROLL_FOR (int i = 0; i < 4; i++) {
                 __m512i pairs = (__m512i)w[i];
                 const float *inputs = x + i / 2 * 2;
-                even[i % 2] = _mm512_fmadd_ps(_mm512_set1_ps(inputs[0]), (__m512)_mm512_slli_epi32(pairs, 16), even[i % 2]);
-                odd[i % 2] = _mm512_fmadd_ps(_mm512_set1_ps(inputs[1]), (__m512)_mm512_and_si512(pairs, high), odd[i % 2]);
+                even[i % 2] = _mm512_fmadd_ps(_mm512_set1_ps(inputs[0]), (__m512)_mm512_slli_epi32(pairs, 16),
+                                              even[i % 2]);
+                odd[i % 2] = _mm512_fmadd_ps(_mm512_set1_ps(inputs[1]), (__m512)_mm512_and_si512(pairs, high),
+                                             odd[i % 2]);
             }
         }
         left = _mm512_add_ps(left, _mm512_add_ps(even[0], odd[0]));
@@ -168,8 +171,8 @@ static void multiply_one(const float *x, ptrdiff_t steps, const Matrix *m, ptrdi
     _mm512_store_ps(sums + LANES, right);
 }
 
-/* The sums of a block and a panel, whose activation is computed row by row between the next products, while the tile unit
- * multiplies. */
+/* The sums of a block and a panel, whose activation is computed row by row between the next products, while the tile
+ * unit multiplies. */
 typedef struct {
     _Alignas(64) float sums[TALL_ROWS][PANEL];
     ptrdiff_t row, panel; /* of the first sums */
@@ -227,7 +230,7 @@ static void multiply_many(const Blocks *x, const Epilogue *ep, ptrdiff_t first, 
                 p.lines = ceil_div(block_rows(x, block + 1), count);
             }
             for (ptrdiff_t i = 0; i < count; i++) {
-                float(*later)[PANEL] = partial_sums[block * PANEL_GROUP + i];
+                float (*later)[PANEL] = partial_sums[block * PANEL_GROUP + i];
                 char *panel = weights + i * steps * PANEL_STEP;
                 if (part) tiles_load(t, later);
                 else tiles_zero(t);
@@ -306,7 +309,8 @@ static void linear_one(const bf16 *x, const Epilogue *ep, float *workspace, int 
 
 static char *aligned(char *workspace) { return (char *)(((uintptr_t)workspace + 63) / 64 * 64); }
 
-static void linear_bf16(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const Epilogue *ep, char *workspace, int threads)
+static void linear_bf16(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const Epilogue *ep, char *workspace,
+                        int threads)
 {
     ptrdiff_t inputs = ep->m->inputs, panels = ceil_div(ep->m->outputs, PANEL), tasks = task_count(panels, threads);
     Blocks packed = {aligned(workspace), rows, ceil_div(inputs, STEP_INPUTS), tall_blocks(rows)};
@@ -327,7 +331,7 @@ static void linear_bf16(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const E
 #pragma omp for schedule(dynamic, 1) nowait
             for (ptrdiff_t task = 0; task < tasks; task++) {
                 ptrdiff_t first = panels * task / tasks, count = panels * (task + 1) / tasks - first;
-                multiply_many(&packed, ep, first, count, weights, (float(*)[TALL_ROWS][PANEL])partial_sums, &t);
+                multiply_many(&packed, ep, first, count, weights, (float (*)[TALL_ROWS][PANEL])partial_sums, &t);
             }
             tiles_close();
         } else if (rows <= TILE) {

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import functools
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,8 +13,6 @@ import torch.nn.functional as F
 from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb_vision
 
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.engine import load_pipeline
-from dashinfer_vlm_core.engine.observers import ObserverList
 from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_core.kernels import (
     INT4,
@@ -46,10 +38,9 @@ from dashinfer_vlm_core.kernels.onednn import OneDnnKernels, unavailable_reason
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_cpu import native as native_module
-from dashinfer_vlm_cpu.build import BuildError, _build_key, load_library
-from dashinfer_vlm_cpu.native import load_native, load_variant
+from dashinfer_vlm_cpu.build import AMX, AVX2, AVX512, AVX512_VNNI, PORTABLE_TILES, Variant
+from dashinfer_vlm_cpu.native import load_variant
 from dashinfer_vlm_cpu.native_linear import NativeLinear, PackedWeights
-from dashinfer_vlm_cpu.variants import AMX, AVX2, AVX512, AVX512_VNNI, PORTABLE_TILES, Variant
 from dashinfer_vlm_demo import CHECKPOINT
 from tests.kernels import (
     VARIANT_PARAMS,
@@ -59,9 +50,7 @@ from tests.kernels import (
     needs_avx512,
     needs_native,
     selector,
-    skip_reason,
 )
-from tests.waiting import HANG, until
 
 ROWS = [1, 5, 12, 13, 16, 29, 40, 200]
 SHAPES = [(96, 64), (70, 132), (33, 260)]  # (outputs, inputs): whole panels, a partial panel, partial int8 blocks
@@ -425,14 +414,14 @@ def test_argmax_by_vnni_instructions_of_avx2_variant():
 def test_unavailable_kernels_are_rejected_by_name(monkeypatch):
     config = EngineConfig(cpu_kernels="amx")
     monkeypatch.setattr(native_module, "cpu_flags", frozenset)
-    native_module._load.cache_clear()
+    load_variant.cache_clear()
     try:
         with pytest.raises(
             ConfigError, match=r"`cpu_kernels` 'amx' cannot be used: this CPU has no avx512_bf16"
         ) as caught:
             choose_kernels("cpu", torch.bfloat16, config)
     finally:
-        native_module._load.cache_clear()
+        load_variant.cache_clear()
     assert caught.value.param == "cpu_kernels"
 
 
@@ -957,115 +946,6 @@ def test_unsupported_text_model_falls_back_to_next_kernels(caplog):
 
 
 @needs_native
-def test_library_is_compiled_once(tmp_path):
-    config = EngineConfig(cache_dir=tmp_path)
-    first = load_native(config)
-    assert first.kernels is not None
-    (library,) = (tmp_path / "kernels").iterdir()
-    made = library.stat().st_mtime_ns
-    native_module._load.cache_clear()
-    assert load_native(config).kernels is not None
-    assert [path.stat().st_mtime_ns for path in (tmp_path / "kernels").iterdir()] == [made]
-
-
-def test_build_key_depends_on_content_not_folders(tmp_path):
-    """Environments share a library: the folder of torch, which has the OpenMP library, is not part of the key."""
-    keys = []
-    for folder, code in (("first", "int f(void);"), ("second", "int f(void);"), ("third", "long f(void);")):
-        (tmp_path / folder).mkdir()
-        for name in ("f.c", "f.h", "libgomp.so.1"):
-            (tmp_path / folder / name).write_text(code)
-        keys.append([tmp_path / folder / "f.c", [sys.executable], ["-O3"], [tmp_path / folder / "libgomp.so.1"]])
-    first, second, third = (_build_key(*arguments) for arguments in keys)
-    assert first == second
-    others = [third]
-    for name in ("f.c", "f.h", "libgomp.so.1"):
-        (tmp_path / "second" / name).write_text("int g(void);")
-        others.append(_build_key(*keys[1]))
-        (tmp_path / "second" / name).write_text("int f(void);")
-    source, compilers, _, openmp = keys[1]
-    others += [_build_key(source, compilers, ["-O2"], openmp), _build_key(source, ["/nowhere"], ["-O3"], openmp)]
-    assert len({first, *others}) == 1 + len(others)
-
-
-class Compiler:
-    """A compiler that reports its start and waits up to 100 s for `go` before it compiles."""
-
-    def __init__(self, folder):
-        self._log, self._go = folder / "log", folder / "go"
-        (folder / "cc").write_text(
-            f"""#!/bin/sh
-export PATH='{os.environ["PATH"]}'
-[ "$1" = --version ] && exec cc --version
-echo begun >> '{self._log}'
-for i in $(seq 2000); do [ -e '{self._go}' ] && exec cc "$@"; sleep 0.05; done
-exit 1
-"""
-        )
-        (folder / "cc").chmod(0o755)
-
-    @property
-    def runs(self):
-        return self._log.read_text().count("begun") if self._log.exists() else 0
-
-    def go(self):
-        self._go.touch()
-
-
-@pytest.fixture
-def compiler(tmp_path, monkeypatch):
-    folder = tmp_path / "compiler"
-    folder.mkdir()
-    made = Compiler(folder)
-    monkeypatch.setenv("PATH", str(folder))
-    return made
-
-
-@pytest.mark.slow
-@needs_native
-def test_concurrent_loads_compile_each_library_once(tmp_path, compiler):
-    """Different libraries are compiled at the same time: they do not wait for each other."""
-    config = EngineConfig(cache_dir=tmp_path / "cache")
-    with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        futures = [pool.submit(load_variant, AVX2._replace(name=name), config) for name in ("one", "one", "two")]
-        try:
-            until(lambda: compiler.runs == 2)
-        finally:
-            compiler.go()
-        first, again, other = (future.result(timeout=HANG).kernels for future in futures)
-    assert first is again is not other
-    assert (first.name, other.name) == ("one", "two")
-    assert compiler.runs == 2
-    assert len(list((tmp_path / "cache" / "kernels").iterdir())) == 2
-
-
-@needs_native
-def test_compilation_does_not_block_event_loop(tmp_path, compiler):
-    config = EngineConfig(decoder="torch", cache_dir=tmp_path / "cache")
-
-    async def load():
-        opening = asyncio.create_task(load_pipeline(config, load_plugins(), ObserverList()))
-        while not compiler.runs:  # noqa: ASYNC110 - reported by another process
-            await asyncio.sleep(0.01)
-        compiler.go()
-        pipeline, _ = await opening
-        await pipeline.close()
-
-    asyncio.run(load())
-    assert load_native(config).kernels is not None
-    assert compiler.runs == 1
-
-
-def test_cache_writable_by_others_is_not_used(tmp_path):
-    (tmp_path / "open").mkdir()
-    (tmp_path / "open").chmod(0o777)
-    source = tmp_path / "fine.c"
-    source.write_text("int f(void) { return 0; }\n")
-    with pytest.raises(BuildError, match=r"other users can write to it; run `chmod go-w|no C compiler"):
-        load_library(source, tmp_path / "open")
-
-
-@needs_native
 def test_shapes_unsupported_in_c_use_pytorch(native):
     weight, x = numbers(33, 66) / 8, numbers(5, 66, seed=1)
     assert error(native.linear(weight)(x), F.linear(x.float(), weight.float())) < 5e-3
@@ -1076,68 +956,6 @@ def test_shapes_unsupported_in_c_use_pytorch(native):
     q, (k, v) = numbers(2, 200, 8), numbers(2, 4, 8, seed=1).split(1)
     spans = [KVSpan(0, 2, 0, 4, 2)]
     assert error(native.attend(q, k, v, KVSpans(spans)), attention(q, k, v, spans)) < 1e-2
-
-
-def test_compile_error_is_reported(tmp_path):
-    source = tmp_path / "broken.c"
-    source.write_text("int f(void) { return nowhere; }\n")
-    with pytest.raises(BuildError, match=r"failed \(|no C compiler"):
-        load_library(source, tmp_path / "cache")
-    assert not list((tmp_path / "cache").glob("*"))
-
-
-@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="no folder that is read-only for every user")
-def test_unwritable_cache_is_reported(tmp_path):
-    source = tmp_path / "fine.c"
-    source.write_text("int f(void) { return 0; }\n")
-    ours = Path("/proc", str(os.getpid()))
-    with pytest.raises(BuildError, match=r"the cache /proc/\d+ cannot be written: .*; choose another|no C compiler"):
-        load_library(source, ours)
-
-
-@needs_native
-def test_failed_compilation_is_no_reason_to_skip(tmp_path, monkeypatch):
-    """Otherwise, a machine that is too busy to compile would hide broken kernels."""
-    (tmp_path / "cc").write_text("#!/bin/sh\nexit 1\n")
-    (tmp_path / "cc").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert not skip_reason(AVX2)
-    with pytest.raises(AssertionError, match=r"cc failed \(no message\)"):
-        load_kernels(AVX2, EngineConfig(cache_dir=tmp_path / "cache"))
-
-
-def test_missing_feature_or_compiler_is_a_reason_to_skip(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert skip_reason(AVX2._replace(features=("abacus",))) == "this CPU has no abacus"
-    assert skip_reason(AVX2._replace(features=())) == "no C compiler is installed"
-
-
-def test_broken_compiler_is_reported(tmp_path, monkeypatch):
-    source = tmp_path / "fine.c"
-    source.write_text("int f(void) { return 0; }\n")
-    (tmp_path / "cc").write_text("no program")
-    (tmp_path / "cc").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(BuildError, match=r"cc cannot be run: .*; install gcc 11 or clang 14"):
-        load_library(source, tmp_path / "cache")
-
-
-@pytest.mark.slow
-def test_missing_compiler_uses_torch_kernels_and_is_logged(tmp_path):
-    script = """
-import logging, torch
-from dashinfer_vlm_core.config import EngineConfig
-from tests.kernels import choose_kernels
-logging.basicConfig()
-print(choose_kernels("cpu", torch.bfloat16, EngineConfig()).name)
-"""
-    environment = {**os.environ, "PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True, timeout=HANG
-    )
-    assert done.stdout in {"onednn\n", "torch\n"}
-    assert "Using PyTorch's kernels" in done.stderr
-    assert "no C compiler was found; install gcc or clang" in done.stderr or "this CPU has no" in done.stderr
 
 
 def test_cuda_attention_does_not_use_cudnn():

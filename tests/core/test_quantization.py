@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from dashinfer_vlm_core.kernels import INT4, INT8, Activation, Quantization, QuantizedWeight
 from dashinfer_vlm_core.kernels.quantization import GROUPS, concatenate, quantize
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
+from dashinfer_vlm_cpu.build import AVX512, PORTABLE_TILES
 from dashinfer_vlm_cpu.native_linear import quantize_int4
-from dashinfer_vlm_cpu.variants import AVX512, PORTABLE_TILES
 from tests.core.test_kernels import error, numbers
 from tests.kernels import VARIANT_PARAMS, load_kernels, needs_avx512
 

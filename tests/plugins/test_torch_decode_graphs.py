@@ -51,8 +51,11 @@ class CudaFactory:
     def unsupported_reason(self, text):
         return ""
 
-    def load(self, device, config):
+    def load(self, device):
         return LoadedKernels(CudaKernels(device))
+
+    def identity(self):
+        return self.name
 
 
 class CountingGraphs(DecodeGraphs):

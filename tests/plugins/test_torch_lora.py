@@ -167,7 +167,7 @@ class OldKernelFactory:
     def unsupported_reason(self, text):
         return ""
 
-    def load(self, device, config):
+    def load(self, device):
         return LoadedKernels(OldKernels(device))
 
     def identity(self):
