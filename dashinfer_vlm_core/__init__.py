@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from .config import EngineConfig
     from .engine import ChatEngine, Engine, EngineStatus
     from .errors import DashInferVLMError, EngineError, MediaError, RequestError, SetupError
-    from .hookspecs import hookimpl
+    from .hooks import hookimpl
     from .models.coordinates import ImageCoordinates
     from .offline import VLM, LoRARequest, SamplingParams, StructuredOutputsParams
     from .protocol import ChatRequest
@@ -41,7 +41,7 @@ _MODULES = {
     "config": ("EngineConfig",),
     "engine": ("ChatEngine", "Engine", "EngineStatus"),
     "errors": ("DashInferVLMError", "EngineError", "MediaError", "RequestError", "SetupError"),
-    "hookspecs": ("hookimpl",),
+    "hooks": ("hookimpl",),
     "models.coordinates": ("ImageCoordinates",),
     "offline": ("VLM", "LoRARequest", "SamplingParams", "StructuredOutputsParams"),
     "protocol": ("ChatRequest",),

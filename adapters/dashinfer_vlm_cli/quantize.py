@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
+from click.core import ParameterSource
 
-from dashinfer_vlm_core.cli.options import config_options
+from dashinfer_vlm_core.cli.command import EngineCommand
 from dashinfer_vlm_core.cli.terminal import show_table
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.config.config_file import ConfigFileCommand, option_location
 from dashinfer_vlm_core.errors import ConfigError
 
 from .batch_files import Entry, read_entries
@@ -35,7 +35,7 @@ MAX_ROWS = 20
 """Maximum number of requests in the printed table; the file has all of them."""
 
 
-@click.command(cls=ConfigFileCommand)
+@click.command(cls=EngineCommand)
 @click.argument("name", metavar="MODEL")
 @click.argument("output", metavar="OUT", type=click.Path(path_type=Path))
 @click.option("--to", "precision", required=True, type=click.Choice(["int4", "int8"]), help="Bits of a weight.")
@@ -46,7 +46,6 @@ MAX_ROWS = 20
 @click.option("--max-tokens", default=64, show_default=True, type=click.IntRange(min=1), metavar="INT",
               help="Maximum number of tokens to compare for each request.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
-@config_options
 def quantize(
     *,
     name: str,
@@ -87,7 +86,7 @@ def quantize(
 
 def _check_options(config: EngineConfig) -> None:
     """Reject engine options that contradict the arguments of this command."""
-    if click.get_current_context().params.get("model") is not None and not option_location("model"):
+    if click.get_current_context().get_parameter_source("model") is ParameterSource.COMMANDLINE:
         raise click.UsageError("The model is given twice: as MODEL and by --model. Leave out --model.")
     if config.quantization != "none":
         raise ConfigError(

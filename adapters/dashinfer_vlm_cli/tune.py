@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
-from dashinfer_vlm_core.cli.options import config_options
+from dashinfer_vlm_core.cli.command import EngineCommand
 from dashinfer_vlm_core.cli.terminal import show_table
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.config.config_file import ConfigFileCommand, option_location
 from dashinfer_vlm_core.kernels.choice import MARGIN, KernelChoice, KernelSelector
 from dashinfer_vlm_core.kernels.cpu import cpu_model
 from dashinfer_vlm_core.kernels.workload import Workload, vision_workload
@@ -91,10 +91,9 @@ class TunedPart:
         return {"reference_request_seconds": self.choice.scores[name], "passes": passes}
 
 
-@click.command(cls=ConfigFileCommand)
+@click.command(cls=EngineCommand)
 @click.argument("name", metavar="[MODEL]", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
-@config_options
 def tune(*, name: str | None, as_json: bool, config: EngineConfig) -> None:
     """Measure the CPU kernels with a model, and store the choice.
 
@@ -106,8 +105,8 @@ def tune(*, name: str | None, as_json: bool, config: EngineConfig) -> None:
     machine, or to measure before the first start. --cpu-kernels NAME at start overrides the choice.
     """
     log_warnings_only()
-    model = click.get_current_context().params.get("model")
-    if name is not None and model is not None and not option_location("model"):
+    source = click.get_current_context().get_parameter_source("model")
+    if name is not None and source is ParameterSource.COMMANDLINE:
         raise click.UsageError("The model is given twice: as MODEL and by --model. Leave out one of the two.")
     if name is not None:
         config = config.model_copy(update={"model": name})

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from ..hookspecs import hookimpl
+from ..hooks import hookimpl
 
 if TYPE_CHECKING:
     import torch
