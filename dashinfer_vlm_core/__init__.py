@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .version import __version__
+
 if TYPE_CHECKING:
     from .config import EngineConfig
     from .engine import ChatEngine, Engine, EngineStatus
@@ -13,8 +15,6 @@ if TYPE_CHECKING:
     from .models.coordinates import ImageCoordinates
     from .offline import VLM, LoRARequest, SamplingParams, StructuredOutputsParams
     from .protocol import ChatRequest
-
-__version__ = "0.1.0.dev0"
 
 __all__ = [
     "VLM",

@@ -29,6 +29,7 @@ MODULES = (
     "dashinfer_vlm_core.plugins.hookspecs",
     "dashinfer_vlm_core.protocol",
     "dashinfer_vlm_core.testing",
+    "dashinfer_vlm_core.text_spec",
     "dashinfer_vlm_server",
     "dashinfer_vlm_litellm",
     "dashinfer_vlm_langchain",

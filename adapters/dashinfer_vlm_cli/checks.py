@@ -269,7 +269,7 @@ def _local_folder(model: str) -> Path | None:
 
 
 def _stored_weights(config: EngineConfig, selector: KernelSelector, spec: ModelSpec, reader: ModuleReader) -> Finding:
-    from dashinfer_vlm_core.kernels.quantization import supported_bits
+    from dashinfer_vlm_core.kernels.linears import supported_bits
     from dashinfer_vlm_core.models.files import stored_headers, stored_tensors
     from dashinfer_vlm_core.models.placement import resolve_device, resolve_dtype
     from dashinfer_vlm_core.models.weights import torch_dtype

@@ -22,7 +22,7 @@ from .engines import log_warnings_only
 if TYPE_CHECKING:
     import torch
 
-    from dashinfer_vlm_core.models.spec import TextModelSpec
+    from dashinfer_vlm_core.text_spec import TextModelSpec
 
 MEMORY_BOUND_ROWS = 16
 """Passes of at most as many rows are limited by reading the weights, others by multiplying."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..config import EngineConfig
-    from ..models.spec import TextModelSpec
+    from ..text_spec import TextModelSpec
     from .choice import Candidates, KernelChoice, KernelFactory, KernelSelector, LoadedKernels
     from .quantization import INT4, INT8, Quantization, QuantizedWeight
     from .types import (

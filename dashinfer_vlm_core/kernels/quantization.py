@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from . import mmap_buffer
-
-if TYPE_CHECKING:
-    from .types import Kernels
 
 GROUPS = (32, 64, 128)
 """Numbers of inputs that can share a scale and a zero point."""
@@ -165,21 +162,6 @@ def _split_groups(weight: QuantizedWeight, group: int, inputs: int) -> Quantized
         part.repeat_interleave(weight.group // group, dim=1)[:, :count] for part in (weight.scales, weight.zeros)
     )
     return weight._replace(scales=scales, zeros=zeros, group=group)
-
-
-def supported_bits(kernels: Kernels) -> frozenset[Literal["int4", "int8"]]:
-    """Return the bits in which the kernels keep weights that are quantized already; `int8`: one scale per output."""
-    bits: list[tuple[Literal["int4", "int8"], bool]] = [
-        ("int4", kernels.supports_int4),
-        ("int8", kernels.supports_int8),
-    ]
-    return frozenset(name for name, is_supported in bits if is_supported)
-
-
-def keeps_bits(kernels: Kernels, weight: QuantizedWeight) -> bool:
-    """Whether kernels keep weights in their 4 or 8 bits; otherwise, they have to be dequantized."""
-    supported = supported_bits(kernels)
-    return "int4" in supported if weight.bits == 4 else "int8" in supported and weight.is_symmetric_int8
 
 
 def _describe(tensor: Tensor) -> str:

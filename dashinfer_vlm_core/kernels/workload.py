@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from ..models.spec import TextModelSpec
+    from ..text_spec import TextModelSpec
 
 MIN_MEASURED_WEIGHTS = 50_000_000
 """A model with fewer weights is not measured: any kernel set runs it fast, and its start must not take seconds."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import anyio
 import httpx
 
-from .. import __version__
 from ..config import EngineConfig
 from ..errors import MediaError, MediaRefused, MediaTooLarge, MediaUnreachable, QueueFull
+from ..version import __version__
 from .types import Kind
 from .url_policy import Resolver, SystemResolver, check_url, resolve_addresses
 

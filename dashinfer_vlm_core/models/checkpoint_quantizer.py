@@ -35,9 +35,10 @@ from torch import Tensor
 from ..errors import CheckpointError, ConfigError
 from ..kernels import INT8, Quantization
 from ..kernels.quantization import has_8_bits, int8_codes, quantize
+from ..text_spec import ExpertsSpec, TextModelSpec
 from .files import INDEX, stored_tensors, unreadable_file_error
 from .safetensors_writer import DTYPES, TensorInfo, write_safetensors
-from .spec import ExpertsSpec, ModelSpec, TextModelSpec
+from .spec import ModelSpec
 from .weights import torch_dtype
 
 CONFIG = "config.json"

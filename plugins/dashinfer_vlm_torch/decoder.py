@@ -23,7 +23,7 @@ from dashinfer_vlm_core.decoders import (
 )
 from dashinfer_vlm_core.errors import ConfigError, EngineClosed
 from dashinfer_vlm_core.kernels import INT4, INT8, Int8CacheAttention, Kernels, KernelSelector
-from dashinfer_vlm_core.kernels.quantization import supported_bits
+from dashinfer_vlm_core.kernels.linears import supported_bits
 from dashinfer_vlm_core.models.formats.detection import weight_memory
 from dashinfer_vlm_core.models.lora import LoraAdapter
 from dashinfer_vlm_core.models.placement import resolve_device, resolve_dtype
