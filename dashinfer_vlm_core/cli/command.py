@@ -46,8 +46,7 @@ class EngineCommand(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.BadParameter as error:
-            with ctx:
-                location = option_location(error.param.name if error.param else None)
+            location = option_location(error.param.name if error.param else None)
             if location is None:
                 raise
             raise click.BadParameter(f"{error.message} It is set in {location}.", error.ctx, error.param) from error

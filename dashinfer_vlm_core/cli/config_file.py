@@ -44,7 +44,7 @@ def option_values(command: click.Command, values: Mapping[str, Any]) -> dict[str
     Raises:
         ConfigError: an option is unknown; the message contains its name.
     """
-    known = _options(command, click.Context(command))
+    known = {**_options(command, click.Context(command)), "config": CONFIG_FILE}
     return dict(_setting(known, name, value) for name, value in values.items())
 
 
@@ -65,7 +65,6 @@ def _read(context: click.Context, option: click.Parameter, path: Path | None) ->
     if path is None or context.resilient_parsing:
         return
     known = _options(context.command, context)
-    known.pop("config")
     settings: dict[str, Value] = {}
     locations: dict[str, str] = {}
     for key, location, given in _entries(path):
@@ -95,7 +94,9 @@ CONFIG_FILE = click.Option(
 
 
 def _options(command: click.Command, context: click.Context) -> dict[str, click.Option]:
-    options = (param for param in command.get_params(context) if isinstance(param, click.Option))
+    """Return the options by their long names, without those that act by themselves, such as `--help`."""
+    params = command.get_params(context)
+    options = (param for param in params if isinstance(param, click.Option) and param.expose_value)
     return {flag[2:]: option for option in options for flag in option.opts if flag.startswith("--")}
 
 

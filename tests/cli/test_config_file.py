@@ -94,6 +94,7 @@ def test_values_stay_text(options):
         ("qqqq: 1", "`--help` lists all options"),
         ("no-prefix-cache: true", "Unknown option 'no-prefix-cache'"),
         ("config: other.yaml", "Unknown option 'config'"),
+        ("help: true", "Unknown option 'help'"),
         ("port: 1\nport: 2", "line 2: 'port' is set twice"),
         ("max_pixels: 1000\nmax-pixels: 2000", "line 2: 'max-pixels' is set twice"),
         ("port:", "line 1: 'port' has no value"),
