@@ -11,7 +11,7 @@ import click
 from ..config import ENV_PREFIX, EngineConfig, variables_set
 from ..errors import ConfigError
 from ..plugins import installed_options, resolve_options
-from .config_file import CONFIG_FILE, option_location
+from .config_file import CONFIG_FILE, option_location, warn_if_readable
 from .env_check import unknown_variables
 from .options import EngineOption, engine_options
 
@@ -53,6 +53,7 @@ class EngineCommand(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         names = {option.name for option in self.engine_options if option.name}
+        warn_if_readable(ctx)
         for line in unknown_variables(variables_set(), ctx, names):
             logger.warning(line)
         given = {name: value for name, value in ctx.params.items() if name in names and value not in (None, ())}

@@ -6,7 +6,7 @@ import difflib
 import json
 import logging
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -25,6 +25,9 @@ SECRETS = ("key", "token", "password", "secret")
 
 _LOCATIONS = f"{__name__}.locations"
 """Key in a context's `meta` of the file and line that set an option, by its name."""
+
+_SECRET = f"{__name__}.secret"
+"""Key in a context's `meta` of the file and the flag of a secret that it sets."""
 
 
 class FileOption(click.Option):
@@ -55,6 +58,13 @@ def option_location(name: str | None) -> str | None:
     return context.meta.get(_LOCATIONS, {}).get(name) if is_in_file else None
 
 
+def warn_if_readable(context: click.Context) -> None:
+    """Warn if the file of a command sets a secret, and all users can read it; after the options of logs are parsed."""
+    path, secret = context.meta.get(_SECRET, (None, ""))
+    if path and path.stat().st_mode & stat.S_IROTH:
+        logger.warning("All users of this machine can read the `%s` in %s. Run: chmod 600 %s", secret, path, path)
+
+
 def _read(context: click.Context, option: click.Parameter, path: Path | None) -> None:
     """Set the `default_map` of a context to the options of a file.
 
@@ -78,7 +88,9 @@ def _read(context: click.Context, option: click.Parameter, path: Path | None) ->
         locations[name] = location
     context.default_map = {**settings, **(context.default_map or {})}
     context.meta[_LOCATIONS] = locations
-    _warn_if_readable(path, (option for option in known.values() if option.name in settings))
+    flags = (flag for flag, option in known.items() if option.name in settings)
+    if secret := next((flag for flag in flags if flag.split("-")[-1] in SECRETS), None):
+        context.meta[_SECRET] = path, f"--{secret}"
 
 
 CONFIG_FILE = click.Option(
@@ -159,10 +171,3 @@ def _text(node: yaml.Node, location: str) -> str:
     if not isinstance(node, yaml.ScalarNode):
         raise ConfigError(f"{location} is nested too deeply. Write a value, or a list of values.")
     return str(node.value)
-
-
-def _warn_if_readable(path: Path, options: Iterable[click.Option]) -> None:
-    flags = [flag for option in options for flag in option.opts]
-    secret = next((flag for flag in flags if flag.split("-")[-1] in SECRETS), None)
-    if secret and path.stat().st_mode & stat.S_IROTH:
-        logger.warning("All users of this machine can read the `%s` in %s. Run: chmod 600 %s", secret, path, path)
