@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import random
 import time
@@ -28,7 +29,7 @@ from .engines import AVX2, Contender, InProcess, Launch, Server, custom, end_wit
 from .environments import PEERS_FOLDER, Peers, SetupMissing
 from .limits import image_seconds, measure_rates, step_seconds
 from .models import CACHE, checkpoint, model_names
-from .report import LIMIT, Results, Row, write
+from .report import LIMIT, Results, Row, markdown, raw
 from .workloads import TPOT, TTFT, Run, Workload, run, workloads
 
 IN_PROCESS = "in-process"
@@ -87,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> Results:
             compare(plan, results)
     finally:  # write partial results of an interrupted run too
         if results.figures:
-            print(write(results, plan.out))
+            print(_write(results, plan.out))
     return results
 
 
@@ -101,6 +102,20 @@ def compare(plan: Plan, results: Results) -> None:
         for number in range(plan.rounds):
             _round(plan, contenders, results, number)
         _note_memory(contenders, results, _weight_bytes(plan.model))
+
+
+def _write(results: Results, folder: Path) -> str:
+    """Write table, raw figures and plots to `folder`; return the table."""
+    folder.mkdir(parents=True, exist_ok=True)
+    table = markdown(results)
+    (folder / "compare.md").write_text(table)
+    (folder / "compare.json").write_text(json.dumps(raw(results), indent=1))
+    try:
+        from . import plots
+    except ModuleNotFoundError as error:
+        return f"{table}\n(no plots: {error.name} is missing; pip install 'dashinfer-vlm-adapters[bench]')"
+    plots.draw(results, folder)
+    return table
 
 
 def _round(plan: Plan, contenders: list[Contender], results: Results, number: int) -> None:

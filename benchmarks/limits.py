@@ -23,8 +23,9 @@ from dashinfer_vlm_core.models.checkpoint import model_type
 from dashinfer_vlm_core.models.patches import smart_resize
 from dashinfer_vlm_core.models.qwen2_vl.config import VisionConfig, read_vision_config
 from dashinfer_vlm_core.models.qwen2_vl.image_processor import DEFAULT_TOKENS
-from dashinfer_vlm_core.models.spec import ModelSpec, TextModelSpec
+from dashinfer_vlm_core.models.spec import ModelSpec
 from dashinfer_vlm_core.plugins import load_plugins
+from dashinfer_vlm_core.text_spec import TextModelSpec
 from dashinfer_vlm_cpu.native import NativeKernels
 from dashinfer_vlm_qwen2_5_vl import config as qwen2_5_vl
 from dashinfer_vlm_qwen3_vl import config as qwen3_vl

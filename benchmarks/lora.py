@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import save_file
 
 from dashinfer_vlm_core import EngineConfig
-from dashinfer_vlm_core.cli.options import config_options
+from dashinfer_vlm_core.cli.command import EngineCommand
 from dashinfer_vlm_core.decoders import DecodeRequest, Sampling
 from dashinfer_vlm_core.kernels import KernelSelector
 from dashinfer_vlm_core.models.lora import LoraAdapter, read_adapter, text_tensors
@@ -117,10 +117,9 @@ async def measure(spec: ModelSpec, config: EngineConfig, rank: int, rounds: int)
     await decoder.close()
 
 
-@click.command(help=__doc__, context_settings={"max_content_width": 100})
+@click.command(cls=EngineCommand, help=__doc__, context_settings={"max_content_width": 100})
 @click.option("--rank", default=16, show_default=True)
 @click.option("--rounds", default=20, show_default=True)
-@config_options
 def main(rank: int, rounds: int, config: EngineConfig) -> None:
     spec = Qwen2VL().load_spec(checkpoint(config.model))
     asyncio.run(measure(spec, config, rank, rounds))

@@ -6,15 +6,15 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from dashinfer_vlm_cli.verification.checkpoint_files import IDS, PIXELS, write_json, write_tokenizer
 from dashinfer_vlm_core import EngineConfig
 from dashinfer_vlm_core.models.checkpoint import find_model
 from dashinfer_vlm_core.plugins import load_plugins
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+from . import qwen3_vl
+from .random_weights import save_random_weights
 
 CACHE = EngineConfig().cache_folder / "benchmarks" / "models"
 """The default folder of created models."""
@@ -71,15 +71,11 @@ def checkpoint(name: str, folder: Path = CACHE) -> Path:
 
 def model_names() -> tuple[str, ...]:
     """Return the names of the models that are created on demand."""
-    from . import qwen3_vl
-
     return (*SHAPES, *qwen3_vl.SHAPES)
 
 
 def ensure_model(name: str, folder: Path) -> Path:
     """Return the checkpoint `name` in `folder`, created if missing; no incomplete one is left behind."""
-    from . import qwen3_vl
-
     made = folder / name
     if not made.exists():
         print(f"making the model {name} in {made} ...", flush=True)
@@ -125,22 +121,6 @@ def write_model(shape: Shape, folder: Path) -> None:
     write_json(folder / "config.json", _flat(json.loads((folder / "config.json").read_text()), shape))
     write_json(folder / "preprocessor_config.json", PIXELS)
     write_tokenizer(folder)
-
-
-def save_random_weights(config: PreTrainedConfig, folder: Path) -> None:
-    """Write a model with random weights (bfloat16), as transformers writes it."""
-    import torch
-    from transformers import AutoModelForImageTextToText
-
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        model = AutoModelForImageTextToText.from_config(config)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    model.generation_config.eos_token_id = [IDS["<|im_end|>"], IDS["<|endoftext|>"]]
-    model.generation_config.pad_token_id = IDS["<|endoftext|>"]
-    model.save_pretrained(folder)
 
 
 def _vision_config(shape: Shape) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dashinfer_vlm_cli.verification.checkpoint_files import IDS, TEMPLATE, write_json, write_tokenizer
 
-from .models import save_random_weights
+from .random_weights import save_random_weights
 
 VOCABULARY = 151_936
 PATCHES = {

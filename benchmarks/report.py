@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import statistics
 from collections import defaultdict
@@ -124,20 +123,6 @@ class Results:
         return Ratio(statistics.median(ratios), min(ratios), max(ratios)) if ratios else None
 
 
-def write(results: Results, folder: Path) -> str:
-    """Write table, raw figures and plots to `folder`; the table."""
-    folder.mkdir(parents=True, exist_ok=True)
-    table = markdown(results)
-    (folder / "compare.md").write_text(table)
-    (folder / "compare.json").write_text(json.dumps(_raw(results), indent=1))
-    try:
-        from . import plots
-    except ModuleNotFoundError as error:
-        return f"{table}\n(no plots: {error.name} is missing; pip install 'dashinfer-vlm-adapters[bench]')"
-    plots.draw(results, folder)
-    return table
-
-
 def markdown(results: Results) -> str:
     """One table: of each row the base's median, and for each other engine its median and the base's ratio to it."""
     others = [name for name in results.engines if name != results.base]
@@ -184,7 +169,7 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def _raw(results: Results) -> dict[str, Any]:
+def raw(results: Results) -> dict[str, Any]:
     figures = [{**asdict(row), "engines": engines} for row, engines in results.figures.items()]
     return {
         "model": results.model,

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dashinfer_vlm_core import EngineConfig
-from dashinfer_vlm_core.cli.options import config_options
+from dashinfer_vlm_core.cli.command import EngineCommand
 from dashinfer_vlm_core.decoders import DecodeRequest, Sampling
 from dashinfer_vlm_core.kernels import KernelSelector
 from dashinfer_vlm_core.models.qwen2_vl import Qwen2VL
@@ -198,10 +198,9 @@ async def report(
     )
 
 
-@click.command(help=__doc__, context_settings={"max_content_width": 100})
+@click.command(cls=EngineCommand, help=__doc__, context_settings={"max_content_width": 100})
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--workload", "names", multiple=True, type=click.Choice(list(WORKLOADS)), help="Default: all.")
-@config_options
 def main(rounds: int, names: tuple[str, ...], config: EngineConfig) -> None:
     spec = Qwen2VL().load_spec(checkpoint(config.model))
     asyncio.run(compare(config, spec, rounds, names or list(WORKLOADS)))

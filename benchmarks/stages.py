@@ -27,7 +27,7 @@ import torch
 import uvicorn
 
 from dashinfer_vlm_core import Engine, EngineConfig
-from dashinfer_vlm_core.cli.options import config_options
+from dashinfer_vlm_core.cli.command import EngineCommand
 from dashinfer_vlm_core.concurrency.compute import CPU_EXECUTOR
 from dashinfer_vlm_core.decoders import DecodeRequest, Token, VisualSpan
 from dashinfer_vlm_core.engine import load_pipeline
@@ -341,10 +341,9 @@ def markdown(stages: Sequence[Stage], rates: Rates, model: str) -> str:
     return "\n".join(lines)
 
 
-@click.command(help=__doc__)
+@click.command(cls=EngineCommand, help=__doc__)
 @click.option("--repeats", default=5, show_default=True)
 @click.option("--models", type=click.Path(path_type=Path), default=CACHE, help="Folder of created models.")
-@config_options
 def main(*, repeats: int, models: Path, config: EngineConfig) -> None:
     model = str(checkpoint(config.model, models))
     # With speculation, the time between two tokens would not be that of a step.

@@ -5,16 +5,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .version import __version__
+
 if TYPE_CHECKING:
     from .config import EngineConfig
     from .engine import ChatEngine, Engine, EngineStatus
     from .errors import DashInferVLMError, EngineError, MediaError, RequestError, SetupError
-    from .hookspecs import hookimpl
+    from .hooks import hookimpl
     from .models.coordinates import ImageCoordinates
     from .offline import VLM, LoRARequest, SamplingParams, StructuredOutputsParams
     from .protocol import ChatRequest
-
-__version__ = "0.1.0.dev0"
 
 __all__ = [
     "VLM",
@@ -41,7 +41,7 @@ _MODULES = {
     "config": ("EngineConfig",),
     "engine": ("ChatEngine", "Engine", "EngineStatus"),
     "errors": ("DashInferVLMError", "EngineError", "MediaError", "RequestError", "SetupError"),
-    "hookspecs": ("hookimpl",),
+    "hooks": ("hookimpl",),
     "models.coordinates": ("ImageCoordinates",),
     "offline": ("VLM", "LoRARequest", "SamplingParams", "StructuredOutputsParams"),
     "protocol": ("ChatRequest",),

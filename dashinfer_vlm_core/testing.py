@@ -18,7 +18,7 @@ from .config import EngineConfig
 from .decoders import GUIDED_DECODING, LORA, Decoder, DecodeRequest, DecoderFactory, DecoderSupport, FinishReason, Token
 from .engine import Engine
 from .errors import DecoderFailed, EngineClosed
-from .hookspecs import hookimpl
+from .hooks import hookimpl
 from .plugins import Registry, load_plugins
 from .protocol.sampling import SAMPLING_PARAMETERS
 

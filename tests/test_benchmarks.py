@@ -18,8 +18,8 @@ from benchmarks.report import LIMIT, Ratio, Results, Row
 from benchmarks.workloads import Run
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.models.qwen2_vl.config import VisionConfig
-from dashinfer_vlm_core.models.spec import ExpertsSpec, RotarySpec, TextModelSpec
 from dashinfer_vlm_core.testing import scripted_engine
+from dashinfer_vlm_core.text_spec import ExpertsSpec, RotarySpec, TextModelSpec
 from dashinfer_vlm_qwen2_5_vl.config import VisionConfig as Qwen25VLVisionConfig
 from dashinfer_vlm_qwen3_vl.config import VisionConfig as Qwen3VLVisionConfig
 from tests.qwen3_vl import tiny_qwen3

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dashinfer_vlm_core.config.config_file import ConfigFileCommand
+from dashinfer_vlm_core.cli.command import EngineCommand
 from dashinfer_vlm_core.errors import DashInferVLMError
 
 from .batch_files import BatchOutput, Entry, error_line, read_body, read_entries, response_line
@@ -30,7 +30,7 @@ INTERRUPTED = 130
 """Exit code after Ctrl-C, as in shells."""
 
 
-@click.command(cls=ConfigFileCommand)
+@click.command(cls=EngineCommand)
 @click.argument("requests", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
               help="File for the responses.  [default: REQUESTS with .responses.jsonl]")  # fmt: skip

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dashinfer_vlm_core.cli.command import EngineCommand
 from dashinfer_vlm_core.cli.terminal import show_table
-from dashinfer_vlm_core.config.config_file import ConfigFileCommand
 from dashinfer_vlm_core.errors import DashInferVLMError
 
 from .completion_stats import Completion
@@ -126,7 +126,7 @@ def _count(
     return click.option(*names, default=default, show_default=True, type=kind, metavar="INT", help=text)
 
 
-@click.command(cls=ConfigFileCommand)
+@click.command(cls=EngineCommand)
 @_count("-n", "--requests", minimum=1, default=32, text="Number of requests to measure.")
 @_count("--concurrency", minimum=1, maximum=4096, default=8, text="Maximum number of concurrent requests.")
 @click.option("--rate", type=click.FloatRange(min=0, min_open=True), metavar="NUMBER",

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from dashinfer_vlm_core.cli.command import EngineCommand
 from dashinfer_vlm_core.cli.terminal import printable, show_note
-from dashinfer_vlm_core.config.config_file import ConfigFileCommand
 from dashinfer_vlm_core.errors import ConfigError, DashInferVLMError
 
 from .completion_stats import complete
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 STANDARD_INPUT = "-"
 
 
-@click.command(cls=ConfigFileCommand)
+@click.command(cls=EngineCommand)
 @click.argument("prompt", required=False)
 @click.option("--image", "images", multiple=True, metavar="PATH|URL", help="Image for the first prompt; repeatable.")
 @click.option("--video", "videos", multiple=True, metavar="PATH|URL", help="Video for the first prompt; repeatable.")

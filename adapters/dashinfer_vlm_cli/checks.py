@@ -23,7 +23,7 @@ from dashinfer_vlm_core.config import ENV_PREFIX, EngineConfig
 from dashinfer_vlm_core.config.folders import write_error
 from dashinfer_vlm_core.embedding_store import EmbeddingStoreOptions, open_store, redacted
 from dashinfer_vlm_core.errors import ConfigError, DashInferVLMError
-from dashinfer_vlm_core.hookspecs import Finding
+from dashinfer_vlm_core.findings import Finding
 from dashinfer_vlm_core.kernels.choice import (
     PYTORCH_SETS,
     SLOWER,
@@ -186,7 +186,7 @@ def _without_gpu(torch_version: str, cuda_version: str | None) -> Finding:
 def _configured() -> Iterator[Finding]:
     """Run the checks that depend on the configuration from the environment."""
     try:
-        config = EngineConfig()
+        config = load_plugins().resolve_options(EngineConfig())
     except DashInferVLMError as error:
         fix = f"Fix or unset its environment variable: {ENV_PREFIX} and the option's name in capitals."
         yield Finding(name="options", status="broken", detail=error.message, fix=fix)

@@ -9,7 +9,7 @@ import sys
 import click
 
 from dashinfer_vlm_core.cli.terminal import show_table
-from dashinfer_vlm_core.hookspecs import Finding
+from dashinfer_vlm_core.findings import Finding
 
 from .checks import all_findings
 from .engines import log_warnings_only

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from dashinfer_vlm_core.cli.options import config_options
-from dashinfer_vlm_core.config import ENV_PREFIX, EngineConfig, option_fields
+from dashinfer_vlm_core.cli.config_file import FileOption
+from dashinfer_vlm_core.cli.options import EngineOption
+from dashinfer_vlm_core.config import ENV_PREFIX, EngineConfig
 from dashinfer_vlm_core.errors import ConfigError, EngineClosed
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class EngineSource:
 def engine_source_options(command: Command) -> Command:
     """Add the options that select an engine, and pass an `EngineSource` as the parameter `source`.
 
-    The command must be created by `click.command(cls=ConfigFileCommand)`.
+    The command must be created by `click.command(cls=EngineCommand)`.
 
     Raises, when the command runs:
         ConfigError: an engine option is combined with `--api-base`, or a value is out of range.
@@ -100,7 +101,7 @@ def engine_source_options(command: Command) -> Command:
 
     for option in (_API_KEY, _API_BASE):
         run = option(run)
-    return config_options(run)
+    return run
 
 
 _API_BASE = click.option(
@@ -109,15 +110,21 @@ _API_BASE = click.option(
     help="Base URL of a server to use instead of loading a model, such as http://127.0.0.1:8000/v1.",
 )
 _API_KEY = click.option(
-    "--api-key", metavar="KEY", envvar=f"{ENV_PREFIX}API_KEY", show_envvar=True, help="API key of the server."
+    "--api-key",
+    cls=FileOption,
+    metavar="KEY",
+    envvar=f"{ENV_PREFIX}API_KEY",
+    show_envvar=True,
+    help="API key of the server.",
 )
 
 
 def _given() -> set[str]:
     """Return the names of the engine options on the command line or in the configuration file."""
     context = click.get_current_context()
-    source = context.get_parameter_source
-    return {name for name in option_fields() if source(name) is ParameterSource.COMMANDLINE}
+    names = {param.name for param in context.command.get_params(context) if isinstance(param, EngineOption)}
+    given = {ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP}
+    return {name for name in names if name and context.get_parameter_source(name) in given}
 
 
 def log_warnings_only() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from dashinfer_vlm_core.hookspecs import hookimpl
+from dashinfer_vlm_core.hooks import hookimpl
 
 COMMANDS = {
     "batch": "Run a file of requests in OpenAI's batch format.",

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import click
+from click.core import ParameterSource
 
-from dashinfer_vlm_core.cli.options import config_options
+from dashinfer_vlm_core.cli.command import EngineCommand
 from dashinfer_vlm_core.cli.terminal import show_table
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.config.config_file import ConfigFileCommand, option_location
 from dashinfer_vlm_core.kernels.choice import KernelSelector
 from dashinfer_vlm_core.kernels.cpu import cpu_model
 from dashinfer_vlm_core.kernels.tuned import TunedKernels, store_tuned
@@ -21,7 +21,7 @@ from .engines import log_warnings_only
 if TYPE_CHECKING:
     import torch
 
-    from dashinfer_vlm_core.models.spec import TextModelSpec
+    from dashinfer_vlm_core.text_spec import TextModelSpec
 
 MARGIN = 0.9
 """A kernel set replaces one of higher priority if it needs at most this share of its time. Only linear layers are
@@ -47,9 +47,8 @@ class TunedPart(NamedTuple):
     bytes_per_weight: int
 
 
-@click.command(cls=ConfigFileCommand)
+@click.command(cls=EngineCommand)
 @click.argument("name", metavar="[MODEL]", required=False)
-@config_options
 def tune(*, name: str | None, config: EngineConfig) -> None:
     """Measure the CPU kernels with a model, and store the fastest for its next starts.
 
@@ -62,8 +61,8 @@ def tune(*, name: str | None, config: EngineConfig) -> None:
     processor. --cpu-kernels NAME at start overrides both.
     """
     log_warnings_only()
-    model = click.get_current_context().params.get("model")
-    if name is not None and model is not None and not option_location("model"):
+    source = click.get_current_context().get_parameter_source("model")
+    if name is not None and source is ParameterSource.COMMANDLINE:
         raise click.UsageError("The model is given twice: as MODEL and by --model. Leave out one of the two.")
     if name is not None:
         config = config.model_copy(update={"model": name})

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from dashinfer_vlm_core.errors import extra_required
+from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_server.plugin import isolate_clients
 
 from .config import RayConfig, Routing, parse_arguments
@@ -68,7 +69,7 @@ def build_app(config: RayConfig | None = None) -> Application:
 
     config = config or RayConfig()
     settings = _shared_settings(config.settings)
-    engine_config = isolate_clients(_engine_config(config), settings)
+    engine_config = load_plugins().resolve_options(isolate_clients(_engine_config(config), settings))
     engine = _engine_deployment(config).bind(engine_config, threads=config.threads)
     ingress = serve.deployment(
         Ingress,

@@ -9,9 +9,8 @@ from typing import Any, Literal, get_args
 
 import click
 
-from dashinfer_vlm_core.cli.options import config_options
+from dashinfer_vlm_core.cli.config_file import option_values
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.config.config_file import command_line
 from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_server.help import IntegerRange, NumberRange, Option, SectionedCommand
 from dashinfer_vlm_server.plugin import application_options, create_settings
@@ -129,9 +128,11 @@ def parse_arguments(arguments: Mapping[str, Any]) -> RayConfig:
     for name in arguments:
         if reason := SERVED_BY_RAY.get(name.replace("-", "_")):
             raise ConfigError(f"`{name}` does not apply here: {reason}. Remove it.", param=name)
-    words = command_line(_command, arguments)
+    values = option_values(_command, arguments)
     try:
-        config: RayConfig = _command.main(words, prog_name="dashinfer_vlm_ray:app", standalone_mode=False)
+        config: RayConfig = _command.main(
+            [], prog_name="dashinfer_vlm_ray:app", standalone_mode=False, default_map=values
+        )
     except click.ClickException as error:
         raise ConfigError(error.format_message()) from error
     return config
@@ -167,7 +168,6 @@ def _replica_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.command(cls=SectionedCommand)
 @_replica_options
 @application_options
-@config_options
 def _command(*, config: EngineConfig, **options: Any) -> RayConfig:
     return RayConfig(
         engine=config,

@@ -8,8 +8,10 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from dashinfer_vlm_core.cli.command import EngineCommand
+from dashinfer_vlm_core.cli.config_file import FileOption
+from dashinfer_vlm_core.cli.options import EngineOption
 from dashinfer_vlm_core.config import variable
-from dashinfer_vlm_core.config.config_file import ConfigFileCommand, EngineOption, FileOption
 
 from .logs import errors_as_records
 
@@ -65,7 +67,7 @@ class Option(FileOption):
         return f"It comes from the environment. Set {self.envvar} to another value, or unset it."
 
 
-class SectionedCommand(ConfigFileCommand):
+class SectionedCommand(EngineCommand):
     """A command whose options are listed by section, in the order of their declaration."""
 
     def invoke(self, ctx: click.Context) -> Any:

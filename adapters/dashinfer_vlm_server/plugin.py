@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from dashinfer_vlm_core.cli.options import config_options
+from dashinfer_vlm_core.cli.config_file import option_location
 from dashinfer_vlm_core.config import MIB, EngineConfig
-from dashinfer_vlm_core.config.config_file import option_location
 from dashinfer_vlm_core.embedding_store import EmbeddingStoreOptions
 from dashinfer_vlm_core.errors import ConfigError, extra_required
-from dashinfer_vlm_core.hookspecs import hookimpl
+from dashinfer_vlm_core.hooks import hookimpl
 
 from .api_key_file import MAX_LIMIT, KeyLimits
 from .api_keys import KEY_VARIABLE, KEYS_VARIABLE, ApiKeys
@@ -105,10 +104,10 @@ _TLS = (
             help="CA certificates; clients must present a certificate signed by one of them."),
 )  # fmt: skip
 _ORIGINS = (
-    _option("--allowed-hosts", default="", metavar="NAME,...", file_type=list,
+    _option("--allowed-hosts", default="", metavar="NAME,...",
             help="Host names that clients may use if there are no API keys, in addition to loopback names and IP"
             " addresses, separated by commas; * allows all."),
-    _option("--allowed-origins", default="", metavar="URL,...", file_type=list,
+    _option("--allowed-origins", default="", metavar="URL,...",
             help="Origins allowed to send requests (CORS), separated by commas; * allows all."),
 )  # fmt: skip
 _LIMITS = (
@@ -145,7 +144,6 @@ _OBSERVABILITY = (
 @_options("Security", *_KEYS, *_TLS, *_ORIGINS)
 @_options("Request limits", *_LIMITS)
 @_options("Logs and traces", *_OBSERVABILITY)
-@config_options
 def serve(*, config: EngineConfig, **options: Any) -> None:
     """Serve OpenAI's Chat Completions and Responses APIs over HTTP.
 

@@ -9,10 +9,10 @@ import sys
 
 import click
 
-from .. import __version__
 from ..config import variable
 from ..errors import DashInferVLMError
 from ..plugins import PluginRow, add_commands, load_plugins
+from ..version import __version__
 from .terminal import show_table
 
 SETUP_FAILED = 2

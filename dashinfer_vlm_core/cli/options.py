@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 import click
 from click.shell_completion import CompletionItem
 
-from ..config import ENV_PREFIX, MIB, EngineConfig, MediaLimits, option_fields, variables_set
-from ..config.config_file import EngineOption, option_location
-from ..config.env_check import unknown_variables
-from ..errors import ConfigError
+from ..config import MIB, EngineConfig
+from ..plugins import installed_options, load_plugins
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
-
-logger: logging.Logger = logging.getLogger(__name__)
-
-Command = Callable[..., Any]
 
 REPEATABLE = {"lora"}
 """Options that are given once for each value, which may contain commas."""
@@ -40,63 +32,41 @@ UNITS = {"mib": "MIB", "bytes": "BYTES", "pixels": "PIXELS", "patches": "PATCHES
          "timeout": "SECONDS", "ttl": "SECONDS", "frames": "FRAMES"}  # fmt: skip
 """Placeholders by the last word of a field's name, for fields with a unit."""
 
-ENVIRONMENT = (
-    f"Engine options can also be set by environment variables, such as {ENV_PREFIX}MAX_PIXELS for --max-pixels."
-)
 
+class EngineOption(click.Option):
+    """An option of the engine, shared by many commands. `--help` lists it after the command's own options.
 
-def config_options(command: Command) -> Command:
-    """Add the options of EngineConfig and of plugins to a click command, which receives them as the parameter `config`.
-
-    The help also describes the environment variables, unless the command's docstring does. Variables with our prefix
-    that set nothing are logged.
-
-    Raises, when the command runs:
-        ConfigError: a value is out of range; the message contains the name of the option.
+    Args:
+        plugin: the title of the plugin that registers it; empty for options of EngineConfig.
     """
 
-    fields = option_fields()
-
-    @functools.wraps(command)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        for line in unknown_variables(variables_set(), click.get_current_context()):
-            logger.warning(line)
-        given = {name: kwargs.pop(name) for name in fields}
-        config = _config({name: value for name, value in given.items() if value not in (None, ())})
-        return command(*args, config=config, **kwargs)
-
-    if ENV_PREFIX not in (command.__doc__ or ""):
-        run.__doc__ = f"{command.__doc__}\n\n    {ENVIRONMENT}"
-    decorated: Command = run
-    for name, (field, plugin) in reversed(fields.items()):
-        decorated = _option(name, field, plugin)(decorated)
-    return decorated
+    def __init__(self, *args: Any, plugin: str, **kwargs: Any) -> None:
+        super().__init__(*args, default=None, **kwargs)
+        self.plugin = plugin
 
 
-def _config(given: dict[str, Any]) -> EngineConfig:
-    try:
-        return EngineConfig(**given)
-    except ConfigError as error:
-        location = option_location(error.param)
-        raise ConfigError(f"{location}: {error.message}" if location else error.message, param=error.param) from None
+def engine_options() -> list[EngineOption]:
+    """Return the options of EngineConfig and of the installed plugins."""
+    plugins = [(kind.title, kind.model_fields) for kind in installed_options()]
+    return [
+        _option(name, field, plugin)
+        for plugin, fields in [("", EngineConfig.model_fields), *plugins]
+        for name, field in fields.items()
+    ]
 
 
-def _option(name: str, field: FieldInfo, plugin: str) -> Callable[[Command], Command]:
+def _option(name: str, field: FieldInfo, plugin: str) -> EngineOption:
     flag = name.replace("_", "-")
     default = _default_text(name, field.default)
     text = f"{field.description}  [default: {default}]" if default else field.description
     if _member_types(field.annotation) == [bool]:
-        return click.option(f"--{flag}/--no-{flag}", name, cls=EngineOption, plugin=plugin, default=None, help=text)
+        return EngineOption([f"--{flag}/--no-{flag}", name], plugin=plugin, help=text)
     # Values stay strings here: only EngineConfig converts and validates them, whatever their source.
-    return click.option(
-        f"--{flag}",
-        name,
-        cls=EngineOption,
+    return EngineOption(
+        [f"--{flag}", name],
         plugin=plugin,
-        default=None,
         multiple=name in REPEATABLE,
         metavar=_metavar(name, field.annotation),
-        file_type=dict if field.annotation is MediaLimits else list if get_origin(field.annotation) is tuple else None,
         help=text,
         shell_complete=functools.partial(_complete, name, field.annotation),
     )
@@ -116,7 +86,6 @@ def _complete(
 def model_names() -> list[str]:
     """Return the models that need no download: registered ones, and those in the Hugging Face cache."""
     from ..models.checkpoint import cached_models
-    from ..plugins import load_plugins
 
     return [*sorted(load_plugins().models), *sorted(cached_models())]
 

@@ -1,4 +1,4 @@
-"""Configuration of an engine: options, configuration files, environment variables."""
+"""Configuration of an engine: options and environment variables."""
 
 from .engine_config import (
     MIB,
@@ -6,7 +6,6 @@ from .engine_config import (
     EngineConfig,
     LoraModule,
     MediaLimits,
-    option_fields,
     variable,
     variables_set,
 )
@@ -20,7 +19,6 @@ __all__ = [
     "LoraModule",
     "MediaLimits",
     "PluginOptions",
-    "option_fields",
     "variable",
     "variables_set",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
@@ -13,20 +13,16 @@ from pydantic import (
     ConfigDict,
     Field,
     NonNegativeInt,
-    PrivateAttr,
-    SerializerFunctionWrapHandler,
     ValidationError,
     field_validator,
-    model_serializer,
     model_validator,
 )
-from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 from typing_extensions import Self
 
 from ..errors import ConfigError
 from ..protocol.validation_messages import validation_message
-from .plugin_options import ENV_PREFIX, PluginOptions, option_classes
+from .plugin_options import ENV_PREFIX, PluginOptions
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -90,13 +86,14 @@ class EngineConfig(BaseSettings):
 
     In order of priority, values come from the arguments, the environment (`DASHINFER_VLM_` and the field's name in
     upper case, else `VLLM_VARIABLES`), and the defaults below. Options of plugins are passed like those below, and read
-    with `options_of`. Equal configurations compare and hash equal, so that adapters can share an engine.
+    with `options_of`; which names plugins have is checked when an engine starts, by `Registry.resolve_options`. Equal
+    configurations compare and hash equal, so that adapters can share an engine.
 
     Raises:
-        ConfigError: an unknown name, or a value out of range; the message contains the name of the option.
+        ConfigError: a value is out of range; the message contains the name of the option.
     """
 
-    model_config: ClassVar[SettingsConfigDict] = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid")
+    model_config: ClassVar[SettingsConfigDict] = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="allow")
 
     # Model and decoder
     model: str = Field(
@@ -305,25 +302,11 @@ class EngineConfig(BaseSettings):
     )
     max_fetches: int = Field(16, ge=1, description="Maximum number of concurrent fetches of a client.")
 
-    _plugin_options: tuple[PluginOptions, ...] = PrivateAttr(())
-
     def __init__(self, **options: Any) -> None:
-        classes = option_classes(frozenset(type(self).model_fields))
-        plugin_fields = {name for kind in classes for name in kind.model_fields}
-        validated = [_validated(kind, options) for kind in classes]
-        errors = [error for _, found in validated for error in found]
         try:
-            super().__init__(**{name: value for name, value in options.items() if name not in plugin_fields})
+            super().__init__(**options)
         except ValidationError as error:
-            errors = [*error.errors(include_url=False), *errors]
-        if errors:
-            raise _config_error(errors, options)
-        self._plugin_options = tuple(made for made, _ in validated if made)
-
-    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        yield from super().__repr_args__()
-        for options in self._plugin_options:
-            yield from options.__repr_args__()
+            raise config_error(error.errors(include_url=False), options) from None
 
     @property
     def resolved_vision_quantization(self) -> Literal["none", "int8"]:
@@ -333,36 +316,21 @@ class EngineConfig(BaseSettings):
         return "none" if self.quantization == "none" else "int8"
 
     @property
-    def plugin_options(self) -> tuple[PluginOptions, ...]:
-        """The options of all installed plugins."""
-        return self._plugin_options
+    def plugin_options(self) -> dict[str, Any]:
+        """The options that are not of EngineConfig, as they were given."""
+        return self.model_extra or {}
 
     def options_of(self, kind: type[Options]) -> Options:
-        """Return a plugin's options by their class. If it is not installed, they are read from the environment."""
+        """Return a plugin's options by their class: those given, else from the environment, else the defaults.
+
+        Raises:
+            ConfigError: a value is out of range.
+        """
+        given = self.plugin_options
         try:
-            return next((options for options in self._plugin_options if isinstance(options, kind)), None) or kind()
+            return kind(**{name: given[name] for name in kind.model_fields if name in given})
         except ValidationError as error:
-            raise _config_error(error.errors(include_url=False), {}) from None
-
-    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Copy the configuration, as pydantic does; `update` can also contain options of plugins."""
-        changes = dict(update or {})
-        updates = [
-            {name: changes.pop(name) for name in type(options).model_fields if name in changes}
-            for options in self._plugin_options
-        ]
-        copy = super().model_copy(update=changes, deep=deep)
-        copy._plugin_options = tuple(  # noqa: SLF001 - same class
-            options.model_copy(update=values) for options, values in zip(self._plugin_options, updates, strict=True)
-        )
-        return copy
-
-    @model_serializer(mode="wrap")
-    def _with_plugin_options(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        own: dict[str, Any] = handler(self)
-        for options in self._plugin_options:
-            own |= options.model_dump()
-        return own
+            raise config_error(error.errors(include_url=False), given) from None
 
     @classmethod
     def settings_customise_sources(
@@ -468,17 +436,6 @@ def _lora_module(value: object) -> object:
     return LoraModule(name, path)
 
 
-def option_fields() -> dict[str, tuple[FieldInfo, str]]:
-    """Map all option names to the field and the title of the plugin that registers it, empty for EngineConfig."""
-    own = EngineConfig.model_fields
-    plugin_fields = {
-        name: (field, kind.title)
-        for kind in option_classes(frozenset(own))
-        for name, field in kind.model_fields.items()
-    }
-    return {**{name: (field, "") for name, field in own.items()}, **plugin_fields}
-
-
 def variable(option: str) -> str:
     """Return the environment variable of an option, which is named by its field or flag."""
     return ENV_PREFIX + option.replace("-", "_").upper()
@@ -489,17 +446,7 @@ def variables_set() -> list[str]:
     return [name for name in os.environ if name.startswith(ENV_PREFIX)]
 
 
-def _validated(
-    kind: type[PluginOptions], options: Mapping[str, Any]
-) -> tuple[PluginOptions | None, Sequence[ErrorDetails]]:
-    """Create the options of one plugin from `options`; in case of errors, return None and the errors."""
-    try:
-        return kind(**{name: options[name] for name in kind.model_fields if name in options}), ()
-    except ValidationError as error:
-        return None, error.errors(include_url=False)
-
-
-def _config_error(errors: Sequence[ErrorDetails], given: Mapping[str, Any]) -> ConfigError:
+def config_error(errors: Sequence[ErrorDetails], given: Mapping[str, Any]) -> ConfigError:
     """Report all errors of a configuration in one line, with the names of options and of their environment variables.
 
     `param` is the first option.

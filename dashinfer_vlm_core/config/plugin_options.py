@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import threading
 from typing import ClassVar, get_origin
 
-import pluggy
 from pydantic import ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from ..errors import PluginError
-from ..hookspecs.discovery import call_hooks, plugin_entries
 
 ENV_PREFIX = "DASHINFER_VLM_"
 
@@ -69,56 +65,3 @@ def check_options(kind: object) -> type[PluginOptions]:
     if required := [name for name, field in kind.model_fields.items() if field.is_required()]:
         raise PluginError(f"The option {required[0]!r} of {kind.__name__} must have a default.")
     return kind
-
-
-def option_classes(reserved: frozenset[str]) -> tuple[type[PluginOptions], ...]:
-    """Return the options classes that installed plugins register; searched once per process.
-
-    A plugin that is broken, or registers an existing name, is skipped. `dashinfer-vlm plugins` lists it with the fix.
-
-    Args:
-        reserved: names of the options of EngineConfig.
-    """
-    with _LOCK:
-        # A plugin that is being imported may define a command or create an EngineConfig. It needs the options of all
-        # plugins, but its own, which are not defined yet; the result is not kept.
-        return _find(reserved) if _IMPORTING else _search(reserved)
-
-
-def forget_options() -> None:
-    """Clear the cache of `option_classes`, after plugins have been installed."""
-    _search.cache_clear()
-
-
-_LOCK = threading.RLock()
-_IMPORTING: list[str] = []
-"""Names of the plugins whose import is in progress."""
-
-
-@functools.lru_cache(maxsize=8)
-def _search(reserved: frozenset[str]) -> tuple[type[PluginOptions], ...]:
-    return _find(reserved)
-
-
-def _find(reserved: frozenset[str]) -> tuple[type[PluginOptions], ...]:
-    found: list[type[PluginOptions]] = []
-    names, plugins = set(reserved), set(_IMPORTING)
-    for entry in plugin_entries():
-        if entry.name in plugins:
-            continue
-        plugins.add(entry.name)
-        classes: list[type[PluginOptions]] = []
-        _IMPORTING.append(entry.name)
-        try:
-            usable = call_hooks(entry, functools.partial(_register, classes))
-        finally:
-            _IMPORTING.pop()
-        option_names = [name for kind in classes for name in kind.model_fields]
-        if usable and names.isdisjoint(option_names):
-            found += classes
-            names.update(option_names)
-    return tuple(found)
-
-
-def _register(classes: list[type[PluginOptions]], hook: pluggy.HookRelay) -> None:
-    hook.register_options(register=lambda kind: classes.append(check_options(kind)))

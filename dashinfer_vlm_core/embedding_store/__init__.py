@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..hookspecs import hookimpl
+from ..hooks import hookimpl
 from .interface import EmbeddingStore, EmbeddingStoreFactory, Read
 from .opening import open_store, redacted
 from .settings import EmbeddingStoreOptions

@@ -373,6 +373,7 @@ async def load_pipeline(
     Raises:
         SetupError: the setup is incomplete or invalid; the message says how to fix it.
     """
+    config = registry.resolve_options(config)
     readers = select_readers(registry.video_readers, config)
     folder = await asyncio.to_thread(find_model, config.model, registered=registry.models, revision=config.revision)
     family = registry.family_of(folder)
@@ -473,8 +474,8 @@ def select_decoder(registry: Registry, spec: ModelSpec, config: EngineConfig) ->
             "; ".join(f"{factory.name}: {support.reason}" for support, factory in candidates) or "none is registered"
         )
         raise SetupError(f"No decoder can run here ({reasons}). `dashinfer-vlm plugins` lists what is installed.")
-    for options in config.plugin_options:
-        options.check(factory.name)
+    for kind in registry.option_classes:
+        config.options_of(kind).check(factory.name)
     others = [f"{other.name}: {support.reason}" for support, other in candidates if other is not factory]
     return factory, " ".join([best.reason, *(["Not selected:"] if others else []), *others])
 

@@ -11,15 +11,13 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ..config import EngineConfig
 from ..errors import DecoderFailed
+from ..plugins import Registry, load_plugins
 from .engine import Engine
 from .remote import RemoteEngine
-
-if TYPE_CHECKING:
-    from ..plugins import Registry
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -65,7 +63,8 @@ class SharedEngines:
         """
         key = model, json.dumps(dict(options), sort_keys=True, default=str)
         if key not in self._configs:
-            self._configs[key] = EngineConfig(**{"model": model, **options})
+            registry = self._registry or load_plugins()
+            self._configs[key] = registry.resolve_options(EngineConfig(**{"model": model, **options}))
         return self._configs[key]
 
     def get(self, config: EngineConfig) -> Engine:

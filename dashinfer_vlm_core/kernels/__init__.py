@@ -13,12 +13,12 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from ..hookspecs import hookimpl
+from ..hooks import hookimpl
 
 if TYPE_CHECKING:
     import torch
 
-    from ..models.spec import TextModelSpec
+    from ..text_spec import TextModelSpec
     from .choice import KernelChoice, KernelFactory, KernelSelector, LoadedKernels
     from .quantization import INT4, INT8, Quantization, QuantizedWeight
     from .types import (

@@ -19,7 +19,7 @@ from .workload import TEXT_MODEL, VISION_ENCODER, Workload, text_workload
 if TYPE_CHECKING:
     import torch
 
-    from ..models.spec import TextModelSpec
+    from ..text_spec import TextModelSpec
     from .types import Kernels
 
 TORCH = "torch"

@@ -1,4 +1,4 @@
-"""Create linear layers from weights that may be quantized already."""
+"""Create linear layers from weights that may be quantized already, and whether these keep their bits."""
 
 from __future__ import annotations
 
@@ -10,6 +10,21 @@ from torch import Tensor
 from .layers import FullLMHead
 from .quantization import Quantization, QuantizedWeight
 from .types import Activation, Kernels, Linear, LMHead
+
+
+def supported_bits(kernels: Kernels) -> frozenset[Literal["int4", "int8"]]:
+    """Return the bits in which the kernels keep weights that are quantized already; `int8`: one scale per output."""
+    bits: list[tuple[Literal["int4", "int8"], bool]] = [
+        ("int4", kernels.supports_int4),
+        ("int8", kernels.supports_int8),
+    ]
+    return frozenset(name for name, is_supported in bits if is_supported)
+
+
+def keeps_bits(kernels: Kernels, weight: QuantizedWeight) -> bool:
+    """Whether kernels keep weights in their 4 or 8 bits; otherwise, they have to be dequantized."""
+    supported = supported_bits(kernels)
+    return "int4" in supported if weight.bits == 4 else "int8" in supported and weight.is_symmetric_int8
 
 
 def create_linear(
@@ -53,18 +68,3 @@ def create_head(
 
 def _dequantized(weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> Tensor:
     return weight.dequantize(dtype) if isinstance(weight, QuantizedWeight) else weight
-
-
-def supported_bits(kernels: Kernels) -> frozenset[Literal["int4", "int8"]]:
-    """Return the bits in which the kernels keep weights that are quantized already; `int8`: one scale per output."""
-    bits: list[tuple[Literal["int4", "int8"], bool]] = [
-        ("int4", kernels.supports_int4),
-        ("int8", kernels.supports_int8),
-    ]
-    return frozenset(name for name, is_supported in bits if is_supported)
-
-
-def keeps_bits(kernels: Kernels, weight: QuantizedWeight) -> bool:
-    """Whether kernels keep weights in their 4 or 8 bits; otherwise, they have to be dequantized."""
-    supported = supported_bits(kernels)
-    return "int4" in supported if weight.bits == 4 else "int8" in supported and weight.is_symmetric_int8

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from ..models.spec import TextModelSpec
+    from ..text_spec import TextModelSpec
 
 TEXT_MODEL = "text model"
 VISION_ENCODER = "vision encoder"

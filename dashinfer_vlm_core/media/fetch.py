@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import anyio
 import httpx
 
-from .. import __version__
 from ..concurrency.fair_slots import FairSlots
 from ..config import EngineConfig
 from ..errors import MediaError, MediaRefused, MediaTooLarge, MediaUnreachable, QueueFull
 from ..protocol.client import current_client
+from ..version import __version__
 from .types import Kind
 from .url_policy import Resolver, SystemResolver, check_url, resolve_addresses
 

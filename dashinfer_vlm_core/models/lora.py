@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from ..errors import CheckpointError
+from ..text_spec import TextModelSpec
 from .checkpoint import HUB_ID, download
 from .files import checked_headers, rename, stored_tensors, unreadable_file_error
 from .headers import TensorHeader
-from .spec import ModelSpec, TextModelSpec
+from .spec import ModelSpec
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."

@@ -7,10 +7,11 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from .. import __version__
 from ..config import EngineConfig
+from ..text_spec import TextWeightNames
+from ..version import __version__
 from .files import stored_tensors, unreadable_file_error
-from .spec import ModelSpec, TextWeightNames
+from .spec import ModelSpec
 
 CHUNK_BYTES = 1 << 22
 

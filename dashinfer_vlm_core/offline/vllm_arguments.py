@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ..config import MIB, option_fields
+from ..config import MIB, EngineConfig
 from ..errors import ConfigError, UnsupportedParameter
+from ..plugins import load_plugins
 from ..protocol.validation_errors import show
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -157,7 +158,7 @@ def to_engine_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_spelling(arguments: Iterable[str]) -> None:
-    known = {*option_fields(), *RENAMED, *REJECTED, *WITHOUT_EFFECT, *_OWN}
+    known = {*EngineConfig.model_fields, *load_plugins().options, *RENAMED, *REJECTED, *WITHOUT_EFFECT, *_OWN}
     for name in arguments:
         if name not in known and (close := difflib.get_close_matches(name, sorted(known), n=1)):
             raise ConfigError(f"`{name}` is not an argument of VLM. Did you mean `{close[0]}`?", param=name)

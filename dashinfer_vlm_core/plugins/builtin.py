@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 
-from ..hookspecs import hookimpl
+from ..hooks import hookimpl
 from ..media.readers import READERS, DecordReader
 from ..media.types import VideoReader
 from ..models.formats.interface import CheckpointFormat

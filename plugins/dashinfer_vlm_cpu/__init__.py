@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from dashinfer_vlm_core.kernels import KernelFactory, LoadedKernels
-    from dashinfer_vlm_core.models.spec import TextModelSpec
+    from dashinfer_vlm_core.text_spec import TextModelSpec
 
 
 class NativeKernelFactory:

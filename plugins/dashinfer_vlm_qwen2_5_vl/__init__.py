@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.hookspecs import hookimpl
+from dashinfer_vlm_core.hooks import hookimpl
 from dashinfer_vlm_core.kernels.choice import KernelSelector
 from dashinfer_vlm_core.kernels.workload import LinearGroup, LinearShape
 from dashinfer_vlm_core.models.interface import ImageProcessor, ModelFamily, PromptLayout, VisionEncoder

@@ -26,15 +26,8 @@ from dashinfer_vlm_core.models.qwen2_vl.config import (
     stored_dtype,
     text_fields,
 )
-from dashinfer_vlm_core.models.spec import (
-    ExpertsSpec,
-    ModelSpec,
-    PixelSpec,
-    Profile,
-    RotarySpec,
-    TextModelSpec,
-    TokenSpec,
-)
+from dashinfer_vlm_core.models.spec import ModelSpec, PixelSpec, Profile, TokenSpec
+from dashinfer_vlm_core.text_spec import ExpertsSpec, RotarySpec, TextModelSpec
 from dashinfer_vlm_core.tokenization.chat_template import template_mentions
 from dashinfer_vlm_core.tokenization.conversation import HERMES
 

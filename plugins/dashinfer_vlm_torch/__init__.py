@@ -14,7 +14,7 @@ from dashinfer_vlm_core.decoders import (
     DecoderFactory,
     DecoderSupport,
 )
-from dashinfer_vlm_core.hookspecs import hookimpl
+from dashinfer_vlm_core.hooks import hookimpl
 
 if TYPE_CHECKING:
     from dashinfer_vlm_core.config import EngineConfig, PluginOptions

@@ -14,7 +14,7 @@ from dashinfer_vlm_core.concurrency.compute import Executor
 from dashinfer_vlm_core.kernels import AdapterLayer, AdapterLayers, Kernels, Linear, LMHead, LowRank, LowRankPart
 from dashinfer_vlm_core.models.lora import LoraAdapter
 from dashinfer_vlm_core.models.lora_weights import Factors, read_factors, read_tensor
-from dashinfer_vlm_core.models.spec import TextModelSpec
+from dashinfer_vlm_core.text_spec import TextModelSpec
 
 RANK_MULTIPLE = 4
 """Ranks are padded with zeros to a multiple of this, which the C kernels require of the inputs of a linear layer."""

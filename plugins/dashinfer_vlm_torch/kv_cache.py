@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dashinfer_vlm_core.models.spec import TextModelSpec
+from dashinfer_vlm_core.text_spec import TextModelSpec
 
 
 class KVCache:

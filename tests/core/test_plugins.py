@@ -17,12 +17,9 @@ from PIL import Image
 
 from dashinfer_vlm_core import Engine, hookimpl
 from dashinfer_vlm_core.cli.main import cli
-from dashinfer_vlm_core.cli.options import config_options
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.config.plugin_options import forget_options
 from dashinfer_vlm_core.errors import ConfigError, MissingDependency, PluginError
-from dashinfer_vlm_core.hookspecs import discovery
-from dashinfer_vlm_core.plugins import Registry, load_adapter, load_plugins
+from dashinfer_vlm_core.plugins import Registry, discovery, load_adapter, load_plugins
 from dashinfer_vlm_core.protocol import MediaPart
 from dashinfer_vlm_server.help import SectionedCommand
 from tests.decoding_loader import DecodingLoader
@@ -224,39 +221,36 @@ def register_options(register):
 """
 
 
-@pytest.fixture
-def fresh_options():
-    """Clear the cache of plugin options, which are discovered once per process."""
-    forget_options()
-    yield
-    forget_options()
-
-
 def run_show_command(*arguments):
     """Return the output of a command created now."""
 
     @click.command(cls=SectionedCommand)
-    @config_options
     def show(config: EngineConfig) -> None:
         """Show it."""
-        click.echo(repr(config))
+        click.echo(repr(load_plugins().resolve_options(config)))
 
     return CliRunner().invoke(show, arguments, catch_exceptions=False)
 
 
-def test_plugin_options_are_set_like_engine_options(install, fresh_options, monkeypatch, tmp_path):
+def test_plugin_options_are_set_like_engine_options(install, monkeypatch, tmp_path):
     install("slides_plugin", OPTIONS)
     slides = importlib.import_module("slides_plugin").Slides
     assert EngineConfig().options_of(slides).slide_seconds == 2
     assert EngineConfig(slide_seconds=3).options_of(slides).slide_seconds == 3
-    assert EngineConfig(slide_seconds=3) != EngineConfig() == EngineConfig(slide_seconds=2)
+    assert EngineConfig(slide_seconds=3) != EngineConfig() == EngineConfig()
     assert len({EngineConfig(slide_seconds=3), EngineConfig(slide_seconds=3)}) == 1
+    resolve = load_plugins().resolve_options
+    assert resolve(EngineConfig(slide_seconds="3")) == EngineConfig(slide_seconds=3) != resolve(EngineConfig())
     with pytest.raises(ConfigError, match="slide_seconds: must be above 0") as caught:
-        EngineConfig(slide_seconds=0)
+        EngineConfig(slide_seconds=0).options_of(slides)
     assert caught.value.param == "slide_seconds"
 
     monkeypatch.setenv("DASHINFER_VLM_SLIDE_SECONDS", "4")
     assert EngineConfig().options_of(slides).slide_seconds == 4
+    resolved = resolve(EngineConfig())
+    monkeypatch.setenv("DASHINFER_VLM_SLIDE_SECONDS", "5")
+    assert resolved.options_of(slides).slide_seconds == 4
+    monkeypatch.setenv("DASHINFER_VLM_SLIDE_SECONDS", "4")
     file = tmp_path / "options.yaml"
     file.write_text("slide_seconds: 5")
     assert "slide_seconds=4.0" in run_show_command().output
@@ -267,7 +261,7 @@ def test_plugin_options_are_set_like_engine_options(install, fresh_options, monk
     assert row("slides_plugin").provides == ("option slide_seconds",)
 
 
-def test_copy_and_dump_include_plugin_options(install, fresh_options):
+def test_copy_and_dump_include_plugin_options(install):
     install("slides_plugin", OPTIONS)
     slides = importlib.import_module("slides_plugin").Slides
     config = EngineConfig(slide_seconds=3)
@@ -276,7 +270,7 @@ def test_copy_and_dump_include_plugin_options(install, fresh_options):
     assert config.model_copy() == config
 
 
-def test_plugin_list_options_are_comma_separated(install, fresh_options, monkeypatch):
+def test_plugin_list_options_are_comma_separated(install, monkeypatch):
     field = 'slide_names: tuple[str, ...] = Field((), description="Names.")'
     install("slides_plugin", OPTIONS.replace("    def check", f"    {field}\n\n    def check"))
     monkeypatch.setenv("DASHINFER_VLM_SLIDE_NAMES", "a, b")
@@ -284,10 +278,22 @@ def test_plugin_list_options_are_comma_separated(install, fresh_options, monkeyp
     assert "slide_names=('c',)" in run_show_command("--slide-names", "c").output
 
 
-def test_all_invalid_options_are_named(install, fresh_options):
+def test_engine_rejects_all_invalid_options_before_it_loads(install):
     install("slides_plugin", OPTIONS)
-    with pytest.raises(ConfigError, match=r"max_batch_size: must be .*; slide_seconds: must be above 0"):
-        EngineConfig(slide_seconds=0, max_batch_size=0)
+    config = EngineConfig(model="/no/such/folder", slide_seconds=0, max_batch_sise=4)
+    with pytest.raises(ConfigError) as caught:
+        Engine(config).start()
+    assert caught.value.message == (
+        "Invalid option slide_seconds: must be above 0 (got 0); max_batch_sise: is not a known option (got 4)."
+        " `dashinfer-vlm serve --help` lists every option."
+    )
+
+
+def test_error_names_variable_of_plugin_option(install, monkeypatch):
+    install("slides_plugin", OPTIONS)
+    monkeypatch.setenv("DASHINFER_VLM_SLIDE_SECONDS", "-1")
+    with pytest.raises(ConfigError, match=r"slide_seconds \(from DASHINFER_VLM_SLIDE_SECONDS\): must be above 0"):
+        load_plugins().resolve_options(EngineConfig())
 
 
 @pytest.mark.parametrize(
@@ -300,7 +306,7 @@ def test_all_invalid_options_are_named(install, fresh_options):
         ("Failing", "A default of the options Failing raises an error: "),
     ],
 )
-def test_invalid_option_definition_disables_only_its_plugin(install, fresh_options, registered, problem):
+def test_invalid_option_definition_disables_only_its_plugin(install, registered, problem):
     code = (
         OPTIONS.replace("register(Slides)", f"register({registered})")
         + "class Needed(PluginOptions):\n    slide_title: str\n"
@@ -311,19 +317,24 @@ def test_invalid_option_definition_disables_only_its_plugin(install, fresh_optio
     assert problem in row("slides_plugin").problem
 
 
-def test_plugin_may_create_configuration_during_import(install, fresh_options):
-    install("slides_plugin", OPTIONS + "from dashinfer_vlm_core import EngineConfig\nDEFAULT = EngineConfig()\n")
-    for _ in range(2):
-        assert EngineConfig(slide_seconds=3).plugin_options
+def test_configuration_and_command_import_no_plugin(install):
+    """So a plugin can create them while it is imported."""
+    command = "import click\nfrom dashinfer_vlm_core.cli.command import EngineCommand\n"
+    command += "@click.command(cls=EngineCommand)\ndef show(config): click.echo(config.slide_seconds)\n"
+    config = "from dashinfer_vlm_core import EngineConfig\nDEFAULT = EngineConfig(slide_seconds=3)\n"
+    install("slides_plugin", OPTIONS + config + command)
+    EngineConfig(slide_seconds=3)
+    assert "slides_plugin" not in sys.modules
+    assert CliRunner().invoke(importlib.import_module("slides_plugin").show, ["--slide-seconds", "4"]).output == "4\n"
 
 
-def test_plugin_options_are_checked_against_decoder(install, fresh_options):
+def test_plugin_options_are_checked_against_decoder(install):
     install("slides_plugin", OPTIONS)
     with pytest.raises(ConfigError, match="`slide_seconds` is too long for torch"):
         Engine(EngineConfig(slide_seconds=61)).start()
 
 
-def test_option_name_conflict_disables_plugin(install, fresh_options):
+def test_option_name_conflict_disables_plugin(install):
     install("slides_plugin", OPTIONS.replace("slide_seconds", "max_pixels"))
     assert "The option 'max_pixels' already exists in EngineConfig" in row("slides_plugin").problem
     assert EngineConfig(max_pixels=1000).max_pixels == 1000

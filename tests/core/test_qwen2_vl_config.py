@@ -14,7 +14,8 @@ from dashinfer_vlm_core.models.qwen2_vl.config import (
     read_text_model,
     read_vision_config,
 )
-from dashinfer_vlm_core.models.spec import PixelSpec, RotarySpec, TextModelSpec
+from dashinfer_vlm_core.models.spec import PixelSpec
+from dashinfer_vlm_core.text_spec import RotarySpec, TextModelSpec
 
 PUBLISHED_2B = {
     "architectures": ["Qwen2VLForConditionalGeneration"],

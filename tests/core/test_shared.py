@@ -13,7 +13,7 @@ import pytest
 
 from dashinfer_vlm_core import EngineConfig
 from dashinfer_vlm_core.engine.shared import PerProcess, SharedEngines
-from dashinfer_vlm_core.errors import CheckpointError, EngineClosed
+from dashinfer_vlm_core.errors import CheckpointError, ConfigError, EngineClosed
 from dashinfer_vlm_core.testing import Script, scripted_registry
 from tests.waiting import HANG
 
@@ -38,6 +38,17 @@ def test_equal_configurations_share_engine(engines, config, tiny_checkpoint):
     assert engines.get(config) is engines.get(same)
     assert engines.get(config) is not engines.get(other)
     assert engines.get(config).chat(HELLO).choices[0].message.content == "Yes."
+
+
+def test_options_of_plugins_are_resolved_before_an_engine_is_loaded(engines, monkeypatch):
+    monkeypatch.setenv("DASHINFER_VLM_TENSOR_PARALLEL", "2")
+    assert (
+        engines.config("demo", {})
+        == engines.config("demo", {"tensor_parallel": "2"})
+        == EngineConfig(tensor_parallel=2)
+    )
+    with pytest.raises(ConfigError, match=r"tensor_paralel: is not a known option \(got 2\)"):
+        engines.config("demo", {"tensor_paralel": 2})
 
 
 def engine_threads():

@@ -20,16 +20,9 @@ from dashinfer_vlm_core.errors import InvalidParameter
 from dashinfer_vlm_core.media import Image
 from dashinfer_vlm_core.media.frame_sampling import VideoSamplingPolicy
 from dashinfer_vlm_core.models.interface import Expansion, Grid, GridShape, Patches, Placeholder
-from dashinfer_vlm_core.models.spec import (
-    ModelSpec,
-    PixelSpec,
-    Profile,
-    RotarySpec,
-    TextModelSpec,
-    TextWeightNames,
-    TokenSpec,
-)
+from dashinfer_vlm_core.models.spec import ModelSpec, PixelSpec, Profile, TokenSpec
 from dashinfer_vlm_core.models.weights import Weights
+from dashinfer_vlm_core.text_spec import RotarySpec, TextModelSpec, TextWeightNames
 from dashinfer_vlm_core.tokenization.conversation import ConversationFormat
 from tests.tiny import MERGES, SPECIAL, TEMPLATE, write_tokenizer
 

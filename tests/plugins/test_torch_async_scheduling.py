@@ -9,7 +9,7 @@ import click
 import pytest
 import torch
 
-from dashinfer_vlm_core.cli.options import config_options
+from dashinfer_vlm_core.cli.command import EngineCommand
 from dashinfer_vlm_core.errors import ConfigError, DecoderFailed
 from dashinfer_vlm_core.offline.vllm_arguments import to_engine_options
 from dashinfer_vlm_torch.proposer import Draft
@@ -276,8 +276,7 @@ def test_option_of_another_decoder_is_rejected():
 def test_option_is_a_flag_with_a_third_state(flags, value):
     found = []
 
-    @click.command
-    @config_options
+    @click.command(cls=EngineCommand)
     def main(config):
         """Show the option."""
         found.append(config.options_of(TorchOptions).async_scheduling)

@@ -21,7 +21,6 @@ import pytest
 from click.testing import CliRunner
 
 from dashinfer_vlm_core import Engine, EngineConfig
-from dashinfer_vlm_core.config import option_fields
 from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_core.testing import Script, scripted_engine, scripted_registry
 from dashinfer_vlm_server import create_app, plugin
@@ -255,7 +254,7 @@ def runner():
 
 def test_help_lists_every_engine_option(runner):
     text = " ".join(runner("serve", "--help").output.split())
-    assert all(f"--{name.replace('_', '-')}" in text for name in option_fields())
+    assert all(option.opts[0] in text for option in plugin.serve.engine_options)
     assert "--port" in text
     assert "DASHINFER_VLM_PORT for --port" in text
     assert "DASHINFER_VLM_MAX_PIXELS for --max-pixels" in text
@@ -310,7 +309,8 @@ SWITCHES = {"page": "--no-page", "share_media_between_keys": "--share-media-betw
 def parsed(*words):
     """Return the server options that the command parses."""
     with plugin.serve.make_context("serve", [*words]) as context:
-        return {name: value for name, value in context.params.items() if name not in option_fields()}
+        engine = {option.name for option in plugin.serve.engine_options}
+        return {name: value for name, value in context.params.items() if name not in engine}
 
 
 def test_environment_sets_every_option():

@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from ...errors import SetupError
-from ...hookspecs import Finding, hookimpl
+from ...findings import Finding
+from ...hooks import hookimpl
 from ..interface import Decoder, DecoderFactory, DecoderSupport
 from .options import SUPPORTED_ON_CUDA
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ...config import EngineConfig
 from ...config.folders import write_error
 from ...errors import MissingDependency
-from ...hookspecs import Finding, Status
+from ...findings import Finding, Status
 from .environment import disk_bytes, examine, find_environment
 
 

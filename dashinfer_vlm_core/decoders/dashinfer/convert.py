@@ -17,7 +17,8 @@ from typing import Any
 from ...config.folders import access_problem
 from ...errors import CheckpointError, SetupError
 from ...models.files import stored_tensors
-from ...models.spec import ModelSpec, TextModelSpec, TextWeightNames
+from ...models.spec import ModelSpec
+from ...text_spec import TextModelSpec, TextWeightNames
 from .environment import VERSION, Environment, inherited_variables, locked, sha256, write_json
 
 logger: logging.Logger = logging.getLogger(__name__)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from ...config import MIB, EngineConfig
 from ...errors import ConfigError, UnsupportedParameter
-from ...models.spec import ModelSpec, TextModelSpec
+from ...models.spec import ModelSpec
+from ...text_spec import TextModelSpec
 from .convert import DTYPE_BYTES, WeightFormat
 from .settings import DashInferOptions
 

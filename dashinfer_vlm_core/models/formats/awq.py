@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ...kernels.quantization import QuantizedWeight
     from ..headers import TensorHeader
     from ..json_fields import JsonFields
-    from ..weights import ModuleTensors
+    from ..module_tensors import ModuleTensors
 
 
 class AwqFormat:

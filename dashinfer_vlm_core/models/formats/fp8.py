@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ...kernels.quantization import QuantizedWeight
     from ..headers import TensorHeader
     from ..json_fields import JsonFields
-    from ..weights import ModuleTensors
+    from ..module_tensors import ModuleTensors
 
 E4M3 = ("float8_e4m3fn",)
 SCALES = ("weight_scale_inv", "weight_scale")

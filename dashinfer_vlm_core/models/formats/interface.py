@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ...kernels.quantization import QuantizedWeight
     from ..headers import TensorHeader
     from ..json_fields import JsonFields
-    from ..weights import ModuleTensors
+    from ..module_tensors import ModuleTensors
 
 StoredBits: TypeAlias = Literal["int4", "int8", "none"]
 """What kernels have to support to keep weights in their stored bits; `none`: they are always dequantized."""

@@ -12,7 +12,7 @@ from ...kernels import mmap_buffer
 from ...kernels.quantization import GROUPS, QuantizedWeight
 
 if TYPE_CHECKING:
-    from ..weights import ModuleTensors
+    from ..module_tensors import ModuleTensors
 
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 """The column of each of the eight codes of an int32, from its lowest four bits on, in AutoAWQ's GEMM layout."""

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from ...config import EngineConfig
-from ...hookspecs import hookimpl
+from ...hooks import hookimpl
 from ...kernels.choice import KernelSelector
 from ...kernels.workload import LinearGroup, LinearShape
 from ..interface import ImageProcessor, ModelFamily, PromptLayout, VisionEncoder

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from ...errors import CheckpointError
 from ...media.frame_sampling import VideoSamplingPolicy
+from ...text_spec import RotarySpec, TextModelSpec
 from ...tokenization.conversation import HERMES
 from ..coordinates import CoordinateSpec
 from ..json_fields import CONFIG, JsonFields, read_fields
-from ..spec import ModelSpec, PixelSpec, Profile, RotarySpec, TextModelSpec, TokenSpec
+from ..spec import ModelSpec, PixelSpec, Profile, TokenSpec
 
 MODEL_TYPE = "qwen2_vl"
 DTYPES = ("float32", "bfloat16", "float16")

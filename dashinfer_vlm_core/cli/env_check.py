@@ -8,9 +8,8 @@ from collections.abc import Iterable, Iterator
 
 import click
 
-from ..hookspecs.discovery import ALLOWED_VARIABLE
-from .engine_config import option_fields, variable
-from .plugin_options import ENV_PREFIX
+from ..config import ENV_PREFIX, variable
+from ..plugins import ALLOWED_VARIABLE
 
 HELP_COMMAND = "`dashinfer-vlm serve --help`"
 
@@ -18,13 +17,18 @@ _KUBERNETES = re.compile(r"(.+_)?(SERVICE_(HOST|PORT(_.+)?)|PORT(_\d+_.+)?)")
 """Rest of the variables that Kubernetes sets for Services whose names begin with our prefix."""
 
 
-def unknown_variables(names: Iterable[str], context: click.Context) -> Iterator[str]:
-    """Yield a warning for each name with our prefix that is not a variable of any command of the program.
+def unknown_variables(names: Iterable[str], context: click.Context, options: Iterable[str]) -> Iterator[str]:
+    """Yield a warning for each name with our prefix that is not a variable of an engine option or any command.
 
     A command that is not run from a group does not know the variables of other commands: there are no warnings then.
+
+    Args:
+        names: the variables that are set.
+        context: of the running command.
+        options: the names of the engine options.
     """
     group = context.find_root().command
-    known = {ALLOWED_VARIABLE, *map(variable, option_fields())}
+    known = {ALLOWED_VARIABLE, *map(variable, options)}
     unknown = sorted(name for name in names if _has_prefix(name) and name not in known)
     if not unknown or not isinstance(group, click.Group):
         return

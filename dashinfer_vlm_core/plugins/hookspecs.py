@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING
 
-import pluggy
+from ..hooks import hookspec
 
 if TYPE_CHECKING:
     import click
@@ -15,39 +14,11 @@ if TYPE_CHECKING:
     from ..config import EngineConfig, PluginOptions
     from ..decoders import DecoderFactory
     from ..embedding_store import EmbeddingStoreFactory
+    from ..findings import Finding
     from ..kernels.choice import KernelFactory
     from ..media.types import VideoReader
     from ..models.formats.interface import CheckpointFormat
     from ..models.interface import ModelFamily
-
-GROUP = "dashinfer_vlm"
-"""Name of the pluggy project and of the entry point group of plugins."""
-
-API_VERSION = 1
-"""Version of the hooks and of the interfaces that they register. Plugins declare theirs in `dashinfer_vlm_api`."""
-
-hookspec: pluggy.HookspecMarker = pluggy.HookspecMarker(GROUP)
-hookimpl: pluggy.HookimplMarker = pluggy.HookimplMarker(GROUP)
-
-
-Status: TypeAlias = Literal["ok", "missing", "unusable", "slow", "broken"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
-    """One result of a check of `dashinfer-vlm doctor`.
-
-    Attributes:
-        name: what was checked.
-        status: `broken` has to be fixed; `missing` and `unusable` components are optional, and `slow` ones work.
-        detail: the result, human-readable.
-        fix: what to do about it, with the command; empty if nothing has to be done.
-    """
-
-    name: str
-    status: Status
-    detail: str
-    fix: str = ""
 
 
 @hookspec

@@ -13,9 +13,9 @@ from types import ModuleType
 
 import pluggy
 
-from .. import hookspecs
 from ..errors import MissingDependency, PluginError
-from . import API_VERSION, GROUP
+from ..hooks import API_VERSION, GROUP
+from . import hookspecs
 
 DISTRIBUTION = "dashinfer-vlm-adapters"
 ALLOWED_VARIABLE = "DASHINFER_VLM_PLUGINS"
@@ -26,9 +26,13 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 
 def plugin_entries() -> list[EntryPoint]:
-    """Return the entry points of the plugins that may be imported, in the order of `installed_entries`."""
+    """Return the entry points of the plugins that may be imported, the first of each name, as `installed_entries`."""
     allowed = allowed_names()
-    return [entry for entry in installed_entries() if is_allowed(entry, allowed)]
+    entries: dict[str, EntryPoint] = {}
+    for entry in installed_entries():
+        if is_allowed(entry, allowed):
+            entries.setdefault(entry.name, entry)
+    return list(entries.values())
 
 
 def allowed_names() -> frozenset[str] | None:

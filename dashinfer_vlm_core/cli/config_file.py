@@ -1,0 +1,170 @@
+"""`--config FILE`: a YAML file that sets options of a command, which becomes click's `default_map`."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import click
+import yaml
+from click.core import ParameterSource
+
+from ..config.folders import warn_if_accessible
+from ..errors import ConfigError
+
+Value: TypeAlias = "str | list[str]"
+
+SECRETS = ("key", "token", "password", "secret")
+"""Last words of flags whose values must be kept secret from other users of the machine."""
+
+_LOCATIONS = f"{__name__}.locations"
+"""Key in a context's `meta` of the file and line that set an option, by its name."""
+
+_SECRET = f"{__name__}.secret"
+"""Key in a context's `meta` of the file and the flag of a secret that it sets."""
+
+
+class FileOption(click.Option):
+    """An option with environment variables, which `--config FILE` overrides as it does the engine's."""
+
+    def resolve_envvar_value(self, ctx: click.Context) -> str | None:
+        return None if self.name in (ctx.default_map or {}) else super().resolve_envvar_value(ctx)
+
+
+def option_values(command: click.Command, values: Mapping[str, Any]) -> dict[str, Value]:
+    """Convert options in a mapping, such as parsed JSON, to a `default_map` for the command.
+
+    Args:
+        command: a command with these options.
+        values: option name, with dashes or underscores -> a string, number or boolean, a list or a mapping of them.
+
+    Raises:
+        ConfigError: an option is unknown; the message contains its name.
+    """
+    known = {**_options(command, click.Context(command)), "config": CONFIG_FILE}
+    return dict(_setting(known, name, value) for name, value in values.items())
+
+
+def option_location(name: str | None) -> str | None:
+    """Return the file and line that set an option of the running command; None if no file sets it."""
+    context = click.get_current_context()
+    is_in_file = name is not None and context.get_parameter_source(name) is ParameterSource.DEFAULT_MAP
+    return context.meta.get(_LOCATIONS, {}).get(name) if is_in_file else None
+
+
+def warn_if_readable(context: click.Context) -> None:
+    """Warn if the file of a command sets a secret and all users can access it, after the options of logs are parsed."""
+    path, secret = context.meta.get(_SECRET, (None, ""))
+    if path:
+        warn_if_accessible(path, f"`{secret}`")
+
+
+def _read(context: click.Context, option: click.Parameter, path: Path | None) -> None:
+    """Set the `default_map` of a context to the options of a file.
+
+    Raises:
+        ConfigError: the file cannot be read, is not a mapping in YAML, or has an unknown key; the message contains the
+            line, and the closest known option.
+    """
+    if path is None or context.resilient_parsing:
+        return
+    known = _options(context.command, context)
+    settings: dict[str, Value] = {}
+    locations: dict[str, str] = {}
+    for key, location, given in _entries(path):
+        try:
+            name, value = _setting(known, key, given)
+        except ConfigError as error:
+            raise ConfigError(f"{location}: {error.message}", param=error.param) from None
+        if name in settings:
+            raise ConfigError(f"{location}: {key!r} is set twice. Remove one of the two.", param=key)
+        settings[name] = value
+        locations[name] = location
+    context.default_map = {**settings, **(context.default_map or {})}
+    context.meta[_LOCATIONS] = locations
+    flags = (flag for flag, option in known.items() if option.name in settings)
+    if secret := next((flag for flag in flags if flag.split("-")[-1] in SECRETS), None):
+        context.meta[_SECRET] = path, f"--{secret}"
+
+
+CONFIG_FILE = click.Option(
+    ["--config", "config_file"],
+    type=click.Path(path_type=Path),
+    is_eager=True,
+    expose_value=False,
+    callback=_read,
+    metavar="FILE",
+    help="YAML file with any of these options, by their long names. The command line overrides the file, and the file"
+    " overrides the environment.",
+)
+
+
+def _options(command: click.Command, context: click.Context) -> dict[str, click.Option]:
+    """Return the options by their long names, without those that act by themselves, such as `--help`."""
+    params = command.get_params(context)
+    options = (param for param in params if isinstance(param, click.Option) and param.expose_value)
+    return {flag[2:]: option for option in options for flag in option.opts if flag.startswith("--")}
+
+
+def _setting(known: Mapping[str, click.Option], key: str, value: Any) -> tuple[str, Value]:
+    """Return the name and the text of an option, as on the command line: the option converts it."""
+    option = known.get(key.replace("_", "-"))
+    if option is None or option.name is None:
+        visible = [flag for flag, option in known.items() if not option.hidden]
+        close = difflib.get_close_matches(key.replace("_", "-"), visible, n=1)
+        fix = f"Did you mean {close[0]!r}?" if close else "`--help` lists all options."
+        raise ConfigError(f"Unknown option {key!r}. {fix}", param=key)
+    if isinstance(value, Mapping):
+        return option.name, json.dumps(value)
+    texts = list(map(str, value)) if isinstance(value, (list, tuple)) else [str(value)]
+    return option.name, texts if option.multiple else ",".join(texts)
+
+
+def _entries(path: Path) -> Iterator[tuple[str, str, Any]]:
+    """Yield key, location and value of each entry. Values stay strings: the option converts them, not YAML."""
+    root = _parse(path)
+    if root is None:
+        return
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"{path} must contain a mapping of option names to values, such as `port: 8000`.")
+    for key, node in root.value:
+        location = f"{path}, line {key.start_mark.line + 1}"
+        name = _text(key, f"{location}: the name of an option")
+        yield name, location, _value(node, f"{location}: {name!r}")
+
+
+def _parse(path: Path) -> yaml.Node | None:
+    try:
+        return yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}. Check the path given with `--config`.") from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f", line {mark.line + 1}" if mark else ""
+        raise ConfigError(
+            f"{path}{line}: invalid YAML, {error.problem}. Write `name: value`, and quote a value that contains `: ` or"
+            " ` #`."
+        ) from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: it is not plain UTF-8 text.") from error
+
+
+def _value(node: yaml.Node, location: str) -> Any:
+    if node.tag not in yaml.SafeLoader.yaml_constructors:
+        raise ConfigError(f"{location} has the tag {node.tag}. Remove it: tags are not supported.")
+    if isinstance(node, yaml.SequenceNode):
+        return [_text(item, location) for item in node.value]
+    if isinstance(node, yaml.MappingNode):
+        return {_text(key, location): _text(item, location) for key, item in node.value}
+    return _text(node, location)
+
+
+def _text(node: yaml.Node, location: str) -> str:
+    if node.tag == "tag:yaml.org,2002:null":
+        raise ConfigError(f"{location} has no value. Write one, or remove the line.")
+    if not isinstance(node, yaml.ScalarNode):
+        raise ConfigError(f"{location} is nested too deeply. Write a value, or a list of values.")
+    return str(node.value)

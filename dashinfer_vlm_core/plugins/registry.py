@@ -1,0 +1,199 @@
+"""The registry of what plugins provide."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from ..config import EngineConfig, PluginOptions
+from ..config.plugin_options import check_options
+from ..errors import PluginError
+from ..findings import Finding
+from ..models.checkpoint import model_type
+from ..models.formats.detection import find_reader
+from .discovery import create_manager
+from .options import resolve_options
+
+if TYPE_CHECKING:
+    import pluggy
+
+    from ..decoders import DecoderFactory
+    from ..embedding_store import EmbeddingStoreFactory
+    from ..kernels.choice import KernelFactory
+    from ..media.types import VideoReader
+    from ..models.formats.interface import CheckpointFormat
+    from ..models.interface import ModelFamily
+    from ..models.spec import ModelSpec
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PluginRow:
+    """The status of one entry point: a line of `dashinfer-vlm plugins`.
+
+    Attributes:
+        name: the name of the entry point.
+        value: the object that it names.
+        distribution: the distribution that declares it, with its version.
+        status: `ok`, or why it is not in use.
+        provides: what it registered, such as `decoder torch`.
+        problem: what is wrong and how to fix it, human-readable; empty if nothing is.
+    """
+
+    name: str
+    value: str
+    distribution: str
+    status: Literal["ok", "broken", "duplicate", "disabled"]
+    provides: tuple[str, ...] = ()
+    problem: str = ""
+
+
+@dataclass(kw_only=True, slots=True)
+class Registry:
+    """Everything that plugins registered, by name."""
+
+    models: dict[str, Path] = field(default_factory=dict)
+    families: dict[str, ModelFamily] = field(default_factory=dict)
+    decoders: dict[str, DecoderFactory] = field(default_factory=dict)
+    kernels: dict[str, KernelFactory] = field(default_factory=dict)
+    video_readers: dict[str, VideoReader] = field(default_factory=dict)
+    checkpoint_formats: dict[str, CheckpointFormat] = field(default_factory=dict)
+    embedding_stores: dict[str, EmbeddingStoreFactory] = field(default_factory=dict)
+    checks: dict[str, Callable[[EngineConfig], Iterable[Finding]]] = field(default_factory=dict)
+    options: dict[str, type[PluginOptions]] = field(default_factory=dict)
+    rows: list[PluginRow] = field(default_factory=list)
+
+    def family(self, model_type: str) -> ModelFamily:
+        return lookup("model family", model_type, self.families)
+
+    def family_of(self, folder: Path) -> ModelFamily:
+        """Return the model family of the checkpoint in a folder.
+
+        Raises:
+            CheckpointError: the checkpoint does not declare its `model_type`.
+            PluginError: no plugin supports this `model_type`.
+        """
+        return self.family(model_type(folder))
+
+    def load_spec(self, folder: Path) -> ModelSpec:
+        """Load the configuration of the checkpoint in a folder, with the reader of its quantized weights.
+
+        Raises:
+            CheckpointError: a file is missing, invalid or requires an unsupported feature.
+            PluginError: no plugin supports its `model_type`.
+        """
+        spec = self.family_of(folder).load_spec(folder)
+        return replace(spec, quantization=find_reader(folder, self.checkpoint_formats))
+
+    def decoder(self, name: str) -> DecoderFactory:
+        return lookup("decoder", name, self.decoders)
+
+    @property
+    def option_classes(self) -> tuple[type[PluginOptions], ...]:
+        return tuple(dict.fromkeys(self.options.values()))
+
+    def resolve_options(self, config: EngineConfig) -> EngineConfig:
+        """Return `config` with the values of the options of plugins that are given or set by the environment.
+
+        Raises:
+            ConfigError: neither EngineConfig nor a plugin has an option of that name, or a value is out of range.
+        """
+        return resolve_options(config, self.option_classes)
+
+    def add_plugin(self, plugin: object, *, name: str) -> tuple[str, ...]:
+        """Register everything that `plugin` provides, and return a human-readable summary, such as `decoder torch`.
+
+        Raises:
+            PluginError: it was written for another version of the plugin API, a hook has an unknown name or argument, a
+                name is already registered, or the plugin's code raises an exception. Nothing is registered then.
+        """
+        manager = create_manager(plugin, name)
+        staged = Registry()
+        try:
+            staged.call(manager)
+        except PluginError:
+            raise
+        except Exception as error:
+            raise PluginError(f"Plugin {name!r} failed during registration: {error}") from error
+        provides = staged.names()
+        self._merge(staged, plugin_name=name)
+        return provides
+
+    def call(self, manager: pluggy.PluginManager) -> None:
+        hook = manager.hook
+        hook.register_models(register=functools.partial(_register, "model", self.models))
+        hook.register_model_families(register=self._add_family)
+        hook.register_decoders(register=lambda item: _register("decoder", self.decoders, item.name, item))
+        hook.register_kernels(register=lambda item: _register("kernels", self.kernels, item.name, item))
+        hook.register_checks(register=functools.partial(_register, "check", self.checks))
+        hook.register_options(register=self.add_options)
+        hook.register_video_readers(
+            register=lambda item: _register("video reader", self.video_readers, item.name, item)
+        )
+        hook.register_checkpoint_formats(
+            register=lambda item: _register("checkpoint format", self.checkpoint_formats, item.name, item)
+        )
+        hook.register_embedding_stores(register=self._add_embedding_store)
+
+    def _add_family(self, family: ModelFamily) -> None:
+        for name in sorted(family.model_types):
+            _register("model family", self.families, name, family)
+
+    def _add_embedding_store(self, factory: EmbeddingStoreFactory) -> None:
+        for scheme in sorted(factory.schemes):
+            _register("embedding store", self.embedding_stores, scheme, factory)
+
+    def add_options(self, options: type[PluginOptions]) -> None:
+        for name in check_options(options).model_fields:
+            if name in EngineConfig.model_fields:
+                raise PluginError(f"The option {name!r} already exists in EngineConfig. Rename it.")
+            _register("option", self.options, name, options)
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(f"{kind} {name}" for kind, items in self._tables() for name in items)
+
+    def _tables(self) -> tuple[tuple[str, dict[str, Any]], ...]:
+        return (
+            ("model", self.models),
+            ("model family", self.families),
+            ("decoder", self.decoders),
+            ("kernels", self.kernels),
+            ("video reader", self.video_readers),
+            ("checkpoint format", self.checkpoint_formats),
+            ("embedding store", self.embedding_stores),
+            ("check", self.checks),
+            ("option", self.options),
+        )
+
+    def _merge(self, staged: Registry, *, plugin_name: str) -> None:
+        pairs = [
+            (kind, existing, new) for (kind, existing), (_, new) in zip(self._tables(), staged._tables(), strict=True)
+        ]
+        for kind, existing, new in pairs:
+            if duplicates := sorted(existing.keys() & new.keys()):
+                raise PluginError(
+                    f"Plugin {plugin_name!r} registers the {kind} {duplicates[0]!r}, which another plugin has"
+                    " already registered."
+                )
+        for _, existing, new in pairs:
+            existing.update(new)
+
+
+def _register(kind: str, table: dict[str, Any], name: str, item: Any) -> None:
+    if name in table:
+        raise PluginError(f"The {kind} {name!r} is registered twice by the same plugin.")
+    table[name] = item
+
+
+def lookup(kind: str, name: str, table: dict[str, T]) -> T:
+    try:
+        return table[name]
+    except KeyError:
+        known = ", ".join(sorted(table)) or "none"
+        raise PluginError(
+            f"No {kind} is named {name!r}; available: {known}. `dashinfer-vlm plugins` lists broken plugins."
+        ) from None
