@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -118,6 +118,7 @@ class ResponseBuilder:
         self._text_begin: int | None = None  # index of the first character after the reasoning, in the generated text
         self._single_call = request.has_single_call
         self._text: list[str] = []
+        self._content_end = 0  # index of the first character after the content so far, without the reasoning
         self._tool_calls: list[_ToolCall] = []
         self._pending_logprobs: list[_TokenLogprob] = []
         self._content_logprobs: list[_TokenLogprob] = []
@@ -249,14 +250,34 @@ class ResponseBuilder:
     def _flush(self) -> list[ChatCompletionChunk]:
         text, chunks = self._detokenizer.flush(), list[ChatCompletionChunk]()
         if self._reasoning_parser is not None:
-            events = [*self._reasoning_parser.feed(text), *self._reasoning_parser.flush()]
-            chunks, text = self._chunks_for_reasoning(events), ""
-        rest = self._stop_strings.feed(text) + self._stop_strings.flush()
-        chunks += self._chunks_for([*self._tool_parser.feed(rest), *self._tool_parser.flush()])
+            reasoning = [*self._reasoning_parser.feed(text), *self._reasoning_parser.flush()]
+            chunks = self._chunks_for_reasoning(reasoning)
+            text = ""
+        events = [*self._tool_parser.feed(text), *self._tool_parser.flush()]
+        chunks += self._chunks_for([*self._until_stop_string(events), *self._held_content()])
         return [*chunks, *(map(self._chunk_for, self._coordinates.flush()) if self._coordinates else ())]
 
     def _feed_text(self, text: str) -> list[ChatCompletionChunk]:
-        return self._chunks_for(self._tool_parser.feed(self._stop_strings.feed(text)))
+        return self._chunks_for(list(self._until_stop_string(self._tool_parser.feed(text))))
+
+    def _until_stop_string(self, events: Iterable[ParserEvent]) -> Iterator[ParserEvent]:
+        """Yield events up to the first stop string in the content: clients do not see the text of calls."""
+        for event in events:
+            if self._stop_strings.matched:
+                return
+            if isinstance(event, ContentDelta):
+                begin = event.begin - self._stop_strings.num_held
+                if text := self._stop_strings.feed(event.text):
+                    yield ContentDelta(begin=begin, text=text)
+                self._content_end = event.begin + len(event.text)
+            else:
+                yield from self._held_content()
+                yield event
+
+    def _held_content(self) -> Iterator[ContentDelta]:
+        """Yield what is no stop string, since the content ends there."""
+        if held := self._stop_strings.flush():
+            yield ContentDelta(begin=self._content_end - len(held), text=held)
 
     def _chunks_for_reasoning(self, events: list[ReasoningEvent]) -> list[ChatCompletionChunk]:
         chunks: list[ChatCompletionChunk] = []

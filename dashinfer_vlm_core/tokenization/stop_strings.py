@@ -65,7 +65,14 @@ class StopStringMatcher:
         self._held = held[len(held) - kept :]
         return held[: len(held) - kept]
 
+    @property
+    def num_held(self) -> int:
+        """How many characters are held back."""
+        return len(self._held)
+
     def flush(self) -> str:
-        """Return the text held back, which at the end of the text is not a stop string."""
+        """Return the text held back, which at the end of the text is not a stop string; other text may follow."""
         held, self._held = self._held, ""
+        for matcher in self._matchers:
+            matcher.state = 0
         return held

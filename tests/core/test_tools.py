@@ -247,6 +247,21 @@ def test_forced_call():
     assert len(calls_of(play(f"{CALL}\n{CALL}", tool_choice="required")[0])) == 2
 
 
+@pytest.mark.parametrize("stop", ["\n", "weather", "}", "<tool_call>"])
+def test_stop_strings_do_not_match_calls(stop):
+    """Clients see neither the tags nor how the name and the arguments are written."""
+    for choice in ("auto", "required", NAMED):
+        plain, _ = play(CALL, tool_choice=choice, stop=[stop])
+        assert calls_of(plain) == calls_of(play(CALL, tool_choice=choice)[0]) != []
+        assert plain.finish_reason == "tool_calls"
+
+
+def test_stop_string_in_the_text_after_a_call():
+    plain, _ = play(f"{CALL}Done. Well done.", stop=[" Well"], guided=False)
+    assert len(calls_of(plain)) == 1
+    assert plain.message.content == "Done."
+
+
 def allowed(mode, *names):
     tools = [{"type": "function", "function": {"name": name}} for name in names]
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}

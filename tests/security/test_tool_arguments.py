@@ -83,3 +83,9 @@ def test_security_34_rendered_arguments_are_bounded_before_tokenization():
     arguments = lists(max_model_len * longest * 9 // 10 // len("[],"))
     with pytest.raises(ContextLengthExceeded, match="have at least"):
         prompts.build(ChatRequest.parse(chat(arguments)), ())
+
+
+def test_arguments_with_half_of_a_surrogate_pair_stay_text(default_server):
+    for path, body in (("/v1/chat/completions", chat), ("/v1/responses", responses)):
+        response = default_server.post(json.dumps(body('{"a": "\\ud800"}')), path)
+        assert response.status_code == 200, response.json()
