@@ -48,7 +48,7 @@ def encode_video(name: str) -> bytes:
     buffer = io.BytesIO()
     with av.open(buffer, "w", format=CONTAINERS.get(suffix, suffix)) as file:
         stream = file.add_stream(
-            codec, rate=25, options={"x265-params": "log-level=none"} if codec == "libx265" else {}
+            codec, rate=25, options={"x265-params": "log-level=none:info=0"} if codec == "libx265" else {}
         )
         stream.width, stream.height, stream.pix_fmt = WIDTH, HEIGHT, pixel_format
         for index in range(FRAMES):

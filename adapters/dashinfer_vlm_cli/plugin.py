@@ -16,7 +16,7 @@ COMMANDS = {
     "completion": "Print a shell completion script.",
     "doctor": "Check the installation, and report how to fix problems.",
     "models": "List the models on this machine: registered, downloaded, in folders.",
-    "tune": "Measure the CPU kernels with a model, and store the choice.",
+    "tune": "Measure the CPU kernels with a model, and store the fastest for its next starts.",
     "verify": "Verify the vision encoder and the PyTorch decoder on a GPU, and measure their speed.",
 }
 

@@ -320,6 +320,10 @@ class EngineConfig(BaseSettings):
         """The options that are not of EngineConfig, as they were given."""
         return self.model_extra or {}
 
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """Leave out the options of plugins, which may contain passwords."""
+        yield from ((name, value) for name, value in super().__repr_args__() if name not in self.plugin_options)
+
     def options_of(self, kind: type[Options]) -> Options:
         """Return a plugin's options by their class: those given, else from the environment, else the defaults.
 

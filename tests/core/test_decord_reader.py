@@ -17,7 +17,8 @@ from dashinfer_vlm_core.media.video import decode_video, select_readers
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_core.protocol import MediaPart
 from tests.core.test_media_video import ONE, POLICY, go_on, with_display_matrix
-from tests.core.test_media_workers import make_executor, process, run, video  # noqa: F401  `run` is a fixture
+from tests.core.test_media_workers import process, run  # noqa: F401  `run` is a fixture
+from tests.media_pool import make_executor, video
 from tests.samples import encode_video, noise
 
 needs_decord = pytest.mark.skipif(not DecordReader().available(), reason="decord has no wheel for this platform")

@@ -12,6 +12,7 @@ import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.errors import ConfigError, DecoderFailed
+from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_torch.proposer import (
     MAX_DRAFT_TOKENS,
     MAX_FORCED_TOKENS,
@@ -500,4 +501,4 @@ def test_other_decoders_reject_the_option():
         TorchOptions(speculative_method="ngram").check("dashinfer")
     assert bad.value.param == "speculative_method"
     with pytest.raises(ConfigError, match="speculative_method"):
-        EngineConfig(speculative_method="eagle")
+        load_plugins().resolve_options(EngineConfig(speculative_method="eagle"))

@@ -55,7 +55,11 @@ OPTIONS = sorted(set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", TEXT + MONITORING
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_documented_option_exists(option):
-    known = {name for parameter in plugin.serve.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    known = {
+        name
+        for parameter in plugin.serve.get_params(click.Context(plugin.serve))
+        for name in (*parameter.opts, *parameter.secondary_opts)
+    }
     assert option in known | {"--help", "--log-level", "--stop-timeout"}
 
 
