@@ -18,7 +18,7 @@ COMMANDS = {
     "models": "List the models on this machine: registered, downloaded, in folders.",
     "quantize": "Write a checkpoint with weights of 4 or 8 bits, and measure its accuracy.",
     "tune": "Measure the CPU kernels with a model, and store the choice.",
-    "verify": "Verify the vision encoder and the PyTorch decoder on a GPU, and measure their speed.",
+    "verify": "Verify the vision encoder and the decoders on a GPU, and measure their speed.",
 }
 
 
