@@ -66,7 +66,7 @@ class NeverCanceled(TorchDecoder):
         queue = asyncio.Queue()
 
         async def run():
-            slow = replace(request, sampling=replace(request.sampling, max_tokens=250))
+            slow = replace(request, sampling=replace(request.sampling, max_tokens=150))
             async for token in super(NeverCanceled, self).decode(slow):
                 queue.put_nowait(token)
 
@@ -235,6 +235,24 @@ def test_time_limit_skips_estimated_parts():
     assert results.skipped == {"long": "40 s of 100 s were left and it takes about 60 s: see `--minutes`"}
 
 
+@pytest.mark.slow
+def test_long_passes_of_the_vision_encoder_are_skipped(tmp_path, monkeypatch):
+    now, seconds = [0.0], 20.0
+    results = new_results(clock=lambda: now[0])
+    model = build_model("qwen2_vl", TINY)
+    write_model(model, tmp_path / "tiny")
+    checkpoint = Checkpoint(registry=load_plugins(), device="cpu", folder=tmp_path / "tiny")
+
+    async def measure(self, encoder, images):
+        now[0] += seconds
+        return Timing(seconds, images, "images", 1.0, "product")
+
+    monkeypatch.setattr(timings.ModelTimer, "_pass", measure)
+    asyncio.run(timings.ModelTimer(results, checkpoint, count_weights(model), "torch").encoder())
+    assert list(results.timings) == ["tiny: vision encoder, 1 images"]
+    assert list(results.skipped) == [f"tiny: vision encoder, {images} images" for images in (4, 16)]
+
+
 def test_part_is_stopped_at_time_limit():
     results = new_results(0.05)
     asyncio.run(results.time("steps", partial(asyncio.sleep, 100)))
@@ -255,6 +273,18 @@ def test_part_is_stopped_at_time_limit():
 )
 def test_idle_share_is_time_without_kernels(busy, share):
     assert timings.idle_share(busy) == (share if share is None else pytest.approx(share))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="There is a GPU here.")
+def test_failure_of_profiler_is_named(tmp_path):
+    model = build_model("qwen2_vl", TINY)
+    write_model(model, tmp_path / "tiny")
+    checkpoint = Checkpoint(registry=load_plugins(), device="cuda", folder=tmp_path / "tiny")
+    results = new_results()
+    timer = timings.ModelTimer(results, checkpoint, count_weights(model), "torch")
+    assert asyncio.run(timer._profile(8, 0.0)) is None
+    assert list(results.skipped) == ["tiny: profile of 8 sequences"]
 
 
 def test_report_states_shares_of_limits_and_failures():

@@ -54,11 +54,13 @@ def verify(
         context.exit(UNUSABLE)
     log_warnings_only()
 
+    from dashinfer_vlm_core.plugins import load_plugins
+
     from .verification import report
     from .verification.results import Results
     from .verification.run import verify_device
 
-    registry = context.obj or _installed_plugins()
+    registry: Registry = context.obj or load_plugins()
     default = ("small", "2b") if device.startswith("cuda") else ("tiny",)
     sizes = () if NO_MODEL in sizes else sizes or default
     results = Results(device, 60 * minutes, lambda step: click.echo(f"... {step}", err=True))
@@ -67,12 +69,6 @@ def verify(
     asyncio.run(verify_device(results, registry, families or sorted(registry.families), sizes))
     click.echo(report.as_json(results) if is_json else report.as_markdown(results))
     context.exit(1 if results.failed else 0)
-
-
-def _installed_plugins() -> Registry:
-    from dashinfer_vlm_core.plugins import load_plugins
-
-    return load_plugins()
 
 
 def _unusable(device: str) -> str:

@@ -65,9 +65,12 @@ class ModelTimer:
     async def encoder(self) -> None:
         """Time passes of the vision encoder."""
         encoder = self._checkpoint.load_encoder(self._config)
+        estimate = 0.0  # a pass cannot be interrupted
         for images in IMAGES:
-            name = f"{self._name}: vision encoder, {images} images"
-            await self._results.time(name, partial(self._pass, encoder, images))
+            name, begin = f"{self._name}: vision encoder, {images} images", self._results.seconds
+            if self._results.allows(name, estimate):
+                await self._results.time(name, partial(self._pass, encoder, images))
+                estimate = 4 * (self._results.seconds - begin)
 
     async def decoder(self) -> None:
         """Time prompts and decode steps."""
@@ -101,10 +104,23 @@ class ModelTimer:
             streams = [await stack.enter_async_context(stream) for stream in opened]
             await _read(streams, WARMUP_STEPS)
             seconds = await _step_seconds(decoder, streams)
-            idle = await _idle_share(self._checkpoint.device, STEPS * seconds) if self._checkpoint.is_on_cuda else None
+            idle = await self._profile(sequences, STEPS * seconds) if self._checkpoint.is_on_cuda else None
         tokens = sequences * (CONTEXT + WARMUP_STEPS + STEPS // 2)
         work = 2 * (self._weights.text + self._weights.head + tokens * self._weights.kv)
         return Timing(seconds, sequences, "tokens", work, "copy", idle)
+
+    async def _profile(self, sequences: int, seconds: float) -> float | None:
+        """Return the share of the time in which the device is idle; None if the profiler fails or records nothing."""
+        try:
+            with profile(activities=[ProfilerActivity.CUDA]) as profiler:  # recording the host would slow it down
+                await asyncio.sleep(max(MIN_PROFILE_SECONDS, seconds))
+                torch.cuda.synchronize(self._checkpoint.device)
+        except Exception as error:  # noqa: BLE001 - the time of a step is worth its report without a profile
+            self._results.skipped[f"{self._name}: profile of {sequences} sequences"] = str(error)
+            return None
+        events = [each for each in profiler.events() or () if each.device_type == DeviceType.CUDA]
+        kernels = [each.time_range for each in events if not getattr(each, "is_user_annotation", False)]
+        return idle_share([(each.start, each.end) for each in kernels])
 
     def _decode(self, decoder: Decoder, tokens: int) -> contextlib.aclosing[AsyncGenerator[Token, None]]:
         """Decode after a new prompt, which no cache has, until the stream is closed."""
@@ -144,15 +160,6 @@ async def _read(streams: Sequence[AsyncGenerator[Token, None]], count: int) -> N
     """Read `count` tokens of each stream."""
     for _ in range(count):
         await asyncio.gather(*map(anext, streams))
-
-
-async def _idle_share(device: str, seconds: float) -> float | None:
-    """Profile running sequences; None if the profiler records nothing, as without permission to use it."""
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:  # recording the host would slow it down
-        await asyncio.sleep(max(MIN_PROFILE_SECONDS, seconds))
-        torch.cuda.synchronize(device)
-    events = [event.time_range for event in profiler.events() or () if event.device_type == DeviceType.CUDA]
-    return idle_share([(event.start, event.end) for event in events])
 
 
 def idle_share(busy: Sequence[tuple[float, float]]) -> float | None:
