@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dashinfer_vlm_cli.verification.checkpoint_files import IDS, PIXELS, write_json, write_tokenizer
+from benchmarks.checkpoint_files import IDS, PIXELS, write_json, write_tokenizer
 from dashinfer_vlm_core import EngineConfig
 from dashinfer_vlm_core.models.checkpoint import find_model
 from dashinfer_vlm_core.plugins import load_plugins

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from dashinfer_vlm_cli.verification.checkpoint_files import IDS, TEMPLATE, write_json, write_tokenizer
+from benchmarks.checkpoint_files import IDS, TEMPLATE, write_json, write_tokenizer
 
 from .random_weights import save_random_weights
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dashinfer_vlm_cli.verification.checkpoint_files import IDS
+from .checkpoint_files import IDS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -58,7 +58,7 @@ DashInfer {version} for one NVIDIA GPU on x86_64 Linux with glibc {glibc} or new
 Copy this folder to the machine, and run there, in an environment with dashinfer-vlm-adapters:
 
     dashinfer-vlm dashinfer install --kit {folder}
-    dashinfer-vlm verify --out report.md
+    dashinfer-vlm verify > report.md
 
 It needs 1.5 GB in the user's cache folder (`--cache-dir`).
 """

@@ -42,7 +42,7 @@ The machine needs Python {python} with torch, transformers and numpy. Without a 
 
     python{python} -m venv --system-site-packages env
     env/bin/python -m pip install --no-index --find-links {folder} '{package}[{extras}]'
-    env/bin/dashinfer-vlm verify --out report.md
+    env/bin/dashinfer-vlm verify > report.md
 """
 
 

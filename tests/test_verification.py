@@ -3,39 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
 from click.testing import CliRunner
-from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from benchmarks.limits import step_bytes as bytes_of_spec
-from benchmarks.limits import tower_flop as flop_of_config
-from dashinfer_vlm_cli.verification import profiling, timings
-from dashinfer_vlm_cli.verification.checks import CheckResult, run_checks
-from dashinfer_vlm_cli.verification.dashinfer import DashInferCheck
-from dashinfer_vlm_cli.verification.device_limits import DeviceLimits
-from dashinfer_vlm_cli.verification.report import Report, markdown
-from dashinfer_vlm_cli.verification.speed_models import SPEED_MODELS, write_speed_model
-from dashinfer_vlm_cli.verification.time_limit import TimeLimit
-from dashinfer_vlm_cli.verification.timings import ModelTimings, StepTiming, TowerTiming
-from dashinfer_vlm_cli.verification.tiny_models import FAMILIES
-from dashinfer_vlm_cli.verification.workloads import step_bytes, tower_flop
-from dashinfer_vlm_cli.verify import FAMILIES as CHOICES
-from dashinfer_vlm_cli.verify import MODELS, verify
+from benchmarks.limits import step_bytes, tower_flop
+from dashinfer_vlm_cli.verification import report, timings
+from dashinfer_vlm_cli.verification.checkpoint import Checkpoint
+from dashinfer_vlm_cli.verification.checks import check_family, compare_engine, open_session
+from dashinfer_vlm_cli.verification.models import SIZES, build_model, count_weights, write_model
+from dashinfer_vlm_cli.verification.reference import Reference
+from dashinfer_vlm_cli.verification.results import Check, Results, Timing
+from dashinfer_vlm_cli.verify import SIZES as CHOICES
+from dashinfer_vlm_cli.verify import verify
+from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.decoders import DecoderSupport
+from dashinfer_vlm_core.decoders.dashinfer.environment import private_folder
+from dashinfer_vlm_core.errors import PluginError
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec, read_vision_config
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_torch.decoder import TorchDecoder
 from tests.scripts import load_script
 
-ROOT = Path(__file__).parents[1]
-CHECKS = 7 * 2
-"""Of a family, in two data types."""
+CHECKS = 8
+"""Of a family in a data type."""
+TINY = SIZES["tiny"]
 
 
 class WrongThirdToken(TorchDecoder):
@@ -68,7 +66,7 @@ class NeverCanceled(TorchDecoder):
         queue = asyncio.Queue()
 
         async def run():
-            slow = replace(request, sampling=replace(request.sampling, max_tokens=2000))
+            slow = replace(request, sampling=replace(request.sampling, max_tokens=150))
             async for token in super(NeverCanceled, self).decode(slow):
                 queue.put_nowait(token)
 
@@ -83,68 +81,84 @@ class NeverCanceled(TorchDecoder):
         await super().close()
 
 
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("DASHINFER_VLM_CACHE_DIR", str(folder))
+    return folder
+
+
 def invoke(*arguments, registry=None):
     return CliRunner().invoke(verify, list(map(str, arguments)), obj=registry, catch_exceptions=False)
 
 
-def registry_with(decoder):
+def registry_with(decoder, name="torch"):
     registry = load_plugins()
-    registry.decoders["torch"] = type("Factory", (), {"name": "torch", "create": decoder})()
+    support = DecoderSupport(score=1, reason="")
+    members = {"name": name, "create": decoder, "check_support": lambda self, spec, config: support}
+    registry.decoders[name] = type("Factory", (), members)()
     return registry
 
 
 def failures(decoder, tmp_path, family="qwen2_vl"):
     """Return the checks that fail with a decoder, without family and data type."""
-    registry = registry_with(decoder)
-    results = run_checks(registry, device="cpu", families=[family], folder=tmp_path, note=lambda step: None)
-    return {check.name.split(": ")[-1] for check in results if not check.passed}
+    results = new_results()
+    checkpoint = Checkpoint(registry=registry_with(decoder), device="cpu", folder=tmp_path / family)
+    asyncio.run(check_family(results, checkpoint, family))
+    assert len(results.checks) == 2 * CHECKS
+    return {name.split(": ")[-1] for name in results.failed}
 
 
-def rows(report):
+def new_results(limit=100.0, **options):
+    return Results("cpu", limit, lambda step: None, **options)
+
+
+def rows(markdown):
     """Return the result of each check by name."""
-    cells = [[cell.strip() for cell in line.split("|")] for line in report.splitlines() if line.startswith("| ")]
+    cells = [[cell.strip() for cell in line.split("|")] for line in markdown.splitlines() if line.startswith("| ")]
     return {line[1]: line[2] for line in cells if line[2] in ("passed", "**FAILED**")}
 
 
 @pytest.mark.slow
-def test_all_checks_pass_and_tiny_model_is_timed(tmp_path):
-    done = invoke("--device", "cpu", "--folder", tmp_path, "--out", tmp_path / "report.md")
-    report = (tmp_path / "report.md").read_text()
-    assert done.stdout.strip() == report.strip()
-    assert (done.exit_code, report.splitlines()[-1]) == (
+def test_all_families_pass_and_tiny_model_is_timed(cache, monkeypatch):
+    for name, value in {"SIDE": 56, "PROMPTS": (64,), "CONTEXT": 16, "STEPS": 4, "ROUNDS": 1}.items():
+        monkeypatch.setattr(timings, name, value)
+    families = load_plugins().families
+    done = invoke("--device", "cpu")
+    markdown = done.stdout.rstrip()
+    assert (done.exit_code, markdown.splitlines()[-1]) == (
         0,
-        f"**All {3 * CHECKS + 1} checks passed on cpu. 1 part was skipped.**",
+        f"**All {2 * CHECKS * len(families)} checks passed on cpu, {len(families)} parts skipped.**",
     )
-    assert set(rows(report).values()) == {"passed"}
-    assert "qwen3_vl float32: vision encoder, 3 images, 1 video" in rows(report)
+    assert set(rows(markdown).values()) == {"passed"}
+    assert {name.split()[0] for name in rows(markdown)} == set(families)
     number = r"[\d.,]+"
-    lines = re.findall(
-        rf"^\| (.*?) \| (\d+) \| \d+ \| {number} \| {number} \| \d+ \| {number} \|$", report, re.MULTILINE
+    unit = r"(?:tokens|images)/s \| [\d.,]+ (?:GB|TFLOP)/s"
+    timed = re.findall(
+        rf"^\| tiny: (.*?) \| ({number}) \| {number} {unit} \| {number} % \| not measured \|$", markdown, re.MULTILINE
     )
-    chats = ("chats of two turns about an image", "32")
-    assert lines == [*(("new images", users) for users in ("1", "8", "32")), chats]
-    steps = rf"^\| (\d+) \| 22 \| {number} \| \d+ \| [\d,]+ \| {number} % \| not measured \|$"
-    assert re.findall(steps, report, re.MULTILINE) == ["1", "8", "32"]
-    assert not re.search(r"^\| \d+ \| 22 \| 0\.00 \|", report, re.MULTILINE)  # of a step, not between waiting tokens
-    towers = rf"^\| (\d+) \| {number} \| {number} \| {number} \| {number} % \|$"
-    assert re.findall(towers, report, re.MULTILINE) == ["1", "4", "16"]
-    assert re.search(rf"^\| copy in memory, bytes read and written \| {number} GB/s \|$", report, re.MULTILINE)
-    assert "* DashInfer: it is verified on CUDA only" in report
-    assert [path.name for path in tmp_path.iterdir()] == ["report.md"]
+    assert [name for name, _ in timed] == [
+        *(f"vision encoder, {images} images" for images in (1, 4, 16)),
+        "prompt of 64 tokens",
+        *(f"decode step, {sequences} sequences" for sequences in (1, 8, 32)),
+    ]
+    assert all(float(milliseconds) > 0 for _, milliseconds in timed)  # of a step, not between waiting tokens
+    assert re.search(rf"^A copy in memory reads and writes {number} GB/s", markdown, re.MULTILINE)
+    assert "* qwen2_vl: dashinfer: it is verified on CUDA only." in markdown
+    assert not list(cache.glob("dashinfer-vlm-verify-*"))
 
 
 @pytest.mark.slow
-def test_wrong_token_fails(tmp_path):
-    options = ("--device", "cpu", "--model", "none", "--family", "qwen2_vl", "--folder", tmp_path)
-    done = invoke(*options, registry=registry_with(WrongThirdToken))
+@pytest.mark.usefixtures("cache")
+def test_wrong_token_fails():
+    options = ("--device", "cpu", "--model", "none", "--family", "qwen2_vl")
+    done = invoke(*options, "--json", registry=registry_with(WrongThirdToken))
     assert done.exit_code == 1
-    report, results = done.stdout.rstrip(), rows(done.stdout)
-    passed = [name for name, result in results.items() if result == "passed"]
-    vision = [f"qwen2_vl {dtype}: vision encoder, 3 images, 1 video" for dtype in ("float32", "bfloat16")]
-    assert passed[:-1] == vision
-    assert passed[-1].startswith("sampling options")
-    assert "first 2 of 16 equal" in report
-    assert report.splitlines()[-1].startswith("**FAILED on cpu: qwen2_vl float32: log probabilities")
+    found = json.loads(done.stdout)
+    passed = [name for name in found["checks"] if name not in found["failed"]]
+    assert passed == [f"qwen2_vl {dtype}: vision encoder, 3 images, 1 video" for dtype in ("float32", "bfloat16")]
+    assert "first 2 of 16 equal" in found["checks"]["qwen2_vl float32: greedy tokens of 5 at once"]["figure"]
+    assert (found["timings"], found["limits"]) == ({}, {})
 
 
 @pytest.mark.slow
@@ -154,85 +168,96 @@ def test_prefix_cache_that_ignores_images_fails(tmp_path):
 
 @pytest.mark.slow
 def test_request_that_runs_after_cancellation_fails(tmp_path, monkeypatch):
-    monkeypatch.setattr("dashinfer_vlm_cli.verification.checks.IDLE_SECONDS", 0.0)
-    assert failures(NeverCanceled, tmp_path) == {"2 of 5 canceled after 3 tokens"}
+    monkeypatch.setattr("dashinfer_vlm_cli.verification.checks.IDLE_POLLS", 1)
+    assert "2 of 5 canceled after 3 tokens" in failures(NeverCanceled, tmp_path)
 
 
-class FakeSupport:
-    """A factory that replaces DashInfer's by the PyTorch decoder."""
-
-    name = "dashinfer"
-
-    def __init__(self, decoder):
-        self.create = decoder
-
-    def check_support(self, spec, config):
-        return DecoderSupport(score=1, reason="")
+async def check_decoder(checkpoint, **options):
+    """Check an engine with other options, in float32."""
+    write_model(build_model("qwen2_5_vl", TINY), checkpoint.folder)
+    exact = Reference(checkpoint, torch.float32)
+    async with open_session(checkpoint, "float32", exact, exact) as session:
+        return await compare_engine(session, **options)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("decoder", [TorchDecoder, WrongThirdToken])
-def test_dashinfer_check_compares_tokens(tmp_path, decoder):
-    registry = load_plugins()
-    registry.decoders["dashinfer"] = FakeSupport(decoder)
-    check = DashInferCheck(registry, device="cpu", family="qwen2_5_vl", folder=tmp_path)
-    assert check.skip_reason() == ""
-    result = check.run()
-    assert result.name == "qwen2_5_vl float32: DashInfer, greedy tokens of 2 at once"
-    assert (result.passed, result.figure) == {
-        TorchDecoder: (True, "all 32 equal"),
-        WrongThirdToken: (False, "other tokens: text, long text"),
-    }[decoder]
+@pytest.mark.parametrize(("decoder", "passed"), [(TorchDecoder, True), (WrongThirdToken, False)])
+def test_other_decoders_are_compared(tmp_path, decoder, passed):
+    registry = registry_with(decoder, name="dashinfer")
+    checkpoint = Checkpoint(registry=registry, device="cpu", folder=tmp_path / "model")
+    check = asyncio.run(check_decoder(checkpoint, decoder="dashinfer"))
+    assert check.passed == passed
+    assert ("all 80 equal" in check.figure, "video: first 2 of 16 equal" in check.figure) == (passed, not passed)
 
 
 @pytest.mark.dashinfer
 def test_dashinfer_equals_transformers_in_check(tmp_path):
-    check = DashInferCheck(load_plugins(), device="cpu", family="qwen2_vl", folder=tmp_path)
-    if reason := check.skip_reason():
-        pytest.skip(reason)
-    result = check.run()
-    assert result.passed, result.figure
+    checkpoint = Checkpoint(registry=load_plugins(), device="cpu", folder=tmp_path / "model")
+    if not private_folder(EngineConfig()).exists():
+        pytest.skip("DashInfer's environment is not installed.")
+    check = asyncio.run(check_decoder(checkpoint, decoder="dashinfer", max_model_len=1024))
+    assert check.figure == "all 32 equal"  # only texts: on a CPU, it takes no images
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="There is a GPU here.")
-def test_reason_without_dashinfer_is_reported(tmp_path):
-    registry = load_plugins()
-    check = DashInferCheck(registry, device="cuda", family="qwen2_vl", folder=tmp_path)
-    assert check.skip_reason()
-    del registry.decoders["dashinfer"]
-    assert check.skip_reason() == "the decoder is not registered"
+def test_reasons_of_other_decoders_are_reported(tmp_path):
+    write_model(build_model("qwen2_vl", TINY), tmp_path)
+    on_cpu, on_cuda = (
+        Checkpoint(registry=load_plugins(), device=device, folder=tmp_path).other_decoders()
+        for device in ("cpu", "cuda")
+    )
+    assert on_cpu == {"dashinfer": "it is verified on CUDA only"}
+    assert on_cuda.keys() == on_cpu.keys()
+    assert all(on_cuda.values())
 
 
-def test_timings_without_time_are_skipped_and_named(tmp_path, monkeypatch):
-    passed = CheckResult(name="one", passed=True, figure="", criterion="")
-    monkeypatch.setattr("dashinfer_vlm_cli.verification.run.run_checks", lambda *_, **__: [passed])
-    done = invoke("--device", "cpu", "--minutes", 0, "--model", "tiny", "--model", "7b", "--folder", tmp_path)
-    report = done.stdout
+@pytest.mark.usefixtures("cache")
+def test_timings_without_time_are_skipped_and_named(monkeypatch):
+    async def passes(results, checkpoint, family):
+        results.checks[family] = Check(True, "", "")
+
+    monkeypatch.setattr("dashinfer_vlm_cli.verification.run.check_family", passes)
+    done = invoke("--device", "cpu", "--minutes", 0, "--model", "tiny", "--model", "7b", "--family", "qwen2_vl")
+    markdown = done.stdout
     assert done.exit_code == 0
-    assert re.search(r"^\* model tiny: 0 s of 0 s were left.*: see `--minutes`\.$", report, re.MULTILINE)
-    assert re.search(r"^\* model 7b: 0 s of 0 s were left and it takes about \d+ s: see", report, re.MULTILINE)
-    assert report.rstrip().splitlines()[-1] == "**All 1 checks passed on cpu. 3 parts were skipped.**"
+    assert re.search(r"^\* model tiny: 0 s of 0 s were left.*: see `--minutes`\.$", markdown, re.MULTILINE)
+    assert re.search(r"^\* model 7b: 0 s of 0 s were left and it takes about \d+ s: see", markdown, re.MULTILINE)
+    assert markdown.rstrip().splitlines()[-1] == "**All 1 checks passed on cpu, 2 parts skipped.**"
 
 
 def test_time_limit_skips_estimated_parts():
     now = [0.0]
-    limit = TimeLimit(100, clock=lambda: now[0])
-    assert limit.allows("short", 50)
+    results = new_results(clock=lambda: now[0])
+    assert results.allows("short", 60)
     now[0] = 60
-    assert not limit.allows("long", 50)
-    assert limit.allows("shorter", 30)
-    assert [(part.name, part.reason) for part in limit.skipped] == [
-        ("long", "40 s of 100 s were left and it takes about 60 s: see `--minutes`")
-    ]
+    assert not results.allows("long", 60)
+    assert results.allows("shorter", 30)
+    assert results.skipped == {"long": "40 s of 100 s were left and it takes about 60 s: see `--minutes`"}
 
 
-def test_part_is_stopped_at_time_limit(tmp_path):
-    limit = TimeLimit(0.05)
-    timer = timings.ModelTimer(
-        SPEED_MODELS["tiny"], tmp_path, load_plugins(), device="cpu", limit=limit, traces=None, note=lambda step: None
-    )
-    assert asyncio.run(timer._timed("requests", lambda: asyncio.sleep(100))) is None
-    assert [part.reason for part in limit.skipped] == ["it was stopped at the time limit: see `--minutes`"]
+@pytest.mark.slow
+def test_long_passes_of_the_vision_encoder_are_skipped(tmp_path, monkeypatch):
+    now, seconds = [0.0], 20.0
+    results = new_results(clock=lambda: now[0])
+    model = build_model("qwen2_vl", TINY)
+    write_model(model, tmp_path / "tiny")
+    checkpoint = Checkpoint(registry=load_plugins(), device="cpu", folder=tmp_path / "tiny")
+
+    async def measure(self, encoder, images):
+        now[0] += seconds
+        return Timing(seconds, images, "images", 1.0, "product")
+
+    monkeypatch.setattr(timings.ModelTimer, "_pass", measure)
+    asyncio.run(timings.ModelTimer(results, checkpoint, count_weights(model), "torch").encoder())
+    assert list(results.timings) == ["tiny: vision encoder, 1 images"]
+    assert list(results.skipped) == [f"tiny: vision encoder, {images} images" for images in (4, 16)]
+
+
+def test_part_is_stopped_at_time_limit():
+    results = new_results(0.05)
+    asyncio.run(results.time("steps", partial(asyncio.sleep, 100)))
+    assert (results.timings, results.checks) == ({}, {})
+    assert results.skipped == {"steps": "it was stopped at the time limit: see `--minutes`"}
 
 
 @pytest.mark.parametrize(
@@ -247,89 +272,95 @@ def test_part_is_stopped_at_time_limit(tmp_path):
     ],
 )
 def test_idle_share_is_time_without_kernels(busy, share):
-    assert profiling.idle_share(busy) == (share if share is None else pytest.approx(share))
-
-
-def test_report_states_ratios_to_limits_and_faults():
-    profile = profiling.DeviceProfile(seconds={"attention": 1.0, "gemm": 3.0})
-    step = StepTiming(
-        sequences=32,
-        context=300,
-        seconds=0.01,
-        bytes_per_second=1.5e12,
-        idle_share=0.034,
-        kernels=profile.longest(2),
-    )
-    tower = TowerTiming(images=16, seconds=0.02, flop_per_second=3e14)
-    model = ModelTimings(name="2b", title="a model", load=timings.Load(), steps=[step], towers=[tower], fault="OOM | x")
-    limits = DeviceLimits(bytes_per_second=2e12, flop_per_second=6e14)
-    report = markdown(Report(device="cpu", checks=(), limits=limits, timings=[model]))
-    assert "| 32 | 300 | 10.00 | 3200 | 1,500 | 75.0 % | 3.4 % |" in report
-    assert "| 16 | 20.00 | 800.0 | 300.00 | 50.0 % |" in report
-    assert "| kernels of a step of 32 sequences | of the time of all |\n|---|---|\n| `gemm` | 75.0 % |" in report
-    assert "Failed: OOM / x" in report
-    assert report.rstrip().endswith("**FAILED on cpu: timings of 2b.**")
+    assert timings.idle_share(busy) == (share if share is None else pytest.approx(share))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [True, False])
-def test_speed_model_is_complete_checkpoint(tmp_path, tied):
-    model = replace(SPEED_MODELS["tiny"], tied=tied)
-    write_speed_model(model, tmp_path)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="There is a GPU here.")
+def test_failure_of_profiler_is_named(tmp_path):
+    model = build_model("qwen2_vl", TINY)
+    write_model(model, tmp_path / "tiny")
+    checkpoint = Checkpoint(registry=load_plugins(), device="cuda", folder=tmp_path / "tiny")
+    results = new_results()
+    timer = timings.ModelTimer(results, checkpoint, count_weights(model), "torch")
+    assert asyncio.run(timer._profile(8, 0.0)) is None
+    assert list(results.skipped) == ["tiny: profile of 8 sequences"]
+
+
+def test_report_states_shares_of_limits_and_failures():
+    results = new_results()
+    results.limits = {"copy": 2e12, "product": 6e14}
+    results.timings["2b: step"] = Timing(0.01, 32, "tokens", 1.5e10, "copy", 0.034)
+    results.timings["2b: vision"] = Timing(0.02, 16, "images", 6e12, "product")
+
+    async def fails():
+        raise RuntimeError("OOM | x")
+
+    asyncio.run(results.check("timings of 2b", fails()))
+    markdown = report.as_markdown(results)
+    assert "| 2b: step | 10.00 | 3,200.0 tokens/s | 1,500.00 GB/s | 75.0 % | 3.4 % |" in markdown
+    assert "| 2b: vision | 20.00 | 800.0 images/s | 300.00 TFLOP/s | 50.0 % | not measured |" in markdown
+    assert "| timings of 2b | **FAILED** | RuntimeError: OOM / x | runs |" in markdown
+    assert markdown.endswith("**FAILED on cpu: timings of 2b.**")
+    found = json.loads(report.as_json(results))
+    assert (found["failed"], found["timings"]["2b: step"]["share"]) == (["timings of 2b"], 0.75)
+
+
+@pytest.mark.slow
+def test_model_is_complete_checkpoint(tmp_path):
+    model = build_model("qwen2_vl", TINY)
+    counted = count_weights(model)
+    write_model(model, tmp_path)
     _, loading = AutoModelForImageTextToText.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(loading.values())
-    weights = load_file(tmp_path / "model.safetensors")
-    assert sum(weight.nbytes for weight in weights.values()) == model.nbytes
-    matrix = weights["model.embed_tokens.weight"]
+    matrix = model.lm_head.weight.detach()[:4600]
     assert len({row.tobytes() for row in matrix.view(torch.int16).numpy()}) == len(matrix)
-    spec = read_spec(tmp_path)
-    keys = 2 * spec.text.num_key_value_heads * spec.text.head_dim * spec.text.num_hidden_layers
-    expected = bytes_of_spec(spec.text, packed=False) + 2 * 3 * 10 * keys
-    assert step_bytes(model, sequences=3, context=10) == expected
-    assert tower_flop(model, 64) == flop_of_config(read_vision_config(tmp_path), 64)
+    text, patches = read_spec(tmp_path).text, 64
+    assert 2 * (counted.text + counted.head) == pytest.approx(step_bytes(text, packed=False), rel=0.01)
+    assert counted.kv == 2 * text.num_key_value_heads * text.head_dim * text.num_hidden_layers
+    config = read_vision_config(tmp_path)
+    attention = 4 * patches**2 * config.embed_dim * config.depth
+    merger = 2 * patches * 0.75 * 4 * config.embed_dim * (4 * config.embed_dim + config.hidden_size)
+    exact = tower_flop(config, patches) - attention
+    assert 2 * patches * counted.vision == pytest.approx(exact + merger, rel=0.01)
 
 
-@pytest.mark.parametrize(("name", "gigabytes"), [("small", 1.16), ("2b", 4.42), ("7b", 16.58)])
-def test_size_of_speed_model(name, gigabytes):
-    assert SPEED_MODELS[name].nbytes / 1e9 == pytest.approx(gigabytes, abs=0.005)
+@pytest.mark.parametrize(("name", "gigabytes"), [("small", 1.16), ("2b", 4.42), ("7b", 15.49)])
+def test_size_of_model(name, gigabytes):
+    assert build_model("qwen2_vl", SIZES[name]).get_memory_footprint() / 1e9 == pytest.approx(gigabytes, abs=0.01)
 
 
 def test_choices_are_those_of_verification():
-    assert tuple(FAMILIES) == CHOICES
-    assert tuple(SPEED_MODELS) == MODELS
+    assert tuple(SIZES) == CHOICES
 
 
 def test_checkout_registers_what_is_verified():
-    script = load_script("verify_gpu")
-    registry = script.built_in_registry()
-    assert registry.families.keys() >= FAMILIES.keys()
+    registry = load_script("verify_gpu").built_in_registry()
+    assert registry.families.keys() == load_plugins().families.keys()
     assert "torch" in registry.decoders
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="There is a GPU here.")
-def test_missing_cuda_is_reported():
-    done = invoke("--device", "cuda")
+@pytest.mark.parametrize("device", ["cuda", "tpu"])
+def test_unusable_device_is_reported(device):
+    done = invoke("--device", device)
     assert done.exit_code == 2
-    assert "`--device cuda` cannot be used here: torch" in done.stderr
+    assert f"`--device {device}` cannot be used: " in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--device", "tpu"), "'tpu' cannot be verified. Write cpu, cuda or cuda:N."),
-        (("--device", "cpu", "--model", "none", "--model", "tiny"), "`--model none` excludes other models."),
-    ],
-)
-def test_invalid_arguments_are_rejected(arguments, message):
-    done = invoke(*arguments)
-    assert (done.exit_code, message in done.stderr) == (2, True)
+def test_no_model_excludes_others():
+    done = invoke("--device", "cpu", "--model", "none", "--model", "tiny")
+    assert (done.exit_code, "`--model none` excludes other models." in done.stderr) == (2, True)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="There is a GPU here.")
-def test_failure_of_profiler_is_named(tmp_path):
-    limit = TimeLimit(100)
-    timer = timings.ModelTimer(
-        SPEED_MODELS["tiny"], tmp_path, load_plugins(), device="cuda", limit=limit, traces=None, note=lambda step: None
-    )
-    assert asyncio.run(timer._profile("profile", 0.0, None)) is None
-    assert [part.name for part in limit.skipped] == [f"{tmp_path.name}: profile"]
+def test_unknown_family_is_rejected():
+    with pytest.raises(PluginError, match="unknown_vl"):
+        invoke("--device", "cpu", "--family", "unknown_vl")
+
+
+@pytest.mark.usefixtures("cache")
+def test_family_without_reference_is_skipped():
+    registry = load_plugins()
+    registry.families["unknown_vl"] = registry.families["qwen2_vl"]
+    done = invoke("--device", "cpu", "--family", "unknown_vl", "--model", "none", registry=registry)
+    assert "* unknown_vl: transformers has no such model to compare it with." in done.stdout

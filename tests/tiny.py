@@ -7,8 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from dashinfer_vlm_cli.verification.checkpoint_files import CONTROL as SPECIAL
-from dashinfer_vlm_cli.verification.checkpoint_files import TEMPLATE, byte_level_bpe
+from benchmarks.checkpoint_files import CONTROL as SPECIAL
+from benchmarks.checkpoint_files import TEMPLATE, byte_level_bpe
 
 MERGES = ("t h", "th e", "i n", "e r", "a n", "r e", "o n", "Ġ the", "Ġ a", "Ġ in", "s t", "Ċ Ċ")
 

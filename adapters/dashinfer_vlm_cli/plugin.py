@@ -17,7 +17,7 @@ COMMANDS = {
     "doctor": "Check the installation, and report how to fix problems.",
     "models": "List the models on this machine: registered, downloaded, in folders.",
     "tune": "Measure the CPU kernels with a model, and store the fastest for its next starts.",
-    "verify": "Verify the vision encoder and the PyTorch decoder on a GPU, and measure their speed.",
+    "verify": "Verify the vision encoder and the decoders on a GPU, and measure their speed.",
 }
 
 

@@ -14,7 +14,7 @@ from transformers import (
     Qwen3VLMoeForConditionalGeneration,
 )
 
-from dashinfer_vlm_cli.verification.checkpoint_files import write_json
+from benchmarks.checkpoint_files import write_json
 from tests.tiny import MERGES, SPECIAL, write_tokenizer
 
 IDS = {name: 256 + len(MERGES) + index for index, name in enumerate(SPECIAL)}

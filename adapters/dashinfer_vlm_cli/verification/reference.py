@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,27 +12,20 @@ from transformers import AutoModelForImageTextToText
 
 from dashinfer_vlm_core.models.interface import Patches
 
-from .prompts import VIDEO_FPS, TinyPrompt
-from .tiny_models import IMAGE, VIDEO
+from .checkpoint import Checkpoint
+from .models import IMAGE, VIDEO
+from .prompts import Prompt
 
 
 class Reference:
-    """One checkpoint in transformers. Prompts run one at a time, so that no padding is involved.
+    """One checkpoint in transformers. Prompts run one at a time, so that no padding is involved."""
 
-    Args:
-        folder: of the checkpoint.
-        device: as torch names it.
-        dtype: to compute in.
-    """
-
-    def __init__(self, folder: Path, *, device: str, dtype: torch.dtype) -> None:
-        model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype)
-        self._model = model.to(device).eval()
-        self._model.generation_config.eos_token_id = None  # completions have a fixed number of tokens
-        self._preprocessor = json.loads((folder / "preprocessor_config.json").read_text())
-        self._device = device
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+        model: Any = AutoModelForImageTextToText.from_pretrained(checkpoint.folder, dtype=dtype)
+        self._model = model.to(checkpoint.device).eval()
+        self._preprocessor = json.loads((checkpoint.folder / "preprocessor_config.json").read_text())
+        self._device = checkpoint.device
         self._dtype = dtype
-        self._completions: dict[str, list[int]] = {}
         self._logprobs: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
     @torch.inference_mode()
@@ -43,16 +35,7 @@ class Reference:
         return torch.cat([out.pooler_output, *(getattr(out, "deepstack_features", None) or ())], dim=1)
 
     @torch.inference_mode()
-    def greedy(self, prompt: TinyPrompt, count: int) -> list[int]:
-        """Return the first `count` tokens of `generate` without sampling. They are computed once."""
-        if prompt.name not in self._completions:
-            inputs = self._inputs(prompt, prompt.token_ids.tolist())
-            out = self._model.generate(**inputs, max_new_tokens=count, do_sample=False, pad_token_id=0)
-            self._completions[prompt.name] = out[0, len(prompt.token_ids) :].tolist()
-        return self._completions[prompt.name]
-
-    @torch.inference_mode()
-    def logprobs(self, prompt: TinyPrompt, completion: Sequence[int]) -> Tensor:
+    def logprobs(self, prompt: Prompt, completion: Sequence[int]) -> Tensor:
         """Return the log probabilities before each token of `completion`, in one pass without a cache: float32
         [len(completion), vocabulary] on the CPU. They are computed once."""
         key = (prompt.name, tuple(completion))
@@ -62,21 +45,16 @@ class Reference:
             self._logprobs[key] = torch.log_softmax(logits.float(), dim=-1).cpu()
         return self._logprobs[key]
 
-    def _inputs(self, prompt: TinyPrompt, ids: Sequence[int]) -> dict[str, Any]:
+    def _inputs(self, prompt: Prompt, ids: Sequence[int]) -> dict[str, Any]:
         self._model.model.rope_deltas = None  # of the prompt before
         tokens = torch.tensor([ids], device=self._device)
         inputs: dict[str, Any] = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-        images = [item for item in prompt.items if item.kind == "image"]
-        videos = [item for item in prompt.items if item.kind == "video"]
         if prompt.items:
             inputs["mm_token_type_ids"] = (tokens == IMAGE).int() + 2 * (tokens == VIDEO).int()
-        if images:
+        if images := [item for item in prompt.items if item.kind == "image"]:
             inputs["pixel_values"], inputs["image_grid_thw"] = self._pixels(images)
-        if videos:
+        if videos := [item for item in prompt.items if item.kind == "video"]:
             inputs["pixel_values_videos"], inputs["video_grid_thw"] = self._pixels(videos)
-            if self._model.config.model_type == "qwen2_5_vl":
-                seconds = self._preprocessor["temporal_patch_size"] / VIDEO_FPS
-                inputs["second_per_grid_ts"] = torch.full((len(videos),), seconds)
         return inputs
 
     def _pixels(self, items: Sequence[Patches]) -> tuple[Tensor, Tensor]:

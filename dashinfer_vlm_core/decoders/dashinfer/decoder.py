@@ -69,6 +69,7 @@ class DashInferDecoder(Decoder):
     """
 
     name = "dashinfer"
+    fatal_error: str = ""
 
     def __init__(self, spec: ModelSpec, config: EngineConfig) -> None:
         self._spec = spec
@@ -87,7 +88,6 @@ class DashInferDecoder(Decoder):
             if self._plan.on_cpu and not config.options_of(DashInferOptions).approximate_vision
             else ""
         )
-        self.fatal_error: str = ""
         self._worker: WorkerProcess | None = None
         self._serving: asyncio.Task[None] | None = None
         self._slots = asyncio.Semaphore(self._plan.max_batch_size)
