@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict, deque
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 
 import anyio
 
@@ -16,11 +18,36 @@ WAIT_SECONDS = 5.0
 """How long a client that has less than its share waits for memory."""
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Body:
+    """A body.
+
+    Attributes:
+        client: the id of its client.
+        scope: ends its reception.
+        size: the reserved bytes.
+    """
+
+    client: str
+    scope: anyio.CancelScope
+    size: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Waiter:
+    """A body that waits for memory; the result of `granted` is whether it got it."""
+
+    body: _Body
+    size: int
+    granted: asyncio.Future[bool]
+
+
 class BodyMemoryBudget:
     """A limit on the bodies of all requests together. Belongs to one event loop.
 
     A client can use all of it until others need memory. Then those that have less than an equal share get what becomes
-    free, and bodies that are still being received are rejected, of clients that have more than their share.
+    free, and bodies that are still being received are rejected, of clients that have more than their share. Bodies of
+    one client that wait are served in order.
 
     Args:
         limit: the limit in bytes.
@@ -29,11 +56,10 @@ class BodyMemoryBudget:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._used: Counter[str] = Counter()
-        self._waiting: Counter[str] = Counter()
-        self._receiving: set[BodyMemory] = set()
-        self._changed = asyncio.Event()
+        self._waiting: dict[str, deque[_Waiter]] = {}
+        self._receiving: defaultdict[str, set[_Body]] = defaultdict(set)
 
-    async def reserve(self, body: BodyMemory, size: int) -> None:
+    async def reserve(self, body: _Body, size: int) -> None:
         """Reserve bytes for a body; the client waits for them if it has less than its share.
 
         Raises:
@@ -41,39 +67,72 @@ class BodyMemoryBudget:
         """
         if self._take(body, size):
             return
-        self._waiting[body.client] += 1
+        if not self._is_within_share(body.client, size):
+            raise _no_memory()
+        waiter = _Waiter(body=body, size=size, granted=asyncio.get_running_loop().create_future())
+        self._enqueue(waiter)
         try:
             with anyio.move_on_after(WAIT_SECONDS):
-                while self._is_within_share(body.client, size):
-                    self._reject_larger(size)
-                    if self._take(body, size):
-                        return
-                    await self._changed.wait()
+                await waiter.granted
         finally:
-            _subtract(self._waiting, body.client, 1)
-            self._notify()
-        raise _no_memory()
+            self._leave(waiter)
+        if waiter.granted.cancelled() or not waiter.granted.result():
+            raise _no_memory()
 
-    def release(self, body: BodyMemory) -> None:
+    def release(self, body: _Body) -> None:
         """Release the memory of a body. Its client has no more of it."""
-        _subtract(self._used, body.client, body.size)
-        body.size = 0
-        self._notify()
+        self._free(body)
+        self._assign()
 
     @contextlib.contextmanager
-    def receiving(self, body: BodyMemory) -> Iterator[None]:
+    def receiving(self, client: str) -> Iterator[_Body]:
         """Let other clients take the memory of a body until it is complete. Raises QueueFull if one did."""
         with anyio.CancelScope() as scope:
-            body.scope = scope
-            self._receiving.add(body)
+            body = _Body(client=client, scope=scope)
+            self._receiving[client].add(body)
             try:
-                yield
+                yield body
             finally:
-                self._receiving.discard(body)
+                self._receiving[client].discard(body)
+                if not self._receiving[client]:
+                    del self._receiving[client]
         if scope.cancel_called:
             raise _no_memory()
 
-    def _take(self, body: BodyMemory, size: int) -> bool:
+    def _enqueue(self, waiter: _Waiter) -> None:
+        queue = self._waiting.setdefault(waiter.body.client, deque())
+        queue.append(waiter)
+        if len(queue) == 1:  # otherwise the first of them waits already, and nothing has changed for it
+            self._assign()
+
+    def _leave(self, waiter: _Waiter) -> None:
+        waiter.granted.cancel()
+        queue = self._waiting.get(waiter.body.client)
+        if queue and queue[0] is waiter:
+            self._assign()
+
+    def _assign(self) -> None:
+        """Give memory to the clients that wait, first to that which has least, as far as there is enough."""
+        for client in sorted(self._waiting, key=self._used.__getitem__):
+            queue = self._waiting[client]
+            while queue and self._is_decided(queue[0]):
+                queue.popleft()
+            if not queue:
+                del self._waiting[client]
+
+    def _is_decided(self, waiter: _Waiter) -> bool:
+        """Whether a body gets its memory now, gets none, or does not wait anymore."""
+        if waiter.granted.done():
+            return True
+        is_within_share = self._is_within_share(waiter.body.client, waiter.size)
+        if is_within_share:
+            self._reject_larger(waiter.size)
+            if not self._take(waiter.body, waiter.size):
+                return False
+        waiter.granted.set_result(is_within_share)
+        return True
+
+    def _take(self, body: _Body, size: int) -> bool:
         others_wait = bool(self._waiting.keys() - {body.client})
         if size > self._available or (others_wait and not self._is_within_share(body.client, size)):
             return False
@@ -81,16 +140,24 @@ class BodyMemoryBudget:
         body.size += size
         return True
 
+    def _free(self, body: _Body) -> None:
+        self._used[body.client] -= body.size
+        if not self._used[body.client]:
+            del self._used[body.client]
+        body.size = 0
+
     def _reject_larger(self, size: int) -> None:
         """Reject incomplete bodies, the largest first, of clients that have more than their share."""
-        while size > self._available:
-            bodies = [body for body in self._receiving if not self._is_within_share(body.client, 0)]
-            if not bodies:
+        if size <= self._available:
+            return
+        clients = [client for client in self._receiving if not self._is_within_share(client, 0)]
+        bodies = [body for client in clients for body in self._receiving[client] if body.size]
+        for body in sorted(bodies, key=lambda body: body.size, reverse=True):
+            if size <= self._available:
                 return
-            largest = max(bodies, key=lambda body: body.size)
-            self._receiving.discard(largest)
-            self.release(largest)
-            largest.scope.cancel()
+            if not self._is_within_share(body.client, 0):
+                self._free(body)
+                body.scope.cancel()
 
     def _is_within_share(self, client: str, size: int) -> bool:
         """Whether a client that gets `size` bytes more has at most an equal share."""
@@ -101,45 +168,28 @@ class BodyMemoryBudget:
     def _available(self) -> int:
         return self._limit - self._used.total()
 
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
 
 class BodyMemory:
-    """The memory of one request's body.
-
-    Attributes:
-        client: the id of its client.
-        size: the reserved bytes.
-        scope: ends its reception.
-    """
+    """The memory of one request's body, from its reception to the end of the request."""
 
     def __init__(self, budget: BodyMemoryBudget) -> None:
         self._budget = budget
-        self.client = ""
-        self.size = 0
-        self.scope = anyio.CancelScope()
+        self._body: _Body | None = None
 
-    async def reserve(self, size: int) -> None:
-        """Reserve memory for received bytes. Raises as `BodyMemoryBudget.reserve`."""
-        await self._budget.reserve(self, size)
+    @property
+    def size(self) -> int:
+        """The reserved bytes."""
+        return self._body.size if self._body else 0
 
     @contextlib.contextmanager
-    def receiving(self) -> Iterator[None]:
-        """Receive the body, for the current client. Raises as `BodyMemoryBudget.receiving`."""
-        self.client = current_client.get().id
-        with self._budget.receiving(self):
-            yield
+    def receiving(self) -> Iterator[Callable[[int], Awaitable[None]]]:
+        """Receive the body, for the current client; yields `BodyMemoryBudget.reserve` of this body."""
+        with self._budget.receiving(current_client.get().id) as self._body:
+            yield partial(self._budget.reserve, self._body)
 
     def release(self) -> None:
-        self._budget.release(self)
-
-
-def _subtract(counter: Counter[str], client: str, amount: int) -> None:
-    counter[client] -= amount
-    if not counter[client]:
-        del counter[client]
+        if self._body:
+            self._budget.release(self._body)
 
 
 def _no_memory() -> QueueFull:

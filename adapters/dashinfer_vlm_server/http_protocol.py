@@ -43,7 +43,8 @@ _LENGTHS = re.compile(rb"(?im)^content-length[ \t]*:(.*)$")
 
 
 class StrictConnection(h11.Connection):
-    """An h11 connection of a server that rejects requests whose length another parser may read differently.
+    """An h11 connection of a server that rejects requests whose length another parser may read differently, and ends
+    after a final response to a client that waits for permission to send its body.
 
     If a proxy in front of the server chooses the other length, the rest of the body becomes a request that the proxy
     did not check (request smuggling).
@@ -62,6 +63,17 @@ class StrictConnection(h11.Connection):
         if isinstance(event, h11.Request) and _is_ambiguous(event, head):
             raise h11.RemoteProtocolError("ambiguous message length", error_status_hint=400)
         return event
+
+    def send_with_data_passthrough(self, event: h11.Event) -> list[bytes] | None:
+        """Serialize an event, as h11 does, which calls this for each event.
+
+        A client with `Expect: 100-continue` may omit its body after a final response: whether a body or the next
+        request follows is unknown (RFC 9110, section 10.1.1), so the connection is closed.
+        """
+        if isinstance(event, h11.Response) and self.they_are_waiting_for_100_continue:
+            headers = [*event.headers.raw_items(), (b"connection", b"close")]
+            event = h11.Response(status_code=event.status_code, headers=headers, reason=event.reason)
+        return super().send_with_data_passthrough(event)
 
 
 def _is_ambiguous(request: h11.Request, received: bytes) -> bool:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncGenerator, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from fastapi.responses import StreamingResponse
 
 from dashinfer_vlm_core.concurrency.fair_slots import FairSlots
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
 
 SLICE_BYTES = 64 * 1024
 """Size of a slice, and of the write buffer from which on asyncio waits for the client."""
 
 
-async def stream_json(value: object, *, slots: FairSlots, client: str) -> AsyncGenerator[bytes, None]:
-    """Serialize a JSON value in slices, in a thread.
+class JsonStream(StreamingResponse):
+    """A large JSON value as a response, in slices that are made in a thread.
 
     A response that is not read costs no memory: strings are not copied, and the next slice waits for the client.
 
@@ -22,13 +29,37 @@ async def stream_json(value: object, *, slots: FairSlots, client: str) -> AsyncG
         slots: shared by all streams; a slot is held while a slice is made.
         client: the id of the client.
     """
-    slices = _slices(value)
-    while True:
-        async with slots.slot(client, limit=1):
-            data = await asyncio.to_thread(next, slices, b"")
-        if not data:
-            return
-        yield data
+
+    media_type = "application/json"
+
+    def __init__(self, value: object, *, slots: FairSlots, client: str) -> None:
+        super().__init__(self._read(slots, client))
+        self._slices: Iterator[bytes] | None = _slices(value)
+
+    def discard(self) -> None:
+        """Release the value; the connection is closed before the response is complete. Safe to call in any thread."""
+        self._slices = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.suppress(_Discarded):
+            await super().__call__(scope, receive, send)
+
+    async def _read(self, slots: FairSlots, client: str) -> AsyncGenerator[bytes, None]:
+        while True:
+            async with slots.slot(client, limit=1):
+                data = await asyncio.to_thread(self._next_slice)
+            if not data:
+                return
+            yield data
+
+    def _next_slice(self) -> bytes:
+        if self._slices is None:
+            raise _Discarded
+        return next(self._slices, b"")
+
+
+class _Discarded(Exception):
+    """The value was released before it was sent."""
 
 
 def _slices(value: object) -> Iterator[bytes]:

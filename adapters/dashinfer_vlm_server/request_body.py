@@ -102,12 +102,12 @@ async def _read_body(request: Request, max_bytes: int, max_pause: float, memory:
     body = bytearray()
     chunks, clock = request.stream(), asyncio.get_running_loop().time
     deadline = clock() + max_pause
-    with memory.receiving():
+    with memory.receiving() as reserve:
         while (chunk := await _next_chunk(chunks, max_pause, deadline - clock())) is not None:
             if len(body) + len(chunk) > max_bytes:
                 raise _too_large(max_bytes)
             received_at = clock()
-            await memory.reserve(len(chunk))
+            await reserve(len(chunk))
             deadline += clock() - received_at + len(chunk) / MIN_BYTES_PER_SECOND
             body += chunk
     return body

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -45,6 +46,13 @@ class StoredResponse:
             turns.append(turn)
             turn = turn.previous
         return tuple(item for turn in reversed(turns) for item in turn.items())
+
+
+class Reader(Protocol):
+    """Something that holds items of a stored response."""
+
+    def discard(self) -> None:
+        """Release the items."""
 
 
 class ResponseStore:
@@ -94,6 +102,15 @@ class ResponseStore:
             client = self._clients.get(client_id)
             return client.use(response_id) if client else None
 
+    def add_reader(self, client_id: str, response_id: str, reader: Reader) -> bool:
+        """Let a reader hold the items of a response until these are removed; return whether they still are stored."""
+        with self._lock:
+            client = self._clients.get(client_id)
+            if client is None or response_id not in client.held:
+                return False
+            client.held[response_id].readers.add(reader)
+            return True
+
     def find_items(self, client_id: str, item_ids: Collection[str]) -> dict[str, Mapping[str, Any]]:
         """Return items of a client's responses by id, without those that are unknown; record that these are used."""
         with self._lock:
@@ -113,7 +130,8 @@ class ResponseStore:
     def discard_except(self, client_ids: Collection[str]) -> None:
         """Remove the responses of other clients, such as API keys that are not valid anymore."""
         with self._lock:
-            self._clients = {name: client for name, client in self._clients.items() if name in client_ids}
+            for name in self._clients.keys() - set(client_ids):
+                self._clients.pop(name).discard()
 
     def _remove_oldest(self, client_id: str) -> None:
         self._remove(client_id, next(iter(self._clients[client_id].responses)))
@@ -134,12 +152,18 @@ class _Held:
         item_ids: the ids of its items.
         size: its memory in bytes, without the responses before it.
         uses: how often it is referred to, by its id and by the responses that continue it.
+        readers: hold its items, which do not count after its removal.
     """
 
     response: StoredResponse
     item_ids: frozenset[str]
     size: int
     uses: int = 0
+    readers: weakref.WeakSet[Reader] = field(default_factory=weakref.WeakSet)
+
+    def discard(self) -> None:
+        for reader in self.readers:
+            reader.discard()
 
 
 class _Client:
@@ -194,9 +218,13 @@ class _Client:
             held.uses -= 1
             if held.uses:
                 break
-            del self.held[turn.id]
+            self.held.pop(turn.id).discard()
             self.num_bytes -= held.size
             turn = turn.previous
+
+    def discard(self) -> None:
+        for held in self.held.values():
+            held.discard()
 
 
 def _hold(response: StoredResponse) -> _Held:

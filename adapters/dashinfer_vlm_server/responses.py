@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from openai.types.responses import CompactedResponse, ResponseCompactionItem
 from openai.types.responses import Response as ResponseObject
 from pydantic import BaseModel
@@ -28,8 +28,8 @@ from dashinfer_vlm_core.response.response_events import ResponseEventBuilder, bu
 
 from . import openapi
 from .errors import error_body, response_not_found
-from .input_items import QUERY_PARAMETERS, ItemList, find_references, list_items, to_stored_item
-from .json_stream import stream_json
+from .input_items import QUERY_PARAMETERS, find_references, list_items, to_stored_item
+from .json_stream import JsonStream
 from .response_store import ResponseStore, StoredResponse
 from .sse import EventStream, response_event
 from .tokens import SupportsTokenization, tokenizer_of
@@ -158,15 +158,14 @@ class ResponseRoutes:
 
     async def list_input_items(self, request: Request, response_id: str) -> Response:
         """Return a page of the items that a stored response was generated from, those of earlier responses included."""
-        stored, client = self._stored(response_id), current_client.get().id
-
-        def page() -> ItemList:
-            return list_items(stored.context(), request.query_params)
-
+        client = current_client.get().id
         async with self.page_slots.slot(client, limit=1):
-            fields = dict(await asyncio.to_thread(page))  # may contain megabytes of images
-        stream = stream_json(fields, slots=self.page_slots, client=client)
-        return StreamingResponse(stream, media_type="application/json")
+            stored = self._stored(response_id)  # not before: what waits for a slot holds no items
+            page = await asyncio.to_thread(lambda: list_items(stored.context(), request.query_params))
+        stream = JsonStream(dict(page), slots=self.page_slots, client=client)  # may contain megabytes of images
+        if not self.store.add_reader(client, response_id, stream):
+            raise response_not_found(response_id)
+        return stream
 
     async def delete(self, response_id: str) -> Response:
         """Delete a stored response. Responses that continue it keep its items."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import sys
 
 from dashinfer_vlm_core.errors import QueueFull
 from dashinfer_vlm_core.protocol.client import Client, current_client
@@ -30,20 +31,39 @@ class Upload:
 
     async def _receive(self, client):
         current_client.set(Client(id=client))
-        with self.memory.receiving():
+        with self.memory.receiving() as reserve:
             while (size := await self._pieces.get()) is not None:
-                await self.memory.reserve(size)
+                await reserve(size)
+
+    def queue(self, *pieces):
+        for piece in pieces:
+            self._pieces.put_nowait(piece)
 
     async def send(self, *pieces):
         """Send pieces, of which None is the end. Return whether the body is rejected, as far as is known now."""
-        for piece in pieces:
-            self._pieces.put_nowait(piece)
+        self.queue(*pieces)
         await skippable_loop().askip(0)
         return self.rejected
 
     @property
     def rejected(self):
         return self.task.done() and isinstance(self.task.exception(), QueueFull)
+
+
+class CountedCalls(contextlib.AbstractContextManager):
+    """Counts the calls of Python functions, whose number does not depend on the machine as time does."""
+
+    number = 0
+
+    def __enter__(self):
+        sys.setprofile(self._count)
+        return self
+
+    def __exit__(self, *_):
+        sys.setprofile(None)
+
+    def _count(self, frame, event, argument):
+        self.number += event == "call"
 
 
 @contextlib.asynccontextmanager
@@ -115,6 +135,40 @@ def test_security_18_key_that_waits_too_long_for_memory_is_rejected():
             assert bob.rejected
 
     run(work())
+
+
+def test_security_18_bodies_that_wait_are_served_in_order():
+    async def work():
+        async with uploads(100) as start:
+            alice, others = start("alice"), [start("bob") for _ in range(4)]
+            await alice.send(100, None)
+            for body in others:
+                await body.send(20, None)
+            others[0].task.cancel()
+            await alice.send()
+            alice.memory.release()
+            await alice.send()
+            assert [body.memory.size for body in others] == [0, 20, 20, 20]
+
+    run(work())
+
+
+def test_security_18_waiting_bodies_cost_linear_time():
+    async def calls(count):
+        async with uploads(100 * count) as start:
+            await start("alice").send(100 * count, None)
+            counted = CountedCalls()
+            with counted:
+                bodies = [start("bob") for _ in range(count)]
+                for body in bodies:
+                    body.queue(1)
+                await skippable_loop().askip(0)
+                await skippable_loop().askip(WAIT_SECONDS + 1)
+                assert all(body.rejected for body in bodies)
+            return counted.number
+
+    few, many = run(calls(100)), run(calls(400))
+    assert many < 6 * few
 
 
 def test_security_18_stalled_body_of_one_key_does_not_reject_others():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 
 import pytest
@@ -104,6 +105,29 @@ def test_security_40_connection_is_usable_after_a_discarded_body(server):
         connection.sendall(b"a" * LIMIT)
         connection.sendall(head(b"GET /health", length=2) + b"aa")
         assert read_response(connection) == 200
+
+
+@pytest.mark.parametrize("body", [b"", head(b"GET /health", length=2) + b"aa"], ids=["no body", "next request"])
+def test_security_40_connection_ends_if_the_client_may_omit_its_body(server, body):
+    with connected(server) as connection:
+        connection.sendall(head(CHAT, b"Expect: 100-continue"))
+        received = connection.recv(65536)
+        connection.sendall(body)
+        received += b"".join(iter(lambda: connection.recv(65536), b""))
+        assert received.startswith(b"HTTP/1.1 401 ")
+        assert b"\r\nconnection: close\r\n" in received.lower()
+        assert received.count(b"HTTP/1.1") == 1
+
+
+def test_security_40_permitted_body_keeps_the_connection(server):
+    body = json.dumps({"messages": [{"role": "user", "content": "Hello"}]}).encode()
+    with connected(server) as connection:
+        for _ in range(2):
+            headers = (KEY, b"Expect: 100-continue", b"Content-Type: application/json")
+            connection.sendall(head(CHAT, *headers, length=len(body)))
+            assert connection.recv(65536).startswith(b"HTTP/1.1 100 ")
+            connection.sendall(body)
+            assert read_response(connection) == 200
 
 
 def test_security_40_idle_connection_is_closed_after_a_discarded_body(server):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import socket
 import tracemalloc
@@ -13,12 +14,12 @@ import pytest
 from dashinfer_vlm_core.concurrency.fair_slots import FairSlots
 from dashinfer_vlm_core.testing import scripted_engine
 from dashinfer_vlm_server.body_memory import BodyMemoryBudget
-from dashinfer_vlm_server.json_stream import SLICE_BYTES, stream_json
+from dashinfer_vlm_server.json_stream import SLICE_BYTES, JsonStream
 from dashinfer_vlm_server.metrics import Metrics
 from dashinfer_vlm_server.request_context import RequestContextMiddleware
 from tests.samples import data_url, encode, noise
 from tests.server.conftest import serving
-from tests.waiting import until
+from tests.waiting import HANG, until
 
 MIB = 1024 * 1024
 
@@ -33,12 +34,12 @@ VALUES = [
 
 
 async def collect(stream):
-    return [data async for data in stream]
+    return [data async for data in stream.body_iterator]
 
 
 def test_streamed_json_is_the_same_value_in_small_slices():
     for value in VALUES:
-        slices = asyncio.run(collect(stream_json(value, slots=FairSlots(1), client="")))
+        slices = asyncio.run(collect(JsonStream(value, slots=FairSlots(1), client="")))
         assert json.loads(b"".join(slices)) == value
         assert max(map(len, slices)) <= 4 * SLICE_BYTES
 
@@ -47,7 +48,7 @@ def test_security_39_keys_take_turns_while_pages_are_made():
     ended = []
 
     async def read(client, slots, size):
-        await collect(stream_json("x" * size, slots=slots, client=client))
+        await collect(JsonStream("x" * size, slots=slots, client=client))
         ended.append(client)
 
     async def run():
@@ -59,6 +60,18 @@ def test_security_39_keys_take_turns_while_pages_are_made():
 
     asyncio.run(run())
     assert ended == ["bob"] + ["alice"] * 10
+
+
+@contextlib.contextmanager
+def unread_items(server, response_id):
+    """A request for the items of a response whose client has not read anything."""
+    with socket.socket() as connection:
+        connection.settimeout(HANG)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", server.port))
+        request = f"GET /v1/responses/{response_id}/input_items HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        connection.sendall(request.encode())
+        yield connection
 
 
 @pytest.mark.slow
@@ -75,13 +88,32 @@ def test_security_39_unread_items_cost_no_memory():
         tracemalloc.start()
         stack.callback(tracemalloc.stop)
         for _ in range(4):
-            connection = stack.enter_context(socket.socket())
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            connection.connect(("127.0.0.1", server.port))
-            request = f"GET /v1/responses/{response_id}/input_items HTTP/1.1\r\nHost: localhost\r\n\r\n"
-            connection.sendall(request.encode())
+            stack.enter_context(unread_items(server, response_id))
         until(lambda: server.writers_paused == 4)
         assert tracemalloc.get_traced_memory()[1] < 8 * MIB
+
+
+@pytest.mark.slow
+def test_security_39_deleted_items_cost_no_memory_while_they_are_sent():
+    with scripted_engine("Fine.") as engine, serving(engine) as server, contextlib.ExitStack() as stack:
+        client = stack.enter_context(server.http())
+        tracemalloc.start()
+        stack.callback(tracemalloc.stop)
+        connections = []
+        for index in range(3):
+            item = {"type": "reasoning", "summary": [], "encrypted_content": "x" * 12 * MIB}
+            body = {"input": [item, {"role": "user", "content": "Hello"}]}
+            response_id = client.post("/v1/responses", json=body).json()["id"]
+            connections.append(stack.enter_context(unread_items(server, response_id)))
+            until(lambda paused=index + 1: server.writers_paused == paused)
+            del item, body
+            assert client.delete(f"/v1/responses/{response_id}").status_code == 200
+        gc.collect()  # the requests of the test's client
+        until(lambda: tracemalloc.get_traced_memory()[0] < 8 * MIB)
+        for connection in connections:
+            received = b"".join(iter(lambda connection=connection: connection.recv(65536), b""))
+            assert received.startswith(b"HTTP/1.1 200 ")
+            assert not received.endswith(b"0\r\n\r\n")  # it is incomplete
 
 
 def test_security_39_large_body_is_sent_in_slices():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from dashinfer_vlm_server.response_store import ResponseStore, StoredResponse
 
 KIB = 1024
@@ -70,6 +72,45 @@ def test_security_28_keys_of_objects_count():
     item = {"id": "b", "image_url": {"x" * 100 * KIB: 1}}
     store.add("a", StoredResponse(id="a", body=b"{}", input=(item,), output_ids=()))
     assert store.num_responses == 0
+
+
+class Reader:
+    discarded = False
+
+    def discard(self):
+        self.discarded = True
+
+
+REMOVALS = {
+    "deleted": lambda store: store.delete("a", "one"),
+    "replaced": lambda store: store.add("a", turn("three", size=9 * KIB)),
+    "key removed": lambda store: store.discard_except(["b"]),
+}
+
+
+@pytest.mark.parametrize("remove", REMOVALS.values(), ids=REMOVALS)
+def test_security_28_readers_release_removed_items(remove):
+    store = ResponseStore(max_responses=99, max_bytes=10 * KIB)
+    store.add("a", turn("one"))
+    store.add("b", turn("two"))
+    reader, other = Reader(), Reader()
+    assert store.add_reader("a", "one", reader)
+    assert store.add_reader("b", "two", other)
+    remove(store)
+    assert (reader.discarded, other.discarded) == (True, False)
+    assert not store.add_reader("a", "one", reader)
+
+
+def test_readers_keep_items_of_a_deleted_response_that_another_continues():
+    store = ResponseStore(max_responses=99, max_bytes=99 * KIB)
+    store.add("a", first := turn("one"))
+    store.add("a", turn("two", first))
+    reader = Reader()
+    assert store.add_reader("a", "one", reader)
+    store.delete("a", "one")
+    assert not reader.discarded
+    store.delete("a", "two")
+    assert reader.discarded
 
 
 def test_items_are_found_as_long_as_a_response_has_them():
