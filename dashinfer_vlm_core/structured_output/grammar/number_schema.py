@@ -17,9 +17,14 @@ _BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum
 _LARGEST: int = 10**bounds.MAX_INTEGER_DIGITS - 1
 
 
+def any_integer() -> str:
+    """Return the pattern of integers without bounds."""
+    return rf"-?(0|[1-9][0-9]{{0,{bounds.INTEGER_DIGITS - 1}}})"
+
+
 def any_number() -> str:
     """Return the pattern of numbers without bounds."""
-    return rf"-?(0|[1-9][0-9]{{0,{bounds.INTEGER_DIGITS - 1}}})(\.[0-9]{{1,{bounds.DECIMAL_PLACES}}})?"
+    return rf"{any_integer()}(\.[0-9]{{1,{bounds.DECIMAL_PLACES}}})?"
 
 
 def integer_rule(rules: Rules, schema: Mapping[str, Any], path: str) -> str | None:

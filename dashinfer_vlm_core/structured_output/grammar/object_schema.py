@@ -28,22 +28,24 @@ def object_rule(compiler: SchemaCompiler, schema: Mapping[str, Any], level: int,
     the schema names none.
     """
     names = read_property_names(compiler, schema, path)
+    required = frozenset(schema.get("required", ()))
     more: Schema = schema.get("additionalProperties", "properties" not in schema)
     named = _named_properties(schema, names, more)
     if named and names.has_pattern:
         raise SchemaError(f"{path}.propertyNames", "cannot be guaranteed next to `properties`: remove it")
-    parts = _named_parts(compiler, named, schema.get("required", ()), level, path)
-    if parts is None:
-        return None
+    # What can be wrong here is found before the properties are compiled: without the fault, they are compiled again.
     min_count, max_count = _numbers_of_others(compiler, schema, named, path)
     is_closed = more is False or max_count <= 0 or names.listed is not None
-    value = None if is_closed else compiler.compile(more, level, f"{path}.additionalProperties")
-    key = None if value is None else names.key_rule(compiler.rules, named, path)
-    if key is not None:
+    key = None if is_closed else names.key_rule(compiler.rules, named, path)
+    parts = _named_parts(compiler, named, required, level, path)
+    if parts is None:
+        return None
+    value = None if key is None else compiler.compile(more, level, f"{path}.additionalProperties")
+    if value is not None:
         pair = compiler.rules.add(f"{key} {COLON} {value}")
         others = f"{pair} {more_of(pair, max(min_count - 1, 0), max_count - 1)}".rstrip()
         parts.append((compiler.rules.add(others), not min_count))
-    elif min_count > 1 or (min_count and schema.get("required")):
+    elif min_count > 1 or (min_count and required):
         return None
     elif min_count:  # one property, whichever
         return compiler.rules.add(enclosed("{", _sequence(compiler.rules, parts)[0], "}")) if parts else None
@@ -61,7 +63,7 @@ def _named_properties(schema: Mapping[str, Any], names: PropertyNames, more: Sch
 
 
 def _named_parts(
-    compiler: SchemaCompiler, named: Mapping[str, Schema], required: list[str], level: int, path: str
+    compiler: SchemaCompiler, named: Mapping[str, Schema], required: frozenset[str], level: int, path: str
 ) -> list[_Part] | None:
     """Return the parts of the named properties; None if a required one has no value."""
     parts = []

@@ -26,11 +26,11 @@ class PropertyNames:
     """The allowed names.
 
     Attributes:
-        listed: all of them; None if `text` describes them.
+        listed: all of them, in order; None if `text` describes them.
         text: keywords of a schema of strings.
     """
 
-    listed: tuple[str, ...] | None = None
+    listed: Mapping[str, None] | None = None
     text: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -64,16 +64,16 @@ def read_property_names(compiler: SchemaCompiler, schema: Mapping[str, Any], pat
     """
     part = schema.get("propertyNames", True)
     if part is False:
-        return PropertyNames(listed=())
+        return PropertyNames(listed={})
     path = f"{path}.propertyNames"
     if part is not True and "$ref" in part and not part.keys() <= {"$ref", *ANNOTATIONS}:
         raise SchemaError(path, _UNSUPPORTED)
     names = compiler.resolve(part, path)
     if "type" in names and "string" not in types_of(names):
-        return PropertyNames(listed=())
+        return PropertyNames(listed={})
     if names.keys() & {"enum", "const"}:
         values = compiler.enum_values(names, path)
-        return PropertyNames(listed=tuple(dict.fromkeys(value for value in values if isinstance(value, str))))
+        return PropertyNames(listed=dict.fromkeys(value for value in values if isinstance(value, str)))
     text = {key: value for key, value in names.items() if key != "type"}
     if not text.keys() <= {*_LENGTHS, "pattern", "format"}:
         raise SchemaError(path, _UNSUPPORTED)
