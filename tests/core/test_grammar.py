@@ -169,6 +169,27 @@ SAMPLES = {
         ["[null,true]", "[null,true,null]"],
         ["[null,true,1]", "[true,true]"],
     ),
+    "a tuple of nothing": ({"type": "array", "items": []}, ["[]"], ["[1]", "[[]]"]),
+    "a tuple of nothing, then others": (
+        {"type": "array", "items": [], "additionalItems": {"type": "null"}},
+        ["[]", "[null]"],
+        ["[1]"],
+    ),
+    "a limit on properties, one of which is forbidden": (
+        {"type": "object", "properties": {"a": False, "b": {"type": "integer"}}, "maxProperties": 1},
+        ["{}", '{"b":1}'],
+        ['{"a":1}'],
+    ),
+    "a limit on properties, one of which has no allowed name": (
+        {
+            "type": "object",
+            "properties": {"a": {"type": "null"}, "b": {"type": "null"}},
+            "propertyNames": {"enum": ["b"]},
+            "maxProperties": 1,
+        },
+        ["{}", '{"b":null}'],
+        ['{"a":null}'],
+    ),
     "multiples": ({"type": "integer", "multipleOf": 3, "minimum": 0, "maximum": 20}, ["0", "18"], ["1", "21"]),
     "a recursion": (
         {"type": "object", "properties": {"next": {"$ref": "#"}}},
@@ -176,6 +197,11 @@ SAMPLES = {
         ['{"next":null}', '{"next":' * 40 + "{}" + "}" * 40],
     ),
     "a reference with escapes": ({"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"const": "x"}}}, ['"x"'], ['"y"']),
+    "a reference with percent encoding": (
+        {"$ref": "#/definitions/Foo%3Cint%3E", "definitions": {"Foo<int>": {"const": "x"}}},
+        ['"x"'],
+        ['"y"'],
+    ),
 }
 
 
@@ -212,7 +238,6 @@ INVALID = {
     "names that are no list": ({"required": "a"}, "required"),
     "no alternatives": ({"anyOf": []}, "anyOf"),
     "a step of zero": ({"multipleOf": 0}, "multipleOf"),
-    "a tuple of nothing": ({"items": []}, "items"),
     "enum that is no list": ({"enum": "a"}, "enum"),
     "a part of a tuple": ({"items": [{"type": "null"}, {"minItems": -1}]}, "prefixItems[1].minItems"),
 }

@@ -255,7 +255,7 @@ class SchemaCompiler:
         ]
         if None in fixed:
             return None
-        items = schema.get("items", not fixed)
+        items = schema.get("items", "prefixItems" not in schema)
         item = self.compile(items, level, f"{path}.items") if items is not False and max_count > len(fixed) else None
         if item is None and min_count > len(fixed):
             return None

@@ -82,7 +82,8 @@ def _numbers_of_others(
 ) -> tuple[int, int]:
     """Return the minimum and maximum number of properties that the schema does not name."""
     min_count = max(schema.get("minProperties", 0) - len(set(schema.get("required", ()))), 0)
-    max_count = min(schema.get("maxProperties", math.inf) - len(named), max(min_count, bounds.EXTRA_PROPERTIES))
+    num_allowed = sum(part is not False for part in named.values())
+    max_count = min(schema.get("maxProperties", math.inf) - num_allowed, max(min_count, bounds.EXTRA_PROPERTIES))
     if max_count < 0:
         compiler.tolerate(SchemaError(f"{path}.maxProperties", "must be at least the number of properties"))
     return min_count, int(max_count)

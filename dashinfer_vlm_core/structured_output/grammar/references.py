@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, TypeAlias
+from urllib.parse import unquote
 
 from .schema_shape import SchemaError
 from .steps import Steps
@@ -53,13 +54,13 @@ class References:
         return pointer in self._reachable[pointer]
 
     def _find(self, pointer: str) -> Any:
-        """Return what a JSON Pointer (RFC 6901) refers to; None if there is nothing."""
+        """Return what a JSON Pointer in a URI fragment (RFC 6901, section 6) refers to; None if there is nothing."""
         self._steps.count_text(pointer)
         target: Any = self._root
         if not pointer.startswith("#"):
             return None
         try:
-            for step in filter(None, pointer[1:].split("/")):
+            for step in filter(None, unquote(pointer[1:]).split("/")):
                 key = step.replace("~1", "/").replace("~0", "~")
                 target = target[int(key)] if isinstance(target, list) else target[key]
         except (KeyError, IndexError, ValueError, TypeError):

@@ -85,6 +85,10 @@ def _is_schemas(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(map(_is_schema, value))
 
 
+def _is_tuple(value: object) -> bool:
+    return value == [] or _is_schemas(value)
+
+
 def _is_types(value: object) -> bool:
     if isinstance(value, str):
         return value in TYPES
@@ -140,8 +144,8 @@ _SHAPES: Mapping[str, _Shape] = MappingProxyType(
         ),
         "additionalProperties": _SCHEMA,
         "propertyNames": _SCHEMA,
-        "items": _Shape(lambda value: _is_schema(value) or _is_schemas(value), "must be a schema, or an array of them"),
-        "prefixItems": _SCHEMAS,
+        "items": _Shape(lambda value: _is_schema(value) or _is_tuple(value), "must be a schema, or an array of them"),
+        "prefixItems": _Shape(_is_tuple, "must be an array of schemas"),
         "additionalItems": _SCHEMA,
         "pattern": _Shape(
             _is_pattern, f"must be a string of at most {bounds.MAX_PATTERN_CHARACTERS} characters", _is_string
