@@ -38,8 +38,10 @@ class SchemaMerger:
             SchemaError: the schemas cannot be merged.
             TooComplex: the request has no steps left.
         """
-        if isinstance(one, bool) or isinstance(two, bool):
-            return (two if one else False) if isinstance(one, bool) else (one if two else False)
+        if isinstance(one, bool):
+            return two if one else False
+        if isinstance(two, bool):
+            return one if two else False
         for part in (one, two):
             self._steps.count_keywords(part)
             check_values(part, path)
