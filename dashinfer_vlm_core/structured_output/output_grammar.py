@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,11 +21,11 @@ from .grammar import (
     Rules,
     SchemaError,
     any_object,
-    any_value,
     json_schema,
     literal,
     matching_text,
     one_of,
+    widest,
 )
 
 MAX_CALLS = 16
@@ -63,8 +63,8 @@ def grammar_for_request(
     conversation: ConversationFormat = HERMES,
     coordinates: CoordinateSpec | None = None,
     *,
-    compiles: Callable[[str], bool] | None = None,
-    widest: bool = False,
+    rules: Rules | None = None,
+    is_widest: bool = False,
 ) -> OutputGrammar | None:
     """Return the grammar that a request requires; None if its response is unconstrained.
 
@@ -74,14 +74,14 @@ def grammar_for_request(
         request: the request.
         conversation: how the model writes tool calls.
         coordinates: how the model writes positions in images, for requests that want pixels of the original.
-        compiles: as in `Rules`.
-        widest: whether all schemas without `strict` are widened to any object or value.
+        rules: the empty rules to add to, which bound the work; defaults to new ones.
+        is_widest: whether all schemas without `strict` are widened to any value of their types.
 
     Raises:
         InvalidParameter: a schema is invalid; or it is strict, and too large or cannot be guaranteed. `param` names it.
     """
     maximum = coordinates.maximum if coordinates and request.coordinates == "original" else None
-    builder = _GrammarBuilder(Rules(compiles), conversation, maximum, widest=widest)
+    builder = _GrammarBuilder(Rules() if rules is None else rules, conversation, maximum, is_widest=is_widest)
     grammar = builder.build(request)
     return grammar and replace(grammar, widened=tuple(dict.fromkeys(builder.widened)))
 
@@ -103,17 +103,17 @@ class _GrammarBuilder:
         rules: the rules to add to.
         conversation: how the model writes tool calls.
         maximum: the model's largest coordinate; None if coordinates are not converted.
-        widest: whether schemas without `strict` are widened to any object or value.
+        is_widest: whether schemas without `strict` are widened to any value of their types.
 
     Attributes:
         widened: the parts of schemas that were widened, for the log.
     """
 
-    def __init__(self, rules: Rules, conversation: ConversationFormat, maximum: int | None, *, widest: bool) -> None:
+    def __init__(self, rules: Rules, conversation: ConversationFormat, maximum: int | None, *, is_widest: bool) -> None:
         self._rules = rules
         self._conversation = conversation
         self._maximum = maximum
-        self._widest = widest
+        self._is_widest = is_widest
         self.widened: list[str] = []
 
     def build(self, request: ChatRequest) -> OutputGrammar | None:
@@ -175,9 +175,9 @@ class _GrammarBuilder:
             schema = with_model_coordinates(schema, self._maximum)
         if strict:
             return json_schema(self._rules, schema)
-        if self._widest:
+        if self._is_widest:
             self._report(name, [""])
-            return any_object(self._rules) if schema.get("type") == "object" else any_value(self._rules)
+            return widest(self._rules, schema)
         widened: list[str] = []
         rule = json_schema(self._rules, schema, widened=widened)
         self._report(name, widened)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import os
 import threading
@@ -18,6 +17,7 @@ from ..errors import DeadlineExceeded, InvalidParameter
 from ..protocol import ChatRequest
 from ..protocol.client import current_client
 from ..protocol.name_log import NameLog
+from .grammar import Rules, Steps
 from .grammar_compiler import GrammarCompiler, LLGuidanceGrammar
 from .output_grammar import OutputGrammar, after_reasoning, grammar_for_request
 
@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from ..models.spec import ModelSpec
 
 THREADS = max(1, (os.cpu_count() or 1) // 2)
-"""Compilation holds the interpreter lock for milliseconds at a time: the other processors are for the requests."""
+"""How many grammars of one client are compiled at a time; other clients have one more thread together.
+
+Compilation holds the interpreter lock for milliseconds at a time: the other processors are for the requests.
+"""
 
 COMPILE_SECONDS = 30.0
 """How long a request waits for its grammar, including those before it."""
@@ -53,8 +56,8 @@ class RequestGrammars:
     def __init__(self, tokenizer: tokenizers.Tokenizer, spec: ModelSpec) -> None:
         self._compiler = GrammarCompiler(tokenizer, spec)
         self._spec = spec
-        self._slots = FairSlots(THREADS)
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="dashinfer-vlm-grammar")
+        self._slots = FairSlots(THREADS + 1)
+        self._threads = ThreadPoolExecutor(THREADS + 1, thread_name_prefix="dashinfer-vlm-grammar")
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -74,51 +77,79 @@ class RequestGrammars:
         """
         if request.output_constraint is None and not request.callable_tools:
             return None
-        canceled = threading.Event()
-        work = functools.partial(self._compile, request, opens_reasoning, canceled)
+        work = _Compilation(request, self._spec, self._compiler, opens_reasoning)
         try:
             with anyio.fail_after(COMPILE_SECONDS):
                 async with self._slots.slot(current_client.get().id, limit=THREADS):
-                    return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+                    return await asyncio.get_running_loop().run_in_executor(self._threads, work.run)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"The output format was not compiled within {COMPILE_SECONDS:g} seconds. Make its schemas simpler, or"
                 " try again later."
             ) from None
         finally:
-            canceled.set()
+            work.cancel()
 
-    def _compile(
-        self, request: ChatRequest, opens_reasoning: Callable[[ChatRequest], bool], canceled: threading.Event
-    ) -> LLGuidanceGrammar | None:
-        def compiles(text: str) -> bool:
-            if canceled.is_set():
-                raise CancelledError
-            return self._compiler.compiles(text)
 
-        def build(*, widest: bool) -> OutputGrammar | None:
-            grammar = grammar_for_request(
-                request, self._spec.conversation, self._spec.coordinates, compiles=compiles, widest=widest
-            )
-            needs_end = grammar is not None and opens_reasoning(request)
-            return after_reasoning(grammar, self._spec.conversation) if grammar and needs_end else grammar
+class _Compilation:
+    """The compilation of one request's grammar.
 
-        grammar = build(widest=False)
+    Args:
+        request: a request that needs a grammar.
+        spec: the model's specification.
+        compiler: compiles the grammar.
+        opens_reasoning: as in `RequestGrammars.compile`.
+    """
+
+    def __init__(
+        self,
+        request: ChatRequest,
+        spec: ModelSpec,
+        compiler: GrammarCompiler,
+        opens_reasoning: Callable[[ChatRequest], bool],
+    ) -> None:
+        self._request = request
+        self._spec = spec
+        self._compiler = compiler
+        self._opens_reasoning = opens_reasoning
+        self._canceled = threading.Event()
+
+    def cancel(self) -> None:
+        """End `run`, which may be in another thread, at its next step."""
+        self._canceled.set()
+
+    def run(self) -> LLGuidanceGrammar | None:
+        grammar = self._build(is_widest=False)
         if grammar is None:
             return None
-        _check_end(request, grammar)
+        _check_end(self._request, grammar)
         try:
-            compiled = self._compile_grammar(grammar)
+            compiled = self._compile(grammar)
         except InvalidParameter:  # the parts compile, but are too complex together
-            widest = build(widest=True)
+            widest = self._build(is_widest=True)
             if widest is None or widest.widened == grammar.widened:
                 raise
-            grammar, compiled = widest, self._compile_grammar(widest)
+            grammar = widest
+            compiled = self._compile(grammar)
         _LOG.log(grammar.widened[:MAX_LOGGED_PARTS])
         return compiled
 
-    def _compile_grammar(self, grammar: OutputGrammar) -> LLGuidanceGrammar:
+    def _build(self, *, is_widest: bool) -> OutputGrammar | None:
+        conversation = self._spec.conversation
+        rules = Rules(self._compiler.compiles, Steps(self._check))
+        grammar = grammar_for_request(
+            self._request, conversation, self._spec.coordinates, rules=rules, is_widest=is_widest
+        )
+        needs_end = grammar is not None and self._opens_reasoning(self._request)
+        return after_reasoning(grammar, conversation) if grammar and needs_end else grammar
+
+    def _compile(self, grammar: OutputGrammar) -> LLGuidanceGrammar:
+        self._check()
         return self._compiler.compile(grammar.rules, grammar.start, param=grammar.param)
+
+    def _check(self) -> None:
+        if self._canceled.is_set():
+            raise CancelledError
 
 
 def _check_end(request: ChatRequest, grammar: OutputGrammar) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 from collections import Counter
+from concurrent.futures import CancelledError
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -21,6 +22,7 @@ from dashinfer_vlm_core.errors import InvalidParameter
 from dashinfer_vlm_core.structured_output.grammar import (
     Rules,
     SchemaError,
+    Steps,
     any_object,
     json_schema,
     matching_text,
@@ -167,6 +169,27 @@ SAMPLES = {
         ["[null,true]", "[null,true,null]"],
         ["[null,true,1]", "[true,true]"],
     ),
+    "a tuple of nothing": ({"type": "array", "items": []}, ["[]"], ["[1]", "[[]]"]),
+    "a tuple of nothing, then others": (
+        {"type": "array", "items": [], "additionalItems": {"type": "null"}},
+        ["[]", "[null]"],
+        ["[1]"],
+    ),
+    "a limit on properties, one of which is forbidden": (
+        {"type": "object", "properties": {"a": False, "b": {"type": "integer"}}, "maxProperties": 1},
+        ["{}", '{"b":1}'],
+        ['{"a":1}'],
+    ),
+    "a limit on properties, one of which has no allowed name": (
+        {
+            "type": "object",
+            "properties": {"a": {"type": "null"}, "b": {"type": "null"}},
+            "propertyNames": {"enum": ["b"]},
+            "maxProperties": 1,
+        },
+        ["{}", '{"b":null}'],
+        ['{"a":null}'],
+    ),
     "multiples": ({"type": "integer", "multipleOf": 3, "minimum": 0, "maximum": 20}, ["0", "18"], ["1", "21"]),
     "a recursion": (
         {"type": "object", "properties": {"next": {"$ref": "#"}}},
@@ -174,6 +197,11 @@ SAMPLES = {
         ['{"next":null}', '{"next":' * 40 + "{}" + "}" * 40],
     ),
     "a reference with escapes": ({"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"const": "x"}}}, ['"x"'], ['"y"']),
+    "a reference with percent encoding": (
+        {"$ref": "#/definitions/Foo%3Cint%3E", "definitions": {"Foo<int>": {"const": "x"}}},
+        ['"x"'],
+        ['"y"'],
+    ),
 }
 
 
@@ -210,7 +238,6 @@ INVALID = {
     "names that are no list": ({"required": "a"}, "required"),
     "no alternatives": ({"anyOf": []}, "anyOf"),
     "a step of zero": ({"multipleOf": 0}, "multipleOf"),
-    "a tuple of nothing": ({"items": []}, "items"),
     "enum that is no list": ({"enum": "a"}, "enum"),
     "a part of a tuple": ({"items": [{"type": "null"}, {"minItems": -1}]}, "prefixItems[1].minItems"),
 }
@@ -225,7 +252,6 @@ NOT_GUARANTEED = {
     "no values": ({"type": "string", "enum": []}, "enum", ["a"]),
     "not": ({"properties": {"a": {"type": "null", "not": {}}}}, "properties.a.not", [{"a": None}]),
     "unique items": ({"type": "array", "uniqueItems": True}, "uniqueItems", [[1, 1]]),
-    "overlapping alternatives": ({"oneOf": [{"type": "number"}, {"minimum": 3}]}, "oneOf", [4, 2.5]),
     "a reference to elsewhere": ({"$ref": "https://example.com/a"}, "$ref", [0]),
     "a reference to nothing": ({"items": {"$ref": "#/$defs/a"}}, "items.$ref", [[1, "a"]]),
     "parts that differ": ({"type": "string", "allOf": [{"pattern": "a"}, {"pattern": "b"}]}, "pattern", ["c"]),
@@ -318,6 +344,151 @@ def test_only_the_faulty_parts_are_widened(compiler):
     assert not accepts(grammar, '{"price": -1, "id": "abc", "kind": [1], "size": "S"}')
     assert not accepts(grammar, '{"price": 0.5, "id": "abcd", "kind": [1], "size": "S"}')
     assert not accepts(grammar, '{"price": 0.5, "id": "abc", "kind": [1], "size": "L"}')
+
+
+DISJOINT = {
+    "types": [{"type": "string"}, {"type": ["integer", "null"]}, {"type": "boolean"}],
+    "values": [{"const": 1}, {"enum": [2, True]}, {"const": "1"}],
+    "a type, then values": [{"type": "null"}, {"type": "string", "const": "a"}, {"type": "string", "enum": ["b", "c"]}],
+    "a property": [
+        {"type": "object", "properties": {"k": {"const": kind}, "a": {"const": 1}}, "required": ["k", "a"]}
+        for kind in "xyz"
+    ],
+    "two properties": [
+        {"type": "object", "properties": {"k": {"const": k}, "v": {"enum": v}}, "required": ["k", "v"]}
+        for k, v in [("x", [1, 2]), ("x", [3]), ("y", [1, 2]), ("y", [4])]
+    ],
+}
+OVERLAPPING = {
+    "numbers": [{"type": "number"}, {"minimum": 3}],
+    "integers are numbers": [{"type": "integer"}, {"type": "number"}],
+    "values that are equal": [{"const": [1]}, {"const": "a"}, {"const": [1.0]}],
+    "a property that may be missing": [
+        {"type": "object", "properties": {"k": {"const": kind}}, "required": ["k"][: kind == "x"]} for kind in "xy"
+    ],
+    "any value": [{"const": 1}, True],
+}
+
+
+@pytest.mark.parametrize("branches", DISJOINT.values(), ids=DISJOINT)
+def test_one_of_disjoint_alternatives_is_guaranteed(branches):
+    json_schema(Rules(), {"oneOf": branches})
+
+
+@pytest.mark.parametrize("branches", OVERLAPPING.values(), ids=OVERLAPPING)
+def test_one_of_overlapping_alternatives_needs_no_strict(branches):
+    json_schema(Rules(), {"oneOf": branches}, widened=[])
+    with pytest.raises(SchemaError, match="alternatives that one value could satisfy") as caught:
+        json_schema(Rules(), {"oneOf": branches})
+    assert caught.value.path == "oneOf"
+
+
+@pytest.mark.parametrize(
+    ("types", "texts"),
+    [("string", ['"a"']), (["array", "string"], ['"a"', "[1]"]), ("array", ["[1]"]), ("object", ['{"a":1}'])],
+    ids=str,
+)
+def test_schema_without_values_is_widened_to_its_types(compiler, types, texts):
+    least = dict.fromkeys(("minLength", "minItems", "minProperties"), 10**400)
+    grammar = compiled(compiler, {"type": types, **least, "maxProperties": 0}, widened=[])
+    assert [text for text in ('"a"', "[1]", '{"a":1}', "1", "null") if accepts(grammar, text)] == texts
+
+
+# The work is bounded, and linear
+
+
+class CountedText(str):
+    """A text that counts how often it is compared."""
+
+    count = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other):
+        CountedText.count += 1
+        return str.__eq__(self, other)
+
+
+MANY = {
+    "alternatives": lambda texts: {"oneOf": [{"const": text} for text in texts]},
+    "alternatives with values": lambda texts: {"oneOf": [{"enum": texts[::2]}, {"enum": texts[1::2]}]},
+    "parts with values": lambda texts: {"allOf": [{"enum": texts}, {"enum": texts[::-1]}]},
+    "names": lambda texts: {"type": "object", "propertyNames": {"enum": texts}},
+    "required names": lambda texts: {"properties": {text: {"type": "null"} for text in texts}, "required": texts},
+}
+
+
+@pytest.mark.parametrize("make", MANY.values(), ids=MANY)
+def test_security_35_values_are_compared_in_linear_time(make):
+    def comparisons(count):
+        CountedText.count = 0
+        json_schema(Rules(), make([CountedText(f"v{index}") for index in range(count)]))
+        return CountedText.count
+
+    assert comparisons(200) < 20 * 200
+
+
+TOO_MANY_STEPS = {
+    "alternatives that are compared again for each reference": {
+        "$defs": {"a": {"oneOf": [{"const": index} for index in range(400)]}},
+        "anyOf": [{"$ref": "#/$defs/a", "type": "integer"} for _ in range(40)],
+    },
+    "parts that are merged into a growing one": {"allOf": [{"properties": {f"{i}": {}}} for i in range(1000)]},
+    "merged parts that grow inside": {
+        "allOf": [{"properties": {"a": {"properties": {f"{i}": {}}}}} for i in range(1000)]
+    },
+    "properties next to many alternatives": {
+        "properties": {f"{i}": {} for i in range(1000)}, "anyOf": [{"properties": {}}] * 200
+    },
+    "one target under many names": {
+        "properties": {"a": {"default": [0] * 2000}}
+        | {f"p{i}": {"$ref": "#" + "/" * (i + 1) + "properties/a"} for i in range(60)}
+    },
+    "a long value for each reference": {
+        "$defs": {"a": {"const": "x" * 100_000}},
+        "anyOf": [{"$ref": "#/$defs/a", "type": "string"} for _ in range(300)],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", TOO_MANY_STEPS.values(), ids=TOO_MANY_STEPS)
+def test_security_35_steps_of_a_schema_are_bounded(schema):
+    widened = []
+    json_schema(Rules(), schema, widened=widened)
+    assert widened[-1] == ""
+    with pytest.raises(SchemaError, match="makes the request too complex"):
+        json_schema(Rules(), schema)
+
+
+def test_security_35_steps_are_those_of_all_schemas_of_a_request():
+    rules, schema = Rules(), {"enum": [f"v{index}" for index in range(20_000)]}
+    json_schema(rules, schema)
+    json_schema(rules, schema)
+    with pytest.raises(SchemaError, match="makes the request too complex"):
+        json_schema(rules, schema)
+
+
+@pytest.mark.parametrize("schema", TOO_MANY_STEPS.values(), ids=TOO_MANY_STEPS)
+def test_security_35_canceled_schema_ends_at_its_next_step(schema):
+    checks = iter(range(100))
+
+    def check():
+        if next(checks, None) is None:
+            raise CancelledError
+
+    for widened in (None, []):
+        with pytest.raises(CancelledError):
+            json_schema(Rules(steps=Steps(check)), schema, widened=widened)
+
+
+def test_security_35_faults_of_a_part_are_found_before_its_parts_are_compiled():
+    def nested(depth):
+        if not depth:
+            return {"type": "integer"}
+        return {"type": ["object", "string"], "pattern": "(", "properties": {"a": nested(depth - 1)}}
+
+    widened = []
+    json_schema(Rules(lambda _: False), nested(12), widened=widened)
+    assert len(widened) == 12
 
 
 def test_number_of_patterns_is_bounded(compiler):

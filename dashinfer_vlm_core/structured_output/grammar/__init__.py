@@ -7,10 +7,11 @@ the schema, or by the defaults in `bounds`. A completion that follows its gramma
 only creates the grammars; `grammar_compiler` compiles them.
 """
 
-from .any_value import COLON, COMMA, any_object, any_value
-from .json_schema import json_schema
+from .any_value import COLON, COMMA, any_object
+from .json_schema import json_schema, widest
 from .rules import Rules, literal
 from .schema_shape import TYPES, SchemaError
+from .steps import Steps
 from .texts import matching_text, one_of
 
 __all__ = [
@@ -19,10 +20,11 @@ __all__ = [
     "TYPES",
     "Rules",
     "SchemaError",
+    "Steps",
     "any_object",
-    "any_value",
     "json_schema",
     "literal",
     "matching_text",
     "one_of",
+    "widest",
 ]

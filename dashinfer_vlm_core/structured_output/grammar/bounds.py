@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-MAX_STEPS = 20_000
-"""Maximum number of schema parts compiled for one grammar; a part counts again for each reference to it."""
+MAX_STEPS = 100_000
+"""Maximum number of steps to compile the schemas of one request: parts with their keywords, values, and comparisons. A
+part counts again for each reference to it."""
+
+STEP_CHARACTERS = 256
+"""A longer text counts as several steps."""
 
 MAX_NESTING = 64
 """Maximum nesting of a schema with references followed; the compiler is recursive."""

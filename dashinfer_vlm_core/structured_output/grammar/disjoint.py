@@ -1,32 +1,67 @@
-"""Whether two schemas are known to have no value in common."""
+"""Whether schemas are known to have no value in common."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, TypeAlias
 
-from .schema_shape import types_of
+from .schema_shape import comparable, types_of
+from .steps import Steps
 
-
-def are_disjoint(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
-    """Return whether types or the values of a required property prove that no value satisfies both schemas."""
-    kinds = set(types_of(one)), set(types_of(two))
-    if all(kinds) and not kinds[0] & kinds[1] and not {"integer", "number"} <= kinds[0] | kinds[1]:
-        return True
-    if kinds == ({"object"}, {"object"}):
-        named = set(one.get("required", [])) & set(two.get("required", []))
-        return any(_have_disjoint_values(_property(one, name), _property(two, name)) for name in named)
-    return _have_disjoint_values(one, two)
+_Discriminators: TypeAlias = Mapping[tuple[str, str], frozenset[Hashable]]
+"""What a schema allows: types, values, and values of required properties, each if it enumerates them."""
 
 
-def _property(schema: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    part = schema.get("properties", {}).get(name)
-    return part if isinstance(part, Mapping) else {}
+def are_disjoint(schemas: Sequence[Mapping[str, Any]], steps: Steps) -> bool:
+    """Return whether types, values or the values of required properties prove that no value satisfies two schemas.
+
+    A discriminator divides the schemas into groups that have one of its values in common, and each group is divided by
+    the others: for the usual unions, the time is linear in the size of the schemas.
+
+    Raises:
+        TooComplex: the proof needs too many steps.
+    """
+    waiting = [[_discriminators(schema, steps) for schema in schemas]]
+    while waiting:
+        group = waiting.pop()
+        if len(group) > 1:
+            divided = _divide(group, steps)
+            if divided is None:
+                return False
+            waiting += divided
+    return True
 
 
-def _have_disjoint_values(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
-    """Whether both enumerate their values and have none in common."""
-    lists = [
-        part["enum"] if "enum" in part else [part["const"]] for part in (one, two) if {"const", "enum"} & part.keys()
-    ]
-    return len(lists) == 2 and not any(value in lists[1] for value in lists[0])
+def _divide(group: list[_Discriminators], steps: Steps) -> list[list[_Discriminators]] | None:
+    """Divide schemas by a discriminator that all of them have; None if no discriminator separates them."""
+    steps.count(sum(map(len, group)))
+    for name in sorted(set(group[0]).intersection(*group)):
+        steps.count(sum(len(schema[name]) for schema in group))
+        parts: dict[Hashable, list[_Discriminators]] = defaultdict(list)
+        for schema in group:
+            for value in schema[name]:
+                parts[value].append(schema)
+        if all(len(part) < len(group) for part in parts.values()):
+            return list({tuple(map(id, part)): part for part in parts.values()}.values())
+    return None
+
+
+def _discriminators(schema: Mapping[str, Any], steps: Steps) -> _Discriminators:
+    types = frozenset("number" if name == "integer" else name for name in types_of(schema))
+    found: dict[tuple[str, str], frozenset[Hashable] | None] = {("type", ""): types or None}
+    found["value", ""] = _enumerated(schema, steps)
+    if types == {"object"}:
+        properties = schema.get("properties", {})
+        for name in schema.get("required", ()):
+            found["property", name] = _enumerated(properties.get(name), steps)
+    return {name: values for name, values in found.items() if values is not None}
+
+
+def _enumerated(schema: object, steps: Steps) -> frozenset[Hashable] | None:
+    """Return the values of `enum` or `const`; None if the schema has neither."""
+    if not isinstance(schema, Mapping) or not {"enum", "const"} & schema.keys():
+        return None
+    values = schema["enum"] if "enum" in schema else [schema["const"]]
+    steps.count_values(values)
+    return frozenset(map(comparable, values))

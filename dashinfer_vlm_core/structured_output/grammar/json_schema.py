@@ -7,21 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from . import bounds
-from .any_value import COMMA, any_object, any_value, enclosed, list_of, more_of
+from .any_value import COMMA, any_value, enclosed, list_of, more_of
 from .disjoint import are_disjoint
+from .merging import SchemaMerger
 from .number_schema import integer_rule, number_rule
 from .object_schema import object_rule
 from .references import References
-from .rules import Rules, TooManyRules, literal
-from .schema_shape import (
-    ANNOTATIONS,
-    InvalidSchema,
-    SchemaError,
-    find_faults,
-    merge,
-    normalized,
-    types_of,
-)
+from .rules import Rules, literal
+from .schema_shape import ANNOTATIONS, TYPES, InvalidSchema, SchemaError, comparable, find_faults, normalized, types_of
+from .steps import TooComplex
 from .string_schema import string_rule
 
 Schema: TypeAlias = Mapping[str, Any] | bool
@@ -51,16 +45,25 @@ def json_schema(rules: Rules, schema: Mapping[str, Any], *, widened: list[str] |
     count = len(rules)
     try:
         return _compile_root(rules, schema, widened)
-    except TooManyRules:
-        error = SchemaError("", "is too large: make it simpler")
+    except TooComplex:
         if widened is None:
-            raise error from None
+            reason = "makes the request too complex: make its schemas smaller, or use fewer references"
+            raise SchemaError("", reason) from None
     rules.discard(count)
     widened.append("")
     try:
-        return _widest(rules, schema)
-    except TooManyRules:
-        raise error from None
+        return widest(rules, schema)
+    except TooComplex:
+        raise SchemaError("", "is too large: make it simpler") from None
+
+
+def widest(rules: Rules, schema: Schema) -> str:
+    """Add the rule of any value of the types that a schema names."""
+    named = schema.get("type") if isinstance(schema, Mapping) else None
+    types = [named] if isinstance(named, str) else named
+    if not isinstance(types, list) or not types or not all(name in TYPES for name in types):
+        return any_value(rules)
+    return any_value(rules, types)
 
 
 def _compile_root(rules: Rules, schema: Mapping[str, Any], widened: list[str] | None) -> str:
@@ -68,14 +71,8 @@ def _compile_root(rules: Rules, schema: Mapping[str, Any], widened: list[str] | 
     rule = compiler.compile(schema, level=0, path="")
     if rule is None:
         compiler.tolerate(SchemaError("", "allows no value"))
-        return _widest(rules, schema)
+        return widest(rules, schema)
     return rule
-
-
-def _widest(rules: Rules, schema: Schema) -> str:
-    """Return the rule of any object if the schema allows nothing but objects, else of any value."""
-    is_object = isinstance(schema, Mapping) and schema.get("type") == "object"
-    return any_object(rules) if is_object else any_value(rules)
 
 
 class SchemaCompiler:
@@ -89,18 +86,21 @@ class SchemaCompiler:
 
     def __init__(self, rules: Rules, root: Mapping[str, Any], widened: list[str] | None) -> None:
         self.rules = rules
-        self._references = References(root, self._count_step)
+        self._steps = rules.steps
+        self._references = References(root, self._steps)
+        self._merge = SchemaMerger(self._steps).merge
         self._widened = widened
-        self._steps = self._depth = 0
+        self._depth = 0
         self._rules_by_reference: dict[tuple[str, int], str | None] = {}
+        # Scalars are first, and arrays last: what is wrong is found before the parts of the others are compiled.
         self._compile_by_type: dict[str, Callable[[Mapping[str, Any], int, str], str | None]] = {
-            "object": lambda schema, level, path: object_rule(self, schema, level, path),
-            "array": self._array,
             "string": lambda schema, _, path: string_rule(self.rules, schema, path),
             "number": lambda schema, _, path: number_rule(self.rules, schema, path),
             "integer": lambda schema, _, path: integer_rule(self.rules, schema, path),
             "boolean": lambda *_: self.rules.add('"true" | "false"'),
             "null": lambda *_: literal("null"),
+            "object": lambda schema, level, path: object_rule(self, schema, level, path),
+            "array": self._array,
         }
 
     def compile(self, schema: Schema, level: int, path: str) -> str | None:
@@ -113,7 +113,7 @@ class SchemaCompiler:
         """
         self._depth += 1
         try:
-            self._count_step()
+            self._steps.count_text(path)
             if self._depth > bounds.MAX_NESTING:
                 raise SchemaError("", f"nests deeper than {bounds.MAX_NESTING} levels: make it flatter")
             return self._compile(schema, level, path)
@@ -122,7 +122,7 @@ class SchemaCompiler:
             reduced = _without_fault(schema, error, path)
         finally:
             self._depth -= 1
-        return _widest(self.rules, schema) if reduced is None else self.compile(reduced, level, path)
+        return widest(self.rules, schema) if reduced is None else self.compile(reduced, level, path)
 
     def tolerate(self, error: SchemaError) -> None:
         """Record the path of something that cannot be guaranteed, and raise its error unless it may be widened."""
@@ -145,6 +145,7 @@ class SchemaCompiler:
 
     def _keywords(self, schema: Mapping[str, Any], path: str) -> Mapping[str, Any]:
         """Return the keywords that constrain values and can be guaranteed."""
+        self._steps.count_keywords(schema)
         dropped = set(ANNOTATIONS)
         for key, error in find_faults(schema, path):
             self.tolerate(error)
@@ -161,56 +162,61 @@ class SchemaCompiler:
         types = types_of(schema)
         if not types:
             return self.compile(True, level, path)
-        rules = [rule for name in types if (rule := self._compile_by_type[name](schema, level, path)) is not None]
+        compilers = [compiler for name, compiler in self._compile_by_type.items() if name in types]
+        rules = [rule for compiler in compilers if (rule := compiler(schema, level, path)) is not None]
         return self.rules.either(rules) if rules else None
 
     # References and combinations
 
     def _reference(self, schema: Mapping[str, Any], level: int, path: str) -> str | None:
-        pointer, siblings = schema["$ref"], {key: value for key, value in schema.items() if key != "$ref"}
+        pointer = schema["$ref"]
+        if len(schema) > 1:
+            whole, level = self._dereferenced(schema, level, path)
+            return self.compile(whole, level, path)
         level += self._references.is_recursive(pointer)
         if level > bounds.MAX_RECURSION:
             return None
-        if siblings:
-            target = self._without_faults(self._references.target(pointer, path), pointer)
-            return self.compile(merge(target, siblings, path), level, path)
         if (pointer, level) not in self._rules_by_reference:
             target = self._references.target(pointer, path)
             self._rules_by_reference[pointer, level] = self.compile(target, level, pointer)
         return self._rules_by_reference[pointer, level]
 
+    def _dereferenced(self, schema: Mapping[str, Any], level: int, path: str) -> tuple[Schema, int]:
+        """Merge the target of a reference with the keywords next to it; return the level of their parts as well."""
+        pointer = schema["$ref"]
+        level += self._references.is_recursive(pointer)
+        if level > bounds.MAX_RECURSION:
+            return False, level
+        target = self._without_faults(self._references.target(pointer, path), pointer)
+        return self._merge(target, {key: value for key, value in schema.items() if key != "$ref"}, path), level
+
     def _all_of(self, schema: Mapping[str, Any], level: int, path: str) -> str | None:
         whole: Schema = {key: value for key, value in schema.items() if key != "allOf"}
         for index, part in enumerate(schema["allOf"]):
-            self._count_step()
+            merged: Schema = part
             if isinstance(part, Mapping) and isinstance(part.get("$ref"), str):
-                pointer, siblings = part["$ref"], {key: value for key, value in part.items() if key != "$ref"}
-                level += self._references.is_recursive(pointer)
-                if level > bounds.MAX_RECURSION:
-                    return None
-                target = self._without_faults(self._references.target(pointer, path), pointer)
-                part = merge(target, siblings, path)  # noqa: PLW2901 - the part, dereferenced
-            whole = merge(whole, self._without_faults(part, f"{path}.allOf[{index}]"), path)
+                merged, level = self._dereferenced(part, level, path)
+            whole = self._merge(whole, self._without_faults(merged, f"{path}.allOf[{index}]"), path)
         return self.compile(whole, level, path)
 
     def _any_of(self, schema: Mapping[str, Any], key: str, level: int, path: str) -> str | None:
         siblings = {name: value for name, value in schema.items() if name != key}
-        branches = schema[key]
-        if key == "oneOf" and not self._are_disjoint(branches, path):
+        paths = {f"{path}.{key}[{index}]": branch for index, branch in enumerate(schema[key])}
+        if key == "oneOf" and self._widened is None and not self._are_disjoint(paths):
             reason = "has alternatives that one value could satisfy at the same time: use `anyOf`"
-            self.tolerate(SchemaError(f"{path}.oneOf", reason))
-        rules = []
-        for index, branch in enumerate(branches):
-            branch_path = f"{path}.{key}[{index}]"
-            whole = merge(self._without_faults(branch, branch_path), siblings, path) if siblings else branch
-            rule = self.compile(whole, level, branch_path)
-            rules += [rule] if rule is not None else []
+            raise SchemaError(f"{path}.oneOf", reason)
+        if siblings:  # all before one is compiled: without a fault, they are compiled again
+            paths = {
+                place: self._merge(self._without_faults(branch, place), siblings, path)
+                for place, branch in paths.items()
+            }
+        compiled = [self.compile(branch, level, place) for place, branch in paths.items()]
+        rules = [rule for rule in compiled if rule is not None]
         return self.rules.either(rules) if rules else None
 
-    def _are_disjoint(self, branches: Sequence[Schema], path: str) -> bool:
+    def _are_disjoint(self, branches: Mapping[str, Schema]) -> bool:
         """Whether types and discriminators prove that no value satisfies two of the branches."""
-        resolved = [self.resolve(branch, f"{path}.oneOf[{index}]") for index, branch in enumerate(branches)]
-        return all(are_disjoint(one, two) for index, one in enumerate(resolved) for two in resolved[:index])
+        return are_disjoint([self.resolve(branch, path) for path, branch in branches.items()], self._steps)
 
     def resolve(self, schema: Schema, path: str) -> Mapping[str, Any]:
         """Return the keywords of a part, or if it is a reference, of its target."""
@@ -219,11 +225,6 @@ class SchemaCompiler:
                 break
             schema = self._references.target(schema["$ref"], path)
         return {} if isinstance(schema, bool) else self._keywords(schema, path)
-
-    def _count_step(self) -> None:
-        self._steps += 1
-        if self._steps > bounds.MAX_STEPS:
-            raise SchemaError("", "is too complex: make it smaller, or use fewer references")
 
     # Values
 
@@ -236,8 +237,10 @@ class SchemaCompiler:
         for key in sorted(schema.keys() - {"const", "enum", "type"}):
             self.tolerate(SchemaError(f"{path}.{key}", "cannot be combined with `const` or `enum`: remove it"))
         values = schema["enum"] if "enum" in schema else [schema["const"]]
+        self._steps.count_values(values)
         if "const" in schema:
-            values = [value for value in values if _to_json(value) == _to_json(schema["const"])]
+            const = comparable(schema["const"])
+            values = [value for value in values if comparable(value) == const]
         kinds = types_of({"type": schema["type"]}) if "type" in schema else ()
         return [value for value in values if not kinds or _is_one_of(value, kinds)]
 
@@ -252,7 +255,7 @@ class SchemaCompiler:
         ]
         if None in fixed:
             return None
-        items = schema.get("items", not fixed)
+        items = schema.get("items", "prefixItems" not in schema)
         item = self.compile(items, level, f"{path}.items") if items is not False and max_count > len(fixed) else None
         if item is None and min_count > len(fixed):
             return None

@@ -17,9 +17,14 @@ _BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum
 _LARGEST: int = 10**bounds.MAX_INTEGER_DIGITS - 1
 
 
+def any_integer() -> str:
+    """Return the pattern of integers without bounds."""
+    return rf"-?(0|[1-9][0-9]{{0,{bounds.INTEGER_DIGITS - 1}}})"
+
+
 def any_number() -> str:
     """Return the pattern of numbers without bounds."""
-    return rf"-?(0|[1-9][0-9]{{0,{bounds.INTEGER_DIGITS - 1}}})(\.[0-9]{{1,{bounds.DECIMAL_PLACES}}})?"
+    return rf"{any_integer()}(\.[0-9]{{1,{bounds.DECIMAL_PLACES}}})?"
 
 
 def integer_rule(rules: Rules, schema: Mapping[str, Any], path: str) -> str | None:
@@ -81,11 +86,9 @@ def _range(schema: Mapping[str, Any], path: str) -> tuple[Fraction, Fraction]:
     A bound is the decimal number as written. An exclusive bound excludes the number in double precision, because
     parsers round: the range starts at the next double. Bounds that no number here can reach are lowered.
     """
-    bound = {key: _reachable(schema[key], key, path) for key in _BOUNDS & schema.keys()}
-    lows = [Fraction(str(bound[key])) for key in ("minimum",) if key in bound]
-    highs = [Fraction(str(bound[key])) for key in ("maximum",) if key in bound]
-    lows += [_next_float(bound[key], math.inf) for key in ("exclusiveMinimum",) if key in bound]
-    highs += [_next_float(bound[key], -math.inf) for key in ("exclusiveMaximum",) if key in bound]
+    limits = {key: _limit(_reachable(schema[key], key, path), key) for key in _BOUNDS & schema.keys()}
+    lows = [limits[key] for key in ("minimum", "exclusiveMinimum") if key in limits]
+    highs = [limits[key] for key in ("maximum", "exclusiveMaximum") if key in limits]
     default = Fraction(10**bounds.INTEGER_DIGITS - 1)
     low = max(lows) if lows else min([-default, *(10 * high for high in highs)])
     high = min(highs) if highs else max(default, 10 * low)
@@ -101,5 +104,10 @@ def _reachable(bound: float, key: str, path: str) -> float:
     return _LARGEST if bound > 0 else -_LARGEST
 
 
-def _next_float(bound: float, towards: float) -> Fraction:
-    return Fraction(repr(math.nextafter(float(bound), towards)))
+def _limit(bound: float, key: str) -> Fraction:
+    """Return the first number in the range that a bound limits."""
+    if key == "exclusiveMinimum":
+        return Fraction(repr(math.nextafter(float(bound), math.inf)))
+    if key == "exclusiveMaximum":
+        return Fraction(repr(math.nextafter(float(bound), -math.inf)))
+    return Fraction(str(bound))

@@ -5,45 +5,45 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from . import bounds
 from .any_value import COLON, COMMA, enclosed, more_of
+from .part_compiler import PartCompiler
 from .property_names import PropertyNames, read_property_names
 from .rules import Rules, literal
 from .schema_shape import SchemaError
-
-if TYPE_CHECKING:
-    from .json_schema import SchemaCompiler
 
 Schema: TypeAlias = Mapping[str, Any] | bool
 _Part: TypeAlias = tuple[str, bool]
 """The rule of a part of an object, and whether it may be missing."""
 
 
-def object_rule(compiler: SchemaCompiler, schema: Mapping[str, Any], level: int, path: str) -> str | None:
+def object_rule(compiler: PartCompiler, schema: Mapping[str, Any], level: int, path: str) -> str | None:
     """Add the rule of a schema of objects; None if it allows none.
 
     Named properties are in order, others follow. Other properties are allowed if `additionalProperties` is set, or if
     the schema names none.
     """
     names = read_property_names(compiler, schema, path)
+    required = frozenset(schema.get("required", ()))
     more: Schema = schema.get("additionalProperties", "properties" not in schema)
     named = _named_properties(schema, names, more)
     if named and names.has_pattern:
         raise SchemaError(f"{path}.propertyNames", "cannot be guaranteed next to `properties`: remove it")
-    parts = _named_parts(compiler, named, schema.get("required", ()), level, path)
-    if parts is None:
-        return None
+    # What can be wrong here is found before the properties are compiled: without the fault, they are compiled again.
     min_count, max_count = _numbers_of_others(compiler, schema, named, path)
     is_closed = more is False or max_count <= 0 or names.listed is not None
-    value = None if is_closed else compiler.compile(more, level, f"{path}.additionalProperties")
-    key = None if value is None else names.key_rule(compiler.rules, named, path)
-    if key is not None:
+    key = None if is_closed else names.key_rule(compiler.rules, named, path)
+    parts = _named_parts(compiler, named, required, level, path)
+    if parts is None:
+        return None
+    value = None if key is None else compiler.compile(more, level, f"{path}.additionalProperties")
+    if value is not None:
         pair = compiler.rules.add(f"{key} {COLON} {value}")
         others = f"{pair} {more_of(pair, max(min_count - 1, 0), max_count - 1)}".rstrip()
         parts.append((compiler.rules.add(others), not min_count))
-    elif min_count > 1 or (min_count and schema.get("required")):
+    elif min_count > 1 or (min_count and required):
         return None
     elif min_count:  # one property, whichever
         return compiler.rules.add(enclosed("{", _sequence(compiler.rules, parts)[0], "}")) if parts else None
@@ -61,7 +61,7 @@ def _named_properties(schema: Mapping[str, Any], names: PropertyNames, more: Sch
 
 
 def _named_parts(
-    compiler: SchemaCompiler, named: Mapping[str, Schema], required: list[str], level: int, path: str
+    compiler: PartCompiler, named: Mapping[str, Schema], required: frozenset[str], level: int, path: str
 ) -> list[_Part] | None:
     """Return the parts of the named properties; None if a required one has no value."""
     parts = []
@@ -76,11 +76,12 @@ def _named_parts(
 
 
 def _numbers_of_others(
-    compiler: SchemaCompiler, schema: Mapping[str, Any], named: Mapping[str, Schema], path: str
+    compiler: PartCompiler, schema: Mapping[str, Any], named: Mapping[str, Schema], path: str
 ) -> tuple[int, int]:
     """Return the minimum and maximum number of properties that the schema does not name."""
     min_count = max(schema.get("minProperties", 0) - len(set(schema.get("required", ()))), 0)
-    max_count = min(schema.get("maxProperties", math.inf) - len(named), max(min_count, bounds.EXTRA_PROPERTIES))
+    num_allowed = sum(part is not False for part in named.values())
+    max_count = min(schema.get("maxProperties", math.inf) - num_allowed, max(min_count, bounds.EXTRA_PROPERTIES))
     if max_count < 0:
         compiler.tolerate(SchemaError(f"{path}.maxProperties", "must be at least the number of properties"))
     return min_count, int(max_count)

@@ -6,16 +6,14 @@ import json
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import bounds
 from .any_value import string_body
+from .part_compiler import PartCompiler
 from .rules import Rules, literal
 from .schema_shape import ANNOTATIONS, SchemaError, types_of
 from .string_schema import string_rule
-
-if TYPE_CHECKING:
-    from .json_schema import SchemaCompiler
 
 _LENGTHS = frozenset({"minLength", "maxLength"})
 _UNSUPPORTED = "can be guaranteed only with `enum`, `const`, and keywords of strings: remove it"
@@ -26,11 +24,11 @@ class PropertyNames:
     """The allowed names.
 
     Attributes:
-        listed: all of them; None if `text` describes them.
+        listed: all of them, in order; None if `text` describes them.
         text: keywords of a schema of strings.
     """
 
-    listed: tuple[str, ...] | None = None
+    listed: Mapping[str, None] | None = None
     text: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -56,7 +54,7 @@ class PropertyNames:
         return rules.terminal(f"{keys} & ~({excluded})" if excluded else keys)
 
 
-def read_property_names(compiler: SchemaCompiler, schema: Mapping[str, Any], path: str) -> PropertyNames:
+def read_property_names(compiler: PartCompiler, schema: Mapping[str, Any], path: str) -> PropertyNames:
     """Return the names that `propertyNames` allows.
 
     Raises:
@@ -64,16 +62,16 @@ def read_property_names(compiler: SchemaCompiler, schema: Mapping[str, Any], pat
     """
     part = schema.get("propertyNames", True)
     if part is False:
-        return PropertyNames(listed=())
+        return PropertyNames(listed={})
     path = f"{path}.propertyNames"
     if part is not True and "$ref" in part and not part.keys() <= {"$ref", *ANNOTATIONS}:
         raise SchemaError(path, _UNSUPPORTED)
     names = compiler.resolve(part, path)
     if "type" in names and "string" not in types_of(names):
-        return PropertyNames(listed=())
+        return PropertyNames(listed={})
     if names.keys() & {"enum", "const"}:
         values = compiler.enum_values(names, path)
-        return PropertyNames(listed=tuple(dict.fromkeys(value for value in values if isinstance(value, str))))
+        return PropertyNames(listed=dict.fromkeys(value for value in values if isinstance(value, str)))
     text = {key: value for key, value in names.items() if key != "type"}
     if not text.keys() <= {*_LENGTHS, "pattern", "format"}:
         raise SchemaError(path, _UNSUPPORTED)

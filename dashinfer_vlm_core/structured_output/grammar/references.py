@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeAlias
+from urllib.parse import unquote
 
 from .schema_shape import SchemaError
+from .steps import Steps
 
 Schema: TypeAlias = Mapping[str, Any] | bool
 
@@ -15,12 +17,13 @@ class References:
 
     Args:
         root: the schema.
-        count_step: is called for each reference that is found; raises SchemaError if there are too many.
+        steps: counts the parts that are searched.
     """
 
-    def __init__(self, root: Mapping[str, Any], count_step: Callable[[], None]) -> None:
+    def __init__(self, root: Mapping[str, Any], steps: Steps) -> None:
         self._root = root
-        self._count_step = count_step
+        self._steps = steps
+        self._direct: dict[str, list[str]] = {}
         self._reachable: dict[str, frozenset[str]] = {}
 
     def target(self, pointer: str, path: str) -> Schema:
@@ -42,8 +45,8 @@ class References:
             seen: set[str] = set()
             waiting = [pointer]
             while waiting:
-                for reference in _references(self._find(waiting.pop())):
-                    self._count_step()
+                for reference in self._references_in(waiting.pop()):
+                    self._steps.count()
                     if reference not in seen:
                         seen.add(reference)
                         waiting.append(reference)
@@ -51,27 +54,34 @@ class References:
         return pointer in self._reachable[pointer]
 
     def _find(self, pointer: str) -> Any:
-        """Return what a JSON Pointer (RFC 6901) refers to; None if there is nothing."""
+        """Return what a JSON Pointer in a URI fragment (RFC 6901, section 6) refers to; None if there is nothing."""
+        self._steps.count_text(pointer)
         target: Any = self._root
         if not pointer.startswith("#"):
             return None
         try:
-            for step in filter(None, pointer[1:].split("/")):
+            for step in filter(None, unquote(pointer[1:]).split("/")):
                 key = step.replace("~1", "/").replace("~0", "~")
                 target = target[int(key)] if isinstance(target, list) else target[key]
         except (KeyError, IndexError, ValueError, TypeError):
             return None
         return target
 
-
-def _references(schema: object) -> Iterator[str]:
-    """Yield all `$ref`s within a part of a schema."""
-    waiting = [schema]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, Mapping):
-            if isinstance(part.get("$ref"), str):
-                yield part["$ref"]
-            waiting.extend(part.values())
-        elif isinstance(part, list):
-            waiting.extend(part)
+    def _references_in(self, pointer: str) -> list[str]:
+        """Return all `$ref`s within the target of a reference."""
+        if pointer not in self._direct:
+            found = dict[str, None]()
+            waiting = [self._find(pointer)]
+            while waiting:
+                part = waiting.pop()
+                if isinstance(part, Mapping):
+                    if isinstance(part.get("$ref"), str):
+                        found[part["$ref"]] = None
+                    waiting.extend(part.values())
+                elif isinstance(part, list):
+                    waiting.extend(part)
+                else:
+                    continue
+                self._steps.count(len(part))
+            self._direct[pointer] = list(found)
+        return self._direct[pointer]

@@ -8,12 +8,9 @@ from collections.abc import Callable
 
 from .bounds import MAX_PATTERNS, MAX_RULE_DEPTH, MAX_RULES
 from .schema_shape import SchemaError
+from .steps import Steps, TooComplex
 
 _NAME = re.compile(r"\b[rT][0-9]+\b")
-
-
-class TooManyRules(Exception):
-    """The grammar exceeds the maximum number or depth of rules."""
 
 
 class Rules:
@@ -22,9 +19,14 @@ class Rules:
     Args:
         compiles: returns whether a grammar compiles. Each rule with a regular expression of the request is passed to
             it, alone, when it is added. None accepts all of them; a grammar with an invalid one does not compile.
+        steps: counts the work; defaults to a new count.
+
+    Attributes:
+        steps: what schemas may still cost.
     """
 
-    def __init__(self, compiles: Callable[[str], bool] | None = None) -> None:
+    def __init__(self, compiles: Callable[[str], bool] | None = None, steps: Steps | None = None) -> None:
+        self.steps = Steps() if steps is None else steps
         self._compiles = compiles
         self._patterns: dict[str, bool] = {}
         self._names: dict[tuple[str, str], str] = {}
@@ -53,6 +55,7 @@ class Rules:
         """
         name = "T" if is_terminal else "r"
         if body not in self._patterns:
+            self.steps.count()
             if len(self._patterns) >= MAX_PATTERNS:
                 raise SchemaError(
                     path, f"is one of more than {MAX_PATTERNS} regular expressions and formats: use fewer"
@@ -84,7 +87,7 @@ class Rules:
         # A name inside a literal can only overestimate the depth.
         depth = 1 + max((self._depths.get(name, 0) for name in _NAME.findall(body)), default=0)
         if len(self._names) >= MAX_RULES or depth > MAX_RULE_DEPTH:
-            raise TooManyRules
+            raise TooComplex
         name = self._names[body, option] = f"{kind}{len(self._names)}"
         self._depths[name] = depth
         return name

@@ -1,15 +1,13 @@
-"""The shape of a JSON schema: validation and normalization of its keywords, and merging of two schemas."""
+"""The shape of a JSON schema: validation and normalization of its keywords."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from . import bounds
-
-Schema: TypeAlias = Mapping[str, Any] | bool
 
 TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 
@@ -87,6 +85,10 @@ def _is_schemas(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(map(_is_schema, value))
 
 
+def _is_tuple(value: object) -> bool:
+    return value == [] or _is_schemas(value)
+
+
 def _is_types(value: object) -> bool:
     if isinstance(value, str):
         return value in TYPES
@@ -142,8 +144,8 @@ _SHAPES: Mapping[str, _Shape] = MappingProxyType(
         ),
         "additionalProperties": _SCHEMA,
         "propertyNames": _SCHEMA,
-        "items": _Shape(lambda value: _is_schema(value) or _is_schemas(value), "must be a schema, or an array of them"),
-        "prefixItems": _SCHEMAS,
+        "items": _Shape(lambda value: _is_schema(value) or _is_tuple(value), "must be a schema, or an array of them"),
+        "prefixItems": _Shape(_is_tuple, "must be an array of schemas"),
         "additionalItems": _SCHEMA,
         "pattern": _Shape(
             _is_pattern, f"must be a string of at most {bounds.MAX_PATTERN_CHARACTERS} characters", _is_string
@@ -192,67 +194,14 @@ def normalized(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 def types_of(schema: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the types that a schema allows; empty if it does not constrain the type."""
     if "type" in schema:
-        return (schema["type"],) if isinstance(schema["type"], str) else tuple(schema["type"])
+        return (schema["type"],) if isinstance(schema["type"], str) else tuple(dict.fromkeys(schema["type"]))
     return tuple(name for name, keywords in _IMPLIED.items() if keywords & schema.keys())
 
 
-def merge(one: Schema, two: Schema, path: str) -> Schema:
-    """Return a schema of the values that satisfy both schemas.
-
-    Raises:
-        SchemaError: the schemas cannot be merged.
-    """
-    if isinstance(one, bool) or isinstance(two, bool):
-        return (two if one else False) if isinstance(one, bool) else (one if two else False)
-    for part in (one, two):
-        check_values(part, path)
-    one, two = normalized(one), normalized(two)
-    for closed, other in ((one, two), (two, one)):
-        extra = other.get("properties", {}).keys() - closed.get("properties", {}).keys()
-        if extra and closed.get("additionalProperties", True) is not True:
-            raise SchemaError(
-                f"{path}.additionalProperties",
-                "forbids properties that another part of the schema defines: define them in both",
-            )
-    merged = dict(one)
-    for key, value in two.items():
-        merged[key] = _merge_keyword(key, merged[key], value, path) if key in merged else value
-    return merged
-
-
-def _merge_keyword(key: str, one: Any, two: Any, path: str) -> Any:
-    if one == two or key in ANNOTATIONS:
-        return one
-    if key in _MERGES:
-        return _MERGES[key](one, two, path)
-    raise SchemaError(f"{path}.{key}", "has two different values: write one schema for both")
-
-
-def _common_types(one: Any, two: Any, path: str) -> list[str]:
-    common = [name for name in types_of({"type": one}) if name in types_of({"type": two})]
-    if not common:
-        raise SchemaError(f"{path}.type", "allows no type in all parts of the schema")
-    return common
-
-
-def _common_properties(one: Any, two: Any, path: str) -> dict[str, Schema]:
-    shared = {name: merge(one[name], two[name], f"{path}.properties.{name}") for name in one.keys() & two.keys()}
-    return {**one, **two, **shared}
-
-
-_MERGES: Mapping[str, Callable[[Any, Any, str], Any]] = MappingProxyType(
-    {
-        "type": _common_types,
-        "properties": _common_properties,
-        "required": lambda one, two, _: list(dict.fromkeys([*one, *two])),
-        "items": merge,
-        "additionalProperties": merge,
-        "enum": lambda one, two, _: [value for value in one if value in two],
-        **{
-            key: (lambda one, two, _: max(one, two)) for key in ("minimum", "exclusiveMinimum", "minLength", "minItems")
-        },
-        **{
-            key: (lambda one, two, _: min(one, two)) for key in ("maximum", "exclusiveMaximum", "maxLength", "maxItems")
-        },
-    }
-)
+def comparable(value: object) -> Hashable:
+    """Return what is equal for equal JSON values: 1 and 1.0 are the same number, `true` is another value than 1."""
+    if isinstance(value, list):
+        return tuple(map(comparable, value))
+    if isinstance(value, Mapping):
+        return frozenset((key, comparable(part)) for key, part in value.items())
+    return (bool, value) if isinstance(value, bool) else value
