@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from starlette.routing import Match
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -21,6 +19,8 @@ GENERATING_ROUTES = frozenset({"/v1/chat/completions", "/v1/responses", "/v1/res
 
 def find_route(routes: Sequence[BaseRoute], scope: Scope) -> BaseRoute | None:
     """Return the route for the path of a request, whatever its method; None if there is none."""
+    from starlette.routing import Match  # not needed to list the command, which works without the extra `server`
+
     return next((route for route in routes if route.matches(scope)[0] is not Match.NONE), None)
 
 

@@ -227,7 +227,7 @@ def run_show_command(*arguments):
     @click.command(cls=SectionedCommand)
     def show(config: EngineConfig) -> None:
         """Show it."""
-        click.echo(repr(load_plugins().resolve_options(config)))
+        click.echo(json.dumps(load_plugins().resolve_options(config).plugin_options))
 
     return CliRunner().invoke(show, arguments, catch_exceptions=False)
 
@@ -253,9 +253,9 @@ def test_plugin_options_are_set_like_engine_options(install, monkeypatch, tmp_pa
     monkeypatch.setenv("DASHINFER_VLM_SLIDE_SECONDS", "4")
     file = tmp_path / "options.yaml"
     file.write_text("slide_seconds: 5")
-    assert "slide_seconds=4.0" in run_show_command().output
-    assert "slide_seconds=5.0" in run_show_command("--config", str(file)).output
-    assert "slide_seconds=6.0" in run_show_command("--config", str(file), "--slide-seconds", "6").output
+    assert '"slide_seconds": 4.0' in run_show_command().output
+    assert '"slide_seconds": 5.0' in run_show_command("--config", str(file)).output
+    assert '"slide_seconds": 6.0' in run_show_command("--config", str(file), "--slide-seconds", "6").output
     help_text = run_show_command("--help").output
     assert re.search(r"Slide shows:\n  --slide-seconds SECONDS +Seconds that a slide is shown", help_text)
     assert row("slides_plugin").provides == ("option slide_seconds",)
@@ -274,8 +274,8 @@ def test_plugin_list_options_are_comma_separated(install, monkeypatch):
     field = 'slide_names: tuple[str, ...] = Field((), description="Names.")'
     install("slides_plugin", OPTIONS.replace("    def check", f"    {field}\n\n    def check"))
     monkeypatch.setenv("DASHINFER_VLM_SLIDE_NAMES", "a, b")
-    assert "slide_names=('a', 'b')" in run_show_command().output
-    assert "slide_names=('c',)" in run_show_command("--slide-names", "c").output
+    assert '"slide_names": ["a", "b"]' in run_show_command().output
+    assert '"slide_names": ["c"]' in run_show_command("--slide-names", "c").output
 
 
 def test_engine_rejects_all_invalid_options_before_it_loads(install):

@@ -286,7 +286,7 @@ def test_killed_server_falls_back_to_other_deployment(client, dying):
         stream = client.chat.completions.create(stream=True, **request)
         assert text_of([next(stream) for _ in range(4)]).startswith("One")
         waiting = pool.submit(client.chat.completions.create, **request)
-        running = "dashinfer_vlm_answers 2"
+        running = "dashinfer_vlm_active_requests 2"
         until(lambda: running in httpx.get(url.replace("/v1", "/metrics"), trust_env=False, timeout=HANG).text)
         process.kill()
         with pytest.raises(openai.APIError, match="cannot be reached"):
