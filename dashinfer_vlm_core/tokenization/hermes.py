@@ -61,7 +61,8 @@ def _parse_arguments(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
     try:
         arguments = json.loads(function["arguments"])
-        json.dumps(arguments, ensure_ascii=False).encode()  # half of a surrogate pair in an escape sequence is no text
+        if r"\u" in function["arguments"]:  # half of a surrogate pair in an escape sequence is no text
+            json.dumps(arguments, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return call
     return call | {"function": function | {"arguments": arguments}}
