@@ -213,7 +213,7 @@ def request_body(messages: list[dict[str, Any]], tokens: int, users: int) -> Bod
         "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
-        "metadata": {"users": str(users)},  # for peers with separate pipelines for one user and for many
+        "metadata": {"users": str(users)},  # for engines with separate pipelines for one user and for many
     }
 
 

@@ -25,8 +25,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .engines import AVX2, Contender, InProcess, Launch, Server, custom, end_with_us, ours, peer
-from .environments import PEERS_FOLDER, Peers, SetupMissing
+from .engines import AVX2, Contender, InProcess, Launch, Server, custom, end_with_us, other_engine, ours
+from .environments import OTHER_ENGINES_FOLDER, OtherEngines, SetupMissing
 from .limits import image_seconds, measure_rates, step_seconds
 from .models import CACHE, checkpoint, model_names
 from .report import LIMIT, Results, Row, markdown, raw
@@ -40,10 +40,10 @@ OURS = {
     IN_PROCESS: (),
 }
 """This engine's names in the table, and the options of its server."""
-PEERS = ("vllm", "openvino-fp16", "openvino-int8", "transformers")
-OTHER_PEERS = ("openvino-int4", "llama-bf16", "llama-q8", "llama-q4", "mnn-int8", "mnn-int4")
-"""Peers that are compared only if they are named: they take long to build, or serve one request at a time."""
-DEFAULT = ("ours", IN_PROCESS, *PEERS)
+OTHER_ENGINES = ("vllm", "openvino-fp16", "openvino-int8", "transformers")
+OPTIONAL_ENGINES = ("openvino-int4", "llama-bf16", "llama-q8", "llama-q4", "mnn-int8", "mnn-int4")
+"""Other engines that are compared only if they are named: they take long to build, or serve one request at a time."""
+DEFAULT = ("ours", IN_PROCESS, *OTHER_ENGINES)
 OVERHEAD = ("fresh-1", "fresh-4", "decode-1", "decode-8")
 """Workloads that are also measured without the server: one image, several, and decode steps only."""
 WARM_UP = ("fresh-4", "text-8", "small-4")
@@ -63,7 +63,7 @@ class Plan:
         workloads: the workloads by name.
         rounds: number of measurements of everything.
         ready: whether to measure the time to ready in each round.
-        peers: the peers' environments.
+        other_engines: their environments.
         out: folder for the results.
     """
 
@@ -73,7 +73,7 @@ class Plan:
     workloads: dict[str, Workload]
     rounds: int
     ready: bool
-    peers: Peers
+    other_engines: OtherEngines
     out: Path
     avx2: bool
 
@@ -190,7 +190,7 @@ def _launch(given: str, plan: Plan) -> Launch:
         return custom(given, str(plan.model))
     if given in OURS:
         return ours(given, str(plan.model), *OURS[given])
-    return peer(given, plan.model, plan.peers, avx2=plan.avx2)
+    return other_engine(given, plan.model, plan.other_engines, avx2=plan.avx2)
 
 
 async def _warm_up(contender: Contender) -> None:
@@ -244,11 +244,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="small", help=f"{', '.join(model_names())}, demo, or a checkpoint's folder")
     parser.add_argument("--models", type=Path, default=CACHE, help="where models are created (%(default)s)")
-    parser.add_argument("--peers", type=Path, default=PEERS_FOLDER, help="where peers are installed (%(default)s)")
+    parser.add_argument(
+        "--other-engines", type=Path, default=OTHER_ENGINES_FOLDER, help="where they are installed (%(default)s)"
+    )
     parser.add_argument(
         "--engines",
         default=",".join(DEFAULT),
-        help=f"of {', '.join((*OURS, *PEERS, *OTHER_PEERS))} (%(default)s); first is the base",
+        help=f"of {', '.join((*OURS, *OTHER_ENGINES, *OPTIONAL_ENGINES))} (%(default)s); first is the base",
     )
     parser.add_argument(
         "--engine", action="append", default=[], metavar="NAME=COMMAND", help="an additional engine; see above"
@@ -268,7 +270,7 @@ def _plan(given: argparse.Namespace) -> Plan:
     known = workloads(quick=given.quick)
     names = given.workloads.split(",") if given.workloads else list(known)
     engines = [name for name in given.engines.split(",") if name]
-    unknown = [name for name in engines if name not in (*OURS, *PEERS, *OTHER_PEERS)] + [
+    unknown = [name for name in engines if name not in (*OURS, *OTHER_ENGINES, *OPTIONAL_ENGINES)] + [
         name for name in names if name not in known
     ]
     if unknown:
@@ -280,7 +282,7 @@ def _plan(given: argparse.Namespace) -> Plan:
         workloads={name: known[name] for name in names},
         rounds=given.rounds,
         ready=not given.no_ready,
-        peers=Peers(given.peers.expanduser()),
+        other_engines=OtherEngines(given.other_engines.expanduser()),
         out=given.out,
         avx2=given.max_isa == "avx2",
     )

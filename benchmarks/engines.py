@@ -20,7 +20,7 @@ from typing import IO
 import httpx
 
 from .client import EngineTarget, HTTPTarget, authorization
-from .environments import Peers, SetupMissing, vllm_environment
+from .environments import OtherEngines, SetupMissing, vllm_environment
 from .limits import cores
 from .llama_cpp import PRECISIONS, LlamaCpp
 
@@ -205,34 +205,34 @@ def custom(given: str, model: str) -> Launch:
     return Launch(name=name, command=tuple(part.replace("{model}", model) for part in parts))
 
 
-def peer(name: str, model: Path, peers: Peers, *, avx2: bool = False) -> Launch:
-    """Return the launch of a peer, after installing it and converting the model for it.
+def other_engine(name: str, model: Path, other_engines: OtherEngines, *, avx2: bool = False) -> Launch:
+    """Return the launch of another engine, after installing it and converting the model for it.
 
     Args:
         name: its name in the table.
         model: the checkpoint's folder.
-        peers: where it is installed.
+        other_engines: where it is installed.
         avx2: whether it must not use AVX-512; `AVX2` has to be in the environment, too.
 
     Raises:
         SetupMissing: it cannot be installed here, or it cannot be restricted.
     """
     if name == "vllm":
-        return _vllm(model, peers, avx2=avx2)
+        return _vllm(model, other_engines, avx2=avx2)
     if name == "transformers":
-        script = str(peers.script("transformers_server.py"))
+        script = str(other_engines.script("transformers_server.py"))
         note = "generate() over the waiting requests, up to 16 at once; the next batch starts when the last has ended"
         return Launch(name=name, command=(sys.executable, script, str(model), "{port}"), note=note)
     if name.startswith("llama-"):
-        return _llama_cpp(name, model, peers, avx2=avx2)
+        return _llama_cpp(name, model, other_engines, avx2=avx2)
     if name.startswith("mnn-"):
         if avx2:
             raise SetupMissing("it chooses instructions by the processor alone")
-        return _mnn(name, model, peers)
+        return _mnn(name, model, other_engines)
     precision = name.removeprefix("openvino-")
-    python = peers.openvino()
-    exported = peers.exported(model, precision)
-    script = str(peers.script("openvino_server.py"))
+    python = other_engines.openvino()
+    exported = other_engines.exported(model, precision)
+    script = str(other_engines.script("openvino_server.py"))
     # It would choose bfloat16 by the processor, for which oneDNN has no kernels with AVX2.
     hint = ("f32",) if avx2 else ()
     command = (str(python), script, str(exported), "{port}", str(cores()), *hint)
@@ -245,8 +245,8 @@ def peer(name: str, model: Path, peers: Peers, *, avx2: bool = False) -> Launch:
     return Launch(name=name, command=command, note=note)
 
 
-def _vllm(model: Path, peers: Peers, *, avx2: bool) -> Launch:
-    python = peers.vllm()
+def _vllm(model: Path, other_engines: OtherEngines, *, avx2: bool) -> Launch:
+    python = other_engines.vllm()
     command = (
         str(python.parent / "vllm"), "serve", str(model), "--host", "127.0.0.1", "--port", "{port}",
         "--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-batched-tokens", "2048",
@@ -255,24 +255,24 @@ def _vllm(model: Path, peers: Peers, *, avx2: bool) -> Launch:
     )  # fmt: skip
     environment = vllm_environment(python)
     if avx2:
-        environment = {**environment, "PYTHONPATH": str(peers.script("avx2"))}
+        environment = {**environment, "PYTHONPATH": str(other_engines.script("avx2"))}
     return Launch(name="vllm", command=command, environment=environment, note="bfloat16, prefix cache on")
 
 
-def _llama_cpp(name: str, model: Path, peers: Peers, *, avx2: bool) -> Launch:
+def _llama_cpp(name: str, model: Path, other_engines: OtherEngines, *, avx2: bool) -> Launch:
     precision = name.removeprefix("llama-")
     return Launch(
         name=name,
-        command=LlamaCpp(peers, avx2=avx2).command(model, precision, cores()),
+        command=LlamaCpp(other_engines, avx2=avx2).command(model, precision, cores()),
         note=f"llama-server, text model in {PRECISIONS[precision] or precision}, vision encoder in bfloat16",
         reuses_connections=False,
     )
 
 
-def _mnn(name: str, model: Path, peers: Peers) -> Launch:
+def _mnn(name: str, model: Path, other_engines: OtherEngines) -> Launch:
     bits = int(name.removeprefix("mnn-int"))
-    arguments = (str(peers.script("mnn_server.py")), str(peers.exported_for_mnn(model, bits)), "{port}")
-    command = (str(peers.mnn()), *arguments, str(cores()), str(model))
+    arguments = (str(other_engines.script("mnn_server.py")), str(other_engines.exported_for_mnn(model, bits)), "{port}")
+    command = (str(other_engines.mnn()), *arguments, str(cores()), str(model))
     note = f"text model in {bits} bits, vision encoder in its exporter's default format, one request at a time"
     return Launch(name=name, command=command, note=note)
 

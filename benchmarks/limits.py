@@ -73,7 +73,7 @@ def measure_rates() -> Rates:
     return Rates(**json.loads(done.stdout))
 
 
-def tower_flop(config: VisionConfig, patches: int) -> float:
+def qwen2_vision_flop(config: VisionConfig, patches: int) -> float:
     """Return the floating-point operations for one image of `patches` patches."""
     width, merged = config.embed_dim, config.embed_dim * config.spatial_merge_size**2
     columns = config.in_channels * config.temporal_patch_size * config.patch_size**2
@@ -83,7 +83,7 @@ def tower_flop(config: VisionConfig, patches: int) -> float:
     return float(config.depth * block + 2 * patches * columns * width + merger)
 
 
-def windowed_tower_flop(config: qwen2_5_vl.VisionConfig, patches: int) -> float:
+def qwen2_5_vision_flop(config: qwen2_5_vl.VisionConfig, patches: int) -> float:
     """Return the floating-point operations of Qwen2.5-VL for one image of `patches` patches, in whole windows."""
     width, merged = config.hidden_size, config.hidden_size * config.spatial_merge_size**2
     columns = config.in_channels * config.temporal_patch_size * config.patch_size**2
@@ -94,7 +94,7 @@ def windowed_tower_flop(config: qwen2_5_vl.VisionConfig, patches: int) -> float:
     return float(linear + 4 * patches * keys * width + 2 * patches * columns * width + merger)
 
 
-def deepstack_tower_flop(config: qwen3_vl.VisionConfig, patches: int) -> float:
+def qwen3_vision_flop(config: qwen3_vl.VisionConfig, patches: int) -> float:
     """Return the floating-point operations of Qwen3-VL for one image of `patches` patches, with all mergers."""
     width, merged = config.hidden_size, config.hidden_size * config.spatial_merge_size**2
     columns = 3 * config.temporal_patch_size * config.patch_size**2
@@ -108,10 +108,10 @@ def vision_flop(model: Path, patches: int) -> float:
     """Return the floating-point operations of a checkpoint's vision encoder for one image of `patches` patches."""
     family = model_type(model)
     if family == qwen2_5_vl.MODEL_TYPE:
-        return windowed_tower_flop(qwen2_5_vl.read_vision_config(model), patches)
+        return qwen2_5_vision_flop(qwen2_5_vl.read_vision_config(model), patches)
     if family in qwen3_vl.MODEL_TYPES:
-        return deepstack_tower_flop(qwen3_vl.read_vision_config(model), patches)
-    return tower_flop(read_vision_config(model), patches)
+        return qwen3_vision_flop(qwen3_vl.read_vision_config(model), patches)
+    return qwen2_vision_flop(read_vision_config(model), patches)
 
 
 def load_spec(model: Path) -> ModelSpec:

@@ -1,4 +1,4 @@
-"""llama.cpp as a peer, built once from the sources that the distribution of llama-cpp-python contains."""
+"""llama.cpp as another engine, built once from the sources that the distribution of llama-cpp-python contains."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from dashinfer_vlm_core.kernels.cpu import cpu_flags
 
-from .environments import Peers, finish, packages_folder, run
+from .environments import OtherEngines, finish, packages_folder, run
 
 SOURCES = "llama-cpp-python==0.3.36"
 TOOLS = ("cmake==4.1.2", "ninja==1.13.0", "sentencepiece==0.2.1")
@@ -51,17 +51,17 @@ def _native_build() -> tuple[str, tuple[str, ...]]:
 
 
 class LlamaCpp:
-    """The programs of llama.cpp in a folder of `Peers`.
+    """The programs of llama.cpp in a folder of `OtherEngines`.
 
     Args:
-        peers: the folder.
+        other_engines: the folder.
         avx2: whether they are built for processors without AVX-512; otherwise, for this one, but without AMX.
     """
 
-    def __init__(self, peers: Peers, *, avx2: bool = False) -> None:
-        self._peers = peers
+    def __init__(self, other_engines: OtherEngines, *, avx2: bool = False) -> None:
+        self._other_engines = other_engines
         self._build_name, self._instructions = ("build-avx2", AVX2) if avx2 else _native_build()
-        self._folder = peers.folder / "llama"
+        self._folder = other_engines.folder / "llama"
 
     def command(self, model: Path, precision: str, threads: int) -> tuple[str, ...]:
         """Return the command of a server for a checkpoint, after building the program and converting the checkpoint.
@@ -101,7 +101,7 @@ class LlamaCpp:
 
     def _convert(self, model: Path, out: Path, *options: str) -> None:
         sources, draft = self._sources(), out.with_suffix(".part")
-        script = str(self._peers.script("convert_to_gguf.py"))
+        script = str(self._other_engines.script("convert_to_gguf.py"))
         tools = str(packages_folder(self._tools()))  # sentencepiece, which the script imports for every model
         search = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH", ""), tools)))
         arguments = (script, str(sources), str(model), str(draft), "--outtype", "bf16", *options)
@@ -110,7 +110,7 @@ class LlamaCpp:
 
     def _tools(self) -> Path:
         """Return the interpreter of the environment with the build tools."""
-        python, created = self._peers.environment("llama-tools", TOOLS)
+        python, created = self._other_engines.environment("llama-tools", TOOLS)
         if created:
             finish(python)
         return python

@@ -36,28 +36,28 @@ class Shape:
     heads: int
     kv_heads: int
     sections: tuple[int, int, int]
-    tower_width: int
-    tower_layers: int
-    tower_heads: int
+    vision_width: int
+    vision_layers: int
+    vision_heads: int
     family: Literal["qwen2_vl", "qwen2_5_vl"] = "qwen2_vl"
-    tower_inner: int = 0
+    vision_inner: int = 0
 
 
 SHAPES = {
     # Qwen2-0.5B's text model with half of Qwen2-VL's vision encoder: 582 M parameters.
     "small": Shape(
         hidden=896, inner=4864, layers=24, heads=14, kv_heads=2, sections=(8, 12, 12),
-        tower_width=640, tower_layers=16, tower_heads=8,
+        vision_width=640, vision_layers=16, vision_heads=8,
     ),
     # Qwen2-VL-2B.
     "2b": Shape(
         hidden=1536, inner=8960, layers=28, heads=12, kv_heads=2, sections=(16, 24, 24),
-        tower_width=1280, tower_layers=32, tower_heads=16,
+        vision_width=1280, vision_layers=32, vision_heads=16,
     ),
     # Qwen2.5-VL-3B.
     "qwen2.5-vl-3b": Shape(
         hidden=2048, inner=11008, layers=36, heads=16, kv_heads=2, sections=(16, 24, 24),
-        tower_width=1280, tower_layers=32, tower_heads=16, family="qwen2_5_vl", tower_inner=3420,
+        vision_width=1280, vision_layers=32, vision_heads=16, family="qwen2_5_vl", vision_inner=3420,
     ),
 }  # fmt: skip
 
@@ -124,12 +124,12 @@ def write_model(shape: Shape, folder: Path) -> None:
 
 
 def _vision_config(shape: Shape) -> dict[str, Any]:
-    common = {"depth": shape.tower_layers, "num_heads": shape.tower_heads, "in_channels": 3}
+    common = {"depth": shape.vision_layers, "num_heads": shape.vision_heads, "in_channels": 3}
     if shape.family == "qwen2_vl":
-        return common | {"embed_dim": shape.tower_width, "hidden_size": shape.hidden, "mlp_ratio": 4}
+        return common | {"embed_dim": shape.vision_width, "hidden_size": shape.hidden, "mlp_ratio": 4}
     return common | {
-        "hidden_size": shape.tower_width,
-        "intermediate_size": shape.tower_inner,
+        "hidden_size": shape.vision_width,
+        "intermediate_size": shape.vision_inner,
         "out_hidden_size": shape.hidden,
         "tokens_per_second": 2,
     }

@@ -34,7 +34,7 @@ import yaml
 
 from .client import READ_TIMEOUT, authorization
 from .engines import Launch, Server, end_with_us, ours
-from .environments import Peers
+from .environments import OtherEngines
 from .workloads import image_part
 
 MODEL = "qwen"
@@ -203,7 +203,7 @@ def table(names: Sequence[str], outcomes: Outcomes) -> list[str]:
 @contextlib.contextmanager
 def ray_endpoints(folder: Path) -> Iterator[list[Server]]:
     """Start the server, and an application of Ray Serve with one replica."""
-    program = (sys.executable, str(Peers.script("ray_server.py")), "{port}", str(folder))
+    program = (sys.executable, str(OtherEngines.script("ray_server.py")), "{port}", str(folder))
     options = ("model=demo", f"served_model_name={MODEL}")
     with _servers(folder, [_plain(), Launch(name="Ray Serve", command=(*program, *options))]) as servers:
         yield servers

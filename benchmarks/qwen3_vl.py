@@ -31,9 +31,9 @@ class Shape:
     layers: int
     heads: int
     kv_heads: int = 8
-    tower_width: int = 1024
-    tower_inner: int = 4096
-    tower_layers: int = 24
+    vision_width: int = 1024
+    vision_inner: int = 4096
+    vision_layers: int = 24
     levels: tuple[int, ...] = (5, 11, 17)
 
 
@@ -68,9 +68,9 @@ def write_model(shape: Shape, folder: Path) -> None:
             "tie_word_embeddings": True,
         },
         vision_config={
-            "depth": shape.tower_layers,
-            "hidden_size": shape.tower_width,
-            "intermediate_size": shape.tower_inner,
+            "depth": shape.vision_layers,
+            "hidden_size": shape.vision_width,
+            "intermediate_size": shape.vision_inner,
             "num_heads": 16,
             "out_hidden_size": shape.hidden,
             "deepstack_visual_indexes": list(shape.levels),

@@ -25,7 +25,7 @@ import httpx
 
 from .client import load
 from .engines import Launch, Server, end_with_us
-from .environments import Peers
+from .environments import OtherEngines
 from .models import checkpoint
 from .workloads import chat, fresh
 
@@ -88,7 +88,9 @@ def run_mode(cluster: Cluster, mode: str, seed: int) -> Outcome:
 def _launch(cluster: Cluster, mode: str, folder: str) -> Launch:
     options = [f"model={cluster.model}", f"min_replicas={cluster.replicas}"]
     options += [option.format(folder=folder) for option in MODES[mode]]
-    return Launch(name=mode, command=(sys.executable, str(Peers.script("ray_server.py")), "{port}", folder, *options))
+    return Launch(
+        name=mode, command=(sys.executable, str(OtherEngines.script("ray_server.py")), "{port}", folder, *options)
+    )
 
 
 def _wait_for_replicas(server: Server, count: int) -> None:

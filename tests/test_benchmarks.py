@@ -64,7 +64,7 @@ def test_stages_reports_every_stage_of_request(tmp_path):
 def test_random_weights_model_generates(tmp_path, name):
     shape = replace(
         models.SHAPES[name], hidden=64, inner=96, layers=1, heads=2, kv_heads=1, sections=(4, 6, 6),
-        tower_width=32, tower_layers=32 if name == "qwen2.5-vl-3b" else 1, tower_heads=2, tower_inner=44,
+        vision_width=32, vision_layers=32 if name == "qwen2.5-vl-3b" else 1, vision_heads=2, vision_inner=44,
     )  # fmt: skip
     models.write_model(shape, tmp_path)
     assert image_tokens(tmp_path, 56) == 4
@@ -73,8 +73,8 @@ def test_random_weights_model_generates(tmp_path, name):
 @pytest.mark.slow
 def test_random_weights_qwen3_vl_generates(tmp_path):
     shape = replace(
-        qwen3_vl.SHAPES["qwen3-vl-4b"], hidden=64, inner=96, layers=3, heads=2, kv_heads=1, tower_width=64,
-        tower_inner=96, tower_layers=2, levels=(0,),
+        qwen3_vl.SHAPES["qwen3-vl-4b"], hidden=64, inner=96, layers=3, heads=2, kv_heads=1, vision_width=64,
+        vision_inner=96, vision_layers=2, levels=(0,),
     )  # fmt: skip
     qwen3_vl.write_model(shape, tmp_path)
     assert image_tokens(tmp_path, 256) == 64
@@ -146,19 +146,19 @@ def test_limits_match_model_shape():
         depth=16, embed_dim=640, hidden_size=896, num_heads=8, mlp_ratio=4, patch_size=14, temporal_patch_size=2,
         spatial_merge_size=2, in_channels=3, hidden_act="quick_gelu",
     )  # fmt: skip
-    assert limits.tower_flop(vision, 1024) / 1e9 == pytest.approx(210.1, abs=0.1)
+    assert limits.qwen2_vision_flop(vision, 1024) / 1e9 == pytest.approx(210.1, abs=0.1)
     windowed = Qwen25VLVisionConfig(
         depth=32, hidden_size=1280, intermediate_size=3420, out_hidden_size=2048, num_heads=16, patch_size=14,
         temporal_patch_size=2, spatial_merge_size=2, in_channels=3, window=4,
         fullatt_block_indexes=frozenset({7, 15, 23, 31}), tokens_per_second=2,
     )  # fmt: skip
-    assert limits.windowed_tower_flop(windowed, 1024) / 1e9 == pytest.approx(1342.9, abs=0.1)
+    assert limits.qwen2_5_vision_flop(windowed, 1024) / 1e9 == pytest.approx(1342.9, abs=0.1)
     deepstack = Qwen3VLVisionConfig(
         depth=24, hidden_size=1024, intermediate_size=4096, num_heads=16, output_size=2048, patch_size=16,
         temporal_patch_size=2, spatial_merge_size=2, table_side=48, hidden_act="gelu_pytorch_tanh",
         deepstack_layers=(5, 11, 17),
     )  # fmt: skip
-    assert limits.deepstack_tower_flop(deepstack, 784) / 1e9 == pytest.approx(575.9, abs=0.1)
+    assert limits.qwen3_vision_flop(deepstack, 784) / 1e9 == pytest.approx(575.9, abs=0.1)
     assert limits.step_bytes(text, packed=False) / 1e9 == pytest.approx(0.988, abs=0.001)
     assert limits.step_bytes(text, packed=True) / 1e9 == pytest.approx(0.673, abs=0.001)
     assert limits.prefill_flop(text, 296) / 1e9 == pytest.approx(216, abs=0.5)

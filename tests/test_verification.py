@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 from transformers import AutoModelForImageTextToText
 
-from benchmarks.limits import step_bytes, tower_flop
+from benchmarks.limits import qwen2_vision_flop, step_bytes
 from dashinfer_vlm_cli.verification import report, timings
 from dashinfer_vlm_cli.verification.checkpoint import Checkpoint
 from dashinfer_vlm_cli.verification.checks import check_family, compare_engine, open_session
@@ -321,7 +321,7 @@ def test_model_is_complete_checkpoint(tmp_path):
     config = read_vision_config(tmp_path)
     attention = 4 * patches**2 * config.embed_dim * config.depth
     merger = 2 * patches * 0.75 * 4 * config.embed_dim * (4 * config.embed_dim + config.hidden_size)
-    exact = tower_flop(config, patches) - attention
+    exact = qwen2_vision_flop(config, patches) - attention
     assert 2 * patches * counted.vision == pytest.approx(exact + merger, rel=0.01)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.environments import SetupMissing
-from tests.interop import peers
+from tests.interop import interpreters
 
 _missing: list[str] = []
 
@@ -17,8 +17,8 @@ _missing: list[str] = []
 def pytest_configure(config: pytest.Config) -> None:
     """Make packages importable; where they cannot be installed, tests skip with `pytest.importorskip`."""
     if config.getoption("interop"):
-        _add_to_path("PEFT", peers.peft)
-        _add_to_path("client libraries", peers.clients)
+        _add_to_path("PEFT", interpreters.peft)
+        _add_to_path("client libraries", interpreters.clients)
 
 
 def _add_to_path(name: str, packages: Callable[[], Path]) -> None:
@@ -33,9 +33,9 @@ def pytest_report_header() -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def vllm() -> peers.Peer:
+def vllm() -> interpreters.Interpreter:
     """vLLM's CPU build, in an environment of its own."""
     try:
-        return peers.vllm()
+        return interpreters.vllm()
     except SetupMissing as error:
         pytest.skip(f"vLLM is not available: {error}")

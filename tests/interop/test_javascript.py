@@ -15,7 +15,7 @@ import pytest
 from benchmarks.environments import SetupMissing
 from tests.clients.drivers import Color, Part, Result, Served, openai_messages
 from tests.clients.features import CHECKS, RESPONSE, TEXT, cells, run, serve_script
-from tests.interop import peers
+from tests.interop import interpreters
 
 pytestmark = pytest.mark.interop
 
@@ -116,7 +116,7 @@ def served(tiny_checkpoint):
 def folder() -> Path:
     """The folder with the program and the packages that it imports."""
     try:
-        return peers.javascript()
+        return interpreters.javascript()
     except SetupMissing as error:
         pytest.skip(f"the JavaScript clients are not available: {error}")
 

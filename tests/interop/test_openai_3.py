@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from benchmarks.environments import SetupMissing
-from tests.interop import peers
+from tests.interop import interpreters
 
 pytestmark = [pytest.mark.interop, pytest.mark.timeout(1800)]
 
@@ -21,12 +21,12 @@ FILES = (
 
 def test_tests_of_clients_pass_with_openai_3():
     try:
-        peer = peers.openai_3()
+        interpreter = interpreters.openai_3()
     except SetupMissing as error:
         pytest.skip(f"openai 3 is not available: {error}")
-    installed = peer.run("versions.py", {"imports": ["openai"], "packages": ["openai"]})
-    assert f"openai=={installed['openai']}" in peers.OPENAI_3
-    command = [str(peer.python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not litellm", *FILES]
-    environment = {**os.environ, **peer.environment}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=peers.ROOT, env=environment)
+    installed = interpreter.run("versions.py", {"imports": ["openai"], "packages": ["openai"]})
+    assert f"openai=={installed['openai']}" in interpreters.OPENAI_3
+    command = [str(interpreter.python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not litellm", *FILES]
+    environment = {**os.environ, **interpreter.environment}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=interpreters.ROOT, env=environment)
     assert done.returncode == 0, done.stdout[-8000:]

@@ -15,7 +15,7 @@ from benchmarks.environments import SetupMissing
 from dashinfer_vlm_core import Engine, EngineConfig
 from tests import tiny
 from tests.conversations import as_openai, user
-from tests.interop import peers
+from tests.interop import interpreters
 from tests.quantized_checkpoints import LAYOUTS, layouts, write_config, write_quantized
 from tests.qwen3_vl import tiny_qwen3
 from tests.transformers_engine import TransformersEngine
@@ -102,7 +102,7 @@ def compare_with_vllm(vllm, folder, reference):
 def test_transformers_dequantizes_fp8_to_same_log_probabilities(tmp_path):
     """On a CPU. transformers 5.23 ignores the scales of experts in one tensor, so there are none here."""
     try:
-        peer = peers.transformers()
+        interpreter = interpreters.transformers()
     except SetupMissing as error:
         pytest.skip(f"accelerate, which transformers needs for FP8, is not available: {error}")
     source = tiny_qwen3.write_checkpoint(tmp_path / "source", **FP8_SIZES)
@@ -111,14 +111,14 @@ def test_transformers_dequantizes_fp8_to_same_log_probabilities(tmp_path):
     write_config(folder, quantization_config=layout.config | {"modules_to_not_convert": ["model.visual", "lm_head"]})
     with Engine(EngineConfig(model=str(folder), dtype="float32", device="cpu")) as engine:
         prompt, token_ids, logprobs = greedy(engine, conversations()[0])
-    found = score(peer, folder, prompt, token_ids, "float32").log_softmax(1).topk(2)
+    found = score(interpreter, folder, prompt, token_ids, "float32").log_softmax(1).topk(2)
     assert found.indices[:, 0].tolist() == token_ids
     torch.testing.assert_close(found.values.T, logprobs, rtol=0, atol=1e-3)
 
 
-def score(peer, folder, prompt, token_ids, dtype):
+def score(interpreter, folder, prompt, token_ids, dtype):
     """Return transformers' logits of the tokens of a completion."""
     file = folder.with_name("logits.npy")
     request = {"model": str(folder), "token_ids": prompt + token_ids, "dtype": dtype, "logits": str(file)}
-    peer.run("score_transformers.py", request)
+    interpreter.run("score_transformers.py", request)
     return torch.from_numpy(np.load(file))[len(prompt) - 1 : -1]

@@ -27,8 +27,8 @@ import yaml
 from benchmarks.environments import SetupMissing
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_server.api_keys import ApiKeys
-from tests.interop import peers
-from tests.interop.peers import PROGRAMS
+from tests.interop import interpreters
+from tests.interop.interpreters import PROGRAMS
 from tests.pages import page_text, read_page
 from tests.samples import image_url
 from tests.server.conftest import serving
@@ -60,7 +60,7 @@ class Application:
         cluster: the address of the Ray cluster.
     """
 
-    def __init__(self, peer: peers.Peer) -> None:
+    def __init__(self, interpreter: interpreters.Interpreter) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
@@ -68,9 +68,9 @@ class Application:
         self._folder = tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True)
         environment = {"RAY_TMPDIR": self._folder.name, "OMP_NUM_THREADS": MANY_THREADS, **TOKEN}
         self._process = subprocess.Popen(
-            [str(peer.python), str(PROGRAMS / "serve_with_ray.py"), str(port), "16"],
+            [str(interpreter.python), str(PROGRAMS / "serve_with_ray.py"), str(port), "16"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
-            env={**os.environ, **peer.environment, **environment},
+            env={**os.environ, **interpreter.environment, **environment},
         )  # fmt: skip
         self._lock = threading.Lock()
         self._clients: dict[str | None, httpx.Client] = {}
@@ -128,16 +128,16 @@ class Application:
 
 
 @pytest.fixture(scope="module")
-def peer() -> peers.Peer:
+def interpreter() -> interpreters.Interpreter:
     try:
-        return peers.ray()
+        return interpreters.ray()
     except SetupMissing as error:
         pytest.skip(f"Ray is not available: {error}")
 
 
 @pytest.fixture(scope="module")
-def ray(peer: peers.Peer) -> Iterator[Application]:
-    with contextlib.closing(Application(peer)) as application:
+def ray(interpreter: interpreters.Interpreter) -> Iterator[Application]:
+    with contextlib.closing(Application(interpreter)) as application:
         yield application
 
 
@@ -449,11 +449,11 @@ def turn(client: httpx.Client, request: dict[str, Any]) -> dict[str, Any]:
     return {"role": "assistant", "content": content}
 
 
-def test_benchmark_of_routing_counts_passes(peer):
+def test_benchmark_of_routing_counts_passes(interpreter):
     """The cluster of the benchmark, with one pass for each of its two images."""
     arguments = ["--model", "demo", "--modes", "content", "--replicas", "2", "--images", "2", "--turns", "2"]
-    command = [peer.python, "-m", "benchmarks.ray_routing", *arguments, "--tokens", "2"]
-    environment = {**os.environ, **peer.environment}
+    command = [interpreter.python, "-m", "benchmarks.ray_routing", *arguments, "--tokens", "2"]
+    environment = {**os.environ, **interpreter.environment}
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=HANG, check=False)
     assert done.returncode == 0, done.stderr
     assert "| content | 2 |" in done.stdout
@@ -533,14 +533,14 @@ cli()
 """
 
 
-def test_serve_run_serves_until_it_is_interrupted(peer, tmp_path):
+def test_serve_run_serves_until_it_is_interrupted(interpreter, tmp_path):
     """The command `serve`, as users run it, in a cluster whose proxy listens on a free port."""
     log = tmp_path / "log"
     options = {**SMALL, "model": "demo", "served_model_name": "served", "api_key": KEY}
-    with contextlib.closing(Application(peer)) as cluster, log.open("w") as output:
-        command = [peer.python, "-c", SERVE, "run", "--address", cluster.cluster, "dashinfer_vlm_ray:app"]
+    with contextlib.closing(Application(interpreter)) as cluster, log.open("w") as output:
+        command = [interpreter.python, "-c", SERVE, "run", "--address", cluster.cluster, "dashinfer_vlm_ray:app"]
         command += [f"{name}={value}" for name, value in options.items()]
-        environment = {**os.environ, **peer.environment, **TOKEN}
+        environment = {**os.environ, **interpreter.environment, **TOKEN}
         with subprocess.Popen(command, env=environment, stdout=output, stderr=output) as process:
             try:
                 until(lambda: process.poll() is not None or is_ready(cluster))

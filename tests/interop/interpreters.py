@@ -4,7 +4,7 @@ vLLM has an environment of its own, that of the benchmarks. PEFT and client libr
 packages are in folders at the end of the path, and use torch, openai and others of the project's environment. So does
 Ray, whose processes find its folder through PYTHONPATH. npm installs the packages of JavaScript clients.
 
-`python -m tests.interop.peers` installs all of them, and prints what it does.
+`python -m tests.interop.interpreters` installs all of them, and prints what it does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environments import PEERS_FOLDER, Peers, SetupMissing, run, vllm_environment
+from benchmarks.environments import OTHER_ENGINES_FOLDER, OtherEngines, SetupMissing, run, vllm_environment
 from dashinfer_vlm_core import EngineConfig
 
 PEFT = ("peft==0.21.2", "accelerate==1.15.0", "psutil==7.2.2")
@@ -42,7 +42,7 @@ TIMEOUT = 280.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Peer:
+class Interpreter:
     """The interpreter of an environment.
 
     Attributes:
@@ -71,15 +71,15 @@ class Peer:
             return json.loads(target.read_text())
 
 
-def vllm() -> Peer:
+def vllm() -> Interpreter:
     """Return vLLM's CPU build.
 
     Raises:
         SetupMissing: it cannot be installed.
     """
-    python = Peers(PEERS_FOLDER).vllm()
+    python = OtherEngines(OTHER_ENGINES_FOLDER).vllm()
     # One process: a model that fails to load then ends the program with its error.
-    return Peer(python=python, environment={**vllm_environment(python), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+    return Interpreter(python=python, environment={**vllm_environment(python), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
 
 
 def peft() -> Path:
@@ -87,9 +87,9 @@ def peft() -> Path:
     return _packages("peft", PEFT, "--no-deps")
 
 
-def transformers() -> Peer:
+def transformers() -> Interpreter:
     """Return this interpreter with accelerate, which transformers needs for some formats; raises like `vllm`."""
-    return Peer(python=Path(sys.executable), environment={"PYTHONPATH": str(peft())})
+    return Interpreter(python=Path(sys.executable), environment={"PYTHONPATH": str(peft())})
 
 
 def clients() -> Path:
@@ -97,10 +97,10 @@ def clients() -> Path:
     return _packages("clients", CLIENTS, "-c", str(CONSTRAINTS))
 
 
-def openai_3() -> Peer:
+def openai_3() -> Interpreter:
     """Return this interpreter with openai 3 instead of 2; raises like `vllm`."""
     folder = _packages("openai", OPENAI_3, "--no-deps")
-    return Peer(python=Path(sys.executable), environment={"PYTHONPATH": str(folder)})
+    return Interpreter(python=Path(sys.executable), environment={"PYTHONPATH": str(folder)})
 
 
 def javascript() -> Path:
@@ -118,12 +118,12 @@ def javascript() -> Path:
     return folder
 
 
-def ray() -> Peer:
+def ray() -> Interpreter:
     """Return this interpreter with Ray Serve; raises like `vllm`."""
     if importlib.util.find_spec("ray"):
-        return Peer(python=Path(sys.executable), environment=_RAY_ENVIRONMENT)
+        return Interpreter(python=Path(sys.executable), environment=_RAY_ENVIRONMENT)
     folder = _packages("ray", RAY, "-c", str(CONSTRAINTS))
-    return Peer(python=Path(sys.executable), environment={**_RAY_ENVIRONMENT, "PYTHONPATH": str(folder)})
+    return Interpreter(python=Path(sys.executable), environment={**_RAY_ENVIRONMENT, "PYTHONPATH": str(folder)})
 
 
 _RAY_ENVIRONMENT: Mapping[str, str] = {
@@ -146,7 +146,7 @@ def _packages(name: str, pins: Sequence[str], *options: str) -> Path:
 
 
 def main() -> None:
-    """Install all peers; the tests of those that cannot be installed are skipped."""
+    """Install all of them; the tests of those that cannot be installed are skipped."""
     installers: dict[str, Callable[[], object]] = {
         "vLLM": vllm, "PEFT": peft, "client libraries": clients, "openai 3": openai_3,
         "JavaScript clients": javascript, "Ray": ray,

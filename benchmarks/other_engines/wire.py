@@ -1,6 +1,6 @@
 """OpenAI's streaming chat completions with the standard library, for engines without a server.
 
-Runs under the peers' interpreters: its only other imports are jinja2 and Pillow.
+Runs under the other engines' interpreters: its only other imports are jinja2 and Pillow.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.environments import VLLM
-from tests.interop.peers import PEFT, RAY, peft, ray
+from tests.interop.interpreters import PEFT, RAY, peft, ray
 
 pytestmark = pytest.mark.interop
 
