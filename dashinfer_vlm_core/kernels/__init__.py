@@ -30,7 +30,6 @@ if TYPE_CHECKING:
         DecoderLayer,
         DecoderLayers,
         DecoderShape,
-        DrawnTokens,
         Experts,
         ForwardBatch,
         Int8CacheAttention,
@@ -44,7 +43,8 @@ if TYPE_CHECKING:
         LowRank,
         LowRankPart,
         Norm,
-        TokenDrawing,
+        SampledIds,
+        TokenSampling,
     )
     from .workload import LinearGroup, LinearShape
 
@@ -59,7 +59,6 @@ __all__ = [
     "DecoderLayer",
     "DecoderLayers",
     "DecoderShape",
-    "DrawnTokens",
     "Experts",
     "ForwardBatch",
     "Int8CacheAttention",
@@ -81,7 +80,8 @@ __all__ = [
     "Norm",
     "Quantization",
     "QuantizedWeight",
-    "TokenDrawing",
+    "SampledIds",
+    "TokenSampling",
 ]  # fmt: skip
 
 _MODULES = {

@@ -466,8 +466,8 @@ class Int8CacheAttention(Protocol):
         """Compute `Kernels.attend` with the keys and values of `cache`, which has scales."""
 
 
-class DrawnTokens(NamedTuple):
-    """The tokens drawn from rows of logits.
+class SampledIds(NamedTuple):
+    """The tokens sampled from rows of logits.
 
     Attributes:
         ids: int64 [rows].
@@ -480,18 +480,19 @@ class DrawnTokens(NamedTuple):
 
 
 @runtime_checkable
-class TokenDrawing(Protocol):
-    """Kernels that also draw tokens from logits."""
+class TokenSampling(Protocol):
+    """Kernels that also sample tokens from logits."""
 
-    def draw_tokens(
-        self, logits: Tensor, rows: Tensor, temperatures: Tensor, floors: Tensor, shares: Tensor
-    ) -> DrawnTokens:
-        """Draw a token from some rows of logits: the first one at which the cumulative sum of the weights exceeds a
-        share of their total. A logit's weight is e^(logit / temperature), or 0 if that quotient is below the floor.
+    def sample_tokens(
+        self, logits: Tensor, rows: Tensor, temperatures: Tensor, lower_bounds: Tensor, uniforms: Tensor
+    ) -> SampledIds:
+        """Sample a token from some rows of logits: the first one at which the cumulative sum of the weights exceeds
+        their total times a uniform number. A logit's weight is e^(logit / temperature), or 0 if that quotient is
+        below the lower bound.
 
         Args:
             logits: float32 [.., vocab_size], with contiguous rows.
-            rows: int64, the rows to draw from. All others have one element for each of them.
+            rows: int64, the rows to sample from. All others have one element for each of them.
             temperatures: float32, positive.
             floors: float32.
             shares: float64, in [0, 1).

@@ -12,7 +12,7 @@
 #include "avx2_int8.h"
 #include "avx2_int4.h"
 #include "avx2_argmax.h"
-#include "avx2_draw.h"
+#include "avx2_sample.h"
 #include "avx2_norms.h"
 #include "avx2_attention.h"
 #include "decoder_layers.h"

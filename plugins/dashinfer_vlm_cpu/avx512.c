@@ -15,7 +15,7 @@
 #include "tiles_int4.h"
 #endif
 #include "avx512_argmax.h"
-#include "avx512_draw.h"
+#include "avx512_sample.h"
 #include "avx512_norms.h"
 #include "avx512_attend.h"
 #include "decoder_layers.h"

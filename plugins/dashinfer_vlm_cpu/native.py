@@ -25,11 +25,11 @@ from dashinfer_vlm_core.kernels.types import (
     DecoderLayer,
     DecoderLayers,
     DecoderShape,
-    DrawnTokens,
     KVCacheLayer,
     KVSpans,
     Linear,
     LMHead,
+    SampledIds,
 )
 
 from .build import AMX, LIBRARY, Variant
@@ -87,7 +87,7 @@ SIGNATURES: dict[str, tuple[type[Any], ...]] = {
     "run_layers": (_POINTER, _LONG, _POINTER, _POINTER, _INT),
     "compute_argmax_bounds": (_POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _INT),
     "argmax_columns": (_POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT),
-    "draw_tokens": (
+    "sample_tokens": (
         _POINTER,
         _LONG,
         _POINTER,
@@ -231,19 +231,19 @@ class NativeKernels:
         self._library.attend(ctypes.byref(description), table.data_ptr(), len(table), workspace.data_ptr(), threads)
         return out
 
-    def draw_tokens(
-        self, logits: Tensor, rows: Tensor, temperatures: Tensor, floors: Tensor, shares: Tensor
-    ) -> DrawnTokens:
-        """See `TokenDrawing`."""
-        assert logits.dtype == temperatures.dtype == floors.dtype == torch.float32
-        assert shares.dtype == torch.float64
+    def sample_tokens(
+        self, logits: Tensor, rows: Tensor, temperatures: Tensor, lower_bounds: Tensor, uniforms: Tensor
+    ) -> SampledIds:
+        """See `TokenSampling`."""
+        assert logits.dtype == temperatures.dtype == lower_bounds.dtype == torch.float32
+        assert uniforms.dtype == torch.float64
         assert logits.stride(1) == 1
-        drawn = DrawnTokens(torch.empty(len(rows), dtype=torch.int64), torch.empty(len(rows), dtype=torch.float64))
-        self._library.draw_tokens(
+        sampled = SampledIds(torch.empty(len(rows), dtype=torch.int64), torch.empty(len(rows), dtype=torch.float64))
+        self._library.sample_tokens(
             logits.data_ptr(), logits.stride(0), rows.data_ptr(), len(rows), logits.shape[1], temperatures.data_ptr(),
-            floors.data_ptr(), shares.data_ptr(), drawn.ids.data_ptr(), drawn.totals.data_ptr(), _threads(),
+            lower_bounds.data_ptr(), uniforms.data_ptr(), sampled.ids.data_ptr(), sampled.totals.data_ptr(), _threads(),
         )  # fmt: skip
-        return drawn
+        return sampled
 
     def decoder_layers(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> DecoderLayers:
         if all(map(_supports_layer, layers)) and _supports_attention(shape.heads, shape.kv_heads, shape.head_dim):

@@ -1,6 +1,6 @@
 """Propose the next tokens of a sequence, which are computed and verified in one forward pass.
 
-A proposal never changes the output: the sampler draws the token of each position as it would without proposals, and
+A proposal never changes the output: the sampler chooses the token of each position as it would without proposals, and
 those after the first difference are discarded. A wrong one costs the time of its row in the forward pass.
 """
 

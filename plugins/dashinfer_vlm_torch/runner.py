@@ -18,19 +18,19 @@ from torch import Tensor
 
 from dashinfer_vlm_core.concurrency.compute import Executor
 from dashinfer_vlm_core.errors import DecoderFailed
-from dashinfer_vlm_core.kernels import AdapterRows, Additions, KVSpan, KVSpans, TokenDrawing
+from dashinfer_vlm_core.kernels import AdapterRows, Additions, KVSpan, KVSpans, TokenSampling
 from dashinfer_vlm_core.kernels.streams import to_device
 from dashinfer_vlm_core.models.lora import LoraAdapter
 
 from .adapters import HeadChange, TextAdapter
 from .decode_graphs import DecodeGraphs
+from .kernel_sampler import KernelSampler
 from .kv_cache import KVCache
 from .kv_cache_manager import KVCopy
 from .model import PackedBatch, TextModel
 from .proposer import Draft
 from .sampler import LaunchedArgmax, LaunchedSample, LogitsRow, is_greedy, launch_sample
 from .scheduler import Outcome, SampledToken, ScheduledChunk, SequenceState
-from .token_drawing import TokenDrawer
 
 T = TypeVar("T")
 
@@ -83,7 +83,7 @@ class ModelRunner:
         self._cache = cache
         self._graphs = graphs
         kernels = model.kernels
-        self._drawer = TokenDrawer(kernels) if isinstance(kernels, TokenDrawing) else None
+        self._kernel_sampler = KernelSampler(kernels) if isinstance(kernels, TokenSampling) else None
 
     @property
     def executor(self) -> Executor:
@@ -235,7 +235,7 @@ class ModelRunner:
         """Sample a token from each row of hidden states."""
         if not heads and all(map(is_greedy, rows)) and (tokens := self._model.argmax(x)) is not None:
             return LaunchedArgmax.of(tokens)
-        return launch_sample(self._model.logits(x, heads), rows, self._drawer)
+        return launch_sample(self._model.logits(x, heads), rows, self._kernel_sampler)
 
 
 def _pack(chunks: Sequence[ScheduledChunk]) -> npt.NDArray[np.int64]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dashinfer_vlm_core.decoders import GrammarMatcher
 from dashinfer_vlm_core.errors import DecoderFailed
-from dashinfer_vlm_core.kernels import DrawnTokens
+from dashinfer_vlm_core.kernels import SampledIds
 from dashinfer_vlm_core.kernels.streams import HostCopy, to_device
 from dashinfer_vlm_core.protocol.sampling import GREEDY_BELOW, Sampling
 
@@ -73,9 +73,9 @@ class LogitsRow(NamedTuple):
         return self.num_output_tokens < self.sampling.min_tokens
 
 
-Drawer: TypeAlias = Callable[[Tensor, Sequence[int], Sequence[LogitsRow]], DrawnTokens]
-"""Draws tokens from the rows of float32 [.., vocab_size] with some numbers, according to the sampling parameters of the
-given rows, one for each number."""
+RowSampler: TypeAlias = Callable[[Tensor, Sequence[int], Sequence[LogitsRow]], SampledIds]
+"""Samples tokens from the rows of float32 [.., vocab_size] with some numbers, according to the sampling parameters of
+the given rows, one for each number."""
 
 
 class LaunchedSample(NamedTuple):
@@ -124,42 +124,45 @@ class LaunchedArgmax(NamedTuple):
 
 
 def sample(
-    logits: Tensor, rows: Sequence[LogitsRow], drawer: Drawer | None = None
+    logits: Tensor, rows: Sequence[LogitsRow], kernel_sampler: RowSampler | None = None
 ) -> list[SampledToken | DecoderFailed]:
     """Sample a token from each row; see `launch_sample` and `LaunchedSample.read`."""
-    return launch_sample(logits, rows, drawer).read()
+    return launch_sample(logits, rows, kernel_sampler).read()
 
 
-def launch_sample(logits: Tensor, rows: Sequence[LogitsRow], drawer: Drawer | None = None) -> LaunchedSample:
+def launch_sample(
+    logits: Tensor, rows: Sequence[LogitsRow], kernel_sampler: RowSampler | None = None
+) -> LaunchedSample:
     """Sample a token from each row, without waiting for the device.
 
     Args:
         logits: float32 [rows, vocab_size]; not modified.
         rows: what the rows belong to; those of one sequence are adjacent, with increasingly long drafts.
-        drawer: draws the tokens of rows with a temperature and without `top_p`; by default, PyTorch's operators do.
+        kernel_sampler: samples the tokens of rows with a temperature and without `top_p`; by default, PyTorch's
+            operators do.
     """
     masks, errors = _masks(rows)
-    ids, is_finite = _choose(logits, rows, masks, drawer)
+    ids, is_finite = _choose(logits, rows, masks, kernel_sampler)
     with_logprobs = any(row.sampling.logprobs is not None for row in rows)
     token_ids = HostCopy(torch.where(is_finite, ids, -1))
     return LaunchedSample(logits if with_logprobs else None, rows, ids, token_ids, errors)
 
 
 def _choose(
-    logits: Tensor, rows: Sequence[LogitsRow], masks: _Masks, drawer: Drawer | None = None
+    logits: Tensor, rows: Sequence[LogitsRow], masks: _Masks, kernel_sampler: RowSampler | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the token of each row, int64 [rows], and whether its largest score is finite, bool [rows]. On a GPU, this
     does not wait for it."""
     scores = _mask_disallowed(_apply_penalties(_apply_bias_and_min_tokens(logits, rows), rows), masks)
     random_rows = [index for index, row in enumerate(rows) if row.sampling.temperature >= GREEDY_BELOW]
-    drawn_rows = [index for index in random_rows if drawer is not None and rows[index].sampling.top_p >= 1]
-    if drawer is not None and len(drawn_rows) == len(rows):
-        drawn = drawer(scores, drawn_rows, rows)
-        return drawn.ids, drawn.totals.isfinite()
+    kernel_rows = [index for index in random_rows if kernel_sampler is not None and rows[index].sampling.top_p >= 1]
+    if kernel_sampler is not None and len(kernel_rows) == len(rows):
+        sampled = kernel_sampler(scores, kernel_rows, rows)
+        return sampled.ids, sampled.totals.isfinite()
     best, ids = scores.max(dim=-1)
-    if drawer is not None and drawn_rows:
-        ids[drawn_rows] = drawer(scores, drawn_rows, [rows[number] for number in drawn_rows]).ids
-    other_rows = sorted(set(random_rows).difference(drawn_rows))
+    if kernel_sampler is not None and kernel_rows:
+        ids[kernel_rows] = kernel_sampler(scores, kernel_rows, [rows[number] for number in kernel_rows]).ids
+    other_rows = sorted(set(random_rows).difference(kernel_rows))
     if other_rows:
         index = _index(other_rows, logits)
         part = scores if len(other_rows) == len(rows) else scores[index]
@@ -300,8 +303,9 @@ def _sample_rows(scores: Tensor, rows: Sequence[LogitsRow]) -> Tensor:
     return _invert_cdf(weights, _column([uniform(row) for row in rows], scores, torch.float64))
 
 
-def _invert_cdf(weights: Tensor, shares: Tensor) -> Tensor:
-    """Return int64 [rows], the tokens at which the cumulative sums exceed `shares`, float64 [rows, 1], of the totals.
+def _invert_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Return int64 [rows], the tokens at which the cumulative sums exceed the totals times `uniforms`, float64
+    [rows, 1].
 
     Blocks are summed first, so that the cumulative sum of only one block per row is computed token by token. For the
     whole row in float64, this takes five times as long.
@@ -310,7 +314,7 @@ def _invert_cdf(weights: Tensor, shares: Tensor) -> Tensor:
     padding = -count % BLOCK
     blocks = (F.pad(weights, (0, padding)) if padding else weights).view(rows, -1, BLOCK)
     ends = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
-    points = ends[:, -1:] * shares
+    points = ends[:, -1:] * uniforms
     # Beyond the last block and token only if the logits are not finite; `sample` reports an error for these rows.
     block = torch.searchsorted(ends, points, right=True).clamp(max=blocks.shape[1] - 1)
     before = torch.where(block > 0, ends.gather(1, (block - 1).clamp(min=0)), 0.0)

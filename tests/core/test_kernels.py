@@ -298,36 +298,38 @@ def test_argmax_screening_backs_off_after_failures(native):
 
 @needs_native
 @pytest.mark.parametrize("count", [1, 96, 128, 1000])
-@pytest.mark.parametrize("share", [0.0, 0.25, 0.999, 1 - 2.0**-52])
-def test_drawn_token_is_first_above_cumulative_share(native, count, share):
+@pytest.mark.parametrize("number", [0.0, 0.25, 0.999, 1 - 2.0**-52])
+def test_sampled_token_is_first_above_cumulative_weight(native, count, number):
     logits = 4 * numbers(9, count).float()
     logits[:3, : count // 2] = -torch.inf  # whole blocks without weight
     logits[2:5, count // 2 + 1 :] = -torch.inf
     temperatures = torch.linspace(0.25, 2, 9)
-    floors = torch.full((9,), -torch.inf)
-    floors[4:] = (logits / temperatures[:, None]).median(dim=1).values[4:]
-    shares = torch.full((9,), share, dtype=torch.float64)
-    drawn = native.draw_tokens(logits, torch.arange(9), temperatures, floors, shares)
+    lower_bounds = torch.full((9,), -torch.inf)
+    lower_bounds[4:] = (logits / temperatures[:, None]).median(dim=1).values[4:]
+    uniforms = torch.full((9,), number, dtype=torch.float64)
+    sampled = native.sample_tokens(logits, torch.arange(9), temperatures, lower_bounds, uniforms)
     quotients = logits / temperatures[:, None]
     weights = (quotients - quotients.amax(dim=1, keepdim=True)).double().exp()
-    weights[quotients < floors[:, None]] = 0
+    weights[quotients < lower_bounds[:, None]] = 0
     cumulative = weights.cumsum(dim=1)
-    assert torch.allclose(drawn.totals, cumulative[:, -1], rtol=1e-5)
-    for row, token in enumerate(drawn.ids.tolist()):
+    assert torch.allclose(sampled.totals, cumulative[:, -1], rtol=1e-5)
+    for row, token in enumerate(sampled.ids.tolist()):
         assert weights[row, token] > 0
-        point, slack = share * cumulative[row, -1], 1e-5 * cumulative[row, -1]
+        point, slack = number * cumulative[row, -1], 1e-5 * cumulative[row, -1]
         assert cumulative[row, token] > point - slack
         assert token == 0 or cumulative[row, token - 1] <= point + slack
 
 
 @needs_native
-def test_drawn_token_does_not_depend_on_other_rows(native):
+def test_sampled_token_does_not_depend_on_other_rows(native):
     logits = numbers(9, 1000).float()
-    temperatures, floors = torch.linspace(0.25, 2, 9), torch.linspace(-3, 0, 9)
-    shares = torch.linspace(0, 0.9, 9, dtype=torch.float64)
-    together = native.draw_tokens(logits, torch.arange(9), temperatures, floors, shares)
+    temperatures, lower_bounds = torch.linspace(0.25, 2, 9), torch.linspace(-3, 0, 9)
+    uniforms = torch.linspace(0, 0.9, 9, dtype=torch.float64)
+    together = native.sample_tokens(logits, torch.arange(9), temperatures, lower_bounds, uniforms)
     for row in range(9):
-        alone = native.draw_tokens(logits, torch.tensor([row]), temperatures[[row]], floors[[row]], shares[[row]])
+        alone = native.sample_tokens(
+            logits, torch.tensor([row]), temperatures[[row]], lower_bounds[[row]], uniforms[[row]]
+        )
         assert (alone.ids, alone.totals) == (together.ids[[row]], together.totals[[row]])
 
 
@@ -336,12 +338,12 @@ def test_drawn_token_does_not_depend_on_other_rows(native):
 def test_total_of_nonfinite_logits_is_not_finite(native, value):
     logits = torch.zeros(3, 200)
     logits[1, 150] = value
-    drawn = native.draw_tokens(
+    sampled = native.sample_tokens(
         logits, torch.arange(3), torch.ones(3), torch.full((3,), -torch.inf), torch.full((3,), 0.5, dtype=torch.float64)
     )
-    assert drawn.totals.isfinite().tolist() == [True, False, True]
-    assert (drawn.ids >= 0).all()
-    assert (drawn.ids < 200).all()
+    assert sampled.totals.isfinite().tolist() == [True, False, True]
+    assert (sampled.ids >= 0).all()
+    assert (sampled.ids < 200).all()
 
 
 def test_head_without_screening_has_no_argmax(kernels):

@@ -11,6 +11,7 @@ import torch
 
 from dashinfer_vlm_core.errors import DecoderFailed
 from dashinfer_vlm_torch import sampler
+from dashinfer_vlm_torch.kernel_sampler import KernelSampler
 from dashinfer_vlm_torch.sampler import (
     MAX_UNIFORM,
     LogitsRow,
@@ -19,7 +20,6 @@ from dashinfer_vlm_torch.sampler import (
     _wide_nucleus_thresholds,
 )
 from dashinfer_vlm_torch.scheduler import SampledToken, SequenceState
-from dashinfer_vlm_torch.token_drawing import TokenDrawer
 from tests.kernels import load_fastest, needs_native
 
 from .oracle import text
@@ -34,13 +34,13 @@ def sequence(output_ids=(), prompt=(1, 2, 2, 3), **sampling):
 
 
 @pytest.fixture(params=["operators", pytest.param("kernels", marks=needs_native)])
-def drawer(request):
-    """What draws the tokens of rows that are not greedy."""
-    return TokenDrawer(load_fastest()) if request.param == "kernels" else None
+def kernel_sampler(request):
+    """What samples the tokens of rows that are not greedy."""
+    return KernelSampler(load_fastest()) if request.param == "kernels" else None
 
 
-def sample(logits, sequences, drawer=None):
-    return sampler.sample(logits, [LogitsRow(one) for one in sequences], drawer)
+def sample(logits, sequences, kernel_sampler=None):
+    return sampler.sample(logits, [LogitsRow(one) for one in sequences], kernel_sampler)
 
 
 def is_greedy(one):
@@ -98,14 +98,14 @@ def random_sampling(chance):
     }
 
 
-def test_mixed_batch_equals_simple_sampler(drawer):
+def test_mixed_batch_equals_simple_sampler(kernel_sampler):
     chance = np.random.default_rng(0)
     sequences = [
         sequence(chance.integers(0, 96, chance.integers(0, 12)).tolist(), **random_sampling(chance)) for _ in range(600)
     ]
     logits = torch.from_numpy(chance.normal(scale=2, size=(600, 96)).astype(np.float32))
     before = logits.clone()
-    choices = sample(logits, sequences, drawer)
+    choices = sample(logits, sequences, kernel_sampler)
     for row, (one, choice) in enumerate(zip(sequences, choices, strict=True)):
         expected = probabilities(logits[row], one)
         border = np.cumsum(expected)
@@ -144,23 +144,25 @@ def test_is_greedy(options):
     assert not is_greedy(sequence(**{"temperature": 0} | options))
 
 
-def test_row_is_independent_of_batch(drawer):
+def test_row_is_independent_of_batch(kernel_sampler):
     chance = np.random.default_rng(1)
     sequences = [sequence(chance.integers(0, 96, 5).tolist(), **random_sampling(chance), logprobs=3) for _ in range(50)]
     logits = torch.from_numpy(chance.normal(size=(50, 96)).astype(np.float32)).bfloat16().float()  # many equal logits
-    together = sample(logits, sequences, drawer)
-    assert together == [sample(logits[row : row + 1], [one], drawer)[0] for row, one in enumerate(sequences)]
+    together = sample(logits, sequences, kernel_sampler)
+    assert together == [sample(logits[row : row + 1], [one], kernel_sampler)[0] for row, one in enumerate(sequences)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.8}, {"top_k": 5}, {"temperature": 0.5, "top_p": 0.9, "top_k": 12}])
-def test_samples_follow_distribution(options, drawer):
+def test_samples_follow_distribution(options, kernel_sampler):
     """Chi-square over 20,000 samples with fixed seeds; the bound is the 99.9% quantile for its degrees of freedom."""
     logits = torch.from_numpy(np.random.default_rng(2).normal(size=24).astype(np.float32))
-    draws = 20_000
-    sequences = [sequence(seed=seed, prompt=(0,), **options) for seed in range(draws)]
-    seen = np.bincount([choice.id for choice in sample(logits.expand(draws, -1), sequences, drawer)], minlength=24)
-    expected = probabilities(logits, sequences[0]) * draws
+    samples = 20_000
+    sequences = [sequence(seed=seed, prompt=(0,), **options) for seed in range(samples)]
+    seen = np.bincount(
+        [choice.id for choice in sample(logits.expand(samples, -1), sequences, kernel_sampler)], minlength=24
+    )
+    expected = probabilities(logits, sequences[0]) * samples
     kept = expected > 0
     assert seen[~kept].sum() == 0
     freedom = int(kept.sum()) - 1
@@ -170,21 +172,21 @@ def test_samples_follow_distribution(options, drawer):
 
 @pytest.mark.parametrize("count", [1, 96, 128, 1000, 4096])
 @pytest.mark.parametrize("decades", [1, 50], ids=["alike", "of all sizes"])
-@pytest.mark.parametrize("share", [0.0, 0.25, 0.999, MAX_UNIFORM])
-def test_sample_is_first_token_above_cumulative_share(count, decades, share):
+@pytest.mark.parametrize("number", [0.0, 0.25, 0.999, MAX_UNIFORM])
+def test_sample_is_first_token_above_cumulative_weight(count, decades, number):
     weights = 10 ** (-decades * torch.rand(40, count, generator=torch.Generator().manual_seed(count)))
     weights[:, : count // 2][:20] = 0  # whole blocks of zeros
     weights[:, count // 2 + 1 :][10:30] = 0
     weights[:, count // 2] = 0.5  # as in any softmax, not all values are close to 0
-    shares = torch.full((40, 1), share, dtype=torch.float64)
-    ids = _invert_cdf(weights, shares)
+    uniforms = torch.full((40, 1), number, dtype=torch.float64)
+    ids = _invert_cdf(weights, uniforms)
     exact = np.cumsum(weights.numpy().astype(np.longdouble), axis=1)
     for row, token in enumerate(ids.tolist()):
         assert weights[row, token] > 0
-        point, slack = share * exact[row, -1], 1e-12 * exact[row, -1]
+        point, slack = number * exact[row, -1], 1e-12 * exact[row, -1]
         assert exact[row, token] > point - slack
         assert token == 0 or exact[row, token - 1] <= point + slack
-        assert _invert_cdf(weights[row : row + 1], shares[:1]) == token
+        assert _invert_cdf(weights[row : row + 1], uniforms[:1]) == token
 
 
 def test_steps_of_sequence_use_independent_random_numbers():
@@ -207,34 +209,34 @@ def test_nucleus_equals_sorting(scale):
         ordered = weights.sort(dim=-1, descending=True).values
         before = ordered.cumsum(dim=-1, dtype=torch.float64) - ordered
         expected = ordered.gather(1, (before < p).sum(dim=-1, keepdim=True) - 1)
-        for floors_of in (_nucleus_thresholds, _wide_nucleus_thresholds):
-            assert torch.equal(floors_of(weights, torch.full((6, 1), p, dtype=torch.float64)), expected)
+        for lower_bounds_of in (_nucleus_thresholds, _wide_nucleus_thresholds):
+            assert torch.equal(lower_bounds_of(weights, torch.full((6, 1), p, dtype=torch.float64)), expected)
 
 
 @needs_native
 @pytest.mark.parametrize("scale", [0.01, 0.5, 4])
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"top_k": 40}, {"top_k": 1000, "top_p": 0.5}], ids=str)
-def test_drawn_tokens_equal_those_of_operators(scale, options):
+def test_kernels_sample_the_tokens_of_operators(scale, options):
     """Of nuclei of a few tokens and of most of the vocabulary, which is not divisible by the size of a block."""
     logits = torch.from_numpy(np.random.default_rng(5).normal(scale=scale, size=(12, 20_001)).astype(np.float32))
     sequences = [sequence(seed=seed, temperature=0.1 + seed / 8, **options) for seed in range(12)]
-    assert sample(logits, sequences, TokenDrawer(load_fastest())) == sample(logits, sequences)
+    assert sample(logits, sequences, KernelSampler(load_fastest())) == sample(logits, sequences)
 
 
 def test_nucleus_of_nan_terminates():
     weights = torch.full((2, 50), torch.nan)
     weights[1] = 0.02
-    for floors_of in (_nucleus_thresholds, _wide_nucleus_thresholds):
-        assert floors_of(weights, torch.tensor([[0.5], [0.5]], dtype=torch.float64))[1] == weights[1, 0]
+    for lower_bounds_of in (_nucleus_thresholds, _wide_nucleus_thresholds):
+        assert lower_bounds_of(weights, torch.tensor([[0.5], [0.5]], dtype=torch.float64))[1] == weights[1, 0]
 
 
-def test_top_k_keeps_all_equal_logits(drawer):
+def test_top_k_keeps_all_equal_logits(kernel_sampler):
     """Their order in a sort would be arbitrary."""
     logits = torch.zeros(400, 96)
     logits[:, 10:20] = 5.0
     sequences = [sequence(seed=seed, top_k=3, top_p=0.5) for seed in range(400)]
-    drawn = {choice.id for choice in sample(logits, sequences, drawer)}
-    assert drawn == set(range(10, 20))
+    sampled = {choice.id for choice in sample(logits, sequences, kernel_sampler)}
+    assert sampled == set(range(10, 20))
 
 
 @pytest.mark.parametrize("temperature", [0, 1e-300, 1e-6])
@@ -243,17 +245,17 @@ def test_lowest_temperatures_are_greedy(temperature):
     assert sample(logits, [sequence(temperature=temperature)])[0].id == 95
 
 
-def test_low_temperatures_do_not_overflow(drawer):
+def test_low_temperatures_do_not_overflow(kernel_sampler):
     logits = torch.linspace(-3e4, 3e4, 96)[None]
-    assert sample(logits, [sequence(temperature=1e-4, top_p=0.5, top_k=50)], drawer)[0].id == 95
+    assert sample(logits, [sequence(temperature=1e-4, top_p=0.5, top_k=50)], kernel_sampler)[0].id == 95
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 @pytest.mark.parametrize("options", [{"temperature": 0}, {}, {"top_p": 0.5, "top_k": 5}], ids=str)
-def test_nonfinite_row_fails_alone(number, options, drawer):
+def test_nonfinite_row_fails_alone(number, options, kernel_sampler):
     logits = torch.zeros(3, 96)
     logits[1, 5] = number
-    first, broken, last = sample(logits, [sequence(seed=1, logprobs=2, **options) for _ in range(3)], drawer)
+    first, broken, last = sample(logits, [sequence(seed=1, logprobs=2, **options) for _ in range(3)], kernel_sampler)
     assert isinstance(broken, DecoderFailed)
     assert first == last
 
@@ -282,14 +284,19 @@ def guided(matcher, **sampling):
     return made
 
 
-def test_masked_token_is_never_sampled(drawer):
+def test_masked_token_is_never_sampled(kernel_sampler):
     """Regardless of the bias, and even if the nucleus of the unmasked distribution has no allowed token."""
     logits = torch.zeros(1, 100)
     logits[0, 7] = 50
     for options in ({}, {"temperature": 0.0}, {"top_p": 0.01}, {"top_k": 1}, {"logit_bias": {9: 100.0}}):
-        chosen = {sample(logits, [guided(FixedMask([3, 4]), seed=seed, **options)], drawer)[0].id for seed in range(30)}
+        chosen = {
+            sample(logits, [guided(FixedMask([3, 4]), seed=seed, **options)], kernel_sampler)[0].id
+            for seed in range(30)
+        }
         assert chosen <= {3, 4}, options
-    assert len({sample(logits, [guided(FixedMask([3, 4]), seed=seed)], drawer)[0].id for seed in range(30)}) == 2
+    assert (
+        len({sample(logits, [guided(FixedMask([3, 4]), seed=seed)], kernel_sampler)[0].id for seed in range(30)}) == 2
+    )
 
 
 def test_request_with_grammar_is_not_greedy():

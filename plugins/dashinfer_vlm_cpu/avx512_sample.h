@@ -1,8 +1,8 @@
-/* Drawing tokens, see avx512.c. */
+/* Sampling tokens, see avx512.c. */
 #pragma once
 
 #include "avx512_numbers.h"
-#include "draw.h"
+#include "sample.h"
 
 static float largest_logit(const float *logits, ptrdiff_t count)
 {
@@ -12,13 +12,14 @@ static float largest_logit(const float *logits, ptrdiff_t count)
     return _mm512_reduce_max_ps(largest);
 }
 
-static void compute_weights(const float *logits, ptrdiff_t count, const DrawScale *s, float weights[DRAW_BLOCK])
+static void compute_weights(const float *logits, ptrdiff_t count, const SampleScale *s, float weights[SAMPLE_BLOCK])
 {
     __m512 temperature = _mm512_set1_ps(s->temperature), largest = _mm512_set1_ps(s->largest);
-    __m512 floor = _mm512_set1_ps(s->floor), log2_e = _mm512_set1_ps(1.44269504f), least = _mm512_set1_ps(-INFINITY);
-    for (ptrdiff_t k = 0; k < DRAW_BLOCK; k += LANES) {
+    __m512 lower_bound = _mm512_set1_ps(s->lower_bound), log2_e = _mm512_set1_ps(1.44269504f),
+           least = _mm512_set1_ps(-INFINITY);
+    for (ptrdiff_t k = 0; k < SAMPLE_BLOCK; k += LANES) {
         __m512 x = _mm512_div_ps(_mm512_mask_loadu_ps(least, first(count - k), logits + k), temperature);
-        __mmask16 kept = _mm512_cmp_ps_mask(x, floor, _CMP_NLT_UQ);
+        __mmask16 kept = _mm512_cmp_ps_mask(x, lower_bound, _CMP_NLT_UQ);
         x = exp2_(_mm512_mul_ps(_mm512_sub_ps(x, largest), log2_e));
         _mm512_store_ps(weights + k, _mm512_maskz_mov_ps(kept, x));
     }

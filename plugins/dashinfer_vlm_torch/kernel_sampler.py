@@ -1,0 +1,60 @@
+"""Sample tokens with kernels: they read each row of logits three times, instead of storing the weights of all tokens
+in several passes.
+
+`top_k` becomes a lower bound for each row, which is found among its largest logits: smaller ones have no weight. Rows
+with `top_p` are left to PyTorch's operators: if many tokens are about equally likely, finding a nucleus takes several
+passes, and the kernels would add some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dashinfer_vlm_core.kernels import SampledIds, TokenSampling
+
+from .sampler import LogitsRow, uniform
+
+BLOCK = 128
+"""Logits per block. The largest logits are in the blocks with the largest maxima, which are far fewer."""
+
+
+class KernelSampler:
+    """Samples tokens with kernels; see `sampler.RowSampler`. For logits on a CPU."""
+
+    def __init__(self, kernels: TokenSampling) -> None:
+        self._kernels = kernels
+
+    def __call__(self, scores: Tensor, numbers: Sequence[int], rows: Sequence[LogitsRow]) -> SampledIds:
+        index = torch.tensor(numbers, dtype=torch.int64)
+        temperatures = torch.tensor([row.sampling.temperature for row in rows])
+        uniforms = torch.tensor([uniform(row) for row in rows], dtype=torch.float64)
+        lower_bounds = torch.full((len(rows),), -torch.inf)
+        _apply_top_k(lower_bounds, scores, index, temperatures, [row.sampling.top_k for row in rows])
+        return self._kernels.sample_tokens(scores, index, temperatures, lower_bounds, uniforms)
+
+
+def _apply_top_k(
+    lower_bounds: Tensor, scores: Tensor, index: Tensor, temperatures: Tensor, top_k: Sequence[int]
+) -> None:
+    """Set the lower bounds of rows with `top_k` to their k-th largest quotient. Quotients equal to it are all kept."""
+    limited = [number for number, k in enumerate(top_k) if 0 < k < scores.shape[-1]]
+    if limited:
+        largest = _largest(scores[index[limited]], max(top_k[number] for number in limited))
+        ranks = torch.tensor([top_k[number] - 1 for number in limited])
+        lower_bounds[limited] = largest.gather(1, ranks[:, None])[:, 0] / temperatures[limited]
+
+
+def _largest(scores: Tensor, count: int) -> Tensor:
+    """Return the `count` largest values of each row in descending order."""
+    rows, vocab_size = scores.shape
+    num_blocks = -(-vocab_size // BLOCK)
+    if 4 * count > num_blocks:
+        return scores.topk(count).values
+    padding = num_blocks * BLOCK - vocab_size
+    blocks = (F.pad(scores, (0, padding), value=-torch.inf) if padding else scores).view(rows, num_blocks, BLOCK)
+    best = blocks.amax(dim=-1).topk(count, sorted=False).indices
+    return blocks.gather(1, best[:, :, None].expand(-1, -1, BLOCK)).flatten(1).topk(count).values
