@@ -45,9 +45,11 @@ class MixtureOfExperts:
         probabilities, experts = self._router(x).softmax(dim=-1).topk(self._per_token, dim=-1)
         weights = (probabilities / probabilities.sum(dim=-1, keepdim=True)).flatten()
         order = experts.flatten().argsort(stable=True)
-        rows, weights = order // self._per_token, weights[order, None]
+        rows = order // self._per_token
+        weights = weights[order, None]
         counts = experts.flatten().bincount(minlength=len(self._experts)).tolist()
-        out, start = torch.zeros(x.shape[0], total.shape[1], dtype=torch.float32, device=x.device), 0
+        out = torch.zeros(x.shape[0], total.shape[1], dtype=torch.float32, device=x.device)
+        start = 0
         for expert, count in zip(self._experts, counts, strict=True):
             if count:
                 chosen = slice(start, start + count)

@@ -30,7 +30,8 @@ class CudaGraphRecorder:
 
     def __call__(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         work()  # libraries allocate their workspaces in the first call, which must not be part of a graph
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.current_stream()
         # In the mode `global`, calls of a thread that loads a model or runs another part of it would be errors.
         with _RECORDING, torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             result = work()

@@ -38,11 +38,13 @@ class ReferenceDecoderLayers:
         final = len(self._layers) - 1
         levels = len(batch.additions.values) if batch.additions else 0
         for number in range(final):
-            queries, cache = self._queries(number, x, batch), batch.cache_layer(number)
+            queries = self._queries(number, x, batch)
+            cache = batch.cache_layer(number)
             self._add_attention_and_mlp(number, x, queries, batch.spans, cache, adapters=batch.adapters)
             if batch.additions and number < levels:
                 x.index_add_(0, batch.additions.rows, batch.additions.values[number])
-        queries, cache = self._queries(final, x, batch), batch.cache_layer(final)
+        queries = self._queries(final, x, batch)
+        cache = batch.cache_layer(final)
         x = x[batch.last]
         if len(x):
             adapters = tuple(rows.in_last() for rows in batch.adapters)
@@ -51,7 +53,8 @@ class ReferenceDecoderLayers:
 
     def _queries(self, number: int, x: Tensor, batch: ForwardBatch) -> Tensor:
         """Return the queries [tokens, heads, head_dim] and write the keys and values to the cache."""
-        layer, heads = self._layers[number], self._shape.heads
+        layer = self._layers[number]
+        heads = self._shape.heads
         normed = self._normalize(x, layer.input_norm)
         bias = row_bias([(rows, rows.adapter.layers[number].qkv) for rows in batch.adapters], normed)
         qkv = apply(layer.qkv, normed, bias).view(len(x), -1, self._shape.head_dim)
@@ -75,8 +78,8 @@ class ReferenceDecoderLayers:
         *,
         adapters: Sequence[AdapterRows],
     ) -> None:
-        """Add the attention output and then the MLP output to x, in place."""
-        layer, changes = self._layers[number], [(rows, rows.adapter.layers[number]) for rows in adapters]
+        layer = self._layers[number]
+        changes = [(rows, rows.adapter.layers[number]) for rows in adapters]
         mixed = attend_cached(self._kernels, queries, cache, spans)
         apply_to(x, layer.output, mixed, row_bias([(rows, change.output) for rows, change in changes], mixed))
         normed = self._normalize(x, layer.mlp_norm)
@@ -93,7 +96,6 @@ class ReferenceDecoderLayers:
         return self._kernels.norm(x, norm.weight, norm.bias, self._shape.eps)
 
     def _normalize_heads(self, x: Tensor, norm: Norm) -> Tensor:
-        """Normalize each head of x [rows, heads, head_dim] separately."""
         return self._normalize(x.reshape(-1, x.shape[-1]), norm).view(x.shape)
 
 

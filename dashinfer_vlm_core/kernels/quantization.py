@@ -139,7 +139,8 @@ def concatenate(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
 
     With 4 bits, groups of different sizes are split into smaller ones with the same scale and zero point.
     """
-    first, inputs = weights[0], weights[0].codes.shape[1]
+    first = weights[0]
+    inputs = weights[0].codes.shape[1]
     group = min(weight.group for weight in weights)
     if any(weight.bits != first.bits or weight.group % group or not _same_order(weight, first) for weight in weights):
         return None
@@ -209,7 +210,8 @@ def quantize(weight: Tensor, group: int) -> QuantizedWeight:
 def _quantize_rows(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes [outputs, inputs padded to whole groups], scales and zero points [outputs, groups]."""
     x = torch.unflatten(F.pad(weight.float(), (0, -weight.shape[1] % group)), 1, (-1, group))
-    low, high = x.amin(2, keepdim=True).clamp(max=0), x.amax(2, keepdim=True).clamp(min=0)
+    low = x.amin(2, keepdim=True).clamp(max=0)
+    high = x.amax(2, keepdim=True).clamp(min=0)
     best = _fit_codes(x, low, high)
     for share in CLIPPING[1:]:
         fit = _fit_codes(x, low * share, high * share)
@@ -228,11 +230,11 @@ class _Fit(NamedTuple):
 
 
 def _fit_codes(x: Tensor, low: Tensor, high: Tensor) -> _Fit:
-    """Fit codes to the range from `low` to `high`, and then a scale to the codes by least squares."""
     inverse = torch.where(high > low, MAX_CODE / (high - low), 0)
     zero = (-low * inverse).round()
     codes = ((x * inverse).round() + zero).clamp(0, MAX_CODE)
     steps = codes - zero
-    products, squares = (x * steps).sum(2, keepdim=True), (steps * steps).sum(2, keepdim=True)
+    products = (x * steps).sum(2, keepdim=True)
+    squares = (steps * steps).sum(2, keepdim=True)
     scale = torch.where(squares == 0, 0, products / squares)
     return _Fit(codes, zero, scale, products * scale)

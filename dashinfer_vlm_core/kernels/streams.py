@@ -18,7 +18,8 @@ from ..concurrency.fair_lock import FairLock
 
 T = TypeVar("T")
 
-HIGH_PRIORITY, LOW_PRIORITY = -1, 0
+HIGH_PRIORITY = -1
+LOW_PRIORITY = 0
 """Priorities as CUDA numbers them: the decoder's, whose steps are short, and the vision encoder's."""
 
 

@@ -131,7 +131,6 @@ def _activate(x: Tensor, activation: Activation) -> Tensor:
 
 
 def _attend_unmasked(q: Tensor, k: Tensor, v: Tensor, spans: tuple[KVSpan, ...]) -> Tensor:
-    """Compute consecutive spans of equal length as one batched attention, without a mask or padding."""
     attended = []
     for (tokens, _), group in groupby(spans, key=lambda span: (span.num_queries, span.num_keys)):
         members = list(group)

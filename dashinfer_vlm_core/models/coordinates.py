@@ -128,7 +128,8 @@ class CoordinateStream:
 
     def flush(self) -> str:
         """Return the text that was held back."""
-        text, self._pending = self._pending, ""
+        text = self._pending
+        self._pending = ""
         return text
 
 
@@ -158,7 +159,6 @@ def _convert(text: str, image: ImageCoordinates, *, to_model: bool) -> str:
 
 
 def _scale(values: Sequence[float], old: tuple[int, int], new: tuple[int, int]) -> tuple[int, ...]:
-    """Scale alternating x and y from one extent to another, rounded and limited to it."""
     return tuple(
         min(max(round(value * new[index % 2] / old[index % 2]), 0), new[index % 2])
         for index, value in enumerate(values)

@@ -100,7 +100,6 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _shards(folder: Path) -> list[Path]:
-    """Return the files that the index lists, after checking that all of them exist."""
     index = folder / INDEX
     try:
         listed = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())

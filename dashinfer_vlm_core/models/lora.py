@@ -178,11 +178,6 @@ def _by_pattern(patterns: Mapping[str, float], module: str, default: float) -> f
 
 
 def _read_settings(file: Path) -> _Settings:
-    """Read the configuration.
-
-    Raises:
-        CheckpointError: it cannot be read, or requires an unsupported feature.
-    """
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -205,7 +200,6 @@ def _read_settings(file: Path) -> _Settings:
 
 
 def _check_supported(file: Path, values: Mapping[str, Any]) -> None:
-    """Reject adapters of other types, by name."""
     kind = values.get("peft_type")
     if kind != "LORA":
         raise CheckpointError(f"{file}: `peft_type` is {kind!r}, but only adapters of the type 'LORA' are supported.")
@@ -354,7 +348,6 @@ class _FolderReader:
         return next(iter(self._text))
 
     def _expected_shape(self, name: str, stored: str) -> Sequence[int]:
-        """Return the shape of a tensor of the model."""
         if name in self._text:
             return self._text[name]
         if self._text_only.match(name) or name not in self._checkpoint:

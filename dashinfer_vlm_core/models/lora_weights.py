@@ -51,7 +51,8 @@ def read_tensor(adapter: LoraAdapter, stored: str) -> torch.Tensor:
 
 def merge_tensor(merge: VisionMerge, name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor `name` of the checkpoint with the adapter's changes, in float32 if it has any."""
-    adapter, module = merge.adapter, name.removesuffix(".weight")
+    adapter = merge.adapter
+    module = name.removesuffix(".weight")
     merge.unused.discard(name)
     if name in adapter.saved_vision:
         tensor = read_tensor(adapter, adapter.saved_vision[name])

@@ -155,7 +155,6 @@ def resize_frame(frame: Pixels, size: tuple[int, int]) -> Pixels:
 
 
 def _scaled(image: PILImage.Image, size: tuple[int, int]) -> Pixels:
-    """Return uint8 [*size, 3]; an image that already has this size is not resampled."""
     height, width = size
     return np.asarray(image.resize((width, height), PILImage.Resampling.BICUBIC))
 

@@ -44,7 +44,6 @@ def vision_key(spec: ModelSpec, config: EngineConfig, *, kernels: str, family: s
 
 
 def _vision_tensors(spec: ModelSpec) -> Iterator[bytes]:
-    """Yield a digest of each stored tensor that does not belong to the text model, in the order of their names."""
     headers: dict[Path, tuple[dict[str, dict[str, object]], int]] = {}
     for name, (file, stored_name) in sorted(stored_tensors(spec.folder, spec.tensor_renames).items()):
         if _is_of_text_model(name, spec.text.weights):
@@ -64,7 +63,6 @@ def _is_of_text_model(name: str, names: TextWeightNames) -> bool:
 
 
 def _header(file: Path) -> tuple[dict[str, dict[str, object]], int]:
-    """Return the entries of a safetensors file, which was read before, and the position of its data."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         return json.loads(opened.read(length)), 8 + length

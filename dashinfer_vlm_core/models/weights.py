@@ -128,7 +128,6 @@ class Weights:
         return self._merged(f"{module}.weight", wide).to(dtype)
 
     def _merged(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor with the changes of the adapter that is merged while loading, if there is one."""
         return tensor if self._merge is None else merge_tensor(self._merge, name, tensor)
 
     def _join(
@@ -210,7 +209,6 @@ class Weights:
         return stored_headers(self._stored)
 
     def _with_file(self, name: str, use: Callable[[Any, Path, str], T]) -> T:
-        """Call `use` with the opened file of a tensor, its path, and the stored name."""
         file, stored_name = self._locate(name)
         try:
             with safe_open(file, framework="pt") as opened:
@@ -223,7 +221,6 @@ class Weights:
         self._stored.clear()
 
     def _locate(self, name: str) -> tuple[Path, str]:
-        """Return the file of a tensor and its name there."""
         if name not in self._stored:
             raise CheckpointError(f"The checkpoint has no tensor {name!r}. Copy or download its safetensors again.")
         return self._stored[name]

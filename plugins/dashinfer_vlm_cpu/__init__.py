@@ -55,7 +55,6 @@ class NativeKernelFactory:
 
 @functools.cache
 def _identity() -> str:
-    """Return a digest of this package's sources, including the compiler's flags; its version hardly matters."""
     digest = hashlib.sha256()
     for file in sorted(Path(__file__).parent.glob("*.[chp]*")):
         digest.update(file.read_bytes())

@@ -139,7 +139,6 @@ def source_digest() -> str:
 
 
 def _compile(compiler: Sequence[str], folder: Path, variants: Sequence[Variant]) -> Path:
-    """Compile the library and its parts into an empty folder."""
     digest = source_digest()  # first: sources may be edited during the compilation
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         parts = list(pool.map(lambda variant: _compile_variant(compiler, folder, variant), variants))
@@ -163,7 +162,6 @@ def _compile_variant(compiler: Sequence[str], folder: Path, variant: Variant) ->
 
 
 def _compile_common(compiler: Sequence[str], folder: Path, parts: Sequence[Path], digest: str) -> Path:
-    """Compile the part that all variants share, with the functions of OpenMP that they call."""
     called = {name for path in parts for name in _symbols(path, "--undefined-only")}
     openmp = sorted(name for name in called if name.startswith(("GOMP_", "omp_")))
     defines = [
@@ -176,12 +174,10 @@ def _compile_common(compiler: Sequence[str], folder: Path, parts: Sequence[Path]
 
 
 def _symbols(path: Path, which: str) -> list[str]:
-    """Return the names of an object file's global symbols."""
     return [line.split()[0] for line in _run(["nm", "--extern-only", "-P", which, str(path)]).splitlines()]
 
 
 def _run(command: Sequence[str]) -> str:
-    """Run a command in the folder of the sources, and return its output."""
     try:
         done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, errors="replace", check=False)  # noqa: S603 - our own
     except OSError as error:

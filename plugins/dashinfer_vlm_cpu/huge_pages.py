@@ -72,7 +72,8 @@ class _ChunkAllocator:
                 memory, start = _new_memory(max(size, CHUNK_SIZE))
                 self._newest = chunk = _Chunk(weakref.ref(memory), start)
                 self._uncollapsed.append(chunk)
-            start, chunk.end = chunk.end, chunk.end + -(-size // CACHE_LINE) * CACHE_LINE
+            start = chunk.end
+            chunk.end += -(-size // CACHE_LINE) * CACHE_LINE
             self._last_allocation = time.monotonic()
             return memory, start
 

@@ -222,7 +222,9 @@ class NativeKernels:
         k_scales, v_scales, scale_head = None, None, 0
         if scales is not None:
             assert scales.stride(1) == 1
-            k_scales, v_scales, scale_head = scales.data_ptr(), scales[len(k) :].data_ptr(), scales.stride(0)
+            k_scales = scales.data_ptr()
+            v_scales = scales[len(k) :].data_ptr()
+            scale_head = scales.stride(0)
         description = AttentionArgs(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), q.stride(0), q.stride(1), k.stride(1),
             k.stride(0), heads * width, heads, len(k), width, width**-0.5, k_scales, v_scales, scale_head,
@@ -252,7 +254,6 @@ class NativeKernels:
 
 
 def _supports_layer(layer: DecoderLayer) -> bool:
-    """Whether `run_layers` in C supports the layer."""
     norms = [norm for norm in (layer.input_norm, layer.mlp_norm, layer.query_norm, layer.key_norm) if norm]
     linears = (layer.qkv, layer.output, layer.gate_up, layer.down)
     return (
@@ -263,7 +264,6 @@ def _supports_layer(layer: DecoderLayer) -> bool:
 
 
 def _supports_attention(heads: int, kv_heads: int, width: int) -> bool:
-    """Whether `attend` in C supports attention of this shape."""
     return width % 2 == 0 and heads <= MAX_HEADS_PER_KV_HEAD * kv_heads
 
 

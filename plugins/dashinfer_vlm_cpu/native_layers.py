@@ -131,7 +131,6 @@ class NativeLayers:
         return out
 
     def _adapter_arguments(self, adapters: Sequence[AdapterRows], rows: int) -> tuple[Any, ...]:
-        """Return the last fields of `CForwardBatch`, with tensors for pointers to their memory."""
         if not adapters:
             return None, 0, None, None, 0, None, 0
         found = [self._native_adapter(part.adapter) for part in adapters]
@@ -167,7 +166,6 @@ class NativeLayers:
         return workspaces
 
     def _workspaces(self, rows: int, hidden: int) -> list[Tensor]:
-        """Allocate memory for a layer's intermediate results, in the order of `CForwardBatch`."""
         linears = self._workspace_users
         heads, kv_heads, width = self._shape.heads, self._shape.kv_heads, self._shape.width
         columns = hidden, (heads + 2 * kv_heads) * width, heads * width, max(linear.inputs for linear in linears)
@@ -229,14 +227,12 @@ def _c_low_rank(change: LowRank | None) -> CLowRank:
 
 
 def _pointer(part: Tensor | ctypes.Array[Any] | int | None) -> int | None:
-    """Return the address of an argument in memory; numbers are returned unchanged."""
     if isinstance(part, Tensor):
         return part.data_ptr()
     return ctypes.addressof(part) if isinstance(part, ctypes.Array) else part
 
 
 def _c_additions(additions: Additions | None) -> tuple[int | None, ...]:
-    """Return the last fields of `CForwardBatch`."""
     if additions is None:
         return None, None, 0, 0, 0, 0
     rows, values = additions

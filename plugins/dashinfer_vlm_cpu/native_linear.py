@@ -99,7 +99,6 @@ class NativeLinear:
         return PackedWeights(huge_pages.empty(len(panels), panels.dtype).copy_(panels))
 
     def _panels(self, weight: Tensor, gated: bool) -> Tensor:
-        """Pack the weights into panels of 16 bits."""
         outputs, inputs = weight.shape
         panels = mmap_buffer.empty([_padded(outputs) * inputs], torch.bfloat16)
         self._library.pack_bf16(weight.data_ptr(), outputs, inputs, gated, panels.data_ptr(), torch.get_num_threads())
@@ -186,7 +185,9 @@ class NativeInt4Linear(NativeLinear):
 
     def _pack(self, weight: Tensor, gated: bool) -> PackedWeights:
         outputs, inputs = weight.shape
-        group, codes, zeros = self._quantized.group, weight.contiguous(), self._quantized.zeros.contiguous()
+        group = self._quantized.group
+        codes = weight.contiguous()
+        zeros = self._quantized.zeros.contiguous()
         scales = self._quantized.scales.float()
         exponents = torch.frexp(scales.abs().amax(dim=1)).exponent
         relative = torch.ldexp(scales, -exponents[:, None]).half().contiguous()
@@ -271,5 +272,4 @@ class NativeLMHead(NativeLinear):
 
 
 def _padded(outputs: int) -> int:
-    """Return the number of columns rounded up to whole panels."""
     return -(-outputs // PANEL) * PANEL

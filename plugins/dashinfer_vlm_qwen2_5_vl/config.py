@@ -96,7 +96,6 @@ def read_spec(folder: Path) -> ModelSpec:
 
 
 def _window(vision: JsonFields) -> int:
-    """Return the side of a window in merge units. As published, it is rounded down to whole ones."""
     size = vision.integer("window_size")
     unit = vision.integer("spatial_merge_size") * vision.integer("patch_size")
     if size < unit:
@@ -105,7 +104,8 @@ def _window(vision: JsonFields) -> int:
 
 
 def _full_attention_blocks(vision: JsonFields) -> frozenset[int]:
-    value, depth = vision.get("fullatt_block_indexes"), vision.integer("depth")
+    value = vision.get("fullatt_block_indexes")
+    depth = vision.integer("depth")
     if not isinstance(value, list) or not all(type(index) is int and 0 <= index < depth for index in value):
         vision.fail(
             "fullatt_block_indexes",

@@ -57,7 +57,8 @@ class AttentionInputs:
     """
 
     def __init__(self, grids: Sequence[Grid], config: VisionConfig, device: torch.device) -> None:
-        merge, head_dim = config.spatial_merge_size, config.hidden_size // config.num_heads
+        merge = config.spatial_merge_size
+        head_dim = config.hidden_size // config.num_heads
         self._unit = merge**2
         units, windows, frames = window_order(grids, merge=merge, window=config.window)
         self.order: torch.Tensor = to_device(torch.from_numpy(units), device)
@@ -108,7 +109,6 @@ class Qwen25VLVisionModel(VisionModel):
         return merged[inputs.restore]
 
     def _flop_per_patch(self) -> int:
-        """Return the floating-point operations of the linear layers of a block for one patch."""
         width = self.config.hidden_size
         return 2 * width * (4 * width + 3 * self.config.intermediate_size)
 
@@ -169,7 +169,6 @@ def _load_norm(name: str, width: int, read: VisionWeights) -> Norm:
 
 
 def _load_gate_up(name: str, config: VisionConfig, read: VisionWeights) -> Linear:
-    """Load the gate and up projections of an MLP, stored separately, as one layer."""
     inner = config.intermediate_size
     parts = [f"{name}.{part}" for part in ("gate_proj", "up_proj")]
     weight = read.matrix(parts, [inner, inner], config.hidden_size)

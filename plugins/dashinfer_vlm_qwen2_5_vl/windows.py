@@ -51,7 +51,6 @@ def window_order(grids: Sequence[Grid], *, merge: int, window: int) -> WindowOrd
 
 
 def _frame_windows(height: int, width: int, window: int) -> tuple[npt.NDArray[np.int64], list[int]]:
-    """Return the merge units of one frame in window order, and the number of merge units of each window."""
     row, column = np.divmod(np.arange(height * width), width)
     number = row // window * -(-width // window) + column // window
     return np.argsort(number, kind="stable"), np.bincount(number).tolist()

@@ -93,7 +93,8 @@ def read_spec(folder: Path) -> ModelSpec:
             feature.
     """
     config = read_config(folder, *MODEL_TYPES)
-    vision, text = _vision_config(config), _text_model(config)
+    vision = _vision_config(config)
+    text = _text_model(config)
     if vision.output_size != text.hidden_size:
         config.fail(
             "vision_config.out_hidden_size", f"is {vision.output_size}, but the text model's size is {text.hidden_size}"
@@ -189,7 +190,8 @@ def _interleaved_axes(text: JsonFields) -> tuple[int, ...]:
     Of the first `3 * section` frequencies of an axis, height has those of index 1, 4, 7 and so on, and width those of
     index 2, 5, 8 and so on.
     """
-    rope, section = rope_fields(text), mrope_section(text)
+    rope = rope_fields(text)
+    section = mrope_section(text)
     if rope.get("mrope_interleaved") is False:
         rope.fail("mrope_interleaved", "is false", "Only interleaved M-RoPE is supported.")
     axes = [0] * sum(section)
@@ -202,10 +204,10 @@ def _interleaved_axes(text: JsonFields) -> tuple[int, ...]:
 
 
 def _experts(text: JsonFields, layers: int) -> ExpertsSpec:
-    """Return the mixture of experts of every `decoder_sparse_step`-th layer that is not in `mlp_only_layers`."""
     if text.get("norm_topk_prob") is False:
         text.fail("norm_topk_prob", "is false", "Only normalized probabilities of experts are supported.")
-    step, dense = text.integer("decoder_sparse_step", default=1), text.get("mlp_only_layers") or []
+    step = text.integer("decoder_sparse_step", default=1)
+    dense = text.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         text.fail("mlp_only_layers", f"must be indices of layers, got {dense!r}")
     # transformers 5 writes `num_local_experts`.

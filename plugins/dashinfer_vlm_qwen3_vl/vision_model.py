@@ -89,7 +89,6 @@ class Qwen3VLVisionModel(VisionModel):
         return torch.cat([embedding, *levels], dim=1)
 
     def _units(self, x: torch.Tensor) -> torch.Tensor:
-        """Join the rows of each merge unit: [n / spatial_merge_size ** 2, d * spatial_merge_size ** 2]."""
         return x.view(-1, self.config.hidden_size * self.config.spatial_merge_size**2)
 
 
@@ -100,7 +99,8 @@ def load_vision_model(config: VisionConfig, read: VisionWeights) -> Qwen3VLVisio
         CheckpointError: a tensor is missing or has an unexpected shape.
     """
     run = executor_for(read.device).run
-    cells, width = config.table_side**2, config.hidden_size
+    cells = config.table_side**2
+    width = config.hidden_size
     return Qwen3VLVisionModel(
         config=config,
         kernels=read.kernels,

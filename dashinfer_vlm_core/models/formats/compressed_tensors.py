@@ -112,7 +112,8 @@ class CompressedTensorsReader:
         stored = packed or headers.get("weight")
         if stored is None or scales is None:  # damaged; `read` reports it
             return StoredMatrix(0, "none")
-        columns, is_float = stored.shape[-1], stored.dtype.startswith("F8")
+        columns = stored.shape[-1]
+        is_float = stored.dtype.startswith("F8")
         scheme = self._find(columns, scales.shape, is_float=is_float, is_packed=packed is not None)
         if scheme is None:
             return StoredMatrix(0, "none")
@@ -136,7 +137,8 @@ class CompressedTensorsReader:
         group, groups = group_count(scheme.group, shape[1])
         expected = stored if math.prod(stored) == 1 else (shape[0], groups)[: len(stored)]
         scales = tensors.load("weight_scale", tensors.FLOATS, expected).reshape(-1, groups).expand(shape[0], groups)
-        codes, order = _read_codes(tensors, scheme, shape), None
+        codes = _read_codes(tensors, scheme, shape)
+        order = None
         if scheme.ordered:
             order = load_order(tensors, "weight_g_idx", group, shape)
             codes = codes if order is None else codes[:, order]
@@ -146,15 +148,6 @@ class CompressedTensorsReader:
     def _find(
         self, columns: int, scales: tuple[int, ...], *, is_float: bool, is_packed: bool, inputs: int | None = None
     ) -> Scheme | None:
-        """Return the scheme of a module; None if it has none of them.
-
-        Args:
-            columns: those of the stored weights.
-            scales: shape of the scales.
-            is_float: whether the weights are FP8.
-            is_packed: whether the weights are packed into int32.
-            inputs: number of inputs; by default, what `columns` can hold.
-        """
         for scheme in self.schemes:
             width = inputs or (columns * 32 // scheme.bits if is_packed else columns)
             if scheme.is_float or is_float:
@@ -189,7 +182,8 @@ def _read_zeros(tensors: ModuleTensors, scheme: Scheme, outputs: int, groups: in
 
     from .packing import unpack_rows
 
-    name, half = "weight_zero_point", 1 << (scheme.bits - 1)
+    name = "weight_zero_point"
+    half = 1 << (scheme.bits - 1)
     if scheme.symmetric and name not in tensors:
         return torch.full((outputs, groups), half, device=tensors.device)
     if name in tensors and tensors.dtype(name) == "I32":

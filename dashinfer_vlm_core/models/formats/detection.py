@@ -71,11 +71,14 @@ def weight_memory(
             modules[module][tensor] = header
     kept, kept_bytes, widened, widened_bytes, memory_bytes = 0, 0, 0, 0, 0
     for tensors in modules.values():
-        stored, size = reader.describe(tensors), sum(header.nbytes for header in tensors.values())
+        stored = reader.describe(tensors)
+        size = sum(header.nbytes for header in tensors.values())
         if stored.bits in supported:
-            kept, kept_bytes = kept + 1, kept_bytes + size
+            kept += 1
+            kept_bytes += size
         else:
-            widened, widened_bytes = widened + 1, widened_bytes + size
+            widened += 1
+            widened_bytes += size
             memory_bytes += stored.weights * itemsize
     return WeightMemory(
         format=reader.name,

@@ -41,7 +41,6 @@ class GptqFormat:
 
 
 def _check_overrides(config: JsonFields) -> None:
-    """Check that `dynamic` only excludes modules, which is visible from their tensors."""
     if config.get("dynamic") is None:
         return
     for pattern, options in config.section("dynamic").values.items():

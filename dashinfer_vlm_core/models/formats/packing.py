@@ -45,7 +45,6 @@ def unpack_awq(packed: Tensor) -> Tensor:
 
 
 def _rows_of_bytes(packed: Tensor) -> Tensor:
-    """Return int32 [rows, columns] as uint8 [rows, 4 * columns]."""
     # Flat, since a tensor of one column can be contiguous with another stride than 1.
     return packed.contiguous().view(-1).view(torch.uint8).view(len(packed), -1)
 
@@ -71,8 +70,10 @@ def quantized_weight(
         order: as in `QuantizedWeight`.
     """
     inputs = codes.shape[1]
-    scales, zeros = scales.float(), zeros.to(torch.uint8 if bits == 4 else torch.int16)
-    size, repeats = min(group, inputs), 1
+    scales = scales.float()
+    zeros = zeros.to(torch.uint8 if bits == 4 else torch.int16)
+    size = min(group, inputs)
+    repeats = 1
     if bits == 4:
         size = max(GROUPS) if group >= inputs else max(size for size in GROUPS if group % size == 0)
         repeats = -(-min(group, inputs) // size)

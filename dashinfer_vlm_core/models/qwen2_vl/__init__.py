@@ -45,7 +45,8 @@ class Qwen2VL:
     def vision_linears(self, spec: ModelSpec) -> tuple[LinearGroup, ...]:
         """See `ModelFamily`: the blocks. The merger has only a few percent of the work."""
         vision = read_vision_config(spec.folder)
-        width, inner = vision.embed_dim, int(vision.embed_dim * vision.mlp_ratio)
+        width = vision.embed_dim
+        inner = int(vision.embed_dim * vision.mlp_ratio)
         block = (
             LinearShape(3 * width, width),
             LinearShape(width, width),

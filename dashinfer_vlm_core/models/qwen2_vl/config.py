@@ -160,7 +160,8 @@ def model_spec(
         CheckpointError: a file is missing or invalid, files contradict each other, or they require an unsupported
             feature.
     """
-    folder, text = config.file.parent, text_model_spec(config)
+    folder = config.file.parent
+    text = text_model_spec(config)
     name, size = output_size
     if size != text.hidden_size:
         config.fail(f"vision_config.{name}", f"is {size}, but the text model's is {text.hidden_size}")
@@ -258,7 +259,6 @@ def mrope_section(text: JsonFields) -> tuple[int, int, int]:
 
 
 def _axes(section: tuple[int, int, int]) -> tuple[int, ...]:
-    """Return the axis of each frequency: time first, then height, then width."""
     return tuple(axis for axis, count in enumerate(section) for _ in range(count))
 
 

@@ -111,7 +111,6 @@ class Qwen2VLImageProcessor:
         return self._image_limits(media) if isinstance(media, Image) else self._frame_limits(media)
 
     def _size(self, media: Image | Video) -> tuple[int, int]:
-        """Return (height, width) in pixels after resizing."""
         limits = self.limits(media)
         _, height, width = frames_shape(media)
         return smart_resize(

@@ -89,7 +89,8 @@ class PartDivider:
 
     def begin(self) -> None:
         """Begin the next part."""
-        self._start, self._blocks = time.perf_counter(), 0
+        self._start = time.perf_counter()
+        self._blocks = 0
 
     def ends(self) -> bool:
         """Count a block that has run; returns whether the part ends with it."""
@@ -226,7 +227,8 @@ class Qwen2VLEncoder:
         self.std: torch.Tensor = 255 * torch.tensor(pixels.std, device=model.device).repeat_interleave(columns)
 
     def encode(self, batch: Sequence[Patches]) -> list[torch.Tensor]:
-        parts, encoded = self._encode(batch), None
+        parts = self._encode(batch)
+        encoded = None
         if self.model.device.type == "cuda":  # which runs other work at the same time
             return self.executor.run(lambda: next(part for part in parts if part is not None))
         while encoded is None:
@@ -359,7 +361,8 @@ def load_vision_model(config: VisionConfig, read: VisionWeights) -> Qwen2VLVisio
         CheckpointError: a tensor is missing or has an unexpected shape.
     """
     patch = (config.in_channels, config.temporal_patch_size, config.patch_size, config.patch_size)
-    kernels, run = read.kernels, executor_for(read.device).run
+    kernels = read.kernels
+    run = executor_for(read.device).run
     return Qwen2VLVisionModel(
         config=config,
         kernels=kernels,
@@ -374,7 +377,8 @@ def load_vision_model(config: VisionConfig, read: VisionWeights) -> Qwen2VLVisio
 
 
 def _load_block(name: str, config: VisionConfig, read: VisionWeights) -> Block:
-    width, inner = config.embed_dim, int(config.embed_dim * config.mlp_ratio)
+    width = config.embed_dim
+    inner = int(config.embed_dim * config.mlp_ratio)
     return Block(
         norm1=read.norm(f"{name}.norm1", width),
         qkv=read.linear(f"{name}.attn.qkv", 3 * width, width),
