@@ -32,7 +32,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from dashinfer_vlm_core import EngineConfig
-from dashinfer_vlm_core.kernels import KernelSelector
+from dashinfer_vlm_core.kernels.choice import KernelSelector
 from dashinfer_vlm_core.models.files import SINGLE
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_torch.decoder import TorchDecoder

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from dashinfer_vlm_core import EngineConfig
-from dashinfer_vlm_core.kernels import KernelSelector
+from dashinfer_vlm_core.kernels.choice import KernelSelector
 from dashinfer_vlm_core.models.checkpoint import model_type
 from dashinfer_vlm_core.models.patches import smart_resize
 from dashinfer_vlm_core.models.qwen2_vl.config import VisionConfig, read_vision_config

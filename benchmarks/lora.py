@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from dashinfer_vlm_core import EngineConfig
 from dashinfer_vlm_core.cli.command import EngineCommand
 from dashinfer_vlm_core.decoders import DecodeRequest, Sampling
-from dashinfer_vlm_core.kernels import KernelSelector
+from dashinfer_vlm_core.kernels.choice import KernelSelector
 from dashinfer_vlm_core.models.lora import LoraAdapter, read_adapter, text_tensors
 from dashinfer_vlm_core.models.qwen2_vl import Qwen2VL
 from dashinfer_vlm_core.models.spec import ModelSpec

@@ -6,7 +6,7 @@ import torch
 
 from ..config import EngineConfig
 from ..errors import ConfigError
-from ..kernels import Kernels
+from ..kernels.types import Kernels
 
 
 def resolve_device(device: str) -> str:

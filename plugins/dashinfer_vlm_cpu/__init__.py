@@ -23,7 +23,7 @@ from dashinfer_vlm_core import hookimpl
 if TYPE_CHECKING:
     import torch
 
-    from dashinfer_vlm_core.kernels import KernelFactory, LoadedKernels
+    from dashinfer_vlm_core.kernels.choice import KernelFactory, LoadedKernels
     from dashinfer_vlm_core.text_spec import TextModelSpec
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dashinfer_vlm_core.kernels import LoadedKernels
+from dashinfer_vlm_core.kernels.choice import LoadedKernels
 from dashinfer_vlm_core.kernels.cpu import cpu_flags
 from dashinfer_vlm_core.kernels.kv_cache import attend_cached
 from dashinfer_vlm_core.kernels.layers import FullLMHead, ReferenceDecoderLayers

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from dashinfer_vlm_core.concurrency.compute import executor_for
-from dashinfer_vlm_core.kernels import Activation, KVSpan, KVSpans, Linear, Norm
 from dashinfer_vlm_core.kernels.streams import to_device
+from dashinfer_vlm_core.kernels.types import Activation, KVSpan, KVSpans, Linear, Norm
 from dashinfer_vlm_core.models.interface import Grid
 from dashinfer_vlm_core.models.qwen2_vl.rope import rotary_tables
 from dashinfer_vlm_core.models.qwen2_vl.vit import (

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dashinfer_vlm_core.concurrency.compute import Executor
-from dashinfer_vlm_core.kernels import AdapterLayer, AdapterLayers, Kernels, Linear, LMHead, LowRank, LowRankPart
+from dashinfer_vlm_core.kernels.types import AdapterLayer, AdapterLayers, Kernels, Linear, LMHead, LowRank, LowRankPart
 from dashinfer_vlm_core.models.lora import LoraAdapter
 from dashinfer_vlm_core.models.lora_weights import Factors, read_factors, read_tensor
 from dashinfer_vlm_core.text_spec import TextModelSpec

@@ -20,10 +20,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dashinfer_vlm_core.kernels import KeyRanges, KVSpan, KVSpans
 from dashinfer_vlm_core.kernels.cuda import CudaKernels
 from dashinfer_vlm_core.kernels.graphs import CudaGraphRecorder, Recorder
 from dashinfer_vlm_core.kernels.streams import copy_to_device, to_device
+from dashinfer_vlm_core.kernels.types import KeyRanges, KVSpan, KVSpans
 
 from .kv_cache import KVCache
 from .model import PackedBatch, TextModel

@@ -20,8 +20,10 @@ from dashinfer_vlm_core.decoders import (
     check_request,
 )
 from dashinfer_vlm_core.errors import ConfigError, EngineClosed
-from dashinfer_vlm_core.kernels import INT4, INT8, Int8CacheAttention, Kernels, KernelSelector
+from dashinfer_vlm_core.kernels.choice import KernelSelector
 from dashinfer_vlm_core.kernels.linears import supported_bits
+from dashinfer_vlm_core.kernels.quantization import INT4, INT8
+from dashinfer_vlm_core.kernels.types import Int8CacheAttention, Kernels
 from dashinfer_vlm_core.models.formats.detection import weight_memory
 from dashinfer_vlm_core.models.lora import LoraAdapter
 from dashinfer_vlm_core.models.placement import resolve_device, resolve_dtype

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dashinfer_vlm_core.kernels import SampledIds, TokenSampling
+from dashinfer_vlm_core.kernels.types import SampledIds, TokenSampling
 
 from .sampler import LogitsRow, uniform
 

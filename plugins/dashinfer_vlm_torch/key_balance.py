@@ -14,7 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dashinfer_vlm_core.kernels import Norm, QuantizedWeight
+from dashinfer_vlm_core.kernels.quantization import QuantizedWeight
+from dashinfer_vlm_core.kernels.types import Norm
 
 LARGEST_DEVIATION = 3
 """The largest of the channels of a key, in standard deviations. Channels with a large bias do not deviate as much."""

@@ -16,7 +16,12 @@ from torch import Tensor
 
 from dashinfer_vlm_core.concurrency.compute import Executor
 from dashinfer_vlm_core.errors import ConfigError
-from dashinfer_vlm_core.kernels import (
+from dashinfer_vlm_core.kernels.experts import Expert, GroupedExperts, MixtureOfExperts
+from dashinfer_vlm_core.kernels.layers import ReferenceDecoderLayers, decoder_layers
+from dashinfer_vlm_core.kernels.linears import create_head, create_linear
+from dashinfer_vlm_core.kernels.quantization import Quantization, QuantizedWeight, has_8_bits
+from dashinfer_vlm_core.kernels.streams import HIGH_PRIORITY, stream_executor
+from dashinfer_vlm_core.kernels.types import (
     Activation,
     AdapterRows,
     Additions,
@@ -29,13 +34,7 @@ from dashinfer_vlm_core.kernels import (
     Linear,
     LMHead,
     Norm,
-    Quantization,
 )
-from dashinfer_vlm_core.kernels.experts import Expert, GroupedExperts, MixtureOfExperts
-from dashinfer_vlm_core.kernels.layers import ReferenceDecoderLayers, decoder_layers
-from dashinfer_vlm_core.kernels.linears import create_head, create_linear
-from dashinfer_vlm_core.kernels.quantization import QuantizedWeight, has_8_bits
-from dashinfer_vlm_core.kernels.streams import HIGH_PRIORITY, stream_executor
 from dashinfer_vlm_core.models.lora import LoraAdapter
 from dashinfer_vlm_core.models.weights import Weights
 from dashinfer_vlm_core.text_spec import ExpertsSpec, RotarySpec, TextModelSpec

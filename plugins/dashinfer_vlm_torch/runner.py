@@ -18,8 +18,8 @@ from torch import Tensor
 
 from dashinfer_vlm_core.concurrency.compute import Executor
 from dashinfer_vlm_core.errors import DecoderFailed
-from dashinfer_vlm_core.kernels import AdapterRows, Additions, KVSpan, KVSpans, TokenSampling
 from dashinfer_vlm_core.kernels.streams import to_device
+from dashinfer_vlm_core.kernels.types import AdapterRows, Additions, KVSpan, KVSpans, TokenSampling
 from dashinfer_vlm_core.models.lora import LoraAdapter
 
 from .adapters import HeadChange, TextAdapter

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from dashinfer_vlm_core.decoders import GrammarMatcher
 from dashinfer_vlm_core.errors import DecoderFailed
-from dashinfer_vlm_core.kernels import SampledIds
 from dashinfer_vlm_core.kernels.streams import HostCopy, to_device
+from dashinfer_vlm_core.kernels.types import SampledIds
 from dashinfer_vlm_core.protocol.sampling import GREEDY_BELOW, Sampling
 
 from .scheduler import SampledToken, SequenceState

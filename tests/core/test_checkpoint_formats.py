@@ -17,9 +17,8 @@ from safetensors.torch import load_file, save_file
 from dashinfer_vlm_core import Engine, EngineConfig, hookimpl
 from dashinfer_vlm_core.decoders.dashinfer import DashInferFactory
 from dashinfer_vlm_core.errors import CheckpointError
-from dashinfer_vlm_core.kernels import QuantizedWeight
 from dashinfer_vlm_core.kernels.linears import create_head, create_linear
-from dashinfer_vlm_core.kernels.quantization import INT8
+from dashinfer_vlm_core.kernels.quantization import INT8, QuantizedWeight
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.models.formats.detection import find_reader, weight_memory
 from dashinfer_vlm_core.models.weights import Weights

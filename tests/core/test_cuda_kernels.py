@@ -9,10 +9,10 @@ import torch
 
 from dashinfer_vlm_core.concurrency.compute import CPU_EXECUTOR
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.kernels import KVSpan, KVSpans
 from dashinfer_vlm_core.kernels.cuda import MAX_PADDED_KEYS, CudaKernels, compute_capability
 from dashinfer_vlm_core.kernels.streams import HIGH_PRIORITY, stream_executor, to_device
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
+from dashinfer_vlm_core.kernels.types import KVSpan, KVSpans
 from tests.kernels import selector
 
 SINGLE = [KVSpan(0, 1, 5, 700, 699), KVSpan(1, 1, 900, 1, 0), KVSpan(2, 1, 5, 701, 700), KVSpan(3, 1, 706, 190, 189)]

@@ -31,8 +31,8 @@ from dashinfer_vlm_core.embedding_store.codec import FP8_MAX, EmbeddingCodec
 from dashinfer_vlm_core.embedding_store.file_store import BLOCK, SIZE_FILE, FileStore
 from dashinfer_vlm_core.engine.vision_store import open_vision_store
 from dashinfer_vlm_core.errors import ConfigError, EngineClosed
-from dashinfer_vlm_core.kernels import TorchKernelFactory
 from dashinfer_vlm_core.kernels.choice import KernelSelector, this_machine
+from dashinfer_vlm_core.kernels.factories import TorchKernelFactory
 from dashinfer_vlm_core.models.interface import Embedded
 from dashinfer_vlm_core.models.qwen2_vl import Qwen2VL
 from dashinfer_vlm_core.models.vision_key import vision_key

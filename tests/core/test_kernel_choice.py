@@ -14,13 +14,15 @@ from dashinfer_vlm_cli.tune import fastest
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.engine.engine import _load_vision
 from dashinfer_vlm_core.errors import ConfigError
-from dashinfer_vlm_core.kernels import Activation, LoadedKernels, OneDnnKernelFactory, TorchKernelFactory, cpu
+from dashinfer_vlm_core.kernels import cpu
 from dashinfer_vlm_core.kernels import measure as measure_module
-from dashinfer_vlm_core.kernels.choice import KernelSelector
+from dashinfer_vlm_core.kernels.choice import KernelSelector, LoadedKernels
+from dashinfer_vlm_core.kernels.factories import OneDnnKernelFactory, TorchKernelFactory
 from dashinfer_vlm_core.kernels.measure import measure
 from dashinfer_vlm_core.kernels.onednn import OneDnnKernels, unavailable_reason
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.kernels.tuned import TunedKernels, store_tuned
+from dashinfer_vlm_core.kernels.types import Activation
 from dashinfer_vlm_core.kernels.workload import LinearGroup, LinearShape, text_workload, vision_workload
 from dashinfer_vlm_core.models.qwen2_vl import Qwen2VL
 from dashinfer_vlm_core.plugins import Registry

@@ -14,9 +14,12 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb_
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import ConfigError
-from dashinfer_vlm_core.kernels import (
-    INT4,
-    INT8,
+from dashinfer_vlm_core.kernels.kv_cache import attend_cached, quantize_rows
+from dashinfer_vlm_core.kernels.layers import ReferenceDecoderLayers, decoder_layers
+from dashinfer_vlm_core.kernels.onednn import OneDnnKernels, unavailable_reason
+from dashinfer_vlm_core.kernels.quantization import INT4, INT8
+from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
+from dashinfer_vlm_core.kernels.types import (
     Activation,
     AdapterLayer,
     AdapterLayers,
@@ -32,10 +35,6 @@ from dashinfer_vlm_core.kernels import (
     LowRankPart,
     Norm,
 )
-from dashinfer_vlm_core.kernels.kv_cache import attend_cached, quantize_rows
-from dashinfer_vlm_core.kernels.layers import ReferenceDecoderLayers, decoder_layers
-from dashinfer_vlm_core.kernels.onednn import OneDnnKernels, unavailable_reason
-from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_cpu import native as native_module
 from dashinfer_vlm_cpu.build import AMX, AVX2, AVX512, AVX512_VNNI, PORTABLE_TILES, Variant

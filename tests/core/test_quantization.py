@@ -7,9 +7,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dashinfer_vlm_core.kernels import INT4, INT8, Activation, Quantization, QuantizedWeight
-from dashinfer_vlm_core.kernels.quantization import GROUPS, concatenate, quantize
+from dashinfer_vlm_core.kernels.quantization import (
+    GROUPS,
+    INT4,
+    INT8,
+    Quantization,
+    QuantizedWeight,
+    concatenate,
+    quantize,
+)
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
+from dashinfer_vlm_core.kernels.types import Activation
 from dashinfer_vlm_cpu.build import AVX512, PORTABLE_TILES
 from dashinfer_vlm_cpu.native_linear import quantize_int4
 from tests.core.test_kernels import error, numbers

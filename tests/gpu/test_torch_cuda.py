@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.kernels import KVSpans
 from dashinfer_vlm_core.kernels.cuda import CudaKernels, compute_capability
 from dashinfer_vlm_core.kernels.experts import GroupedExperts
 from dashinfer_vlm_core.kernels.graphs import CudaGraphRecorder
 from dashinfer_vlm_core.kernels.streams import HIGH_PRIORITY, LOW_PRIORITY, stream_executor, to_device
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
+from dashinfer_vlm_core.kernels.types import KVSpans
 from dashinfer_vlm_core.models.qwen2_vl import Qwen2VL
 from dashinfer_vlm_torch.decode_graphs import DecodeGraphs, StepShape
 from dashinfer_vlm_torch.kv_cache import KVCache

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.kernels import KernelSelector
+from dashinfer_vlm_core.kernels.choice import KernelSelector
 from dashinfer_vlm_core.kernels.cuda import CudaKernels
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.models.qwen2_vl import pass_graphs

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.kernels import KernelSelector, KVSpan, LoadedKernels
+from dashinfer_vlm_core.kernels.choice import KernelSelector, LoadedKernels
 from dashinfer_vlm_core.kernels.cuda import CudaKernels
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
+from dashinfer_vlm_core.kernels.types import KVSpan
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
 from dashinfer_vlm_core.models.weights import Weights
 from dashinfer_vlm_torch.decode_graphs import (

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dashinfer_vlm_core.errors import ConfigError
-from dashinfer_vlm_core.kernels import INT4, INT8
+from dashinfer_vlm_core.kernels.quantization import INT4, INT8
 from dashinfer_vlm_torch.model import TextQuantization
 from tests.kernels import needs_native
 

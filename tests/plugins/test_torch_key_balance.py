@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from dashinfer_vlm_core.kernels import Norm
 from dashinfer_vlm_core.kernels.kv_cache import quantize_rows
+from dashinfer_vlm_core.kernels.types import Norm
 from dashinfer_vlm_torch.key_balance import balance_norms, balance_projection, channel_factors
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 6, 2, 128, 48

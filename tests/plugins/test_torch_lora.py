@@ -12,7 +12,7 @@ import torch
 from transformers import Qwen2VLForConditionalGeneration
 
 from dashinfer_vlm_core.errors import ConfigError
-from dashinfer_vlm_core.kernels import KernelSelector, LoadedKernels
+from dashinfer_vlm_core.kernels.choice import KernelSelector, LoadedKernels
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.models.lora import read_adapter
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec

@@ -12,11 +12,12 @@ from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLM
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextSparseMoeBlock
 
 from dashinfer_vlm_core import Engine, EngineConfig
-from dashinfer_vlm_core.kernels import INT8, Activation, DecoderLayer, DecoderShape, Norm
 from dashinfer_vlm_core.kernels.cuda import CudaKernels
 from dashinfer_vlm_core.kernels.experts import Expert, GroupedExperts, MixtureOfExperts
 from dashinfer_vlm_core.kernels.layers import ReferenceDecoderLayers
+from dashinfer_vlm_core.kernels.quantization import INT8
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
+from dashinfer_vlm_core.kernels.types import Activation, DecoderLayer, DecoderShape, Norm
 from dashinfer_vlm_core.models.weights import Weights
 from dashinfer_vlm_qwen3_vl import Qwen3VL
 from dashinfer_vlm_torch.kv_cache import KVCache

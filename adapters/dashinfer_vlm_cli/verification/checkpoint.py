@@ -13,7 +13,7 @@ import torch
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.decoders import Decoder
 from dashinfer_vlm_core.decoders.dashinfer.environment import private_folder
-from dashinfer_vlm_core.kernels import KernelSelector
+from dashinfer_vlm_core.kernels.choice import KernelSelector
 from dashinfer_vlm_core.models.interface import VisionEncoder
 from dashinfer_vlm_core.plugins import Registry
 

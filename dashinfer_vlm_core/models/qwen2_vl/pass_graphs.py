@@ -16,10 +16,10 @@ from cachetools import LRUCache
 from torch import Tensor
 
 from ...config import EngineConfig
-from ...kernels import Kernels
 from ...kernels.cuda import CudaKernels
 from ...kernels.graphs import CudaGraphRecorder, Recorder
 from ...kernels.streams import copy_to_device
+from ...kernels.types import Kernels
 from ..interface import Grid
 
 logger: logging.Logger = logging.getLogger(__name__)

@@ -19,10 +19,11 @@ import torch
 
 from ...concurrency.compute import Executor, executor_for
 from ...config import EngineConfig
-from ...kernels import INT8, Activation, Kernels, KernelSelector, KVSpan, KVSpans, Linear, Norm
+from ...kernels.choice import KernelSelector
 from ...kernels.linears import create_linear
-from ...kernels.quantization import QuantizedWeight
+from ...kernels.quantization import INT8, QuantizedWeight
 from ...kernels.streams import LOW_PRIORITY, stream_executor, to_device
+from ...kernels.types import Activation, Kernels, KVSpan, KVSpans, Linear, Norm
 from ..interface import Grid, Patches
 from ..lora import LoraAdapter, VisionMerge
 from ..placement import quantizes_vision_encoder, resolve_device, resolve_dtype

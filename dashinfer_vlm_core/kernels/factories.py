@@ -1,0 +1,81 @@
+"""The factories of the built-in kernels. This module does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from ..hooks import hookimpl
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..text_spec import TextModelSpec
+    from .choice import KernelFactory, LoadedKernels
+
+
+class _PyTorchKernelFactory:
+    """A factory for kernels that consist of PyTorch's operators and run every text model; see `KernelFactory`."""
+
+    def unsupported_reason(self, text: TextModelSpec) -> str:
+        return ""
+
+    def identity(self) -> str:
+        return f"torch {version('torch')}"
+
+
+class TorchKernelFactory(_PyTorchKernelFactory):
+    """Factory for PyTorch's kernels, for any device and dtype."""
+
+    name = "torch"
+    priority = 0
+
+    def applies(self, device: str, dtype: torch.dtype) -> bool:
+        return True
+
+    def load(self, device: str) -> LoadedKernels:
+        from .choice import LoadedKernels
+        from .torch_kernels import TorchKernels
+
+        return LoadedKernels(TorchKernels(device))
+
+
+class OneDnnKernelFactory(_PyTorchKernelFactory):
+    """Factory for PyTorch's kernels with weights in oneDNN's layout, for bfloat16 on a CPU."""
+
+    name = "onednn"
+    priority = 1
+
+    def applies(self, device: str, dtype: torch.dtype) -> bool:
+        return device.partition(":")[0] == "cpu" and str(dtype) == "torch.bfloat16"
+
+    def load(self, device: str) -> LoadedKernels:
+        from .choice import LoadedKernels
+        from .onednn import OneDnnKernels, unavailable_reason
+
+        reason = unavailable_reason()
+        return LoadedKernels(None, reason) if reason else LoadedKernels(OneDnnKernels(device))
+
+
+class CudaKernelFactory(_PyTorchKernelFactory):
+    """Factory for PyTorch's kernels with batched attention, for CUDA."""
+
+    name = "cuda"
+    priority = 1
+
+    def applies(self, device: str, dtype: torch.dtype) -> bool:
+        return device.partition(":")[0] == "cuda"
+
+    def load(self, device: str) -> LoadedKernels:
+        from .choice import LoadedKernels
+        from .cuda import CudaKernels
+
+        return LoadedKernels(CudaKernels(device))
+
+
+@hookimpl
+def register_kernels(register: Callable[[KernelFactory], None]) -> None:
+    register(TorchKernelFactory())
+    register(OneDnnKernelFactory())
+    register(CudaKernelFactory())
