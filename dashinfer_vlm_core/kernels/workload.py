@@ -95,6 +95,18 @@ class Workload:
         return math.fsum(count * seconds[rows] for rows, count in self.passes)
 
 
+def vision_blocks(depth: int, width: int, inner: int, activation: str) -> tuple[LinearGroup, ...]:
+    """Return the linear layers of a vision encoder's blocks: attention, and an MLP with the given inner size."""
+    up = 2 * inner if activation == "silu_gate" else inner
+    block = (
+        LinearShape(3 * width, width),
+        LinearShape(width, width),
+        LinearShape(up, width, activation),
+        LinearShape(width, inner),
+    )
+    return (LinearGroup(block, depth),)
+
+
 def text_workload(text: TextModelSpec, *, quantization: str = "none") -> Workload:
     """Return the workload of a text model."""
     query, key = (heads * text.head_dim for heads in (text.num_attention_heads, text.num_key_value_heads))

@@ -85,14 +85,22 @@ def smart_resize(
         )
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
     if rows * columns > max_pixels:
-        shrink = math.sqrt((height * width) / max_pixels)
-        rows = max(factor, math.floor(height / shrink / factor) * factor)
-        columns = max(factor, math.floor(width / shrink / factor) * factor)
-    elif rows * columns < min_pixels:
-        grow = math.sqrt(min_pixels / (height * width))
-        rows = math.ceil(height * grow / factor) * factor
-        columns = math.ceil(width * grow / factor) * factor
+        return shrink(height, width, math.sqrt((height * width) / max_pixels), factor)
+    if rows * columns < min_pixels:
+        return grow(height, width, math.sqrt(min_pixels / (height * width)), factor)
     return rows, columns
+
+
+def shrink(height: int, width: int, divisor: float, factor: int) -> tuple[int, int]:
+    """Divide both sides, rounded down to multiples of `factor`, but not to 0."""
+    rows = max(factor, math.floor(height / divisor / factor) * factor)
+    columns = max(factor, math.floor(width / divisor / factor) * factor)
+    return rows, columns
+
+
+def grow(height: int, width: int, scale: float, factor: int) -> tuple[int, int]:
+    """Multiply both sides, rounded up to multiples of `factor`."""
+    return math.ceil(height * scale / factor) * factor, math.ceil(width * scale / factor) * factor
 
 
 def normalize(pixels: Pixels, spec: PixelSpec) -> npt.NDArray[np.float32]:

@@ -15,12 +15,12 @@ from pathlib import Path
 from dashinfer_vlm_core import hookimpl
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.kernels.choice import KernelSelector
-from dashinfer_vlm_core.kernels.workload import LinearGroup, LinearShape
+from dashinfer_vlm_core.kernels.workload import LinearGroup, vision_blocks
 from dashinfer_vlm_core.models.interface import ImageProcessor, ModelFamily, PromptLayout, VisionEncoder
 from dashinfer_vlm_core.models.lora import LoraAdapter
 from dashinfer_vlm_core.models.spec import ModelSpec
 
-from .config import MODEL_TYPES, read_spec, read_vision_config
+from .config import MODEL_TYPES, read_spec, read_video_pixels, read_vision_config
 
 __all__ = ["Qwen3VL", "register_model_families"]
 
@@ -34,9 +34,9 @@ class Qwen3VL:
         return read_spec(folder)
 
     def image_processor(self, spec: ModelSpec, config: EngineConfig) -> ImageProcessor:
-        from .image_processor import load_image_processor
+        from .image_processor import Qwen3VLImageProcessor
 
-        return load_image_processor(spec, config)
+        return Qwen3VLImageProcessor(spec.pixels, read_video_pixels(spec.folder, spec.pixels), config)
 
     def prompt_layout(self, spec: ModelSpec) -> PromptLayout:
         from .prompt_layout import load_prompt_layout
@@ -56,14 +56,7 @@ class Qwen3VL:
     def vision_linears(self, spec: ModelSpec) -> tuple[LinearGroup, ...]:
         """See `ModelFamily`: the blocks."""
         vision = read_vision_config(spec.folder)
-        width, inner = vision.hidden_size, vision.intermediate_size
-        block = (
-            LinearShape(3 * width, width),
-            LinearShape(width, width),
-            LinearShape(inner, width, "gelu_tanh"),
-            LinearShape(width, inner),
-        )
-        return (LinearGroup(block, vision.depth),)
+        return vision_blocks(vision.depth, vision.hidden_size, vision.intermediate_size, "gelu_tanh")
 
 
 @hookimpl

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import InvalidParameter
 from dashinfer_vlm_core.media.image import MAX_ASPECT
-from dashinfer_vlm_core.media.types import FrameResizer, Image, Pixels, Video
-from dashinfer_vlm_core.models.interface import Grid, GridShape, Patches
-from dashinfer_vlm_core.models.patches import frames_shape, grid_for_size, grid_shape, patchify, resize, resize_frame
+from dashinfer_vlm_core.media.types import Image, Video
+from dashinfer_vlm_core.models.patches import frames_shape, grow, shrink
 from dashinfer_vlm_core.models.qwen2_vl.image_processor import Qwen2VLImageProcessor
-from dashinfer_vlm_core.models.spec import ModelSpec, PixelSpec
+from dashinfer_vlm_core.models.spec import PixelSpec
 
-from .config import VideoPixels, read_video_pixels
+from .config import VideoPixels
 
 FRAME_TOKENS = 768
 """Default maximum number of visual tokens of a resized frame, as in qwen-vl-utils."""
 
 
-class Qwen3VLImageProcessor:
+class Qwen3VLImageProcessor(Qwen2VLImageProcessor):
     """See `ImageProcessor`.
 
     Args:
@@ -33,40 +31,13 @@ class Qwen3VLImageProcessor:
     """
 
     def __init__(self, spec: PixelSpec, video: VideoPixels, config: EngineConfig) -> None:
-        self._spec = spec
-        self._images = Qwen2VLImageProcessor(spec, config)
+        super().__init__(spec, config)
         self._video_min = video.min_pixels
         self._video_max = config.video_total_pixels or video.max_pixels
         self._frame_max = config.video_max_pixels or FRAME_TOKENS * spec.factor**2
 
-    def process(self, media: Image | Video) -> Patches:
-        """Resize (bicubic, with Pillow) and patchify an image or video.
-
-        A video is padded with its last frame to a multiple of `temporal_patch_size`.
-
-        Raises:
-            InvalidParameter: the request's limits contradict each other or the server's, or the aspect ratio is above
-                200.
-        """
-        if isinstance(media, Image):
-            return self._images.process(media)
-        pixels, grid = patchify(resize(media, self.frame_size(media)), self._spec)
-        return Patches(
-            pixels=pixels,
-            grid=grid,
-            tokens=grid_shape(grid, self._spec).tokens,
-            kind="video",
-            path=media.path,
-            times=media.times,
-        )
-
-    def count_tokens(self, media: Image | Video) -> int:
-        if isinstance(media, Image):
-            return self._images.count_tokens(media)
-        return grid_shape(grid_for_size(frames_shape(media)[0], *self.frame_size(media), self._spec), self._spec).tokens
-
-    def frame_resizer(self, video: Video) -> FrameResizer:
-        return functools.partial(resize_frame, size=self.frame_size(video))
+    def _size(self, media: Image | Video) -> tuple[int, int]:
+        return super()._size(media) if isinstance(media, Image) else self.frame_size(media)
 
     def frame_size(self, video: Video) -> tuple[int, int]:
         """Return (height, width) of the resized frames of a video, in pixels.
@@ -101,12 +72,6 @@ class Qwen3VLImageProcessor:
             path=video.path,
         )
 
-    def shape(self, grid: Grid) -> GridShape:
-        return grid_shape(grid, self._spec)
-
-    def frames(self, patches: Patches) -> Pixels:
-        return self._images.frames(patches)
-
 
 def resized_video(
     frames: int, height: int, width: int, *, spec: PixelSpec, min_pixels: int, max_pixels: int, path: str | None = None
@@ -133,16 +98,7 @@ def resized_video(
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
     pixels = round(frames / span) * span * rows * columns
     if pixels > max_pixels:
-        shrink = math.sqrt(frames * height * width / max_pixels)
-        rows = max(factor, math.floor(height / shrink / factor) * factor)
-        columns = max(factor, math.floor(width / shrink / factor) * factor)
-    elif pixels < min_pixels:
-        grow = math.sqrt(min_pixels / (frames * height * width))
-        rows = math.ceil(height * grow / factor) * factor
-        columns = math.ceil(width * grow / factor) * factor
+        return shrink(height, width, math.sqrt(frames * height * width / max_pixels), factor)
+    if pixels < min_pixels:
+        return grow(height, width, math.sqrt(min_pixels / (frames * height * width)), factor)
     return rows, columns
-
-
-def load_image_processor(spec: ModelSpec, config: EngineConfig) -> Qwen3VLImageProcessor:
-    """Create the image processor of a checkpoint; see `ModelFamily.image_processor`."""
-    return Qwen3VLImageProcessor(spec.pixels, read_video_pixels(spec.folder, spec.pixels), config)

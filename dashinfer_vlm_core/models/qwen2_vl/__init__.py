@@ -9,7 +9,7 @@ from pathlib import Path
 from ...config import EngineConfig
 from ...hooks import hookimpl
 from ...kernels.choice import KernelSelector
-from ...kernels.workload import LinearGroup, LinearShape
+from ...kernels.workload import LinearGroup, vision_blocks
 from ..interface import ImageProcessor, ModelFamily, PromptLayout, VisionEncoder
 from ..lora import LoraAdapter
 from ..spec import ModelSpec
@@ -45,15 +45,8 @@ class Qwen2VL:
     def vision_linears(self, spec: ModelSpec) -> tuple[LinearGroup, ...]:
         """See `ModelFamily`: the blocks. The merger has only a few percent of the work."""
         vision = read_vision_config(spec.folder)
-        width = vision.embed_dim
         inner = int(vision.embed_dim * vision.mlp_ratio)
-        block = (
-            LinearShape(3 * width, width),
-            LinearShape(width, width),
-            LinearShape(inner, width, vision.hidden_act),
-            LinearShape(width, inner),
-        )
-        return (LinearGroup(block, vision.depth),)
+        return vision_blocks(vision.depth, vision.embed_dim, inner, vision.hidden_act)
 
 
 @hookimpl
