@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dashinfer_vlm_core.models.coordinates import CoordinateSpec
 from dashinfer_vlm_core.models.json_fields import JsonFields
-from dashinfer_vlm_core.models.qwen2_vl.config import check_vision_encoder, model_spec, read_config
+from dashinfer_vlm_core.models.qwen2_vl.config import check_vision_encoder, check_vision_heads, model_spec, read_config
 from dashinfer_vlm_core.models.spec import ModelSpec
 
 MODEL_TYPE = "qwen2_5_vl"
@@ -56,7 +56,8 @@ def read_vision_config(folder: Path) -> VisionConfig:
     """
     vision = read_config(folder, MODEL_TYPE).section("vision_config")
     check_vision_encoder(vision, VISION_ACTIVATIONS)
-    config = VisionConfig(
+    check_vision_heads(vision, "hidden_size")
+    return VisionConfig(
         depth=vision.integer("depth"),
         hidden_size=vision.integer("hidden_size"),
         intermediate_size=vision.integer("intermediate_size"),
@@ -70,11 +71,6 @@ def read_vision_config(folder: Path) -> VisionConfig:
         fullatt_block_indexes=_full_attention_blocks(vision),
         tokens_per_second=vision.integer("tokens_per_second", default=DEFAULT_TOKENS_PER_SECOND),
     )
-    if config.hidden_size % (4 * config.num_heads):
-        vision.fail(
-            "num_heads", f"does not divide `hidden_size` {config.hidden_size} into heads whose width is a multiple of 4"
-        )
-    return config
 
 
 def read_spec(folder: Path) -> ModelSpec:

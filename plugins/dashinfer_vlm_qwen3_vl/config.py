@@ -5,7 +5,7 @@ Checkpoints that cannot be computed exactly as trained are rejected, and the err
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isqrt
 from pathlib import Path
 
@@ -14,20 +14,21 @@ from dashinfer_vlm_core.models.coordinates import CoordinateSpec
 from dashinfer_vlm_core.models.json_fields import JsonFields, read_fields
 from dashinfer_vlm_core.models.qwen2_vl.config import (
     TENSOR_RENAMES,
-    check_text_model,
+    check_heads,
     check_vision_encoder,
+    check_vision_heads,
     mrope_section,
     pixel_limit,
     pixel_spec,
     read_config,
     rope_fields,
-    rope_theta,
+    shared_text_model,
     stop_tokens,
     stored_dtype,
     text_fields,
 )
 from dashinfer_vlm_core.models.spec import ModelSpec, PixelSpec, Profile, TokenSpec
-from dashinfer_vlm_core.text_spec import ExpertsSpec, RotarySpec, TextModelSpec
+from dashinfer_vlm_core.text_spec import ExpertsSpec, TextModelSpec
 from dashinfer_vlm_core.tokenization.chat_template import template_mentions
 from dashinfer_vlm_core.tokenization.conversation import HERMES
 
@@ -154,34 +155,19 @@ def read_vision_tokens(folder: Path) -> tuple[int, int]:
 
 def _text_model(config: JsonFields) -> TextModelSpec:
     text = text_fields(config)
-    check_text_model(text)
     if text.flag("attention_bias"):
         text.fail("attention_bias", "is true", "Only projections without biases are supported.")
-    heads, layers = text.integer("num_attention_heads"), text.integer("num_hidden_layers")
-    hidden_size = text.integer("hidden_size")
     is_moe = config.get("model_type") == MOE
-    spec = TextModelSpec(
-        hidden_size=hidden_size,
-        intermediate_size=text.integer("intermediate_size"),
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=text.integer("num_key_value_heads", default=heads),
-        head_dim=text.integer("head_dim", default=hidden_size // heads if is_moe else 128),
-        vocab_size=text.integer("vocab_size"),
-        max_position_embeddings=text.integer("max_position_embeddings"),
-        norm_eps=text.number("rms_norm_eps"),
-        rotary=RotarySpec(theta=rope_theta(text), axes=_interleaved_axes(text)),
-        tie_word_embeddings=config.flag("tie_word_embeddings") or text.flag("tie_word_embeddings"),
+    shared = shared_text_model(config, _interleaved_axes(text), head_dim=None if is_moe else 128)
+    check_heads(text, shared)
+    layers = shared.num_hidden_layers
+    return replace(
+        shared,
         qkv_bias=False,
         qk_norm=True,
         visual_levels=len(_deepstack_layers(config.section("vision_config"), layers)),
         experts=_experts(text, layers) if is_moe else None,
     )
-    if heads % spec.num_key_value_heads:
-        text.fail("num_key_value_heads", f"does not divide `num_attention_heads` {heads}")
-    if 2 * len(spec.rotary.axes) != spec.head_dim:
-        rope_fields(text).fail("mrope_section", f"does not add up to half of `head_dim` {spec.head_dim}")
-    return spec
 
 
 def _interleaved_axes(text: JsonFields) -> tuple[int, ...]:
@@ -226,6 +212,7 @@ def _experts(text: JsonFields, layers: int) -> ExpertsSpec:
 def _vision_config(config: JsonFields) -> VisionConfig:
     vision = config.section("vision_config")
     check_vision_encoder(vision, VISION_ACTIVATIONS)
+    check_vision_heads(vision, "hidden_size")
     spec = VisionConfig(
         depth=vision.integer("depth"),
         hidden_size=vision.integer("hidden_size"),
@@ -239,10 +226,6 @@ def _vision_config(config: JsonFields) -> VisionConfig:
         hidden_act=str(vision.get("hidden_act") or VISION_ACTIVATIONS[0]),
         deepstack_layers=_deepstack_layers(vision, text_fields(config).integer("num_hidden_layers")),
     )
-    if spec.hidden_size % (4 * spec.num_heads):
-        vision.fail(
-            "num_heads", f"does not divide `hidden_size` {spec.hidden_size} into heads whose width is a multiple of 4"
-        )
     if spec.table_side**2 != vision.get("num_position_embeddings"):
         vision.fail("num_position_embeddings", f"must be a square, got {vision.get('num_position_embeddings')}")
     return spec

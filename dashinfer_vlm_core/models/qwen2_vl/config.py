@@ -72,24 +72,54 @@ def text_model_spec(config: JsonFields) -> TextModelSpec:
         CheckpointError: a field is missing or invalid, or requires an unsupported feature.
     """
     text = text_fields(config)
-    check_text_model(text)
+    axes = tuple(axis for axis, count in enumerate(mrope_section(text)) for _ in range(count))
+    spec = shared_text_model(config, axes)
+    if spec.num_attention_heads * spec.head_dim != spec.hidden_size:
+        text.fail("num_attention_heads", f"times `head_dim` {spec.head_dim} is not `hidden_size` {spec.hidden_size}")
+    check_heads(text, spec)
+    return spec
+
+
+def shared_text_model(config: JsonFields, axes: tuple[int, ...], *, head_dim: int | None = None) -> TextModelSpec:
+    """Return a text model from the fields that families share.
+
+    Args:
+        config: `config.json`, in either layout.
+        axes: see `RotarySpec`.
+        head_dim: the size of a head if it is absent; by default, that of all heads together is `hidden_size`.
+
+    Raises:
+        CheckpointError: a field is missing or invalid, or requires an unsupported feature.
+    """
+    text = text_fields(config)
+    _check_text_model(text)
     heads = text.integer("num_attention_heads")
     hidden_size = text.integer("hidden_size")
-    spec = TextModelSpec(
+    return TextModelSpec(
         hidden_size=hidden_size,
         intermediate_size=text.integer("intermediate_size"),
         num_hidden_layers=text.integer("num_hidden_layers"),
         num_attention_heads=heads,
         num_key_value_heads=text.integer("num_key_value_heads", default=heads),
-        head_dim=text.integer("head_dim", default=hidden_size // heads),
+        head_dim=text.integer("head_dim", default=head_dim or hidden_size // heads),
         vocab_size=text.integer("vocab_size"),
         max_position_embeddings=text.integer("max_position_embeddings"),
         norm_eps=text.number("rms_norm_eps"),
-        rotary=RotarySpec(theta=rope_theta(text), axes=_axes(mrope_section(text))),
+        rotary=RotarySpec(theta=_rope_theta(text), axes=axes),
         tie_word_embeddings=config.flag("tie_word_embeddings") or text.flag("tie_word_embeddings"),
     )
-    _check_heads(text, spec)
-    return spec
+
+
+def check_heads(text: JsonFields, spec: TextModelSpec) -> None:
+    """Check that the heads of a text model share keys evenly, and that its rotary frequencies fill a head.
+
+    Raises:
+        CheckpointError: they do not.
+    """
+    if spec.num_attention_heads % spec.num_key_value_heads:
+        text.fail("num_key_value_heads", f"does not divide `num_attention_heads` {spec.num_attention_heads}")
+    if 2 * len(spec.rotary.axes) != spec.head_dim:
+        rope_fields(text).fail("mrope_section", f"does not add up to half of `head_dim` {spec.head_dim}")
 
 
 def read_vision_config(folder: Path) -> VisionConfig:
@@ -100,7 +130,8 @@ def read_vision_config(folder: Path) -> VisionConfig:
     """
     vision = read_config(folder, MODEL_TYPE).section("vision_config")
     check_vision_encoder(vision, VISION_ACTIVATIONS)
-    spec = VisionConfig(
+    check_vision_heads(vision, "embed_dim")
+    return VisionConfig(
         depth=vision.integer("depth"),
         embed_dim=vision.integer("embed_dim"),
         hidden_size=vision.integer("hidden_size"),
@@ -112,11 +143,6 @@ def read_vision_config(folder: Path) -> VisionConfig:
         in_channels=vision.integer("in_channels", default=3),
         hidden_act=str(vision.get("hidden_act") or "quick_gelu"),
     )
-    if spec.embed_dim % (4 * spec.num_heads):
-        vision.fail(
-            "num_heads", f"does not divide `embed_dim` {spec.embed_dim} into heads whose width is a multiple of 4"
-        )
-    return spec
 
 
 def read_spec(folder: Path) -> ModelSpec:
@@ -205,12 +231,7 @@ def text_fields(config: JsonFields) -> JsonFields:
     return config if config.get("text_config") is None else config.section("text_config")
 
 
-def check_text_model(text: JsonFields) -> None:
-    """Check the options of the text model that families share: activation, full attention.
-
-    Raises:
-        CheckpointError: it requires an unsupported feature.
-    """
+def _check_text_model(text: JsonFields) -> None:
     if text.get("hidden_act") not in (None, "silu"):
         text.fail("hidden_act", f"is {text.get('hidden_act')!r}", "Only 'silu' is supported.")
     if text.flag("use_sliding_window") or "sliding_attention" in (text.get("layer_types") or ()):
@@ -237,6 +258,17 @@ def check_vision_encoder(vision: JsonFields, activations: tuple[str, ...]) -> No
             vision.fail(f"rope_parameters.{name}", f"is {value!r}", f"Only {expected!r} is supported.")
 
 
+def check_vision_heads(vision: JsonFields, width: str) -> None:
+    """Check that `num_heads` divides the hidden size, which has the name `width`, as 2-D rotary embedding requires.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    size = vision.integer(width)
+    if size % (4 * vision.integer("num_heads")):
+        vision.fail("num_heads", f"does not divide `{width}` {size} into heads whose width is a multiple of 4")
+
+
 def rope_fields(text: JsonFields) -> JsonFields:
     """Return the text model's rotary options, under either of their names; only plain M-RoPE is supported."""
     rope = text.section("rope_parameters" if text.get("rope_parameters") is not None else "rope_scaling")
@@ -246,8 +278,7 @@ def rope_fields(text: JsonFields) -> JsonFields:
     return rope
 
 
-def rope_theta(text: JsonFields) -> float:
-    """Return the base of the rotary frequencies."""
+def _rope_theta(text: JsonFields) -> float:
     rope = rope_fields(text)
     return (rope if rope.get("rope_theta") is not None else text).number("rope_theta")
 
@@ -256,19 +287,6 @@ def mrope_section(text: JsonFields) -> tuple[int, int, int]:
     """Return the numbers of rotary frequencies for time, height and width."""
     time, height, width = rope_fields(text).triple("mrope_section")
     return int(time), int(height), int(width)
-
-
-def _axes(section: tuple[int, int, int]) -> tuple[int, ...]:
-    return tuple(axis for axis, count in enumerate(section) for _ in range(count))
-
-
-def _check_heads(text: JsonFields, spec: TextModelSpec) -> None:
-    if spec.num_attention_heads * spec.head_dim != spec.hidden_size:
-        text.fail("num_attention_heads", f"times `head_dim` {spec.head_dim} is not `hidden_size` {spec.hidden_size}")
-    if spec.num_attention_heads % spec.num_key_value_heads:
-        text.fail("num_key_value_heads", f"does not divide `num_attention_heads` {spec.num_attention_heads}")
-    if 2 * len(spec.rotary.axes) != spec.head_dim:
-        rope_fields(text).fail("mrope_section", f"does not add up to half of `head_dim` {spec.head_dim}")
 
 
 def stored_dtype(config: JsonFields) -> str:
@@ -299,17 +317,12 @@ def pixel_spec(folder: Path, patch_size: int, temporal_patch_size: int, merge_si
         CheckpointError: its file is missing or invalid, or contradicts the vision encoder.
     """
     fields = _preprocessor(folder)
-    for name, expected in (
-        ("patch_size", patch_size),
-        ("temporal_patch_size", temporal_patch_size),
-        ("merge_size", merge_size),
-    ):
-        if fields.get(name) not in (None, expected):
-            fields.fail(name, f"is {fields.get(name)!r}, but {CONFIG} has {expected}")
+    expected = {"patch_size": patch_size, "temporal_patch_size": temporal_patch_size, "merge_size": merge_size}
+    for name, value in expected.items():
+        if fields.get(name) not in (None, value):
+            fields.fail(name, f"is {fields.get(name)!r}, but {CONFIG} has {value}")
     return PixelSpec(
-        patch_size=patch_size,
-        temporal_patch_size=temporal_patch_size,
-        merge_size=merge_size,
+        **expected,
         min_pixels=pixel_limit(fields, "min_pixels", "shortest_edge"),
         max_pixels=pixel_limit(fields, "max_pixels", "longest_edge"),
         mean=fields.triple("image_mean"),
