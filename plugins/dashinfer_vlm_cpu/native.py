@@ -9,7 +9,6 @@ import ctypes
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,74 +46,32 @@ from .native_linear import (
 MAX_HEADS_PER_KV_HEAD = 192
 """Maximum number of query heads per key head: their queries of one token are processed together."""
 
-_INT, _LONG, _FLOAT, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+_LONG, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
-SIGNATURES: dict[str, tuple[type[Any], ...]] = {
-    "pack_bf16": (_POINTER, _LONG, _LONG, _INT, _POINTER, _INT),
-    "pack_codes": (_POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT),
-    "pack_int8": (_POINTER, _LONG, _LONG, _INT, _POINTER, _POINTER, _INT),
-    "pack_int8_codes": (_POINTER, _POINTER, _LONG, _LONG, _INT, _POINTER, _POINTER, _INT),
-    "quantize_int4": (_POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG, _POINTER, _POINTER, _POINTER, _INT),
-    "pack_int4": (
-        _POINTER,
-        _POINTER,
-        _POINTER,
-        _POINTER,
-        _LONG,
-        _LONG,
-        _LONG,
-        _INT,
-        _POINTER,
-        _POINTER,
-        _INT,
-    ),
-    "linear_biased": (
-        _POINTER,
-        _POINTER,
-        _LONG,
-        _LONG,
-        _POINTER,
-        _LONG,
-        _INT,
-        _POINTER,
-        _LONG,
-        _POINTER,
-        _INT,
-    ),
-    "norm": (_POINTER, _LONG, _POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG, _INT),
-    "rotate": (_POINTER, _LONG, _POINTER, _POINTER, _LONG, _LONG, _LONG, _INT),
-    "attend": (_POINTER, _POINTER, _LONG, _POINTER, _INT),
-    "run_layers": (_POINTER, _LONG, _POINTER, _POINTER, _INT),
-    "compute_argmax_bounds": (_POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _INT),
-    "argmax_columns": (_POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT),
-    "sample_tokens": (
-        _POINTER,
-        _LONG,
-        _POINTER,
-        _LONG,
-        _LONG,
-        _POINTER,
-        _POINTER,
-        _POINTER,
-        _POINTER,
-        _POINTER,
-        _INT,
-    ),
-    "codes_size": (_LONG,),
-    "int4_size": (_LONG, _LONG, _LONG),
-    "linear_workspace_size": (_POINTER, _LONG, _INT),
-    "argmax_workspace_size": (_LONG, _LONG, _LONG),
-    "attend_workspace_size": (_LONG,),
+SIGNATURES = {
+    "pack_bf16": "pllipi",
+    "pack_codes": "pllppi->i",
+    "pack_int8": "pllippi",
+    "pack_int8_codes": "ppllippi",
+    "quantize_int4": "plllplpppi",
+    "pack_int4": "pppplllippi",
+    "linear_biased": "ppllpliplpi",
+    "norm": "plppfplli",
+    "rotate": "plppllli",
+    "attend": "pplpi",
+    "run_layers": "plppi",
+    "compute_argmax_bounds": "pllpppi",
+    "argmax_columns": "ppllppi",
+    "sample_tokens": "plpllpppppi",
+    "codes_size": "l->l",
+    "int4_size": "lll->l",
+    "linear_workspace_size": "pli->l",
+    "argmax_workspace_size": "lll->l",
+    "attend_workspace_size": "l->l",
 }
+"""The arguments of each C function, and its result if it has one: pointer, long (int64), int (int32) or float."""
 
-RESULTS: dict[str, type[Any]] = {
-    "pack_codes": _INT,
-    "codes_size": _LONG,
-    "int4_size": _LONG,
-    "linear_workspace_size": _LONG,
-    "argmax_workspace_size": _LONG,
-    "attend_workspace_size": _LONG,
-}
+TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
 
 
 class AttentionArgs(ctypes.Structure):
@@ -279,9 +236,10 @@ def load_variant(variant: Variant, path: Path = LIBRARY) -> LoadedKernels:
         return LoadedKernels(None, error.reason, error.fix)
     if variant is AMX and not library.tiles_permitted():
         return LoadedKernels(None, "the system does not permit this process to use AMX", "use Linux 5.16 or newer")
-    for name, types in SIGNATURES.items():
-        getattr(library, name).argtypes = types
-        getattr(library, name).restype = RESULTS.get(name)
+    for name, signature in SIGNATURES.items():
+        arguments, _, result = signature.partition("->")
+        getattr(library, name).argtypes = [TYPES[letter] for letter in arguments]
+        getattr(library, name).restype = TYPES.get(result)
     return LoadedKernels(NativeKernels(library, variant.name))
 
 
