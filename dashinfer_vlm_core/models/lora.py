@@ -8,13 +8,12 @@ of a module in transformers' model, and `.lora_A.weight` or `.lora_B.weight`; mo
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
@@ -23,6 +22,7 @@ from ..text_spec import TextModelSpec
 from .checkpoint import HUB_ID, download
 from .files import checked_headers, rename, stored_tensors, unreadable_file_error
 from .headers import TensorHeader
+from .json_fields import JsonFields, read_fields
 from .spec import ModelSpec
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -32,13 +32,13 @@ FLOATS = ("F32", "F16", "BF16")
 UNSUPPORTED: Mapping[str, str] = {
     "use_dora": "DoRA",
     "use_qalora": "QALoRA",
-    "fan_in_fan_out": "transposed weights (`fan_in_fan_out`)",
-    "lora_bias": "biases of the factors (`lora_bias`)",
-    "layer_replication": "`layer_replication`",
-    "trainable_token_indices": "`trainable_token_indices`",
-    "target_parameters": "`target_parameters`",
-    "alora_invocation_tokens": "aLoRA (`alora_invocation_tokens`)",
-    "arrow_config": "Arrow (`arrow_config`)",
+    "fan_in_fan_out": "transposed weights",
+    "lora_bias": "biases of the factors",
+    "layer_replication": "replicated layers",
+    "trainable_token_indices": "trained tokens",
+    "target_parameters": "factors of parameters",
+    "alora_invocation_tokens": "aLoRA",
+    "arrow_config": "Arrow",
     "use_bdlora": "BD-LoRA",
 }
 """Fields of the configuration that must be null, false or empty, and what they enable."""
@@ -156,7 +156,6 @@ def read_adapter(name: str, path: str, spec: ModelSpec) -> LoraAdapter:
 class _Settings(NamedTuple):
     """The fields of the configuration that determine the scales, and the modules that were trained completely."""
 
-    file: Path
     alpha: float
     rank: int
     alpha_pattern: Mapping[str, float]
@@ -178,83 +177,55 @@ def _by_pattern(patterns: Mapping[str, float], module: str, default: float) -> f
 
 
 def _read_settings(file: Path) -> _Settings:
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read ({error.strerror}). Is this a LoRA folder of PEFT?") from error
-    except ValueError as error:
-        raise CheckpointError(f"{file} is not valid JSON: {error}. Copy or download it again.") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{file} is not a JSON object. Copy or download it again.")
-    _check_supported(file, values)
-    fields = _Fields(file, values)
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing. Is this a LoRA folder of PEFT?")
+    fields = read_fields(file)
+    _check_supported(fields)
+    saved = fields.get("modules_to_save") or []
+    if not isinstance(saved, list) or not all(isinstance(item, str) for item in saved):
+        fields.fail("modules_to_save", f"must be a list of names, got {saved!r}", _COPY)
     return _Settings(
-        file=file,
         alpha=fields.number("lora_alpha"),
         rank=int(fields.number("r")),
-        alpha_pattern=fields.numbers("alpha_pattern"),
-        rank_pattern=fields.numbers("rank_pattern"),
-        rank_stabilized=bool(values.get("use_rslora")),
-        saved_modules=fields.names("modules_to_save"),
+        alpha_pattern=_patterns(fields, "alpha_pattern"),
+        rank_pattern=_patterns(fields, "rank_pattern"),
+        rank_stabilized=bool(fields.get("use_rslora")),
+        saved_modules=tuple(saved),
     )
 
 
-def _check_supported(file: Path, values: Mapping[str, Any]) -> None:
-    kind = values.get("peft_type")
+def _patterns(fields: JsonFields, name: str) -> dict[str, float]:
+    if not fields.get(name):
+        return {}
+    section = fields.section(name)
+    try:
+        for pattern in section.values:
+            re.compile(pattern)
+    except re.error as error:
+        fields.fail(name, f"must be regular expressions, got {error.pattern!r}", _COPY)
+    return {pattern: section.number(pattern) for pattern in section.values}
+
+
+def _check_supported(fields: JsonFields) -> None:
+    kind = fields.get("peft_type")
     if kind != "LORA":
-        raise CheckpointError(f"{file}: `peft_type` is {kind!r}, but only adapters of the type 'LORA' are supported.")
+        fields.fail("peft_type", f"is {kind!r}, but only 'LORA' is supported", _COPY)
     for name, feature in UNSUPPORTED.items():
-        if values.get(name):
-            raise CheckpointError(
-                f"{file}: {feature} is not supported. Merge the adapter into a checkpoint with PEFT's"
-                " `merge_and_unload`, and serve that."
-            )
-    if values.get("bias", "none") != "none":
-        raise CheckpointError(f"{file}: `bias` is {values['bias']!r}, but only 'none' is supported. Merge the adapter.")
-    init = values.get("init_lora_weights")
+        if fields.get(name):
+            fields.fail(name, f"enables {feature}, which is not supported", _MERGE)
+    if fields.get("bias") not in (None, "none"):
+        fields.fail("bias", f"is {fields.get('bias')!r}, but only 'none' is supported", _MERGE)
+    init = fields.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(CHANGES_BASE):
-        raise CheckpointError(
-            f"{file}: with `init_lora_weights` {init!r}, the base model's weights were changed too. Save the adapter"
-            " with `path_initial_model_for_weight_conversion`, which converts it to plain LoRA."
+        fields.fail(
+            "init_lora_weights",
+            f"is {init!r}, which changed the base model's weights too",
+            "Save the adapter with `path_initial_model_for_weight_conversion`, which converts it to plain LoRA.",
         )
 
 
-class _Fields(NamedTuple):
-    """A JSON object with typed fields. Errors name the file and the field."""
-
-    file: Path
-    values: Mapping[str, Any]
-
-    def number(self, name: str) -> float:
-        return self._positive(name, self.values.get(name))
-
-    def numbers(self, name: str) -> dict[str, float]:
-        given = self.values.get(name) or {}
-        if not isinstance(given, dict):
-            raise self._error(name, "an object of numbers", given)
-        for pattern in given:
-            self._check_pattern(name, pattern)
-        return {pattern: self._positive(f"{name}.{pattern}", value) for pattern, value in given.items()}
-
-    def names(self, name: str) -> tuple[str, ...]:
-        given = self.values.get(name) or []
-        if not isinstance(given, list) or not all(isinstance(item, str) for item in given):
-            raise self._error(name, "a list of names", given)
-        return tuple(given)
-
-    def _positive(self, name: str, value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise self._error(name, "a positive number", value)
-        return value
-
-    def _check_pattern(self, name: str, pattern: str) -> None:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise self._error(name, "regular expressions", pattern) from error
-
-    def _error(self, name: str, expected: str, value: object) -> CheckpointError:
-        return CheckpointError(f"{self.file}: `{name}` must be {expected}, got {value!r}. Copy or download it again.")
+_COPY = "Copy or download it again."
+_MERGE = "Merge the adapter into a checkpoint with PEFT's `merge_and_unload`, and serve that."
 
 
 def _tensor_file(folder: Path) -> Path:

@@ -108,7 +108,7 @@ def test_digest_depends_on_content_only(spec, write):
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"use_dora": True}, "DoRA is not supported"),
+        ({"use_dora": True}, "`use_dora` enables DoRA"),
         ({"peft_type": "LOHA"}, "`peft_type` is 'LOHA'"),
         ({"peft_type": "ADALORA"}, "`peft_type` is 'ADALORA'"),
         ({"peft_type": None}, "`peft_type` is None"),
@@ -118,7 +118,7 @@ def test_digest_depends_on_content_only(spec, write):
         ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "`target_parameters`"),
         ({"trainable_token_indices": [1]}, "`trainable_token_indices`"),
         ({"layer_replication": [[0, 2]]}, "`layer_replication`"),
-        ({"init_lora_weights": "pissa_niter_4"}, "`init_lora_weights` 'pissa_niter_4'"),
+        ({"init_lora_weights": "pissa_niter_4"}, "`init_lora_weights` is 'pissa_niter_4'"),
         ({"r": 0}, "`r` must be a positive number, got 0"),
         ({"lora_alpha": "8"}, "`lora_alpha` must be a positive number, got '8'"),
         ({"alpha_pattern": {"q_proj": -1}}, "`alpha_pattern.q_proj` must be a positive number"),
@@ -203,9 +203,9 @@ def test_missing_and_truncated_files_are_named(spec, write, tmp_path):
     (folder / "adapter_model.bin").unlink()
     assert "contains no adapter_model.safetensors" in message(folder)
     (folder / "adapter_config.json").write_text("{")
-    assert "adapter_config.json is not valid JSON" in message(folder)
-    (folder / "adapter_config.json").unlink()
     assert "adapter_config.json cannot be read" in message(folder)
+    (folder / "adapter_config.json").unlink()
+    assert "adapter_config.json is missing" in message(folder)
     assert f"There is no LoRA adapter '{tmp_path / 'none'}'" in message(tmp_path / "none")
 
 
