@@ -1,4 +1,4 @@
-"""The interface of a kernel set."""
+"""The interface of a kernel set: one file, because its parts refer to each other."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ of a module in transformers' model, and `.lora_A.weight` or `.lora_B.weight`; mo
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,29 +21,12 @@ from ..text_spec import TextModelSpec
 from .checkpoint import HUB_ID, download
 from .files import checked_headers, rename, stored_tensors, unreadable_file_error
 from .headers import TensorHeader
-from .json_fields import JsonFields, read_fields
+from .lora_config import LoraConfig, read_lora_config
 from .spec import ModelSpec
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 FLOATS = ("F32", "F16", "BF16")
-
-UNSUPPORTED: Mapping[str, str] = {
-    "use_dora": "DoRA",
-    "use_qalora": "QALoRA",
-    "fan_in_fan_out": "transposed weights",
-    "lora_bias": "biases of the factors",
-    "layer_replication": "replicated layers",
-    "trainable_token_indices": "trained tokens",
-    "target_parameters": "factors of parameters",
-    "alora_invocation_tokens": "aLoRA",
-    "arrow_config": "Arrow",
-    "use_bdlora": "BD-LoRA",
-}
-"""Fields of the configuration that must be null, false or empty, and what they enable."""
-
-CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "orthogonal")
-"""Values of `init_lora_weights` with which PEFT changes the base model's weights; the folder contains only the rest."""
 
 
 class LoraFactors(NamedTuple):
@@ -135,9 +117,9 @@ def read_adapter(name: str, path: str, spec: ModelSpec) -> LoraAdapter:
             the message names the file and the field or tensor.
     """
     folder = find_adapter(path)
-    settings = _read_settings(folder / CONFIG)
+    config = read_lora_config(folder / CONFIG)
     file = _tensor_file(folder)
-    reader = _FolderReader(file, checked_headers(file, FLOATS), settings, spec)
+    reader = _FolderReader(file, checked_headers(file, FLOATS), config, spec)
     text, vision = reader.factors()
     saved = reader.saved()
     return LoraAdapter(
@@ -151,81 +133,6 @@ def read_adapter(name: str, path: str, spec: ModelSpec) -> LoraAdapter:
         saved_text=frozenset(saved).intersection(text_tensors(spec.text)),
         num_bytes=reader.num_bytes,
     )
-
-
-class _Settings(NamedTuple):
-    """The fields of the configuration that determine the scales, and the modules that were trained completely."""
-
-    alpha: float
-    rank: int
-    alpha_pattern: Mapping[str, float]
-    rank_pattern: Mapping[str, float]
-    rank_stabilized: bool
-    saved_modules: tuple[str, ...]
-
-    def rank_of(self, module: str) -> int:
-        return int(_by_pattern(self.rank_pattern, module, self.rank))
-
-    def scale_of(self, module: str, rank: int) -> float:
-        alpha = _by_pattern(self.alpha_pattern, module, self.alpha)
-        return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
-
-
-def _by_pattern(patterns: Mapping[str, float], module: str, default: float) -> float:
-    """Return the value of the first pattern that matches the end of the module's path, as PEFT does."""
-    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
-
-
-def _read_settings(file: Path) -> _Settings:
-    if not file.is_file():
-        raise CheckpointError(f"{file} is missing. Is this a LoRA folder of PEFT?")
-    fields = read_fields(file)
-    _check_supported(fields)
-    saved = fields.get("modules_to_save") or []
-    if not isinstance(saved, list) or not all(isinstance(item, str) for item in saved):
-        fields.fail("modules_to_save", f"must be a list of names, got {saved!r}", _COPY)
-    return _Settings(
-        alpha=fields.number("lora_alpha"),
-        rank=int(fields.number("r")),
-        alpha_pattern=_patterns(fields, "alpha_pattern"),
-        rank_pattern=_patterns(fields, "rank_pattern"),
-        rank_stabilized=bool(fields.get("use_rslora")),
-        saved_modules=tuple(saved),
-    )
-
-
-def _patterns(fields: JsonFields, name: str) -> dict[str, float]:
-    if not fields.get(name):
-        return {}
-    section = fields.section(name)
-    try:
-        for pattern in section.values:
-            re.compile(pattern)
-    except re.error as error:
-        fields.fail(name, f"must be regular expressions, got {error.pattern!r}", _COPY)
-    return {pattern: section.number(pattern) for pattern in section.values}
-
-
-def _check_supported(fields: JsonFields) -> None:
-    kind = fields.get("peft_type")
-    if kind != "LORA":
-        fields.fail("peft_type", f"is {kind!r}, but only 'LORA' is supported", _COPY)
-    for name, feature in UNSUPPORTED.items():
-        if fields.get(name):
-            fields.fail(name, f"enables {feature}, which is not supported", _MERGE)
-    if fields.get("bias") not in (None, "none"):
-        fields.fail("bias", f"is {fields.get('bias')!r}, but only 'none' is supported", _MERGE)
-    init = fields.get("init_lora_weights")
-    if isinstance(init, str) and init.lower().startswith(CHANGES_BASE):
-        fields.fail(
-            "init_lora_weights",
-            f"is {init!r}, which changed the base model's weights too",
-            "Save the adapter with `path_initial_model_for_weight_conversion`, which converts it to plain LoRA.",
-        )
-
-
-_COPY = "Copy or download it again."
-_MERGE = "Merge the adapter into a checkpoint with PEFT's `merge_and_unload`, and serve that."
 
 
 def _tensor_file(folder: Path) -> Path:
@@ -242,11 +149,11 @@ def _tensor_file(folder: Path) -> Path:
 class _FolderReader:
     """Assigns the tensors of a file to the modules of a model, and checks their shapes."""
 
-    def __init__(self, file: Path, headers: Mapping[str, TensorHeader], settings: _Settings, spec: ModelSpec) -> None:
+    def __init__(self, file: Path, headers: Mapping[str, TensorHeader], config: LoraConfig, spec: ModelSpec) -> None:
         self._file = file
         self._shapes = {name: header.shape for name, header in headers.items()}
         self.num_bytes: int = sum(header.nbytes for header in headers.values())
-        self._settings = settings
+        self._config = config
         self._renames = spec.tensor_renames
         self._text = text_tensors(spec.text)
         names = spec.text.weights
@@ -268,7 +175,7 @@ class _FolderReader:
         """Return the tensors that replace those of the checkpoint."""
         for name, stored in self._saved.items():
             self._check_shape(stored, self._expected_shape(name, stored))
-        for module in self._settings.saved_modules:
+        for module in self._config.saved_modules:
             if not any(re.search(rf"(^|\.){re.escape(module)}\.", stored) for stored in self._saved.values()):
                 raise CheckpointError(
                     f"{self._file} has no tensor of {module!r}, which `modules_to_save` lists. Copy the adapter again."
@@ -307,12 +214,12 @@ class _FolderReader:
                 f"{self._file}: {a!r} changes a convolution or a fused tensor, which is not supported. Merge"
                 " the adapter."
             )
-        rank = self._settings.rank_of(path)
+        rank = self._config.rank_of(path)
         if f"{module}.weight" == self._embedding:  # PEFT stores the factors of an embedding table transposed
             outputs, inputs = inputs[0], [outputs]
         self._check_shape(a, (rank, *inputs))
         self._check_shape(b, (outputs, rank))
-        return LoraFactors(a, b, rank, self._settings.scale_of(path, rank))
+        return LoraFactors(a, b, rank, self._config.scale_of(path, rank))
 
     @property
     def _embedding(self) -> str:
