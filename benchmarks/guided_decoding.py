@@ -26,7 +26,9 @@ from dashinfer_vlm_core.models.checkpoint import find_model
 from dashinfer_vlm_core.models.qwen2_vl import Qwen2VL
 from dashinfer_vlm_core.models.spec import ModelSpec
 from dashinfer_vlm_core.plugins import load_plugins
-from dashinfer_vlm_core.structured_output.grammar import Rules, any_object, json_schema
+from dashinfer_vlm_core.structured_output.grammar.json_schema import json_schema
+from dashinfer_vlm_core.structured_output.grammar.rules import Rules
+from dashinfer_vlm_core.structured_output.grammar.values import any_value
 from dashinfer_vlm_core.structured_output.grammar_compiler import GrammarCompiler, LLGuidanceGrammar
 
 LARGE = 151_936
@@ -136,7 +138,8 @@ def guided_time(engine: Engine, body: dict[str, Any]) -> tuple[float, int]:
 
 def compiled(compiler: GrammarCompiler, schema: Any) -> LLGuidanceGrammar:
     rules = Rules()
-    return compiler.compile(rules, any_object(rules) if schema is None else json_schema(rules, schema), param="schema")
+    start = any_value(rules, ("object",)) if schema is None else json_schema(rules, schema)
+    return compiler.compile(rules, start, param="schema")
 
 
 def random_steps(grammar: LLGuidanceGrammar, seed: int, stop: tuple[int, ...], longest: int = 200) -> list[float]:

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..models.coordinates import BOX_NAMES, NAMES
-from .grammar import SchemaError
-from .grammar.schema_shape import check_values, normalized
+from .grammar.schema_shape import SchemaError, check_values, normalized
 
 _VALUES = frozenset({"enum", "const", "default", "examples", "example"})
 """Keywords whose values are not schemas."""

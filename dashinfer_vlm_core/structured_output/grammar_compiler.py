@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import tokenizers
 
     from ..models.spec import ModelSpec
-    from .grammar import Rules
+    from .grammar.rules import Rules
 
 MAX_CACHED_GRAMMARS = 64
 """Maximum number of compiled grammars in the cache."""

@@ -14,19 +14,10 @@ from ..protocol import ChatRequest
 from ..protocol.output import OutputConstraint, ToolFunction
 from ..tokenization.conversation import HERMES, ConversationFormat
 from .coordinate_schema import with_model_coordinates
-from .grammar import (
-    COLON,
-    COMMA,
-    TYPES,
-    Rules,
-    SchemaError,
-    any_object,
-    json_schema,
-    literal,
-    matching_text,
-    one_of,
-    widest,
-)
+from .grammar.json_schema import json_schema, widest
+from .grammar.rules import Rules, literal
+from .grammar.schema_shape import TYPES, SchemaError
+from .grammar.values import COLON, COMMA, any_value, matching_text
 
 MAX_CALLS = 16
 """Maximum number of tool calls in one completion."""
@@ -140,9 +131,9 @@ class _GrammarBuilder:
         if constraint.kind == "regex":
             return matching_text(self._rules, constraint.regex)
         if constraint.kind == "choice":
-            return one_of(self._rules, constraint.choices)
+            return self._rules.one_of(constraint.choices)
         if constraint.json_schema is None:
-            return any_object(self._rules)
+            return any_value(self._rules, ("object",))
         return self._schema(constraint.json_schema, constraint.field, strict=constraint.strict)
 
     def _tool_calls(self, request: ChatRequest) -> str:

@@ -17,7 +17,7 @@ from ..errors import DeadlineExceeded, InvalidParameter
 from ..protocol import ChatRequest
 from ..protocol.client import current_client
 from ..protocol.name_log import NameLog
-from .grammar import Rules, Steps
+from .grammar.rules import Rules, Steps
 from .grammar_compiler import GrammarCompiler, LLGuidanceGrammar
 from .output_grammar import OutputGrammar, after_reasoning, grammar_for_request
 

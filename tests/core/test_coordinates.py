@@ -14,7 +14,7 @@ from dashinfer_vlm_core import Engine, EngineConfig, ImageCoordinates
 from dashinfer_vlm_core.errors import InvalidParameter
 from dashinfer_vlm_core.models.coordinates import NAMES, CoordinateSpec, CoordinateStream
 from dashinfer_vlm_core.structured_output.coordinate_schema import with_model_coordinates
-from dashinfer_vlm_core.structured_output.grammar import SchemaError
+from dashinfer_vlm_core.structured_output.grammar.schema_shape import SchemaError
 from dashinfer_vlm_core.testing import Script, scripted_registry
 from tests.conversations import as_openai, blurred_image, user
 

@@ -19,18 +19,12 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from dashinfer_vlm_core.errors import InvalidParameter
-from dashinfer_vlm_core.structured_output.grammar import (
-    Rules,
-    SchemaError,
-    Steps,
-    any_object,
-    json_schema,
-    matching_text,
-    one_of,
-)
 from dashinfer_vlm_core.structured_output.grammar.bounds import MAX_PATTERNS, STRING_CHARACTERS
+from dashinfer_vlm_core.structured_output.grammar.json_schema import json_schema
 from dashinfer_vlm_core.structured_output.grammar.numbers import numbers_between
-from dashinfer_vlm_core.structured_output.grammar.schema_shape import InvalidSchema
+from dashinfer_vlm_core.structured_output.grammar.rules import Rules, Steps
+from dashinfer_vlm_core.structured_output.grammar.schema_shape import InvalidSchema, SchemaError
+from dashinfer_vlm_core.structured_output.grammar.values import any_value, matching_text
 from dashinfer_vlm_core.structured_output.grammar_compiler import MAX_CACHED_GRAMMARS, GrammarCompiler
 from tests.schemas import damaged, random_schema
 
@@ -85,7 +79,7 @@ def test_allowed_output_is_valid(compiler, seed):
 
 def test_json_object_grammar_gives_object(compiler):
     rules = Rules()
-    grammar = compiler.compile(rules, any_object(rules), param="schema")
+    grammar = compiler.compile(rules, any_value(rules, ("object",)), param="schema")
     assert accepts(grammar, '{"a": [1, {"b": null}], "c": -2.50}')
     assert not accepts(grammar, "[1]")
     assert not accepts(grammar, '{"a": 1')
@@ -596,7 +590,7 @@ def test_text_of_regular_expression_is_bounded(compiler):
 def test_one_of_allows_exactly_its_texts(compiler):
     texts = ["a", "ab", 'quo"te', "line\nbreak", "grün", "<|im_end|>"]
     rules = Rules()
-    grammar = compiler.compile(rules, one_of(rules, [*texts, "a"]), param="guided_choice")
+    grammar = compiler.compile(rules, rules.one_of([*texts, "a"]), param="guided_choice")
     assert all(accepts(grammar, text) for text in texts if "<" not in text)
     assert not any(accepts(grammar, text) for text in ("", "b", "abc", "aab"))
     assert {random_output(grammar, seed) for seed in range(20)} <= set(texts)
@@ -608,7 +602,7 @@ def test_one_of_allows_exactly_its_texts(compiler):
 def test_grammar_has_no_recursive_rule():
     """Nor an unbounded repetition: the languages are finite."""
     rules = Rules()
-    starts = [json_schema(rules, random_schema(seed)) for seed in range(100)] + [any_object(rules)]
+    starts = [json_schema(rules, random_schema(seed)) for seed in range(100)] + [any_value(rules, ("object",))]
     starts += [json_schema(rules, json.loads(text)) for text in EXACT.values()]
     starts += [json_schema(rules, schema, widened=[]) for schema, *_ in list(NOT_GUARANTEED.values())[:-1]]
     lines = dict(line.split(": ", 1) for line in rules.text(" | ".join(starts)).splitlines())
