@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import threading
 from hashlib import sha256
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
-from cachetools import LRUCache
+from cachetools import LRUCache, cachedmethod
 
 from ..errors import DecoderFailed, InvalidParameter
 from ..tokenization.detokenizer import IncrementalDetokenizer
@@ -37,15 +38,8 @@ MAX_GRAMMAR_CHARACTERS = 4_000_000
 _TOO_COMPLEX = "cannot be compiled within the limits: make it simpler"
 
 
-class LLGuidanceGrammar:
-    """A compiled grammar; implements `CompiledGrammar`."""
-
-    def __init__(self, matcher: llguidance.LLMatcher, *, vocab_size: int) -> None:
-        self._matcher = matcher
-        self._vocab_size = vocab_size
-
-    def new_matcher(self) -> LLGuidanceMatcher:
-        return LLGuidanceMatcher(self._matcher.deep_copy(), vocab_size=self._vocab_size)
+def _digest(_compiler: object, text: str, _param: str = "") -> bytes:
+    return sha256(text.encode()).digest()  # a text can have megabytes
 
 
 class LLGuidanceMatcher:
@@ -93,7 +87,7 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocab_size = spec.vocab_size
         self._stop_ids = list(spec.tokens.stop)
-        self._grammars: LRUCache[bytes, LLGuidanceGrammar] = LRUCache(MAX_CACHED_GRAMMARS)
+        self._grammars: LRUCache[bytes, LLGuidanceMatcher] = LRUCache(MAX_CACHED_GRAMMARS)
         self._patterns: LRUCache[bytes, bool] = LRUCache(MAX_CACHED_PATTERNS)
         self._cache_lock = threading.Lock()
         self._build_lock = threading.Lock()
@@ -102,7 +96,7 @@ class GrammarCompiler:
     def __len__(self) -> int:
         return len(self._grammars)
 
-    def compile(self, rules: Rules, start: str, *, param: str) -> LLGuidanceGrammar:
+    def compile(self, rules: Rules, start: str, *, param: str) -> LLGuidanceMatcher:
         """Compile a grammar, or return it from the cache.
 
         Args:
@@ -116,32 +110,20 @@ class GrammarCompiler:
         text = rules.text(start)
         if len(text) > MAX_GRAMMAR_CHARACTERS:
             raise InvalidParameter(f"`{param}` {_TOO_COMPLEX}.", param=param)
-        key = sha256(text.encode()).digest()
-        with self._cache_lock:
-            grammar = self._grammars.get(key)
-        if grammar is None:
-            grammar = self._compile(text, param)
-            with self._cache_lock:
-                self._grammars[key] = grammar
-        return grammar
+        return self._compile(text, param)
 
+    @cachedmethod(attrgetter("_patterns"), key=_digest, lock=attrgetter("_cache_lock"))
     def compiles(self, text: str) -> bool:
         """Return whether the grammar of one regular expression compiles within the limits."""
-        key = sha256(text.encode()).digest()
-        with self._cache_lock:
-            result = self._patterns.get(key)
-        if result is None:
-            result = not self._matcher(text).is_error()
-            with self._cache_lock:
-                self._patterns[key] = result
-        return result
+        return not self._matcher(text).is_error()
 
-    def _compile(self, text: str, param: str) -> LLGuidanceGrammar:
+    @cachedmethod(attrgetter("_grammars"), key=_digest, lock=attrgetter("_cache_lock"))
+    def _compile(self, text: str, param: str) -> LLGuidanceMatcher:
         matcher = self._matcher(text)
         matcher.compute_bitmask()  # the first mask is the slowest, and detects errors that compilation does not
         if matcher.is_error():
             raise InvalidParameter(f"`{param}` {_TOO_COMPLEX}.", param=param)
-        return LLGuidanceGrammar(matcher, vocab_size=self._vocab_size)
+        return LLGuidanceMatcher(matcher, vocab_size=self._vocab_size)
 
     def _matcher(self, text: str) -> llguidance.LLMatcher:
         from llguidance import LLMatcher, LLParserLimits

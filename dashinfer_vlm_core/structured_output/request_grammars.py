@@ -18,7 +18,7 @@ from ..protocol import ChatRequest
 from ..protocol.client import current_client
 from ..protocol.name_log import NameLog
 from .grammar.rules import Rules, Steps
-from .grammar_compiler import GrammarCompiler, LLGuidanceGrammar
+from .grammar_compiler import GrammarCompiler, LLGuidanceMatcher
 from .output_grammar import OutputGrammar, after_reasoning, grammar_for_request
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class RequestGrammars:
 
     async def compile(
         self, request: ChatRequest, opens_reasoning: Callable[[ChatRequest], bool]
-    ) -> LLGuidanceGrammar | None:
+    ) -> LLGuidanceMatcher | None:
         """Return the grammar that the response has to follow; None if it is unconstrained.
 
         Args:
@@ -118,7 +118,7 @@ class _Compilation:
         """End `run`, which may be in another thread, at its next step."""
         self._canceled.set()
 
-    def run(self) -> LLGuidanceGrammar | None:
+    def run(self) -> LLGuidanceMatcher | None:
         grammar = self._build(is_widest=False)
         if grammar is None:
             return None
@@ -143,7 +143,7 @@ class _Compilation:
         needs_end = grammar is not None and self._opens_reasoning(self._request)
         return after_reasoning(grammar, conversation) if grammar and needs_end else grammar
 
-    def _compile(self, grammar: OutputGrammar) -> LLGuidanceGrammar:
+    def _compile(self, grammar: OutputGrammar) -> LLGuidanceMatcher:
         self._check()
         return self._compiler.compile(grammar.rules, grammar.start, param=grammar.param)
 

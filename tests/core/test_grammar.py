@@ -46,7 +46,7 @@ def compiled(compiler, schema, **options):
 
 def random_output(grammar, seed, *, max_tokens=20_000):
     """Generate text from random allowed tokens; where the end is allowed, end with probability 1/2."""
-    rng, matcher, ids = np.random.default_rng(seed), grammar.new_matcher(), []
+    rng, matcher, ids = np.random.default_rng(seed), grammar.copy(), []
     for _ in range(max_tokens):
         allowed = np.flatnonzero(matcher.allowed_tokens())
         token = STOP if STOP in allowed and rng.random() < 0.5 else int(rng.choice(allowed))
@@ -58,7 +58,7 @@ def random_output(grammar, seed, *, max_tokens=20_000):
 
 
 def accepts(grammar, text):
-    matcher = grammar.new_matcher()
+    matcher = grammar.copy()
     for token in [*TOKENIZER.encode(text, add_special_tokens=False).ids, STOP]:
         if not matcher.allowed_tokens()[token]:
             return False
@@ -653,7 +653,7 @@ HOSTILE = {
 @pytest.mark.timeout(300)
 def test_hostile_schema_is_rejected_or_followed_in_time(compiler, schema):
     with contextlib.suppress(InvalidParameter, SchemaError):
-        matcher = compiled(compiler, schema).new_matcher()
+        matcher = compiled(compiler, schema).copy()
         rng = np.random.default_rng(0)
         for _ in range(50):
             token = int(rng.choice(np.flatnonzero(matcher.allowed_tokens())))
@@ -672,7 +672,7 @@ def test_damaged_schemas_are_rejected_or_followed(compiler):
         schema = schema if isinstance(schema, dict) else {}
         widened = [] if seed % 2 == 0 else None
         try:
-            matcher = compiled(compiler, schema, widened=widened).new_matcher()
+            matcher = compiled(compiler, schema, widened=widened).copy()
         except (SchemaError, InvalidParameter) as error:
             outcomes[type(error), widened is None] += 1
         else:
@@ -696,7 +696,7 @@ def test_grammar_cache_is_keyed_by_content_and_bounded(compiler):
 
 def test_matchers_are_independent_and_queries_have_no_effect(compiler):
     grammar = compiled(compiler, {"enum": ["ab", "cd"]})
-    one, two = grammar.new_matcher(), grammar.new_matcher()
+    one, two = grammar.copy(), grammar.copy()
     before = one.allowed_tokens()
     assert np.array_equal(one.allowed_tokens(), before)
     one.accept_token(int(np.flatnonzero(before)[0]))
@@ -744,7 +744,7 @@ def test_forced_tokens_are_the_only_allowed_ones(make):
     compiler = GrammarCompiler(tokenizer, SimpleNamespace(vocab_size=SIZE, tokens=SimpleNamespace(stop=(stop,))))
     num_forced = 0
     for seed in range(20):
-        rng, matcher, token, announced = np.random.default_rng(seed), compiled(compiler, FORCING).new_matcher(), -1, []
+        rng, matcher, token, announced = np.random.default_rng(seed), compiled(compiler, FORCING).copy(), -1, []
         while token != stop:
             allowed, forced = np.flatnonzero(matcher.allowed_tokens()), matcher.forced_tokens()
             assert forced[: len(announced)] == announced
@@ -758,7 +758,7 @@ def test_forced_tokens_are_the_only_allowed_ones(make):
 
 
 def test_matcher_copies_are_independent(compiler):
-    matcher = compiled(compiler, {"enum": ["ab", "cd"]}).new_matcher()
+    matcher = compiled(compiler, {"enum": ["ab", "cd"]}).copy()
     first = TOKENIZER.encode('"ab"', add_special_tokens=False).ids
     advanced, before = matcher.copy(), matcher.allowed_tokens()
     assert matcher.count_allowed([*first, first[0], 1]) == len(first)
