@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from ..models.coordinates import BOX_NAMES, NAMES
+from .grammar.references import References
+from .grammar.rules import Steps
 from .grammar.schema_shape import SchemaError, check_values, normalized
 
 _VALUES = frozenset({"enum", "const", "default", "examples", "example"})
 """Keywords whose values are not schemas."""
 
-_DEFINITION = re.compile(r"#/(\$defs|definitions)/([^/~]+)")
 _MAX_REFERENCES = 5
 
 
@@ -29,13 +29,13 @@ def with_model_coordinates(schema: Mapping[str, Any], maximum: int) -> dict[str,
     Raises:
         SchemaError: a property with the name of a box or a point is an array of something else.
     """
-    rewriter = _Rewriter(schema, maximum)
-    return {key: value if key in _VALUES else rewriter.rewrite(value, f".{key}") for key, value in schema.items()}
+    rewritten: dict[str, Any] = _Rewriter(schema, maximum).rewrite(schema, "")
+    return rewritten
 
 
 class _Rewriter:
     def __init__(self, root: Mapping[str, Any], maximum: int) -> None:
-        self._root = root
+        self._references = References(root, Steps())
         self._maximum = maximum
 
     def rewrite(self, part: Any, path: str) -> Any:
@@ -67,14 +67,13 @@ class _Rewriter:
         return {"type": "array", "items": number, "minItems": count, "maxItems": count}
 
     def _dereference(self, schema: Any) -> Any:
-        """Return the target of a reference to a definition; other references are left to the compiler."""
+        # References without a target are left to the compiler.
         for _ in range(_MAX_REFERENCES):
-            reference = schema.get("$ref") if isinstance(schema, Mapping) else None
-            match = _DEFINITION.fullmatch(reference) if isinstance(reference, str) else None
-            definitions = self._root.get(match[1]) if match else None
-            if match is None or not isinstance(definitions, Mapping) or match[2] not in definitions:
+            pointer = schema.get("$ref") if isinstance(schema, Mapping) else None
+            target = self._references.find(pointer) if isinstance(pointer, str) else None
+            if target is None:
                 break
-            schema = definitions[match[2]]
+            schema = target
         return schema
 
 

@@ -7,7 +7,7 @@ transformers also parses `tokenizer.json` and rebuilds it: including its import,
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,9 +58,8 @@ def _read_tokenizer_json(folder: Path) -> CheckpointTokenizer | None:
         return None
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    if "added_tokens_decoder" not in config and any(
-        (folder / name).is_file() for name in ("added_tokens.json", "special_tokens_map.json")
-    ):
+    older = (folder / "added_tokens.json", folder / "special_tokens_map.json")
+    if "added_tokens_decoder" not in config and any(map(Path.is_file, older)):
         return None
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     if not _matches_config(backend, config):
@@ -97,8 +96,7 @@ def _special_tokens(config: Mapping[str, Any]) -> Iterator[str]:
     yield from _special_tokens_map(config).values()
     for key in ("additional_special_tokens", "extra_special_tokens"):
         extra = config.get(key) or ()
-        tokens: Iterable[Any] = extra.values() if isinstance(extra, Mapping) else extra
-        yield from map(_content, tokens)
+        yield from map(_content, extra.values() if isinstance(extra, Mapping) else extra)
 
 
 def _content(token: str | Mapping[str, Any]) -> str:

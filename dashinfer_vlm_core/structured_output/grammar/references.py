@@ -30,7 +30,7 @@ class References:
         Raises:
             SchemaError: it has no target, or one that is not a schema.
         """
-        target = self._find(pointer)
+        target = self.find(pointer)
         if target is None:
             raise SchemaError(f"{path}.$ref", "must refer to a part of the same schema, such as #/$defs/Name")
         if not isinstance(target, (Mapping, bool)):
@@ -50,7 +50,7 @@ class References:
             self._recursive[pointer] = pointer in seen
         return self._recursive[pointer]
 
-    def _find(self, pointer: str) -> Any:
+    def find(self, pointer: str) -> Any:
         """Return what a JSON Pointer in a URI fragment (RFC 6901, section 6) refers to; None if there is nothing."""
         self._steps.count_text(pointer)
         target: Any = self._root
@@ -66,6 +66,6 @@ class References:
 
     def _references_in(self, pointer: str) -> frozenset[str]:
         if pointer not in self._direct:
-            references = (part.get("$ref") for part in self._steps.count_values(self._find(pointer)))
+            references = (part.get("$ref") for part in self._steps.count_values(self.find(pointer)))
             self._direct[pointer] = frozenset(name for name in references if isinstance(name, str))
         return self._direct[pointer]
