@@ -51,7 +51,6 @@ class _Rewriter:
         return value if key in _VALUES else self.rewrite(value, f"{path}.{key}")
 
     def _coordinates(self, name: str, schema: Any, path: str) -> Any:
-        """Return the schema of a property that may be a box or a point."""
         schema = self._dereference(schema)
         if isinstance(schema, Mapping) and isinstance(schema.get("anyOf"), list):
             branches = [self._coordinates(name, branch, path) for branch in schema["anyOf"]]
@@ -61,7 +60,7 @@ class _Rewriter:
         check_values(schema, path)
         schema = normalized(schema)
         count = 4 if name in BOX_NAMES else 2
-        if not _is_numbers(schema, count):
+        if not _allows_numbers(schema, count):
             raise SchemaError(path, f"must be an array of {count} numbers, since it has coordinates of the image")
         number = {"type": "integer", "minimum": 0, "maximum": self._maximum}
         return {"type": "array", "items": number, "minItems": count, "maxItems": count}
@@ -77,8 +76,7 @@ class _Rewriter:
         return schema
 
 
-def _is_numbers(schema: Mapping[str, Any], count: int) -> bool:
-    """Whether an array can have this many numbers."""
+def _allows_numbers(schema: Mapping[str, Any], count: int) -> bool:
     parts = [*schema.get("prefixItems", ()), schema.get("items", True)]
     is_number = all(isinstance(part, bool) or part.get("type", "number") in ("integer", "number") for part in parts)
     return is_number and schema.get("minItems", count) <= count <= schema.get("maxItems", count)

@@ -140,9 +140,8 @@ class GrammarCompiler:
         return LLMatcher(self._token_trie(), text, log_level=0, limits=limits)
 
     def _token_trie(self) -> llguidance.LLTokenizer:
-        """Return llguidance's token trie, built on first use; this takes seconds for a large vocabulary."""
         with self._build_lock:
-            if self._llg_tokenizer is None:
+            if self._llg_tokenizer is None:  # this takes seconds for a large vocabulary
                 from llguidance import LLTokenizer, TokenizerWrapper
 
                 wrapper = TokenizerWrapper(_TokenizerAdapter(self._tokenizer, self._vocab_size, self._stop_ids[0]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import InvalidParameter
@@ -72,7 +72,7 @@ def grammar_for_request(
     """
     maximum = coordinates.maximum if coordinates and request.coordinates == "original" else None
     rules = Rules() if rules is None else rules
-    builder = _GrammarBuilder(rules, conversation, maximum, is_widest=is_widest)
+    builder = _GrammarBuilder(rules, conversation, maximum, is_widest)
     param = request.output_constraint.param if request.output_constraint else "tools"
     param = "tool_choice" if request.must_call else param
     with _naming(param):
@@ -83,25 +83,20 @@ def grammar_for_request(
     return OutputGrammar(rules=rules, start=start, param=param, widened=tuple(dict.fromkeys(builder.widened)))
 
 
+@dataclass(slots=True)
 class _GrammarBuilder:
     """Builds the grammar of one request.
 
-    Args:
-        rules: the rules to add to.
-        conversation: how the model writes tool calls.
-        maximum: the model's largest coordinate; None if coordinates are not converted.
-        is_widest: whether schemas without `strict` are widened to any value of their types.
-
     Attributes:
+        maximum: the model's largest coordinate; None if coordinates are not converted.
         widened: the parts of schemas that were widened, for the log.
     """
 
-    def __init__(self, rules: Rules, conversation: ConversationFormat, maximum: int | None, *, is_widest: bool) -> None:
-        self._rules = rules
-        self._conversation = conversation
-        self._maximum = maximum
-        self._is_widest = is_widest
-        self.widened: list[str] = []
+    rules: Rules
+    conversation: ConversationFormat
+    maximum: int | None
+    is_widest: bool
+    widened: list[str] = field(default_factory=list)
 
     def start(self, request: ChatRequest) -> str:
         """Return the rule of a completion."""
@@ -109,25 +104,25 @@ class _GrammarBuilder:
         content = self._content(constraint) if constraint else ""
         if not request.callable_tools:
             return content
-        begin = literal(self._conversation.call_begin)
+        begin = literal(self.conversation.call_begin)
         calls = self._tool_calls(request)
         if request.must_call:
             return f"{begin} {calls}"
         if content:
             return f"{content} | {begin} {calls}"
-        tag = re.escape(self._conversation.call_begin).replace("/", r"\/")
-        text = self._rules.terminal(f"{_ANYTHING} & ~/(.|\\n)*{tag}(.|\\n)*/")
-        until_call = self._rules.lazy(f"{self._rules.terminal(_ANYTHING)} {begin}")
+        tag = re.escape(self.conversation.call_begin).replace("/", r"\/")
+        text = self.rules.terminal(f"{_ANYTHING} & ~/(.|\\n)*{tag}(.|\\n)*/")
+        until_call = self.rules.lazy(f"{self.rules.terminal(_ANYTHING)} {begin}")
         return f"{text} | {until_call} {calls}"
 
     def _content(self, constraint: OutputConstraint) -> str:
         if constraint.kind == "choice":
-            return self._rules.one_of(constraint.choices)
+            return self.rules.one_of(constraint.choices)
         if constraint.kind == "json_object":
-            return any_value(self._rules, ("object",))
+            return any_value(self.rules, ("object",))
         with _naming(constraint.param):
             if constraint.json_schema is None:
-                return matching_text(self._rules, constraint.regex)
+                return matching_text(self.rules, constraint.regex)
             return self._schema(constraint.json_schema, constraint.field, strict=constraint.strict)
 
     def _tool_calls(self, request: ChatRequest) -> str:
@@ -138,10 +133,10 @@ class _GrammarBuilder:
             for index, tool in enumerate(request.tools)
             if tool.function.name in allowed
         ]
-        call = self._rules.either(calls)
+        call = self.rules.either(calls)
         if request.has_single_call:
             return call
-        following = literal("\n" + self._conversation.call_begin)
+        following = literal("\n" + self.conversation.call_begin)
         return f"{call} ({following} {call}){{0,{MAX_CALLS - 1}}}"
 
     def _tool_call(self, tool: ToolFunction, param: str) -> str:
@@ -152,31 +147,29 @@ class _GrammarBuilder:
             arguments = self._schema({**schema, "type": "object"}, tool.name, strict=tool.strict)
         name = literal(f'"{tool.name}"')
         key = literal('"arguments"')
-        end = literal("}\n" + self._conversation.call_end)
-        return self._rules.add(f"{_CALL} {COLON} {name} {COMMA} {key} {COLON} {arguments} {end}")
+        end = literal("}\n" + self.conversation.call_end)
+        return self.rules.add(f"{_CALL} {COLON} {name} {COMMA} {key} {COLON} {arguments} {end}")
 
     def _schema(self, schema: Mapping[str, Any], name: str, *, strict: bool) -> str:
-        """Return the rule of a schema in the model's coordinates; `name` is for the log."""
-        if self._maximum is not None:
-            schema = with_model_coordinates(schema, self._maximum)
+        if self.maximum is not None:
+            schema = with_model_coordinates(schema, self.maximum)
         if strict:
-            return json_schema(self._rules, schema)
-        paths = [""] if self._is_widest else []
-        rule = widest(self._rules, schema) if self._is_widest else json_schema(self._rules, schema, widened=paths)
+            return json_schema(self.rules, schema)
+        paths = [""] if self.is_widest else []
+        rule = widest(self.rules, schema) if self.is_widest else json_schema(self.rules, schema, widened=paths)
         self.widened += [f"{name}: {path or 'the whole schema'}" for path in paths]
         return rule
 
 
 def _allows_object(schema: Mapping[str, Any], *, strict: bool) -> bool:
-    """Whether the type of a schema is object; without `strict`, an unknown type may be."""
     types = schema.get("type", "object")
     names = [types] if isinstance(types, str) else types
+    # Without `strict`, an unknown type may be one of objects.
     return isinstance(names, list) and ("object" in names or not (strict or all(name in TYPES for name in names)))
 
 
 @contextlib.contextmanager
 def _naming(param: str) -> Iterator[None]:
-    """Convert errors of a schema or an expression to errors that name its field."""
     try:
         yield
     except SchemaError as error:

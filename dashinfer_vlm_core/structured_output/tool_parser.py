@@ -156,7 +156,6 @@ class ToolCallParser:
         return self._emit_arguments(text)
 
     def _parse_call(self, length: int) -> list[ParserEvent]:
-        """Parse the beginning of the pending text as a call; emit it as content if it is not a valid one."""
         self._state = self._read_text
         call = _parse(self._pending[:length].partition(self._call_begin)[2].removesuffix(self._call_end))
         name = call.get("name") if isinstance(call, dict) else None
@@ -175,9 +174,8 @@ class ToolCallParser:
         return [ToolCallArgumentsDelta(index=self.calls - 1, text=text)] if text else []
 
     def _emit_content(self, length: int) -> list[ParserEvent]:
-        """Emit the beginning of the pending text; white space after a call is dropped unless content follows."""
         text = self._pending[:length]
-        if self.calls:
+        if self.calls:  # white space after a call is dropped unless content follows
             text = text.rstrip()
         if not text:
             return []
@@ -191,7 +189,6 @@ class ToolCallParser:
 
 
 def _parse(text: str) -> object:
-    """Parse JSON; None if the text is not valid."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

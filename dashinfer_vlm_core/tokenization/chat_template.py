@@ -143,7 +143,6 @@ def template_config_error(cause: BaseException) -> ConfigError:
 
 
 def _read_files(folder: Path) -> dict[str, str]:
-    """Read a checkpoint's separate template files."""
     additional = sorted((folder / "additional_chat_templates").glob("*.jinja"))
     sources = {path.stem: path.read_text(encoding="utf-8") for path in additional}
     jinja_file = folder / "chat_template.jinja"
@@ -156,7 +155,7 @@ def _read_files(folder: Path) -> dict[str, str]:
 
 
 def _environment() -> sandbox.SandboxedEnvironment:
-    """Create the sandbox for templates: they come from untrusted checkpoints and access only their variables."""
+    # Templates come from untrusted checkpoints, and access only their variables.
     environment = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[ext.loopcontrols, _Generation]
     )
@@ -195,7 +194,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _to_json(value: Any, **options: Any) -> str:
-    """Serialize to JSON; unlike Jinja's filter, does not escape < and & for HTML."""
+    # Unlike Jinja's filter, this does not escape < and & for HTML.
     return json.dumps(value, **{"ensure_ascii": False, **options})
 
 
@@ -204,7 +203,6 @@ def _strftime_now(pattern: str) -> str:
 
 
 def _render_error(error: Exception) -> InvalidParameter:
-    """Create the error for messages that a template rejects; a message of `raise_exception` is passed on."""
     if type(error) is jinja2.TemplateError:  # by `raise_exception`; Jinja itself raises subclasses
         return InvalidParameter(f"The model's chat template rejects these messages: {error}", param="messages")
     # Jinja's text may quote the request, so it is not logged.

@@ -80,7 +80,6 @@ def _calls_as_text(message: Message, conversation: ConversationFormat) -> Messag
 
 
 def _results_as_user_message(messages: list[Message], conversation: ConversationFormat) -> Message:
-    """Combine the results of parallel tool calls in one user message."""
     pieces: list[Any] = []
     for message in messages:
         begin = "\n" if pieces else ""
@@ -89,7 +88,6 @@ def _results_as_user_message(messages: list[Message], conversation: Conversation
 
 
 def _join_contents(contents: list[Any]) -> str | list[Any]:
-    """Join contents (strings or lists of parts); the result is a string if all of them are strings."""
     if all(isinstance(content, str) for content in contents):
         return "".join(contents)
     parts: list[Any] = []

@@ -72,7 +72,6 @@ def _read_tokenizer_json(folder: Path) -> CheckpointTokenizer | None:
 
 
 def _matches_config(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> bool:
-    """Whether the tokenizer has every token that `tokenizer_config.json` adds, with the same content and type."""
     added = backend.get_added_tokens_decoder()
     configured = config.get("added_tokens_decoder", {})
     special = {token.content for token in added.values() if token.special}
@@ -84,7 +83,7 @@ def _matches_config(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) ->
 
 
 def _special_tokens_map(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the named special tokens of a configuration; keys that end in `_token` may also be numbers or flags."""
+    # Keys that end in `_token` may also be numbers or flags.
     return {
         key: _content(value)
         for key, value in config.items()

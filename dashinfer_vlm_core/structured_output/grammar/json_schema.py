@@ -208,7 +208,6 @@ class _SchemaCompiler:
         return are_disjoint([self._resolve(branch, path) for path, branch in branches.items()], self._steps)
 
     def _resolve(self, schema: Schema, path: str) -> Mapping[str, Any]:
-        """Return the keywords of a part, or if it is a reference, of its target."""
         for _ in range(bounds.MAX_RECURSION):
             if isinstance(schema, bool) or not isinstance(schema.get("$ref"), str):
                 break
@@ -222,7 +221,6 @@ class _SchemaCompiler:
         return self._rules.one_of(texts) if texts else None
 
     def _values(self, schema: Mapping[str, Any], path: str) -> list[Any]:
-        """Return the values of `const` or `enum` that `type` allows."""
         for key in sorted(schema.keys() - {"const", "enum", "type"}):
             self.tolerate(SchemaError(f"{path}.{key}", "cannot be combined with `const` or `enum`: remove it"))
         values = schema["enum"] if "enum" in schema else [schema["const"]]
@@ -255,10 +253,7 @@ class _SchemaCompiler:
         return self._rules.add(enclosed("[", body, "]"))
 
     def _object(self, schema: Mapping[str, Any], level: int, path: str) -> str | None:
-        """Compile an object: named properties are in order, others follow.
-
-        Other properties are allowed if `additionalProperties` is set, or if the schema names none.
-        """
+        # Named properties are in order, others follow: if `additionalProperties` is set, or the schema names none.
         names = self._property_names(schema, f"{path}.propertyNames")
         more: Schema = schema.get("additionalProperties", "properties" not in schema)
         named = named_properties(schema, names, more)
@@ -299,7 +294,6 @@ class _SchemaCompiler:
         return parts
 
     def _numbers_of_others(self, schema: Mapping[str, Any], named: Mapping[str, Schema], path: str) -> tuple[int, int]:
-        """Return the minimum and maximum number of properties that the schema does not name."""
         min_count = max(schema.get("minProperties", 0) - len(set(schema.get("required", ()))), 0)
         max_count = max(min_count, bounds.EXTRA_PROPERTIES)
         if "maxProperties" in schema:
@@ -310,7 +304,6 @@ class _SchemaCompiler:
         return min_count, max_count
 
     def _property_names(self, schema: Mapping[str, Any], path: str) -> PropertyNames:
-        """Return the names that `propertyNames`, which is at `path`, allows."""
         reason = "can be guaranteed only with `enum`, `const`, and keywords of strings: remove it"
         part = schema.get("propertyNames", True)
         if isinstance(part, Mapping) and "$ref" in part and not part.keys() <= {"$ref", *ANNOTATIONS}:

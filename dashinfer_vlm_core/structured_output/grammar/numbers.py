@@ -22,8 +22,8 @@ _FREE_DIGITS = "[0-9]{1,40}"
 
 def any_number(places: int) -> str:
     """Return the pattern of numbers without bounds, with at most `places` decimal places."""
-    fraction = rf"(\.[0-9]{{1,{places}}})?" if places else ""
-    return rf"-?(0|[1-9][0-9]{{0,{bounds.INTEGER_DIGITS - 1}}}){fraction}"
+    digits = f"[1-9][0-9]{{0,{bounds.INTEGER_DIGITS - 1}}}"
+    return rf"-?(0|{digits})(\.[0-9]{{1,{places}}})?" if places else f"(0|-?{digits})"
 
 
 def number_rule(rules: Rules, schema: Mapping[str, Any], path: str, *, places: int) -> str | None:
