@@ -16,7 +16,7 @@ _VALUES = frozenset({"enum", "const", "default", "examples", "example"})
 _MAX_REFERENCES = 5
 
 
-def with_model_coordinates(schema: Mapping[str, Any], maximum: int) -> dict[str, Any]:
+def with_model_coordinates(schema: Mapping[str, Any], maximum: int, steps: Steps) -> dict[str, Any]:
     """Return a schema in which every box and point has the model's coordinates.
 
     Bounds that the schema sets for them concern pixels of the original image. They are replaced, since the coordinates
@@ -25,17 +25,18 @@ def with_model_coordinates(schema: Mapping[str, Any], maximum: int) -> dict[str,
     Args:
         schema: parsed JSON of bounded depth.
         maximum: the model's largest coordinate.
+        steps: counts the references that are followed.
 
     Raises:
         SchemaError: a property with the name of a box or a point is an array of something else.
     """
-    rewritten: dict[str, Any] = _Rewriter(schema, maximum).rewrite(schema, "")
+    rewritten: dict[str, Any] = _Rewriter(References(schema, steps), maximum).rewrite(schema, "")
     return rewritten
 
 
 class _Rewriter:
-    def __init__(self, root: Mapping[str, Any], maximum: int) -> None:
-        self._references = References(root, Steps())
+    def __init__(self, references: References, maximum: int) -> None:
+        self._references = references
         self._maximum = maximum
 
     def rewrite(self, part: Any, path: str) -> Any:
@@ -50,17 +51,18 @@ class _Rewriter:
             return self._coordinates(key, value, f"{path}.{key}")
         return value if key in _VALUES else self.rewrite(value, f"{path}.{key}")
 
-    def _coordinates(self, name: str, schema: Any, path: str) -> Any:
-        schema = self._dereference(schema)
-        if isinstance(schema, Mapping) and isinstance(schema.get("anyOf"), list):
-            branches = [self._coordinates(name, branch, path) for branch in schema["anyOf"]]
-            return {**schema, "anyOf": branches}
-        if not isinstance(schema, Mapping) or schema.get("type") != "array":
+    def _coordinates(self, name: str, schema: Any, path: str, level: int = 0) -> Any:
+        target = self._dereference(schema)
+        if not isinstance(target, Mapping):
             return self.rewrite(schema, path)
-        check_values(schema, path)
-        schema = normalized(schema)
+        if isinstance(target.get("anyOf"), list) and level < _MAX_REFERENCES:
+            branches = [self._coordinates(name, branch, path, level + 1) for branch in target["anyOf"]]
+            return {**target, "anyOf": branches}
+        if target.get("type") != "array":
+            return self.rewrite(schema, path)
+        check_values(target, path)
         count = 4 if name in BOX_NAMES else 2
-        if not _allows_numbers(schema, count):
+        if not _allows_numbers(normalized(target), count):
             raise SchemaError(path, f"must be an array of {count} numbers, since it has coordinates of the image")
         number = {"type": "integer", "minimum": 0, "maximum": self._maximum}
         return {"type": "array", "items": number, "minItems": count, "maxItems": count}

@@ -152,7 +152,7 @@ class _GrammarBuilder:
 
     def _schema(self, schema: Mapping[str, Any], name: str, *, strict: bool) -> str:
         if self.maximum is not None:
-            schema = with_model_coordinates(schema, self.maximum)
+            schema = with_model_coordinates(schema, self.maximum, self.rules.steps)
         if strict:
             return json_schema(self.rules, schema)
         paths = [""] if self.is_widest else []
