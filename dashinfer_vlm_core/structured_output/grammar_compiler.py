@@ -85,12 +85,10 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, spec: ModelSpec) -> None:
         self._tokenizer = tokenizer
-        self._vocab_size = spec.vocab_size
-        self._stop_ids = list(spec.tokens.stop)
+        self._spec = spec
         self._grammars: LRUCache[bytes, LLGuidanceMatcher] = LRUCache(MAX_CACHED_GRAMMARS)
         self._patterns: LRUCache[bytes, bool] = LRUCache(MAX_CACHED_PATTERNS)
-        self._cache_lock = threading.Lock()
-        self._build_lock = threading.Lock()
+        self._lock = threading.Lock()
         self._llg_tokenizer: llguidance.LLTokenizer | None = None
 
     def __len__(self) -> int:
@@ -112,18 +110,18 @@ class GrammarCompiler:
             raise InvalidParameter(f"`{param}` {_TOO_COMPLEX}.", param=param)
         return self._compile(text, param)
 
-    @cachedmethod(attrgetter("_patterns"), key=_digest, lock=attrgetter("_cache_lock"))
+    @cachedmethod(attrgetter("_patterns"), key=_digest, lock=attrgetter("_lock"))
     def compiles(self, text: str) -> bool:
         """Return whether the grammar of one regular expression compiles within the limits."""
         return not self._matcher(text).is_error()
 
-    @cachedmethod(attrgetter("_grammars"), key=_digest, lock=attrgetter("_cache_lock"))
+    @cachedmethod(attrgetter("_grammars"), key=_digest, lock=attrgetter("_lock"))
     def _compile(self, text: str, param: str) -> LLGuidanceMatcher:
         matcher = self._matcher(text)
         matcher.compute_bitmask()  # the first mask is the slowest, and detects errors that compilation does not
         if matcher.is_error():
             raise InvalidParameter(f"`{param}` {_TOO_COMPLEX}.", param=param)
-        return LLGuidanceMatcher(matcher, vocab_size=self._vocab_size)
+        return LLGuidanceMatcher(matcher, vocab_size=self._spec.vocab_size)
 
     def _matcher(self, text: str) -> llguidance.LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
@@ -140,14 +138,15 @@ class GrammarCompiler:
         return LLMatcher(self._token_trie(), text, log_level=0, limits=limits)
 
     def _token_trie(self) -> llguidance.LLTokenizer:
-        with self._build_lock:
+        with self._lock:
             if self._llg_tokenizer is None:  # this takes seconds for a large vocabulary
                 from llguidance import LLTokenizer, TokenizerWrapper
 
-                wrapper = TokenizerWrapper(_TokenizerAdapter(self._tokenizer, self._vocab_size, self._stop_ids[0]))
-                slices = LLTokenizer.json_slices()
                 self._llg_tokenizer = LLTokenizer(
-                    wrapper, n_vocab=self._vocab_size, eos_token=self._stop_ids, slices=slices
+                    TokenizerWrapper(_TokenizerAdapter(self._tokenizer, self._spec)),
+                    n_vocab=self._spec.vocab_size,
+                    eos_token=list(self._spec.tokens.stop),
+                    slices=LLTokenizer.json_slices(),
                 )
             return self._llg_tokenizer
 
@@ -157,12 +156,12 @@ class _TokenizerAdapter:
 
     bos_token_id = None
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, size: int, stop: int) -> None:
+    def __init__(self, tokenizer: tokenizers.Tokenizer, spec: ModelSpec) -> None:
         detokenizer = IncrementalDetokenizer(tokenizer)
         self._tokenizer = tokenizer
-        self.eos_token_id = stop
-        self.tokens = [detokenizer.token_bytes(index) for index in range(size)]
-        self.special_token_ids = [index for index in range(size) if not detokenizer.is_visible(index)]
+        self.eos_token_id = spec.tokens.stop[0]
+        self.tokens = [detokenizer.token_bytes(index) for index in range(spec.vocab_size)]
+        self.special_token_ids = [index for index in range(spec.vocab_size) if not detokenizer.is_visible(index)]
 
     def __call__(self, text: bytes) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text.decode("utf-8", "replace"), add_special_tokens=False).ids

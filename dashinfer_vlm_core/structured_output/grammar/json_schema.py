@@ -20,10 +20,11 @@ from .schema_shape import (
     SchemaError,
     comparable,
     find_faults,
+    is_types,
     normalized,
     types_of,
 )
-from .values import COLON, COMMA, any_value, enclosed, list_of, more_of, string_rule
+from .values import COLON, COMMA, any_value, list_of, more_of, string_rule
 
 _COMBINATIONS = ("$ref", "allOf", "anyOf", "oneOf")
 
@@ -65,10 +66,7 @@ def json_schema(rules: Rules, schema: Mapping[str, Any], *, widened: list[str] |
 def widest(rules: Rules, schema: Schema) -> str:
     """Add the rule of any value of the types that a schema names."""
     named = schema.get("type") if isinstance(schema, Mapping) else None
-    types = [named] if isinstance(named, str) else named
-    if not isinstance(types, list) or not types or not all(name in TYPES for name in types):
-        return any_value(rules)
-    return any_value(rules, types)
+    return any_value(rules, types_of({"type": named}) if is_types(named) else TYPES)
 
 
 class _SchemaCompiler:
@@ -250,7 +248,7 @@ class _SchemaCompiler:
         if item:
             rest = more_of if fixed else list_of
             body += " " + rest(item, max(min_count - len(fixed), 0), max_count - len(fixed))
-        return self._rules.add(enclosed("[", body, "]"))
+        return self._rules.add(f'"[" {body} "]"')
 
     def _object(self, schema: Mapping[str, Any], level: int, path: str) -> str | None:
         # Named properties are in order, others follow: if `additionalProperties` is set, or the schema names none.
@@ -274,10 +272,9 @@ class _SchemaCompiler:
             parts.append((self._rules.add(others), not min_count))
         elif min_count and (min_count > 1 or required or not parts):
             return None
-        if not parts:
-            return self._rules.add(enclosed("{", "", "}"))
-        body, may_be_empty = sequence(self._rules, parts)
-        return self._rules.add(enclosed("{", f"({body})?" if may_be_empty and not min_count else body, "}"))
+        body, may_be_empty = sequence(self._rules, parts) if parts else ("", False)
+        content = f"({body})?" if may_be_empty and not min_count else body
+        return self._rules.add(f'"{{" {content} "}}"')
 
     def _named_parts(
         self, named: Mapping[str, Schema], required: frozenset[str], level: int, path: str

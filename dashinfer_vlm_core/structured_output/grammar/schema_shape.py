@@ -87,7 +87,7 @@ def _is_tuple(value: object) -> bool:
     return isinstance(value, list) and all(map(_is_schema, value))
 
 
-def _is_types(value: object) -> bool:
+def is_types(value: object) -> bool:
     names = [value] if isinstance(value, str) else value
     return isinstance(names, list) and bool(names) and all(name in TYPES for name in names)
 
@@ -115,7 +115,7 @@ _COUNT = _Shape(_is_count, "must be an integer, at least 0", lambda value: _is_n
 _SHAPES: Mapping[str, _Shape] = MappingProxyType(
     {
         "type": _Shape(  # draft 3 has the type "any", and allows others
-            _is_types,
+            is_types,
             f"must be one of {', '.join(TYPES)}, or an array of them",
             lambda value: isinstance(value, (str, list)),
         ),

@@ -34,8 +34,8 @@ def any_value(rules: Rules, types: Collection[str] = TYPES) -> str:
     bodies["integer"] = regex(any_number(0))
     for _ in range(bounds.ANY_DEPTH):
         pair = rules.add(f"{key} {COLON} {value}")
-        bodies["array"] = rules.add(enclosed("[", list_of(value, 0, bounds.ANY_ITEMS), "]"))
-        bodies["object"] = rules.add(enclosed("{", list_of(pair, 0, bounds.ANY_ITEMS), "}"))
+        bodies["array"] = rules.add(f'"[" {list_of(value, 0, bounds.ANY_ITEMS)} "]"')
+        bodies["object"] = rules.add(f'"{{" {list_of(pair, 0, bounds.ANY_ITEMS)} "}}"')
         value = rules.either([value, bodies["array"], bodies["object"]])
     return value if set(types) == set(TYPES) else rules.either([bodies[name] for name in bodies if name in types])
 
@@ -93,14 +93,10 @@ def list_of(item: str, min_count: int, max_count: int) -> str:
     """Return the body of a comma-separated list of `item` of bounded length."""
     if max_count == 0:
         return ""
-    many = f"{item} {more_of(item, max(min_count - 1, 0), max_count - 1)}".rstrip()
+    many = f"{item} {more_of(item, max(min_count - 1, 0), max_count - 1)}"
     return many if min_count else f"({many})?"
 
 
 def more_of(item: str, min_count: int, max_count: int) -> str:
     """Like `list_of`, after another item."""
     return f"({COMMA} {item}){{{min_count},{max_count}}}" if max_count else ""
-
-
-def enclosed(left: str, body: str, right: str) -> str:
-    return " ".join(filter(None, (literal(left), body, literal(right))))
