@@ -26,8 +26,10 @@ from dashinfer_vlm_core.models.checkpoint import find_model
 from dashinfer_vlm_core.models.qwen2_vl import Qwen2VL
 from dashinfer_vlm_core.models.spec import ModelSpec
 from dashinfer_vlm_core.plugins import load_plugins
-from dashinfer_vlm_core.structured_output.grammar import Rules, any_object, json_schema
-from dashinfer_vlm_core.structured_output.grammar_compiler import GrammarCompiler, LLGuidanceGrammar
+from dashinfer_vlm_core.structured_output.grammar.json_schema import json_schema
+from dashinfer_vlm_core.structured_output.grammar.rules import Rules
+from dashinfer_vlm_core.structured_output.grammar.values import any_value
+from dashinfer_vlm_core.structured_output.grammar_compiler import GrammarCompiler, LLGuidanceMatcher
 
 LARGE = 151_936
 SCENE: dict[str, Any] = {
@@ -134,14 +136,15 @@ def guided_time(engine: Engine, body: dict[str, Any]) -> tuple[float, int]:
     return time.perf_counter() - begin, engine.stats().decoder.steps - steps
 
 
-def compiled(compiler: GrammarCompiler, schema: Any) -> LLGuidanceGrammar:
+def compiled(compiler: GrammarCompiler, schema: Any) -> LLGuidanceMatcher:
     rules = Rules()
-    return compiler.compile(rules, any_object(rules) if schema is None else json_schema(rules, schema), param="schema")
+    start = any_value(rules, ("object",)) if schema is None else json_schema(rules, schema)
+    return compiler.compile(rules, start, param="schema")
 
 
-def random_steps(grammar: LLGuidanceGrammar, seed: int, stop: tuple[int, ...], longest: int = 200) -> list[float]:
+def random_steps(grammar: LLGuidanceMatcher, seed: int, stop: tuple[int, ...], longest: int = 200) -> list[float]:
     """Return the seconds of each step of a random output."""
-    rng, way, times = np.random.default_rng(seed), grammar.new_matcher(), list[float]()
+    rng, way, times = np.random.default_rng(seed), grammar.copy(), list[float]()
     for _ in range(longest):
         begin = time.perf_counter()
         allowed = way.allowed_tokens()

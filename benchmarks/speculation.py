@@ -42,14 +42,11 @@ COPIED = 200
 
 @dataclass(frozen=True)
 class ScriptedMatcher:
-    """Allows one output, token by token; implements `GrammarMatcher` and `CompiledGrammar`."""
+    """Allows one output, token by token; implements `GrammarMatcher`."""
 
     script: Sequence[int]
     vocab_size: int
     accepted: list[int]
-
-    def new_matcher(self) -> ScriptedMatcher:
-        return ScriptedMatcher(self.script, self.vocab_size, [])
 
     def copy(self) -> ScriptedMatcher:
         return ScriptedMatcher(self.script, self.vocab_size, list(self.accepted))

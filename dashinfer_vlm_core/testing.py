@@ -108,7 +108,7 @@ class ScriptedDecoder(Decoder):
     def _check_grammar(self, ids: list[int], request: DecodeRequest) -> None:
         if request.grammar is None:
             return
-        matcher = request.grammar.new_matcher()
+        matcher = request.grammar.copy()
         for index, token in enumerate(ids):
             if not matcher.allowed_tokens()[token]:
                 valid = self._tokenizer.decode(ids[:index])

@@ -24,7 +24,6 @@ __all__ = [
     "GUIDED_DECODING",
     "LORA",
     "SAMPLING_PARAMETERS",
-    "CompiledGrammar",
     "DecodeRequest",
     "Decoder",
     "DecoderFactory",
@@ -100,14 +99,7 @@ class GrammarMatcher(Protocol):
         """Return how many of `tokens` could be accepted one after the other. The call does not change the state."""
 
     def copy(self) -> GrammarMatcher:
-        """Return a matcher in the same state that advances independently."""
-
-
-class CompiledGrammar(Protocol):
-    """A compiled grammar; any number of completions may use it at the same time."""
-
-    def new_matcher(self) -> GrammarMatcher:
-        """Create a matcher at the start of the grammar."""
+        """Return a matcher in the same state that advances independently; several threads may copy one matcher."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -121,8 +113,8 @@ class DecodeRequest:
             position + 1.
         spans: visual tokens in prompt order; they replace the embeddings of their placeholders.
         sampling: with `max_tokens` set, so that prompt and output fit `max_model_len`.
-        grammar: masks tokens at each step; None for unconstrained output. Only decoders that support
-            `GUIDED_DECODING` get one.
+        grammar: masks tokens at each step, on a copy of this matcher, which several requests share; None for
+            unconstrained output. Only decoders that support `GUIDED_DECODING` get one.
         cache_salt: separates prefix cache entries; a prompt cached with a salt is found only with the same salt.
         adapter: the LoRA adapter to apply, which prefix cache entries depend on too. Only decoders that support `LORA`
             get one.
@@ -133,7 +125,7 @@ class DecodeRequest:
     positions: npt.NDArray[np.int64]
     spans: tuple[VisualSpan, ...] = ()
     sampling: Sampling = field(default_factory=Sampling)
-    grammar: CompiledGrammar | None = None
+    grammar: GrammarMatcher | None = None
     cache_salt: str = ""
     adapter: LoraAdapter | None = None
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..concurrency.streams import merge_streams
-from ..decoders import GUIDED_DECODING, CompiledGrammar, DecodeRequest, Token, VisualSpan
+from ..decoders import GUIDED_DECODING, DecodeRequest, GrammarMatcher, Token, VisualSpan
 from ..decoders.supervisor import Supervisor
 from ..errors import InvalidParameter
 from ..media import MediaLoader
@@ -211,7 +211,7 @@ class ChatPipeline:
             shape = self.processor.shape(item.grid)
             yield source_size, (shape.width, shape.height)
 
-    async def _compile_grammar(self, request: ChatRequest) -> CompiledGrammar | None:
+    async def _compile_grammar(self, request: ChatRequest) -> GrammarMatcher | None:
         """Compile the grammar that the response has to follow; None if it is unconstrained."""
         with self.observer.stage("grammar"):
             if GUIDED_DECODING not in self.decoder.supported_params:
@@ -308,7 +308,7 @@ class ChatPipeline:
         prompt: Prompt,
         visual: Sequence[VisualTokens],
         sampling: Sampling,
-        grammar: CompiledGrammar | None,
+        grammar: GrammarMatcher | None,
         *,
         adapter: LoraAdapter | None,
         response_id: str,

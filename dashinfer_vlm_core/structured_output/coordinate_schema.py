@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from ..models.coordinates import BOX_NAMES, NAMES
-from .grammar import SchemaError
-from .grammar.schema_shape import check_values, normalized
+from .grammar.references import References
+from .grammar.rules import Steps
+from .grammar.schema_shape import SchemaError, check_values, normalized
 
 _VALUES = frozenset({"enum", "const", "default", "examples", "example"})
 """Keywords whose values are not schemas."""
 
-_DEFINITION = re.compile(r"#/(\$defs|definitions)/([^/~]+)")
 _MAX_REFERENCES = 5
 
 
-def with_model_coordinates(schema: Mapping[str, Any], maximum: int) -> dict[str, Any]:
+def with_model_coordinates(schema: Mapping[str, Any], maximum: int, steps: Steps) -> dict[str, Any]:
     """Return a schema in which every box and point has the model's coordinates.
 
     Bounds that the schema sets for them concern pixels of the original image. They are replaced, since the coordinates
@@ -26,17 +25,18 @@ def with_model_coordinates(schema: Mapping[str, Any], maximum: int) -> dict[str,
     Args:
         schema: parsed JSON of bounded depth.
         maximum: the model's largest coordinate.
+        steps: counts the references that are followed.
 
     Raises:
         SchemaError: a property with the name of a box or a point is an array of something else.
     """
-    rewriter = _Rewriter(schema, maximum)
-    return {key: value if key in _VALUES else rewriter.rewrite(value, f".{key}") for key, value in schema.items()}
+    rewritten: dict[str, Any] = _Rewriter(References(schema, steps), maximum).rewrite(schema, "")
+    return rewritten
 
 
 class _Rewriter:
-    def __init__(self, root: Mapping[str, Any], maximum: int) -> None:
-        self._root = root
+    def __init__(self, references: References, maximum: int) -> None:
+        self._references = references
         self._maximum = maximum
 
     def rewrite(self, part: Any, path: str) -> Any:
@@ -51,36 +51,34 @@ class _Rewriter:
             return self._coordinates(key, value, f"{path}.{key}")
         return value if key in _VALUES else self.rewrite(value, f"{path}.{key}")
 
-    def _coordinates(self, name: str, schema: Any, path: str) -> Any:
-        """Return the schema of a property that may be a box or a point."""
-        schema = self._dereference(schema)
-        if isinstance(schema, Mapping) and isinstance(schema.get("anyOf"), list):
-            branches = [self._coordinates(name, branch, path) for branch in schema["anyOf"]]
-            return {**schema, "anyOf": branches}
-        if not isinstance(schema, Mapping) or schema.get("type") != "array":
+    def _coordinates(self, name: str, schema: Any, path: str, level: int = 0) -> Any:
+        target = self._dereference(schema)
+        if not isinstance(target, Mapping):
             return self.rewrite(schema, path)
-        check_values(schema, path)
-        schema = normalized(schema)
+        if isinstance(target.get("anyOf"), list) and level < _MAX_REFERENCES:
+            branches = [self._coordinates(name, branch, path, level + 1) for branch in target["anyOf"]]
+            return {**target, "anyOf": branches}
+        if target.get("type") != "array":
+            return self.rewrite(schema, path)
+        check_values(target, path)
         count = 4 if name in BOX_NAMES else 2
-        if not _is_numbers(schema, count):
+        if not _allows_numbers(normalized(target), count):
             raise SchemaError(path, f"must be an array of {count} numbers, since it has coordinates of the image")
         number = {"type": "integer", "minimum": 0, "maximum": self._maximum}
         return {"type": "array", "items": number, "minItems": count, "maxItems": count}
 
     def _dereference(self, schema: Any) -> Any:
-        """Return the target of a reference to a definition; other references are left to the compiler."""
+        # References without a target are left to the compiler.
         for _ in range(_MAX_REFERENCES):
-            reference = schema.get("$ref") if isinstance(schema, Mapping) else None
-            match = _DEFINITION.fullmatch(reference) if isinstance(reference, str) else None
-            definitions = self._root.get(match[1]) if match else None
-            if match is None or not isinstance(definitions, Mapping) or match[2] not in definitions:
+            pointer = schema.get("$ref") if isinstance(schema, Mapping) else None
+            target = self._references.find(pointer) if isinstance(pointer, str) else None
+            if target is None:
                 break
-            schema = definitions[match[2]]
+            schema = target
         return schema
 
 
-def _is_numbers(schema: Mapping[str, Any], count: int) -> bool:
-    """Whether an array can have this many numbers."""
+def _allows_numbers(schema: Mapping[str, Any], count: int) -> bool:
     parts = [*schema.get("prefixItems", ()), schema.get("items", True)]
     is_number = all(isinstance(part, bool) or part.get("type", "number") in ("integer", "number") for part in parts)
     return is_number and schema.get("minItems", count) <= count <= schema.get("maxItems", count)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import threading
 from hashlib import sha256
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
-from cachetools import LRUCache
+from cachetools import LRUCache, cachedmethod
 
 from ..errors import DecoderFailed, InvalidParameter
 from ..tokenization.detokenizer import IncrementalDetokenizer
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     import tokenizers
 
     from ..models.spec import ModelSpec
-    from .grammar import Rules
+    from .grammar.rules import Rules
 
 MAX_CACHED_GRAMMARS = 64
 """Maximum number of compiled grammars in the cache."""
@@ -37,15 +38,8 @@ MAX_GRAMMAR_CHARACTERS = 4_000_000
 _TOO_COMPLEX = "cannot be compiled within the limits: make it simpler"
 
 
-class LLGuidanceGrammar:
-    """A compiled grammar; implements `CompiledGrammar`."""
-
-    def __init__(self, matcher: llguidance.LLMatcher, *, vocab_size: int) -> None:
-        self._matcher = matcher
-        self._vocab_size = vocab_size
-
-    def new_matcher(self) -> LLGuidanceMatcher:
-        return LLGuidanceMatcher(self._matcher.deep_copy(), vocab_size=self._vocab_size)
+def _digest(_compiler: object, text: str, _param: str = "") -> bytes:
+    return sha256(text.encode()).digest()  # a text can have megabytes
 
 
 class LLGuidanceMatcher:
@@ -91,18 +85,16 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, spec: ModelSpec) -> None:
         self._tokenizer = tokenizer
-        self._vocab_size = spec.vocab_size
-        self._stop_ids = list(spec.tokens.stop)
-        self._grammars: LRUCache[bytes, LLGuidanceGrammar] = LRUCache(MAX_CACHED_GRAMMARS)
+        self._spec = spec
+        self._grammars: LRUCache[bytes, LLGuidanceMatcher] = LRUCache(MAX_CACHED_GRAMMARS)
         self._patterns: LRUCache[bytes, bool] = LRUCache(MAX_CACHED_PATTERNS)
-        self._cache_lock = threading.Lock()
-        self._build_lock = threading.Lock()
+        self._lock = threading.Lock()
         self._llg_tokenizer: llguidance.LLTokenizer | None = None
 
     def __len__(self) -> int:
         return len(self._grammars)
 
-    def compile(self, rules: Rules, start: str, *, param: str) -> LLGuidanceGrammar:
+    def compile(self, rules: Rules, start: str, *, param: str) -> LLGuidanceMatcher:
         """Compile a grammar, or return it from the cache.
 
         Args:
@@ -116,32 +108,20 @@ class GrammarCompiler:
         text = rules.text(start)
         if len(text) > MAX_GRAMMAR_CHARACTERS:
             raise InvalidParameter(f"`{param}` {_TOO_COMPLEX}.", param=param)
-        key = sha256(text.encode()).digest()
-        with self._cache_lock:
-            grammar = self._grammars.get(key)
-        if grammar is None:
-            grammar = self._compile(text, param)
-            with self._cache_lock:
-                self._grammars[key] = grammar
-        return grammar
+        return self._compile(text, param)
 
+    @cachedmethod(attrgetter("_patterns"), key=_digest, lock=attrgetter("_lock"))
     def compiles(self, text: str) -> bool:
         """Return whether the grammar of one regular expression compiles within the limits."""
-        key = sha256(text.encode()).digest()
-        with self._cache_lock:
-            result = self._patterns.get(key)
-        if result is None:
-            result = not self._matcher(text).is_error()
-            with self._cache_lock:
-                self._patterns[key] = result
-        return result
+        return not self._matcher(text).is_error()
 
-    def _compile(self, text: str, param: str) -> LLGuidanceGrammar:
+    @cachedmethod(attrgetter("_grammars"), key=_digest, lock=attrgetter("_lock"))
+    def _compile(self, text: str, param: str) -> LLGuidanceMatcher:
         matcher = self._matcher(text)
         matcher.compute_bitmask()  # the first mask is the slowest, and detects errors that compilation does not
         if matcher.is_error():
             raise InvalidParameter(f"`{param}` {_TOO_COMPLEX}.", param=param)
-        return LLGuidanceGrammar(matcher, vocab_size=self._vocab_size)
+        return LLGuidanceMatcher(matcher, vocab_size=self._spec.vocab_size)
 
     def _matcher(self, text: str) -> llguidance.LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
@@ -158,15 +138,15 @@ class GrammarCompiler:
         return LLMatcher(self._token_trie(), text, log_level=0, limits=limits)
 
     def _token_trie(self) -> llguidance.LLTokenizer:
-        """Return llguidance's token trie, built on first use; this takes seconds for a large vocabulary."""
-        with self._build_lock:
-            if self._llg_tokenizer is None:
+        with self._lock:
+            if self._llg_tokenizer is None:  # this takes seconds for a large vocabulary
                 from llguidance import LLTokenizer, TokenizerWrapper
 
-                wrapper = TokenizerWrapper(_TokenizerAdapter(self._tokenizer, self._vocab_size, self._stop_ids[0]))
-                slices = LLTokenizer.json_slices()
                 self._llg_tokenizer = LLTokenizer(
-                    wrapper, n_vocab=self._vocab_size, eos_token=self._stop_ids, slices=slices
+                    TokenizerWrapper(_TokenizerAdapter(self._tokenizer, self._spec)),
+                    n_vocab=self._spec.vocab_size,
+                    eos_token=list(self._spec.tokens.stop),
+                    slices=LLTokenizer.json_slices(),
                 )
             return self._llg_tokenizer
 
@@ -176,12 +156,12 @@ class _TokenizerAdapter:
 
     bos_token_id = None
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, size: int, stop: int) -> None:
+    def __init__(self, tokenizer: tokenizers.Tokenizer, spec: ModelSpec) -> None:
         detokenizer = IncrementalDetokenizer(tokenizer)
         self._tokenizer = tokenizer
-        self.eos_token_id = stop
-        self.tokens = [detokenizer.token_bytes(index) for index in range(size)]
-        self.special_token_ids = [index for index in range(size) if not detokenizer.is_visible(index)]
+        self.eos_token_id = spec.tokens.stop[0]
+        self.tokens = [detokenizer.token_bytes(index) for index in range(spec.vocab_size)]
+        self.special_token_ids = [index for index in range(spec.vocab_size) if not detokenizer.is_visible(index)]
 
     def __call__(self, text: bytes) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text.decode("utf-8", "replace"), add_special_tokens=False).ids

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import InvalidParameter
@@ -14,24 +14,16 @@ from ..protocol import ChatRequest
 from ..protocol.output import OutputConstraint, ToolFunction
 from ..tokenization.conversation import HERMES, ConversationFormat
 from .coordinate_schema import with_model_coordinates
-from .grammar import (
-    COLON,
-    COMMA,
-    TYPES,
-    Rules,
-    SchemaError,
-    any_object,
-    json_schema,
-    literal,
-    matching_text,
-    one_of,
-    widest,
-)
+from .grammar.json_schema import json_schema, widest
+from .grammar.rules import Rules, literal
+from .grammar.schema_shape import TYPES, SchemaError
+from .grammar.values import COLON, COMMA, any_value, matching_text
 
 MAX_CALLS = 16
 """Maximum number of tool calls in one completion."""
 
 _ANYTHING = r"/(.|\n)*/"
+_CALL = literal('\n{"name"')
 _BLANK = r"/\n{0,2}/"
 """What models write between reasoning and content."""
 
@@ -50,12 +42,7 @@ class OutputGrammar:
     rules: Rules
     start: str
     param: str
-    widened: tuple[str, ...] = ()
-
-    @property
-    def field(self) -> str:
-        """The top-level field of the request that contains `param`."""
-        return self.param.partition(".")[0].partition("[")[0]
+    widened: tuple[str, ...]
 
 
 def grammar_for_request(
@@ -65,85 +52,78 @@ def grammar_for_request(
     *,
     rules: Rules | None = None,
     is_widest: bool = False,
-) -> OutputGrammar | None:
-    """Return the grammar that a request requires; None if its response is unconstrained.
+    reasons: bool = False,
+) -> OutputGrammar:
+    """Return the grammar of a request's response format and tools.
 
     Optional tools are part of the grammar: text is unconstrained until a tool call begins.
 
     Args:
         request: the request.
-        conversation: how the model writes tool calls.
+        conversation: how the model writes tool calls and reasoning.
         coordinates: how the model writes positions in images, for requests that want pixels of the original.
         rules: the empty rules to add to, which bound the work; defaults to new ones.
         is_widest: whether all schemas without `strict` are widened to any value of their types.
+        reasons: whether the completion begins with reasoning, without its first tag. The reasoning is unconstrained and
+            of any length; the completion's limit of tokens bounds it.
 
     Raises:
         InvalidParameter: a schema is invalid; or it is strict, and too large or cannot be guaranteed. `param` names it.
     """
     maximum = coordinates.maximum if coordinates and request.coordinates == "original" else None
-    builder = _GrammarBuilder(Rules() if rules is None else rules, conversation, maximum, is_widest=is_widest)
-    grammar = builder.build(request)
-    return grammar and replace(grammar, widened=tuple(dict.fromkeys(builder.widened)))
+    rules = Rules() if rules is None else rules
+    builder = _GrammarBuilder(rules, conversation, maximum, is_widest)
+    param = request.output_constraint.param if request.output_constraint else "tools"
+    param = "tool_choice" if request.must_call else param
+    with _naming(param):
+        start = builder.start(request)
+        if reasons:
+            reasoning = rules.lazy(f"{rules.terminal(_ANYTHING)} {literal(conversation.reasoning_end)}")
+            start = f"{reasoning} {rules.terminal(_BLANK)} ({start})"
+    return OutputGrammar(rules=rules, start=start, param=param, widened=tuple(dict.fromkeys(builder.widened)))
 
 
-def after_reasoning(grammar: OutputGrammar, conversation: ConversationFormat) -> OutputGrammar:
-    """Return the grammar of a completion that begins with reasoning, without its first tag.
-
-    The reasoning is unconstrained and of any length; the completion's limit of tokens bounds it.
-    """
-    rules = grammar.rules
-    reasoning = rules.lazy(f"{rules.terminal(_ANYTHING)} {literal(conversation.reasoning_end)}")
-    return replace(grammar, start=f"{reasoning} {rules.terminal(_BLANK)} ({grammar.start})")
-
-
+@dataclass(slots=True)
 class _GrammarBuilder:
     """Builds the grammar of one request.
 
-    Args:
-        rules: the rules to add to.
-        conversation: how the model writes tool calls.
-        maximum: the model's largest coordinate; None if coordinates are not converted.
-        is_widest: whether schemas without `strict` are widened to any value of their types.
-
     Attributes:
+        maximum: the model's largest coordinate; None if coordinates are not converted.
         widened: the parts of schemas that were widened, for the log.
     """
 
-    def __init__(self, rules: Rules, conversation: ConversationFormat, maximum: int | None, *, is_widest: bool) -> None:
-        self._rules = rules
-        self._conversation = conversation
-        self._maximum = maximum
-        self._is_widest = is_widest
-        self.widened: list[str] = []
+    rules: Rules
+    conversation: ConversationFormat
+    maximum: int | None
+    is_widest: bool
+    widened: list[str] = field(default_factory=list)
 
-    def build(self, request: ChatRequest) -> OutputGrammar | None:
-        content = self._content(request.output_constraint)
+    def start(self, request: ChatRequest) -> str:
+        """Return the rule of a completion."""
+        constraint = request.output_constraint
+        content = self._content(constraint) if constraint else ""
         if not request.callable_tools:
             return content
-        begin, calls = literal(self._conversation.call_begin), self._tool_calls(request)
+        begin = literal(self.conversation.call_begin)
+        calls = self._tool_calls(request)
         if request.must_call:
-            return OutputGrammar(rules=self._rules, start=f"{begin} {calls}", param="tool_choice")
+            return f"{begin} {calls}"
         if content:
-            return replace(content, start=f"{content.start} | {begin} {calls}")
-        tag = re.escape(self._conversation.call_begin).replace("/", r"\/")
-        text = self._rules.terminal(f"{_ANYTHING} & ~/(.|\\n)*{tag}(.|\\n)*/")
-        until_call = self._rules.lazy(f"{self._rules.terminal(_ANYTHING)} {begin}")
-        return OutputGrammar(rules=self._rules, start=f"{text} | {until_call} {calls}", param="tools")
+            return f"{content} | {begin} {calls}"
+        tag = re.escape(self.conversation.call_begin).replace("/", r"\/")
+        text = self.rules.terminal(f"{_ANYTHING} & ~/(.|\\n)*{tag}(.|\\n)*/")
+        until_call = self.rules.lazy(f"{self.rules.terminal(_ANYTHING)} {begin}")
+        return f"{text} | {until_call} {calls}"
 
-    def _content(self, constraint: OutputConstraint | None) -> OutputGrammar | None:
-        if constraint is None:
-            return None
-        with _naming(constraint.param):
-            return OutputGrammar(rules=self._rules, start=self._start(constraint), param=constraint.param)
-
-    def _start(self, constraint: OutputConstraint) -> str:
-        if constraint.kind == "regex":
-            return matching_text(self._rules, constraint.regex)
+    def _content(self, constraint: OutputConstraint) -> str:
         if constraint.kind == "choice":
-            return one_of(self._rules, constraint.choices)
-        if constraint.json_schema is None:
-            return any_object(self._rules)
-        return self._schema(constraint.json_schema, constraint.field, strict=constraint.strict)
+            return self.rules.one_of(constraint.choices)
+        if constraint.kind == "json_object":
+            return any_value(self.rules, ("object",))
+        with _naming(constraint.param):
+            if constraint.json_schema is None:
+                return matching_text(self.rules, constraint.regex)
+            return self._schema(constraint.json_schema, constraint.field, strict=constraint.strict)
 
     def _tool_calls(self, request: ChatRequest) -> str:
         """Return the rule of what follows the first tag: one call, or several if the request allows them."""
@@ -153,10 +133,10 @@ class _GrammarBuilder:
             for index, tool in enumerate(request.tools)
             if tool.function.name in allowed
         ]
-        call = self._rules.either(calls)
+        call = self.rules.either(calls)
         if request.has_single_call:
             return call
-        following = literal("\n" + self._conversation.call_begin)
+        following = literal("\n" + self.conversation.call_begin)
         return f"{call} ({following} {call}){{0,{MAX_CALLS - 1}}}"
 
     def _tool_call(self, tool: ToolFunction, param: str) -> str:
@@ -165,40 +145,31 @@ class _GrammarBuilder:
             raise InvalidParameter(f"`{param}` must be a schema of type object.", param=param)
         with _naming(param):
             arguments = self._schema({**schema, "type": "object"}, tool.name, strict=tool.strict)
-        name, key = literal(f'"{tool.name}"'), literal('"arguments"')
-        begin, end = literal('\n{"name"'), literal("}\n" + self._conversation.call_end)
-        return self._rules.add(f"{begin} {COLON} {name} {COMMA} {key} {COLON} {arguments} {end}")
+        name = literal(f'"{tool.name}"')
+        key = literal('"arguments"')
+        end = literal("}\n" + self.conversation.call_end)
+        return self.rules.add(f"{_CALL} {COLON} {name} {COMMA} {key} {COLON} {arguments} {end}")
 
     def _schema(self, schema: Mapping[str, Any], name: str, *, strict: bool) -> str:
-        """Return the rule of a schema in the model's coordinates; `name` is for the log."""
-        if self._maximum is not None:
-            schema = with_model_coordinates(schema, self._maximum)
+        if self.maximum is not None:
+            schema = with_model_coordinates(schema, self.maximum, self.rules.steps)
         if strict:
-            return json_schema(self._rules, schema)
-        if self._is_widest:
-            self._report(name, [""])
-            return widest(self._rules, schema)
-        widened: list[str] = []
-        rule = json_schema(self._rules, schema, widened=widened)
-        self._report(name, widened)
-        return rule
-
-    def _report(self, name: str, paths: Iterable[str]) -> None:
+            return json_schema(self.rules, schema)
+        paths = [""] if self.is_widest else []
+        rule = widest(self.rules, schema) if self.is_widest else json_schema(self.rules, schema, widened=paths)
         self.widened += [f"{name}: {path or 'the whole schema'}" for path in paths]
+        return rule
 
 
 def _allows_object(schema: Mapping[str, Any], *, strict: bool) -> bool:
-    """Whether the type of a schema is object; without `strict`, an unknown type may be."""
     types = schema.get("type", "object")
     names = [types] if isinstance(types, str) else types
-    if not isinstance(names, list):
-        return False
-    return "object" in names or not (strict or all(name in TYPES for name in names))
+    # Without `strict`, an unknown type may be one of objects.
+    return isinstance(names, list) and ("object" in names or not (strict or all(name in TYPES for name in names)))
 
 
 @contextlib.contextmanager
 def _naming(param: str) -> Iterator[None]:
-    """Convert errors of a schema or an expression to errors that name its field."""
     try:
         yield
     except SchemaError as error:

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import anyio
@@ -17,9 +18,9 @@ from ..errors import DeadlineExceeded, InvalidParameter
 from ..protocol import ChatRequest
 from ..protocol.client import current_client
 from ..protocol.name_log import NameLog
-from .grammar import Rules, Steps
-from .grammar_compiler import GrammarCompiler, LLGuidanceGrammar
-from .output_grammar import OutputGrammar, after_reasoning, grammar_for_request
+from .grammar.rules import Rules, Steps
+from .grammar_compiler import GrammarCompiler, LLGuidanceMatcher
+from .output_grammar import OutputGrammar, grammar_for_request
 
 if TYPE_CHECKING:
     import tokenizers
@@ -64,7 +65,7 @@ class RequestGrammars:
 
     async def compile(
         self, request: ChatRequest, opens_reasoning: Callable[[ChatRequest], bool]
-    ) -> LLGuidanceGrammar | None:
+    ) -> LLGuidanceMatcher | None:
         """Return the grammar that the response has to follow; None if it is unconstrained.
 
         Args:
@@ -88,74 +89,54 @@ class RequestGrammars:
                 " try again later."
             ) from None
         finally:
-            work.cancel()
+            work.canceled.set()
 
 
+@dataclass(frozen=True, slots=True)
 class _Compilation:
-    """The compilation of one request's grammar.
+    """The compilation of one request's grammar; it ends at its next step once `canceled` is set."""
 
-    Args:
-        request: a request that needs a grammar.
-        spec: the model's specification.
-        compiler: compiles the grammar.
-        opens_reasoning: as in `RequestGrammars.compile`.
-    """
+    request: ChatRequest
+    spec: ModelSpec
+    compiler: GrammarCompiler
+    opens_reasoning: Callable[[ChatRequest], bool]
+    canceled: threading.Event = field(default_factory=threading.Event)
 
-    def __init__(
-        self,
-        request: ChatRequest,
-        spec: ModelSpec,
-        compiler: GrammarCompiler,
-        opens_reasoning: Callable[[ChatRequest], bool],
-    ) -> None:
-        self._request = request
-        self._spec = spec
-        self._compiler = compiler
-        self._opens_reasoning = opens_reasoning
-        self._canceled = threading.Event()
-
-    def cancel(self) -> None:
-        """End `run`, which may be in another thread, at its next step."""
-        self._canceled.set()
-
-    def run(self) -> LLGuidanceGrammar | None:
-        grammar = self._build(is_widest=False)
-        if grammar is None:
-            return None
-        _check_end(self._request, grammar)
+    def run(self) -> LLGuidanceMatcher:
+        reasons = self.opens_reasoning(self.request)
+        grammar = self._build(reasons=reasons, is_widest=False)
+        _check_end(self.request, grammar.param)
         try:
             compiled = self._compile(grammar)
         except InvalidParameter:  # the parts compile, but are too complex together
-            widest = self._build(is_widest=True)
-            if widest is None or widest.widened == grammar.widened:
+            widest = self._build(reasons=reasons, is_widest=True)
+            if widest.widened == grammar.widened:
                 raise
             grammar = widest
             compiled = self._compile(grammar)
         _LOG.log(grammar.widened[:MAX_LOGGED_PARTS])
         return compiled
 
-    def _build(self, *, is_widest: bool) -> OutputGrammar | None:
-        conversation = self._spec.conversation
-        rules = Rules(self._compiler.compiles, Steps(self._check))
-        grammar = grammar_for_request(
-            self._request, conversation, self._spec.coordinates, rules=rules, is_widest=is_widest
+    def _build(self, *, reasons: bool, is_widest: bool) -> OutputGrammar:
+        rules = Rules(self.compiler.compiles, Steps(self._check))
+        spec = self.spec
+        return grammar_for_request(
+            self.request, spec.conversation, spec.coordinates, rules=rules, reasons=reasons, is_widest=is_widest
         )
-        needs_end = grammar is not None and self._opens_reasoning(self._request)
-        return after_reasoning(grammar, conversation) if grammar and needs_end else grammar
 
-    def _compile(self, grammar: OutputGrammar) -> LLGuidanceGrammar:
+    def _compile(self, grammar: OutputGrammar) -> LLGuidanceMatcher:
         self._check()
-        return self._compiler.compile(grammar.rules, grammar.start, param=grammar.param)
+        return self.compiler.compile(grammar.rules, grammar.start, param=grammar.param)
 
     def _check(self) -> None:
-        if self._canceled.is_set():
+        if self.canceled.is_set():
             raise CancelledError
 
 
-def _check_end(request: ChatRequest, grammar: OutputGrammar) -> None:
+def _check_end(request: ChatRequest, param: str) -> None:
     if request.ignore_eos:
         raise InvalidParameter(
             "`ignore_eos` would continue after the end that the output format requires."
-            f" Remove `ignore_eos` or `{grammar.field}`.",
+            f" Remove `ignore_eos` or `{param.partition('.')[0]}`.",
             param="ignore_eos",
         )

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from ..tokenization.conversation import HERMES, ConversationFormat
-from ..tokenization.stop_strings import StopStringMatcher
+from ..tokenization.stop_strings import length_held
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,21 +77,22 @@ class ToolCallParser:
         must_call: bool = False,
         conversation: ConversationFormat = HERMES,
     ) -> None:
-        self._tags = conversation.call_begin, conversation.call_end
-        name = rf'\s*{re.escape(conversation.call_begin)}\s*\{{"name": ?"([^"\\]*)"'
+        self._call_begin = conversation.call_begin
+        self._call_end = conversation.call_end
+        begin = re.escape(conversation.call_begin)
+        name = rf'\s*{begin}\s*\{{"name": ?"([^"\\]*)"'
+        self._begin = re.compile(rf"\n?{begin}")
         self._named = re.compile(name)
-        self._head = re.compile(name + r', ?"arguments": ?\{')
+        self._head = re.compile(name + r', ?"arguments": ?(?=\{)')
         self.calls: int = 0
         self.complete: int = 0
         self._names = names
         self._guided = guided
         self._must_call = must_call
-        self._state: Callable[[str], list[ParserEvent]] = self._read_text
-        self._begin_tag, self._end_tag = self._new_begin_tag(), self._new_end_tag()
+        self._state: Callable[[], list[ParserEvent]] = self._read_text
         self._consumed = 0  # characters emitted as content or parsed as part of a call
         self._pending = ""  # the text after them
         self._arguments: list[str] = []  # pieces of the arguments of the call that is being read
-        self._num_content = 0  # leading characters of `_pending` that cannot begin a call
 
     @property
     def may_call(self) -> bool:
@@ -100,125 +101,95 @@ class ToolCallParser:
 
     def feed(self, text: str) -> list[ParserEvent]:
         """Parse more text; return the events that are certain."""
+        self._pending += text
         if not self._names:
-            return self._emit_content(text) if text else []
-        return _merge_events(event for character in text for event in self._state(character))
+            return self._emit_content(len(text))
+        events: list[ParserEvent] = []
+        state = None
+        while state != self._state:
+            state = self._state
+            events += state()
+        return events
 
     def flush(self) -> list[ParserEvent]:
         """End the text; return the events for what was held back."""
         if self._state == self._read_arguments:
-            rest = self._end_tag.flush()
-            is_argument = rest and not _is_json("".join(self._arguments))  # a brace ends an inner object, or the call
-            return [ToolCallArgumentsDelta(index=self.calls - 1, text=rest)] if is_argument else []
-        if self._guided and (self._must_call or self.calls or self._state == self._read_call):
-            return self._flush_truncated_call()
-        if self._state == self._read_call:
-            return self._parse_pending_call()
-        if not self._pending or self._is_space_after_call(self._pending):
-            return []
-        return self._emit_content(self._pending)
+            is_argument = _parse("".join(self._arguments)) is None  # a brace ends an inner object, or the call
+            return self._emit_arguments(self._pending if is_argument else "")
+        is_call = self._state == self._read_call
+        if self._guided and (self._must_call or self.calls or is_call):
+            # The beginning of a truncated call is not content.
+            head = self._named.match(self._pending)
+            return [self._start_call(head[1])] if head else []
+        if is_call:
+            return self._parse_call(len(self._pending))
+        return self._emit_content(len(self._pending))
 
-    def _flush_truncated_call(self) -> list[ParserEvent]:
-        """Return the call that the completion ends in, if its name is complete: its beginning is not content."""
-        head = self._named.match(self._pending)
-        return [self._start_call(head[1])] if head else []
+    def _read_text(self) -> list[ParserEvent]:
+        begin = self._begin.search(self._pending)
+        if begin is None:
+            held = length_held(self._pending, (self._call_begin, f"\n{self._call_begin}"))
+            return self._emit_content(len(self._pending) - held)
+        self._state = self._read_call
+        return self._emit_content(begin.start())
 
-    def _read_text(self, character: str) -> list[ParserEvent]:
-        self._pending += character
-        self._num_content += len(self._begin_tag.feed(character))
-        text, events = self._pending[: self._num_content], list[ParserEvent]()
-        if text and not self._is_space_after_call(text):
-            events = self._emit_content(text)
-        if self._begin_tag.matched:
-            self._begin_tag, self._num_content, self._state = self._new_begin_tag(), 0, self._read_call
-        return events
+    def _read_call(self) -> list[ParserEvent]:
+        end = self._pending.find(self._call_end)
+        head = self._head.match(self._pending, 0, len(self._pending) if end < 0 else end) if self._guided else None
+        if head and head[1] in self._names:
+            self._consume(head.end())
+            self._state = self._read_arguments
+            self._arguments = []
+            return [self._start_call(head[1])]
+        return [] if end < 0 else self._parse_call(end + len(self._call_end))
 
-    def _read_call(self, character: str) -> list[ParserEvent]:
-        self._pending += character
-        if (
-            self._guided
-            and character == "{"
-            and (head := self._head.fullmatch(self._pending))
-            and head[1] in self._names
-        ):
-            self._consume_pending()
-            self._end_tag, self._state, self._arguments = self._new_end_tag(), self._read_arguments, []
-            return [self._start_call(head[1]), *self._read_arguments("{")]
-        return self._parse_pending_call() if self._pending.endswith(self._tags[1]) else []
-
-    def _read_arguments(self, character: str) -> list[ParserEvent]:
-        self._consumed += 1
-        text = self._end_tag.feed(character)
-        self._arguments.append(text)
-        if self._end_tag.matched:
+    def _read_arguments(self) -> list[ParserEvent]:
+        end = "}\n" + self._call_end
+        text, tag, _ = self._pending.partition(end)
+        if tag:
             self.complete += 1
             self._state = self._read_text
-        return [ToolCallArgumentsDelta(index=self.calls - 1, text=text)] if text else []
+        else:
+            text = text[: len(text) - length_held(text, (end,))]
+        self._arguments.append(text)
+        self._consume(len(text + tag))
+        return self._emit_arguments(text)
 
-    def _parse_pending_call(self) -> list[ParserEvent]:
-        """Parse the pending text as a call; emit it as content if it is not a valid one."""
+    def _parse_call(self, length: int) -> list[ParserEvent]:
         self._state = self._read_text
-        begin, end = self._tags
-        call = _parse_call(self._pending.partition(begin)[2].removesuffix(end))
-        if call is None or call[0] not in self._names:
-            return self._emit_content(self._pending)
-        self._consume_pending()
+        call = _parse(self._pending[:length].partition(self._call_begin)[2].removesuffix(self._call_end))
+        name = call.get("name") if isinstance(call, dict) else None
+        arguments = call.get("arguments", {}) if isinstance(call, dict) else None
+        if not isinstance(name, str) or name not in self._names or not isinstance(arguments, dict):
+            return self._emit_content(length)
+        self._consume(length)
         self.complete += 1
-        started = self._start_call(call[0])
-        return [started, ToolCallArgumentsDelta(index=started.index, text=call[1])]
+        return [self._start_call(name), *self._emit_arguments(json.dumps(arguments, ensure_ascii=False))]
 
     def _start_call(self, name: str) -> ToolCallStart:
         self.calls += 1
         return ToolCallStart(index=self.calls - 1, id=f"call_{uuid.uuid4().hex[:24]}", name=name)
 
-    def _is_space_after_call(self, text: str) -> bool:
-        """Whether text is only whitespace after a call, which is dropped unless content follows."""
-        return self.calls > 0 and text.isspace()
+    def _emit_arguments(self, text: str) -> list[ParserEvent]:
+        return [ToolCallArgumentsDelta(index=self.calls - 1, text=text)] if text else []
 
-    def _emit_content(self, text: str) -> list[ParserEvent]:
+    def _emit_content(self, length: int) -> list[ParserEvent]:
+        text = self._pending[:length]
+        if self.calls:  # white space after a call is dropped unless content follows
+            text = text.rstrip()
+        if not text:
+            return []
         event = ContentDelta(begin=self._consumed, text=text)
-        self._consumed += len(text)
-        self._pending, self._num_content = self._pending[len(text) :], 0
+        self._consume(len(text))
         return [event]
 
-    def _new_begin_tag(self) -> StopStringMatcher:
-        return StopStringMatcher((self._tags[0], f"\n{self._tags[0]}"))
-
-    def _new_end_tag(self) -> StopStringMatcher:
-        return StopStringMatcher(("}\n" + self._tags[1],))
-
-    def _consume_pending(self) -> None:
-        self._consumed += len(self._pending)
-        self._pending, self._num_content = "", 0
+    def _consume(self, length: int) -> None:
+        self._consumed += length
+        self._pending = self._pending[length:]
 
 
-def _parse_call(text: str) -> tuple[str, str] | None:
-    """Return the name and the arguments of a call; None if the text is not a call."""
+def _parse(text: str) -> object:
     try:
-        call = json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return None
-    arguments = call.get("arguments", {})
-    return (call["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
-def _merge_events(events: Iterable[ParserEvent]) -> list[ParserEvent]:
-    """Merge adjacent deltas of the same type."""
-    merged: list[ParserEvent] = []
-    for event in events:
-        last = merged[-1] if merged else None
-        if isinstance(last, (ContentDelta, ToolCallArgumentsDelta)) and type(last) is type(event):
-            merged[-1] = replace(last, text=last.text + event.text)
-        else:
-            merged.append(event)
-    return merged

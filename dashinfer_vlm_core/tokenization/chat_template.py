@@ -14,19 +14,15 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 import jinja2
-import jinja2.ext
-import jinja2.meta
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
-import jinja2.utils
+from jinja2 import ext, meta, nodes, parser, sandbox, utils
 
 from ..errors import CheckpointError, ConfigError, InvalidParameter
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-DEFAULT, TOOL_USE = "default", "tool_use"
-"""transformers' names of templates, for checkpoints with several."""
+DEFAULT = "default"
+TOOL_USE = "tool_use"
+"""transformers' name of the template for requests with tools, in checkpoints with several templates."""
 
 RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 """Variables of a template that this module sets."""
@@ -63,14 +59,11 @@ class ChatTemplate:
             self._templates = {name: environment.from_string(source) for name, source in sources.items()}
         except jinja2.TemplateError as error:
             raise template_config_error(error) from error
-        used = {name: jinja2.meta.find_undeclared_variables(environment.parse(text)) for name, text in sources.items()}
+        used = {name: meta.find_undeclared_variables(environment.parse(text)) for name, text in sources.items()}
         self.supports_tools: bool = TOOL_USE in sources or "tools" in used[DEFAULT]
         self._variables = dict(variables)
-        self.options: frozenset[str] = frozenset().union(*used.values()) - {
-            *RESERVED_VARIABLES,
-            *variables,
-            *environment.globals,
-        }
+        known = {*RESERVED_VARIABLES, *variables, *environment.globals}
+        self.options: frozenset[str] = frozenset().union(*used.values()) - known
 
     def mentions(self, text: str) -> bool:
         """Return whether a template contains `text`."""
@@ -150,10 +143,10 @@ def template_config_error(cause: BaseException) -> ConfigError:
 
 
 def _read_files(folder: Path) -> dict[str, str]:
-    """Read a checkpoint's separate template files."""
     additional = sorted((folder / "additional_chat_templates").glob("*.jinja"))
     sources = {path.stem: path.read_text(encoding="utf-8") for path in additional}
-    jinja_file, json_file = folder / "chat_template.jinja", folder / "chat_template.json"
+    jinja_file = folder / "chat_template.jinja"
+    json_file = folder / "chat_template.json"
     if jinja_file.is_file():
         sources[DEFAULT] = jinja_file.read_text(encoding="utf-8")
     elif json_file.is_file():
@@ -161,48 +154,39 @@ def _read_files(folder: Path) -> dict[str, str]:
     return sources
 
 
-def _environment() -> jinja2.sandbox.SandboxedEnvironment:
-    """Create the sandbox for templates: they come from untrusted checkpoints and access only their variables."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
+def _environment() -> sandbox.SandboxedEnvironment:
+    # Templates come from untrusted checkpoints, and access only their variables.
+    environment = sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[ext.loopcontrols, _Generation]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals |= {
-        "raise_exception": _raise_exception,
-        "strftime_now": _strftime_now,
-        "namespace": _Namespace,
-    }
+    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now, "namespace": _Namespace}
     return environment
 
 
-class _Generation(jinja2.ext.Extension):
+class _Generation(ext.Extension):
     """`{% generation %}` marks the model's output for training; here it has no effect."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's interface
 
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+    def parse(self, parser: parser.Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body, lineno=line)
+        return nodes.Scope(body, lineno=line)
 
 
-class _Namespace(jinja2.utils.Namespace):
+class _Namespace(utils.Namespace):
     """Variables that outlive a loop; rejects names that begin with an underscore, which Python may treat specially."""
 
     def __init__(self, /, *args: Any, **values: Any) -> None:
-        variables = dict(*args, **values)
-        for name in variables:
-            _check_name(name)
-        super().__init__(variables)
+        super().__init__()
+        for name, value in dict(*args, **values).items():
+            self[name] = value
 
     def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
+        if name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a namespace must not have names that begin with _, got {name!r}")
         super().__setitem__(name, value)
-
-
-def _check_name(name: str) -> None:
-    if name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace must not have names that begin with _, got {name!r}")
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -210,7 +194,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _to_json(value: Any, **options: Any) -> str:
-    """Serialize to JSON; unlike Jinja's filter, does not escape < and & for HTML."""
+    # Unlike Jinja's filter, this does not escape < and & for HTML.
     return json.dumps(value, **{"ensure_ascii": False, **options})
 
 
@@ -219,7 +203,6 @@ def _strftime_now(pattern: str) -> str:
 
 
 def _render_error(error: Exception) -> InvalidParameter:
-    """Create the error for messages that a template rejects; a message of `raise_exception` is passed on."""
     if type(error) is jinja2.TemplateError:  # by `raise_exception`; Jinja itself raises subclasses
         return InvalidParameter(f"The model's chat template rejects these messages: {error}", param="messages")
     # Jinja's text may quote the request, so it is not logged.

@@ -41,13 +41,13 @@ def render_tools_as_text(
         conversation: the model's tool call format.
     """
     if tools:
-        first, rest = messages[:1], messages[1:]
-        if not first or first[0]["role"] != "system":
-            first, rest = [{"role": "system", "content": conversation.default_system}], messages
+        if not messages or messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": conversation.default_system}, *messages]
         tools_prompt = conversation.tools_prompt.format(
             tools="\n".join(map(_to_json, tools)), begin=conversation.call_begin, end=conversation.call_end
         )
-        messages = [{"role": "system", "content": _join_contents([first[0]["content"], tools_prompt])}, *rest]
+        described = _join_contents([messages[0]["content"], tools_prompt])
+        messages = [{"role": "system", "content": described}, *messages[1:]]
     converted: list[Message] = []
     for is_tool, group in groupby(messages, key=lambda item: item["role"] == "tool"):
         if is_tool:
@@ -69,34 +69,25 @@ def _parse_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _calls_as_text(message: Message, conversation: ConversationFormat) -> Message:
-    calls = [
-        "\n".join(
-            [
-                conversation.call_begin,
-                _to_json({key: call["function"][key] for key in ("name", "arguments")}),
-                conversation.call_end,
-            ]
-        )
-        for call in message.get("tool_calls", ())
-    ]
-    if not calls:
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    if not functions:
         return message
+    objects = [_to_json({"name": each["name"], "arguments": each["arguments"]}) for each in functions]
+    calls = "\n".join(f"{conversation.call_begin}\n{text}\n{conversation.call_end}" for text in objects)
     content = message["content"]
     plain = {key: value for key, value in message.items() if key != "tool_calls"}
-    return plain | {"content": _join_contents([content, "\n" if content else "", "\n".join(calls)])}
+    return plain | {"content": _join_contents([content, "\n" if content else "", calls])}
 
 
 def _results_as_user_message(messages: list[Message], conversation: ConversationFormat) -> Message:
-    """Combine the results of parallel tool calls in one user message."""
     pieces: list[Any] = []
     for message in messages:
-        begin, end = f"{conversation.result_begin}\n", f"\n{conversation.result_end}"
-        pieces += ["\n" if pieces else "", begin, message["content"], end]
+        begin = "\n" if pieces else ""
+        pieces += [f"{begin}{conversation.result_begin}\n", message["content"], f"\n{conversation.result_end}"]
     return {"role": "user", "content": _join_contents(pieces)}
 
 
 def _join_contents(contents: list[Any]) -> str | list[Any]:
-    """Join contents (strings or lists of parts); the result is a string if all of them are strings."""
     if all(isinstance(content, str) for content in contents):
         return "".join(contents)
     parts: list[Any] = []

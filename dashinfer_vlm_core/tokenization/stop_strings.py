@@ -2,36 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-
-@dataclass(slots=True)
-class _Matcher:
-    """Knuth-Morris-Pratt search for one string, one character at a time.
-
-    Attributes:
-        state: length of the longest prefix of the string that is a suffix of the text.
-        fallback: for each prefix length, the length of the longest shorter prefix that is a suffix of it.
-    """
-
-    string: str
-    state: int = 0
-    fallback: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.fallback = [0, 0]
-        for character in self.string[1:]:
-            self.fallback.append(self._next(self.fallback[-1], character))
-
-    def _next(self, state: int, character: str) -> int:
-        while state and self.string[state] != character:
-            state = self.fallback[state]
-        return state + (self.string[state] == character)
-
-    def step(self, character: str) -> bool:
-        """Append a character to the text; return whether the text now ends with the string."""
-        self.state = self._next(self.state, character)
-        return self.state == len(self.string)
+from collections.abc import Sequence
 
 
 class StopStringMatcher:
@@ -45,25 +16,26 @@ class StopStringMatcher:
         match: the stop string that was found; None if none was.
     """
 
-    def __init__(self, strings: tuple[str, ...]) -> None:
+    def __init__(self, strings: Sequence[str]) -> None:
         self.matched: bool = False
         self.match: str | None = None
-        self._matchers = [_Matcher(string) for string in strings]
+        self._strings = strings
         self._held = ""
 
     def feed(self, text: str) -> str:
         """Add text; return what can be output, which excludes a possible beginning of a stop string."""
-        if not self._matchers or self.matched:
-            return "" if self.matched else text
-        held, self._held = self._held + text, ""
-        for index, character in enumerate(text, start=len(held) - len(text) + 1):
-            if lengths := [len(matcher.string) for matcher in self._matchers if matcher.step(character)]:
-                begin = index - max(lengths)
-                self.matched, self.match = True, held[begin:index]
-                return held[:begin]
-        kept = max(matcher.state for matcher in self._matchers)
-        self._held = held[len(held) - kept :]
-        return held[: len(held) - kept]
+        if self.matched:
+            return ""
+        text = self._held + text
+        found = [(text.index(string) + len(string), string) for string in self._strings if string in text]
+        if found:
+            end, self.match = min(found, key=lambda match: (match[0], -len(match[1])))
+            self.matched = True
+            self._held = ""
+            return text[: end - len(self.match)]
+        length = len(text) - length_held(text, self._strings)
+        self._held = text[length:]
+        return text[:length]
 
     @property
     def num_held(self) -> int:
@@ -72,7 +44,16 @@ class StopStringMatcher:
 
     def flush(self) -> str:
         """Return the text held back, which at the end of the text is not a stop string; other text may follow."""
-        held, self._held = self._held, ""
-        for matcher in self._matchers:
-            matcher.state = 0
+        held = self._held
+        self._held = ""
         return held
+
+
+def length_held(text: str, strings: Sequence[str]) -> int:
+    """Return the length of the longest end of `text` that begins one of `strings`, none of which is in it."""
+    longest = max(map(len, strings), default=1) - 1
+    for length in range(min(longest, len(text)), 0, -1):
+        end = text[-length:]
+        if any(string.startswith(end) for string in strings):
+            return length
+    return 0

@@ -7,7 +7,7 @@ transformers also parses `tokenizer.json` and rebuilds it: including its import,
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,9 +58,8 @@ def _read_tokenizer_json(folder: Path) -> CheckpointTokenizer | None:
         return None
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    if "added_tokens_decoder" not in config and any(
-        (folder / name).is_file() for name in ("added_tokens.json", "special_tokens_map.json")
-    ):
+    older = (folder / "added_tokens.json", folder / "special_tokens_map.json")
+    if "added_tokens_decoder" not in config and any(map(Path.is_file, older)):
         return None
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     if not _matches_config(backend, config):
@@ -73,7 +72,6 @@ def _read_tokenizer_json(folder: Path) -> CheckpointTokenizer | None:
 
 
 def _matches_config(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> bool:
-    """Whether the tokenizer has every token that `tokenizer_config.json` adds, with the same content and type."""
     added = backend.get_added_tokens_decoder()
     configured = config.get("added_tokens_decoder", {})
     special = {token.content for token in added.values() if token.special}
@@ -85,7 +83,7 @@ def _matches_config(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) ->
 
 
 def _special_tokens_map(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the named special tokens of a configuration; keys that end in `_token` may also be numbers or flags."""
+    # Keys that end in `_token` may also be numbers or flags.
     return {
         key: _content(value)
         for key, value in config.items()
@@ -97,8 +95,7 @@ def _special_tokens(config: Mapping[str, Any]) -> Iterator[str]:
     yield from _special_tokens_map(config).values()
     for key in ("additional_special_tokens", "extra_special_tokens"):
         extra = config.get(key) or ()
-        tokens: Iterable[Any] = extra.values() if isinstance(extra, Mapping) else extra
-        yield from map(_content, tokens)
+        yield from map(_content, extra.values() if isinstance(extra, Mapping) else extra)
 
 
 def _content(token: str | Mapping[str, Any]) -> str:

@@ -95,7 +95,7 @@ class SequenceState:
             seed=seed,
             first_position=int(request.positions.max()) + 1,
             prefix=PrefixHash(request),
-            matcher=request.grammar.new_matcher() if request.grammar else None,
+            matcher=request.grammar.copy() if request.grammar else None,
             adapter=adapter,
         )
 

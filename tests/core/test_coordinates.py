@@ -14,7 +14,8 @@ from dashinfer_vlm_core import Engine, EngineConfig, ImageCoordinates
 from dashinfer_vlm_core.errors import InvalidParameter
 from dashinfer_vlm_core.models.coordinates import NAMES, CoordinateSpec, CoordinateStream
 from dashinfer_vlm_core.structured_output.coordinate_schema import with_model_coordinates
-from dashinfer_vlm_core.structured_output.grammar import SchemaError
+from dashinfer_vlm_core.structured_output.grammar.rules import Steps
+from dashinfer_vlm_core.structured_output.grammar.schema_shape import SchemaError
 from dashinfer_vlm_core.testing import Script, scripted_registry
 from tests.conversations import as_openai, blurred_image, user
 
@@ -155,7 +156,7 @@ def test_schema_has_coordinates_of_the_model():
             "required": ["bbox_2d"],
         },
     }
-    properties = with_model_coordinates(schema, 1000)["items"]["properties"]
+    properties = with_model_coordinates(schema, 1000, Steps())["items"]["properties"]
     assert properties == schema["items"]["properties"] | {
         "bbox_2d": box,
         "box": box,
@@ -178,8 +179,24 @@ def test_schema_has_coordinates_of_the_model():
 )
 def test_box_that_is_not_four_numbers_is_rejected(schema):
     with pytest.raises(SchemaError) as caught:
-        with_model_coordinates({"properties": {"box": schema}}, 1000)
+        with_model_coordinates({"properties": {"box": schema}}, 1000, Steps())
     assert caught.value.path.startswith("properties.box")
+
+
+@pytest.mark.parametrize(
+    "definition",
+    [{"anyOf": [{"$ref": "#/$defs/a"}]}, {"type": "object", "properties": {"box": {"$ref": "#/$defs/a"}}}],
+    ids=["alternatives", "objects"],
+)
+def test_security_35_recursive_definitions_of_a_box_end(definition):
+    schema = {"properties": {"box": {"$ref": "#/$defs/a"}}, "$defs": {"a": definition}}
+    assert with_model_coordinates(schema, 1000, Steps())["$defs"].keys() == {"a"}
+
+
+def test_security_35_definitions_of_a_box_that_multiply_are_rejected():
+    definitions = {f"a{index}": {"anyOf": [{"$ref": f"#/$defs/a{index + 1}"}] * 20} for index in range(6)}
+    with pytest.raises(SchemaError, match="makes the request too complex"):
+        with_model_coordinates({"properties": {"box": {"$ref": "#/$defs/a0"}}, "$defs": definitions}, 1000, Steps())
 
 
 # Requests

@@ -19,18 +19,12 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from dashinfer_vlm_core.errors import InvalidParameter
-from dashinfer_vlm_core.structured_output.grammar import (
-    Rules,
-    SchemaError,
-    Steps,
-    any_object,
-    json_schema,
-    matching_text,
-    one_of,
-)
 from dashinfer_vlm_core.structured_output.grammar.bounds import MAX_PATTERNS, STRING_CHARACTERS
+from dashinfer_vlm_core.structured_output.grammar.json_schema import json_schema
 from dashinfer_vlm_core.structured_output.grammar.numbers import numbers_between
-from dashinfer_vlm_core.structured_output.grammar.schema_shape import InvalidSchema
+from dashinfer_vlm_core.structured_output.grammar.rules import Rules, Steps
+from dashinfer_vlm_core.structured_output.grammar.schema_shape import InvalidSchema, SchemaError
+from dashinfer_vlm_core.structured_output.grammar.values import any_value, matching_text
 from dashinfer_vlm_core.structured_output.grammar_compiler import MAX_CACHED_GRAMMARS, GrammarCompiler
 from tests.schemas import damaged, random_schema
 
@@ -52,7 +46,7 @@ def compiled(compiler, schema, **options):
 
 def random_output(grammar, seed, *, max_tokens=20_000):
     """Generate text from random allowed tokens; where the end is allowed, end with probability 1/2."""
-    rng, matcher, ids = np.random.default_rng(seed), grammar.new_matcher(), []
+    rng, matcher, ids = np.random.default_rng(seed), grammar.copy(), []
     for _ in range(max_tokens):
         allowed = np.flatnonzero(matcher.allowed_tokens())
         token = STOP if STOP in allowed and rng.random() < 0.5 else int(rng.choice(allowed))
@@ -64,7 +58,7 @@ def random_output(grammar, seed, *, max_tokens=20_000):
 
 
 def accepts(grammar, text):
-    matcher = grammar.new_matcher()
+    matcher = grammar.copy()
     for token in [*TOKENIZER.encode(text, add_special_tokens=False).ids, STOP]:
         if not matcher.allowed_tokens()[token]:
             return False
@@ -85,7 +79,7 @@ def test_allowed_output_is_valid(compiler, seed):
 
 def test_json_object_grammar_gives_object(compiler):
     rules = Rules()
-    grammar = compiler.compile(rules, any_object(rules), param="schema")
+    grammar = compiler.compile(rules, any_value(rules, ("object",)), param="schema")
     assert accepts(grammar, '{"a": [1, {"b": null}], "c": -2.50}')
     assert not accepts(grammar, "[1]")
     assert not accepts(grammar, '{"a": 1')
@@ -596,7 +590,7 @@ def test_text_of_regular_expression_is_bounded(compiler):
 def test_one_of_allows_exactly_its_texts(compiler):
     texts = ["a", "ab", 'quo"te', "line\nbreak", "grün", "<|im_end|>"]
     rules = Rules()
-    grammar = compiler.compile(rules, one_of(rules, [*texts, "a"]), param="guided_choice")
+    grammar = compiler.compile(rules, rules.one_of([*texts, "a"]), param="guided_choice")
     assert all(accepts(grammar, text) for text in texts if "<" not in text)
     assert not any(accepts(grammar, text) for text in ("", "b", "abc", "aab"))
     assert {random_output(grammar, seed) for seed in range(20)} <= set(texts)
@@ -608,7 +602,7 @@ def test_one_of_allows_exactly_its_texts(compiler):
 def test_grammar_has_no_recursive_rule():
     """Nor an unbounded repetition: the languages are finite."""
     rules = Rules()
-    starts = [json_schema(rules, random_schema(seed)) for seed in range(100)] + [any_object(rules)]
+    starts = [json_schema(rules, random_schema(seed)) for seed in range(100)] + [any_value(rules, ("object",))]
     starts += [json_schema(rules, json.loads(text)) for text in EXACT.values()]
     starts += [json_schema(rules, schema, widened=[]) for schema, *_ in list(NOT_GUARANTEED.values())[:-1]]
     lines = dict(line.split(": ", 1) for line in rules.text(" | ".join(starts)).splitlines())
@@ -659,7 +653,7 @@ HOSTILE = {
 @pytest.mark.timeout(300)
 def test_hostile_schema_is_rejected_or_followed_in_time(compiler, schema):
     with contextlib.suppress(InvalidParameter, SchemaError):
-        matcher = compiled(compiler, schema).new_matcher()
+        matcher = compiled(compiler, schema).copy()
         rng = np.random.default_rng(0)
         for _ in range(50):
             token = int(rng.choice(np.flatnonzero(matcher.allowed_tokens())))
@@ -678,7 +672,7 @@ def test_damaged_schemas_are_rejected_or_followed(compiler):
         schema = schema if isinstance(schema, dict) else {}
         widened = [] if seed % 2 == 0 else None
         try:
-            matcher = compiled(compiler, schema, widened=widened).new_matcher()
+            matcher = compiled(compiler, schema, widened=widened).copy()
         except (SchemaError, InvalidParameter) as error:
             outcomes[type(error), widened is None] += 1
         else:
@@ -702,7 +696,7 @@ def test_grammar_cache_is_keyed_by_content_and_bounded(compiler):
 
 def test_matchers_are_independent_and_queries_have_no_effect(compiler):
     grammar = compiled(compiler, {"enum": ["ab", "cd"]})
-    one, two = grammar.new_matcher(), grammar.new_matcher()
+    one, two = grammar.copy(), grammar.copy()
     before = one.allowed_tokens()
     assert np.array_equal(one.allowed_tokens(), before)
     one.accept_token(int(np.flatnonzero(before)[0]))
@@ -750,7 +744,7 @@ def test_forced_tokens_are_the_only_allowed_ones(make):
     compiler = GrammarCompiler(tokenizer, SimpleNamespace(vocab_size=SIZE, tokens=SimpleNamespace(stop=(stop,))))
     num_forced = 0
     for seed in range(20):
-        rng, matcher, token, announced = np.random.default_rng(seed), compiled(compiler, FORCING).new_matcher(), -1, []
+        rng, matcher, token, announced = np.random.default_rng(seed), compiled(compiler, FORCING).copy(), -1, []
         while token != stop:
             allowed, forced = np.flatnonzero(matcher.allowed_tokens()), matcher.forced_tokens()
             assert forced[: len(announced)] == announced
@@ -764,7 +758,7 @@ def test_forced_tokens_are_the_only_allowed_ones(make):
 
 
 def test_matcher_copies_are_independent(compiler):
-    matcher = compiled(compiler, {"enum": ["ab", "cd"]}).new_matcher()
+    matcher = compiled(compiler, {"enum": ["ab", "cd"]}).copy()
     first = TOKENIZER.encode('"ab"', add_special_tokens=False).ids
     advanced, before = matcher.copy(), matcher.allowed_tokens()
     assert matcher.count_allowed([*first, first[0], 1]) == len(first)

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from . import bounds
-from .any_value import COMMA, any_value, enclosed, list_of, more_of
-from .disjoint import are_disjoint
-from .merging import SchemaMerger
-from .number_schema import integer_rule, number_rule
-from .object_schema import object_rule
+from .combinations import SchemaMerger, are_disjoint
+from .numbers import number_rule
+from .objects import LENGTHS, Part, PropertyNames, named_properties, sequence
 from .references import References
-from .rules import Rules, literal
-from .schema_shape import ANNOTATIONS, TYPES, InvalidSchema, SchemaError, comparable, find_faults, normalized, types_of
-from .steps import TooComplex
-from .string_schema import string_rule
-
-Schema: TypeAlias = Mapping[str, Any] | bool
+from .rules import Rules, TooComplex, literal
+from .schema_shape import (
+    ANNOTATIONS,
+    TYPES,
+    InvalidSchema,
+    Schema,
+    SchemaError,
+    comparable,
+    find_faults,
+    is_types,
+    normalized,
+    types_of,
+)
+from .values import COLON, COMMA, any_value, list_of, more_of, string_rule
 
 _COMBINATIONS = ("$ref", "allOf", "anyOf", "oneOf")
 
@@ -43,39 +49,27 @@ def json_schema(rules: Rules, schema: Mapping[str, Any], *, widened: list[str] |
             value.
     """
     count = len(rules)
+    compiler = _SchemaCompiler(rules, schema, widened)
     try:
-        return _compile_root(rules, schema, widened)
+        rule = compiler.compile(schema, level=0, path="")
+        if rule is not None:
+            return rule
+        compiler.tolerate(SchemaError("", "allows no value"))
     except TooComplex:
         if widened is None:
-            reason = "makes the request too complex: make its schemas smaller, or use fewer references"
-            raise SchemaError("", reason) from None
-    rules.discard(count)
-    widened.append("")
-    try:
-        return widest(rules, schema)
-    except TooComplex:
-        raise SchemaError("", "is too large: make it simpler") from None
+            raise
+        rules.discard(count)
+        widened.append("")
+    return widest(rules, schema)
 
 
 def widest(rules: Rules, schema: Schema) -> str:
     """Add the rule of any value of the types that a schema names."""
     named = schema.get("type") if isinstance(schema, Mapping) else None
-    types = [named] if isinstance(named, str) else named
-    if not isinstance(types, list) or not types or not all(name in TYPES for name in types):
-        return any_value(rules)
-    return any_value(rules, types)
+    return any_value(rules, types_of({"type": named}) if is_types(named) else TYPES)
 
 
-def _compile_root(rules: Rules, schema: Mapping[str, Any], widened: list[str] | None) -> str:
-    compiler = SchemaCompiler(rules, schema, widened)
-    rule = compiler.compile(schema, level=0, path="")
-    if rule is None:
-        compiler.tolerate(SchemaError("", "allows no value"))
-        return widest(rules, schema)
-    return rule
-
-
-class SchemaCompiler:
+class _SchemaCompiler:
     """Compiles the parts of one schema to rules; None represents a part that no value satisfies.
 
     Args:
@@ -85,7 +79,7 @@ class SchemaCompiler:
     """
 
     def __init__(self, rules: Rules, root: Mapping[str, Any], widened: list[str] | None) -> None:
-        self.rules = rules
+        self._rules = rules
         self._steps = rules.steps
         self._references = References(root, self._steps)
         self._merge = SchemaMerger(self._steps).merge
@@ -94,12 +88,12 @@ class SchemaCompiler:
         self._rules_by_reference: dict[tuple[str, int], str | None] = {}
         # Scalars are first, and arrays last: what is wrong is found before the parts of the others are compiled.
         self._compile_by_type: dict[str, Callable[[Mapping[str, Any], int, str], str | None]] = {
-            "string": lambda schema, _, path: string_rule(self.rules, schema, path),
-            "number": lambda schema, _, path: number_rule(self.rules, schema, path),
-            "integer": lambda schema, _, path: integer_rule(self.rules, schema, path),
-            "boolean": lambda *_: self.rules.add('"true" | "false"'),
+            "string": lambda schema, _, path: string_rule(rules, schema, path),
+            "number": lambda schema, _, path: number_rule(rules, schema, path, places=bounds.DECIMAL_PLACES),
+            "integer": lambda schema, _, path: number_rule(rules, schema, path, places=0),
+            "boolean": lambda *_: rules.one_of(("true", "false")),
             "null": lambda *_: literal("null"),
-            "object": lambda schema, level, path: object_rule(self, schema, level, path),
+            "object": self._object,
             "array": self._array,
         }
 
@@ -117,12 +111,14 @@ class SchemaCompiler:
             if self._depth > bounds.MAX_NESTING:
                 raise SchemaError("", f"nests deeper than {bounds.MAX_NESTING} levels: make it flatter")
             return self._compile(schema, level, path)
+        except TooComplex:
+            raise
         except SchemaError as error:
             self.tolerate(error)
             reduced = _without_fault(schema, error, path)
         finally:
             self._depth -= 1
-        return widest(self.rules, schema) if reduced is None else self.compile(reduced, level, path)
+        return widest(self._rules, schema) if reduced is None else self.compile(reduced, level, path)
 
     def tolerate(self, error: SchemaError) -> None:
         """Record the path of something that cannot be guaranteed, and raise its error unless it may be widened."""
@@ -132,7 +128,7 @@ class SchemaCompiler:
 
     def _compile(self, schema: Schema, level: int, path: str) -> str | None:
         if isinstance(schema, bool):
-            return any_value(self.rules) if schema else None
+            return any_value(self._rules) if schema else None
         keywords = self._keywords(schema, path)
         if "$ref" in keywords:
             return self._reference(keywords, level, path)
@@ -141,7 +137,13 @@ class SchemaCompiler:
         for key in ("anyOf", "oneOf"):
             if key in keywords:
                 return self._any_of(keywords, key, level, path)
-        return self._value(keywords, level, path)
+        if keywords.keys() & {"const", "enum"}:
+            return self._enum(keywords, path)
+        types = types_of(keywords)
+        if not types:
+            return any_value(self._rules)
+        compilers = [compiler for name, compiler in self._compile_by_type.items() if name in types]
+        return self._either([compiler(keywords, level, path) for compiler in compilers])
 
     def _keywords(self, schema: Mapping[str, Any], path: str) -> Mapping[str, Any]:
         """Return the keywords that constrain values and can be guaranteed."""
@@ -153,26 +155,18 @@ class SchemaCompiler:
         return normalized({key: value for key, value in schema.items() if key not in dropped})
 
     def _without_faults(self, schema: Schema, path: str) -> Schema:
-        """Return a schema that can be merged."""
         return schema if isinstance(schema, bool) else self._keywords(schema, path)
 
-    def _value(self, schema: Mapping[str, Any], level: int, path: str) -> str | None:
-        if "const" in schema or "enum" in schema:
-            return self._enum(schema, path)
-        types = types_of(schema)
-        if not types:
-            return self.compile(True, level, path)
-        compilers = [compiler for name, compiler in self._compile_by_type.items() if name in types]
-        rules = [rule for compiler in compilers if (rule := compiler(schema, level, path)) is not None]
-        return self.rules.either(rules) if rules else None
+    def _either(self, rules: list[str | None]) -> str | None:
+        possible = [rule for rule in rules if rule is not None]
+        return self._rules.either(possible) if possible else None
 
     # References and combinations
 
     def _reference(self, schema: Mapping[str, Any], level: int, path: str) -> str | None:
         pointer = schema["$ref"]
         if len(schema) > 1:
-            whole, level = self._dereferenced(schema, level, path)
-            return self.compile(whole, level, path)
+            return self._all_of({"allOf": [{"$ref": pointer}, _without(schema, "$ref")]}, level, path)
         level += self._references.is_recursive(pointer)
         if level > bounds.MAX_RECURSION:
             return None
@@ -181,26 +175,22 @@ class SchemaCompiler:
             self._rules_by_reference[pointer, level] = self.compile(target, level, pointer)
         return self._rules_by_reference[pointer, level]
 
-    def _dereferenced(self, schema: Mapping[str, Any], level: int, path: str) -> tuple[Schema, int]:
-        """Merge the target of a reference with the keywords next to it; return the level of their parts as well."""
-        pointer = schema["$ref"]
-        level += self._references.is_recursive(pointer)
-        if level > bounds.MAX_RECURSION:
-            return False, level
-        target = self._without_faults(self._references.target(pointer, path), pointer)
-        return self._merge(target, {key: value for key, value in schema.items() if key != "$ref"}, path), level
-
     def _all_of(self, schema: Mapping[str, Any], level: int, path: str) -> str | None:
-        whole: Schema = {key: value for key, value in schema.items() if key != "allOf"}
+        whole: Schema = _without(schema, "allOf")
         for index, part in enumerate(schema["allOf"]):
-            merged: Schema = part
+            siblings = part
             if isinstance(part, Mapping) and isinstance(part.get("$ref"), str):
-                merged, level = self._dereferenced(part, level, path)
-            whole = self._merge(whole, self._without_faults(merged, f"{path}.allOf[{index}]"), path)
+                level += self._references.is_recursive(part["$ref"])
+                if level > bounds.MAX_RECURSION:
+                    return None
+                target = self._references.target(part["$ref"], path)
+                whole = self._merge(whole, self._without_faults(target, part["$ref"]), path)
+                siblings = _without(part, "$ref")
+            whole = self._merge(whole, self._without_faults(siblings, f"{path}.allOf[{index}]"), path)
         return self.compile(whole, level, path)
 
     def _any_of(self, schema: Mapping[str, Any], key: str, level: int, path: str) -> str | None:
-        siblings = {name: value for name, value in schema.items() if name != key}
+        siblings = _without(schema, key)
         paths = {f"{path}.{key}[{index}]": branch for index, branch in enumerate(schema[key])}
         if key == "oneOf" and self._widened is None and not self._are_disjoint(paths):
             reason = "has alternatives that one value could satisfy at the same time: use `anyOf`"
@@ -210,16 +200,12 @@ class SchemaCompiler:
                 place: self._merge(self._without_faults(branch, place), siblings, path)
                 for place, branch in paths.items()
             }
-        compiled = [self.compile(branch, level, place) for place, branch in paths.items()]
-        rules = [rule for rule in compiled if rule is not None]
-        return self.rules.either(rules) if rules else None
+        return self._either([self.compile(branch, level, place) for place, branch in paths.items()])
 
     def _are_disjoint(self, branches: Mapping[str, Schema]) -> bool:
-        """Whether types and discriminators prove that no value satisfies two of the branches."""
-        return are_disjoint([self.resolve(branch, path) for path, branch in branches.items()], self._steps)
+        return are_disjoint([self._resolve(branch, path) for path, branch in branches.items()], self._steps)
 
-    def resolve(self, schema: Schema, path: str) -> Mapping[str, Any]:
-        """Return the keywords of a part, or if it is a reference, of its target."""
+    def _resolve(self, schema: Schema, path: str) -> Mapping[str, Any]:
         for _ in range(bounds.MAX_RECURSION):
             if isinstance(schema, bool) or not isinstance(schema.get("$ref"), str):
                 break
@@ -229,11 +215,10 @@ class SchemaCompiler:
     # Values
 
     def _enum(self, schema: Mapping[str, Any], path: str) -> str | None:
-        texts = dict.fromkeys(map(_to_json, self.enum_values(schema, path)))
-        return self.rules.terminal(" | ".join(map(literal, texts))) if texts else None
+        texts = [json.dumps(value, ensure_ascii=False, separators=(",", ":")) for value in self._values(schema, path)]
+        return self._rules.one_of(texts) if texts else None
 
-    def enum_values(self, schema: Mapping[str, Any], path: str) -> list[Any]:
-        """Return the values of `const` or `enum` that `type` allows."""
+    def _values(self, schema: Mapping[str, Any], path: str) -> list[Any]:
         for key in sorted(schema.keys() - {"const", "enum", "type"}):
             self.tolerate(SchemaError(f"{path}.{key}", "cannot be combined with `const` or `enum`: remove it"))
         values = schema["enum"] if "enum" in schema else [schema["const"]]
@@ -249,21 +234,91 @@ class SchemaCompiler:
         max_count = min(schema.get("maxItems", max(min_count, bounds.ARRAY_ITEMS)), bounds.MAX_ARRAY_ITEMS)
         if min_count > max_count:
             return None
-        fixed = [
-            self.compile(part, level, f"{path}.prefixItems[{index}]")
-            for index, part in enumerate(schema.get("prefixItems", [])[:max_count])
-        ]
-        if None in fixed:
-            return None
+        fixed: list[str] = []
+        for index, part in enumerate(schema.get("prefixItems", [])[:max_count]):
+            rule = self.compile(part, level, f"{path}.prefixItems[{index}]")
+            if rule is None:
+                return None
+            fixed.append(rule)
         items = schema.get("items", "prefixItems" not in schema)
         item = self.compile(items, level, f"{path}.items") if items is not False and max_count > len(fixed) else None
         if item is None and min_count > len(fixed):
             return None
-        body = f" {COMMA} ".join(part for part in fixed if part)
+        body = f" {COMMA} ".join(fixed)
         if item:
             rest = more_of if fixed else list_of
             body += " " + rest(item, max(min_count - len(fixed), 0), max_count - len(fixed))
-        return self.rules.add(enclosed("[", body, "]"))
+        return self._rules.add(f'"[" {body} "]"')
+
+    def _object(self, schema: Mapping[str, Any], level: int, path: str) -> str | None:
+        # Named properties are in order, others follow: if `additionalProperties` is set, or the schema names none.
+        names = self._property_names(schema, f"{path}.propertyNames")
+        more: Schema = schema.get("additionalProperties", "properties" not in schema)
+        named = named_properties(schema, names, more)
+        if named and names.has_pattern:
+            raise SchemaError(f"{path}.propertyNames", "cannot be guaranteed next to `properties`: remove it")
+        # What can be wrong is found before the properties are compiled: without the fault, they are compiled again.
+        min_count, max_count = self._numbers_of_others(schema, named, path)
+        is_closed = more is False or max_count <= 0
+        key = None if is_closed else names.key_rule(self._rules, named, f"{path}.propertyNames")
+        required = frozenset(schema.get("required", ()))
+        parts = self._named_parts(named, required, level, path)
+        if parts is None:
+            return None
+        value = self.compile(more, level, f"{path}.additionalProperties") if key else None
+        if value:
+            pair = self._rules.add(f"{key} {COLON} {value}")
+            others = list_of(pair, max(min_count, 1), max_count)
+            parts.append((self._rules.add(others), not min_count))
+        elif min_count and (min_count > 1 or required or not parts):
+            return None
+        body, may_be_empty = sequence(self._rules, parts) if parts else ("", False)
+        content = f"({body})?" if may_be_empty and not min_count else body
+        return self._rules.add(f'"{{" {content} "}}"')
+
+    def _named_parts(
+        self, named: Mapping[str, Schema], required: frozenset[str], level: int, path: str
+    ) -> list[Part] | None:
+        """Return the parts of the named properties; None if a required one has no value."""
+        parts: list[Part] = []
+        for name, part in named.items():
+            value = self.compile(part, level, f"{path}.properties.{name}")
+            if value is not None:
+                key = literal(json.dumps(name, ensure_ascii=False))
+                parts.append((self._rules.add(f"{key} {COLON} {value}"), name not in required))
+            elif name in required:
+                return None
+        return parts
+
+    def _numbers_of_others(self, schema: Mapping[str, Any], named: Mapping[str, Schema], path: str) -> tuple[int, int]:
+        min_count = max(schema.get("minProperties", 0) - len(set(schema.get("required", ()))), 0)
+        max_count = max(min_count, bounds.EXTRA_PROPERTIES)
+        if "maxProperties" in schema:
+            num_allowed = sum(part is not False for part in named.values())
+            max_count = min(schema["maxProperties"] - num_allowed, max_count)
+        if max_count < 0:
+            self.tolerate(SchemaError(f"{path}.maxProperties", "must be at least the number of properties"))
+        return min_count, max_count
+
+    def _property_names(self, schema: Mapping[str, Any], path: str) -> PropertyNames:
+        reason = "can be guaranteed only with `enum`, `const`, and keywords of strings: remove it"
+        part = schema.get("propertyNames", True)
+        if isinstance(part, Mapping) and "$ref" in part and not part.keys() <= {"$ref", *ANNOTATIONS}:
+            raise SchemaError(path, reason)
+        names = self._resolve(part, path)
+        if part is False or ("type" in names and "string" not in types_of(names)):
+            return PropertyNames(listed={})
+        if names.keys() & {"enum", "const"}:
+            listed = [value for value in self._values(names, path) if isinstance(value, str)]
+            return PropertyNames(listed=dict.fromkeys(listed))
+        text = _without(names, "type")
+        if not text.keys() <= {*LENGTHS, "pattern", "format"}:
+            raise SchemaError(path, reason)
+        return PropertyNames(text=text)
+
+
+def _without(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    return {name: value for name, value in schema.items() if name != key}
 
 
 def _without_fault(schema: Schema, error: SchemaError, path: str) -> Schema | None:
@@ -272,17 +327,13 @@ def _without_fault(schema: Schema, error: SchemaError, path: str) -> Schema | No
         return None
     key = error.path.removeprefix(path.removeprefix(".")).removeprefix(".")
     key = next((name for name in (key, *_COMBINATIONS) if name in schema), "")
-    return {name: value for name, value in schema.items() if name != key} if key else None
+    return _without(schema, key) if key else None
 
 
-def _is_one_of(value: object, kinds: Sequence[str]) -> bool:
+def _is_one_of(value: object, kinds: tuple[str, ...]) -> bool:
     if isinstance(value, bool):
         return "boolean" in kinds
     if isinstance(value, int):
         return "integer" in kinds or "number" in kinds
     named = {str: "string", float: "number", list: "array", dict: "object", type(None): "null"}
     return named.get(type(value)) in kinds
-
-
-def _to_json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

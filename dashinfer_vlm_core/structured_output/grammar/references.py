@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any
 from urllib.parse import unquote
 
-from .schema_shape import SchemaError
-from .steps import Steps
-
-Schema: TypeAlias = Mapping[str, Any] | bool
+from .rules import Steps
+from .schema_shape import Schema, SchemaError
 
 
 class References:
@@ -23,8 +21,8 @@ class References:
     def __init__(self, root: Mapping[str, Any], steps: Steps) -> None:
         self._root = root
         self._steps = steps
-        self._direct: dict[str, list[str]] = {}
-        self._reachable: dict[str, frozenset[str]] = {}
+        self._direct: dict[str, frozenset[str]] = {}
+        self._recursive: dict[str, bool] = {}
 
     def target(self, pointer: str, path: str) -> Schema:
         """Return the target of the reference at `path`.
@@ -32,7 +30,7 @@ class References:
         Raises:
             SchemaError: it has no target, or one that is not a schema.
         """
-        target = self._find(pointer)
+        target = self.find(pointer)
         if target is None:
             raise SchemaError(f"{path}.$ref", "must refer to a part of the same schema, such as #/$defs/Name")
         if not isinstance(target, (Mapping, bool)):
@@ -41,19 +39,18 @@ class References:
 
     def is_recursive(self, pointer: str) -> bool:
         """Return whether the target of a reference contains that reference, directly or through others."""
-        if pointer not in self._reachable:
+        if pointer not in self._recursive:
             seen: set[str] = set()
             waiting = [pointer]
             while waiting:
-                for reference in self._references_in(waiting.pop()):
-                    self._steps.count()
-                    if reference not in seen:
-                        seen.add(reference)
-                        waiting.append(reference)
-            self._reachable[pointer] = frozenset(seen)
-        return pointer in self._reachable[pointer]
+                found = self._references_in(waiting.pop())
+                self._steps.count(len(found))
+                waiting += found - seen
+                seen |= found
+            self._recursive[pointer] = pointer in seen
+        return self._recursive[pointer]
 
-    def _find(self, pointer: str) -> Any:
+    def find(self, pointer: str) -> Any:
         """Return what a JSON Pointer in a URI fragment (RFC 6901, section 6) refers to; None if there is nothing."""
         self._steps.count_text(pointer)
         target: Any = self._root
@@ -67,21 +64,8 @@ class References:
             return None
         return target
 
-    def _references_in(self, pointer: str) -> list[str]:
-        """Return all `$ref`s within the target of a reference."""
+    def _references_in(self, pointer: str) -> frozenset[str]:
         if pointer not in self._direct:
-            found = dict[str, None]()
-            waiting = [self._find(pointer)]
-            while waiting:
-                part = waiting.pop()
-                if isinstance(part, Mapping):
-                    if isinstance(part.get("$ref"), str):
-                        found[part["$ref"]] = None
-                    waiting.extend(part.values())
-                elif isinstance(part, list):
-                    waiting.extend(part)
-                else:
-                    continue
-                self._steps.count(len(part))
-            self._direct[pointer] = list(found)
+            references = (part.get("$ref") for part in self._steps.count_values(self.find(pointer)))
+            self._direct[pointer] = frozenset(name for name in references if isinstance(name, str))
         return self._direct[pointer]

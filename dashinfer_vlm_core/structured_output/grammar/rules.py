@@ -1,16 +1,67 @@
-"""A builder of Lark rules."""
+"""Lark rules, and the work that the schemas of one request may cost, counted in steps: the same on each machine."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
-from .bounds import MAX_PATTERNS, MAX_RULE_DEPTH, MAX_RULES
+from . import bounds
 from .schema_shape import SchemaError
-from .steps import Steps, TooComplex
 
 _NAME = re.compile(r"\b[rT][0-9]+\b")
+
+
+class TooComplex(SchemaError):
+    """The schemas of a request need too many steps, or its grammar has too many or too deep rules."""
+
+    def __init__(self) -> None:
+        super().__init__("", "makes the request too complex: make its schemas smaller, or use fewer references")
+
+
+class Steps:
+    """Counts the steps of one request.
+
+    Args:
+        check: called with each count; raises an error to end the work.
+    """
+
+    def __init__(self, check: Callable[[], None] = lambda: None) -> None:
+        self._check = check
+        self._count = 0
+
+    def count(self, number: int = 1) -> None:
+        """Count what takes microseconds: a part of a schema, a value that is compared, a piece of a text.
+
+        Raises:
+            TooComplex: the request has no steps left.
+        """
+        self._check()
+        self._count += number
+        if self._count > bounds.MAX_STEPS:
+            raise TooComplex
+
+    def count_text(self, text: str) -> None:
+        self.count(1 + len(text) // bounds.STEP_CHARACTERS)
+
+    def count_keywords(self, schema: Mapping[str, Any]) -> None:
+        """Count the keywords of a schema with the elements of their values, but not what these contain."""
+        self.count(len(schema) + sum(len(value) for value in schema.values() if isinstance(value, (list, Mapping))))
+
+    def count_values(self, value: object) -> list[Mapping[str, Any]]:
+        """Count all values in parsed JSON, before they are compared or written; return the objects among them."""
+        objects: list[Mapping[str, Any]] = []
+        waiting = [value]
+        while waiting:
+            part = waiting.pop()
+            self.count_text(part if isinstance(part, str) else "")
+            if isinstance(part, Mapping):
+                objects.append(part)
+                waiting += [*part.keys(), *part.values()]
+            elif isinstance(part, list):
+                waiting += part
+        return objects
 
 
 class Rules:
@@ -47,6 +98,10 @@ class Rules:
         """Add a rule that the lexer matches as one token, as short as possible; return its name."""
         return self._add(body, "r", "[lazy]")
 
+    def one_of(self, texts: Iterable[str]) -> str:
+        """Add the rule of the given texts; return its name."""
+        return self.terminal(" | ".join(map(literal, dict.fromkeys(texts))))
+
     def pattern(self, body: str, path: str, *, is_terminal: bool = False) -> str:
         """Add a rule with a regular expression or a format of the request, which stands at `path`; return its name.
 
@@ -56,9 +111,9 @@ class Rules:
         name = "T" if is_terminal else "r"
         if body not in self._patterns:
             self.steps.count()
-            if len(self._patterns) >= MAX_PATTERNS:
+            if len(self._patterns) >= bounds.MAX_PATTERNS:
                 raise SchemaError(
-                    path, f"is one of more than {MAX_PATTERNS} regular expressions and formats: use fewer"
+                    path, f"is one of more than {bounds.MAX_PATTERNS} regular expressions and formats: use fewer"
                 )
             self._patterns[body] = self._compiles is None or self._compiles(f"start: {name}\n{name}: {body}")
         if not self._patterns[body]:
@@ -86,7 +141,7 @@ class Rules:
             return self._names[body, option]
         # A name inside a literal can only overestimate the depth.
         depth = 1 + max((self._depths.get(name, 0) for name in _NAME.findall(body)), default=0)
-        if len(self._names) >= MAX_RULES or depth > MAX_RULE_DEPTH:
+        if len(self._names) >= bounds.MAX_RULES or depth > bounds.MAX_RULE_DEPTH:
             raise TooComplex
         name = self._names[body, option] = f"{kind}{len(self._names)}"
         self._depths[name] = depth

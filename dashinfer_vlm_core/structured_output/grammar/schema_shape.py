@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from . import bounds
+
+Schema: TypeAlias = Mapping[str, Any] | bool
 
 TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 
@@ -55,52 +57,37 @@ class InvalidSchema(SchemaError):
     """A schema that is not valid in any draft of JSON Schema."""
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
+
+
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_number(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    return isinstance(value, int) or math.isfinite(value)
-
-
-def _is_positive(value: object) -> bool:
-    return _is_number(value) and value > 0  # type: ignore[operator]  # a number
-
-
-def _is_schema(value: object) -> bool:
-    return isinstance(value, (Mapping, bool))
 
 
 def _is_string(value: object) -> bool:
     return isinstance(value, str)
 
 
+def _is_list(value: object) -> bool:
+    return isinstance(value, list)
+
+
 def _is_strings(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    return isinstance(value, list) and all(map(_is_string, value))
 
 
-def _is_schemas(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(map(_is_schema, value))
+def _is_schema(value: object) -> bool:
+    return isinstance(value, (Mapping, bool))
 
 
 def _is_tuple(value: object) -> bool:
-    return value == [] or _is_schemas(value)
+    return isinstance(value, list) and all(map(_is_schema, value))
 
 
-def _is_types(value: object) -> bool:
-    if isinstance(value, str):
-        return value in TYPES
-    return isinstance(value, list) and bool(value) and all(isinstance(item, str) and item in TYPES for item in value)
-
-
-def _is_properties(value: object) -> bool:
-    return isinstance(value, Mapping) and all(map(_is_schema, value.values()))
-
-
-def _is_pattern(value: object) -> bool:
-    return isinstance(value, str) and len(value) <= bounds.MAX_PATTERN_CHARACTERS
+def is_types(value: object) -> bool:
+    names = [value] if isinstance(value, str) else value
+    return isinstance(names, list) and bool(names) and all(name in TYPES for name in names)
 
 
 class _Shape(NamedTuple):
@@ -117,41 +104,38 @@ class _Shape(NamedTuple):
     is_valid: Callable[[Any], bool] | None = None
 
 
+_SCHEMA = _Shape(_is_schema, "must be a schema")
+_SCHEMAS = _Shape(lambda value: bool(value) and _is_tuple(value), "must be an array of schemas")
+_STRING = _Shape(_is_string, "must be a string")
 _NUMBER = _Shape(_is_number, "must be a number")
 _LIMIT = _Shape(_is_number, "must be a number", lambda value: _is_number(value) or isinstance(value, bool))  # draft 4
 _COUNT = _Shape(_is_count, "must be an integer, at least 0", lambda value: _is_number(value) and value >= 0)
-_SCHEMA = _Shape(_is_schema, "must be a schema")
-_SCHEMAS = _Shape(_is_schemas, "must be an array of schemas")
 _SHAPES: Mapping[str, _Shape] = MappingProxyType(
     {
         "type": _Shape(  # draft 3 has the type "any", and allows others
-            _is_types,
+            is_types,
             f"must be one of {', '.join(TYPES)}, or an array of them",
             lambda value: isinstance(value, (str, list)),
         ),
-        "enum": _Shape(
-            lambda value: isinstance(value, list) and bool(value),
-            "must be an array of values",
-            lambda value: isinstance(value, list),
+        "enum": _Shape(lambda value: _is_list(value) and bool(value), "must be an array of values", _is_list),
+        "properties": _Shape(
+            lambda value: isinstance(value, Mapping) and all(map(_is_schema, value.values())),
+            "must be an object of schemas",
         ),
-        "$ref": _Shape(_is_string, "must be a string"),
-        "allOf": _SCHEMAS,
-        "anyOf": _SCHEMAS,
-        "oneOf": _SCHEMAS,
-        "properties": _Shape(_is_properties, "must be an object of schemas"),
         "required": _Shape(  # draft 3
             _is_strings, "must be an array of names", lambda value: _is_strings(value) or isinstance(value, bool)
         ),
-        "additionalProperties": _SCHEMA,
-        "propertyNames": _SCHEMA,
         "items": _Shape(lambda value: _is_schema(value) or _is_tuple(value), "must be a schema, or an array of them"),
         "prefixItems": _Shape(_is_tuple, "must be an array of schemas"),
-        "additionalItems": _SCHEMA,
         "pattern": _Shape(
-            _is_pattern, f"must be a string of at most {bounds.MAX_PATTERN_CHARACTERS} characters", _is_string
+            lambda value: _is_string(value) and len(value) <= bounds.MAX_PATTERN_CHARACTERS,
+            f"must be a string of at most {bounds.MAX_PATTERN_CHARACTERS} characters",
+            _is_string,
         ),
-        "format": _Shape(_is_string, "must be a string"),
-        "multipleOf": _Shape(_is_positive, "must be a number above 0"),
+        "multipleOf": _Shape(lambda value: _is_number(value) and value > 0, "must be a number above 0"),
+        **dict.fromkeys(("$ref", "format"), _STRING),
+        **dict.fromkeys(("allOf", "anyOf", "oneOf"), _SCHEMAS),
+        **dict.fromkeys(("additionalProperties", "propertyNames", "additionalItems"), _SCHEMA),
         **dict.fromkeys(("minimum", "maximum"), _NUMBER),
         **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), _LIMIT),
         **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), _COUNT),

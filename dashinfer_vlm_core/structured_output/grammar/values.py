@@ -1,0 +1,102 @@
+"""Rules of strings, of lists, and of values without a schema: of bounded length and depth."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from . import bounds
+from .numbers import any_number
+from .rules import Rules, literal, regex
+from .schema_shape import TYPES, SchemaError
+
+COMMA = regex(", ?")
+COLON = regex(": ?")
+
+_CHARACTER = r'([^"\\\x00-\x1F\x7F]|\\["\\bfnrt])'
+_FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid"})
+_FORMAT_CHARACTERS = 256
+_ESCAPED = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
+
+
+def any_value(rules: Rules, types: Collection[str] = TYPES) -> str:
+    """Return the rule of any JSON value of these types, nested to a bounded depth."""
+    bodies = {
+        "string": string_body(),
+        "number": regex(any_number(bounds.DECIMAL_PLACES)),
+        "boolean": f"{literal('true')} | {literal('false')}",
+        "null": literal("null"),
+    }
+    key = rules.terminal(string_body(max_length=bounds.KEY_CHARACTERS))
+    value = rules.either(list(bodies.values()))
+    bodies["integer"] = regex(any_number(0))
+    for _ in range(bounds.ANY_DEPTH):
+        pair = rules.add(f"{key} {COLON} {value}")
+        bodies["array"] = rules.add(f'"[" {list_of(value, 0, bounds.ANY_ITEMS)} "]"')
+        bodies["object"] = rules.add(f'"{{" {list_of(pair, 0, bounds.ANY_ITEMS)} "}}"')
+        value = rules.either([value, bodies["array"], bodies["object"]])
+    return value if set(types) == set(TYPES) else rules.either([bodies[name] for name in bodies if name in types])
+
+
+def string_body(min_length: int = 0, max_length: int = bounds.STRING_CHARACTERS) -> str:
+    return regex(f'"{_CHARACTER}{{{min_length},{max_length}}}"')
+
+
+def string_rule(rules: Rules, schema: Mapping[str, Any], path: str) -> str | None:
+    """Add the rule of a schema of strings; None if it allows none.
+
+    Raises:
+        SchemaError: `pattern` is not a supported regular expression, or the request has too many of them.
+    """
+    text = {key: schema[key] for key in ("pattern", "format") if key in schema}
+    if text.get("format") not in _FORMATS:
+        text.pop("format", None)
+    default = _FORMAT_CHARACTERS if "format" in text else bounds.STRING_CHARACTERS
+    min_length = schema.get("minLength", 0)
+    max_length = min(schema.get("maxLength", max(min_length, default)), bounds.MAX_STRING_CHARACTERS)
+    if min_length > max_length:
+        return None
+    if not text:
+        return rules.terminal(string_body(min_length, max_length))
+    bounded = {"type": "string", "minLength": min_length, "maxLength": max_length, **text}
+    return rules.pattern(f"%json {json.dumps(bounded)}", f"{path}.{next(iter(text))}")
+
+
+def matching_text(rules: Rules, pattern: str) -> str:
+    """Add the rule of the texts that match a regular expression as a whole, of bounded length.
+
+    `^` at its beginning and `$` at its end have no effect.
+
+    Args:
+        rules: the rules to add to.
+        pattern: the expression, in the syntax of Rust's `regex` without anchors and look-around.
+
+    Returns:
+        The name of the rule.
+
+    Raises:
+        SchemaError: the expression is not supported.
+    """
+    parts = re.findall(r"\\.|.", pattern.removeprefix("^"), re.DOTALL)
+    if parts[-1:] == ["\\"]:
+        raise SchemaError("", "ends with an incomplete escape: write two backslashes for one")
+    if parts[-1:] == ["$"]:
+        parts.pop()
+    escaped = "".join(_ESCAPED.get(part, part) for part in parts)
+    bounded = rf"(.|\n){{0,{bounds.STRING_CHARACTERS}}}"
+    return rules.pattern(f"{regex(escaped)} & {regex(bounded)}", "", is_terminal=True)
+
+
+def list_of(item: str, min_count: int, max_count: int) -> str:
+    """Return the body of a comma-separated list of `item` of bounded length."""
+    if max_count == 0:
+        return ""
+    many = f"{item} {more_of(item, max(min_count - 1, 0), max_count - 1)}"
+    return many if min_count else f"({many})?"
+
+
+def more_of(item: str, min_count: int, max_count: int) -> str:
+    """Like `list_of`, after another item."""
+    return f"({COMMA} {item}){{{min_count},{max_count}}}" if max_count else ""
