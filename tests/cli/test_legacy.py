@@ -68,7 +68,7 @@ def test_flag_is_translated_or_rejected(translate, flag, value, expected):
             translate(*words)
     else:
         assert translate(*words) == expected
-        assert expected or f"{flag}: no effect; " in translate.messages()
+        assert expected or f"{flag}: no effect: " in translate.messages()
 
 
 @pytest.mark.parametrize(("flag", "value", "expected"), ROWS, ids=[row[0] for row in ROWS])
