@@ -230,7 +230,7 @@ def _kernels(config: EngineConfig) -> Iterator[Finding]:
     yield _kernel_choice(choice, selector.candidates("cpu", torch.bfloat16))
     tuned = [item for item in all_tuned(config) if item.conditions.machine == this_machine()]
     if tuned:
-        parts = [f"{item.model}, {item.conditions.part}: {item.chosen} ({item.describe()})" for item in tuned]
+        parts = [f"{item.conditions.model}: {item.chosen} ({item.describe()})" for item in tuned]
         yield Finding(name="tuned kernels", status="ok", detail="; ".join(parts))
 
 

@@ -2,8 +2,8 @@
 
 `types` defines the interface. `torch_kernels` implements it in PyTorch for any device, `cuda` with attention of whole
 batches, `onednn` with packed weights for CPUs, and plugins register faster kernels. `choice` selects one set by
-priority, or by what `dashinfer-vlm tune` measured: `measure` times the layers that `workload` describes, and `tuned`
-stores the result. `streams` has what runs the parts of a model on a GPU, and `graphs` records work there.
+priority, or by what `dashinfer-vlm tune` measured, which `tuned` stores. `streams` has what runs the parts of a model
+on a GPU, and `graphs` records work there.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
         Norm,
         TokenDrawing,
     )
-    from .workload import LinearGroup, LinearShape
 
 __all__ = [
     "INT4",
@@ -73,8 +72,6 @@ __all__ = [
     "KeyRanges",
     "LMHead",
     "Linear",
-    "LinearGroup",
-    "LinearShape",
     "LoadedKernels",
     "LowRank",
     "LowRankPart",
@@ -86,7 +83,7 @@ __all__ = [
 
 _MODULES = {
     "KernelChoice": "choice", "KernelFactory": "choice", "KernelSelector": "choice",
-    "LoadedKernels": "choice", "LinearGroup": "workload", "LinearShape": "workload",
+    "LoadedKernels": "choice",
     "INT4": "quantization", "INT8": "quantization", "Quantization": "quantization", "QuantizedWeight": "quantization",
 }  # fmt: skip
 """Modules of the names that are not in `types`."""

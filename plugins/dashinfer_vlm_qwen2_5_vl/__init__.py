@@ -9,7 +9,6 @@ from pathlib import Path
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.hooks import hookimpl
 from dashinfer_vlm_core.kernels.choice import KernelSelector
-from dashinfer_vlm_core.kernels.workload import LinearGroup, LinearShape
 from dashinfer_vlm_core.models.interface import ImageProcessor, ModelFamily, PromptLayout, VisionEncoder
 from dashinfer_vlm_core.models.lora import LoraAdapter
 from dashinfer_vlm_core.models.spec import ModelSpec
@@ -47,18 +46,6 @@ class Qwen25VL:
 
         load_model = partial(load_vision_model, read_vision_config(spec.folder))
         return load_encoder(spec, config, kernels, lora, load_model)
-
-    def vision_linears(self, spec: ModelSpec) -> tuple[LinearGroup, ...]:
-        """See `ModelFamily`: the blocks."""
-        vision = read_vision_config(spec.folder)
-        width, inner = vision.hidden_size, vision.intermediate_size
-        block = (
-            LinearShape(3 * width, width),
-            LinearShape(width, width),
-            LinearShape(2 * inner, width, "silu_gate"),
-            LinearShape(width, inner),
-        )
-        return (LinearGroup(block, vision.depth),)
 
 
 @hookimpl
