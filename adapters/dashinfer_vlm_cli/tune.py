@@ -21,6 +21,7 @@ from .bench import Measurement, Workload, measure
 from .engines import log_warnings_only
 
 if TYPE_CHECKING:
+    from dashinfer_vlm_core.engine import Engine
     from dashinfer_vlm_core.plugins import Registry
 
 MARGIN = 0.9
@@ -29,24 +30,22 @@ noise."""
 
 IMAGE_SIZE = (224, 224)
 WORDS = 64
-TOKENS = 32
-"""Of each reference request: four or more prompt tokens, half of them of the image, for each token of the response."""
+TOKENS = 16
+AT_ONCE = 4
+"""A round has one request alone and then several at once, each with an image, so many words, and tokens to generate."""
 
-ALONE = 2
-"""Reference requests one after the other."""
-
-AT_ONCE = 8
-"""Reference requests at the same time."""
-
-ROUNDS = 2
-"""The fastest one counts: other processes use the processor too."""
+MIN_ROUNDS = 2
+MAX_ROUNDS = 8
+ROUNDS_SECONDS = 2.0
+"""Rounds of a kernel set until they have taken so many seconds. The fastest one counts: other processes use the
+processor too."""
 
 MEASURED = {"media_workers": 0, "speculative_method": "none"}
 """Options of the measured engines. Accepted drafts depend on the text, which depends on the rounding of the kernels."""
 
 
 class Round(NamedTuple):
-    """The reference requests, completed by one kernel set."""
+    """Reference requests that one kernel set completed."""
 
     alone: Measurement
     at_once: Measurement
@@ -126,19 +125,22 @@ def _measure(config: EngineConfig) -> Round:
     from dashinfer_vlm_core.engine import Engine
 
     with Engine(config) as engine:
-
-        def run(seed: int, count: int, concurrency: int) -> Measurement:
-            workload = Workload(images=1, size=IMAGE_SIZE, words=WORDS, tokens=TOKENS, seed=seed)
-            bodies = [workload.request(index) for index in range(count)]
-            found = asyncio.run(measure(engine, bodies, concurrency=concurrency))
-            if found.errors:
-                raise click.ClickException(found.errors[0])
-            return found
-
-        run(seed=0, count=1, concurrency=1)  # libraries generate code at the first request
-        seeds = range(1, 2 * ROUNDS + 1, 2)
-        rounds = [Round(run(seed, ALONE, 1), run(seed + 1, AT_ONCE, AT_ONCE)) for seed in seeds]
+        _complete(engine, seed=0, count=1)  # libraries generate code at the first request
+        rounds: list[Round] = []
+        while len(rounds) < MIN_ROUNDS or (
+            len(rounds) < MAX_ROUNDS and sum(each.seconds for each in rounds) < ROUNDS_SECONDS
+        ):
+            seed = 2 * len(rounds) + 1
+            rounds.append(Round(_complete(engine, seed, count=1), _complete(engine, seed + 1, count=AT_ONCE)))
     return min(rounds, key=lambda each: each.seconds)
+
+
+def _complete(engine: Engine, seed: int, count: int) -> Measurement:
+    workload = Workload(images=1, size=IMAGE_SIZE, words=WORDS, tokens=TOKENS, seed=seed)
+    found = asyncio.run(measure(engine, [workload.request(index) for index in range(count)], concurrency=count))
+    if found.errors:
+        raise click.ClickException(found.errors[0])
+    return found
 
 
 def fastest(seconds: Mapping[str, float]) -> str:

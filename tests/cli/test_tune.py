@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("small_requests")
 
 @pytest.fixture
 def small_requests(monkeypatch):
-    for name, value in {"IMAGE_SIZE": (56, 56), "WORDS": 2, "TOKENS": 2, "AT_ONCE": 2, "ROUNDS": 1}.items():
+    for name, value in {"IMAGE_SIZE": (56, 56), "WORDS": 2, "TOKENS": 2, "AT_ONCE": 2, "MAX_ROUNDS": 2}.items():
         monkeypatch.setattr(tune_module, name, value)
 
 
