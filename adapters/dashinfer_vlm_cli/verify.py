@@ -57,7 +57,7 @@ def verify(
     from dashinfer_vlm_core.plugins import load_plugins
 
     from .verification import report
-    from .verification.results import Results
+    from .verification.report import Results
     from .verification.run import verify_device
 
     registry: Registry = context.obj or load_plugins()

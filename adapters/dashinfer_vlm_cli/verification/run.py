@@ -17,13 +17,11 @@ from dashinfer_vlm_core.plugins import Registry
 from .checkpoint import Checkpoint
 from .checks import check_family
 from .models import SIZES, build_model, count_weights, write_model
-from .results import Results
+from .report import Results
 from .timings import ModelTimer, measure_limits
 
-SECONDS_PER_BYTE = 8e-9
-"""To write and load a model."""
-EXTRA_MEMORY = 8 << 30
-"""Memory of the device for what is not weights: the KV cache of 4 GiB, and activations."""
+SECONDS_PER_BYTE = 12e-9  # to write and load a model
+EXTRA_MEMORY = 8 << 30  # of the device, for what is not weights: the KV cache of 4 GiB, and activations
 
 
 async def verify_device(results: Results, registry: Registry, families: Sequence[str], sizes: Sequence[str]) -> None:
@@ -50,7 +48,8 @@ async def verify_device(results: Results, registry: Registry, families: Sequence
 async def _time_model(results: Results, checkpoint: Checkpoint, family: str) -> None:
     size = checkpoint.folder.name
     model = build_model(family, SIZES[size])
-    weights, nbytes = count_weights(model), model.get_memory_footprint()
+    weights = count_weights(model)
+    nbytes = model.get_memory_footprint()
     if not results.allows(f"model {size}", SECONDS_PER_BYTE * nbytes):
         return
     if checkpoint.is_on_cuda and nbytes + EXTRA_MEMORY > (free := torch.cuda.mem_get_info(checkpoint.device)[0]):
