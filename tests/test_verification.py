@@ -216,7 +216,7 @@ def test_timings_without_time_are_skipped_and_named(monkeypatch):
     async def passes(results, checkpoint, family):
         results.checks[family] = Check(True, "", "")
 
-    monkeypatch.setattr("dashinfer_vlm_cli.verification.run.check_family", passes)
+    monkeypatch.setattr("dashinfer_vlm_cli.verification.checks.check_family", passes)
     done = invoke("--device", "cpu", "--minutes", 0, "--model", "tiny", "--model", "7b", "--family", "qwen2_vl")
     markdown = done.stdout
     assert done.exit_code == 0

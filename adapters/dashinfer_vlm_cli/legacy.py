@@ -177,12 +177,6 @@ def _redact_keys(args: list[str]) -> Iterator[str]:
         yield "..." if previous == "--api-key" else arg
 
 
-def table() -> list[str]:
-    """Return the flags as a Markdown table."""
-    rows = [f"| `{f'{flag.flag} {flag.metavar}'.strip().replace('|', ' ')}` | {flag.replacement} |" for flag in FLAGS]
-    return ["| In DashInfer-VLM | In dashinfer-vlm |", "|---|---|", *rows]
-
-
 def _option(flag: OldFlag) -> click.Option:
     choices = flag.metavar.split("|")
     return click.Option(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
@@ -16,7 +17,7 @@ from dashinfer_vlm_core.decoders import Decoder, Sampling, Token
 from dashinfer_vlm_core.models.interface import VisionEncoder
 
 from .checkpoint import Checkpoint, PromptBuilder
-from .models import Weights
+from .models import SIZES, Weights, build_model, count_weights, write_model
 from .report import Results, Timing
 
 SEQUENCES = (1, 8, 32)  # in a decode step
@@ -29,6 +30,8 @@ STEPS = 32
 MAX_TOKENS = 2000  # of a sequence that is canceled after the timing: more than are decoded while the profiler starts
 MIN_PROFILE_SECONDS = 0.05
 ROUNDS = 4  # the fastest one counts
+SECONDS_PER_BYTE = 12e-9  # to write and load a model
+EXTRA_MEMORY = 8 << 30  # of the device, for what is not weights: the KV cache of 4 GiB, and activations
 
 
 async def measure_limits(results: Results) -> None:
@@ -40,6 +43,30 @@ async def measure_limits(results: Results) -> None:
     copy = _best_seconds(partial(torch.empty_like(source).copy_, source), device)
     multiply = _best_seconds(partial(torch.mm, matrix, matrix, out=torch.empty_like(matrix)), device)
     results.limits = {"copy": 2 * count / copy, "product": 2 * side**3 / multiply}
+
+
+async def time_model(results: Results, checkpoint: Checkpoint, family: str) -> None:
+    """Write a model to the checkpoint's folder, whose name is one of `SIZES`, and time its parts."""
+    size = checkpoint.folder.name
+    model = build_model(family, SIZES[size])
+    weights = count_weights(model)
+    nbytes = model.get_memory_footprint()
+    if not results.allows(f"model {size}", SECONDS_PER_BYTE * nbytes):
+        return
+    if checkpoint.is_on_cuda and nbytes + EXTRA_MEMORY > (free := torch.cuda.mem_get_info(checkpoint.device)[0]):
+        needed = f"it needs about {(nbytes + EXTRA_MEMORY) / 1e9:.1f} GB of memory"
+        results.skipped[f"model {size}"] = f"{needed}, and {free / 1e9:.1f} GB of the device are free"
+        return
+    write_model(model, checkpoint.folder)
+    await ModelTimer(results, checkpoint, weights, "torch").encoder()
+    for decoder in ["torch", *(name for name, reason in checkpoint.other_decoders().items() if not reason)]:
+        free_memory()
+        await ModelTimer(results, checkpoint, weights, decoder).decoder()
+
+
+def free_memory() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 class ModelTimer:
