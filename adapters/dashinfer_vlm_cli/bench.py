@@ -228,7 +228,7 @@ def _show(result: Measurement) -> None:
 
 
 def _image(rng: random.Random, size: tuple[int, int]) -> str:
-    """Return coarse noise as a JPEG in a data URL, which is unique and small."""
+    # Coarse noise is unique and small.
     from PIL import Image as PILImage
 
     tile = PILImage.frombytes("RGB", (16, 16), rng.randbytes(16 * 16 * 3))

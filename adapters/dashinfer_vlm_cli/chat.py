@@ -83,7 +83,6 @@ def _prompts(prompt: str | None) -> Iterator[str]:
 
 
 def _complete(engine: AnyEngine, conversation: Conversation, prompt: str, *, as_json: bool) -> bool:
-    """Send a prompt, print the response or the error, and return whether it succeeded."""
     conversation.add_user(prompt)
     try:
         completion = complete(engine, conversation.request, None if as_json else _show)

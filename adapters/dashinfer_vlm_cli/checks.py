@@ -92,7 +92,6 @@ def all_findings(*, deep: bool) -> Iterator[Finding]:
 
 
 def _safely(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """Return the findings of a check, or a finding that it failed."""
     try:
         return list(check())
     except DashInferVLMError as error:
@@ -181,7 +180,6 @@ def _cuda() -> Iterator[Finding]:
 
 
 def _without_gpu(torch_version: str, cuda_version: str | None) -> Finding:
-    """Report a CUDA build of torch, which is several GB larger than necessary on a machine without a GPU."""
     if cuda_version is None:
         return Finding(name="cuda", status="ok", detail="no device: models run on the CPU")
     names = {distribution.name.lower() for distribution in distributions()}
@@ -210,7 +208,6 @@ def _cache(config: EngineConfig) -> Iterator[Finding]:
 
 
 def _kernels(config: EngineConfig) -> Iterator[Finding]:
-    """Check which kernels can be used for bfloat16 on this CPU, and which ones `tune` measured to be the fastest."""
     if config.cpu_kernels == "torch":
         yield Finding(name="kernels", status="ok", detail="PyTorch's, as set by `cpu_kernels`")
         return
@@ -280,7 +277,6 @@ def _sentence(text: str) -> str:
 
 
 def _media_workers(config: EngineConfig) -> Iterator[Finding]:
-    """Check that the processes that decode images and videos are restricted."""
     finding = partial(Finding, name="media workers")
     if config.media_workers == 0:
         detail = "off: images and videos are decoded in the engine's process, as set by `media_workers`"
@@ -310,7 +306,7 @@ def _test_sandbox() -> str:
 
 
 def _embedding_store(config: EngineConfig) -> Iterator[Finding]:
-    """Check that the embedding store can be used, if there is one. Requests are served without it."""
+    # Requests are served without the store.
     url = config.options_of(EmbeddingStoreOptions).embedding_store
     if not url:
         return
@@ -368,7 +364,6 @@ CHECKS: dict[str, Callable[[EngineConfig], Iterable[Finding]]] = {
 
 
 def _self_test() -> Iterator[Finding]:
-    """Let the bundled model describe an image."""
     from dashinfer_vlm_core.engine import Engine
 
     content = [{"type": "image_url", "image_url": {"url": _red_circle()}}, {"type": "text", "text": PROMPT}]

@@ -123,7 +123,7 @@ async def acomplete(engine: AnyEngine, request: Mapping[str, Any]) -> Completion
 
 
 def _images(usage: CompletionUsage) -> str:
-    """Describe the number of image tokens if the engine reports it. OpenAI's type lacks the field."""
+    # OpenAI's type lacks the field.
     details = usage.prompt_tokens_details
     count = getattr(details, "image_tokens", None) if details else None
     return f" ({count} for images)" if count else ""

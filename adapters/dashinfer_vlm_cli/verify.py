@@ -77,7 +77,6 @@ def verify(
 
 
 async def _verify(results: Results, registry: Registry, families: Sequence[str], sizes: Sequence[str]) -> None:
-    """Check families, at least one, and time models of the first one."""
     from transformers import CONFIG_MAPPING
 
     from .verification import checks, timings

@@ -239,7 +239,7 @@ def this_machine() -> str:
 
 
 def _torch() -> Any:
-    """Import torch by its name: packages that do not need torch import this module."""
+    # By its name: packages that do not need torch import this module.
     return importlib.import_module("torch")
 
 

@@ -161,5 +161,5 @@ class PromptBuilder:
 
 
 def _encode(text: str) -> list[int]:
-    """Tokenize the timestamps of a video."""
+    # The timestamps of a video.
     return list(map(ord, text))
