@@ -81,7 +81,7 @@ def tune(*, name: str | None, config: EngineConfig) -> None:
     seconds = {name: each.seconds for name, each in rounds.items()}
     chosen = fastest(seconds)
     _show(rounds)
-    click.echo(f"\nChoice: {chosen}, since {_explain(seconds, chosen)}.")
+    click.echo(f"\nChoice: {chosen}. A set replaces one of higher priority if it takes {1 - MARGIN:.0%} less time.")
     conditions = KernelSelector(registry.kernels.values(), config).conditions()
     _store(config, TunedKernels(conditions=conditions, chosen=chosen, seconds=seconds))
 
@@ -161,16 +161,6 @@ def _show(rounds: Mapping[str, Round]) -> None:
         rate = f"{each.at_once.rates()['output_tokens_per_second']:,.1f} tokens/s"
         rows.append((name, first, others, rate, f"{each.seconds:,.2f} s"))
     show_table(("Kernels", "First token", "Next tokens", f"{AT_ONCE} at once", "Reference requests"), rows)
-
-
-def _explain(seconds: Mapping[str, float], chosen: str) -> str:
-    best = min(seconds, key=seconds.__getitem__)
-    if len(seconds) == 1:
-        return "it is the only set that can run the model here"
-    if best != chosen:
-        return f"{best} needs less time, but not {1 - MARGIN:.0%} less, and {chosen} has a higher priority"
-    second = min(total for name, total in seconds.items() if name != chosen)
-    return f"it needs the least time, {seconds[chosen] / second:.2f} of the second best"
 
 
 def _store(config: EngineConfig, tuned: TunedKernels) -> None:
