@@ -37,10 +37,10 @@ _WITH_TOOLS = (
     "describe_one", "colour", "count", "where", "exists", "chat", "outside_text", "objects", "knowledge", "requests",
 )  # fmt: skip
 MIXTURES = {
-    "images, question first": Mixture(scenes.IMAGE_TASKS, "before"),
+    "pictures, question first": Mixture(scenes.IMAGE_TASKS, "before"),
     "sets, question first": Mixture(scenes.SET_TASKS, "before"),
     "sets, labeled": Mixture(scenes.SET_TASKS, "labeled"),
-    "videos, question first": Mixture(scenes.VIDEO_TASKS, "before"),
+    "clips, question first": Mixture(scenes.VIDEO_TASKS, "before"),
     "tools offered": Mixture(_WITH_TOOLS, with_tools=True),
 }
 FIRST_SEED = 1_000_000
