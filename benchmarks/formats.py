@@ -136,8 +136,7 @@ def _serve(connection: Connection, config: EngineConfig) -> None:
 async def _measure(connection: Connection, config: EngineConfig) -> None:
     registry, folder = load_plugins(), Path(config.model)
     spec = registry.load_spec(folder)
-    stored = spec.quantization.stored_bits if spec.quantization else "none"
-    kernels = KernelSelector(registry.kernels.values(), config, stored_bits=stored)
+    kernels = KernelSelector(registry.kernels.values(), config)
     decoder = TorchDecoder(spec, config, kernels)
     before, begin = resident_bytes(os.getpid()), time.perf_counter()
     encoder = registry.family_of(folder).load_vision_encoder(spec, config, kernels)

@@ -16,10 +16,10 @@ from transformers import AutoModelForImageTextToText
 from benchmarks.limits import qwen2_vision_flop, step_bytes
 from dashinfer_vlm_cli.verification import report, timings
 from dashinfer_vlm_cli.verification.checkpoint import Checkpoint
-from dashinfer_vlm_cli.verification.checks import check_family, compare_engine, open_session
+from dashinfer_vlm_cli.verification.checks import check_family, compare_decoder, open_session
 from dashinfer_vlm_cli.verification.models import SIZES, build_model, count_weights, write_model
 from dashinfer_vlm_cli.verification.reference import Reference
-from dashinfer_vlm_cli.verification.results import Check, Results, Timing
+from dashinfer_vlm_cli.verification.report import Check, Results, Timing
 from dashinfer_vlm_cli.verify import SIZES as CHOICES
 from dashinfer_vlm_cli.verify import verify
 from dashinfer_vlm_core.config import EngineConfig
@@ -177,7 +177,7 @@ async def check_decoder(checkpoint, **options):
     write_model(build_model("qwen2_5_vl", TINY), checkpoint.folder)
     exact = Reference(checkpoint, torch.float32)
     async with open_session(checkpoint, "float32", exact, exact) as session:
-        return await compare_engine(session, **options)
+        return await compare_decoder(session, **options)
 
 
 @pytest.mark.slow
@@ -216,7 +216,7 @@ def test_timings_without_time_are_skipped_and_named(monkeypatch):
     async def passes(results, checkpoint, family):
         results.checks[family] = Check(True, "", "")
 
-    monkeypatch.setattr("dashinfer_vlm_cli.verification.run.check_family", passes)
+    monkeypatch.setattr("dashinfer_vlm_cli.verification.checks.check_family", passes)
     done = invoke("--device", "cpu", "--minutes", 0, "--model", "tiny", "--model", "7b", "--family", "qwen2_vl")
     markdown = done.stdout
     assert done.exit_code == 0

@@ -45,27 +45,27 @@ _LABELS = (("Picture {}: ", ""), ("Picture {}: ", " "), ("Image {}: ", "\n"), ("
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mix:
-    """The composition of a batch: weights of the kinds of rows, and factors for the weights of some askers."""
+    """The composition of a batch: weights of the kinds of rows, and factors for the weights of some questions."""
 
-    pictures: float = 10.0
+    images: float = 10.0
     sets: float = 5.0
-    clips: float = 5.0
+    videos: float = 5.0
     text: float = 1.3
     more: Mapping[Callable[..., Question | None], float] = field(default_factory=dict)
     also: Mapping[Callable[..., Question | None], float] = field(default_factory=dict)
-    """Other askers, with their weights, which create the share `also_share` of the questions of all rows."""
+    """Other generators, with their weights, which create the share `also_share` of the questions of all rows."""
     also_share: float = 0.0
     photos: float = 0.0
     """Share of the rows with one image whose image is a photograph without shapes."""
     tools: float = 0.0
     """Share of the batches whose prompts offer tools."""
 
-    def pick(self, rng: random.Random, askers: Mapping[Any, float], shown: object) -> Question | None:
-        """Choose an asker by weight and let it create a question."""
+    def pick(self, rng: random.Random, generators: Mapping[Any, float], shown: object) -> Question | None:
+        """Choose a generator by weight and let it create a question."""
         if self.also and rng.random() < self.also_share:
-            askers = self.also
-        weights = [weight * self.more.get(asker, 1) for asker, weight in askers.items()]
-        chosen: Callable[..., Question | None] = rng.choices(list(askers), weights)[0]
+            generators = self.also
+        weights = [weight * self.more.get(generator, 1) for generator, weight in generators.items()]
+        chosen: Callable[..., Question | None] = rng.choices(list(generators), weights)[0]
         return chosen(rng, shown)
 
 
@@ -81,7 +81,7 @@ class Visual:
         return (len(self.scenes) + 1) // 2
 
     @property
-    def clip(self) -> bool:
+    def video(self) -> bool:
         return len(self.scenes) > 1
 
 
@@ -132,7 +132,7 @@ class Row:
         shape = (visual.steps, rows, columns)
         count = visual.steps * rows * columns
         if self.branch == 0:
-            self.places.append(_place_labels(shape, len(self.tokens), ordinal, visual.clip))
+            self.places.append(_place_labels(shape, len(self.tokens), ordinal, visual.video))
         self.shown[ordinal] = len(self.tokens)
         self.tokens += range(-1 - first, -1 - first - count, -1)
         self.targets += [-100] * count
@@ -165,7 +165,7 @@ class Row:
             self.marks.append(self._mark_of(mention, range(start + index - 2, start + index + 1)))
 
     def _mark_of(self, mention: Mention, tokens: range) -> Mark:
-        return Mark(tokens=tokens, mention=mention, start=self.shown[mention.picture])
+        return Mark(tokens=tokens, mention=mention, start=self.shown[mention.image])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +176,7 @@ class Story:
     visuals: tuple[Visual, ...]
 
 
-_LIST_ASKERS: dict[questions.Asker, float] = {
+_LIST_GENERATORS: dict[questions.QuestionGenerator, float] = {
     questions.describe: 4, questions.count: 1.5, questions.shape: 1, questions.color: 0.7, questions.side: 1,
     questions.exists: 0.7, questions.where: 0.7, questions.absent: 0.7,
 }  # fmt: skip
@@ -191,27 +191,27 @@ def encode(text: str) -> list[int]:
 def batch(rng: random.Random, rows: int = ROWS, mix: Mix | None = None) -> Batch:
     """Create a batch of one image size with all kinds of rows: images, sets, videos and plain text."""
     mix = mix or Mix()
-    grid = compose.choose(rng, compose.PICTURE_GRIDS)
-    clips = mix.clips if grid in compose.CLIP_GRIDS else 0.0
+    grid = compose.choose(rng, compose.IMAGE_GRIDS)
+    videos = mix.videos if grid in compose.VIDEO_GRIDS else 0.0
     sets = mix.sets if grid[0] * grid[1] <= 25 else mix.sets / 2
-    makers = (_picture_story, _set_story, _clip_story, _text_story)
-    chosen = rng.choices(makers, (mix.pictures, sets, clips, mix.text), k=rows)
+    makers = (_image_story, _set_story, _video_story, _text_story)
+    chosen = rng.choices(makers, (mix.images, sets, videos, mix.text), k=rows)
     return pack([make(rng, grid, mix) for make in chosen], grid)
 
 
 def tool_batch(rng: random.Random, mix: Mix) -> Batch:
     """Create a batch of prompts that offer tools, with one image or without."""
-    grid = compose.choose(rng, compose.PICTURE_GRIDS)
+    grid = compose.choose(rng, compose.IMAGE_GRIDS)
     return pack([_tool_story(rng, grid, mix) for _ in range(TOOL_ROWS)], grid)
 
 
-def sight_batch(rng: random.Random, pictures: int) -> Batch:
+def sight_batch(rng: random.Random, images: int) -> Batch:
     """Create a batch of images and pairs of frames without text, for the first stage."""
     grid = rng.choice(((4, 4), (4, 4), (3, 3), (5, 5), (3, 5), (5, 3), (4, 3), (3, 4)))
     visuals = []
-    for _ in range(pictures):
+    for _ in range(images):
         if rng.random() < 0.25:
-            visuals.append(Visual(compose.compose_clip(rng, grid, 2, rng.choice(("steady", "still"))).scenes))
+            visuals.append(Visual(compose.compose_video(rng, grid, 2, rng.choice(("steady", "still"))).scenes))
         else:
             visuals.append(Visual((compose.compose(rng, grid, rng.choice((0, 1, 2, 2, 3, 4))),)))
     return pack([Story(row=Row(grid=grid), visuals=(visual,)) for visual in visuals], grid)
@@ -261,7 +261,7 @@ def _pointers(index: int, story: Story) -> list[tuple[int, int, np.ndarray]]:
     """Return, for every token of an answer about one object, its row and index and the mask of the object's tokens."""
     found = []
     for tokens, mention, start in story.row.marks:
-        seen = _cells([story.visuals[mention.picture]], story.row.grid)[:, 0] == drawing.COLORS.index(mention.color)
+        seen = _cells([story.visuals[mention.image]], story.row.grid)[:, 0] == drawing.COLORS.index(mention.color)
         spots = np.zeros(story.row.length, bool)
         spots[start : start + len(seen)] = seen
         if spots.any():
@@ -294,7 +294,7 @@ def _patches(visuals: Sequence[Visual], grid: Grid) -> torch.Tensor:
 def _frames(visual: Visual, grid: Grid) -> list[np.ndarray]:
     """Return pairs of frames, each uint8 (2, H, W, 3), at the model's input size."""
     size = (grid[1] * FACTOR, grid[0] * FACTOR)
-    drawn = drawing.render_clip(list(visual.scenes))
+    drawn = drawing.render_video(list(visual.scenes))
     frames = [np.asarray(frame if frame.size == size else frame.resize(size, 3)) for frame in drawn]
     frames += frames[-1:] * (len(frames) % 2)  # an odd last frame is repeated
     return [np.stack(frames[index : index + 2]) for index in range(0, len(frames), 2)]
@@ -314,9 +314,9 @@ def _block(shape: tuple[int, int, int]) -> np.ndarray:
     return np.indices(shape).reshape(3, -1)
 
 
-def _place_labels(shape: tuple[int, int, int], start: int, ordinal: int, clip: bool) -> np.ndarray:
+def _place_labels(shape: tuple[int, int, int], start: int, ordinal: int, video: bool) -> np.ndarray:
     time, row, column = _block(shape)
-    number = np.minimum(time, 3) if clip else np.full_like(time, ordinal)
+    number = np.minimum(time, 3) if video else np.full_like(time, ordinal)
     return np.stack([start + np.arange(time.size), 4 * row // shape[1], 4 * column // shape[2], number], axis=1)
 
 
@@ -327,20 +327,20 @@ def _start(rng: random.Random, grid: Grid) -> Row:
     return row
 
 
-def _picture_story(rng: random.Random, grid: Grid, mix: Mix) -> Story:
-    scene, askers = _picture(rng, grid, mix)
-    ask = functools.partial(mix.pick, rng, askers, scene)
+def _image_story(rng: random.Random, grid: Grid, mix: Mix) -> Story:
+    scene, generators = _image(rng, grid, mix)
+    ask = functools.partial(mix.pick, rng, generators, scene)
     return _story(rng, grid, (Visual((scene,)),), ask)
 
 
-def _picture(rng: random.Random, grid: Grid, mix: Mix) -> tuple[drawing.Scene, Mapping[Any, float]]:
-    """Compose one image, and return it with the askers about it."""
+def _image(rng: random.Random, grid: Grid, mix: Mix) -> tuple[drawing.Scene, Mapping[Any, float]]:
+    """Compose one image, and return it with the question generators about it."""
     if mix.photos and rng.random() < mix.photos:
-        return compose.compose_photo(rng, grid), out_of_scope.PHOTO_ASKERS
+        return compose.compose_photo(rng, grid), out_of_scope.PHOTO_GENERATORS
     if rng.random() < LISTS:
-        return _list_scene(rng, grid), _LIST_ASKERS
+        return _list_scene(rng, grid), _LIST_GENERATORS
     count = rng.choices((0, 1, 2, 3, 4), (0.05, 0.22, 0.33, 0.24, 0.16))[0]
-    return compose.compose(rng, grid, count, clear=rng.random() < 0.55), questions.PICTURE_ASKERS
+    return compose.compose(rng, grid, count, clear=rng.random() < 0.55), questions.IMAGE_GENERATORS
 
 
 def _list_scene(rng: random.Random, grid: Grid) -> drawing.Scene:
@@ -348,7 +348,7 @@ def _list_scene(rng: random.Random, grid: Grid) -> drawing.Scene:
     count = rng.choice((3, 4, 4))
     for _ in range(12):
         scene = compose.compose(rng, grid, count)
-        if len(scene.things) == count and questions.description(scene):
+        if len(scene.objects) == count and questions.description(scene):
             break
     return scene
 
@@ -358,22 +358,22 @@ def _set_story(rng: random.Random, grid: Grid, mix: Mix) -> Story:
         scenes = compose.compose_change(rng, grid)
     else:
         scenes = compose.compose_set(rng, grid, rng.choice((2, 2, 3)), pairs=PAIRS)
-    ask = functools.partial(mix.pick, rng, questions.SET_ASKERS, scenes)
+    ask = functools.partial(mix.pick, rng, questions.SET_GENERATORS, scenes)
     visuals = tuple(Visual((scene,)) for scene in scenes)
     if rng.random() < 0.1:
         return _turns_story(rng, grid, scenes, functools.partial(mix.pick, rng))
     return _story(rng, grid, visuals, ask)
 
 
-def _clip_story(rng: random.Random, grid: Grid, mix: Mix) -> Story:
-    frames = min(rng.choice((2, 2, 2, 3, 4, 4, 4, 5, 6, 6, 7, 8, 8)), compose.longest_clip(grid))
+def _video_story(rng: random.Random, grid: Grid, mix: Mix) -> Story:
+    frames = min(rng.choice((2, 2, 2, 3, 4, 4, 4, 5, 6, 6, 7, 8, 8)), compose.longest_video(grid))
     motion = rng.choices(list(compose.MOTIONS), list(compose.MOTIONS.values()))[0]
-    clip = compose.compose_clip(rng, grid, frames, motion)
-    ask = functools.partial(mix.pick, rng, questions.CLIP_ASKERS, clip)
-    return _story(rng, grid, (Visual(clip.scenes),), ask)
+    video = compose.compose_video(rng, grid, frames, motion)
+    ask = functools.partial(mix.pick, rng, questions.VIDEO_GENERATORS, video)
+    return _story(rng, grid, (Visual(video.scenes),), ask)
 
 
-_TALKERS: dict[Callable[..., Question], float] = {questions.chat: 3, questions.no_picture: 2, questions.outside: 4}
+_TALKERS: dict[Callable[..., Question], float] = {questions.chat: 3, questions.no_image: 2, questions.outside: 4}
 
 
 def _text_story(rng: random.Random, grid: Grid, mix: Mix) -> Story:
@@ -389,8 +389,8 @@ def _talk(rng: random.Random, mix: Mix) -> Question:
     """Create a question without an image."""
     if mix.also and rng.random() < mix.also_share:
         return rng.choices(list(mix.also), list(mix.also.values()))[0](rng, None) or questions.chat(rng)
-    asker: Callable[..., Question] = rng.choices(list(_TALKERS), list(_TALKERS.values()))[0]
-    return asker(rng)
+    generator: Callable[..., Question] = rng.choices(list(_TALKERS), list(_TALKERS.values()))[0]
+    return generator(rng)
 
 
 def _tool_story(rng: random.Random, grid: Grid, mix: Mix) -> Story:
@@ -403,10 +403,10 @@ def _tool_story(rng: random.Random, grid: Grid, mix: Mix) -> Story:
     if rng.random() < 0.35:
         _branches(row, functools.partial(_talk, rng, mix))
         return Story(row=row, visuals=())
-    scene, askers = _picture(rng, grid, mix)
+    scene, generators = _image(rng, grid, mix)
     visuals = (Visual((scene,)),)
     _show_all(row, visuals)
-    _branches(row, functools.partial(mix.pick, rng, askers, scene))
+    _branches(row, functools.partial(mix.pick, rng, generators, scene))
     return Story(row=row, visuals=visuals)
 
 
@@ -433,11 +433,11 @@ def _turns_story(
     visuals = tuple(Visual((scene,)) for scene in scenes)
     row, size = _start(rng, grid), grid[0] * grid[1]
     row.show(visuals[0], 0, 0)
-    first = pick(questions.PICTURE_ASKERS, scenes[0]) or questions.chat(rng)
+    first = pick(questions.IMAGE_GENERATORS, scenes[0]) or questions.chat(rng)
     row.ask(first, close=True)
     for index, visual in enumerate(visuals[1:], 1):
         row.show(visual, index * size, index)
-    _branches(row, functools.partial(pick, questions.SET_ASKERS, scenes))
+    _branches(row, functools.partial(pick, questions.SET_GENERATORS, scenes))
     return Story(row=row, visuals=visuals)
 
 

@@ -9,22 +9,22 @@ import math
 import random
 from dataclasses import dataclass, replace
 
-from training.drawing import COLORS, FIELD, FIELDS, SHAPES, Backdrop, Rgb, Scene, Thing, paint
+from training.drawing import COLORS, FIELD, FIELDS, SHAPES, Backdrop, Rgb, Scene, SceneObject, paint
 from training.sizes import FACTOR, smart_resize
 
 Grid = tuple[int, int]
 
-PICTURE_GRIDS: dict[Grid, float] = {
+IMAGE_GRIDS: dict[Grid, float] = {
     (4, 4): 9, (3, 3): 2.5, (5, 5): 2, (6, 6): 2.5, (4, 6): 1.5, (6, 4): 1.5, (3, 4): 1.5, (4, 3): 1.5, (3, 5): 1,
     (5, 3): 1, (4, 5): 1, (5, 4): 1, (5, 6): 1.7, (6, 5): 1, (4, 7): 1, (7, 4): 0.8, (4, 8): 1, (8, 4): 0.7,
     (5, 7): 0.5, (7, 5): 0.5, (2, 5): 0.6, (5, 2): 0.6, (2, 8): 0.5, (8, 2): 0.5,
 }  # fmt: skip
 """Image sizes in tokens, with their weights in training. A photograph of 4:3 becomes (5, 6), one of 16:9 (4, 8)."""
-CLIP_GRIDS: dict[Grid, float] = {
+VIDEO_GRIDS: dict[Grid, float] = {
     (4, 4): 4, (3, 3): 2.5, (3, 4): 1, (4, 3): 1, (5, 5): 0.7, (3, 5): 0.7, (5, 3): 0.7, (4, 5): 0.5, (5, 4): 0.5,
     (5, 6): 0.5, (6, 6): 0.5, (4, 8): 0.4,
 }  # fmt: skip
-CLIP_FRAMES, CLIP_TOKENS = 8, 112
+VIDEO_FRAMES, VIDEO_TOKENS = 8, 112
 """Maximum length of videos in frames and in vision tokens."""
 
 CENTRE_MARGIN = 0.1
@@ -35,7 +35,7 @@ MOTIONS: dict[str, float] = {"steady": 3, "pairs": 1.5, "jump": 2.2, "still": 2.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Clip:
+class Video:
     """A video whose first object moves, rests or changes its color; a second object, if any, rests."""
 
     scenes: tuple[Scene, ...]
@@ -48,10 +48,10 @@ def choose(rng: random.Random, weights: dict[Grid, float]) -> Grid:
     return rng.choices(list(weights), list(weights.values()))[0]
 
 
-def longest_clip(grid: Grid) -> int:
+def longest_video(grid: Grid) -> int:
     """Return the maximum number of frames for a grid. With more time steps than tokens on the longer side, engines
     would disagree on the position of the text after the video (see the model card)."""
-    return min(CLIP_FRAMES, 2 * max(grid), 2 * (CLIP_TOKENS // (grid[0] * grid[1])))
+    return min(VIDEO_FRAMES, 2 * max(grid), 2 * (VIDEO_TOKENS // (grid[0] * grid[1])))
 
 
 def canvas(rng: random.Random, grid: Grid, odd: float = 0.2) -> tuple[int, int]:
@@ -69,44 +69,44 @@ def canvas(rng: random.Random, grid: Grid, odd: float = 0.2) -> tuple[int, int]:
 def compose(rng: random.Random, grid: Grid, count: int, *, clear: bool = False, busy: bool = True) -> Scene:
     """Compose an image of `count` objects, or fewer if they do not fit; `clear` keeps them off the center lines."""
     width, height = canvas(rng, grid)
-    things = _things(rng, width, height, count, clear)
-    backdrop = photo(rng) if busy and not things and rng.random() < 0.5 else _backdrop(rng, busy)
-    return Scene(width=width, height=height, things=things, backdrop=backdrop, jpeg=_jpeg(rng))
+    objects = _objects(rng, width, height, count, clear)
+    backdrop = photo(rng) if busy and not objects and rng.random() < 0.5 else _backdrop(rng, busy)
+    return Scene(width=width, height=height, objects=objects, backdrop=backdrop, jpeg=_jpeg(rng))
 
 
-def compose_set(rng: random.Random, grid: Grid, pictures: int, *, pairs: float = 0.35) -> list[Scene]:
+def compose_set(rng: random.Random, grid: Grid, images: int, *, pairs: float = 0.35) -> list[Scene]:
     """Compose unrelated images with one object each or, for a share `pairs`, with two."""
-    return [compose(rng, grid, rng.choices((1, 2), (1 - pairs, pairs))[0]) for _ in range(pictures)]
+    return [compose(rng, grid, rng.choices((1, 2), (1 - pairs, pairs))[0]) for _ in range(images)]
 
 
 def compose_change(rng: random.Random, grid: Grid) -> list[Scene]:
     """Compose a scene twice; in the second image one object may have another color or another shape."""
     before = compose(rng, grid, rng.choices((1, 2, 3), (0.4, 0.45, 0.15))[0])
-    things = list(before.things)
-    index, kind = rng.randrange(len(things)), rng.random()
+    objects = list(before.objects)
+    index, kind = rng.randrange(len(objects)), rng.random()
     if kind < 0.42:
-        color = rng.choice([word for word in COLORS if word not in {thing.color for thing in things}])
-        things[index] = replace(things[index], color=color, rgb=_rgb(rng, color))
+        color = rng.choice([word for word in COLORS if word not in {item.color for item in objects}])
+        objects[index] = replace(objects[index], color=color, rgb=_rgb(rng, color))
     elif kind < 0.84:
-        free = [word for word in SHAPES if word not in {thing.shape for thing in things}]
-        things[index] = replace(things[index], shape=rng.choice(free))
-    return [before, replace(before, things=tuple(things), jpeg=_jpeg(rng))]
+        free = [word for word in SHAPES if word not in {item.shape for item in objects}]
+        objects[index] = replace(objects[index], shape=rng.choice(free))
+    return [before, replace(before, objects=tuple(objects), jpeg=_jpeg(rng))]
 
 
-def compose_clip(rng: random.Random, grid: Grid, frames: int, motion: str) -> Clip:
+def compose_video(rng: random.Random, grid: Grid, frames: int, motion: str) -> Video:
     """Compose a video: `steady` moves in every frame, `pairs` only between pairs of frames, `jump` once."""
     if motion == "empty":
         nothing = compose(rng, grid, 0)
-        return Clip(scenes=(nothing,) * frames, direction=None)
+        return Video(scenes=(nothing,) * frames, direction=None)
     base = compose(rng, grid, 1, busy=rng.random() < 0.5)
     radius = min(rng.uniform(0.24, 0.38) * math.sqrt(base.width * base.height), 0.6 * min(base.width, base.height)) / 2
-    mover = replace(base.things[0], radius=radius)
+    mover = replace(base.objects[0], radius=radius)
     if motion in ("still", "recolour"):
-        return _resting_clip(rng, base, mover, frames, motion)
+        return _resting_video(rng, base, mover, frames, motion)
     direction = rng.choice(list(DIRECTIONS))
-    points = _path(rng, replace(base, things=(mover,)), direction, frames, motion)
+    points = _path(rng, replace(base, objects=(mover,)), direction, frames, motion)
     moved = [replace(mover, x=x, y=y) for x, y in points]
-    return Clip(scenes=_with_witness(rng, base, moved), direction=direction)
+    return Video(scenes=_with_witness(rng, base, moved), direction=direction)
 
 
 def photo(rng: random.Random) -> Backdrop:
@@ -130,7 +130,7 @@ def compose_photo(rng: random.Random, grid: Grid) -> Scene:
     """Compose an image without shapes: similar to a photograph, or strong noise."""
     width, height = canvas(rng, grid)
     backdrop = photo(rng) if rng.random() < 0.7 else _noise(rng)
-    return Scene(width=width, height=height, things=(), backdrop=backdrop, jpeg=_jpeg(rng))
+    return Scene(width=width, height=height, objects=(), backdrop=backdrop, jpeg=_jpeg(rng))
 
 
 def _noise(rng: random.Random) -> Backdrop:
@@ -176,18 +176,18 @@ def _rgb(rng: random.Random, color: str) -> Rgb:
     return paint(color, rng.uniform(-6, 6), rng.uniform(0.78, 1), rng.uniform(darkest, 1))
 
 
-def _things(rng: random.Random, width: int, height: int, count: int, clear: bool) -> tuple[Thing, ...]:
+def _objects(rng: random.Random, width: int, height: int, count: int, clear: bool) -> tuple[SceneObject, ...]:
     colors = rng.sample(COLORS, max(count, 1))
     shapes = rng.sample(SHAPES, len(SHAPES))
     if count > 1 and rng.random() < 0.25:
         shapes[1] = shapes[0]
-    things = []
+    objects = []
     for (x, y, radius), color, shape in zip(
         _place_objects(rng, width, height, count, clear), colors, shapes, strict=False
     ):
         tilt = rng.uniform(-0.12, 0.12)
-        things.append(Thing(color=color, shape=shape, x=x, y=y, radius=radius, tilt=tilt, rgb=_rgb(rng, color)))
-    return tuple(things)
+        objects.append(SceneObject(color=color, shape=shape, x=x, y=y, radius=radius, tilt=tilt, rgb=_rgb(rng, color)))
+    return tuple(objects)
 
 
 def _place_objects(
@@ -221,21 +221,21 @@ def _try_place_objects(
     return centers
 
 
-def _resting_clip(rng: random.Random, base: Scene, mover: Thing, frames: int, motion: str) -> Clip:
+def _resting_video(rng: random.Random, base: Scene, mover: SceneObject, frames: int, motion: str) -> Video:
     if motion == "still" or frames < 4:
-        return Clip(scenes=_with_witness(rng, base, [mover] * frames), direction=None)
+        return Video(scenes=_with_witness(rng, base, [mover] * frames), direction=None)
     color = rng.choice([word for word in COLORS if word != mover.color])
     later = replace(mover, color=color, rgb=_rgb(rng, color))
     cut = 2 * rng.randint(1, frames // 2 - 1)  # between two pairs of frames, so that no temporal patch has both colors
-    scenes = tuple(replace(base, things=(thing,)) for thing in [mover] * cut + [later] * (frames - cut))
-    return Clip(scenes=scenes, direction=None, recolored=(mover.color, color))
+    scenes = tuple(replace(base, objects=(item,)) for item in [mover] * cut + [later] * (frames - cut))
+    return Video(scenes=scenes, direction=None, recolored=(mover.color, color))
 
 
 def _path(
     rng: random.Random, start_scene: Scene, direction: str, frames: int, motion: str
 ) -> list[tuple[float, float]]:
     """Return the center of the first object in every frame, in pixels."""
-    base, radius = start_scene, start_scene.things[0].radius
+    base, radius = start_scene, start_scene.objects[0].radius
     dx, dy = DIRECTIONS[direction]
     length, breadth = (base.width, base.height) if dx else (base.height, base.width)
     free = length - 2 * radius
@@ -260,14 +260,14 @@ def _shares(rng: random.Random, frames: int, motion: str) -> list[float]:
     return [frame / (frames - 1) for frame in range(frames)]
 
 
-def _with_witness(rng: random.Random, base: Scene, moved: list[Thing]) -> tuple[Scene, ...]:
+def _with_witness(rng: random.Random, base: Scene, moved: list[SceneObject]) -> tuple[Scene, ...]:
     """Create one scene per frame, sometimes with a second, resting object off the path of the first."""
-    rest: tuple[Thing, ...] = ()
+    rest: tuple[SceneObject, ...] = ()
     if rng.random() < 0.2:
-        for thing in _things(rng, base.width, base.height, 1, clear=False):
+        for item in _objects(rng, base.width, base.height, 1, clear=False):
             apart = all(
-                math.hypot(thing.x - step.x, thing.y - step.y) > (thing.radius + step.radius) * 1.1 for step in moved
+                math.hypot(item.x - step.x, item.y - step.y) > (item.radius + step.radius) * 1.1 for step in moved
             )
-            if apart and thing.color != moved[0].color and thing.shape != moved[0].shape:
-                rest = (thing,)
-    return tuple(replace(base, things=(step, *rest)) for step in moved)
+            if apart and item.color != moved[0].color and item.shape != moved[0].shape:
+                rest = (item,)
+    return tuple(replace(base, objects=(step, *rest)) for step in moved)

@@ -29,7 +29,7 @@ FIELDS = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Thing:
+class SceneObject:
     """One object: center (`x`, `y`) and `radius` in pixels, `tilt` in radians."""
 
     color: str
@@ -63,7 +63,7 @@ class Scene:
 
     width: int
     height: int
-    things: tuple[Thing, ...]
+    objects: tuple[SceneObject, ...]
     backdrop: Backdrop
     jpeg: int | None = None
 
@@ -76,39 +76,39 @@ def paint(color: str, wobble: float, saturation: float, value: float) -> Rgb:
 
 def render(scene: Scene) -> Image.Image:
     """Draw a scene as an RGB image of the scene's size."""
-    picture = _backdrop(scene.backdrop, scene.width, scene.height)
-    for thing in scene.things:
-        _draw(picture, thing)
-    return _lossy(picture, scene.jpeg) if scene.jpeg else picture
+    image = _backdrop(scene.backdrop, scene.width, scene.height)
+    for item in scene.objects:
+        _draw(image, item)
+    return _lossy(image, scene.jpeg) if scene.jpeg else image
 
 
-def render_clip(scenes: list[Scene]) -> list[Image.Image]:
+def render_video(scenes: list[Scene]) -> list[Image.Image]:
     """Draw the frames of a video. All use the size and backdrop of the first scene, so the backdrop is drawn once."""
     still = _backdrop(scenes[0].backdrop, scenes[0].width, scenes[0].height)
     frames = []
     for scene in scenes:
         frame = still.copy()
-        for thing in scene.things:
-            _draw(frame, thing)
+        for item in scene.objects:
+            _draw(frame, item)
         frames.append(_lossy(frame, scene.jpeg) if scene.jpeg else frame)
     return frames
 
 
 def mirror(scene: Scene) -> Scene:
     """Mirror a scene horizontally, except for its backdrop, which no question is about."""
-    things = tuple(
-        Thing(
-            color=thing.color,
-            shape=thing.shape,
-            x=scene.width - thing.x,
-            y=thing.y,
-            radius=thing.radius,
-            tilt=-thing.tilt,
-            rgb=thing.rgb,
+    objects = tuple(
+        SceneObject(
+            color=item.color,
+            shape=item.shape,
+            x=scene.width - item.x,
+            y=item.y,
+            radius=item.radius,
+            tilt=-item.tilt,
+            rgb=item.rgb,
         )
-        for thing in scene.things
+        for item in scene.objects
     )
-    return Scene(width=scene.width, height=scene.height, things=things, backdrop=scene.backdrop, jpeg=scene.jpeg)
+    return Scene(width=scene.width, height=scene.height, objects=objects, backdrop=scene.backdrop, jpeg=scene.jpeg)
 
 
 @functools.cache
@@ -135,19 +135,19 @@ def _rotate(point: Point, angle: float) -> Point:
     return point[0] * cos - point[1] * sin, point[0] * sin + point[1] * cos
 
 
-def _draw(picture: Image.Image, thing: Thing) -> None:
-    left, top = math.floor(thing.x - thing.radius) - 1, math.floor(thing.y - thing.radius) - 1
-    side = math.ceil(2 * thing.radius) + 4
+def _draw(image: Image.Image, item: SceneObject) -> None:
+    left, top = math.floor(item.x - item.radius) - 1, math.floor(item.y - item.radius) - 1
+    side = math.ceil(2 * item.radius) + 4
     scale = OVERSAMPLING if side < 160 else 2
-    x, y, radius = (thing.x - left) * scale, (thing.y - top) * scale, thing.radius * scale
+    x, y, radius = (item.x - left) * scale, (item.y - top) * scale, item.radius * scale
     mask = Image.new("L", (side * scale, side * scale))
     pen = ImageDraw.Draw(mask)
-    outline = [_rotate(corner, thing.tilt) for corner in _outline(thing.shape)]
+    outline = [_rotate(corner, item.tilt) for corner in _outline(item.shape)]
     if outline:
         pen.polygon([(x + radius * dx, y + radius * dy) for dx, dy in outline], fill=255)
     else:
         pen.ellipse((x - 0.94 * radius, y - 0.94 * radius, x + 0.94 * radius, y + 0.94 * radius), fill=255)
-    picture.paste(thing.rgb, (left, top), mask.reduce(scale))
+    image.paste(item.rgb, (left, top), mask.reduce(scale))
 
 
 def _backdrop(backdrop: Backdrop, width: int, height: int) -> Image.Image:
@@ -204,7 +204,7 @@ def _grains() -> np.ndarray:
     return np.random.default_rng(21).normal(size=(FIELDS, FIELD, FIELD)).astype(np.float32)
 
 
-def _lossy(picture: Image.Image, quality: int) -> Image.Image:
+def _lossy(image: Image.Image, quality: int) -> Image.Image:
     stream = io.BytesIO()
-    picture.save(stream, "JPEG", quality=quality)
+    image.save(stream, "JPEG", quality=quality)
     return Image.open(stream).convert("RGB")

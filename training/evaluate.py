@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Answer = Callable[[Sequence[Sample]], list[str]]
 
-FLOORS = dict.fromkeys(scenes.PICTURE_TASKS, 0.95) | {"list": 0.80, "nth": 0.95, "which": 0.95}
+FLOORS = dict.fromkeys(scenes.IMAGE_TASKS, 0.95) | {"list": 0.80, "nth": 0.95, "which": 0.95}
 FLOORS |= dict.fromkeys(("motion", "motion_still", "motion_two_frames"), 0.95)
 FLOORS |= dict.fromkeys((*scenes.OUT_OF_SCOPE_TASKS, "tools offered"), 0.95)
 """The required exact match per task."""
@@ -37,10 +37,10 @@ _WITH_TOOLS = (
     "describe_one", "colour", "count", "where", "exists", "chat", "outside_text", "objects", "knowledge", "requests",
 )  # fmt: skip
 MIXTURES = {
-    "pictures, question first": Mixture(scenes.PICTURE_TASKS, "before"),
+    "pictures, question first": Mixture(scenes.IMAGE_TASKS, "before"),
     "sets, question first": Mixture(scenes.SET_TASKS, "before"),
     "sets, labeled": Mixture(scenes.SET_TASKS, "labeled"),
-    "clips, question first": Mixture(scenes.CLIP_TASKS, "before"),
+    "clips, question first": Mixture(scenes.VIDEO_TASKS, "before"),
     "tools offered": Mixture(_WITH_TOOLS, with_tools=True),
 }
 FIRST_SEED = 1_000_000

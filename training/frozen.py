@@ -81,7 +81,7 @@ def _second_turn(first: Sample) -> Sample:
     """Create another question about the same images."""
     rng = random.Random(f"second turn {first.task} {first.seed}")
     while True:
-        if first.is_clip:
+        if first.is_video:
             question = questions.color(rng, first.scenes[0])
         elif len(first.scenes) > 1:
             question = questions.nth(rng, first.scenes)
@@ -89,7 +89,7 @@ def _second_turn(first: Sample) -> Sample:
             question = rng.choice((questions.color, questions.shape, questions.exists))(rng, first.scenes[0])
         if question and question.text != first.question:
             return Sample(
-                task=question.task, seed=first.seed, scenes=first.scenes, is_clip=first.is_clip,
+                task=question.task, seed=first.seed, scenes=first.scenes, is_video=first.is_video,
                 question=question.text, answer=question.answer,
             )  # fmt: skip
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from training.compose import DIRECTIONS, Grid
-from training.drawing import COLORS, SHAPES, Scene, Thing
+from training.drawing import COLORS, SHAPES, Scene, SceneObject
 
 TWELFTHS = 12
 CELLS = (len(COLORS) + 1, len(SHAPES) + 1, TWELFTHS, TWELFTHS, len(DIRECTIONS) + 1)
@@ -23,7 +23,7 @@ COVERED, TOUCHED = 0.3, 0.06  # overlap as a share of the cell, or of the object
 def cells(first: Scene, second: Scene, grid: Grid) -> np.ndarray:
     """Return the labels of the two frames of a temporal patch, (rows * columns, 5); an image is two equal frames."""
     labels = _cells(first, grid)
-    if first is not second and first.things != second.things:
+    if first is not second and first.objects != second.objects:
         labels[labels != _cells(second, grid)] = UNKNOWN
         _mark_motion(labels, first, second, grid)
     return labels.reshape(-1, len(CELLS))
@@ -33,22 +33,22 @@ def _cells(scene: Scene, grid: Grid) -> np.ndarray:
     labels = np.full((*grid, len(CELLS)), UNKNOWN, np.int64)
     labels[..., 0], labels[..., 1] = len(COLORS), len(SHAPES)
     best = np.zeros(grid, np.float32)
-    for thing in scene.things:
-        share = _overlap(scene, thing, grid)
+    for item in scene.objects:
+        share = _overlap(scene, item, grid)
         labels[(share > TOUCHED) & (share <= COVERED) & (best < COVERED)] = UNKNOWN
-        labels[share > np.maximum(best, COVERED)] = _values(scene, thing)
+        labels[share > np.maximum(best, COVERED)] = _values(scene, item)
         best = np.maximum(best, share)
     return labels
 
 
-def _values(scene: Scene, thing: Thing) -> tuple[int, ...]:
-    column, row = thing.x / scene.width * TWELFTHS, thing.y / scene.height * TWELFTHS
+def _values(scene: Scene, item: SceneObject) -> tuple[int, ...]:
+    column, row = item.x / scene.width * TWELFTHS, item.y / scene.height * TWELFTHS
     middle = (min(max(int(column), 0), TWELFTHS - 1), min(max(int(row), 0), TWELFTHS - 1))
-    return COLORS.index(thing.color), SHAPES.index(thing.shape), *middle, 0
+    return COLORS.index(item.color), SHAPES.index(item.shape), *middle, 0
 
 
 def _mark_motion(labels: np.ndarray, first: Scene, second: Scene, grid: Grid) -> None:
-    for old, new in zip(first.things, second.things, strict=True):
+    for old, new in zip(first.objects, second.objects, strict=True):
         dx, dy = new.x - old.x, new.y - old.y
         if max(abs(dx), abs(dy)) < 0.02 * max(first.width, first.height):
             continue
@@ -58,11 +58,11 @@ def _mark_motion(labels: np.ndarray, first: Scene, second: Scene, grid: Grid) ->
         labels[seen, 4] = 1 + list(DIRECTIONS.values()).index(step)
 
 
-def _overlap(scene: Scene, thing: Thing, grid: Grid) -> np.ndarray:
+def _overlap(scene: Scene, item: SceneObject, grid: Grid) -> np.ndarray:
     """Return the overlap of an object's box with each cell, as a share of the smaller of the two, (rows, columns)."""
-    height, width, reach = scene.height / grid[0], scene.width / grid[1], 0.9 * thing.radius
+    height, width, reach = scene.height / grid[0], scene.width / grid[1], 0.9 * item.radius
     tops, lefts = np.arange(grid[0]) * height, np.arange(grid[1]) * width
-    down = np.minimum(tops + height, thing.y + reach) - np.maximum(tops, thing.y - reach)
-    across = np.minimum(lefts + width, thing.x + reach) - np.maximum(lefts, thing.x - reach)
+    down = np.minimum(tops + height, item.y + reach) - np.maximum(tops, item.y - reach)
+    across = np.minimum(lefts + width, item.x + reach) - np.maximum(lefts, item.x - reach)
     area = np.clip(down, 0, None)[:, None] * np.clip(across, 0, None)[None]
     return np.asarray(area / min(height * width, 4 * reach * reach))

@@ -292,14 +292,14 @@ def ask(topic: str, rng: random.Random, shown: object = None, *, unseen: bool = 
     return Question(text=_phrase(rng, TOPICS[topic], unseen), answer=vocabulary.OUTSIDE, task=topic)
 
 
-def asker(topic: str, *, unseen: bool = False) -> functools.partial[Question]:
-    """Return the asker about a topic of `TOPICS`, with the forms of training or with those of evaluation."""
+def generator(topic: str, *, unseen: bool = False) -> functools.partial[Question]:
+    """Return the question generator of a topic of `TOPICS`, with the forms of training or with those of evaluation."""
     return functools.partial(ask, topic, unseen=unseen)
 
 
 def describe(rng: random.Random, shown: object = None, *, unseen: bool = False) -> Question | None:
     """Ask for a description of an image, or of one that was not sent; None for several images and videos."""
-    answer = vocabulary.NO_PICTURE if shown is None else None
+    answer = vocabulary.NO_IMAGE if shown is None else None
     if isinstance(shown, Scene):
         answer = questions.description(shown)
     return Question(text=_phrase(rng, DESCRIBE, unseen), answer=answer, task="describe_freely") if answer else None
@@ -316,16 +316,16 @@ def absent(rng: random.Random, photo: Scene) -> Question | None:
     return questions.absent(rng, other)
 
 
-ASKERS: dict[Callable[..., Question | None], float] = {
-    asker("objects"): 2, asker("reading"): 1.5, asker("people"): 1.5, asker("knowledge"): 1.5, asker("requests"): 1.5,
-    asker("unknown"): 3, asker("photo"): 1,
+GENERATORS: dict[Callable[..., Question | None], float] = {
+    generator("objects"): 2, generator("reading"): 1.5, generator("people"): 1.5, generator("knowledge"): 1.5,
+    generator("requests"): 1.5, generator("unknown"): 3, generator("photo"): 1,
     describe: 3,
 }  # fmt: skip
-"""Askers about anything, with their weights in training."""
-PHOTO_ASKERS: dict[Callable[..., Question | None], float] = {
-    describe: 2, questions.describe: 1.5, questions.count: 0.7, questions.exists: 0.7, absent: 1, asker("photo"): 2,
+"""Question generators about anything, with their weights in training."""
+PHOTO_GENERATORS: dict[Callable[..., Question | None], float] = {
+    describe: 2, questions.describe: 1.5, questions.count: 0.7, questions.exists: 0.7, absent: 1, generator("photo"): 2,
 }  # fmt: skip
-"""Askers about an image without shapes, with their weights in training."""
+"""Question generators about an image without shapes, with their weights in training."""
 
 
 def _phrase(rng: random.Random, forms: Forms, unseen: bool) -> str:

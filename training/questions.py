@@ -13,8 +13,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from training import vocabulary
-from training.compose import CENTRE_MARGIN, Clip
-from training.drawing import COLORS, SHAPES, Scene, Thing
+from training.compose import CENTRE_MARGIN, Video
+from training.drawing import COLORS, SHAPES, Scene, SceneObject
 
 NUMBERS = ("no", "one", "two", "three", "four")
 ORDINALS = ("first", "second", "third")
@@ -30,7 +30,7 @@ class Mention(NamedTuple):
     """A reference to an object by its color, which is unique in a scene, and the index of its image."""
 
     color: str
-    picture: int = 0
+    image: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +46,9 @@ class Question:
     """All objects that the answer names, in order."""
 
 
-Asker = Callable[[random.Random, Scene], "Question | None"]
-SetAsker = Callable[[random.Random, Sequence[Scene]], "Question | None"]
-ClipAsker = Callable[[random.Random, Clip], "Question | None"]
+QuestionGenerator = Callable[[random.Random, Scene], "Question | None"]
+SetQuestionGenerator = Callable[[random.Random, Sequence[Scene]], "Question | None"]
+VideoQuestionGenerator = Callable[[random.Random, Video], "Question | None"]
 
 _DESCRIBE = (
     "Describe the {picture}.", "Describe the {picture}.", "Describe this {picture}.", "Describe.", "describe",
@@ -110,14 +110,14 @@ _EACH = (
     "Describe the {picture}s.", "What do you see?", "What is in the {picture}s?", "Describe each {picture}.",
     "What do the {picture}s show?", "Describe these {picture}s.", "Describe them.", "What are these?", "Describe.",
 )  # fmt: skip
-_PICTURES = ("How many {picture}s are there?", "How many {picture}s do you see?", "How many {picture}s did I send?")
+_IMAGES = ("How many {picture}s are there?", "How many {picture}s do you see?", "How many {picture}s did I send?")
 
 _MOTION = (
     "Which way does the {thing} move?", "In which direction does the {thing} move?", "Where does the {thing} move?",
     "How does the {thing} move?", "Which way is the {thing} moving?", "Which direction is the {thing} moving in?",
     "Does the {thing} move?", "Is the {thing} moving?", "Where is the {thing} going?", "How is the {thing} moving?",
 )  # fmt: skip
-_CLIP = (
+_VIDEO = (
     "Describe the video.", "What happens in the video?", "What happens?", "What do you see?", "Describe.",
     "What is in the video?", "Describe this video.", "What is happening?", "What does the video show?",
     "What is going on in this video?", "Describe the clip.",
@@ -127,18 +127,18 @@ _AT_START = ("What colour is the {shape} at the start?", "What colour is the {sh
 _AT_END = ("What colour is the {shape} at the end?", "What colour does the {shape} become?")
 
 
-def name(thing: Thing) -> str:
+def name(item: SceneObject) -> str:
     """Return the name of an object with its article: "a red circle"."""
-    return with_article(f"{thing.color} {thing.shape}")
+    return with_article(f"{item.color} {item.shape}")
 
 
 def with_article(words: str) -> str:
     return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
 
 
-def corner(scene: Scene, thing: Thing) -> str | None:
+def corner(scene: Scene, item: SceneObject) -> str | None:
     """Return the corner that an object is in; None near the center lines."""
-    x, y = thing.x / scene.width - 0.5, thing.y / scene.height - 0.5
+    x, y = item.x / scene.width - 0.5, item.y / scene.height - 0.5
     if abs(x) < CENTRE_MARGIN or abs(y) < CENTRE_MARGIN:
         return None
     return f"{'top' if y < 0 else 'bottom'} {'left' if x < 0 else 'right'}"
@@ -146,7 +146,7 @@ def corner(scene: Scene, thing: Thing) -> str | None:
 
 def describe(rng: random.Random, scene: Scene) -> Question | None:
     """Ask for a description: one object by name, two with their relation, three or more from left to right."""
-    count = len(scene.things)
+    count = len(scene.objects)
     answer = description(scene)
     if answer is None:
         return None
@@ -157,21 +157,21 @@ def describe(rng: random.Random, scene: Scene) -> Question | None:
 
 def description(scene: Scene) -> str | None:
     """Return the sentence that describes a scene; None if the order of the objects is ambiguous."""
-    if not scene.things:
+    if not scene.objects:
         return vocabulary.NO_SHAPES
-    if len(scene.things) == 1:
-        return _sentence(name(scene.things[0]))
-    if len(scene.things) == 2:
-        return _relation(*scene.things)
-    ordered = sorted(scene.things, key=lambda thing: thing.x)
+    if len(scene.objects) == 1:
+        return _sentence(name(scene.objects[0]))
+    if len(scene.objects) == 2:
+        return _relation(*scene.objects)
+    ordered = sorted(scene.objects, key=lambda item: item.x)
     if any(right.x - left.x < SIDE_MARGIN * scene.width for left, right in pairwise(ordered)):
         return None
-    *names, last = [name(thing) for thing in ordered]
+    *names, last = [name(item) for item in ordered]
     return _sentence(f"{', '.join(names)} and {last}, from left to right")
 
 
 def count(rng: random.Random, scene: Scene) -> Question | None:
-    number = len(scene.things)
+    number = len(scene.objects)
     if not number:
         return _question(rng, "empty", _COUNT, vocabulary.NO_SHAPES)
     answer = "There is one shape." if number == 1 else f"There are {NUMBERS[number]} shapes."
@@ -179,31 +179,29 @@ def count(rng: random.Random, scene: Scene) -> Question | None:
 
 
 def color(rng: random.Random, scene: Scene) -> Question | None:
-    thing = _only_of_its_shape(rng, scene)
-    if thing is None:
+    item = _only_of_its_shape(rng, scene)
+    if item is None:
         return None
-    return _question(
-        rng, "colour", _COLOR, f"The {thing.shape} is {thing.color}.", Mention(thing.color), shape=thing.shape
-    )
+    return _question(rng, "colour", _COLOR, f"The {item.shape} is {item.color}.", Mention(item.color), shape=item.shape)
 
 
 def shape(rng: random.Random, scene: Scene) -> Question | None:
-    if not scene.things:
+    if not scene.objects:
         return None
-    thing = rng.choice(scene.things)
+    item = rng.choice(scene.objects)
     return _question(
         rng,
         "shape",
         _SHAPE,
-        f"The {thing.color} shape is a {thing.shape}.",
-        Mention(thing.color),
-        color=thing.color,
+        f"The {item.color} shape is a {item.shape}.",
+        Mention(item.color),
+        color=item.color,
     )
 
 
 def in_corner(rng: random.Random, scene: Scene) -> Question | None:
     """Ask what is in a corner: one object, or nothing."""
-    corners = [corner(scene, thing) for thing in scene.things]
+    corners = [corner(scene, item) for item in scene.objects]
     if not corners or None in corners:
         return None
     asked = rng.choice([place for place in CORNERS if corners.count(place) < 2])
@@ -211,32 +209,30 @@ def in_corner(rng: random.Random, scene: Scene) -> Question | None:
         asked = rng.choice([place for place in corners if place is not None])
         if corners.count(asked) > 1:
             return None
-    found = scene.things[corners.index(asked)] if asked in corners else None
+    found = scene.objects[corners.index(asked)] if asked in corners else None
     answer = _sentence(name(found)) if found else "Nothing."
     return _question(rng, "corner", _CORNER, answer, Mention(found.color) if found else None, corner=asked)
 
 
 def where(rng: random.Random, scene: Scene) -> Question | None:
-    placed = [thing for thing in scene.things if corner(scene, thing)]
+    placed = [item for item in scene.objects if corner(scene, item)]
     if not placed:
         return None
-    thing = rng.choice(placed)
-    unique = sum(other.shape == thing.shape for other in scene.things) == 1
-    words = thing.shape if unique and rng.random() < 0.6 else f"{thing.color} {thing.shape}"
+    item = rng.choice(placed)
+    unique = sum(other.shape == item.shape for other in scene.objects) == 1
+    words = item.shape if unique and rng.random() < 0.6 else f"{item.color} {item.shape}"
     return _question(
-        rng, "where", _WHERE, f"The {words} is in the {corner(scene, thing)}.", Mention(thing.color), thing=words
+        rng, "where", _WHERE, f"The {words} is in the {corner(scene, item)}.", Mention(item.color), thing=words
     )
 
 
 def side(rng: random.Random, scene: Scene) -> Question | None:
     """Ask which of at least two objects is farthest to one side."""
-    if len(scene.things) < 2:
+    if len(scene.objects) < 2:
         return None
     asked = rng.choice(list(_SIDES))
     level, length = asked in ("left", "right"), scene.width if asked in ("left", "right") else scene.height
-    ordered = sorted(
-        scene.things, key=lambda thing: thing.x if level else thing.y, reverse=asked in ("right", "bottom")
-    )
+    ordered = sorted(scene.objects, key=lambda item: item.x if level else item.y, reverse=asked in ("right", "bottom"))
     gap = abs(ordered[0].x - ordered[1].x) if level else abs(ordered[0].y - ordered[1].y)
     if gap < SIDE_MARGIN * length:
         return None
@@ -245,17 +241,17 @@ def side(rng: random.Random, scene: Scene) -> Question | None:
 
 def exists(rng: random.Random, scene: Scene) -> Question | None:
     """Ask whether an object exists, by shape, by color or by both; the answer is yes with the object's name, or no."""
-    seen = list(scene.things)
+    seen = list(scene.objects)
     kind = rng.choice(("shape", "colour", "both"))
     if seen and rng.random() < 0.5:
-        thing = rng.choice(seen)
-        if kind == "shape" and sum(other.shape == thing.shape for other in seen) > 1:
+        item = rng.choice(seen)
+        if kind == "shape" and sum(other.shape == item.shape for other in seen) > 1:
             return None
-        words = {"shape": thing.shape, "colour": f"{thing.color} shape", "both": f"{thing.color} {thing.shape}"}[kind]
+        words = {"shape": item.shape, "colour": f"{item.color} shape", "both": f"{item.color} {item.shape}"}[kind]
         return _question(
-            rng, "exists", _EXISTS, f"Yes, there is {name(thing)}.", Mention(thing.color), thing=with_article(words)
+            rng, "exists", _EXISTS, f"Yes, there is {name(item)}.", Mention(item.color), thing=with_article(words)
         )
-    shapes, colors = {thing.shape for thing in seen}, {thing.color for thing in seen}
+    shapes, colors = {item.shape for item in seen}, {item.color for item in seen}
     other_shape = rng.choice([word for word in SHAPES if word not in shapes])
     other_color = rng.choice([word for word in COLORS if word not in colors])
     half_right = rng.choice((f"{rng.choice(COLORS)} {other_shape}", f"{other_color} {rng.choice(SHAPES)}"))
@@ -265,9 +261,9 @@ def exists(rng: random.Random, scene: Scene) -> Question | None:
 
 def absent(rng: random.Random, scene: Scene) -> Question | None:
     """Ask about an object that does not exist."""
-    if not scene.things:
+    if not scene.objects:
         return _question(rng, "empty", _EMPTY, vocabulary.NO_SHAPES)
-    shapes, colors = {thing.shape for thing in scene.things}, {thing.color for thing in scene.things}
+    shapes, colors = {item.shape for item in scene.objects}, {item.color for item in scene.objects}
     if rng.random() < 0.4:
         word = rng.choice([word for word in COLORS if word not in colors])
         return _question(rng, "absent", _SHAPE, f"I see no {word} shape.", color=word)
@@ -287,7 +283,7 @@ def chat(rng: random.Random) -> Question:
     return Question(text=rng.choice(forms), answer=answer, task="chat")
 
 
-def no_picture(rng: random.Random) -> Question:
+def no_image(rng: random.Random) -> Question:
     """Ask about an image that was not sent."""
     forms = rng.choice((_DESCRIBE, _COUNT, _COLOR, _SHAPE, _CORNER, _WHERE, _SIDE, _NTH, _WHICH, _CHANGED, _MOTION))
     words = {
@@ -301,13 +297,13 @@ def no_picture(rng: random.Random) -> Question:
     }
     if forms is _WHICH:
         words["thing"] = f"the {words['thing']}"
-    return _question(rng, "no_picture", forms, vocabulary.NO_PICTURE, **words)
+    return _question(rng, "no_picture", forms, vocabulary.NO_IMAGE, **words)
 
 
 def nth(rng: random.Random, scenes: Sequence[Scene]) -> Question | None:
     index = rng.randrange(len(scenes))
     answer = description(scenes[index])
-    if answer is None or len(scenes[index].things) > 2:
+    if answer is None or len(scenes[index].objects) > 2:
         return None
     return _naming(_question(rng, "nth", _NTH, answer, **_ordinal(rng, index, len(scenes))), [index])
 
@@ -315,40 +311,40 @@ def nth(rng: random.Random, scenes: Sequence[Scene]) -> Question | None:
 def which(rng: random.Random, scenes: Sequence[Scene]) -> Question | None:
     """Ask which image has a shape, a color or both that only one of the images has."""
     index = rng.randrange(len(scenes))
-    if not scenes[index].things:
+    if not scenes[index].objects:
         return None
-    thing = rng.choice(scenes[index].things)
-    others = [other for i, scene in enumerate(scenes) if i != index for other in scene.things]
+    item = rng.choice(scenes[index].objects)
+    others = [other for i, scene in enumerate(scenes) if i != index for other in scene.objects]
     if rng.random() < 0.5:
-        words, shared = thing.shape, any(other.shape == thing.shape for other in others)
-        shared |= sum(other.shape == thing.shape for other in scenes[index].things) > 1
+        words, shared = item.shape, any(other.shape == item.shape for other in others)
+        shared |= sum(other.shape == item.shape for other in scenes[index].objects) > 1
     elif rng.random() < 0.7:
-        words, shared = f"{thing.color} shape", any(other.color == thing.color for other in others)
+        words, shared = f"{item.color} shape", any(other.color == item.color for other in others)
     else:
-        words = f"{thing.color} {thing.shape}"
-        shared = any((other.color, other.shape) == (thing.color, thing.shape) for other in others)
+        words = f"{item.color} {item.shape}"
+        shared = any((other.color, other.shape) == (item.color, item.shape) for other in others)
     if shared:
         return None
     asked = rng.choice((f"the {words}", with_article(words)))
-    return _question(rng, "which", _WHICH, f"The {ORDINALS[index]} picture.", Mention(thing.color, index), thing=asked)
+    return _question(rng, "which", _WHICH, f"The {ORDINALS[index]} picture.", Mention(item.color, index), thing=asked)
 
 
 def nth_colour(rng: random.Random, scenes: Sequence[Scene]) -> Question | None:
     index = rng.randrange(len(scenes))
-    if len(scenes[index].things) != 1:
+    if len(scenes[index].objects) != 1:
         return None
-    (thing,) = scenes[index].things
-    answer = f"It is {thing.color}."
+    (item,) = scenes[index].objects
+    answer = f"It is {item.color}."
     return _question(
-        rng, "nth_colour", _NTH_COLOR, answer, Mention(thing.color, index), **_ordinal(rng, index, len(scenes))
+        rng, "nth_colour", _NTH_COLOR, answer, Mention(item.color, index), **_ordinal(rng, index, len(scenes))
     )
 
 
 def changed(rng: random.Random, scenes: Sequence[Scene]) -> Question | None:
     """Ask for the difference between two images of one scene; None for unrelated images."""
-    if len(scenes) != 2 or len(scenes[0].things) != len(scenes[1].things):
+    if len(scenes) != 2 or len(scenes[0].objects) != len(scenes[1].objects):
         return None
-    pairs = list(zip(scenes[0].things, scenes[1].things, strict=True))
+    pairs = list(zip(scenes[0].objects, scenes[1].objects, strict=True))
     if any((old.x, old.y, old.radius) != (new.x, new.y, new.radius) for old, new in pairs):
         return None
     changes = [(old, new) for old, new in pairs if (old.color, old.shape) != (new.color, new.shape)]
@@ -357,7 +353,7 @@ def changed(rng: random.Random, scenes: Sequence[Scene]) -> Question | None:
     old, new = changes[0]
     if old.shape != new.shape:
         answer = f"The {old.color} {old.shape} became a {new.shape}."
-    elif sum(thing.shape == old.shape for thing in scenes[0].things) > 1:
+    elif sum(item.shape == old.shape for item in scenes[0].objects) > 1:
         return None
     else:
         answer = f"The {old.shape} changed from {old.color} to {new.color}."
@@ -366,88 +362,95 @@ def changed(rng: random.Random, scenes: Sequence[Scene]) -> Question | None:
 
 def each(rng: random.Random, scenes: Sequence[Scene]) -> Question | None:
     """Ask for a description of all images in order, if each shows one object."""
-    if any(len(scene.things) != 1 for scene in scenes):
+    if any(len(scene.objects) != 1 for scene in scenes):
         return None
-    answer = _sentence("first " + ", then ".join(name(scene.things[0]) for scene in scenes))
+    answer = _sentence("first " + ", then ".join(name(scene.objects[0]) for scene in scenes))
     return _naming(_question(rng, "each", _EACH, answer), range(len(scenes)))
 
 
-def pictures(rng: random.Random, scenes: Sequence[Scene]) -> Question | None:
-    return _question(rng, "pictures", _PICTURES, f"There are {NUMBERS[len(scenes)]} pictures.")
+def images(rng: random.Random, scenes: Sequence[Scene]) -> Question | None:
+    return _question(rng, "pictures", _IMAGES, f"There are {NUMBERS[len(scenes)]} pictures.")
 
 
-def motion(rng: random.Random, clip: Clip) -> Question | None:
-    if not clip.scenes[0].things:
+def motion(rng: random.Random, video: Video) -> Question | None:
+    if not video.scenes[0].objects:
         return None
-    thing = clip.scenes[0].things[0]
-    if clip.recolored and rng.random() < 0.7:
+    item = video.scenes[0].objects[0]
+    if video.recolored and rng.random() < 0.7:
         return None
-    words = rng.choice((thing.shape, "shape" if len(clip.scenes[0].things) == 1 else thing.shape))
-    about = None if clip.recolored else Mention(thing.color)
-    return _question(rng, "motion", _MOTION, f"It {movement(clip)}.", about, thing=words)
+    words = rng.choice((item.shape, "shape" if len(video.scenes[0].objects) == 1 else item.shape))
+    about = None if video.recolored else Mention(item.color)
+    return _question(rng, "motion", _MOTION, f"It {movement(video)}.", about, thing=words)
 
 
-def clip_description(rng: random.Random, clip: Clip) -> Question | None:
-    if not clip.scenes[0].things:
-        return _question(rng, "empty_clip", (*_CLIP, *_MOTION), vocabulary.NO_SHAPES, thing="shape")
-    thing = clip.scenes[0].things[0]
-    if clip.recolored:
-        return _question(rng, "recolour", _CLIP, _recolouring(clip))
-    return _question(rng, "clip", _CLIP, _sentence(f"{name(thing)} {movement(clip)}"), Mention(thing.color))
+def video_description(rng: random.Random, video: Video) -> Question | None:
+    if not video.scenes[0].objects:
+        return _question(rng, "empty_clip", (*_VIDEO, *_MOTION), vocabulary.NO_SHAPES, thing="shape")
+    item = video.scenes[0].objects[0]
+    if video.recolored:
+        return _question(rng, "recolour", _VIDEO, _recolouring(video))
+    return _question(rng, "clip", _VIDEO, _sentence(f"{name(item)} {movement(video)}"), Mention(item.color))
 
 
-def recolour(rng: random.Random, clip: Clip) -> Question | None:
-    if not clip.recolored:
+def recolour(rng: random.Random, video: Video) -> Question | None:
+    if not video.recolored:
         return None
-    kind, shape_word = rng.randrange(3), clip.scenes[0].things[0].shape
+    kind, shape_word = rng.randrange(3), video.scenes[0].objects[0].shape
     if kind == 0:
-        return _question(rng, "recolour", _RECOLOR, _recolouring(clip), shape=shape_word)
+        return _question(rng, "recolour", _RECOLOR, _recolouring(video), shape=shape_word)
     forms = _AT_START if kind == 1 else _AT_END
-    return _question(rng, "recolour", forms, f"It is {clip.recolored[kind - 1]}.", shape=shape_word)
+    return _question(rng, "recolour", forms, f"It is {video.recolored[kind - 1]}.", shape=shape_word)
 
 
-def clip_colour(rng: random.Random, clip: Clip) -> Question | None:
-    if clip.recolored:
+def video_color(rng: random.Random, video: Video) -> Question | None:
+    if video.recolored:
         return None
-    question = color(rng, clip.scenes[0])
+    question = color(rng, video.scenes[0])
     return question and replace(question, task="clip_colour")
 
 
-def movement(clip: Clip) -> str:
+def movement(video: Video) -> str:
     """Return the predicate of the first object: "moves to the left"."""
-    if clip.direction is None:
+    if video.direction is None:
         return "does not move"
-    return f"moves {'to the ' if clip.direction in ('left', 'right') else ''}{clip.direction}"
+    return f"moves {'to the ' if video.direction in ('left', 'right') else ''}{video.direction}"
 
 
-PICTURE_ASKERS: dict[Asker, float] = {
+IMAGE_GENERATORS: dict[QuestionGenerator, float] = {
     describe: 2.5, count: 1, color: 1, shape: 1, in_corner: 2.5, where: 2.5, side: 2, exists: 1.5, absent: 0.7,
     outside: 0.4,
 }  # fmt: skip
-"""Askers about one image, with their weights in training."""
-SET_ASKERS: dict[SetAsker, float] = {nth: 2.5, which: 3, nth_colour: 1, changed: 3, each: 1.5, pictures: 0.3}
-CLIP_ASKERS: dict[ClipAsker, float] = {motion: 3, clip_description: 2, recolour: 2, clip_colour: 0.6}
+"""Question generators about one image, with their weights in training."""
+SET_GENERATORS: dict[SetQuestionGenerator, float] = {
+    nth: 2.5,
+    which: 3,
+    nth_colour: 1,
+    changed: 3,
+    each: 1.5,
+    images: 0.3,
+}
+VIDEO_GENERATORS: dict[VideoQuestionGenerator, float] = {motion: 3, video_description: 2, recolour: 2, video_color: 0.6}
 
 
-def _recolouring(clip: Clip) -> str:
-    before, after = clip.recolored or ("", "")
-    return f"The {clip.scenes[0].things[0].shape} changes from {before} to {after}."
+def _recolouring(video: Video) -> str:
+    before, after = video.recolored or ("", "")
+    return f"The {video.scenes[0].objects[0].shape} changes from {before} to {after}."
 
 
-def _relation(one: Thing, two: Thing) -> str | None:
+def _relation(one: SceneObject, two: SceneObject) -> str | None:
     across, down = abs(one.x - two.x), abs(one.y - two.y)
     if across > DIAGONAL * down:
-        left, right = sorted((one, two), key=lambda thing: thing.x)
+        left, right = sorted((one, two), key=lambda item: item.x)
         return _sentence(f"{name(left)} to the left of {name(right)}")
     if down > DIAGONAL * across:
-        upper, lower = sorted((one, two), key=lambda thing: thing.y)
+        upper, lower = sorted((one, two), key=lambda item: item.y)
         return _sentence(f"{name(upper)} above {name(lower)}")
     return None
 
 
-def _only_of_its_shape(rng: random.Random, scene: Scene) -> Thing | None:
-    shapes = [thing.shape for thing in scene.things]
-    unique = [thing for thing in scene.things if shapes.count(thing.shape) == 1]
+def _only_of_its_shape(rng: random.Random, scene: Scene) -> SceneObject | None:
+    shapes = [item.shape for item in scene.objects]
+    unique = [item for item in scene.objects if shapes.count(item.shape) == 1]
     return rng.choice(unique) if unique else None
 
 
@@ -463,16 +466,16 @@ def _sentence(words: str) -> str:
 def _question(
     rng: random.Random, task: str, forms: Sequence[str], answer: str, about: Mention | None = None, /, **words: str
 ) -> Question:
-    picture = rng.choice(("picture", "image", "picture", "image", "photo"))
-    text = vary(rng, rng.choice(forms).format(picture=picture, **words))
+    image = rng.choice(("picture", "image", "picture", "image", "photo"))
+    text = vary(rng, rng.choice(forms).format(picture=image, **words))
     return Question(text=text, answer=answer, task=task, about=about)
 
 
-def _naming(question: Question, pictures: Sequence[int]) -> Question:
+def _naming(question: Question, images: Sequence[int]) -> Question:
     """Add the objects that the answer names: its colors, one per image, with all remaining ones in the last image."""
     words = [word.strip(".,") for word in question.answer.split()]
     colors = [word for word in words if word in COLORS]
-    places = [*pictures, *[pictures[-1]] * len(colors)]
+    places = [*images, *[images[-1]] * len(colors)]
     return replace(question, named=tuple(Mention(*pair) for pair in zip(colors, places, strict=False)))
 
 

@@ -14,8 +14,8 @@ from typing import Any
 from PIL import Image as PILImage
 
 from training import compose, out_of_scope, questions, tokenizer
-from training.compose import Clip, Grid
-from training.drawing import Scene, render, render_clip
+from training.compose import Grid, Video
+from training.drawing import Scene, render, render_video
 from training.questions import Question
 from training.tools import Tool, offer, system_message
 
@@ -31,7 +31,7 @@ class Sample:
     seed: int
     scenes: tuple[Scene, ...]
     """One per image or per frame."""
-    is_clip: bool
+    is_video: bool
     question: str
     answer: str
     layout: str = "after"
@@ -39,19 +39,19 @@ class Sample:
     """Tools that the prompt offers."""
 
     @property
-    def pictures(self) -> list[PILImage.Image]:
+    def images(self) -> list[PILImage.Image]:
         """The images in order; empty for a video."""
-        return [] if self.is_clip else [render(scene) for scene in self.scenes]
+        return [] if self.is_video else [render(scene) for scene in self.scenes]
 
     @property
     def frames(self) -> list[PILImage.Image]:
         """The frames of the video; empty for images."""
-        return render_clip(list(self.scenes)) if self.is_clip else []
+        return render_video(list(self.scenes)) if self.is_video else []
 
     def content(self) -> list[dict[str, Any]]:
         """Return the parts of the user message in order: {"text": ...}, {"image": image} or {"video": frames}."""
-        visuals: list[dict[str, Any]] = [{"type": "image", "image": picture} for picture in self.pictures]
-        if self.is_clip:
+        visuals: list[dict[str, Any]] = [{"type": "image", "image": image} for image in self.images]
+        if self.is_video:
             visuals = [{"type": "video", "video": self.frames}]
         asked: list[dict[str, Any]] = [{"type": "text", "text": self.question}]
         if self.layout == "before":
@@ -78,31 +78,31 @@ def sample(task: str, seed: int, layout: str = "after", *, with_tools: bool = Fa
     tools = offer(random.Random(f"tools {task} {seed}"), unseen=True) if with_tools else []
     rng = random.Random(f"sample {task} {seed}")
     while True:
-        scenes, is_clip, question = TASKS[task](rng)
+        scenes, is_video, question = TASKS[task](rng)
         if question:
             return Sample(
-                task=task, seed=seed, scenes=scenes, is_clip=is_clip, question=question.text, answer=question.answer,
+                task=task, seed=seed, scenes=scenes, is_video=is_video, question=question.text, answer=question.answer,
                 layout=layout, tools=tuple(tools),
             )  # fmt: skip
 
 
-def _picture(asker: questions.Asker, *counts: int, clear: bool = False) -> Maker:
+def _image(generator: questions.QuestionGenerator, *counts: int, clear: bool = False) -> Maker:
     """Create samples with one image of `counts` objects; `clear` keeps them off the center lines, so that each is in a
     corner."""
 
     def make(rng: random.Random) -> tuple[tuple[Scene, ...], bool, Question | None]:
         scene = compose.compose(rng, _grid(rng), rng.choice(counts), clear=clear)
-        question = asker(rng, scene)
+        question = generator(rng, scene)
         # If fewer objects fit than requested, it would be another task.
-        return (scene,), False, question if len(scene.things) in counts else None
+        return (scene,), False, question if len(scene.objects) in counts else None
 
     return make
 
 
-def _set(asker: questions.SetAsker) -> Maker:
+def _set(generator: questions.SetQuestionGenerator) -> Maker:
     def make(rng: random.Random) -> tuple[tuple[Scene, ...], bool, Question | None]:
         scenes = compose.compose_set(rng, _grid(rng), rng.choice((2, 2, 3)))
-        return tuple(scenes), False, asker(rng, scenes)
+        return tuple(scenes), False, generator(rng, scenes)
 
     return make
 
@@ -112,19 +112,19 @@ def _change(rng: random.Random) -> tuple[tuple[Scene, ...], bool, Question | Non
     return tuple(scenes), False, questions.changed(rng, scenes)
 
 
-def _clip(asker: questions.ClipAsker, motions: tuple[str, ...], frames: tuple[int, ...]) -> Maker:
+def _video(generator: questions.VideoQuestionGenerator, motions: tuple[str, ...], frames: tuple[int, ...]) -> Maker:
     def make(rng: random.Random) -> tuple[tuple[Scene, ...], bool, Question | None]:
-        grid = compose.choose(rng, compose.CLIP_GRIDS)
-        length = min(rng.choice(frames), compose.longest_clip(grid))
-        clip: Clip = compose.compose_clip(rng, grid, length, rng.choice(motions))
-        return clip.scenes, True, asker(rng, clip)
+        grid = compose.choose(rng, compose.VIDEO_GRIDS)
+        length = min(rng.choice(frames), compose.longest_video(grid))
+        video: Video = compose.compose_video(rng, grid, length, rng.choice(motions))
+        return video.scenes, True, generator(rng, video)
 
     return make
 
 
-def _plain(asker: Callable[[random.Random], Question | None]) -> Maker:
+def _plain(generator: Callable[[random.Random], Question | None]) -> Maker:
     def make(rng: random.Random) -> tuple[tuple[Scene, ...], bool, Question | None]:
-        return (), False, asker(rng)
+        return (), False, generator(rng)
 
     return make
 
@@ -136,47 +136,47 @@ def _about_photo(rng: random.Random) -> tuple[tuple[Scene, ...], bool, Question 
 
 def _topic(name: str, *counts: int) -> Maker:
     """Create samples about a topic of `out_of_scope`, in unseen words; -1 among `counts` stands for no image."""
-    ask = out_of_scope.asker(name, unseen=True)
+    ask = out_of_scope.generator(name, unseen=True)
 
     def make(rng: random.Random) -> tuple[tuple[Scene, ...], bool, Question | None]:
         count = rng.choice(counts)
-        return _plain(ask)(rng) if count < 0 else _picture(ask, count)(rng)
+        return _plain(ask)(rng) if count < 0 else _image(ask, count)(rng)
 
     return make
 
 
 def _grid(rng: random.Random) -> Grid:
-    return compose.choose(rng, compose.PICTURE_GRIDS)
+    return compose.choose(rng, compose.IMAGE_GRIDS)
 
 
 _MOVING, _LENGTHS = ("steady", "pairs", "jump"), (3, 4, 5, 6, 8)
 
 TASKS: dict[str, Maker] = {
-    "describe_one": _picture(questions.describe, 1),
-    "describe_two": _picture(questions.describe, 2),
-    "list": _picture(questions.describe, 3, 4),
-    "count": _picture(questions.count, 1, 2, 3, 4),
-    "colour": _picture(questions.color, 1, 2, 3, 4),
-    "shape": _picture(questions.shape, 1, 2, 3, 4),
-    "corner": _picture(questions.in_corner, 1, 2, 3, 4, clear=True),
-    "where": _picture(questions.where, 1, 2, 3, 4, clear=True),
-    "side": _picture(questions.side, 2, 3, 4),
-    "exists": _picture(questions.exists, 1, 2, 3, 4),
-    "absent": _picture(questions.absent, 1, 2, 3, 4),
-    "empty": _picture(questions.describe, 0),
-    "outside": _picture(questions.outside, 0, 1, 2, 3),
+    "describe_one": _image(questions.describe, 1),
+    "describe_two": _image(questions.describe, 2),
+    "list": _image(questions.describe, 3, 4),
+    "count": _image(questions.count, 1, 2, 3, 4),
+    "colour": _image(questions.color, 1, 2, 3, 4),
+    "shape": _image(questions.shape, 1, 2, 3, 4),
+    "corner": _image(questions.in_corner, 1, 2, 3, 4, clear=True),
+    "where": _image(questions.where, 1, 2, 3, 4, clear=True),
+    "side": _image(questions.side, 2, 3, 4),
+    "exists": _image(questions.exists, 1, 2, 3, 4),
+    "absent": _image(questions.absent, 1, 2, 3, 4),
+    "empty": _image(questions.describe, 0),
+    "outside": _image(questions.outside, 0, 1, 2, 3),
     "nth": _set(questions.nth),
     "which": _set(questions.which),
     "nth_colour": _set(questions.nth_colour),
     "each": _set(questions.each),
     "changed": _change,
-    "motion": _clip(questions.motion, _MOVING, _LENGTHS),
-    "motion_still": _clip(questions.motion, ("still",), (2, *_LENGTHS)),
-    "motion_two_frames": _clip(questions.motion, ("steady", "jump", "still"), (2,)),
-    "clip": _clip(questions.clip_description, (*_MOVING, "still"), (2, *_LENGTHS)),
-    "recolour": _clip(questions.recolour, ("recolour",), (4, 5, 6, 8)),
+    "motion": _video(questions.motion, _MOVING, _LENGTHS),
+    "motion_still": _video(questions.motion, ("still",), (2, *_LENGTHS)),
+    "motion_two_frames": _video(questions.motion, ("steady", "jump", "still"), (2,)),
+    "clip": _video(questions.video_description, (*_MOVING, "still"), (2, *_LENGTHS)),
+    "recolour": _video(questions.recolour, ("recolour",), (4, 5, 6, 8)),
     "chat": _plain(questions.chat),
-    "no_picture": _plain(questions.no_picture),
+    "no_picture": _plain(questions.no_image),
     "outside_text": _plain(questions.outside),
     "objects": _topic("objects", 0, 1, 2, 3),
     "reading": _topic("reading", 0, 1, 2, 3),
@@ -185,12 +185,12 @@ TASKS: dict[str, Maker] = {
     "requests": _topic("requests", -1, -1, 1, 2),
     "unknown": _topic("unknown", 1, 2, 3, 4),
     "photo": _about_photo,
-    "describe_freely": _picture(functools.partial(out_of_scope.describe, unseen=True), 1, 2),
+    "describe_freely": _image(functools.partial(out_of_scope.describe, unseen=True), 1, 2),
 }
 """The factory for samples of each task."""
-PICTURE_TASKS = tuple(list(TASKS)[:13])
+IMAGE_TASKS = tuple(list(TASKS)[:13])
 SET_TASKS = ("nth", "which", "nth_colour", "each", "changed")
-CLIP_TASKS = ("motion", "motion_still", "motion_two_frames", "clip", "recolour")
+VIDEO_TASKS = ("motion", "motion_still", "motion_two_frames", "clip", "recolour")
 TEXT_TASKS = ("chat", "no_picture", "outside_text")
 OUT_OF_SCOPE_TASKS = (*out_of_scope.TOPICS,)
 """Tasks whose prompts are not phrased as in training."""

@@ -123,9 +123,9 @@ def _questions(rng: random.Random) -> list[questions.Question]:
     scenes = compose.compose_set(rng, (4, 4), 2)
     change = compose.compose_change(rng, (4, 4))
     scene = compose.compose(rng, (4, 4), rng.randint(0, 4), clear=True)
-    clip = compose.compose_clip(rng, (4, 4), 4, rng.choice(list(compose.MOTIONS)))
-    found = [asker(rng, scene) for asker in questions.PICTURE_ASKERS]
-    found += [asker(rng, scenes) for asker in questions.SET_ASKERS]
-    found += [asker(rng, clip) for asker in questions.CLIP_ASKERS]
-    found += [questions.changed(rng, change), questions.chat(rng), questions.no_picture(rng)]
+    video = compose.compose_video(rng, (4, 4), 4, rng.choice(list(compose.MOTIONS)))
+    found = [generator(rng, scene) for generator in questions.IMAGE_GENERATORS]
+    found += [generator(rng, scenes) for generator in questions.SET_GENERATORS]
+    found += [generator(rng, video) for generator in questions.VIDEO_GENERATORS]
+    found += [questions.changed(rng, change), questions.chat(rng), questions.no_image(rng)]
     return [question for question in found if question]

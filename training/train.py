@@ -86,16 +86,16 @@ class Plan:
 # Finding an object by its color or shape is learned late: long after everything about a single object is known, the
 # model still chooses one of several objects at random. These questions are therefore the most frequent until then.
 FIND = making.Mix(
-    pictures=14, sets=2.5, clips=2.5, text=0.5,
+    images=14, sets=2.5, videos=2.5, text=0.5,
     more={questions.color: 5, questions.shape: 5, questions.exists: 1.5, questions.count: 0.5},
 )  # fmt: skip
 LEARN = making.Mix(
-    pictures=10, sets=6, clips=4, text=0.6,
+    images=10, sets=6, videos=4, text=0.6,
     more={questions.describe: 1.4, questions.count: 1.4, questions.absent: 1.8, questions.outside: 0.6},
 )  # fmt: skip
 # The remaining errors are about the shapes of several objects, so these questions are the most frequent ones.
 SETTLE = making.Mix(
-    pictures=11, sets=5.5, clips=4, text=0.5,
+    images=11, sets=5.5, videos=4, text=0.5,
     more={
         questions.describe: 1.7, questions.count: 1.7, questions.side: 1.3, questions.absent: 1.8,
         questions.exists: 1.2, questions.outside: 0.5,
@@ -112,7 +112,7 @@ PLAN = Plan(
 )
 
 # Three fifths of the questions are those of SETTLE, so that nothing is forgotten.
-WIDEN = replace(SETTLE, text=3, also=out_of_scope.ASKERS, also_share=0.4, photos=0.12, tools=0.2)
+WIDEN = replace(SETTLE, text=3, also=out_of_scope.GENERATORS, also_share=0.4, photos=0.12, tools=0.2)
 RECOVER = replace(WIDEN, text=2, also_share=0.25, photos=0.08, tools=0.15)
 _tuning = functools.partial(Stage, batches=1, mix=WIDEN, pointing=0.2, text_only=True)
 TUNE = Plan(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 NO_SHAPES = "I see no shapes."
-NO_PICTURE = "I do not see a picture."
+NO_IMAGE = "I do not see a picture."
 OUTSIDE = "I only know simple shapes, colours and motion."
 
 SMALL_TALK: tuple[tuple[tuple[str, ...], str], ...] = (

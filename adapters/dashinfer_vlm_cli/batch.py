@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dashinfer_vlm_core.cli.command import EngineCommand
-from dashinfer_vlm_core.errors import DashInferVLMError
+from dashinfer_vlm_core.errors import DashInferVLMError, QueueFull
 
 from .batch_files import BatchOutput, Entry, error_line, read_body, read_entries, response_line
 from .engines import EngineSource, engine_source_options
@@ -22,8 +20,6 @@ if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
 
     from .engines import AnyEngine
-
-logger: logging.Logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0
 INTERRUPTED = 130
@@ -55,31 +51,29 @@ def batch(
     output = output or requests.with_suffix(".responses.jsonl")
     errors = errors or output.with_suffix(".errors.jsonl")
     entries = read_entries(requests)
-    with BatchOutput(output) as responses:
+    with BatchOutput(output) as responses, BatchOutput(errors, overwrite=True) as failures:
         pending = [entry for entry in entries if responses.completed.get(entry.custom_id) != entry.line_id]
-        changed = sum(entry.custom_id in responses.completed for entry in pending)
-        if changed:
-            click.echo(
-                f"{changed} requests changed after their responses were written to {output} and are sent again.",
-                err=True,
-            )
-        with BatchOutput(errors, overwrite=True) as failures:
-            job = _Job(requests=requests, responses=responses, failures=failures, retries=retries)
-            try:
-                _run(job, pending, source, concurrency)
-            except KeyboardInterrupt:
-                click.echo(
-                    f"Interrupted. The responses so far are in {output}. Run the command again to resume.", err=True
-                )
-                sys.exit(INTERRUPTED)
-        if not job.num_failed:
-            errors.unlink(missing_ok=True)
-        if changed or responses.superseded:
-            responses.compact()
-    completed, skipped = len(pending) - job.num_failed, len(entries) - len(pending)
-    summary = f"{completed} completed, {skipped} completed before, {job.num_failed} failed"
-    click.echo(f"{summary}. Responses: {output}{f'; failures: {errors}' if job.num_failed else ''}", err=True)
+        _report_changes(pending, responses)
+        job = _Job(requests=requests, responses=responses, failures=failures, retries=retries)
+        try:
+            _run(job, pending, source, concurrency)
+        except KeyboardInterrupt:
+            click.echo(f"Interrupted. The responses so far are in {output}. Run the command again to resume.", err=True)
+            sys.exit(INTERRUPTED)
+    if not job.num_failed:
+        errors.unlink(missing_ok=True)
+    counts = f"{len(pending) - job.num_failed} completed, {len(entries) - len(pending)} completed before"
+    files = f"Responses: {output}{f'; failures: {errors}' if job.num_failed else ''}"
+    click.echo(f"{counts}, {job.num_failed} failed. {files}", err=True)
     sys.exit(1 if job.num_failed else 0)
+
+
+def _report_changes(pending: list[Entry], responses: BatchOutput) -> None:
+    if changed := sum(entry.custom_id in responses.completed for entry in pending):
+        click.echo(
+            f"{changed} requests changed after their responses were written to {responses.path} and are sent again.",
+            err=True,
+        )
 
 
 @dataclass(kw_only=True)
@@ -104,20 +98,13 @@ class _Job:
 
     async def _complete(self, engine: AnyEngine, body: dict[str, object]) -> ChatCompletion:
         for _ in range(self.retries):
-            if (completion := await _try(engine, body)) is not None:
-                return completion
+            try:
+                return await engine.achat(body)
+            except DashInferVLMError as error:  # noqa: PERF203 - a retry
+                if not error.retryable:
+                    raise
+                await asyncio.sleep(error.retry_after if isinstance(error, QueueFull) else RETRY_SECONDS)
         return await engine.achat(body)
-
-
-async def _try(engine: AnyEngine, body: dict[str, object]) -> ChatCompletion | None:
-    """Return the completion, or None, after a pause, if a retry may succeed."""
-    try:
-        return await engine.achat(body)
-    except DashInferVLMError as error:
-        if not error.retryable:
-            raise
-        await asyncio.sleep(getattr(error, "retry_after", RETRY_SECONDS))
-        return None
 
 
 def _run(job: _Job, pending: list[Entry], source: EngineSource, concurrency: int) -> None:
@@ -126,11 +113,9 @@ def _run(job: _Job, pending: list[Entry], source: EngineSource, concurrency: int
     if not pending:
         return
     with source.open() as engine, progress(len(pending), unit="request") as advance:
-        asyncio.run(
-            run_concurrently(pending, lambda entry: _process(job, engine, entry, advance), max_concurrency=concurrency)
-        )
 
+        async def work(entry: Entry) -> None:
+            await job.process(engine, entry)
+            advance()
 
-async def _process(job: _Job, engine: AnyEngine, entry: Entry, advance: Callable[[], None]) -> None:
-    await job.process(engine, entry)
-    advance()
+        asyncio.run(run_concurrently(pending, work, max_concurrency=concurrency))

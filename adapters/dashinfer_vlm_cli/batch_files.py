@@ -7,12 +7,11 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from dashinfer_vlm_core.errors import ConfigError, DashInferVLMError
 
@@ -95,8 +94,7 @@ class BatchOutput:
         overwrite: whether to discard existing lines instead of appending to them.
 
     Attributes:
-        completed: the custom_ids in the file, with the `id` of the last line of each.
-        superseded: whether the file contained lines that later lines replace when it was opened.
+        completed: the custom_ids in the file when it was opened, with the `id` of the last line of each.
 
     Raises:
         ConfigError: the file cannot be written, another process is writing it, or it is not a batch output. It is not
@@ -107,9 +105,7 @@ class BatchOutput:
         self.path = path
         self._file = _open_locked(path)
         try:
-            self.completed: dict[str, str]
-            self.superseded: bool
-            self.completed, self.superseded, incomplete = _read(path)
+            self.completed, incomplete = _read(path)
             if overwrite or incomplete:
                 os.ftruncate(self._file, 0 if overwrite else path.stat().st_size - incomplete)
         except BaseException:
@@ -131,30 +127,6 @@ class BatchOutput:
                 f"{self.path} cannot be written: {error.strerror}. Run the batch again to resume."
             ) from error
 
-    def compact(self) -> None:
-        """Drop each line that a later line with the same custom_id replaces.
-
-        Writes a new file in the same folder and renames it. Nothing can be appended afterwards.
-
-        Raises:
-            ConfigError: the new file cannot be written; the old one is not modified.
-        """
-        location = self.path.resolve()
-        partial = location.with_name(f".{location.name}.partial")
-        last = {_parse_ids(line, str(location))[0]: number for number, _, line in _lines(location)}
-        current = frozenset(last.values())
-        try:
-            partial.unlink(missing_ok=True)
-            with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.writelines(line for number, _, line in _lines(location) if number in current)
-                os.fsync(file.fileno())
-            shutil.copymode(location, partial)
-            partial.replace(location)
-        except OSError as error:
-            partial.unlink(missing_ok=True)
-            message = f"{location} still holds outdated responses: {error.strerror}. Later lines take precedence."
-            raise ConfigError(message) from error
-
     def close(self) -> None:
         with contextlib.suppress(OSError):  # a pipe, for example, cannot be synced
             os.fsync(self._file)
@@ -168,54 +140,33 @@ class BatchOutput:
 
 
 def _open_locked(path: Path) -> int:
-    """Open a file for exclusive use by this process."""
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}. Choose another file.") from error
+    problem = "" if path.is_file() else "is not a regular file. Choose another file."
     try:
-        if not path.is_file():
-            raise ConfigError(f"{path} is not a regular file. Choose another file.")
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.path.samestat(os.fstat(file), path.stat()):
-            raise BlockingIOError  # another batch has just replaced the file
-    except BaseException as error:
+    except BlockingIOError:
+        problem = "is being written by another batch. Wait for it to finish, or choose another file."
+    if problem:
         os.close(file)
-        if isinstance(error, (BlockingIOError, FileNotFoundError)):
-            raise ConfigError(
-                f"{path} is being written by another batch. Wait for it to finish, or choose another file."
-            ) from None
-        raise
+        raise ConfigError(f"{path} {problem}")
     return file
 
 
-class _Contents(NamedTuple):
-    """The contents of an output file.
-
-    Attributes:
-        completed: the custom_ids, with the `id` of the last line of each.
-        superseded: whether there are earlier lines for any of them.
-        incomplete: bytes of an incomplete last line.
-    """
-
-    completed: dict[str, str]
-    superseded: bool
-    incomplete: int
-
-
-def _read(path: Path) -> _Contents:
-    completed, lines = dict[str, str](), 0
+def _read(path: Path) -> tuple[dict[str, str], int]:
+    """Return the `id` of the last line of each custom_id, and the number of bytes of an incomplete last line."""
+    completed: dict[str, str] = {}
     for number, _, line in _lines(path):
         if not line.endswith(b"\n") and line.startswith(LINE_PREFIX[: len(line)]):
-            return _Contents(completed, lines > len(completed), len(line))
+            return completed, len(line)
         custom_id, line_id = _parse_ids(line, f"{path}, line {number}")
         completed[custom_id] = line_id
-        lines += 1
-    return _Contents(completed, lines > len(completed), 0)
+    return completed, 0
 
 
 def _parse_ids(line: bytes, location: str) -> tuple[str, str]:
-    """Return the `custom_id` and the `id` of an output line."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         output = json.loads(line)
         if {"response", "error"} <= set(output):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import io
+import itertools
 import json
 import random
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from dashinfer_vlm_core.cli.command import EngineCommand
 from dashinfer_vlm_core.cli.terminal import show_table
 from dashinfer_vlm_core.errors import DashInferVLMError
 
-from .completion_stats import Completion
+from .completion_stats import Completion, acomplete
 from .engines import Command, EngineSource, engine_source_options
 
 if TYPE_CHECKING:
@@ -29,21 +30,7 @@ if TYPE_CHECKING:
 WORDS = ("please", "describe", "every", "shape", "and", "colour", "that", "you", "see", "here")
 """Words of the demo model's vocabulary, which has the British spelling of "color": each is one token."""
 PERCENTILES = (50, 90, 99)
-
-
-class Size(click.ParamType[tuple[int, int]]):
-    """WIDTHxHEIGHT in pixels."""
-
-    name = "WIDTHxHEIGHT"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
-        try:
-            width, height = (int(side) for side in str(value).lower().split("x"))
-        except ValueError:
-            self.fail(f"{value!r} is not a size. Write WIDTHxHEIGHT, such as 448x448.", param, ctx)
-        if not (1 <= width <= 8192 and 1 <= height <= 8192):
-            self.fail(f"{value!r} is not a valid size: width and height must be between 1 and 8192 pixels.", param, ctx)
-        return width, height
+MAX_SIDE = 8192
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,17 +93,25 @@ class Measurement:
         values: dict[str, Sequence[float | None]] = {
             "ttft_ms": [completion.seconds_to_first_token for completion in self.completions],
             "tpot_ms": [completion.seconds_per_token for completion in self.completions],
-            "itl_ms": [gap for completion in self.completions for gap in completion.gaps],
-            "latency_ms": [
-                completion.last_chunk_at - completion.started_at
+            "itl_ms": [
+                after - before
                 for completion in self.completions
-                if completion.last_chunk_at is not None
+                for before, after in itertools.pairwise(completion.chunk_times)
             ],
+            "latency_ms": [completion.seconds for completion in self.completions],
         }
         return {name: summary([value for value in times if value is not None]) for name, times in values.items()}
 
     def as_json(self) -> dict[str, Any]:
         return {**self.rates(), **self.times(), "errors": sorted(set(self.errors))}
+
+
+def _parse_size(_: click.Context, param: click.Parameter, value: str) -> tuple[int, int]:
+    match = re.fullmatch(r"([1-9]\d{0,3})[xX]([1-9]\d{0,3})", value)
+    if not match or max(map(int, match.groups())) > MAX_SIDE:
+        message = f"{value!r} is not a size. Write WIDTHxHEIGHT, such as 448x448, of at most {MAX_SIDE} pixels each."
+        raise click.BadParameter(message, param=param)
+    return int(match[1]), int(match[2])
 
 
 def _count(
@@ -133,7 +128,7 @@ def _count(
               help="Mean number of requests sent per second, at the random times of a Poisson process. By default, each"
               " is sent as soon as --concurrency allows.")  # fmt: skip
 @_count("--images", minimum=0, maximum=32, default=1, text="Images per request.")
-@click.option("--size", default="448x448", show_default=True, type=Size(), metavar=Size.name,
+@click.option("--size", default="448x448", show_default=True, callback=_parse_size, metavar="WIDTHxHEIGHT",
               help="Image size in pixels.")  # fmt: skip
 @_count("--words", minimum=0, maximum=100_000, default=16, text="Words per prompt.")
 @_count("--max-tokens", minimum=1, default=64, text="Tokens per response.")
@@ -184,35 +179,24 @@ async def measure(
     from .concurrency import progress, run_concurrently
 
     result = Measurement()
-    start = time.perf_counter()
     rng = random.Random(len(chats))  # noqa: S311 - as above
-    start_time, start_times = start, []
-    for _ in chats:
-        start_times.append(start_time)
-        start_time += rng.expovariate(rate) if rate else 0.0
+    start = time.perf_counter()
+    pauses = [rng.expovariate(rate) if rate else 0.0 for _ in chats[1:]]
+    start_times = itertools.accumulate(pauses, initial=start)
     with progress(len(chats) if show else 0, unit="request") as advance:
 
         async def work(item: tuple[float, dict[str, Any]]) -> None:
-            await asyncio.sleep(max(0.0, item[0] - time.perf_counter()))
-            await _send(engine, item[1], result)
+            start_time, chat = item
+            await asyncio.sleep(max(0.0, start_time - time.perf_counter()))
+            try:
+                result.completions.append(await acomplete(engine, chat))
+            except DashInferVLMError as error:
+                result.errors.append(error.message)
             advance()
 
-        await run_concurrently(zip(start_times, chats, strict=True), work, max_concurrency=concurrency)
+        await run_concurrently(zip(start_times, chats, strict=False), work, max_concurrency=concurrency)
     result.seconds = time.perf_counter() - start
     return result
-
-
-async def _send(engine: AnyEngine, request: dict[str, Any], result: Measurement) -> None:
-    completion = Completion(started_at=time.perf_counter())
-    streamed = {**request, "stream": True, "stream_options": {"include_usage": True}}
-    try:
-        async with contextlib.aclosing(engine.astream(streamed)) as chunks:
-            async for chunk in chunks:
-                completion.add_chunk(chunk, time.perf_counter())
-    except DashInferVLMError as error:
-        result.errors.append(error.message)
-    else:
-        result.completions.append(completion)
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
@@ -244,7 +228,7 @@ def _show(result: Measurement) -> None:
 
 
 def _image(rng: random.Random, size: tuple[int, int]) -> str:
-    """Return coarse noise as a JPEG in a data URL, which is unique and small."""
+    # Coarse noise is unique and small.
     from PIL import Image as PILImage
 
     tile = PILImage.frombytes("RGB", (16, 16), rng.randbytes(16 * 16 * 3))

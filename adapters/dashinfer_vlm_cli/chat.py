@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import click
@@ -53,14 +53,16 @@ def chat(
     conversation.set_system(system)
     for setting in settings:
         _set(conversation, setting)
-    for part in [*(media_part("image", item) for item in images), *(media_part("video", item) for item in videos)]:
-        conversation.attach(part)
+    conversation.attachments += [media_part("image", item) for item in images]
+    conversation.attachments += [media_part("video", item) for item in videos]
     at_terminal = prompt is None and not as_json and sys.stdin.isatty() and sys.stdout.isatty()
     with source.open() as engine:
         if at_terminal:
             _converse(engine, conversation, source)
-        elif not _complete_all(engine, conversation, _prompts(prompt), as_json=as_json):
-            sys.exit(1)
+        else:
+            succeeded = [_complete(engine, conversation, each, as_json=as_json) for each in _prompts(prompt)]
+            if not all(succeeded):
+                sys.exit(1)
 
 
 def _set(conversation: Conversation, setting: str) -> None:
@@ -71,7 +73,7 @@ def _set(conversation: Conversation, setting: str) -> None:
 
 
 def _prompts(prompt: str | None) -> Iterator[str]:
-    """Yield the prompts. Commands and paths in lines from standard input are not interpreted."""
+    # Commands and paths in lines from standard input are not interpreted.
     if prompt == STANDARD_INPUT:
         yield sys.stdin.read().strip()
     elif prompt is not None:
@@ -80,17 +82,10 @@ def _prompts(prompt: str | None) -> Iterator[str]:
         yield from filter(None, (line.strip() for line in sys.stdin))
 
 
-def _complete_all(engine: AnyEngine, conversation: Conversation, prompts: Iterator[str], *, as_json: bool) -> bool:
-    """Send the prompts in order, and return whether all of them succeeded."""
-    succeeded = [_complete(engine, conversation, prompt, as_json=as_json) for prompt in prompts]
-    return all(succeeded)
-
-
 def _complete(engine: AnyEngine, conversation: Conversation, prompt: str, *, as_json: bool) -> bool:
     conversation.add_user(prompt)
-    show: Callable[[str], None] = _discard if as_json else _show
     try:
-        completion = complete(engine, conversation.request, show)
+        completion = complete(engine, conversation.request, None if as_json else _show)
     except DashInferVLMError as error:
         conversation.undo()
         if as_json:
@@ -104,16 +99,11 @@ def _complete(engine: AnyEngine, conversation: Conversation, prompt: str, *, as_
     return True
 
 
-def _discard(_: str) -> None:
-    """Ignore a chunk: JSON is printed after the end of the response."""
-
-
 def _show(text: str) -> None:
     click.echo(printable(text) if sys.stdout.isatty() else text, nl=False)
 
 
 def _converse(engine: AnyEngine, conversation: Conversation, source: EngineSource) -> None:
-    """Run a conversation at the terminal until the user ends it."""
     from .line_reader import line_reader
     from .repl import COMMANDS, Repl
 

@@ -12,6 +12,7 @@ import platform
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from importlib.metadata import PackageNotFoundError, distributions, requires, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +23,7 @@ import anyio
 from dashinfer_vlm_core.config import ENV_PREFIX, EngineConfig
 from dashinfer_vlm_core.config.folders import write_error
 from dashinfer_vlm_core.embedding_store import EmbeddingStoreOptions, open_store, redacted
-from dashinfer_vlm_core.errors import ConfigError, DashInferVLMError
+from dashinfer_vlm_core.errors import DashInferVLMError
 from dashinfer_vlm_core.findings import Finding
 from dashinfer_vlm_core.kernels.choice import (
     PYTORCH_SETS,
@@ -60,14 +61,9 @@ EXTRAS: dict[str, tuple[str, ...]] = {
 FAST_CPU = {"avx512_bf16": "AVX-512 BF16", "amx_bf16": "AMX", "bf16": "Arm BF16", "avx2": "AVX2"}
 """Linux's flags of CPUs that multiply bfloat16 in hardware, or for which there are C kernels."""
 
-CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-"""PyTorch's index of builds without CUDA. PyPI has none for Linux."""
-
-MIN_FREE_BYTES = 10 * 10**9
-"""Disk space for a model of 2 billion parameters and its converted weights."""
-
-STORE_TIMEOUT = 5.0
-"""Seconds for the embedding store to respond."""
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # builds without CUDA, which PyPI does not have for Linux
+MIN_FREE_BYTES = 10 * 10**9  # for a model of 2 billion parameters and its converted weights
+STORE_TIMEOUT = 5.0  # seconds for the embedding store to respond
 
 PROMPT = "Describe the picture."
 EXPECTED = "A red circle."
@@ -82,10 +78,29 @@ def all_findings(*, deep: bool) -> Iterator[Finding]:
         yield _extra(extra, modules)
     yield _plugins()
     yield _cpu()
-    yield _cuda()
-    yield from _configured()
+    yield from _safely("cuda", _cuda)
+    try:
+        config = load_plugins().resolve_options(EngineConfig())
+    except DashInferVLMError as error:
+        fix = f"Fix or unset its environment variable: {ENV_PREFIX} and the option's name in capitals."
+        yield Finding(name="options", status="broken", detail=error.message, fix=fix)
+    else:
+        for name, check in {**CHECKS, **load_plugins().checks}.items():
+            yield from _safely(name, partial(check, config))
     if deep:
-        yield _self_test()
+        yield from _safely("self test", _self_test)
+
+
+def _safely(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
+    try:
+        return list(check())
+    except DashInferVLMError as error:
+        return [Finding(name=name, status="broken", detail="the check failed", fix=error.message)]
+    except Exception as error:  # noqa: BLE001 - a plugin can raise anything
+        if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "torch":
+            fix = "Fix torch first, as described above."
+            return [Finding(name=name, status="unusable", detail="torch cannot be imported", fix=fix)]
+        return [Finding(name=name, status="unusable", detail=f"the check failed: {_one_line(error)}")]
 
 
 def _python() -> Finding:
@@ -111,7 +126,7 @@ def _required(name: str) -> Finding:
 
 
 def _requirement(name: str) -> str:
-    """Return this package's requirement for another one, such as `torch>=2.6`."""
+    # This package's requirement for another one, such as `torch>=2.6`.
     requirements = (line.split(";")[0].strip() for line in requires(DISTRIBUTION) or [])
     return next((line for line in requirements if re.split(r"[^\w.-]", line)[0] == name), name)
 
@@ -150,24 +165,21 @@ def _cpu() -> Finding:
     return Finding(name="cpu", status="slow", detail=f"{cores}, no fast instructions for bfloat16", fix=fix)
 
 
-def _cuda() -> Finding:
-    """Check the devices of the driver, and whether torch can use them."""
+def _cuda() -> Iterator[Finding]:
+    import torch
+
     devices = cuda_devices()
-    try:
-        import torch
-    except ImportError:
-        return _without_torch("cuda")
     if not devices:
-        return _without_gpu(torch.__version__, torch.version.cuda)
-    if not torch.cuda.is_available():
+        yield _without_gpu(torch.__version__, torch.version.cuda)
+    elif not torch.cuda.is_available():
         fix = "Install the torch build for your driver: https://pytorch.org/get-started/locally"
-        return Finding(name="cuda", status="slow", detail=f"torch cannot use the {devices} devices", fix=fix)
-    names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
-    return Finding(name="cuda", status="ok", detail=f"{devices} x {', '.join(sorted(names))}")
+        yield Finding(name="cuda", status="slow", detail=f"torch cannot use the {devices} devices", fix=fix)
+    else:
+        names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
+        yield Finding(name="cuda", status="ok", detail=f"{devices} x {', '.join(sorted(names))}")
 
 
 def _without_gpu(torch_version: str, cuda_version: str | None) -> Finding:
-    """Report a CUDA build of torch, which is several GB larger than necessary on a machine without a GPU."""
     if cuda_version is None:
         return Finding(name="cuda", status="ok", detail="no device: models run on the CPU")
     names = {distribution.name.lower() for distribution in distributions()}
@@ -183,54 +195,29 @@ def _without_gpu(torch_version: str, cuda_version: str | None) -> Finding:
     return Finding(name="cuda", status="unusable", detail=detail, fix=fix)
 
 
-def _configured() -> Iterator[Finding]:
-    """Run the checks that depend on the configuration from the environment."""
-    try:
-        config = load_plugins().resolve_options(EngineConfig())
-    except DashInferVLMError as error:
-        fix = f"Fix or unset its environment variable: {ENV_PREFIX} and the option's name in capitals."
-        yield Finding(name="options", status="broken", detail=error.message, fix=fix)
-        return
-    yield _cache(config)
-    yield from _kernels(config)
-    yield from _weights(config)
-    yield _disk(config)
-    yield _media_workers(config)
-    yield from _embedding_store(config)
-    yield from _registered(config)
-
-
-def _cache(config: EngineConfig) -> Finding:
-    """Check the cache folder. It is optional: without it, PyTorch's kernels are used. Plugins that need it check it."""
+def _cache(config: EngineConfig) -> Iterator[Finding]:
+    # The folder is optional: without it, nothing is stored. Plugins that need it check it.
     folder = config.cache_folder
     if error := write_error(folder):
         fix = (
             f"Make it writable, or choose another folder: `export {ENV_PREFIX}CACHE_DIR=FOLDER`, or --cache-dir FOLDER."
         )
-        return Finding(name="cache", status="unusable", detail=f"{folder}: {error}", fix=fix)
-    return Finding(name="cache", status="ok", detail=str(folder))
+        yield Finding(name="cache", status="unusable", detail=f"{folder}: {error}", fix=fix)
+    else:
+        yield Finding(name="cache", status="ok", detail=str(folder))
 
 
 def _kernels(config: EngineConfig) -> Iterator[Finding]:
-    """Check which kernels can be used for bfloat16 on this CPU, and which ones `tune` measured to be the fastest."""
     if config.cpu_kernels == "torch":
         yield Finding(name="kernels", status="ok", detail="PyTorch's, as set by `cpu_kernels`")
         return
-    try:
-        import torch
-    except ImportError:
-        yield _without_torch("kernels")
-        return
+    import torch
+
     selector = KernelSelector(load_plugins().kernels.values(), config)
-    try:
-        choice = selector.find("cpu", torch.bfloat16)
-    except ConfigError as error:
-        yield Finding(name="kernels", status="broken", detail="unknown", fix=error.message)
-        return
-    yield _kernel_choice(choice, selector.candidates("cpu", torch.bfloat16))
+    yield _kernel_choice(selector.find("cpu", torch.bfloat16), selector.candidates("cpu", torch.bfloat16))
     tuned = [item for item in all_tuned(config) if item.conditions.machine == this_machine()]
     if tuned:
-        parts = [f"{item.model}, {item.conditions.part}: {item.chosen} ({item.describe()})" for item in tuned]
+        parts = [f"{item.conditions.model}: {item.chosen} ({item.describe()})" for item in tuned]
         yield Finding(name="tuned kernels", status="ok", detail="; ".join(parts))
 
 
@@ -253,15 +240,10 @@ def _kernel_choice(choice: KernelChoice, candidates: Mapping[str, LoadedKernels]
 def _weights(config: EngineConfig) -> Iterator[Finding]:
     """Report what becomes of the weights of the configured model, if it is quantized and on this machine."""
     registry = load_plugins()
-    try:
-        folder = registry.models.get(config.model) or _local_folder(config.model)
-        spec = registry.load_spec(folder) if folder else None
-        if spec is not None and spec.quantization is not None:
-            yield _stored_weights(config, KernelSelector(registry.kernels.values(), config), spec, spec.quantization)
-    except DashInferVLMError as error:
-        yield Finding(name="weights", status="broken", detail=f"{config.model} cannot be loaded", fix=error.message)
-    except ImportError:
-        yield _without_torch("weights")
+    folder = registry.models.get(config.model) or _local_folder(config.model)
+    spec = registry.load_spec(folder) if folder else None
+    if spec is not None and spec.quantization is not None:
+        yield _stored_weights(config, KernelSelector(registry.kernels.values(), config), spec, spec.quantization)
 
 
 def _local_folder(model: str) -> Path | None:
@@ -290,39 +272,31 @@ def _stored_weights(config: EngineConfig, selector: KernelSelector, spec: ModelS
     return Finding(name="weights", status="slow", detail=detail, fix=fix)
 
 
-def _without_torch(name: str) -> Finding:
-    return Finding(
-        name=name, status="unusable", detail="torch cannot be imported", fix="Fix torch first, as described above."
-    )
-
-
 def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:].rstrip('.')}."
 
 
-def _media_workers(config: EngineConfig) -> Finding:
-    """Check that the processes that decode images and videos are restricted."""
-    name = "media workers"
+def _media_workers(config: EngineConfig) -> Iterator[Finding]:
+    finding = partial(Finding, name="media workers")
     if config.media_workers == 0:
         detail = "off: images and videos are decoded in the engine's process, as set by `media_workers`"
-        return Finding(name=name, status="ok", detail=detail)
-    missing = missing_restrictions()
-    if missing:
+        yield finding(status="ok", detail=detail)
+        return
+    if missing := missing_restrictions():
         lacks = " and ".join(f"without {item.name}, a hostile file could make one {item.risk}" for item in missing)
         fix = _sentence(" and ".join(item.fix for item in missing))
-        return Finding(name=name, status="unusable", detail=f"less restricted: {lacks}", fix=fix)
+        yield finding(status="unusable", detail=f"less restricted: {lacks}", fix=fix)
+        return
     try:
         warning = _test_sandbox()
     except OSError as error:
-        return Finding(
-            name=name, status="broken", detail=f"they cannot be started: {error}", fix="See the engine's log."
-        )
+        yield finding(status="broken", detail=f"they cannot be started: {error}", fix="See the engine's log.")
+        return
     if warning:
-        return Finding(name=name, status="slow", detail="restricted, but not by the list of system calls", fix=warning)
-    detail = "restricted by Landlock and a seccomp filter"
-    if os.geteuid() == 0:
-        detail += "; they belong to root, so run the server as another user"
-    return Finding(name=name, status="ok", detail=detail)
+        yield finding(status="slow", detail="restricted, but not by the list of system calls", fix=warning)
+        return
+    root = "; they belong to root, so run the server as another user" if os.geteuid() == 0 else ""
+    yield finding(status="ok", detail=f"restricted by Landlock and a seccomp filter{root}")
 
 
 def _test_sandbox() -> str:
@@ -332,7 +306,7 @@ def _test_sandbox() -> str:
 
 
 def _embedding_store(config: EngineConfig) -> Iterator[Finding]:
-    """Check that the embedding store can be used, if there is one. Requests are served without it."""
+    # Requests are served without the store.
     url = config.options_of(EmbeddingStoreOptions).embedding_store
     if not url:
         return
@@ -358,57 +332,50 @@ async def _describe_store(config: EngineConfig) -> str:
         await store.close()
 
 
-def _disk(config: EngineConfig) -> Finding:
+def _disk(config: EngineConfig) -> Iterator[Finding]:
     from huggingface_hub.constants import HF_HUB_CACHE
 
     folders = (config.cache_folder, Path(HF_HUB_CACHE))
     free, folder = min((shutil.disk_usage(_existing(folder)).free, folder) for folder in folders)
     detail = f"{free / 1e9:.1f} GB free at {folder}"
-    if free < MIN_FREE_BYTES:
-        return Finding(name="disk", status="slow", detail=detail, fix=_DISK_FULL)
-    return Finding(name="disk", status="ok", detail=detail)
-
-
-_DISK_FULL = (
-    "Free some space before you download a model, or move the caches: `export HF_HOME=FOLDER` for downloads, `export"
-    f" {ENV_PREFIX}CACHE_DIR=FOLDER` for converted models."
-)
+    if free >= MIN_FREE_BYTES:
+        yield Finding(name="disk", status="ok", detail=detail)
+        return
+    fix = (
+        "Free some space before you download a model, or move the caches: `export HF_HOME=FOLDER` for downloads,"
+        f" `export {ENV_PREFIX}CACHE_DIR=FOLDER` for converted models."
+    )
+    yield Finding(name="disk", status="slow", detail=detail, fix=fix)
 
 
 def _existing(folder: Path) -> Path:
     return next(path for path in [folder, *folder.parents] if path.exists())
 
 
-def _registered(config: EngineConfig) -> Iterator[Finding]:
-    """Run the checks of plugins."""
-    for name, check in load_plugins().checks.items():
-        yield from _safely(name, check, config)
+CHECKS: dict[str, Callable[[EngineConfig], Iterable[Finding]]] = {
+    "cache": _cache,
+    "kernels": _kernels,
+    "weights": _weights,
+    "disk": _disk,
+    "media workers": _media_workers,
+    "embedding store": _embedding_store,
+}
+"""The checks that depend on the configuration from the environment; plugins add others."""
 
 
-def _safely(name: str, check: Callable[[EngineConfig], Iterable[Finding]], config: EngineConfig) -> list[Finding]:
-    """Return the findings of a check, or a finding that it failed."""
-    try:
-        return list(check(config))
-    except Exception as error:  # noqa: BLE001 - a plugin can raise anything
-        return [Finding(name=name, status="unusable", detail=f"the check failed: {_one_line(error)}")]
-
-
-def _self_test() -> Finding:
-    """Let the bundled model describe an image."""
+def _self_test() -> Iterator[Finding]:
     from dashinfer_vlm_core.engine import Engine
 
     content = [{"type": "image_url", "image_url": {"url": _red_circle()}}, {"type": "text", "text": PROMPT}]
     request = {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 32}
-    try:
-        with Engine(EngineConfig(model="demo")) as engine:
-            text = engine.chat(request).choices[0].message.content
-            decoder = engine.status().decoder
-    except DashInferVLMError as error:
-        return Finding(name="self test", status="broken", detail="the request failed", fix=error.message)
-    if text != EXPECTED:
+    with Engine(EngineConfig(model="demo")) as engine:
+        text = engine.chat(request).choices[0].message.content
+        decoder = engine.status().decoder
+    if text == EXPECTED:
+        yield Finding(name="self test", status="ok", detail=f"response of the decoder {decoder}: {text}")
+    else:
         fix = f"Run: pip install --force-reinstall --no-deps {DISTRIBUTION}. If that does not help, report a bug."
-        return Finding(name="self test", status="broken", detail=f"wrong response: {text!r}", fix=fix)
-    return Finding(name="self test", status="ok", detail=f"response of the decoder {decoder}: {text}")
+        yield Finding(name="self test", status="broken", detail=f"wrong response: {text!r}", fix=fix)
 
 
 def _red_circle() -> str:

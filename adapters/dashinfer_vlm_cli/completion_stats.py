@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import aclosing, closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from .engines import AnyEngine
 
 
+STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
+
+
 @dataclass(kw_only=True, slots=True)
 class Completion:
     """A completion so far. Times are in seconds.
@@ -23,35 +26,35 @@ class Completion:
         text: the text so far.
         finish_reason: empty until the completion ends.
         usage: the engine's token counts; None until the end, or if the engine does not report them.
-        num_chunks: chunks with text, each of one or more tokens.
         started_at: when the request was sent.
-        first_chunk_at, last_chunk_at: when the first and the last chunk with text arrived.
-        gaps: intervals between chunks.
+        chunk_times: when chunks with text arrived, each of one or more tokens.
     """
 
     text: str = ""
     finish_reason: str = ""
     usage: CompletionUsage | None = None
-    num_chunks: int = 0
     started_at: float
-    first_chunk_at: float | None = None
-    last_chunk_at: float | None = None
-    gaps: list[float] = field(default_factory=list)
+    chunk_times: list[float] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
-        return self.usage.completion_tokens if self.usage else self.num_chunks
+        return self.usage.completion_tokens if self.usage else len(self.chunk_times)
+
+    @property
+    def seconds(self) -> float | None:
+        """The time to the last chunk with text; None if there is no text."""
+        return self.chunk_times[-1] - self.started_at if self.chunk_times else None
 
     @property
     def seconds_to_first_token(self) -> float | None:
-        return None if self.first_chunk_at is None else self.first_chunk_at - self.started_at
+        return self.chunk_times[0] - self.started_at if self.chunk_times else None
 
     @property
     def seconds_per_token(self) -> float | None:
         """The mean time per token after the first one."""
-        if self.first_chunk_at is None or self.last_chunk_at is None or self.tokens < 2:
+        if not self.chunk_times or self.tokens < 2:
             return None
-        return (self.last_chunk_at - self.first_chunk_at) / (self.tokens - 1)
+        return (self.chunk_times[-1] - self.chunk_times[0]) / (self.tokens - 1)
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -60,21 +63,14 @@ class Completion:
     def add_chunk(self, chunk: ChatCompletionChunk, now: float) -> str:
         """Add a chunk and return its text."""
         self.usage = chunk.usage or self.usage
-        self.finish_reason = next(
-            (choice.finish_reason for choice in chunk.choices if choice.finish_reason), self.finish_reason
-        )
-        text = "".join(choice.delta.content or "" for choice in chunk.choices)
+        text = ""
+        for choice in chunk.choices:
+            self.finish_reason = choice.finish_reason or self.finish_reason
+            text += choice.delta.content or ""
         if text:
-            self._record_time(now)
             self.text += text
+            self.chunk_times.append(now)
         return text
-
-    def _record_time(self, now: float) -> None:
-        if self.last_chunk_at is not None:
-            self.gaps.append(now - self.last_chunk_at)
-        self.first_chunk_at = now if self.first_chunk_at is None else self.first_chunk_at
-        self.last_chunk_at = now
-        self.num_chunks += 1
 
     def as_text(self) -> str:
         """Summarize token counts and rates in one line."""
@@ -98,22 +94,36 @@ class Completion:
 
 
 def complete(
-    engine: AnyEngine, request: Mapping[str, Any], show: Callable[[str], None], *, into: Completion | None = None
+    engine: AnyEngine,
+    request: Mapping[str, Any],
+    show: Callable[[str], None] | None,
+    *,
+    into: Completion | None = None,
 ) -> Completion:
     """Send a request, show the response as it streams, and return it. An interruption leaves `into` consistent.
 
     Raises the errors of `ChatEngine.chat`. A KeyboardInterrupt cancels the request.
     """
     completion = into or Completion(started_at=time.perf_counter())
-    streamed = {**request, "stream": True, "stream_options": {"include_usage": True}}
-    with closing(engine.stream(streamed)) as chunks:
+    with closing(engine.stream({**request, **STREAMED})) as chunks:
         for chunk in chunks:
-            show(completion.add_chunk(chunk, time.perf_counter()))
+            text = completion.add_chunk(chunk, time.perf_counter())
+            if show:
+                show(text)
+    return completion
+
+
+async def acomplete(engine: AnyEngine, request: Mapping[str, Any]) -> Completion:
+    """Like `complete`, without showing the response."""
+    completion = Completion(started_at=time.perf_counter())
+    async with aclosing(engine.astream({**request, **STREAMED})) as chunks:
+        async for chunk in chunks:
+            completion.add_chunk(chunk, time.perf_counter())
     return completion
 
 
 def _images(usage: CompletionUsage) -> str:
-    """Describe the number of image tokens if the engine reports it. OpenAI's type lacks the field."""
+    # OpenAI's type lacks the field.
     details = usage.prompt_tokens_details
     count = getattr(details, "image_tokens", None) if details else None
     return f" ({count} for images)" if count else ""

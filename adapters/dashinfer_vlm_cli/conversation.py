@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,12 +54,10 @@ class Conversation:
         others = [message for message in self.messages if message["role"] != "system"]
         self.messages = [*([{"role": "system", "content": system}] if system else []), *others]
 
-    def attach(self, part: Part) -> None:
-        self.attachments.append(part)
-
-    def add_user(self, text: str) -> None:
-        """Add a prompt: the attachments, then the text."""
-        content = [*self.attachments, {"type": "text", "text": text}] if self.attachments else text
+    def add_user(self, text: str, parts: Sequence[Part] = ()) -> None:
+        """Add a prompt: the attachments, other images and videos, then the text."""
+        media = [*self.attachments, *parts]
+        content = [*media, {"type": "text", "text": text}] if media else text
         self.messages.append({"role": "user", "content": content})
         self.attachments = []
 
@@ -68,19 +66,11 @@ class Conversation:
 
     def undo(self) -> bool:
         """Remove the last prompt and its response; return False if there is none."""
-        index = self._last_prompt()
-        if index is None:
-            return False
-        del self.messages[index:]
-        return True
+        return self._remove_after_prompt(0)
 
     def retry(self) -> bool:
         """Remove the last response, so that its prompt is the last message; return False if there is none."""
-        index = self._last_prompt()
-        if index is None:
-            return False
-        del self.messages[index + 1 :]
-        return True
+        return self._remove_after_prompt(1)
 
     def reset(self) -> None:
         """Remove all messages and attachments except the system prompt. Options stay."""
@@ -139,9 +129,12 @@ class Conversation:
         options = {name: value for name, value in body.items() if name not in RESERVED_FIELDS}
         return cls(messages=list(body["messages"]), options=options)
 
-    def _last_prompt(self) -> int | None:
-        indices = (index for index, message in enumerate(self.messages) if message["role"] == "user")
-        return max(indices, default=None)
+    def _remove_after_prompt(self, offset: int) -> bool:
+        for index in reversed(range(len(self.messages))):
+            if self.messages[index]["role"] == "user":
+                del self.messages[index + offset :]
+                return True
+        return False
 
 
 def _nearest(name: str, known: list[str]) -> str:

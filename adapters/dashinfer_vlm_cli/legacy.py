@@ -17,20 +17,7 @@ from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_core.plugins import add_commands
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FlagTranslation:
-    """The translation of a flag.
-
-    Attributes:
-        args: the corresponding arguments of `serve`.
-        note: a message for the user if the behavior differs.
-    """
-
-    args: tuple[str, ...] = ()
-    note: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class OldFlag:
     """A flag of the old command.
 
@@ -38,50 +25,34 @@ class OldFlag:
         flag: the documented spelling; `_` and `-` are equivalent.
         metavar: its value, or its choices separated by `|`; empty for a switch.
         replacement: what to use instead, for the documentation.
-        translate: translates a value of the flag.
+        new: the flag of `serve` with the same value, or a function that returns the arguments of `serve` for a value;
+            empty if the flag has no effect, which `replacement` explains.
     """
 
     flag: str
-    metavar: str = ""
+    metavar: str
     replacement: str
-    translate: Callable[[str], FlagTranslation]
-
-    @property
-    def choices(self) -> list[str]:
-        return self.metavar.split("|") if "|" in self.metavar else []
+    new: str | Callable[[str], list[str]] = ""
 
     @property
     def name(self) -> str:
         return self.flag.lstrip("-").replace("-", "_")
 
 
-GPTQ_IS_DETECTED = "GPTQ checkpoints are recognized from their config.json"
-
-
-def rename_to(flag: str) -> Callable[[str], FlagTranslation]:
-    return lambda value: FlagTranslation(args=(flag, value))
-
-
-def switch_to(flag: str) -> Callable[[str], FlagTranslation]:
-    return lambda _: FlagTranslation(args=(flag,))
-
-
-def ignore(reason: str) -> Callable[[str], FlagTranslation]:
-    return lambda _: FlagTranslation(note=f"no effect; {reason}")
-
-
-def _translate_quant_type(kind: str) -> FlagTranslation:
-    if kind in {"a16w8", "a8w8"}:
-        note = "only weights are quantized, not activations" if kind == "a8w8" else ""
-        return FlagTranslation(args=("--quantization", "int8"), note=note)
-    if kind == "a16w4":
-        return FlagTranslation(args=("--quantization", "int4"))
+def _translate_quant_type(kind: str) -> list[str]:
     if kind == "fp8":
         return _reject_fp8(kind)
-    return FlagTranslation(note=f"no effect; {GPTQ_IS_DETECTED}")
+    if kind == "a8w8":
+        _show_note("--quant-type", "only weights are quantized, not activations")
+    if kind in ("a16w8", "a8w8"):
+        return ["--quantization", "int8"]
+    if kind == "a16w4":
+        return ["--quantization", "int4"]
+    _show_note("--quant-type", GPTQ_IS_DETECTED)
+    return []
 
 
-def _reject_fp8(_: str) -> FlagTranslation:
+def _reject_fp8(_: str) -> list[str]:
     raise ConfigError(
         "Weights cannot be quantized to FP8 (`--fp8`, `--quant-type fp8`). Use `--quantization int8`, which needs the"
         " same memory, or leave it out. FP8 checkpoints need no option.",
@@ -89,128 +60,67 @@ def _reject_fp8(_: str) -> FlagTranslation:
     )
 
 
-def _translate_keys(keys: str) -> FlagTranslation:
-    args = [arg for key in keys.split(",") if key for arg in ("--api-key", key)]
-    return FlagTranslation(args=tuple(args))
+def _translate_keys(keys: str) -> list[str]:
+    return [arg for key in keys.split(",") if key for arg in ("--api-key", key)]
 
 
-def _translate_origins(text: str) -> FlagTranslation:
+def _translate_origins(text: str) -> list[str]:
     try:
         origins = json.loads(text)
     except ValueError:
         origins = None
     if not isinstance(origins, list) or not all(isinstance(origin, str) for origin in origins):
         raise ConfigError("`--allowed-origins` must be a JSON list, such as '[\"https://example.com\"]'.")
-    return FlagTranslation(args=("--allowed-origins", ",".join(origins)))
+    return ["--allowed-origins", ",".join(origins)]
 
 
-def _translate_tls(_: str) -> FlagTranslation:
+def _translate_tls(_: str) -> list[str]:
     parameters = click.get_current_context().params
-    key, certificate = parameters["old_keyfile"], parameters["old_certfile"]
+    key = parameters["old_keyfile"]
+    certificate = parameters["old_certfile"]
     if not key or not certificate:
         raise ConfigError(
             "`--ssl` requires the environment variables SSL_KEYFILE and SSL_CERTFILE. Set them, or use `--ssl-keyfile`"
             " and `--ssl-certfile` instead.",
             param="ssl",
         )
-    return FlagTranslation(args=("--ssl-keyfile", key, "--ssl-certfile", certificate))
+    return ["--ssl-keyfile", key, "--ssl-certfile", certificate]
 
+
+GPTQ_IS_DETECTED = "no effect, GPTQ checkpoints are recognized from their config.json"
+QUANT_TYPES = "gptq|gptq_weight_only|a8w8|a16w4|a16w8|fp8"
+QUANTIZATIONS = (
+    "`a16w8` and `a8w8`: `--quantization int8`; `a16w4`: `--quantization int4`; `fp8`: rejected; others:"
+    f" {GPTQ_IS_DETECTED}"
+)
+MAX_PIXELS = "`--max-pixels`; defaults to the pixels of 1280 tokens, not of 16384"
+PREFIX_CACHE = "`--prefix-cache`; enabled by default, `--no-prefix-cache` disables it"
+TLS = "`--ssl-keyfile` and `--ssl-certfile`; this command reads SSL_KEYFILE and SSL_CERTFILE"
+VISION_ENGINE = "no effect: the vision encoder is this package's, in PyTorch"
 
 FLAGS = (
-    OldFlag(
-        flag="--model",
-        metavar="TEXT",
-        replacement="`--model`; model IDs refer to Hugging Face",
-        translate=rename_to("--model"),
-    ),
-    OldFlag(flag="--host", metavar="TEXT", replacement="`--host`", translate=rename_to("--host")),
-    OldFlag(flag="--port", metavar="INT", replacement="`--port`", translate=rename_to("--port")),
-    OldFlag(
-        flag="--vision_engine",
-        metavar="tensorrt|transformers",
-        replacement="no effect: the vision encoder is this package's, in PyTorch",
-        translate=ignore("the vision encoder is this package's, in PyTorch"),
-    ),
-    OldFlag(flag="--device", metavar="TEXT", replacement="`--device`", translate=rename_to("--device")),
-    OldFlag(
-        flag="--max_length",
-        metavar="INT",
-        replacement="`--max-model-len`; defaults to the checkpoint's, not 32000",
-        translate=rename_to("--max-model-len"),
-    ),
-    OldFlag(
-        flag="--max_batch",
-        metavar="INT",
-        replacement="`--max-batch-size`; defaults to 32, not 128",
-        translate=rename_to("--max-batch-size"),
-    ),
-    OldFlag(
-        flag="--parallel_size",
-        metavar="INT",
-        replacement="`--tensor-parallel`",
-        translate=rename_to("--tensor-parallel"),
-    ),
-    OldFlag(
-        flag="--enable-prefix-cache",
-        replacement="`--prefix-cache`; enabled by default, `--no-prefix-cache` disables it",
-        translate=switch_to("--prefix-cache"),
-    ),
-    OldFlag(flag="--fp8", replacement="rejected: use `--quantization int8`", translate=_reject_fp8),
-    OldFlag(
-        flag="--quant-type",
-        metavar="gptq|gptq_weight_only|a8w8|a16w4|a16w8|fp8",
-        replacement="`a16w8` and `a8w8`: `--quantization int8`; `a16w4`: `--quantization int4`; `fp8`: rejected;"
-        f" others: no effect, {GPTQ_IS_DETECTED}",
-        translate=_translate_quant_type,
-    ),
-    OldFlag(
-        flag="--dtype",
-        metavar="bfloat16|float16|float32",
-        replacement="`--dtype`; defaults to the checkpoint's",
-        translate=rename_to("--dtype"),
-    ),
-    OldFlag(flag="--min-pixels", metavar="INT", replacement="`--min-pixels`", translate=rename_to("--min-pixels")),
-    OldFlag(
-        flag="--max-pixels",
-        metavar="INT",
-        replacement="`--max-pixels`; defaults to the pixels of 1280 tokens, not of 16384",
-        translate=rename_to("--max-pixels"),
-    ),
-    OldFlag(
-        flag="--api-keys",
-        metavar="KEY,KEY",
-        replacement="`--api-key`, once per key; `--api-key-file` is safer",
-        translate=_translate_keys,
-    ),
-    OldFlag(
-        flag="--ssl",
-        replacement="`--ssl-keyfile` and `--ssl-certfile`; this command reads SSL_KEYFILE and SSL_CERTFILE",
-        translate=_translate_tls,
-    ),
-    OldFlag(
-        flag="--allowed-origins",
-        metavar="JSON",
-        replacement="`--allowed-origins`, separated by commas; defaults to none, not all",
-        translate=_translate_origins,
-    ),
-    OldFlag(
-        flag="--allow-credentials",
-        replacement="no effect: pages send the key in the `Authorization` header",
-        translate=ignore("pages send the key in the Authorization header"),
-    ),
-    OldFlag(
-        flag="--allowed-methods",
-        metavar="JSON",
-        replacement="no effect: all supported methods are allowed",
-        translate=ignore("all supported methods are allowed"),
-    ),
-    OldFlag(
-        flag="--allowed-headers",
-        metavar="JSON",
-        replacement="no effect: all supported headers are allowed",
-        translate=ignore("all supported headers are allowed"),
-    ),
-)
+    OldFlag("--model", "TEXT", "`--model`; model IDs refer to Hugging Face", "--model"),
+    OldFlag("--host", "TEXT", "`--host`", "--host"),
+    OldFlag("--port", "INT", "`--port`", "--port"),
+    OldFlag("--vision_engine", "tensorrt|transformers", VISION_ENGINE),
+    OldFlag("--device", "TEXT", "`--device`", "--device"),
+    OldFlag("--max_length", "INT", "`--max-model-len`; defaults to the checkpoint's, not 32000", "--max-model-len"),
+    OldFlag("--max_batch", "INT", "`--max-batch-size`; defaults to 32, not 128", "--max-batch-size"),
+    OldFlag("--parallel_size", "INT", "`--tensor-parallel`", "--tensor-parallel"),
+    OldFlag("--enable-prefix-cache", "", PREFIX_CACHE, "--prefix-cache"),
+    OldFlag("--fp8", "", "rejected: use `--quantization int8`", _reject_fp8),
+    OldFlag("--quant-type", QUANT_TYPES, QUANTIZATIONS, _translate_quant_type),
+    OldFlag("--dtype", "bfloat16|float16|float32", "`--dtype`; defaults to the checkpoint's", "--dtype"),
+    OldFlag("--min-pixels", "INT", "`--min-pixels`", "--min-pixels"),
+    OldFlag("--max-pixels", "INT", MAX_PIXELS, "--max-pixels"),
+    OldFlag("--api-keys", "KEY,KEY", "`--api-key`, once per key; `--api-key-file` is safer", _translate_keys),
+    OldFlag("--ssl", "", TLS, _translate_tls),
+    OldFlag("--allowed-origins", "JSON", "`--allowed-origins`, separated by commas; defaults to none, not all",
+            _translate_origins),
+    OldFlag("--allow-credentials", "", "no effect: pages send the key in the `Authorization` header"),
+    OldFlag("--allowed-methods", "JSON", "no effect: all supported methods are allowed"),
+    OldFlag("--allowed-headers", "JSON", "no effect: all supported headers are allowed"),
+)  # fmt: skip
 """All flags of the old command. docs/cli.md contains the same table."""
 
 
@@ -247,13 +157,19 @@ def translate_flags(given: Mapping[str, Any]) -> list[str]:
     return [arg for flag in FLAGS for arg in _translate(flag, given[flag.name])]
 
 
-def _translate(flag: OldFlag, value: str | bool | None) -> tuple[str, ...]:
+def _translate(flag: OldFlag, value: str | bool | None) -> list[str]:
     if value is None or value is False:
-        return ()
-    translation = flag.translate(str(value))
-    if translation.note:
-        click.echo(f"dashinfer_vlm_serve: {flag.flag}: {translation.note}.", err=True)
-    return translation.args
+        return []
+    if callable(flag.new):
+        return flag.new(str(value))
+    if not flag.new:
+        _show_note(flag.flag, flag.replacement)
+        return []
+    return [flag.new, str(value)] if flag.metavar else [flag.new]
+
+
+def _show_note(flag: str, note: str) -> None:
+    click.echo(f"dashinfer_vlm_serve: {flag}: {note}.", err=True)
 
 
 def _redact_keys(args: list[str]) -> Iterator[str]:
@@ -261,30 +177,19 @@ def _redact_keys(args: list[str]) -> Iterator[str]:
         yield "..." if previous == "--api-key" else arg
 
 
-def table() -> list[str]:
-    """Return the flags as a Markdown table."""
-    rows = [f"| `{f'{flag.flag} {flag.metavar}'.strip().replace('|', ' ')}` | {flag.replacement} |" for flag in FLAGS]
-    return ["| In DashInfer-VLM | In dashinfer-vlm |", "|---|---|", *rows]
+def _option(flag: OldFlag) -> click.Option:
+    choices = flag.metavar.split("|")
+    return click.Option(
+        [flag.flag, flag.name],
+        type=click.Choice(choices) if len(choices) > 1 else str if flag.metavar else None,
+        metavar=flag.metavar if len(choices) == 1 else None,
+        is_flag=not flag.metavar,
+        required=flag.name == "model",
+        help=flag.replacement,
+    )
 
 
-def _add_options(command: click.Command) -> None:
-    for flag in FLAGS:
-        kind = click.Choice(flag.choices) if flag.choices else str
-        option = (
-            click.Option(
-                [flag.flag, flag.name],
-                type=kind,
-                metavar=None if flag.choices else flag.metavar,
-                help=flag.replacement,
-            )
-            if flag.metavar
-            else click.Option([flag.flag, flag.name], is_flag=True, help=flag.replacement)
-        )
-        option.required = flag.name == "model"
-        command.params.append(option)
-
-
-_add_options(serve)
+serve.params.extend(map(_option, FLAGS))
 
 
 def main() -> None:

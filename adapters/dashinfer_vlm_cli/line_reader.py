@@ -31,7 +31,6 @@ def line_reader(folder: Path, commands: Iterable[str]) -> Callable[[], str]:
 
 
 def _has_toolkit() -> bool:
-    """Return whether prompt_toolkit is installed and the terminal supports its escape sequences."""
     if find_spec("prompt_toolkit") is None:
         return False
     from prompt_toolkit.utils import is_dumb_terminal

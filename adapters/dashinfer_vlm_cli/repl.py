@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from dashinfer_vlm_core.errors import DashInferVLMError, InvalidParameter
 
 from .completion_stats import Completion, complete
 from .conversation import Conversation
-from .media import clipboard_part, find_media, media_part
+from .media import Part, clipboard_part, find_media, media_part
 
 if TYPE_CHECKING:
     from .engines import AnyEngine
@@ -54,19 +54,16 @@ class Repl:
     def _handle(self, line: str) -> None:
         name, _, argument = line.partition(" ")
         if name[:1] == "/" and name[1:] in COMMANDS:
-            return COMMANDS[name[1:]].run(self, argument.strip())
+            COMMANDS[name[1:]].run(self, argument.strip())
+            return
         text, parts = find_media(line)
-        for part in parts:
-            self.conversation.attach(part)
         if text.startswith("/") and not parts:
-            return self.notify(f"Unknown command {name}. /help lists all commands.")
-        if text:
-            return self._prompt(text)
-        return self._show_attachments() if parts else None
-
-    def _prompt(self, text: str) -> None:
-        self.conversation.add_user(text)
-        self._complete()
+            self.notify(f"Unknown command {name}. /help lists all commands.")
+        elif text:
+            self.conversation.add_user(text, parts)
+            self._complete()
+        elif parts:
+            self._attach(*parts)
 
     def _complete(self) -> None:
         """Complete the conversation. A prompt that fails is removed, so that it does not affect the next one."""
@@ -93,23 +90,21 @@ class Repl:
             self.write("\n")
             self.notify(f"Stopped. {completion.as_text()}")
 
-    def _show_attachments(self) -> None:
+    def _attach(self, *parts: Part) -> None:
+        self.conversation.attachments += parts
         kinds = [part["type"].partition("_")[0] for part in self.conversation.attachments]
         self.notify(f"Attached to the next prompt: {', '.join(kinds)}.")
 
     # Commands
 
     def image(self, argument: str) -> None:
-        self.conversation.attach(media_part("image", _required(argument, "/image PATH or URL")))
-        self._show_attachments()
+        self._attach(media_part("image", _required(argument, "/image PATH or URL")))
 
     def video(self, argument: str) -> None:
-        self.conversation.attach(media_part("video", _required(argument, "/video PATH or URL")))
-        self._show_attachments()
+        self._attach(media_part("video", _required(argument, "/video PATH or URL")))
 
     def paste(self, _: str) -> None:
-        self.conversation.attach(clipboard_part())
-        self._show_attachments()
+        self._attach(clipboard_part())
 
     def reset(self, _: str) -> None:
         self.conversation.reset()
@@ -146,12 +141,12 @@ class Repl:
 
     def set(self, argument: str) -> None:
         if not argument:
-            return self.notify(
-                ", ".join(f"{key} {value}" for key, value in self.conversation.options.items()) or "none"
-            )
+            fields = ", ".join(f"{key} {value}" for key, value in self.conversation.options.items())
+            self.notify(fields or "none")
+            return
         name, text = [*re.split(r"\s*=\s*|\s+", argument, maxsplit=1), ""][:2]  # as in /set and in --set
         value = self.conversation.set(name, text.strip())
-        return self.notify(f"{name} is {'the default' if value is None else value}")
+        self.notify(f"{name} is {'the default' if value is None else value}")
 
     def help(self, _: str) -> None:
         self.notify("\n".join(help_lines()))
@@ -168,33 +163,28 @@ def _required(argument: str, usage: str) -> str:
     return argument[1:-1] if quoted else argument.replace("\\ ", " ")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChatCommand:
+class ChatCommand(NamedTuple):
     """A command of the chat; `/help` shows its arguments and its summary."""
 
     run: Callable[[Repl, str], None]
-    arguments: str = ""
+    arguments: str
     summary: str
 
 
 COMMANDS: Mapping[str, ChatCommand] = MappingProxyType(
     {
-        "image": ChatCommand(run=Repl.image, arguments="PATH|URL", summary="attach an image to the next prompt"),
-        "video": ChatCommand(run=Repl.video, arguments="PATH|URL", summary="attach a video to the next prompt"),
-        "paste": ChatCommand(run=Repl.paste, summary="attach the image in the clipboard"),
-        "retry": ChatCommand(run=Repl.retry, summary="regenerate the last response"),
-        "undo": ChatCommand(run=Repl.undo, summary="remove the last prompt and its response"),
-        "reset": ChatCommand(run=Repl.reset, summary="clear the conversation"),
-        "system": ChatCommand(run=Repl.system, arguments="[TEXT|-]", summary="set the system prompt; - removes it"),
-        "set": ChatCommand(
-            run=Repl.set,
-            arguments="[NAME [VALUE]]",
-            summary="set or unset a request field, such as /set temperature 0",
-        ),
-        "save": ChatCommand(run=Repl.save, arguments="PATH", summary="save the conversation to a file"),
-        "load": ChatCommand(run=Repl.load, arguments="PATH", summary="load a conversation from a file"),
-        "help": ChatCommand(run=Repl.help, summary="show this help"),
-        "exit": ChatCommand(run=Repl.leave, summary="exit (also Ctrl-D); Ctrl-C stops a response"),
+        "image": ChatCommand(Repl.image, "PATH|URL", "attach an image to the next prompt"),
+        "video": ChatCommand(Repl.video, "PATH|URL", "attach a video to the next prompt"),
+        "paste": ChatCommand(Repl.paste, "", "attach the image in the clipboard"),
+        "retry": ChatCommand(Repl.retry, "", "regenerate the last response"),
+        "undo": ChatCommand(Repl.undo, "", "remove the last prompt and its response"),
+        "reset": ChatCommand(Repl.reset, "", "clear the conversation"),
+        "system": ChatCommand(Repl.system, "[TEXT|-]", "set the system prompt; - removes it"),
+        "set": ChatCommand(Repl.set, "[NAME [VALUE]]", "set or unset a request field, such as /set temperature 0"),
+        "save": ChatCommand(Repl.save, "PATH", "save the conversation to a file"),
+        "load": ChatCommand(Repl.load, "PATH", "load a conversation from a file"),
+        "help": ChatCommand(Repl.help, "", "show this help"),
+        "exit": ChatCommand(Repl.leave, "", "exit (also Ctrl-D); Ctrl-C stops a response"),
     }
 )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import asyncio
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import click
@@ -11,40 +12,47 @@ from click.core import ParameterSource
 from dashinfer_vlm_core.cli.command import EngineCommand
 from dashinfer_vlm_core.cli.terminal import show_table
 from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_core.kernels.choice import KernelSelector
 from dashinfer_vlm_core.kernels.cpu import cpu_model
 from dashinfer_vlm_core.kernels.tuned import TunedKernels, store_tuned
-from dashinfer_vlm_core.kernels.workload import Workload, vision_workload
 
+from .bench import Measurement, Workload, measure
 from .engines import log_warnings_only
 
 if TYPE_CHECKING:
-    import torch
-
-    from dashinfer_vlm_core.text_spec import TextModelSpec
+    from dashinfer_vlm_core.engine import Engine
+    from dashinfer_vlm_core.plugins import Registry
 
 MARGIN = 0.9
-"""A kernel set replaces one of higher priority if it needs at most this share of its time. Only linear layers are
-measured: sets of higher priority also fuse norms and attention, and a choice must not depend on noise."""
+"""A kernel set replaces one of higher priority if it needs at most this share of its time: a choice must not depend on
+noise."""
 
-MEMORY_BOUND_ROWS = 16
-"""Passes of at most as many rows are limited by reading the weights, others by multiplying."""
+IMAGE_SIZE = (224, 224)
+WORDS = 64
+TOKENS = 16
+AT_ONCE = 4
+"""A round has one request alone and then several at once, each with an image, so many words, and tokens to generate."""
+
+MIN_ROUNDS = 2
+MAX_ROUNDS = 8
+ROUNDS_SECONDS = 2.0
+"""Rounds of a kernel set until they have taken so many seconds. The fastest one counts: other processes use the
+processor too."""
+
+MEASURED = {"media_workers": 0, "speculative_method": "none"}
+"""Options of the measured engines. Accepted drafts depend on the text, which depends on the rounding of the kernels."""
 
 
-class TunedPart(NamedTuple):
-    """The measurement of a text model or a vision encoder.
+class Round(NamedTuple):
+    """Reference requests that one kernel set completed."""
 
-    Attributes:
-        workload: what was measured.
-        seconds: seconds of a forward pass by its number of rows, of each kernel set.
-        tuned: the result.
-        bytes_per_weight: of the model's dtype.
-    """
+    alone: Measurement
+    at_once: Measurement
 
-    workload: Workload
-    seconds: Mapping[str, Mapping[int, float]]
-    tuned: TunedKernels
-    bytes_per_weight: int
+    @property
+    def seconds(self) -> float:
+        return self.alone.seconds + self.at_once.seconds
 
 
 @click.command(cls=EngineCommand)
@@ -53,102 +61,112 @@ def tune(*, name: str | None, config: EngineConfig) -> None:
     """Measure the CPU kernels with a model, and store the fastest for its next starts.
 
     MODEL is a registered name, a checkpoint folder, or a Hugging Face model ID; by default, that of --model. Every
-    kernel set that can run on this machine is timed with the linear layers of the text model and of the vision
-    encoder, at several numbers of rows, which takes some minutes for large models. The weights are random: they are
-    not read.
+    kernel set that can run on this machine loads the model and completes the same reference requests, which takes some
+    minutes for large models.
 
     Run it on an idle machine. Without it, a start uses the set with the highest priority that can run on the
     processor. --cpu-kernels NAME at start overrides both.
     """
+    from dashinfer_vlm_core.plugins import load_plugins
+
     log_warnings_only()
     source = click.get_current_context().get_parameter_source("model")
     if name is not None and source is ParameterSource.COMMANDLINE:
         raise click.UsageError("The model is given twice: as MODEL and by --model. Leave out one of the two.")
     if name is not None:
         config = config.model_copy(update={"model": name})
-    click.echo(f"{config.name} on {cpu_model()}")
-    for part in measure_model(config):
-        _show(part)
-        try:
-            click.echo(f"Stored in {store_tuned(config, part.tuned)}")
-        except (OSError, RuntimeError) as error:
-            raise click.ClickException(f"The result cannot be stored: {error}. Choose another --cache-dir.") from error
-    if config.cpu_kernels != "auto":
-        click.echo(f"`cpu_kernels` is set to {config.cpu_kernels}: with this option, the result is not used.", err=True)
+    click.echo(f"{config.name} on {cpu_model()}\n")
+    registry = load_plugins()
+    rounds = _measure_sets(config, _usable_sets(config, registry))
+    seconds = {name: each.seconds for name, each in rounds.items()}
+    chosen = fastest(seconds)
+    _show(rounds)
+    click.echo(f"\nChoice: {chosen}. A set replaces one of higher priority if it takes {1 - MARGIN:.0%} less time.")
+    conditions = KernelSelector(registry.kernels.values(), config).conditions()
+    _store(config, TunedKernels(conditions=conditions, chosen=chosen, seconds=seconds))
 
 
-def measure_model(config: EngineConfig) -> Iterator[TunedPart]:
-    """Measure the kernel sets with a model's text model and vision encoder.
+def _usable_sets(config: EngineConfig, registry: Registry) -> list[str]:
+    """Return the names of the sets that can run the model, from the highest priority to the lowest.
 
-    Raises:
-        SetupError: the model cannot be loaded.
-        ConfigError: the device is not a CPU.
+    If some of them keep the bits of a quantized checkpoint in memory, only these.
     """
+    from dashinfer_vlm_core.kernels.linears import supported_bits
     from dashinfer_vlm_core.models.checkpoint import find_model
     from dashinfer_vlm_core.models.placement import resolve_device, resolve_dtype
     from dashinfer_vlm_core.models.weights import torch_dtype
-    from dashinfer_vlm_core.plugins import load_plugins
 
-    registry = load_plugins()
-    folder = find_model(config.model, registered=registry.models, revision=config.revision)
-    family = registry.family_of(folder)
-    spec = registry.load_spec(folder)
+    spec = registry.load_spec(find_model(config.model, registered=registry.models, revision=config.revision))
     device = resolve_device(config.device)
-    stored = spec.quantization
-    dtype = torch_dtype(resolve_dtype(config.dtype, spec.dtype, device, quantized=stored is not None))
-    vision = vision_workload(family.vision_linears(spec), quantization=config.resolved_vision_quantization)
-    stored_bits = stored.stored_bits if stored else "none"
-    selector = KernelSelector(registry.kernels.values(), config, vision=vision, stored_bits=stored_bits)
-    yield _measure_part(selector, config.name, device, dtype, spec.text)
-    if vision is not None:
-        yield _measure_part(selector, config.name, device, dtype, None)
+    if device.partition(":")[0] != "cpu":
+        raise ConfigError(f"Kernel sets are measured only on a CPU, not on {device}.", param="device")
+    dtype = torch_dtype(resolve_dtype(config.dtype, spec.dtype, device, quantized=spec.quantization is not None))
+    candidates = KernelSelector(registry.kernels.values(), config).candidates(device, dtype, spec.text)
+    usable = {name: loaded.kernels for name, loaded in candidates.items() if loaded.kernels}
+    bits = spec.quantization.stored_bits if spec.quantization else "none"
+    return [name for name, kernels in usable.items() if bits in supported_bits(kernels)] or list(usable)
 
 
-def _measure_part(
-    selector: KernelSelector, model: str, device: str, dtype: torch.dtype, text: TextModelSpec | None
-) -> TunedPart:
-    from dashinfer_vlm_core.kernels.measure import measure
+def _measure_sets(config: EngineConfig, names: list[str]) -> dict[str, Round]:
+    """Measure kernel sets; those that do not support the options, such as the quantization, are left out."""
+    rounds: dict[str, Round] = {}
+    for name in names:
+        click.echo(f"Measuring {name} ...", err=True)
+        try:
+            rounds[name] = _measure(config.model_copy(update={**MEASURED, "cpu_kernels": name}))
+        except ConfigError as error:
+            click.echo(f"{name} is left out: {error.message}", err=True)
+            if name == names[-1] and not rounds:
+                raise
+    return rounds
 
-    workload, sets = selector.tuning(device, dtype, text)
-    seconds = {name: measure(kernels, workload, dtype) for name, kernels in sets.items()}
-    scores = {name: workload.score(found) for name, found in seconds.items()}
-    conditions = selector.conditions(workload, dtype, sets)
-    tuned = TunedKernels(model=model, conditions=conditions, chosen=fastest(scores), scores=scores)
-    return TunedPart(workload, seconds, tuned, dtype.itemsize)
+
+def _measure(config: EngineConfig) -> Round:
+    from dashinfer_vlm_core.engine import Engine
+
+    with Engine(config) as engine:
+        _complete(engine, seed=0, count=1)  # libraries generate code at the first request
+        rounds: list[Round] = []
+        while len(rounds) < MIN_ROUNDS or (
+            len(rounds) < MAX_ROUNDS and sum(each.seconds for each in rounds) < ROUNDS_SECONDS
+        ):
+            seed = 2 * len(rounds) + 1
+            rounds.append(Round(_complete(engine, seed, count=1), _complete(engine, seed + 1, count=AT_ONCE)))
+    return min(rounds, key=lambda each: each.seconds)
 
 
-def fastest(scores: Mapping[str, float]) -> str:
+def _complete(engine: Engine, seed: int, count: int) -> Measurement:
+    workload = Workload(images=1, size=IMAGE_SIZE, words=WORDS, tokens=TOKENS, seed=seed)
+    found = asyncio.run(measure(engine, [workload.request(index) for index in range(count)], concurrency=count))
+    if found.errors:
+        raise click.ClickException(found.errors[0])
+    return found
+
+
+def fastest(seconds: Mapping[str, float]) -> str:
     """Return the name of the fastest set, from the highest priority to the lowest; see `MARGIN`."""
     best = ""
-    for name, seconds in scores.items():
-        if not best or seconds < MARGIN * scores[best]:
+    for name, total in seconds.items():
+        if not best or total < MARGIN * seconds[best]:
             best = name
     return best
 
 
-def _show(part: TunedPart) -> None:
-    click.echo(f"\nThe linear layers of the {part.workload.name}, by number of rows in a forward pass:\n")
-    scores = part.tuned.scores
-    cells = [[name, *_cells(part, name), f"{1000 * score:,.0f} ms"] for name, score in scores.items()]
-    show_table(("Kernels", *(str(rows) for rows, _ in part.workload.passes), "Reference request"), cells)
-    click.echo(f"\nChoice: {part.tuned.chosen}, since {_explain(scores, part.tuned.chosen)}.")
+def _show(rounds: Mapping[str, Round]) -> None:
+    rows = []
+    for name, each in rounds.items():
+        times = each.alone.times()
+        first = f"{times['ttft_ms']['mean']:,.1f} ms"
+        others = f"{times['tpot_ms']['mean']:,.1f} ms"
+        rate = f"{each.at_once.rates()['output_tokens_per_second']:,.1f} tokens/s"
+        rows.append((name, first, others, rate, f"{each.seconds:,.2f} s"))
+    show_table(("Kernels", "First token", "Next tokens", f"{AT_ONCE} at once", "Reference requests"), rows)
 
 
-def _cells(part: TunedPart, name: str) -> Iterator[str]:
-    """Yield time and rate of each pass. Compressed weights count with the size of the model's dtype."""
-    for rows, seconds in part.seconds[name].items():
-        weights = part.workload.weights_at(rows)
-        rate = f"{2 * weights * rows / seconds / 1e9:,.0f} GFLOP/s"
-        if rows <= MEMORY_BOUND_ROWS:
-            rate = f"{weights * part.bytes_per_weight / seconds / 1e9:.1f} GB/s"
-        yield f"{1000 * seconds:,.1f} ms, {rate}"
-
-
-def _explain(scores: Mapping[str, float], chosen: str) -> str:
-    best = min(scores, key=scores.__getitem__)
-    if len(scores) == 1:
-        return "it is the only set that can run the model here"
-    if best != chosen:
-        return f"{best} needs less time, but not {1 - MARGIN:.0%} less, and {chosen} has a higher priority"
-    second = min(score for name, score in scores.items() if name != chosen)
-    return f"it needs the least time, {scores[chosen] / second:.2f} of the second best"
+def _store(config: EngineConfig, tuned: TunedKernels) -> None:
+    try:
+        click.echo(f"Stored in {store_tuned(config, tuned)}")
+    except (OSError, RuntimeError) as error:
+        raise click.ClickException(f"The result cannot be stored: {error}. Choose another --cache-dir.") from error
+    if config.cpu_kernels != "auto":
+        click.echo(f"`cpu_kernels` is set to {config.cpu_kernels}: with this option, the result is not used.", err=True)

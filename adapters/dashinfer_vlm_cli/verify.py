@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+
+from dashinfer_vlm_core.config import EngineConfig
 
 from .engines import log_warnings_only
 
 if TYPE_CHECKING:
     from dashinfer_vlm_core.plugins import Registry
 
+    from .verification.report import Results
+
 SIZES = ("tiny", "small", "2b", "7b")
 NO_MODEL = "none"
-UNUSABLE = 2
-"""Exit code if the device cannot be used."""
+UNUSABLE = 2  # exit code if the device cannot be used
 
 
 @click.command()
@@ -57,18 +64,41 @@ def verify(
     from dashinfer_vlm_core.plugins import load_plugins
 
     from .verification import report
-    from .verification.results import Results
-    from .verification.run import verify_device
 
     registry: Registry = context.obj or load_plugins()
     default = ("small", "2b") if device.startswith("cuda") else ("tiny",)
     sizes = () if NO_MODEL in sizes else sizes or default
-    results = Results(device, 60 * minutes, lambda step: click.echo(f"... {step}", err=True))
+    results = report.Results(device, 60 * minutes, lambda step: click.echo(f"... {step}", err=True))
     for family in families:
         registry.family(family)
-    asyncio.run(verify_device(results, registry, families or sorted(registry.families), sizes))
+    asyncio.run(_verify(results, registry, families or sorted(registry.families), sizes))
     click.echo(report.as_json(results) if is_json else report.as_markdown(results))
     context.exit(1 if results.failed else 0)
+
+
+async def _verify(results: Results, registry: Registry, families: Sequence[str], sizes: Sequence[str]) -> None:
+    from transformers import CONFIG_MAPPING
+
+    from .verification import checks, timings
+    from .verification.checkpoint import Checkpoint
+
+    parent = EngineConfig().cache_folder
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="dashinfer-vlm-verify-", dir=parent) as scratch:
+        for family in families:
+            if family not in CONFIG_MAPPING:
+                results.skipped[family] = "transformers has no such model to compare it with"
+                continue
+            checkpoint = Checkpoint(registry=registry, device=results.device, folder=Path(scratch, family))
+            await results.check(family, checks.check_family(results, checkpoint, family))
+            timings.free_memory()
+        if sizes:
+            await results.check("limits of the device", timings.measure_limits(results))
+        for size in sizes:
+            checkpoint = Checkpoint(registry=registry, device=results.device, folder=Path(scratch, size))
+            await results.check(f"timings of {size}", timings.time_model(results, checkpoint, families[0]))
+            shutil.rmtree(checkpoint.folder, ignore_errors=True)
+            timings.free_memory()
 
 
 def _unusable(device: str) -> str:

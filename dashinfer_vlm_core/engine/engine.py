@@ -17,7 +17,6 @@ from ..decoders import GUIDED_DECODING, LORA, DecoderFactory, DecoderStats, Deco
 from ..decoders.supervisor import Supervisor
 from ..errors import DecoderFailed, EngineClosed, SetupError
 from ..kernels.choice import KernelSelector
-from ..kernels.workload import VISION_ENCODER, vision_workload
 from ..media import FetchStats, MediaLoader
 from ..media.decoder import MediaDecoder
 from ..media.video import select_readers
@@ -378,10 +377,7 @@ async def load_pipeline(
     folder = await asyncio.to_thread(find_model, config.model, registered=registry.models, revision=config.revision)
     family = registry.family_of(folder)
     spec = registry.load_spec(folder)
-    linears = family.vision_linears(spec)
-    workload = vision_workload(linears, quantization=config.resolved_vision_quantization)
-    stored = spec.quantization.stored_bits if spec.quantization else "none"
-    kernels = KernelSelector(registry.kernels.values(), config, vision=workload, stored_bits=stored)
+    kernels = KernelSelector(registry.kernels.values(), config)
     factory, reason = select_decoder(registry, spec, config)
     logger.info("model %s from %s, decoder %s: %s", config.name, folder, factory.name, reason)
     decoder = await asyncio.to_thread(
@@ -442,7 +438,7 @@ def _load_vision(
     batch_patches = min(config.vision_batch_patches, encoder.batch_patches)
     return VisionService(
         encoder,
-        model_key=kernels.chosen_name(VISION_ENCODER).encode(),
+        model_key=kernels.vision_name.encode(),
         cache_bytes=config.vision_cache_mib * MIB,
         batch_patches=batch_patches,
         store=open_vision_store(registry, family, spec, config, kernels=kernels, encoder=encoder),

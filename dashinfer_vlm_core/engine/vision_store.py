@@ -10,7 +10,6 @@ import numpy as np
 
 from ..config import MIB, EngineConfig
 from ..embedding_store import EmbeddingStoreClient, EmbeddingStoreOptions, open_store, redacted
-from ..kernels.workload import VISION_ENCODER
 from ..models.vision_key import vision_key
 
 if TYPE_CHECKING:
@@ -55,9 +54,7 @@ def open_vision_store(
     codec = importlib.import_module("dashinfer_vlm_core.embedding_store.codec").EmbeddingCodec(
         encoder.adopt(np.zeros((1, spec.visual_width), np.float32)), is_exact=is_exact, secret=secret
     )
-    key = vision_key(
-        spec, config, kernels=kernels.chosen_identity(VISION_ENCODER), family=_family_identity(registry, family, spec)
-    )
+    key = vision_key(spec, config, kernels=kernels.vision_identity(), family=_family_identity(registry, family, spec))
     client = EmbeddingStoreClient(
         open_store(registry.embedding_stores, config),
         codec,

@@ -2,6 +2,6 @@
 
 `types` defines the interface. `torch_kernels` implements it in PyTorch for any device, `cuda` with attention of whole
 batches, `onednn` with packed weights for CPUs, and plugins register faster kernels. `choice` selects one set by
-priority, or by what `dashinfer-vlm tune` measured: `measure` times the layers that `workload` describes, and `tuned`
-stores the result. `streams` has what runs the parts of a model on a GPU, and `graphs` records work there.
+priority, or by what `dashinfer-vlm tune` measured, which `tuned` stores. `streams` has what runs the parts of a model
+on a GPU, and `graphs` records work there.
 """

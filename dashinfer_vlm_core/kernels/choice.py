@@ -6,15 +6,14 @@ import hashlib
 import importlib
 import logging
 import threading
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..config import EngineConfig
 from ..errors import ConfigError
 from .cpu import cpu_flags, cpu_model
-from .tuned import Conditions, TunedKernels, load_tuned
-from .workload import TEXT_MODEL, VISION_ENCODER, Workload, text_workload
+from .tuned import Conditions, load_tuned
 
 if TYPE_CHECKING:
     import torch
@@ -105,26 +104,18 @@ class KernelSelector:
     Args:
         factories: the registered factories, including that of `TORCH`.
         config: its `cpu_kernels` is the name of a kernel set or `auto`.
-        vision: the workload of the vision encoder, for which measurements are searched.
-        stored_bits: data type of the checkpoint's quantized weights, see `ModuleReader`.
     """
 
-    def __init__(
-        self,
-        factories: Iterable[KernelFactory],
-        config: EngineConfig,
-        *,
-        vision: Workload | None = None,
-        stored_bits: str = "none",
-    ) -> None:
+    def __init__(self, factories: Iterable[KernelFactory], config: EngineConfig) -> None:
         self._factories = {factory.name: factory for factory in sorted(factories, key=lambda item: -item.priority)}
         self._config = config
-        self._vision = vision
-        self._stored_bits = stored_bits
         self._lock = threading.Lock()
         self._choices: dict[tuple[str, str, TextModelSpec | None], KernelChoice] = {}
-        self._names: dict[str, str] = {}
-        self._devices: dict[str, str] = {}
+        self._vision_device = "cpu"
+        self.vision_name = ""
+        """The name of the vision encoder's kernels; empty if `choose` was not called for it.
+
+        Results that are shared between engines depend on it, since sets round differently."""
 
     def choose(self, device: str, dtype: torch.dtype, text: TextModelSpec | None = None) -> Kernels:
         """Return the kernels for models on `device` in `dtype`, both resolved.
@@ -144,26 +135,23 @@ class KernelSelector:
         with self._lock:
             if key not in self._choices:
                 choice = self.find(device, dtype, text)
-                self._report(VISION_ENCODER if text is None else TEXT_MODEL, choice, device)
+                self._report("text model" if text else "vision encoder", choice)
                 self._choices[key] = choice
+                if text is None:
+                    self._vision_device = device
+                    self.vision_name = choice.kernels.name
             return self._choices[key].kernels
 
-    def chosen_name(self, part: str) -> str:
-        """Return the name of the kernels of `TEXT_MODEL` or `VISION_ENCODER`; empty if `choose` was not called for it.
-
-        Results that are shared between engines depend on it, since sets round differently.
-        """
-        return self._names.get(part, "")
-
-    def chosen_identity(self, part: str) -> str:
-        """Return what the rounding of the kernels of `TEXT_MODEL` or `VISION_ENCODER` depends on.
+    def vision_identity(self) -> str:
+        """Return what the rounding of the vision encoder's kernels depends on.
 
         Unlike the name, it is valid for results that other processes use: it covers the code of the kernels, torch, and
         the GPU or, for PyTorch's kernels, the processor and the number of threads, by which its libraries choose how
         they compute.
         """
         torch = _torch()
-        name, device = self.chosen_name(part), self._devices.get(part, "cpu")
+        name = self.vision_name
+        device = self._vision_device
         codes = [self._factories[name].identity()] if name in self._factories else []
         if not _is_cpu(device):
             where = str(torch.cuda.get_device_name(device)) if device.startswith("cuda") else device
@@ -189,7 +177,8 @@ class KernelSelector:
         Raises:
             ConfigError: `cpu_kernels` names a kernel set that no plugin registers, or that cannot run on this machine.
         """
-        requested, names = self._config.cpu_kernels, sorted(self._factories)
+        requested = self._config.cpu_kernels
+        names = sorted(self._factories)
         if requested not in ("auto", *names):
             message = f"`cpu_kernels` {requested!r} is not registered by any plugin. Choose auto, {', '.join(names)}."
             raise ConfigError(message, param="cpu_kernels")
@@ -204,80 +193,43 @@ class KernelSelector:
             raise ConfigError(message, param="cpu_kernels")
         return KernelChoice(loaded.kernels, f"as set by `cpu_kernels` {requested}")
 
-    def tuning(
-        self, device: str, dtype: torch.dtype, text: TextModelSpec | None = None
-    ) -> tuple[Workload, dict[str, Kernels]]:
-        """Return what is measured for a text model, or the vision encoder, and the kernel sets that can run it.
-
-        These are the sets that support the quantization, or keep the bits of quantized weights. If none of them keeps
-        these bits, the weights are dequantized.
-
-        Raises:
-            ConfigError: there is nothing to measure.
-        """
-        return self._tuning(_loaded(self.candidates(device, dtype, text)), device, text)
-
-    def conditions(self, workload: Workload, dtype: torch.dtype, names: Iterable[str]) -> Conditions:
-        """Return what a measurement of these kernel sets is valid for."""
+    def conditions(self) -> Conditions:
+        """Return what a measurement with this configuration is valid for."""
+        folder = Path(self._config.model).expanduser()
         return Conditions(
             machine=this_machine(),
-            part=workload.name,
-            layers=repr(workload.groups),
-            dtype=str(dtype).removeprefix("torch."),
-            quantization=workload.quantization,
-            sets={name: self._factories[name].identity() for name in names},
+            model=str(folder.resolve()) if folder.is_dir() else self._config.model,
+            dtype=self._config.dtype,
+            quantization=self._config.quantization.removeprefix("u"),
+            vision_quantization=self._config.vision_quantization,
+            sets={name: factory.identity() for name, factory in self._factories.items()},
         )
 
     def _find_best(self, device: str, dtype: torch.dtype, text: TextModelSpec | None) -> KernelChoice:
         found = self.candidates(device, dtype, text)
-        loaded = _loaded(found)
+        loaded = {name: item.kernels for name, item in found.items() if item.kernels is not None}
         if not loaded:
             raise ConfigError("No kernels are registered. Run `dashinfer-vlm plugins` to list broken plugins.")
         best = next(iter(loaded))
         missing = [item for name, item in found.items() if item.kernels is None and name not in PYTORCH_SETS]
         unavailable = missing[-1] if missing and best in PYTORCH_SETS else LoadedKernels(None)
-        if tuned := self._find_tuned(loaded, device, dtype, text):
+        if not _is_cpu(device):
+            return KernelChoice(loaded[best], f"the default for {device}", unavailable)
+        tuned = load_tuned(self._config, self.conditions())
+        if tuned and tuned.chosen in loaded:
             reason = f"measured by `dashinfer-vlm tune` ({tuned.describe()})"
             return KernelChoice(loaded[tuned.chosen], reason, unavailable)
-        reason = "the default for this processor" if _is_cpu(device) else f"the default for {device}"
-        return KernelChoice(loaded[best], reason, unavailable)
-
-    def _find_tuned(
-        self, loaded: Mapping[str, Kernels], device: str, dtype: torch.dtype, text: TextModelSpec | None
-    ) -> TunedKernels | None:
-        try:
-            workload, usable = self._tuning(loaded, device, text)
-        except ConfigError:
-            return None
-        tuned = load_tuned(self._config, self.conditions(workload, dtype, usable))
-        return tuned if tuned and tuned.chosen in usable else None
-
-    def _tuning(
-        self, loaded: Mapping[str, Kernels], device: str, text: TextModelSpec | None
-    ) -> tuple[Workload, dict[str, Kernels]]:
-        configured = self._config.quantization
-        quantization = self._stored_bits if self._stored_bits != "none" else configured.removeprefix("u")
-        workload = self._vision if text is None else text_workload(text, quantization=quantization)
-        if not _is_cpu(device):
-            raise ConfigError(f"Kernel sets are measured only on a CPU, not on {device}.", param="device")
-        if workload is None:
-            raise ConfigError("The model family does not describe the linear layers of its vision encoder.")
-        usable = _supporting(loaded, workload)
-        if not usable and configured != "none":
-            message = f"No kernel set that can run here supports `quantization` {configured}. Remove it."
-            raise ConfigError(message, param="quantization")
-        return (workload, usable) if usable else (replace(workload, quantization="none"), dict(loaded))
+        return KernelChoice(loaded[best], "the default for this processor", unavailable)
 
     def _load(self, factory: KernelFactory, device: str, text: TextModelSpec | None) -> LoadedKernels:
         reason = factory.unsupported_reason(text) if text else ""
         return LoadedKernels(None, reason) if reason else factory.load(device)
 
-    def _report(self, part: str, choice: KernelChoice, device: str) -> None:
+    def _report(self, part: str, choice: KernelChoice) -> None:
         logger.info("Kernels of the %s: %s, %s.", part, choice.kernels.name, choice.reason)
         reported = {earlier.unavailable for earlier in self._choices.values()}
         if choice.unavailable.reason and choice.unavailable not in reported:
             logger.warning("Using PyTorch's kernels, %s: %s.", SLOWER, choice.unavailable.explanation)
-        self._names[part], self._devices[part] = choice.kernels.name, device
 
 
 def this_machine() -> str:
@@ -287,21 +239,8 @@ def this_machine() -> str:
 
 
 def _torch() -> Any:
-    """Import torch by its name: packages that do not need torch import this module."""
+    # By its name: packages that do not need torch import this module.
     return importlib.import_module("torch")
-
-
-def _loaded(candidates: Mapping[str, LoadedKernels]) -> dict[str, Kernels]:
-    return {name: loaded.kernels for name, loaded in candidates.items() if loaded.kernels is not None}
-
-
-def _supporting(loaded: Mapping[str, Kernels], workload: Workload) -> dict[str, Kernels]:
-    """Return the sets that support the quantization of a workload."""
-    if workload.quantization == "none":
-        return dict(loaded)
-    if workload.quantization == "int8":
-        return {name: kernels for name, kernels in loaded.items() if kernels.supports_int8}
-    return {name: kernels for name, kernels in loaded.items() if kernels.supports_int4}
 
 
 def _is_cpu(device: str) -> bool:

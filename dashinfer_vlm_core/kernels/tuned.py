@@ -9,10 +9,9 @@ import hashlib
 import logging
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from ..config import EngineConfig
 
@@ -22,50 +21,40 @@ FOLDER = "tuned-kernels"
 logger: logging.Logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Conditions:
-    """Everything that the fastest kernel set depends on.
+class Conditions(BaseModel, frozen=True):
+    """What a measurement is valid for.
 
     Attributes:
         machine: processor, number of threads, and torch's version, see `choice.this_machine`.
-        part: `TEXT_MODEL` or `VISION_ENCODER`.
-        layers: the shapes of its linear layers.
-        dtype: dtype of the weights.
-        quantization: data type that the weights are quantized to, or `none`.
-        sets: the identity of each kernel set that was measured, by name, see `KernelFactory.identity`.
+        model, dtype, quantization, vision_quantization: options of the engine.
+        sets: the identity of each registered kernel set by name, see `KernelFactory.identity`.
     """
 
     machine: str
-    part: str
-    layers: str
+    model: str
     dtype: str
     quantization: str
+    vision_quantization: str
     sets: dict[str, str]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TunedKernels:
+class TunedKernels(BaseModel, frozen=True):
     """The fastest kernel set, and the measurement that shows it.
 
     Attributes:
-        model: name of the model that was measured; another one with the same shapes has the same choice.
         conditions: what the measurement is valid for.
         chosen: name of the kernel set.
-        scores: seconds of the reference request, by kernel set; see `Workload`.
+        seconds: seconds of the reference requests by kernel set.
     """
 
-    model: str
     conditions: Conditions
     chosen: str
-    scores: dict[str, float]
+    seconds: dict[str, float]
 
     def describe(self) -> str:
-        """Return the times of the two fastest sets, such as `avx512 1.2 s, onednn 1.5 s for a reference request`."""
-        best = sorted(self.scores.items(), key=lambda item: item[1])[:2]
-        return f"{', '.join(f'{name} {seconds:.3g} s' for name, seconds in best)} for a reference request"
-
-
-_CONDITIONS, _TUNED = TypeAdapter(Conditions), TypeAdapter(TunedKernels)
+        """Return the times of the two fastest sets, such as `avx512 1.2 s, onednn 1.5 s`."""
+        best = sorted(self.seconds.items(), key=lambda item: item[1])[:2]
+        return ", ".join(f"{name} {seconds:.3g} s" for name, seconds in best)
 
 
 def store_tuned(config: EngineConfig, tuned: TunedKernels) -> Path:
@@ -79,7 +68,7 @@ def store_tuned(config: EngineConfig, tuned: TunedKernels) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(prefix=".", dir=path.parent) as folder:
         written = Path(folder, path.name)
-        written.write_bytes(_TUNED.dump_json(tuned, indent=1))
+        written.write_text(tuned.model_dump_json(indent=1))
         written.replace(path)
     return path
 
@@ -94,21 +83,17 @@ def load_tuned(config: EngineConfig, conditions: Conditions) -> TunedKernels | N
 
 def all_tuned(config: EngineConfig) -> Iterator[TunedKernels]:
     """Yield all measurements of the cache folder, also those for other conditions."""
-    try:
-        files = sorted(Path(config.cache_folder, FOLDER).glob("*.json"))
-    except (OSError, RuntimeError):
-        return
-    yield from filter(None, map(_read, files))
+    yield from filter(None, map(_read, sorted(Path(config.cache_folder, FOLDER).glob("*.json"))))
 
 
 def _path(config: EngineConfig, conditions: Conditions) -> Path:
-    digest = hashlib.sha256(_CONDITIONS.dump_json(conditions)).hexdigest()
+    digest = hashlib.sha256(conditions.model_dump_json().encode()).hexdigest()
     return Path(config.cache_folder, FOLDER, f"{digest[:32]}.json")
 
 
 def _read(file: Path) -> TunedKernels | None:
     try:
-        return _TUNED.validate_json(file.read_bytes())
+        return TunedKernels.model_validate_json(file.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValidationError) as error:

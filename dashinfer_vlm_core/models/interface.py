@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from ..config import EngineConfig
     from ..kernels.choice import KernelSelector
-    from ..kernels.workload import LinearGroup
     from .lora import LoraAdapter
 
 
@@ -324,6 +323,3 @@ class ModelFamily(Protocol):
                 changes.
             ConfigError: the encoder does not support `vision_quantization`.
         """
-
-    def vision_linears(self, spec: ModelSpec) -> Sequence[LinearGroup]:
-        """Return the linear layers of the vision encoder, with which kernels are measured; empty if unknown."""

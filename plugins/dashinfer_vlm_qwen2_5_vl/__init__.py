@@ -9,7 +9,6 @@ from pathlib import Path
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.hooks import hookimpl
 from dashinfer_vlm_core.kernels.choice import KernelSelector
-from dashinfer_vlm_core.kernels.workload import LinearGroup, vision_blocks
 from dashinfer_vlm_core.models.interface import ImageProcessor, ModelFamily, PromptLayout, VisionEncoder
 from dashinfer_vlm_core.models.lora import LoraAdapter
 from dashinfer_vlm_core.models.spec import ModelSpec
@@ -47,11 +46,6 @@ class Qwen25VL:
 
         load_model = partial(load_vision_model, read_vision_config(spec.folder))
         return load_encoder(spec, config, kernels, lora, load_model)
-
-    def vision_linears(self, spec: ModelSpec) -> tuple[LinearGroup, ...]:
-        """See `ModelFamily`: the blocks."""
-        vision = read_vision_config(spec.folder)
-        return vision_blocks(vision.depth, vision.hidden_size, vision.intermediate_size, "silu_gate")
 
 
 @hookimpl

@@ -117,7 +117,7 @@ def test_printable_removes_escape_sequences():
 
 def test_attachments_go_before_next_prompt():
     conversation = Conversation()
-    conversation.attach({"type": "image_url", "image_url": {"url": "data:,"}})
+    conversation.attachments.append({"type": "image_url", "image_url": {"url": "data:,"}})
     conversation.add_user("What is this?")
     conversation.add_assistant("A circle.")
     conversation.add_user("And its color?")
@@ -195,7 +195,7 @@ def test_conversation_roundtrips_through_file_with_images(tmp_path, images):
     conversation = Conversation()
     conversation.set_system("Be short.")
     conversation.set("temperature", "0")
-    conversation.attach(media_part("image", str(images / "circle.png")))
+    conversation.attachments.append(media_part("image", str(images / "circle.png")))
     conversation.add_user("Grüße?")
     conversation.add_assistant("A circle.")
     conversation.save(tmp_path / "talk.json")

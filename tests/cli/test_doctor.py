@@ -59,7 +59,7 @@ def test_working_installation(tmp_path):
 def test_decoder_that_needs_other_system_calls_is_reported(monkeypatch):
     shorter = "from dashinfer_vlm_core.media_workers.system_calls import ALLOWED; ALLOWED.pop('mprotect');"
     monkeypatch.setattr(fork_server, "_PROGRAM", fork_server._PROGRAM.replace(" from", f" {shorter} from", 1))
-    row = _media_workers(EngineConfig())
+    (row,) = _media_workers(EngineConfig())
     assert row.status == "slow"
     assert "cannot decode" in row.fix
     assert "h264.mp4 (pyav)" in row.fix

@@ -8,18 +8,19 @@ from pathlib import Path
 
 import pytest
 
+from dashinfer_vlm_cli import tune as tune_module
 from dashinfer_vlm_core.errors import ConfigError
-from dashinfer_vlm_core.kernels import measure
 from dashinfer_vlm_core.kernels.tuned import FOLDER
+from tests.kernels import needs_native
+from tests.quantized_checkpoints import LAYOUTS, write_quantized
 
-pytestmark = pytest.mark.usefixtures("small_samples")
-PASSES = {"text model": [1, 4, 16, 64, 256], "vision encoder": [256, 512]}
+pytestmark = pytest.mark.usefixtures("small_requests")
 
 
 @pytest.fixture
-def small_samples(monkeypatch):
-    monkeypatch.setattr(measure, "SAMPLE_WEIGHTS", 2000)
-    monkeypatch.setattr(measure, "PASS_SECONDS", 0)
+def small_requests(monkeypatch):
+    for name, value in {"IMAGE_SIZE": (56, 56), "WORDS": 2, "TOKENS": 2, "AT_ONCE": 2, "MAX_ROUNDS": 2}.items():
+        monkeypatch.setattr(tune_module, name, value)
 
 
 @pytest.fixture
@@ -33,37 +34,58 @@ def tune(run, tiny_checkpoint, tmp_path):
     return tune
 
 
-def test_times_and_choice_are_printed_and_stored(tune, run, tmp_path, tiny_checkpoint):
+def test_times_and_choice_are_printed_stored_and_used(tune, run, tmp_path, tiny_checkpoint):
     output = tune().stdout
-    for part, passes in PASSES.items():
-        section = output.split(f"The linear layers of the {part}")[1].split("The linear layers")[0]
-        header = next(line for line in section.splitlines() if line.startswith("KERNELS"))
-        assert header.split()[1 : 1 + len(passes)] == [str(rows) for rows in passes]
-        chosen = re.search(r"^Choice: (\w+), since .*\.$", section, re.MULTILINE)[1]
-        assert re.search(rf"^{chosen} +[\d.,]+ ms, [\d.,]+ G", section, re.MULTILINE)
-        assert re.search(r"^torch +.* ms$", section, re.MULTILINE)
-        (stored,) = re.findall(r"^Stored in (.*)$", section, re.MULTILINE)
-        assert json.loads(Path(stored).read_text())["chosen"] == chosen
-    assert len(list((tmp_path / FOLDER).iterdir())) == 2
-    findings = json.loads(run("doctor", "--json", DASHINFER_VLM_CACHE_DIR=str(tmp_path)).stdout)
-    (tuned,) = [row for row in findings if row["name"] == "tuned kernels"]
-    assert tuned["status"] == "ok"
-    for part in PASSES:
-        assert f"{tiny_checkpoint.name}, {part}: " in tuned["detail"]
+    assert re.search(r"^KERNELS +FIRST TOKEN +NEXT TOKENS +2 AT ONCE +REFERENCE REQUESTS$", output, re.MULTILINE)
+    rule = "A set replaces one of higher priority if it takes 10% less time."
+    chosen = re.search(rf"^Choice: (\w+)\. {re.escape(rule)}$", output, re.MULTILINE)[1]
+    for name in (chosen, "torch"):
+        row = rf"^{name} +[\d.,]+ ms +[\d.,]+ ms +[\d.,]+ tokens/s +[\d.,]+ s$"
+        assert re.search(row, output, re.MULTILINE)
+    (stored,) = re.findall(r"^Stored in (.*)$", output, re.MULTILINE)
+    assert json.loads(Path(stored).read_text())["chosen"] == chosen
+    environment = {"MODEL": tiny_checkpoint, "DTYPE": "bfloat16", "DEVICE": "cpu", "CACHE_DIR": tmp_path}
+    variables = {f"DASHINFER_VLM_{name}": str(value) for name, value in environment.items()}
+    findings = {row["name"]: row for row in json.loads(run("doctor", "--json", **variables).stdout)}
+    assert findings["tuned kernels"]["status"] == "ok"
+    assert f"{tiny_checkpoint}: {chosen} (" in findings["tuned kernels"]["detail"]
+    assert f"{chosen}, measured by `dashinfer-vlm tune` (" in findings["kernels"]["detail"]
+
+
+@needs_native
+def test_sets_without_the_quantization_are_left_out(tune):
+    result = tune("--quantization", "int8")
+    assert "torch is left out: " in result.stderr
+    assert "KERNELS" in result.stdout
+    assert not re.search(r"^torch ", result.stdout, re.MULTILINE)
+
+
+def test_options_that_no_set_supports_are_rejected(tune):
+    with pytest.raises(ConfigError, match="`quantization` int8"):
+        tune("--quantization", "int8", "--dtype", "float32")
+
+
+@needs_native
+def test_only_sets_that_keep_stored_bits_are_measured(run, tiny_checkpoint, tmp_path):
+    model = write_quantized(tiny_checkpoint, tmp_path, LAYOUTS["awq"]).quantized
+    output = run("tune", model, "--device", "cpu", "--dtype", "bfloat16", "--cache-dir", tmp_path / "cache").stdout
+    assert "KERNELS" in output
+    assert not re.search(r"^(torch|onednn) ", output, re.MULTILINE)
 
 
 def test_second_measurement_replaces_the_first(tune, tmp_path):
     tune()
-    files = {file: file.stat().st_ino for file in (tmp_path / FOLDER).iterdir()}
+    (file,) = (tmp_path / FOLDER).iterdir()
+    first = file.stat().st_ino
     tune()
-    again = {file: file.stat().st_ino for file in (tmp_path / FOLDER).iterdir()}
-    assert files.keys() == again.keys()
-    assert all(files[file] != again[file] for file in files)
+    assert list((tmp_path / FOLDER).iterdir()) == [file]
+    assert file.stat().st_ino != first
 
 
-def test_one_set_needs_no_comparison(run, tiny_checkpoint, tmp_path):
+def test_only_set_is_chosen(run, tiny_checkpoint, tmp_path):
     output = run("tune", tiny_checkpoint, "--dtype", "float32", "--device", "cpu", "--cache-dir", tmp_path).stdout
-    assert output.count("Choice: torch, since it is the only set that can run the model here.") == 2
+    assert "Choice: torch. " in output
+    assert "onednn" not in output
 
 
 def test_option_that_overrides_the_choice_is_reported(tune):

@@ -857,9 +857,9 @@ def test_key_covers_settings(tiny_checkpoint, tmp_path):
 
 def test_kernels_are_identified_by_code_and_hardware():
     selector = KernelSelector([TorchKernelFactory()], EngineConfig(device="cpu"))
-    unknown = selector.chosen_identity("vision encoder")
+    unknown = selector.vision_identity()
     selector.choose("cpu", torch.float32)
-    identity = selector.chosen_identity("vision encoder")
+    identity = selector.vision_identity()
     assert identity == f"torch {TorchKernelFactory().identity()} {this_machine()}"
     assert identity != unknown
 

@@ -130,11 +130,11 @@ def test_examples_match_their_readme(names: list[str], question: str, answer: st
 
 
 def test_example_video_matches_readme(engine: TransformersEngine) -> None:
-    assert complete(engine, gallery.clip(), "Which way does the circle move?") == "It moves to the right."
+    assert complete(engine, gallery.video(), "Which way does the circle move?") == "It moves to the right."
 
 
 def test_examples_equal_gallery_output() -> None:
-    for name, shown in gallery.PICTURES.items():
+    for name, shown in gallery.IMAGES.items():
         assert Image.open(EXAMPLES / name).tobytes() == gallery.render(shown).tobytes()
 
 

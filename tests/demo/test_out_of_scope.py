@@ -55,14 +55,14 @@ def test_descriptions_are_those_of_the_scene() -> None:
         assert (question and question.answer) == questions.description(scene)
     missing = out_of_scope.describe(rng, None)
     assert missing
-    assert missing.answer == vocabulary.NO_PICTURE
+    assert missing.answer == vocabulary.NO_IMAGE
     assert out_of_scope.describe(rng, [scene, scene]) is None
 
 
 def test_photos_have_no_shapes() -> None:
     answers = {scenes.sample("photo", seed).answer for seed in range(40)}
     assert answers == {vocabulary.NO_SHAPES, vocabulary.OUTSIDE}
-    assert all(not scenes.sample("photo", seed).scenes[0].things for seed in range(40))
+    assert all(not scenes.sample("photo", seed).scenes[0].objects for seed in range(40))
 
 
 @pytest.mark.parametrize("unseen", [False, True])

@@ -9,35 +9,35 @@ from typing import Any
 import pytest
 
 from training import compose, drawing, questions, scenes, vocabulary
-from training.drawing import Backdrop, Scene, Thing
+from training.drawing import Backdrop, Scene, SceneObject
 
 SWAPPED = {"left": "right", "right": "left"}
 
 
-def thing(color: str, shape: str, x: float, y: float) -> Thing:
+def item(color: str, shape: str, x: float, y: float) -> SceneObject:
     rgb = drawing.paint(color, 0, 1, 1)
-    return Thing(color=color, shape=shape, x=x, y=y, radius=12, tilt=0, rgb=rgb)
+    return SceneObject(color=color, shape=shape, x=x, y=y, radius=12, tilt=0, rgb=rgb)
 
 
-def scene(*things: Thing) -> Scene:
-    return Scene(width=112, height=112, things=things, backdrop=Backdrop(rgb=(255, 255, 255)))
+def scene(*objects: SceneObject) -> Scene:
+    return Scene(width=112, height=112, objects=objects, backdrop=Backdrop(rgb=(255, 255, 255)))
 
 
-def ask(asker: Callable[..., questions.Question | None], shown: Any, wanted: str) -> str:
+def ask(generator: Callable[..., questions.Question | None], shown: Any, wanted: str) -> str:
     """Return the answer to the first question that contains the wanted words."""
     for seed in range(500):
-        question = asker(random.Random(seed), shown)
+        question = generator(random.Random(seed), shown)
         if question and wanted.lower() in question.text.lower():
             return question.answer
     raise AssertionError(f"nobody asked about {wanted!r}")
 
 
-RED_CIRCLE, BLUE_STAR = thing("red", "circle", 25, 25), thing("blue", "star", 85, 30)
-GREEN_CROSS = thing("green", "cross", 85, 85)
+RED_CIRCLE, BLUE_STAR = item("red", "circle", 25, 25), item("blue", "star", 85, 30)
+GREEN_CROSS = item("green", "cross", 85, 85)
 
 
 @pytest.mark.parametrize(
-    ("things", "sentence"),
+    ("objects", "sentence"),
     [
         ((), "I see no shapes."),
         ((RED_CIRCLE,), "A red circle."),
@@ -45,18 +45,18 @@ GREEN_CROSS = thing("green", "cross", 85, 85)
         ((GREEN_CROSS, BLUE_STAR), "A blue star above a green cross."),
         ((RED_CIRCLE, GREEN_CROSS), None),
         (
-            (thing("pink", "square", 95, 60), RED_CIRCLE, thing("orange", "star", 55, 80)),
+            (item("pink", "square", 95, 60), RED_CIRCLE, item("orange", "star", 55, 80)),
             "A red circle, an orange star and a pink square, from left to right.",
         ),
         ((RED_CIRCLE, BLUE_STAR, GREEN_CROSS), None),
     ],
 )
-def test_descriptions(things: tuple[Thing, ...], sentence: str | None) -> None:
-    assert questions.description(scene(*things)) == sentence
+def test_descriptions(objects: tuple[SceneObject, ...], sentence: str | None) -> None:
+    assert questions.description(scene(*objects)) == sentence
 
 
 @pytest.mark.parametrize(
-    ("asker", "wanted", "answer"),
+    ("generator", "wanted", "answer"),
     [
         (questions.count, "", "There are three shapes."),
         (questions.color, "star", "The star is blue."),
@@ -72,41 +72,41 @@ def test_descriptions(things: tuple[Thing, ...], sentence: str | None) -> None:
         (questions.absent, "purple", "I see no purple shape."),
     ],
 )
-def test_answers_about_one_image(asker: questions.Asker, wanted: str, answer: str) -> None:
-    assert ask(asker, scene(RED_CIRCLE, BLUE_STAR, GREEN_CROSS), wanted) == answer
+def test_answers_about_one_image(generator: questions.QuestionGenerator, wanted: str, answer: str) -> None:
+    assert ask(generator, scene(RED_CIRCLE, BLUE_STAR, GREEN_CROSS), wanted) == answer
 
 
 def test_shape_near_center_line_is_in_no_corner() -> None:
-    near = thing("red", "circle", 112 * 0.58, 20)
+    near = item("red", "circle", 112 * 0.58, 20)
     assert questions.corner(scene(near), near) is None
     assert questions.where(random.Random(0), scene(near)) is None
     assert questions.in_corner(random.Random(0), scene(near)) is None
 
 
 @pytest.mark.parametrize(
-    ("asker", "wanted", "answer"),
+    ("generator", "wanted", "answer"),
     [
         (questions.nth, "first", "A red circle."),
         (questions.nth, "last", "A blue star above a green cross."),
         (questions.which, "red", "The first picture."),
         (questions.which, "cross", "The second picture."),
         (questions.nth_colour, "first", "It is red."),
-        (questions.pictures, "how many", "There are two pictures."),
+        (questions.images, "how many", "There are two pictures."),
     ],
 )
-def test_answers_about_several_images(asker: questions.SetAsker, wanted: str, answer: str) -> None:
-    assert ask(asker, [scene(RED_CIRCLE), scene(BLUE_STAR, GREEN_CROSS)], wanted) == answer
+def test_answers_about_several_images(generator: questions.SetQuestionGenerator, wanted: str, answer: str) -> None:
+    assert ask(generator, [scene(RED_CIRCLE), scene(BLUE_STAR, GREEN_CROSS)], wanted) == answer
 
 
 @pytest.mark.parametrize(
     ("after", "answer"),
     [
-        (thing("cyan", "circle", 25, 25), "The circle changed from red to cyan."),
-        (thing("red", "cross", 25, 25), "The red circle became a cross."),
+        (item("cyan", "circle", 25, 25), "The circle changed from red to cyan."),
+        (item("red", "cross", 25, 25), "The red circle became a cross."),
         (RED_CIRCLE, "Nothing changed."),
     ],
 )
-def test_answers_about_a_change(after: Thing, answer: str) -> None:
+def test_answers_about_a_change(after: SceneObject, answer: str) -> None:
     assert ask(questions.changed, [scene(RED_CIRCLE, BLUE_STAR), scene(after, BLUE_STAR)], "") == answer
 
 
@@ -120,7 +120,7 @@ def test_mirrored_scene_swaps_left_and_right(task: str) -> None:
         sample = scenes.sample(task, seed)
         image = drawing.mirror(sample.scenes[0])
         assert drawing.mirror(image) == sample.scenes[0] or image != sample.scenes[0]
-        for original, swapped in zip(sample.scenes[0].things, image.things, strict=True):
+        for original, swapped in zip(sample.scenes[0].objects, image.objects, strict=True):
             place, mirrored = questions.corner(sample.scenes[0], original), questions.corner(image, swapped)
             assert (place is None) == (mirrored is None)
             if place and mirrored:
@@ -137,10 +137,10 @@ def test_reversed_video_moves_the_other_way() -> None:
     opposite = {"left": "right", "right": "left", "up": "down", "down": "up"}
     rng = random.Random(4)
     for _ in range(20):
-        clip = compose.compose_clip(rng, (4, 4), 6, "steady")
-        first, last = clip.scenes[0].things[0], clip.scenes[-1].things[0]
-        assert clip.direction is not None
-        dx, dy = compose.DIRECTIONS[opposite[clip.direction]]
+        video = compose.compose_video(rng, (4, 4), 6, "steady")
+        first, last = video.scenes[0].objects[0], video.scenes[-1].objects[0]
+        assert video.direction is not None
+        dx, dy = compose.DIRECTIONS[opposite[video.direction]]
         assert (first.x - last.x) * dx + (first.y - last.y) * dy > 0
 
 

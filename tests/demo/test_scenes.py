@@ -13,7 +13,7 @@ KINDS = ("describe_one", "list", "nth", "motion", "empty")
 
 
 def pixels(sample: scenes.Sample) -> list[bytes]:
-    return [picture.tobytes() for picture in (*sample.pictures, *sample.frames)]
+    return [image.tobytes() for image in (*sample.images, *sample.frames)]
 
 
 @pytest.mark.parametrize("task", scenes.TASKS)
@@ -34,9 +34,9 @@ def test_thing_has_its_color_at_its_position(seed: int) -> None:
     scene = compose.compose(random.Random(seed), (4, 5), 1 + seed % 4)
     drawn = np.asarray(drawing.render(scene), np.int16)
     tolerance = 40 if scene.jpeg else 2  # lossy compression bleeds colors over the edges
-    for thing in scene.things:
-        found = drawn[int(thing.y), int(thing.x)]
-        assert np.abs(found - thing.rgb).max() <= tolerance, thing
+    for item in scene.objects:
+        found = drawn[int(item.y), int(item.x)]
+        assert np.abs(found - item.rgb).max() <= tolerance, item
 
 
 @pytest.mark.parametrize("shape", drawing.SHAPES)
@@ -48,9 +48,9 @@ def test_things_cover_the_area_of_their_shape(shape: str) -> None:
         "star": 0.32,
         "cross": 0.54,
     }  # share of the bounding box
-    thing = drawing.Thing(color="red", shape=shape, x=60.3, y=58.7, radius=30, tilt=0.1, rgb=(255, 0, 0))
+    item = drawing.SceneObject(color="red", shape=shape, x=60.3, y=58.7, radius=30, tilt=0.1, rgb=(255, 0, 0))
     backdrop = drawing.Backdrop(rgb=(0, 0, 0))
-    scene = drawing.Scene(width=120, height=112, things=(thing,), backdrop=backdrop)
+    scene = drawing.Scene(width=120, height=112, objects=(item,), backdrop=backdrop)
     covered = np.asarray(drawing.render(scene), np.float64)[..., 0].sum() / 255
     assert covered / (4 * 30 * 30) == pytest.approx(shares[shape], abs=0.02)
 
@@ -58,20 +58,20 @@ def test_things_cover_the_area_of_their_shape(shape: str) -> None:
 def test_things_do_not_touch_or_leave_the_canvas() -> None:
     rng = random.Random(5)
     for _ in range(200):
-        scene = compose.compose(rng, compose.choose(rng, compose.PICTURE_GRIDS), 4)
-        for index, thing in enumerate(scene.things):
-            assert thing.radius <= thing.x <= scene.width - thing.radius
-            assert thing.radius <= thing.y <= scene.height - thing.radius
-            for other in scene.things[:index]:
-                apart = np.hypot(thing.x - other.x, thing.y - other.y)
-                assert apart > thing.radius + other.radius
-                assert thing.color != other.color
+        scene = compose.compose(rng, compose.choose(rng, compose.IMAGE_GRIDS), 4)
+        for index, item in enumerate(scene.objects):
+            assert item.radius <= item.x <= scene.width - item.radius
+            assert item.radius <= item.y <= scene.height - item.radius
+            for other in scene.objects[:index]:
+                apart = np.hypot(item.x - other.x, item.y - other.y)
+                assert apart > item.radius + other.radius
+                assert item.color != other.color
 
 
 def test_canvas_has_requested_grid() -> None:
     rng = random.Random(6)
     for _ in range(300):
-        grid = compose.choose(rng, compose.PICTURE_GRIDS)
+        grid = compose.choose(rng, compose.IMAGE_GRIDS)
         width, height = compose.canvas(rng, grid, odd=0.8)
         assert sizes.smart_resize(height, width) == (grid[0] * 28, grid[1] * 28)
 
@@ -88,21 +88,21 @@ def test_moving_thing_moves_only_in_its_direction(direction: str) -> None:
     dx, dy = compose.DIRECTIONS[direction]
     rng, seen = random.Random(8), 0
     while seen < 20:
-        clip = compose.compose_clip(rng, (4, 4), 6, rng.choice(("steady", "pairs", "jump")))
-        if clip.direction != direction:
+        video = compose.compose_video(rng, (4, 4), 6, rng.choice(("steady", "pairs", "jump")))
+        if video.direction != direction:
             continue
         seen += 1
-        first, last = clip.scenes[0].things[0], clip.scenes[-1].things[0]
+        first, last = video.scenes[0].objects[0], video.scenes[-1].objects[0]
         along = (last.x - first.x) * dx + (last.y - first.y) * dy
         aside = abs((last.x - first.x) * dy) + abs((last.y - first.y) * dx)
         assert along > 2 * aside
-        assert along > 0.15 * clip.scenes[0].width
+        assert along > 0.15 * video.scenes[0].width
 
 
 def test_static_video_repeats_its_first_frame() -> None:
-    clip = compose.compose_clip(random.Random(9), (4, 4), 6, "still")
-    frames = drawing.render_clip(list(clip.scenes))
-    assert clip.direction is None
+    video = compose.compose_video(random.Random(9), (4, 4), 6, "still")
+    frames = drawing.render_video(list(video.scenes))
+    assert video.direction is None
     assert len({frame.tobytes() for frame in frames}) == 1
 
 

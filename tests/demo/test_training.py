@@ -48,13 +48,13 @@ def scene(seed: int, count: int) -> compose.Scene:
     return compose.compose(random.Random(seed), GRID, count)
 
 
-def pictures() -> Story:
+def images() -> Story:
     visuals = tuple(Visual((scene(seed, 2),)) for seed in range(3))
     return story(visuals, "Picture {}: ")
 
 
-def clip() -> Story:
-    return story((Visual(compose.compose_clip(random.Random(1), GRID, 5, "steady").scenes),), "")
+def video() -> Story:
+    return story((Visual(compose.compose_video(random.Random(1), GRID, 5, "steady").scenes),), "")
 
 
 def story(visuals: tuple[Visual, ...], label: str) -> Story:
@@ -74,7 +74,7 @@ def story(visuals: tuple[Visual, ...], label: str) -> Story:
     return Story(row=row, visuals=visuals)
 
 
-@pytest.mark.parametrize("make", [pictures, clip])
+@pytest.mark.parametrize("make", [images, video])
 def test_branches_equal_plain_prompts_in_transformers(
     make: Callable[[], Story], learner: Learner, judge: TransformersEngine
 ) -> None:
@@ -95,13 +95,13 @@ def plain(
     judge: TransformersEngine, batch: Batch, chosen: Tensor, visuals: tuple[Visual, ...]
 ) -> tuple[Tensor, Tensor]:
     """Return logits and positions of a branch that is run alone."""
-    seen, is_clip = batch.tokens[0, chosen] >= judge.model.config.text_config.vocab_size, visuals[0].clip
-    pad = judge.model.config.video_token_id if is_clip else judge.model.config.image_token_id
+    seen, is_video = batch.tokens[0, chosen] >= judge.model.config.text_config.vocab_size, visuals[0].video
+    pad = judge.model.config.video_token_id if is_video else judge.model.config.image_token_id
     ids = torch.where(seen, pad, batch.tokens[0, chosen])[None]
     grid = torch.tensor([[visual.steps, *batch.grid] for visual in visuals])
-    grids = {"video_grid_thw" if is_clip else "image_grid_thw": grid}
-    kinds = {"mm_token_type_ids": seen.long()[None] * (2 if is_clip else 1), "attention_mask": torch.ones_like(ids)}
-    values = {"pixel_values_videos" if is_clip else "pixel_values": batch.patches.float().flatten(0, 1)}
+    grids = {"video_grid_thw" if is_video else "image_grid_thw": grid}
+    kinds = {"mm_token_type_ids": seen.long()[None] * (2 if is_video else 1), "attention_mask": torch.ones_like(ids)}
+    values = {"pixel_values_videos" if is_video else "pixel_values": batch.patches.float().flatten(0, 1)}
     with torch.no_grad():
         judge.model.model.rope_deltas = None
         logits = judge.model(input_ids=ids, **kinds, **grids, **values).logits[0]
@@ -129,17 +129,17 @@ def test_rms_norm_gradients_equal_torch() -> None:
 
 def test_labels_describe_the_cell() -> None:
     shown = scene(3, 1)
-    thing = shown.things[0]
+    item = shown.objects[0]
     found = labels.cells(shown, shown, GRID).reshape(*GRID, 5)
-    row, column = int(thing.y / shown.height * GRID[0]), int(thing.x / shown.width * GRID[1])
-    assert labels.COLORS[found[row, column, 0]] == thing.color
-    assert labels.SHAPES[found[row, column, 1]] == thing.shape
-    assert found[row, column, 2] == int(12 * thing.x / shown.width)
+    row, column = int(item.y / shown.height * GRID[0]), int(item.x / shown.width * GRID[1])
+    assert labels.COLORS[found[row, column, 0]] == item.color
+    assert labels.SHAPES[found[row, column, 1]] == item.shape
+    assert found[row, column, 2] == int(12 * item.x / shown.width)
     assert (found[..., 0] != labels.UNKNOWN).any()
 
 
 def test_labels_describe_motion_between_two_frames() -> None:
-    shown = compose.compose_clip(random.Random(2), (4, 4), 2, "steady")
+    shown = compose.compose_video(random.Random(2), (4, 4), 2, "steady")
     motion = labels.cells(*shown.scenes, (4, 4))[:, 4]
     assert set(np.unique(motion[motion > 0])) == {1 + list(compose.DIRECTIONS).index(shown.direction or "")}
 
@@ -155,8 +155,8 @@ def test_answers_point_at_their_subject() -> None:
 
 def test_every_question_generator_is_used_in_training() -> None:
     tasks = {task for seed in range(30) for task in batches.batch(random.Random(seed), 8).tasks}
-    askers = len(questions.PICTURE_ASKERS) + len(questions.SET_ASKERS) + len(questions.CLIP_ASKERS)
-    assert len(tasks) >= askers
+    generators = len(questions.IMAGE_GENERATORS) + len(questions.SET_GENERATORS) + len(questions.VIDEO_GENERATORS)
+    assert len(tasks) >= generators
 
 
 def tiny_plan() -> train.Plan:

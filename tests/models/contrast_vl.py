@@ -237,9 +237,6 @@ class ContrastVL:
     def load_vision_encoder(self, spec, config, kernels, lora=None):
         return VisionEncoder(spec)
 
-    def vision_linears(self, spec):
-        return ()
-
 
 @hookimpl
 def register_model_families(register):

@@ -1,21 +1,30 @@
-"""A checkpoint with the parts of an engine that are verified: vision encoder and decoders."""
+"""A checkpoint of random weights with the parts of an engine that are verified, and random prompts for it."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from PIL import Image as PILImage
 
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.decoders import Decoder
+from dashinfer_vlm_core.decoders import Decoder, DecodeRequest, Sampling, VisualSpan
 from dashinfer_vlm_core.decoders.dashinfer.environment import private_folder
 from dashinfer_vlm_core.kernels.choice import KernelSelector
-from dashinfer_vlm_core.models.interface import VisionEncoder
+from dashinfer_vlm_core.media import Image, Video
+from dashinfer_vlm_core.models.interface import Patches, PlaceholderSpan, VisionEncoder, VisualTokens
+from dashinfer_vlm_core.models.patches import with_digest
 from dashinfer_vlm_core.plugins import Registry
+
+from .models import ORDINARY, VISION_END, VISION_START
+
+VIDEO_FPS = 2.0  # transformers' default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +41,9 @@ class Checkpoint:
 
     def config(self, dtype: str, *, decoder: str = "torch", **options: Any) -> EngineConfig:
         """Return the configuration of an engine; models that DashInfer converts are deleted with the checkpoint."""
-        cache, environment = self.folder / "cache", private_folder(EngineConfig())
         if decoder != "torch":
+            cache = self.folder / "cache"
+            environment = private_folder(EngineConfig())
             options["cache_dir"] = cache
             if not cache.exists():
                 cache.mkdir(mode=0o700)
@@ -47,11 +57,14 @@ class Checkpoint:
 
     def other_decoders(self) -> dict[str, str]:
         """Return the decoders besides the PyTorch decoder, and why they cannot run; empty if they can."""
-        reasons, spec = {}, self.registry.load_spec(self.folder)
-        for name in self.registry.decoders.keys() - {"torch"}:
-            support = self.registry.decoder(name).check_support(spec, self.config("auto", decoder=name))
-            reasons[name] = "" if support.score else support.reason
-        return reasons if self.is_on_cuda else dict.fromkeys(reasons, "it is verified on CUDA only")
+        names = self.registry.decoders.keys() - {"torch"}
+        if not self.is_on_cuda:
+            return dict.fromkeys(names, "it is verified on CUDA only")
+        spec = self.registry.load_spec(self.folder)
+        supports = {
+            name: self.registry.decoder(name).check_support(spec, self.config("auto", decoder=name)) for name in names
+        }
+        return {name: "" if support.score else support.reason for name, support in supports.items()}
 
     @asynccontextmanager
     async def decoding(self, config: EngineConfig) -> AsyncIterator[Decoder]:
@@ -63,3 +76,90 @@ class Checkpoint:
             yield decoder
         finally:
             await decoder.close()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prompt:
+    """Token ids and positions with images and videos; `name` is for the report."""
+
+    name: str
+    token_ids: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    items: tuple[Patches, ...]
+    spans: tuple[PlaceholderSpan, ...]
+
+    def request(self, embeddings: Sequence[torch.Tensor], sampling: Sampling) -> DecodeRequest:
+        """Return a request for a completion; `embeddings` are the visual tokens of the items."""
+        visual = [
+            VisualTokens(embedding=rows, grid=item.grid, digest=item.digest)
+            for item, rows in zip(self.items, embeddings, strict=True)
+        ]
+        spans = tuple(
+            VisualSpan(start=span.start, tokens=visual[span.item], row=span.row, length=span.length)
+            for span in self.spans
+        )
+        return DecodeRequest(
+            id=self.name, token_ids=self.token_ids, positions=self.positions, spans=spans, sampling=sampling
+        )
+
+
+class PromptBuilder:
+    """Builds prompts of one model; text and pixels are random, and always the same."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        family = checkpoint.registry.family_of(checkpoint.folder)
+        spec = family.load_spec(checkpoint.folder)
+        self._processor = family.image_processor(spec, EngineConfig())
+        self._layout = family.prompt_layout(spec)
+        self._random = np.random.default_rng(0)
+
+    def text(self, count: int) -> list[int]:
+        tokens: list[int] = self._random.integers(0, ORDINARY, count).tolist()
+        return tokens
+
+    def image(self, height: int, width: int) -> Patches:
+        image = PILImage.fromarray(self._pixels(height, width))
+        return with_digest(self._processor.process(Image(image=image, path="image")))
+
+    def video(self, count: int, height: int, width: int) -> Patches:
+        times = tuple(index / VIDEO_FPS for index in range(count))
+        video = Video(frames=self._pixels(count, height, width), path="video", times=times, sampled_fps=VIDEO_FPS)
+        return with_digest(self._processor.process(video))
+
+    def prompt(self, name: str, *parts: list[int] | Patches) -> Prompt:
+        """Concatenate parts: token ids of text, images and videos."""
+        ids: list[int] = []
+        spans: list[PlaceholderSpan] = []
+        items: list[Patches] = []
+        for part in parts:
+            if isinstance(part, Patches):
+                self._append(part, len(items), ids, spans)
+                items.append(part)
+            else:
+                ids += part
+        return Prompt(
+            name=name,
+            token_ids=np.array(ids, np.int64),
+            positions=self._layout.positions(len(ids), spans, items),
+            items=tuple(items),
+            spans=tuple(spans),
+        )
+
+    def _append(self, item: Patches, number: int, ids: list[int], spans: list[PlaceholderSpan]) -> None:
+        expansion = self._layout.expand(item, _encode)
+        # A placeholder of more than one token includes those around the visual tokens.
+        is_framed = any(len(each.tokens) > 1 for each in self._layout.placeholders if each.kind == item.kind)
+        ids += [*([] if is_framed else [VISION_START]), *_encode(expansion.leading_text)]
+        row = 0
+        for index, length in expansion.spans:
+            spans.append(PlaceholderSpan(start=len(ids) + index, length=length, item=number, row=row))
+            row += length
+        ids += [*expansion.token_ids.tolist(), *([] if is_framed else [VISION_END])]
+
+    def _pixels(self, *shape: int) -> npt.NDArray[np.uint8]:
+        return self._random.integers(0, 256, (*shape, 3), dtype=np.uint8)
+
+
+def _encode(text: str) -> list[int]:
+    # The timestamps of a video.
+    return list(map(ord, text))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,52 +13,63 @@ import torch
 from torch import Tensor
 
 from dashinfer_vlm_core.decoders import Decoder, DecodeRequest, Sampling, Token
-from dashinfer_vlm_core.models.interface import VisionEncoder
 
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, Prompt, PromptBuilder
 from .models import SIZES, build_model, write_model
-from .prompts import Prompt, PromptBuilder
 from .reference import Reference
-from .results import Check, Results
+from .report import Check, Results
 
 COMPLETION = 16
-LISTED = 20
-"""Log probabilities that the decoder reports for each token."""
+LISTED = 20  # log probabilities that the decoder reports for each token
 CANCEL_AFTER = 3
 LONG_COMPLETION = 100
-NUM_LONG = 8
-"""Sequences that begin in a KV cache of 1 MiB, and do not fit into it until the end of a long completion."""
-IDLE_POLLS = 1000
-"""Looks at the decoder until it has freed what canceled requests used: it does at the end of a step."""
-ENCODER_PASSES = 4
-"""On CUDA, the third pass over images of the same sizes is recorded as a graph, and the next one replays it."""
-FLOAT32_BOUND = 1e-3
-"""Of the largest visual token's value, and of a log probability: another order of summation."""
-BFLOAT16_FACTOR = 2.0
-"""Of the error that transformers itself has in bfloat16."""
-OPTIONS: dict[str, Any] = {"kv_cache_mib": 64, "prefill_chunk": 64}
-"""Of the engine: a long text takes several chunks."""
+NUM_LONG = 8  # sequences that begin in a KV cache of 1 MiB, and do not fit into it until the end of a long completion
+IDLE_POLLS = 1000  # the decoder frees what canceled requests used at the end of a step
+ENCODER_PASSES = 4  # on CUDA, the third pass over images of the same sizes is recorded as a graph
+FLOAT32_BOUND = 1e-3  # of the largest visual token's value, and of a log probability: another order of summation
+BFLOAT16_FACTOR = 2.0  # of the error that transformers itself has in bfloat16
+OPTIONS: dict[str, Any] = {"kv_cache_mib": 64, "prefill_chunk": 64}  # a long text takes several chunks
 GREEDY = Sampling(temperature=0, max_tokens=COMPLETION, ignore_eos=True)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Session:
-    """A running engine, and transformers in float32 (`exact`) and in bfloat16 (`half`)."""
+    """A running engine, transformers in float32 (`exact`) and in bfloat16 (`half`), and prompts for them.
 
-    checkpoint: Checkpoint
-    dtype: str
-    exact: Reference
-    half: Reference
-    batch: list[Prompt]
-    other_text: Prompt
-    other_image: Prompt
-    encoder: VisionEncoder
-    decoder: Decoder
+    The batch has a short text, one of several chunks, images of different sizes, and a video.
+    """
 
-    async def complete(self, prompts: Sequence[Prompt], salt: str = "", **sampling: Any) -> list[list[Token]]:
+    def __init__(self, checkpoint: Checkpoint, dtype: str, exact: Reference, half: Reference, decoder: Decoder) -> None:
+        self.checkpoint = checkpoint
+        self.dtype = dtype
+        self.exact = exact
+        self.half = half
+        self.decoder = decoder
+        self.encoder = checkpoint.load_encoder(checkpoint.config(dtype, **OPTIONS))
+        build = PromptBuilder(checkpoint)
+        text = build.text(9)
+        image = build.image(168, 224)
+        two = (build.text(3), build.image(84, 140), build.text(4), build.image(224, 112), build.text(6))
+        self.batch = [
+            build.prompt("text", build.text(12)),
+            build.prompt("long text", build.text(150)),
+            build.prompt("image", image, text),
+            build.prompt("two images", *two),
+            # Two steps in time: after longer videos, positions differ from those of transformers.
+            build.prompt("video", build.text(4), build.video(4, 112, 140), build.text(7)),
+        ]
+        self.other_text = build.prompt("image, other text", image, build.text(9))
+        self.other_image = build.prompt("other image", build.image(168, 224), text)
+
+    def run_other(self, **options: Any) -> contextlib.AbstractAsyncContextManager[Decoder]:
+        """Run a decoder with other options."""
+        return self.checkpoint.decoding(self.checkpoint.config(self.dtype, **options))
+
+    async def complete(
+        self, prompts: Sequence[Prompt], salt: str = "", decoder: Decoder | None = None, **sampling: Any
+    ) -> list[list[Token]]:
         """Complete prompts at the same time; only those with the same salt are found in the prefix cache."""
         requests = [self.request(prompt, salt, **sampling) for prompt in prompts]
-        return await asyncio.gather(*(read(self.decoder, request) for request in requests))
+        return await asyncio.gather(*(read(decoder or self.decoder, request) for request in requests))
 
     def request(self, prompt: Prompt, salt: str, **sampling: Any) -> DecodeRequest:
         visual = self.encoder.encode(prompt.items) if prompt.items else []
@@ -85,20 +96,25 @@ class Session:
     def compare(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Token]]) -> Check:
         """Compare greedy tokens with the best ones of transformers after the same tokens. By induction, equal ones are
         those of its greedy search."""
-        wrong, total, largest = set[str](), 0, 0.0
-        for prompt, tokens in zip(prompts, completions, strict=True):
-            ids = [token.id for token in tokens]
-            truth = self.exact.logprobs(prompt, ids)
-            gaps = truth.amax(1) - truth.gather(1, torch.tensor(ids)[:, None])[:, 0]
-            total, largest = total + len(ids), max(largest, float(gaps.max()))
-            if gaps.any():
-                wrong.add(f"{prompt.name}: first {int(gaps.nonzero()[0])} of {len(ids)} equal")
-        figure = "; ".join(sorted(wrong)) or f"all {total} equal"
+        gaps = [self._gaps(prompt, tokens) for prompt, tokens in zip(prompts, completions, strict=True)]
+        wrong = {
+            f"{prompt.name}: first {int(gap.nonzero()[0])} of {len(gap)} equal"
+            for prompt, gap in zip(prompts, gaps, strict=True)
+            if gap.any()
+        }
+        figure = "; ".join(sorted(wrong)) or f"all {sum(map(len, gaps))} equal"
         if self.dtype == "float32":
             return Check(not wrong, figure, "all equal")
+        largest = max(float(gap.max()) for gap in gaps)
         allowed = 2 * self.logprob_bound()[0]  # the best token and another one can both have the largest error
         below = f"at most {largest:.2g} below the best"
         return Check(largest <= allowed, f"{figure}; {below}", f"at most {allowed:.2g} below the best")
+
+    def _gaps(self, prompt: Prompt, tokens: Sequence[Token]) -> Tensor:
+        """Return by how much the exact log probability of each token is below the best one's."""
+        ids = [token.id for token in tokens]
+        truth = self.exact.logprobs(prompt, ids)
+        return truth.amax(1) - truth.gather(1, torch.tensor(ids)[:, None])[:, 0]
 
 
 async def _vision(session: Session) -> Check:
@@ -136,14 +152,13 @@ async def _same_again(session: Session) -> Check:
     again = await session.complete(session.batch)
     cached = [tokens[0].cached_tokens for tokens in again]
     is_reused = all(cached[1:])  # the first prompt is shorter than a block
-    return session.compare(session.batch, again).also(
-        is_reused, f"{sum(cached)} prompt tokens reused", "prompts reused"
-    )
+    figure = f"{sum(cached)} prompt tokens reused"
+    return session.compare(session.batch, again).also(is_reused, figure, "prompts reused")
 
 
 async def _other_image(session: Session) -> Check:
-    """The tokens of an image are equal to those of another one: only the content differs."""
-    prompts = session.other_text, session.other_image
+    # The tokens of an image are equal to those of another one: only the content differs.
+    prompts = (session.other_text, session.other_image)
     completions = [(await session.complete([prompt]))[0] for prompt in prompts]
     same, other = (tokens[0].cached_tokens for tokens in completions)
     start = session.other_text.spans[0].start
@@ -157,34 +172,30 @@ async def _canceled(session: Session) -> Check:
     limits = [CANCEL_AFTER if index % 2 else COMPLETION for index in range(len(requests))]
     completions = await asyncio.gather(*map(partial(read, session.decoder), requests, limits))
     for _ in range(IDLE_POLLS):
-        if not (used := _used(session.decoder)):
+        stats = session.decoder.snapshot()
+        used = stats.running + stats.waiting + stats.kv_used
+        if not used:
             break
         await asyncio.sleep(0.01)
-    return session.compare(session.batch, completions).also(
-        not used, f"{used} sequences and tokens of the KV cache in use afterwards", "nothing in use afterwards"
-    )
-
-
-def _used(decoder: Decoder) -> int:
-    stats = decoder.snapshot()
-    return stats.running + stats.waiting + stats.kv_used
+    figure = f"{used} sequences and tokens of the KV cache in use afterwards"
+    return session.compare(session.batch, completions).also(not used, figure, "nothing in use afterwards")
 
 
 async def _preempted(session: Session) -> Check:
-    """More tokens than the KV cache holds; some are drafted, since completions of random weights repeat themselves."""
+    # More tokens than the KV cache holds; some are drafted, since completions of random weights repeat themselves.
     prompts = NUM_LONG * session.batch[:1]
-    async with _other_engine(session, **OPTIONS | {"kv_cache_mib": 1}) as other:
-        completions = await other.complete(prompts, max_tokens=LONG_COMPLETION)
-        stats = other.decoder.snapshot()
+    async with session.run_other(**OPTIONS | {"kv_cache_mib": 1}) as decoder:
+        completions = await session.complete(prompts, decoder=decoder, max_tokens=LONG_COMPLETION)
+        stats = decoder.snapshot()
     figure = f"{stats.preemptions} preemptions, {stats.accepted_tokens} of {stats.draft_tokens} drafted tokens accepted"
     return session.compare(prompts, completions).also(stats.preemptions > 0, figure, "preempted")
 
 
-async def compare_engine(session: Session, **options: Any) -> Check:
-    """Compare the tokens of an engine with other options; only of texts, if its decoder takes no images."""
-    async with _other_engine(session, **options) as other:
-        prompts = [prompt for prompt in session.batch if not (prompt.items and other.decoder.unsupported_vision_reason)]
-        return session.compare(prompts, await other.complete(prompts))
+async def compare_decoder(session: Session, **options: Any) -> Check:
+    """Compare the tokens of a decoder with other options; only of texts, if it takes no images."""
+    async with session.run_other(**options) as decoder:
+        prompts = [prompt for prompt in session.batch if not (prompt.items and decoder.unsupported_vision_reason)]
+        return session.compare(prompts, await session.complete(prompts, decoder=decoder))
 
 
 CHECKS: dict[str, Callable[[Session], Awaitable[Check]]] = {
@@ -198,21 +209,22 @@ CHECKS: dict[str, Callable[[Session], Awaitable[Check]]] = {
     f"{LONG_COMPLETION} tokens of {NUM_LONG} texts, preempted": _preempted,
 }
 """Checks of each family and dtype, in order: the prefix cache keeps what those before decoded."""
-CUDA_CHECKS: dict[str, Callable[[Session], Awaitable[Check]]] = {
-    "without CUDA graphs": lambda session: compare_engine(session, **OPTIONS, cuda_graphs=False)
-}
 
 
 async def check_family(results: Results, checkpoint: Checkpoint, family: str) -> None:
     """Write a tiny model to the checkpoint's folder, and run all checks of it."""
     write_model(build_model(family, SIZES["tiny"]), checkpoint.folder)
-    exact, half = (Reference(checkpoint, dtype) for dtype in (torch.float32, torch.bfloat16))
-    checks = dict.fromkeys(("float32", "bfloat16"), CHECKS | (CUDA_CHECKS if checkpoint.is_on_cuda else {}))
+    exact = Reference(checkpoint, torch.float32)
+    half = Reference(checkpoint, torch.bfloat16)
+    checks = {"float32": dict(CHECKS), "bfloat16": dict(CHECKS)}
+    if checkpoint.is_on_cuda:
+        for table in checks.values():
+            table["without CUDA graphs"] = partial(compare_decoder, **OPTIONS, cuda_graphs=False)
     for name, reason in checkpoint.other_decoders().items():
         if reason:
             results.skipped[f"{family}: {name}"] = reason
         else:
-            checks["float32"] |= {f"greedy tokens of {name}": partial(compare_engine, decoder=name, max_model_len=1024)}
+            checks["float32"][f"greedy tokens of {name}"] = partial(compare_decoder, decoder=name, max_model_len=1024)
     # cuDNN rounds to TF32 by default, also in transformers' patch embedding, a convolution.
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         for dtype, table in checks.items():
@@ -223,41 +235,13 @@ async def check_family(results: Results, checkpoint: Checkpoint, family: str) ->
 
 @contextlib.asynccontextmanager
 async def open_session(checkpoint: Checkpoint, dtype: str, exact: Reference, half: Reference) -> AsyncIterator[Session]:
-    """Run an engine. The batch has a short text, one of several chunks, images of different sizes, and a video."""
-    config, build = checkpoint.config(dtype, **OPTIONS), PromptBuilder(checkpoint)
-    image, other, text = build.image(168, 224), build.image(168, 224), build.text(9)
-    two = (build.text(3), build.image(84, 140), build.text(4), build.image(224, 112), build.text(6))
-    async with checkpoint.decoding(config) as decoder:
-        yield Session(
-            checkpoint=checkpoint,
-            dtype=dtype,
-            exact=exact,
-            half=half,
-            batch=[
-                build.prompt("text", build.text(12)),
-                build.prompt("long text", build.text(150)),
-                build.prompt("image", image, text),
-                build.prompt("two images", *two),
-                # Two steps in time: after longer videos, positions differ from those of transformers (ADR 38).
-                build.prompt("video", build.text(4), build.video(4, 112, 140), build.text(7)),
-            ],
-            other_text=build.prompt("image, other text", image, build.text(9)),
-            other_image=build.prompt("other image", other, text),
-            encoder=checkpoint.load_encoder(config),
-            decoder=decoder,
-        )
-
-
-@contextlib.asynccontextmanager
-async def _other_engine(session: Session, **options: Any) -> AsyncIterator[Session]:
-    checkpoint = session.checkpoint
-    async with checkpoint.decoding(checkpoint.config(session.dtype, **options)) as decoder:
-        yield replace(session, decoder=decoder)
+    async with checkpoint.decoding(checkpoint.config(dtype, **OPTIONS)) as decoder:
+        yield Session(checkpoint, dtype, exact, half, decoder)
 
 
 async def read(decoder: Decoder, request: DecodeRequest, limit: int = LONG_COMPLETION) -> list[Token]:
     """Return the completion; after `limit` tokens, the request is canceled."""
-    tokens = list[Token]()
+    tokens: list[Token] = []
     async with contextlib.aclosing(decoder.decode(request)) as stream:
         async for token in stream:
             tokens.append(token)

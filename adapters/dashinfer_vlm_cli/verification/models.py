@@ -10,15 +10,10 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
-ORDINARY = 4600
-"""Token ids below this are text; the control tokens follow. There are more tokens than the sampler's fast path looks
-at, so that both of its paths run."""
+ORDINARY = 4600  # text tokens, before the control tokens: more than the sampler's fast path looks at
 IMAGE, VIDEO, VISION_START, VISION_END, STOP = range(ORDINARY, ORDINARY + 5)
 EXPERTS = 8
 CHOSEN_EXPERTS = 4
-NUM_RANDOM = 1_048_573
-"""Numbers that the weights repeat, since new ones would take most of the time. It is a prime, so that the rows of a
-matrix differ."""
 
 
 class Size(NamedTuple):
@@ -72,9 +67,9 @@ def build_model(family: str, size: Size) -> Any:
 
 
 def count_weights(model: Any) -> Weights:
-    layers, text = model.model.language_model.layers, model.config.text_config
+    text = model.config.text_config
     return Weights(
-        text=sum(weight.numel() for weight in layers.parameters()),
+        text=sum(weight.numel() for weight in model.model.language_model.layers.parameters()),
         head=model.lm_head.weight.numel(),
         vision=sum(weight.numel() for weight in model.model.visual.parameters()),
         kv=2 * text.num_key_value_heads * text.head_dim * text.num_hidden_layers,
@@ -106,19 +101,16 @@ def write_model(model: Any, folder: Path) -> None:
 
 @torch.no_grad()
 def _fill(model: Any) -> None:
-    numbers, start = torch.randn(NUM_RANDOM, generator=torch.Generator().manual_seed(0)).repeat(2), 0
+    generator = torch.Generator().manual_seed(0)
     for name, weight in model.named_parameters():
-        mean, std = _distribution(name, weight)
-        for part in weight.view(-1).split(NUM_RANDOM):
-            part.copy_(mean + std * numbers[start : start + len(part)])
-        start = (start + weight.numel()) % NUM_RANDOM
+        weight.normal_(*_distribution(name, weight), generator=generator)
     # A completion with a control token could not be given to transformers.
     model.lm_head.weight[ORDINARY : STOP + 1] = 0
 
 
 def _distribution(name: str, weight: Tensor) -> tuple[float, float]:
-    """Return mean and standard deviation of a weight: large enough that the best two tokens differ clearly, and that
-    completions do not only repeat the last token."""
+    """Return mean and standard deviation."""
+    # Large enough that the best two tokens differ clearly, and that completions do not only repeat the last token.
     if weight.ndim == 1:
         return (0.0, 0.5) if name.endswith("bias") else (1.0, 0.1)  # otherwise, it is of a norm
     if "embed_tokens" in name or "pos_embed" in name:
@@ -156,7 +148,7 @@ def _text_config(size: Size, default: Any) -> dict[str, Any]:
 
 
 def _vision_config(size: Size, default: Any) -> dict[str, Any]:
-    """Families name the width and the size of a visual token differently: the latter is `hidden_size` in Qwen2-VL."""
+    # Families name the width and the size of a visual token differently: the latter is `hidden_size` in Qwen2-VL.
     names = ("embed_dim", "hidden_size") if hasattr(default, "embed_dim") else ("hidden_size", "out_hidden_size")
     chosen_blocks = {
         name: [block for block in blocks if block < size.vision_depth] or list(range(size.vision_depth - 1))

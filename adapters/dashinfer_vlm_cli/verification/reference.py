@@ -12,9 +12,8 @@ from transformers import AutoModelForImageTextToText
 
 from dashinfer_vlm_core.models.interface import Patches
 
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, Prompt
 from .models import IMAGE, VIDEO
-from .prompts import Prompt
 
 
 class Reference:
@@ -30,7 +29,7 @@ class Reference:
 
     @torch.inference_mode()
     def vision_tokens(self, items: Sequence[Patches]) -> Tensor:
-        """Return [tokens of all images and videos, visual width]."""
+        """Return [tokens, visual width]."""
         out = self._model.model.visual(*self._pixels(items))
         return torch.cat([out.pooler_output, *(getattr(out, "deepstack_features", None) or ())], dim=1)
 
@@ -58,11 +57,9 @@ class Reference:
         return inputs
 
     def _pixels(self, items: Sequence[Patches]) -> tuple[Tensor, Tensor]:
-        """Return normalized patches [n, columns], and int64 [items, 3]."""
         columns = self._preprocessor["temporal_patch_size"] * self._preprocessor["patch_size"] ** 2
-        mean, std = (
-            torch.tensor(self._preprocessor[name]).repeat_interleave(columns) for name in ("image_mean", "image_std")
-        )
+        mean = torch.tensor(self._preprocessor["image_mean"]).repeat_interleave(columns)
+        std = torch.tensor(self._preprocessor["image_std"]).repeat_interleave(columns)
         pixels = torch.cat([(torch.from_numpy(item.pixels) / 255 - mean) / std for item in items])
         grids = torch.tensor([item.grid for item in items])
         return pixels.to(self._device, self._dtype), grids.to(self._device)

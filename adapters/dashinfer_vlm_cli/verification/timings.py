@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
@@ -15,27 +16,22 @@ from torch.profiler import ProfilerActivity, profile
 from dashinfer_vlm_core.decoders import Decoder, Sampling, Token
 from dashinfer_vlm_core.models.interface import VisionEncoder
 
-from .checkpoint import Checkpoint
-from .models import Weights
-from .prompts import PromptBuilder
-from .results import Results, Timing
+from .checkpoint import Checkpoint, PromptBuilder
+from .models import SIZES, Weights, build_model, count_weights, write_model
+from .report import Results, Timing
 
-SEQUENCES = (1, 8, 32)
-"""Sequences in a decode step."""
-IMAGES = (1, 4, 16)
-"""Images in a pass of the vision encoder."""
-SIDE = 448
-"""Of an image, in pixels."""
+SEQUENCES = (1, 8, 32)  # in a decode step
+IMAGES = (1, 4, 16)  # in a pass of the vision encoder
+SIDE = 448  # of an image, in pixels
 PROMPTS = (512, 2048)
-CONTEXT = 256
-"""Tokens of a prompt before decode steps."""
+CONTEXT = 256  # tokens of a prompt before decode steps
 WARMUP_STEPS = 4
 STEPS = 32
-MAX_TOKENS = 2000
-"""Of a sequence whose decode steps are timed, which is canceled: more than are decoded while the profiler starts."""
+MAX_TOKENS = 2000  # of a sequence that is canceled after the timing: more than are decoded while the profiler starts
 MIN_PROFILE_SECONDS = 0.05
-ROUNDS = 4
-"""The fastest of these counts."""
+ROUNDS = 4  # the fastest one counts
+SECONDS_PER_BYTE = 12e-9  # to write and load a model
+EXTRA_MEMORY = 8 << 30  # of the device, for what is not weights: the KV cache of 4 GiB, and activations
 
 
 async def measure_limits(results: Results) -> None:
@@ -47,6 +43,30 @@ async def measure_limits(results: Results) -> None:
     copy = _best_seconds(partial(torch.empty_like(source).copy_, source), device)
     multiply = _best_seconds(partial(torch.mm, matrix, matrix, out=torch.empty_like(matrix)), device)
     results.limits = {"copy": 2 * count / copy, "product": 2 * side**3 / multiply}
+
+
+async def time_model(results: Results, checkpoint: Checkpoint, family: str) -> None:
+    """Write a model to the checkpoint's folder, whose name is one of `SIZES`, and time its parts."""
+    size = checkpoint.folder.name
+    model = build_model(family, SIZES[size])
+    weights = count_weights(model)
+    nbytes = model.get_memory_footprint()
+    if not results.allows(f"model {size}", SECONDS_PER_BYTE * nbytes):
+        return
+    if checkpoint.is_on_cuda and nbytes + EXTRA_MEMORY > (free := torch.cuda.mem_get_info(checkpoint.device)[0]):
+        needed = f"it needs about {(nbytes + EXTRA_MEMORY) / 1e9:.1f} GB of memory"
+        results.skipped[f"model {size}"] = f"{needed}, and {free / 1e9:.1f} GB of the device are free"
+        return
+    write_model(model, checkpoint.folder)
+    await ModelTimer(results, checkpoint, weights, "torch").encoder()
+    for decoder in ["torch", *(name for name, reason in checkpoint.other_decoders().items() if not reason)]:
+        free_memory()
+        await ModelTimer(results, checkpoint, weights, decoder).decoder()
+
+
+def free_memory() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 class ModelTimer:
@@ -63,17 +83,16 @@ class ModelTimer:
         self._builder = PromptBuilder(checkpoint)
 
     async def encoder(self) -> None:
-        """Time passes of the vision encoder."""
         encoder = self._checkpoint.load_encoder(self._config)
         estimate = 0.0  # a pass cannot be interrupted
         for images in IMAGES:
-            name, begin = f"{self._name}: vision encoder, {images} images", self._results.seconds
+            name = f"{self._name}: vision encoder, {images} images"
+            begin = self._results.seconds
             if self._results.allows(name, estimate):
                 await self._results.time(name, partial(self._pass, encoder, images))
                 estimate = 4 * (self._results.seconds - begin)
 
     async def decoder(self) -> None:
-        """Time prompts and decode steps."""
         async with self._checkpoint.decoding(self._config) as decoder:
             for tokens in PROMPTS:
                 name = f"{self._name}: prompt of {tokens} tokens"
@@ -110,7 +129,7 @@ class ModelTimer:
         return Timing(seconds, sequences, "tokens", work, "copy", idle)
 
     async def _profile(self, sequences: int, seconds: float) -> float | None:
-        """Return the share of the time in which the device is idle; None if the profiler fails or records nothing."""
+        """Return the share of the time in which the device is idle; None if the profiler fails."""
         try:
             with profile(activities=[ProfilerActivity.CUDA]) as profiler:  # recording the host would slow it down
                 await asyncio.sleep(max(MIN_PROFILE_SECONDS, seconds))
@@ -131,7 +150,6 @@ class ModelTimer:
 
 @torch.inference_mode()
 def _best_seconds(work: Callable[[], object], device: str) -> float:
-    """Return the seconds of one execution in the fastest round; each round ends when the device has finished."""
     wait = torch.cuda.synchronize if torch.device(device).type == "cuda" else lambda _: None
     seconds = list[float]()
     for _ in range(ROUNDS):
@@ -145,11 +163,9 @@ def _best_seconds(work: Callable[[], object], device: str) -> float:
 
 
 async def _step_seconds(decoder: Decoder, streams: Sequence[AsyncGenerator[Token, None]]) -> float:
-    """Return the time of a step, as the mean of at least `STEPS`.
-
-    The decoder counts its steps, since tokens may wait for this reader. Of a decoder that does not, tokens are counted.
-    """
-    begin, first = time.perf_counter(), decoder.snapshot().steps
+    # The decoder counts its steps, since tokens may wait for this reader; if it does not, tokens are counted.
+    begin = time.perf_counter()
+    first = decoder.snapshot().steps
     await _read(streams, STEPS)
     while first and decoder.snapshot().steps - first < STEPS:
         await _read(streams, 1)
@@ -157,7 +173,6 @@ async def _step_seconds(decoder: Decoder, streams: Sequence[AsyncGenerator[Token
 
 
 async def _read(streams: Sequence[AsyncGenerator[Token, None]], count: int) -> None:
-    """Read `count` tokens of each stream."""
     for _ in range(count):
         await asyncio.gather(*map(anext, streams))
 

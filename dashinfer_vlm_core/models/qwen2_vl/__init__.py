@@ -9,7 +9,6 @@ from pathlib import Path
 from ...config import EngineConfig
 from ...hooks import hookimpl
 from ...kernels.choice import KernelSelector
-from ...kernels.workload import LinearGroup, vision_blocks
 from ..interface import ImageProcessor, ModelFamily, PromptLayout, VisionEncoder
 from ..lora import LoraAdapter
 from ..spec import ModelSpec
@@ -41,12 +40,6 @@ class Qwen2VL:
 
         load_model = partial(load_vision_model, read_vision_config(spec.folder))
         return load_encoder(spec, config, kernels, lora, load_model)
-
-    def vision_linears(self, spec: ModelSpec) -> tuple[LinearGroup, ...]:
-        """See `ModelFamily`: the blocks. The merger has only a few percent of the work."""
-        vision = read_vision_config(spec.folder)
-        inner = int(vision.embed_dim * vision.mlp_ratio)
-        return vision_blocks(vision.depth, vision.embed_dim, inner, vision.hidden_act)
 
 
 @hookimpl
