@@ -19,7 +19,7 @@ def test_examples_print_documented_output(monkeypatch):
 
 
 OPTIONS = [
-    name for name in EngineConfig.model_fields if re.search("pixels|video|image|media|mm_|rgba|fetch|private", name)
+    name for name in EngineConfig.option_fields() if re.search("pixels|video|image|media|mm_|rgba|fetch|private", name)
 ]
 
 

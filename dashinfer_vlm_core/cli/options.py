@@ -47,10 +47,10 @@ class EngineOption(click.Option):
 
 def engine_options() -> list[EngineOption]:
     """Return the options of EngineConfig and of the installed plugins."""
-    plugins = [(kind.title, kind.model_fields) for kind in installed_options()]
+    plugins = [(kind.title, kind.option_fields()) for kind in installed_options()]
     return [
         _option(name, field, plugin)
-        for plugin, fields in [("", EngineConfig.model_fields), *plugins]
+        for plugin, fields in [("", EngineConfig.option_fields()), *plugins]
         for name, field in fields.items()
     ]
 

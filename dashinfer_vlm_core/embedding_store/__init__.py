@@ -1,7 +1,7 @@
 """A store of visual embeddings that several processes share, or that outlives one. Importing this package is cheap.
 
 interface.py                  what a store implements; plugins register stores by the scheme of their URL
-settings.py   opening.py      the options, and the store that they name
+settings.py                   the options, and the store that they name
 client.py     breaker.py      lookups within a time budget, writes in the background
 codec.py                      embeddings as checked bytes; the only module that imports torch
 file_store.py                 the store in a folder
@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..hooks import hookimpl
 from .interface import EmbeddingStore, EmbeddingStoreFactory, Read
-from .opening import open_store, redacted
-from .settings import EmbeddingStoreOptions
+from .settings import EmbeddingStoreOptions, open_store, redacted
 
 if TYPE_CHECKING:
     from ..config import EngineConfig, PluginOptions

@@ -212,7 +212,7 @@ class Dying(Decoder):
 def test_security_19_dead_decoder_returns_503_and_health_reports_it(tiny_checkpoint):
     registry = load_plugins()
     registry.add_plugin(Dying(), name="dying")
-    config = EngineConfig(model=str(tiny_checkpoint), decoder="dying", decoder_restarts=0)
+    config = EngineConfig(model=str(tiny_checkpoint), decoder="dying", limits={"decoder_restarts": 0})
     with Engine(config, registry=registry) as engine, serving(engine) as server, server.http() as client:
         assert client.get("/health/ready").status_code == 200
         assert client.post(CHAT, json=HELLO).status_code == 503

@@ -536,7 +536,7 @@ def test_lost_decoder_exits_with_code_3(tiny_checkpoint, tmp_path):
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: lost\nVersion: 1.0\n")
     (information / "entry_points.txt").write_text("[dashinfer_vlm]\nlost = lost:plugin\n")
     log, path = tmp_path / "log", {"PYTHONPATH": str(tmp_path)}
-    options = ["--model", tiny_checkpoint, "--served-model-name", "tiny", "--port", 0, "--decoder-restarts", 0]
+    options = ["--model", tiny_checkpoint, "--served-model-name", "tiny", "--port", 0]
     with process(log, *options, environment=path) as server:
         served = re.compile(r"^Serving tiny \(decoder dying\) at (\S+)/v1$", re.MULTILINE)
         until(lambda: served.search(log.read_text()) or server.poll() is not None)

@@ -15,11 +15,6 @@ class DashInferOptions(PluginOptions):
     title: ClassVar[str] = "DashInfer only"
 
     tensor_parallel: int = Field(1, ge=1, le=64, description="Number of CUDA devices to split the weights across.")
-    approximate_vision: bool = Field(
-        False,
-        description="Accept images and videos on a CPU, where DashInfer ignores their two-dimensional positions, so"
-        " results are approximate.",
-    )
     dashinfer_python: Path | None = Field(
         None,
         description="Python interpreter of DashInfer's environment; defaults to the one that `dashinfer install`"
