@@ -33,7 +33,7 @@ from .request_context import HEADER, RequestContextMiddleware, get_request_conte
 from .response_store import ResponseStore
 from .responses import ResponseRoutes
 from .routes import PUBLIC_ROUTES
-from .settings import DrainState, Settings
+from .settings import BUFFERED_BODIES, DrainState, Settings
 from .sse import EventStream, chat_error_event, chat_event
 from .tokens import DetokenizeResponse, TokenizeResponse, detokenize, tokenize
 
@@ -118,7 +118,7 @@ def create_app(
             allow_headers=["Authorization", "Content-Type", HEADER],
             expose_headers=[HEADER, "Retry-After", *RATE_LIMIT_HEADERS],
         )
-    budget = BodyMemoryBudget(settings.max_buffered_bytes)
+    budget = BodyMemoryBudget(settings.max_buffered_bytes or BUFFERED_BODIES * settings.max_body_bytes)
     app.add_middleware(
         RequestContextMiddleware, routes=app.routes, metrics=metrics, budget=budget, tracer=settings.tracer
     )

@@ -1,19 +1,26 @@
-"""`--help` with sections of related options."""
+"""Options as fields of dataclasses, and `--help` with sections of related ones."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import Field, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
 from dashinfer_vlm_core.cli.command import EngineCommand
 from dashinfer_vlm_core.cli.config_file import FileOption
-from dashinfer_vlm_core.cli.options import EngineOption
+from dashinfer_vlm_core.cli.options import UNITS, EngineOption
 from dashinfer_vlm_core.config import variable
 
 from .logs import errors_as_records
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 ENGINE_SECTIONS: Mapping[str, str] = {
     "model": "Model",
@@ -65,6 +72,58 @@ class Option(FileOption):
             cause = f"Kubernetes sets {self.envvar} for a Service of that name"
             return f"{cause}. Add `enableServiceLinks: false` to the pod's spec, or set {self.opts[0]}."
         return f"It comes from the environment. Set {self.envvar} to another value, or unset it."
+
+
+class Names(click.ParamType[tuple[str, ...]]):
+    """A list that is separated by commas."""
+
+    name = "NAME,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        return tuple(filter(None, map(str.strip, value.split(",")))) if isinstance(value, str) else value
+
+
+TYPES: Mapping[str, click.ParamType[Any]] = {
+    "Path | None": click.Path(path_type=Path, dir_okay=False),
+    "tuple[str, ...]": Names(),
+}
+"""The types of options by the annotations of fields, where click does not infer them from the default."""
+
+
+def option(section: str, default: Any, help: str, **attributes: Any) -> Any:  # noqa: A002 - click's name
+    """Declare a field of a dataclass that is an option of the command line.
+
+    Args:
+        section: title of its section in the help.
+        default: the default.
+        help: the description.
+        attributes: other attributes of a click option, and `flag`, if it is not named like the field.
+    """
+    return field(default=default, metadata={"section": section, "help": help, **attributes})
+
+
+def options_of(*kinds: type[DataclassInstance]) -> list[click.Parameter]:
+    """Return the options that the fields of dataclasses declare."""
+    return [_option(declared) for kind in kinds for declared in fields(kind) if declared.metadata]
+
+
+def _option(declared: Field[Any]) -> Option:
+    name = declared.name.replace("_", "-")
+    attributes = {
+        "default": declared.default,
+        "show_default": declared.default not in (None, "", ()),
+        "metavar": UNITS.get(name.rsplit("-", maxsplit=1)[-1]),
+        **declared.metadata,
+    }
+    flag = attributes.pop("flag", f"--{name}/--no-{name}" if declared.type == "bool" else f"--{name}")
+    if not attributes.get("multiple"):
+        attributes.setdefault("type", TYPES.get(str(declared.type)))
+    return Option([flag, declared.name], **attributes)
+
+
+def from_options(kind: type[T], options: Mapping[str, Any]) -> T:
+    """Create a dataclass from the values of its options."""
+    return kind(**{declared.name: options[declared.name] for declared in fields(kind) if declared.metadata})
 
 
 class SectionedCommand(EngineCommand):

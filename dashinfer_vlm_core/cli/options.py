@@ -58,7 +58,8 @@ def engine_options() -> list[EngineOption]:
 def _option(name: str, field: FieldInfo, plugin: str) -> EngineOption:
     flag = name.replace("_", "-")
     default = _default_text(name, field.default)
-    text = f"{field.description}  [default: {default}]" if default else field.description
+    description = " ".join((field.description or "").split())
+    text = f"{description}  [default: {default}]" if default else description
     if _member_types(field.annotation) == [bool]:
         return EngineOption([f"--{flag}/--no-{flag}", name], plugin=plugin, help=text)
     # Values stay strings here: only EngineConfig converts and validates them, whatever their source.

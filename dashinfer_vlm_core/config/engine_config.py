@@ -9,7 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeInt, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import SettingsConfigDict
 from typing_extensions import Self
 
@@ -60,8 +70,16 @@ def _lora_module(value: object) -> object:
     return LoraModule(name, path)
 
 
+def _color(value: object, validate: ValidatorFunctionWrapHandler) -> object:
+    try:
+        return validate(value)
+    except ValidationError:
+        raise ValueError("must be three numbers from 0 to 255, such as 255,255,255") from None
+
+
 LoraModules = tuple[Annotated[LoraModule, BeforeValidator(_lora_module)], ...]
 ColorLevel = Annotated[int, Field(ge=0, le=255)]
+Color = Annotated[tuple[ColorLevel, ColorLevel, ColorLevel], WrapValidator(_color)]
 
 
 class EngineConfig(Options):
@@ -83,168 +101,145 @@ class EngineConfig(Options):
 
     model_config: ClassVar[SettingsConfigDict] = SettingsConfigDict(extra="allow")
 
+    python_only: ClassVar[frozenset[str]] = frozenset({"isolate_clients", "limits"})
+
     # Model and decoder
-    model: str = Field(
-        "demo", description="Model to load: a registered name, a checkpoint folder, or a Hugging Face model ID."
-    )
-    served_model_name: str | None = Field(
-        None,
-        description="Name of the model in requests and responses; defaults to the registered name, the folder's name,"
-        " or the model ID.",
-    )
-    revision: str | None = Field(
-        None, description="Branch, tag or commit of a Hugging Face model; defaults to the main branch."
-    )
-    lora: LoraModules = Field(
-        (),
-        description="LoRA adapter in PEFT's format: its name in requests, and a folder or Hugging Face model ID. Can be"
-        " repeated.",
-    )
-    chat_template: Path | None = Field(
-        None, description="File with a Jinja chat template; defaults to the checkpoint's template."
-    )
-    decoder: str = Field("auto", description="Registered name of the decoder; `auto` selects the best one available.")
-    device: str = Field("auto", description="Torch device, such as `cpu` or `cuda:0`; `auto` uses CUDA if available.")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Data type of the weights; `auto` uses the checkpoint's."
-    )
-    quantization: Literal["none", "int8", "int4"] = Field(
-        "none",
-        description="Data type that weights are quantized to: int8 or int4 on a CPU with AVX2, or with DashInfer on"
-        " CUDA.",
-    )
-    vision_quantization: Literal["auto", "none", "int8"] = Field(
-        "auto",
-        description="Data type that weights of the vision encoder are quantized to; `auto` uses int8 if `quantization`"
-        " is set and the CPU kernels support it.",
-    )
-    cpu_kernels: str = Field(
-        "auto",
-        description="Registered name of the CPU kernels, such as `amx`, `avx512`, `onednn` or `torch`; `auto` uses the"
-        " best ones for the processor, or those that `dashinfer-vlm tune` measured to be the fastest.",
-    )
-    cuda_graphs: bool = Field(
-        True,
-        description="Whether decode steps of the PyTorch decoder and small passes of the vision encoder on CUDA are"
-        " replayed as CUDA graphs, which take time to record and memory of the GPU; without effect on a CPU.",
-    )
-    cache_dir: Path | None = Field(
-        None,
-        description="Folder for generated files: compiled kernels, converted models, DashInfer's environment; defaults"
-        " to a folder in the user's cache.",
-    )
+    model: str = "demo"
+    """Model to load: a registered name, a checkpoint folder, or a Hugging Face model ID."""
+
+    served_model_name: str | None = None
+    """Name of the model in requests and responses; defaults to the registered name, the folder's name, or the model
+    ID."""
+
+    revision: str | None = None
+    """Branch, tag or commit of a Hugging Face model; defaults to the main branch."""
+
+    lora: LoraModules = ()
+    """LoRA adapter in PEFT's format: its name in requests, and a folder or Hugging Face model ID. Can be repeated."""
+
+    chat_template: Path | None = None
+    """File with a Jinja chat template; defaults to the checkpoint's template."""
+
+    decoder: str = "auto"
+    """Registered name of the decoder; `auto` selects the best one available."""
+
+    device: str = "auto"
+    """Torch device, such as `cpu` or `cuda:0`; `auto` uses CUDA if available."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Data type of the weights; `auto` uses the checkpoint's."""
+
+    quantization: Literal["none", "int8", "int4"] = "none"
+    """Data type that weights are quantized to: int8 or int4 on a CPU with AVX2, or with DashInfer on CUDA."""
+
+    vision_quantization: Literal["auto", "none", "int8"] = "auto"
+    """Data type that weights of the vision encoder are quantized to; `auto` uses int8 if `quantization` is set and the
+    CPU kernels support it."""
+
+    cpu_kernels: str = "auto"
+    """Registered name of the CPU kernels, such as `amx`, `avx512`, `onednn` or `torch`; `auto` uses the best ones for
+    the processor, or those that `dashinfer-vlm tune` measured to be the fastest."""
+
+    cuda_graphs: bool = True
+    """Whether decode steps of the PyTorch decoder and small passes of the vision encoder on CUDA are replayed as CUDA
+    graphs, which take time to record and memory of the GPU; without effect on a CPU."""
+
+    cache_dir: Path | None = None
+    """Folder for generated files: compiled kernels, converted models, DashInfer's environment; defaults to a folder in
+    the user's cache."""
 
     # Capacity
-    max_model_len: int | None = Field(
-        None,
-        ge=16,
-        description="Maximum number of tokens of prompt plus completion; defaults to the checkpoint's limit.",
-    )
-    max_batch_size: int = Field(
-        32,
-        ge=1,
-        le=4096,
-        description="Maximum number of completions decoded together; a request with n=2 counts twice.",
-    )
-    max_waiting: int = Field(
-        256,
-        ge=0,
-        description="Maximum number of completions that wait for a slot in the batch; further requests are rejected.",
-    )
-    prefill_chunk: int = Field(
-        512,
-        ge=1,
-        description="Maximum number of prompt tokens per step. While other requests are decoded, at most half as many,"
-        " and about as many as take 0.1 seconds.",
-    )
-    kv_cache_mib: int = Field(
-        4096,
-        ge=1,
-        description="Size of the KV cache, for running requests and earlier prompts, in MiB. On a CPU, the default is"
-        " less if the weights leave less than twice as much of the machine's memory.",
-    )
-    kv_cache_dtype: Literal["auto", "bfloat16", "int8"] = Field(
-        "auto",
-        description="Data type of the KV cache, with the PyTorch decoder; `auto` uses that of the weights, int8 needs"
-        " half the memory of bfloat16.",
-    )
-    prefix_cache: bool = Field(
-        True, description="Whether to reuse keys and values of earlier prompts (DashInfer: only on CUDA)."
-    )
-    vision_cache_mib: int = Field(
-        256,
-        ge=0,
-        description="Size of the embedding cache, whose keys are digests of images and videos, in MiB; 0 disables it.",
-    )
+    max_model_len: int | None = Field(None, ge=16)
+    """Maximum number of tokens of prompt plus completion; defaults to the checkpoint's limit."""
+
+    max_batch_size: int = Field(32, ge=1, le=4096)
+    """Maximum number of completions decoded together; a request with n=2 counts twice."""
+
+    max_waiting: int = Field(256, ge=0)
+    """Maximum number of completions that wait for a slot in the batch; further requests are rejected."""
+
+    prefill_chunk: int = Field(512, ge=1)
+    """Maximum number of prompt tokens per step. While other requests are decoded, at most half as many, and about as
+    many as take 0.1 seconds."""
+
+    kv_cache_mib: int = Field(4096, ge=1)
+    """Size of the KV cache, for running requests and earlier prompts, in MiB. On a CPU, the default is less if the
+    weights leave less than twice as much of the machine's memory."""
+
+    kv_cache_dtype: Literal["auto", "bfloat16", "int8"] = "auto"
+    """Data type of the KV cache, with the PyTorch decoder; `auto` uses that of the weights, int8 needs half the memory
+    of bfloat16."""
+
+    prefix_cache: bool = True
+    """Whether to reuse keys and values of earlier prompts (DashInfer: only on CUDA)."""
+
+    vision_cache_mib: int = Field(256, ge=0)
+    """Size of the embedding cache, whose keys are digests of images and videos, in MiB; 0 disables it."""
 
     # Images and videos
-    min_pixels: int | None = Field(
-        None, ge=784, description="Minimum number of pixels of a resized image; defaults to the checkpoint's."
-    )
-    max_pixels: int | None = Field(
-        None, ge=784, description="Maximum number of pixels of a resized image; defaults to the pixels of 1280 tokens."
-    )
-    video_max_pixels: int | None = Field(
-        None, ge=784, description="Maximum number of pixels of a resized video frame; defaults to the model's."
-    )
-    video_total_pixels: int | None = Field(
-        None,
-        ge=784,
-        description="Maximum number of pixels of all resized frames of a video; defaults to the model's.",
-    )
-    video_fps: float | None = Field(
-        None,
-        gt=0,
-        le=120,
-        description="Frames per second sampled from a video file; defaults to the model's.",
-    )
-    video_max_frames: int | None = Field(
-        None,
-        ge=2,
-        description="Maximum number of frames of a video, sampled or sent as a list; defaults to the model's.",
-    )
-    limit_mm_per_prompt: MediaLimits = Field(
-        MediaLimits(), description="Maximum number of images and videos per request, as image=N,video=N or JSON."
-    )
-    enable_mm_embeds: bool = Field(
-        False, description="Whether requests may contain visual embeddings in place of images (`image_embeds`)."
-    )
-    rgba_background: tuple[ColorLevel, ColorLevel, ColorLevel] = Field(
-        (255, 255, 255), description="Background color of transparent images, as R,G,B."
-    )
+    min_pixels: int | None = Field(None, ge=784)
+    """Minimum number of pixels of a resized image; defaults to the checkpoint's."""
+
+    max_pixels: int | None = Field(None, ge=784)
+    """Maximum number of pixels of a resized image; defaults to the pixels of 1280 tokens."""
+
+    video_max_pixels: int | None = Field(None, ge=784)
+    """Maximum number of pixels of a resized video frame; defaults to the model's."""
+
+    video_total_pixels: int | None = Field(None, ge=784)
+    """Maximum number of pixels of all resized frames of a video; defaults to the model's."""
+
+    video_fps: float | None = Field(None, gt=0, le=120)
+    """Frames per second sampled from a video file; defaults to the model's."""
+
+    video_max_frames: int | None = Field(None, ge=2)
+    """Maximum number of frames of a video, sampled or sent as a list; defaults to the model's."""
+
+    limit_mm_per_prompt: MediaLimits = MediaLimits()
+    """Maximum number of images and videos per request, as image=N,video=N or JSON."""
+
+    enable_mm_embeds: bool = False
+    """Whether requests may contain visual embeddings in place of images (`image_embeds`)."""
+
+    rgba_background: Color = (255, 255, 255)
+    """Background color of transparent images, as R,G,B."""
 
     # Sources of media
-    allow_remote_media: bool = Field(True, description="Whether to fetch http and https URLs.")
-    allowed_media_domains: tuple[str, ...] = Field(
-        (), description="Host names that media may be fetched from; defaults to all public hosts."
-    )
-    allow_private_addresses: bool = Field(
-        False, description="Whether media may be fetched from loopback, private and link-local addresses."
-    )
-    allowed_local_media_path: Path | None = Field(
-        None,
-        description="Folder whose files requests may refer to, `/` for all; by default, local files are rejected,"
-        " except by `VLM`.",
-    )
-    image_max_bytes: int = Field(20 * MIB, ge=1, description="Maximum size of an encoded image, in bytes.")
-    video_max_bytes: int = Field(200 * MIB, ge=1, description="Maximum size of an encoded video, in bytes.")
-    video_max_seconds: float = Field(600.0, gt=0, description="Maximum duration of a video, in seconds.")
-    video_reader: str = Field(
-        "auto",
-        description="Registered name of the video reader, such as `pyav` or `decord`; `auto` uses all installed ones"
-        " except decord, best first.",
-    )
-    media_workers: int | None = Field(
-        None,
-        ge=0,
-        le=1024,
-        description="Maximum number of processes that decode media; defaults to one more than there are CPUs. 0 decodes"
-        " in threads of the engine, which is only for trusted media.",
-    )
-    image_fetch_timeout: float = Field(5.0, gt=0, description="Timeout for fetching an image, in seconds.")
-    video_fetch_timeout: float = Field(30.0, gt=0, description="Timeout for fetching a video, in seconds.")
+    allow_remote_media: bool = True
+    """Whether to fetch http and https URLs."""
 
-    # Not options: they have no description
+    allowed_media_domains: tuple[str, ...] = ()
+    """Host names that media may be fetched from; defaults to all public hosts."""
+
+    allow_private_addresses: bool = False
+    """Whether media may be fetched from loopback, private and link-local addresses."""
+
+    allowed_local_media_path: Path | None = None
+    """Folder whose files requests may refer to, `/` for all; by default, local files are rejected, except by `VLM`."""
+
+    image_max_bytes: int = Field(20 * MIB, ge=1)
+    """Maximum size of an encoded image, in bytes."""
+
+    video_max_bytes: int = Field(200 * MIB, ge=1)
+    """Maximum size of an encoded video, in bytes."""
+
+    video_max_seconds: float = Field(600.0, gt=0)
+    """Maximum duration of a video, in seconds."""
+
+    video_reader: str = "auto"
+    """Registered name of the video reader, such as `pyav` or `decord`; `auto` uses all installed ones except decord,
+    best first."""
+
+    media_workers: int | None = Field(None, ge=0, le=1024)
+    """Maximum number of processes that decode media; defaults to one more than there are CPUs. 0 decodes in threads of
+    the engine, which is only for trusted media."""
+
+    image_fetch_timeout: float = Field(5.0, gt=0)
+    """Timeout for fetching an image, in seconds."""
+
+    video_fetch_timeout: float = Field(30.0, gt=0)
+    """Timeout for fetching a video, in seconds."""
+
     isolate_clients: bool = False
     limits: Limits = Limits()
 

@@ -29,7 +29,8 @@ class _Environment(EnvSettingsSource):
     """Our environment variables, else vLLM's."""
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        if not field.description:
+        assert issubclass(self.settings_cls, Options)
+        if field_name in self.settings_cls.python_only:
             return None, field_name, False
         value, key, is_complex = super().get_field_value(field, field_name)
         if value is None:
@@ -38,16 +39,20 @@ class _Environment(EnvSettingsSource):
 
 
 class Options(BaseSettings):
-    """Options that are fields with a type, a default and a description. Fields without one are no options: only Python
-    code sets them.
+    """Options that are fields with a type, a default and a docstring, which is the text of the help.
+
+    Attributes:
+        python_only: names of fields that are no options: only Python code sets them.
 
     Raises:
         ConfigError: a value is out of range; the message contains the name of the option.
     """
 
     model_config: ClassVar[SettingsConfigDict] = SettingsConfigDict(
-        env_prefix=ENV_PREFIX, frozen=True, extra="forbid", enable_decoding=False
+        env_prefix=ENV_PREFIX, frozen=True, extra="forbid", enable_decoding=False, use_attribute_docstrings=True
     )
+
+    python_only: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, **options: Any) -> None:
         try:
@@ -58,7 +63,7 @@ class Options(BaseSettings):
     @classmethod
     def option_fields(cls) -> dict[str, FieldInfo]:
         """Return the fields that are options, by name."""
-        return {name: field for name, field in cls.model_fields.items() if field.description}
+        return {name: field for name, field in cls.model_fields.items() if name not in cls.python_only}
 
     @classmethod
     def settings_customise_sources(
@@ -82,7 +87,7 @@ class Options(BaseSettings):
 
 
 class PluginOptions(Options):
-    """Base class of a plugin's options: fields with a type, a default and a description.
+    """Base class of a plugin's options: fields with a type, a default and a docstring or `description`.
 
     A plugin registers its class through `register_options`. Each field is then an option of the command line, the
     configuration file, the environment (`DASHINFER_VLM_` and its name in upper case) and `EngineConfig(...)`. The
@@ -110,7 +115,7 @@ def check_options(kind: object) -> type[PluginOptions]:
     """Check an options class that a plugin registers, and return it.
 
     Raises:
-        PluginError: it is not a subclass of `PluginOptions`, or one of its fields has no default or no description.
+        PluginError: it is not a subclass of `PluginOptions`, or one of its fields has no default.
     """
     if not (isinstance(kind, type) and issubclass(kind, PluginOptions)):
         raise PluginError(f"Options must be a subclass of PluginOptions, got {kind!r}.")
@@ -118,9 +123,8 @@ def check_options(kind: object) -> type[PluginOptions]:
         kind.model_construct()
     except Exception as error:
         raise PluginError(f"A default of the options {kind.__name__} raises an error: {error}") from error
-    for name, field in kind.model_fields.items():
-        if field.is_required() or not field.description:
-            raise PluginError(f"The option {name!r} of {kind.__name__} must have a default and a description.")
+    if required := [name for name, field in kind.model_fields.items() if field.is_required()]:
+        raise PluginError(f"The option {required[0]!r} of {kind.__name__} must have a default.")
     return kind
 
 

@@ -22,23 +22,19 @@ MIN_SECRET_BYTES = 16
 class EmbeddingStoreOptions(PluginOptions):
     title: ClassVar[str] = "Embedding store"
 
-    embedding_store: str | None = Field(
-        None,
-        repr=False,
-        description="URL of a store of visual embeddings that other processes can use too, such as"
-        " redis://HOST:6379/0 or file:///FOLDER; by default, only the embedding cache in memory is used.",
-    )
-    embedding_store_mib: int = Field(
-        4096, ge=64, description="Maximum size of a store in a folder, in MiB; an embedding has at most 64 MiB."
-    )
-    embedding_store_ttl: int = Field(
-        7 * 24 * 3600, ge=1, le=10**9, description="Seconds after the last use of an embedding when it expires."
-    )
-    embedding_store_secret_file: Path | None = Field(
-        None,
-        description="File with a secret that all users of the store share: values without it are rejected, and cache"
-        " namespaces of API keys are the same in all processes.",
-    )
+    embedding_store: str | None = Field(None, repr=False)
+    """URL of a store of visual embeddings that other processes can use too, such as redis://HOST:6379/0 or
+    file:///FOLDER; by default, only the embedding cache in memory is used."""
+
+    embedding_store_mib: int = Field(4096, ge=64)
+    """Maximum size of a store in a folder, in MiB; an embedding has at most 64 MiB."""
+
+    embedding_store_ttl: int = Field(7 * 24 * 3600, ge=1, le=10**9)
+    """Seconds after the last use of an embedding when it expires."""
+
+    embedding_store_secret_file: Path | None = None
+    """File with a secret that all users of the store share: values without it are rejected, and cache namespaces of API
+    keys are the same in all processes."""
 
     def read_secret(self) -> bytes:
         """Return the secret, without white space around it; empty if there is none.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field
-
 from dashinfer_vlm_core.config import PluginOptions
 from dashinfer_vlm_core.errors import ConfigError
 
@@ -13,11 +11,9 @@ from dashinfer_vlm_core.errors import ConfigError
 class TorchOptions(PluginOptions):
     title: ClassVar[str] = "PyTorch decoder only"
 
-    speculative_method: Literal["ngram", "none"] = Field(
-        "ngram",
-        description="How several tokens of a completion are computed per step, with the same result: `ngram` proposes"
-        " repetitions of earlier text, and text that the response format prescribes; `none` computes one per step.",
-    )
+    speculative_method: Literal["ngram", "none"] = "ngram"
+    """How several tokens of a completion are computed per step, with the same result: `ngram` proposes repetitions of
+    earlier text, and text that the response format prescribes; `none` computes one per step."""
 
     def check(self, decoder: str) -> None:
         if decoder != "torch" and "speculative_method" in self.model_fields_set and self.speculative_method != "none":

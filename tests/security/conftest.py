@@ -110,7 +110,7 @@ def running_server(**options: Any) -> Iterator[ServerClient]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(asyncio, "new_event_loop", SkippableLoop)
         engine.start()
-    with contextlib.closing(engine), serving(engine, max_body_bytes=10_000_000) as server, server.http() as http:
+    with contextlib.closing(engine), serving(engine, max_body_mib=10) as server, server.http() as http:
         yield ServerClient(engine, http)
 
 
