@@ -90,6 +90,9 @@ TYPES: Mapping[str, click.ParamType[Any]] = {
 """The types of options by the annotations of fields, where click does not infer them from the default."""
 
 
+METAVARS: Mapping[str, str] = {"int": "INT", "int | None": "INT"}
+
+
 def option(section: str, default: Any, help: str, **attributes: Any) -> Any:  # noqa: A002 - click's name
     """Declare a field of a dataclass that is an option of the command line.
 
@@ -112,7 +115,7 @@ def _option(declared: Field[Any]) -> Option:
     attributes = {
         "default": declared.default,
         "show_default": declared.default not in (None, "", ()),
-        "metavar": UNITS.get(name.rsplit("-", maxsplit=1)[-1]),
+        "metavar": UNITS.get(name.rsplit("-", maxsplit=1)[-1], METAVARS.get(str(declared.type))),
         **declared.metadata,
     }
     flag = attributes.pop("flag", f"--{name}/--no-{name}" if declared.type == "bool" else f"--{name}")
