@@ -12,9 +12,9 @@ import click
 from dashinfer_vlm_core.cli.config_file import option_values
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import ConfigError
-from dashinfer_vlm_server.help import IntegerRange, NumberRange, Option, SectionedCommand, options_of
-from dashinfer_vlm_server.plugin import create_settings
-from dashinfer_vlm_server.settings import KeyOptions, Settings
+from dashinfer_vlm_server.help import IntegerRange, NumberRange, Option, SectionedCommand
+from dashinfer_vlm_server.plugin import APPLICATION_OPTIONS, create_settings
+from dashinfer_vlm_server.settings import Settings
 from dashinfer_vlm_server.sockets import Address
 
 Routing = Literal["content", "load", "round-robin"]
@@ -163,7 +163,7 @@ def _replica_option(name: str) -> Option:
     return Option([f"--{name.replace('_', '-')}"], section="Replicas", type=_TYPES[name], default=default)
 
 
-@click.command(cls=SectionedCommand, params=[*map(_replica_option, _TYPES), *options_of(KeyOptions, Settings)])
+@click.command(cls=SectionedCommand, params=[*map(_replica_option, _TYPES), *APPLICATION_OPTIONS])
 def _command(*, config: EngineConfig, **options: Any) -> RayConfig:
     return RayConfig(
         engine=config,

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, field, fields
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from inspect import signature
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import click
 from click.core import ParameterSource
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from dashinfer_vlm_core.cli.command import EngineCommand
 from dashinfer_vlm_core.cli.config_file import FileOption
-from dashinfer_vlm_core.cli.options import UNITS, EngineOption
+from dashinfer_vlm_core.cli.options import EngineOption, option_attributes
 from dashinfer_vlm_core.config import variable
+from dashinfer_vlm_core.protocol.validation_messages import validation_message
 
 from .logs import errors_as_records
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+    from pydantic.fields import FieldInfo
 
-T = TypeVar("T", bound="DataclassInstance")
+T = TypeVar("T")
+
+OPTIONS = ConfigDict(arbitrary_types_allowed=True, use_attribute_docstrings=True)
+"""Configuration of pydantic dataclasses whose fields are options; their docstrings are the help."""
 
 ENGINE_SECTIONS: Mapping[str, str] = {
     "model": "Model",
@@ -74,59 +78,39 @@ class Option(FileOption):
         return f"It comes from the environment. Set {self.envvar} to another value, or unset it."
 
 
-class Names(click.ParamType[tuple[str, ...]]):
-    """A list that is separated by commas."""
+class FieldType(click.ParamType[Any]):
+    """Converts and checks a value as pydantic does for a field."""
 
-    name = "NAME,..."
+    name = "value"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        return tuple(filter(None, map(str.strip, value.split(",")))) if isinstance(value, str) else value
+    def __init__(self, field: FieldInfo) -> None:
+        parts = (field.annotation, *field.metadata)
+        kind: Any = Annotated[parts] if field.metadata else field.annotation
+        self._adapter: TypeAdapter[Any] = TypeAdapter(kind)
 
-
-TYPES: Mapping[str, click.ParamType[Any]] = {
-    "Path | None": click.Path(path_type=Path, dir_okay=False),
-    "tuple[str, ...]": Names(),
-}
-"""The types of options by the annotations of fields, where click does not infer them from the default."""
-
-
-METAVARS: Mapping[str, str] = {"int": "INT", "int | None": "INT"}
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return self._adapter.validate_python(value)
+        except ValidationError as error:
+            self.fail(f"{value!r} {validation_message(error.errors()[0])}.", param, ctx)
 
 
-def option(section: str, default: Any, help: str, **attributes: Any) -> Any:  # noqa: A002 - click's name
-    """Declare a field of a dataclass that is an option of the command line.
-
-    Args:
-        section: title of its section in the help.
-        default: the default.
-        help: the description.
-        attributes: other attributes of a click option, and `flag`, if it is not named like the field.
-    """
-    return field(default=default, metadata={"section": section, "help": help, **attributes})
-
-
-def options_of(*kinds: type[DataclassInstance]) -> list[click.Parameter]:
-    """Return the options that the fields of dataclasses declare."""
-    return [_option(declared) for kind in kinds for declared in fields(kind) if declared.metadata]
-
-
-def _option(declared: Field[Any]) -> Option:
-    name = declared.name.replace("_", "-")
-    attributes = {
-        "default": declared.default,
-        "show_default": declared.default not in (None, "", ()),
-        "metavar": UNITS.get(name.rsplit("-", maxsplit=1)[-1], METAVARS.get(str(declared.type))),
-        **declared.metadata,
-    }
-    flag = attributes.pop("flag", f"--{name}/--no-{name}" if declared.type == "bool" else f"--{name}")
-    if not attributes.get("multiple"):
-        attributes.setdefault("type", TYPES.get(str(declared.type)))
-    return Option([flag, declared.name], **attributes)
+def options_of(kind: type[Any]) -> list[click.Parameter]:
+    """Return an option for each field of a pydantic dataclass; its `title` is the section in the help."""
+    return [
+        Option(
+            section=kind.title,
+            default=field.default,
+            type=None if field.annotation is bool else FieldType(field),
+            **option_attributes(name, field),
+        )
+        for name, field in kind.__pydantic_fields__.items()
+    ]
 
 
 def from_options(kind: type[T], options: Mapping[str, Any]) -> T:
     """Create a dataclass from the values of its options."""
-    return kind(**{declared.name: options[declared.name] for declared in fields(kind) if declared.metadata})
+    return kind(**{name: options[name] for name in signature(kind).parameters})
 
 
 class SectionedCommand(EngineCommand):

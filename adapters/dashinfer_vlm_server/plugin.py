@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 from click.core import ParameterSource
@@ -17,10 +17,11 @@ from dashinfer_vlm_core.embedding_store import EmbeddingStoreOptions
 from dashinfer_vlm_core.errors import extra_required
 from dashinfer_vlm_core.hooks import hookimpl
 
-from .api_keys import KEYS_VARIABLE
+from .api_keys import KEY_VARIABLE, KEYS_VARIABLE
 from .cross_origin import is_host_name
-from .help import SectionedCommand, from_options, options_of
-from .settings import KeyOptions, ProcessOptions, Settings
+from .help import Option, SectionedCommand, from_options, options_of
+from .logs import LogFormat, set_format
+from .settings import ApplicationOptions, KeyOptions, ProcessOptions, Settings
 from .sockets import Address
 
 if TYPE_CHECKING:
@@ -34,7 +35,38 @@ def register_commands(group: click.Group) -> None:
     group.add_command(serve)
 
 
-@click.command(cls=SectionedCommand, params=options_of(Address, KeyOptions, Settings, ProcessOptions))
+def _set_format(context: click.Context, _option: click.Parameter, log_format: LogFormat) -> LogFormat:
+    """Set the format immediately, so that errors in other options are also logged in it."""
+    if not context.resilient_parsing:
+        set_format(log_format)
+    return log_format
+
+
+_API_KEY = Option(
+    ["--api-key", "api_keys"],
+    section=KeyOptions.title,
+    multiple=True,
+    envvar=[KEYS_VARIABLE, KEY_VARIABLE],
+    metavar="KEY",
+    help=f"API key that clients must send; can be repeated. {KEYS_VARIABLE} (separated by spaces) and a file are safer:"
+    " `ps` shows command lines to all users.",
+)
+_LOG_FORMAT = Option(
+    ["--log-format"],
+    section=ProcessOptions.title,
+    type=click.Choice(get_args(LogFormat)),
+    default="text",
+    show_default=True,
+    callback=_set_format,
+    help="Format of log lines.",
+)
+APPLICATION_OPTIONS = [_API_KEY, *options_of(KeyOptions), *options_of(ApplicationOptions)]
+
+
+@click.command(
+    cls=SectionedCommand,
+    params=[*options_of(Address), *APPLICATION_OPTIONS, *options_of(ProcessOptions), _LOG_FORMAT],
+)
 def serve(*, config: EngineConfig, **options: Any) -> None:
     """Serve OpenAI's Chat Completions and Responses APIs over HTTP.
 
@@ -53,17 +85,17 @@ def serve(*, config: EngineConfig, **options: Any) -> None:
 
 
 def create_settings(options: dict[str, Any], config: EngineConfig) -> Settings:
-    """Create settings from the values of the options of `KeyOptions` and `Settings`, and of `--host` if it is one.
+    """Create settings from the values of `APPLICATION_OPTIONS`, and of `--host` if it is one.
 
     Raises:
         ConfigError: a value is invalid, or a file cannot be read.
     """
-    settings = from_options(Settings, options)
-    host = options.get("host", "")
-    return replace(
-        settings,
-        allowed_hosts=(*settings.allowed_hosts, host) if is_host_name(host) else settings.allowed_hosts,
-        keys=from_options(KeyOptions, options).read(),
+    given = asdict(from_options(ApplicationOptions, options))
+    if is_host_name(host := options.get("host", "")):
+        given["allowed_hosts"] += (host,)
+    return Settings(
+        **given,
+        keys=from_options(KeyOptions, options).read(options["api_keys"]),
         namespace_secret=config.options_of(EmbeddingStoreOptions).read_secret(),
     )
 
@@ -74,9 +106,9 @@ def _serve(config: EngineConfig, options: dict[str, Any]) -> int:
     process = from_options(ProcessOptions, options)
     address = from_options(Address, options)
     settings = create_settings(options, config)
-    settings = replace(settings, tracer=_tracer(process.otlp_traces_endpoint))
+    tracer = _tracer(process.otlp_traces_endpoint)
     _warn(settings, address, config.options_of(EmbeddingStoreOptions))
-    return run(isolate_clients(config, settings), settings, address, grace=process.grace)
+    return run(isolate_clients(config, settings), settings, address, grace=process.grace, tracer=tracer)
 
 
 def isolate_clients(config: EngineConfig, settings: Settings) -> EngineConfig:

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
     from dashinfer_vlm_core.config import EngineConfig
 
+    from .tracing import Tracer
+
 logger: logging.Logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 65
@@ -62,7 +64,14 @@ SAMPLE_REQUEST = '{"messages": [{"role": "user", "content": "Hello!"}]}'
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def run(config: EngineConfig, settings: Settings, address: Address, *, grace: float = GRACE_SECONDS) -> int:
+def run(
+    config: EngineConfig,
+    settings: Settings,
+    address: Address,
+    *,
+    grace: float = GRACE_SECONDS,
+    tracer: Tracer | None = None,
+) -> int:
     """Load a model and serve it until SIGINT or SIGTERM. Returns the exit code of the process.
 
     Raises:
@@ -73,7 +82,7 @@ def run(config: EngineConfig, settings: Settings, address: Address, *, grace: fl
     drain_state, engine = DrainState(), Engine(config)
     with open_listener(address) as listener:
         detect_lost_peers(listener)
-        application = create_app(engine, settings, drain_state=drain_state)
+        application = create_app(engine, settings, tracer=tracer, drain_state=drain_state)
         if settings.keys.file:
             _on_hangup(lambda: application.state.reload_api_keys(force=True))
         server = Server(

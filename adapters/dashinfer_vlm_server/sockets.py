@@ -8,47 +8,49 @@ import socket
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from dashinfer_vlm_core.errors import ConfigError
 
-from .help import IntegerRange, option
-
-NETWORK = "Network"
+from .help import OPTIONS
 
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(config=OPTIONS, frozen=True, kw_only=True, slots=True)
 class Address:
     """The address of the server, with or without TLS.
-
-    Attributes:
-        host, port: a local address; port 0 selects a free port.
-        uds: path of a Unix socket, used instead of host and port. Only the user of the server can connect.
-        root_path: path prefix that a reverse proxy strips.
-        ssl_certfile: the server's certificate chain, in PEM format; None disables TLS.
-        ssl_keyfile: the private key, unless it is in the same file.
-        ssl_ca_certs: CA certificates; if set, clients must present a certificate signed by one of them.
 
     Raises:
         ConfigError: there are TLS files without a certificate, or the prefix is not the path of a folder.
     """
 
-    host: str = option(
-        NETWORK, "127.0.0.1", "Address to listen on; 0.0.0.0 for all IPv4 interfaces.", metavar="ADDRESS"
-    )
-    port: int = option(
-        NETWORK, 8000, "Port to listen on; 0 selects a free port.", type=IntegerRange(0, 65535), metavar="PORT"
-    )
-    uds: Path | None = option(NETWORK, None, "Unix socket to listen on, instead of host and port.")
-    root_path: str = option(NETWORK, "", "Path prefix that a reverse proxy strips.", metavar="PATH")
-    ssl_certfile: Path | None = option(NETWORK, None, "Certificate chain of the server; enables TLS.")
-    ssl_keyfile: Path | None = option(NETWORK, None, "Private key of the certificate, without a password.")
-    ssl_ca_certs: Path | None = option(
-        NETWORK, None, "CA certificates; clients must present a certificate signed by one of them."
-    )
+    title: ClassVar[str] = "Network"
+
+    host: str = Field(default="127.0.0.1", title="ADDRESS")
+    """Address to listen on; 0.0.0.0 for all IPv4 interfaces."""
+
+    port: int = Field(default=8000, ge=0, le=65535, title="PORT")
+    """Port to listen on; 0 selects a free port."""
+
+    uds: Path | None = Field(default=None, title="FILE")
+    """Unix socket to listen on, instead of host and port. Only the user of the server can connect."""
+
+    root_path: str = Field(default="", title="PATH")
+    """Path prefix that a reverse proxy strips."""
+
+    ssl_certfile: Path | None = Field(default=None, title="FILE")
+    """Certificate chain of the server; enables TLS."""
+
+    ssl_keyfile: Path | None = Field(default=None, title="FILE")
+    """Private key of the certificate, without a password; defaults to the one in the same file."""
+
+    ssl_ca_certs: Path | None = Field(default=None, title="FILE")
+    """CA certificates; clients must present a certificate signed by one of them."""
 
     def __post_init__(self) -> None:
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):

@@ -18,16 +18,6 @@ if TYPE_CHECKING:
 REPEATABLE = {"lora"}
 """Options that are given once for each value, which may contain commas."""
 
-METAVARS = {
-    "lora": "NAME=FOLDER",
-    "model": "NAME|FOLDER",
-    "allowed_media_domains": "NAME,...",
-    "embedding_store": "URL",
-    "limit_mm_per_prompt": "image=N,video=N",
-    "rgba_background": "R,G,B",
-}
-"""Placeholders for values in the help, for options whose type and unit do not determine them."""
-
 UNITS = {"mib": "MIB", "bytes": "BYTES", "pixels": "PIXELS", "patches": "PATCHES", "seconds": "SECONDS",
          "timeout": "SECONDS", "ttl": "SECONDS", "frames": "FRAMES"}  # fmt: skip
 """Placeholders by the last word of a field's name, for fields with a unit."""
@@ -49,28 +39,33 @@ def engine_options() -> list[EngineOption]:
     """Return the options of EngineConfig and of the installed plugins."""
     plugins = [(kind.title, kind.option_fields()) for kind in installed_options()]
     return [
-        _option(name, field, plugin)
+        EngineOption(plugin=plugin, **option_attributes(name, field))
         for plugin, fields in [("", EngineConfig.option_fields()), *plugins]
         for name, field in fields.items()
     ]
 
 
-def _option(name: str, field: FieldInfo, plugin: str) -> EngineOption:
+def option_attributes(name: str, field: FieldInfo) -> dict[str, Any]:
+    """Return the attributes of a click option for a field, but for the type: pydantic validates values.
+
+    Args:
+        name: the field's name.
+        field: its type, default and docstring. Its title is the placeholder for values in the help, if its type and
+            unit do not determine it.
+    """
     flag = name.replace("_", "-")
     default = _default_text(name, field.default)
     description = " ".join((field.description or "").split())
     text = f"{description}  [default: {default}]" if default else description
     if _member_types(field.annotation) == [bool]:
-        return EngineOption([f"--{flag}/--no-{flag}", name], plugin=plugin, help=text)
-    # Values stay strings here: only EngineConfig converts and validates them, whatever their source.
-    return EngineOption(
-        [f"--{flag}", name],
-        plugin=plugin,
-        multiple=name in REPEATABLE,
-        metavar=_metavar(name, field.annotation),
-        help=text,
-        shell_complete=functools.partial(_complete, name, field.annotation),
-    )
+        return {"param_decls": [f"--{flag}/--no-{flag}", name], "help": text}
+    return {
+        "param_decls": [f"--{flag}", name],
+        "multiple": name in REPEATABLE,
+        "metavar": field.title or _metavar(name, field.annotation),
+        "help": text,
+        "shell_complete": functools.partial(_complete, name, field.annotation),
+    }
 
 
 def _complete(
@@ -97,7 +92,7 @@ def _choices(annotation: Any) -> tuple[str, ...]:
 
 def _default_text(name: str, default: object) -> str:
     """Format a default for the help; empty if the description states the default."""
-    if default is None or default == ():
+    if default is None or default in ((), ""):
         return ""
     if isinstance(default, bool):
         return name.replace("_", "-") if default else f"no-{name.replace('_', '-')}"
@@ -111,8 +106,8 @@ def _default_text(name: str, default: object) -> str:
 def _metavar(name: str, annotation: Any) -> str:
     if words := _choices(annotation):
         return f"[{'|'.join(words)}]"
-    if known := METAVARS.get(name) or UNITS.get(name.rsplit("_", maxsplit=1)[-1]):
-        return known
+    if unit := UNITS.get(name.rsplit("_", maxsplit=1)[-1]):
+        return unit
     return {int: "INT", float: "NUMBER", Path: "PATH"}.get(_member_types(annotation)[0], "NAME")
 
 

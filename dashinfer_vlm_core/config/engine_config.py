@@ -104,7 +104,7 @@ class EngineConfig(Options):
     python_only: ClassVar[frozenset[str]] = frozenset({"isolate_clients", "limits"})
 
     # Model and decoder
-    model: str = "demo"
+    model: str = Field("demo", title="NAME|FOLDER")
     """Model to load: a registered name, a checkpoint folder, or a Hugging Face model ID."""
 
     served_model_name: str | None = None
@@ -114,7 +114,7 @@ class EngineConfig(Options):
     revision: str | None = None
     """Branch, tag or commit of a Hugging Face model; defaults to the main branch."""
 
-    lora: LoraModules = ()
+    lora: LoraModules = Field((), title="NAME=FOLDER")
     """LoRA adapter in PEFT's format: its name in requests, and a folder or Hugging Face model ID. Can be repeated."""
 
     chat_template: Path | None = None
@@ -195,20 +195,20 @@ class EngineConfig(Options):
     video_max_frames: int | None = Field(None, ge=2)
     """Maximum number of frames of a video, sampled or sent as a list; defaults to the model's."""
 
-    limit_mm_per_prompt: MediaLimits = MediaLimits()
+    limit_mm_per_prompt: MediaLimits = Field(MediaLimits(), title="image=N,video=N")
     """Maximum number of images and videos per request, as image=N,video=N or JSON."""
 
     enable_mm_embeds: bool = False
     """Whether requests may contain visual embeddings in place of images (`image_embeds`)."""
 
-    rgba_background: Color = (255, 255, 255)
+    rgba_background: Color = Field((255, 255, 255), title="R,G,B")
     """Background color of transparent images, as R,G,B."""
 
     # Sources of media
     allow_remote_media: bool = True
     """Whether to fetch http and https URLs."""
 
-    allowed_media_domains: tuple[str, ...] = ()
+    allowed_media_domains: tuple[str, ...] = Field((), title="NAME,...")
     """Host names that media may be fetched from; defaults to all public hosts."""
 
     allow_private_addresses: bool = False

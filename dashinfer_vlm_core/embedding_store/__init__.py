@@ -10,7 +10,7 @@ file_store.py                 the store in a folder
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..hooks import hookimpl
 from .interface import EmbeddingStore, EmbeddingStoreFactory, Read
@@ -18,27 +18,15 @@ from .settings import EmbeddingStoreOptions, open_store, redacted
 
 if TYPE_CHECKING:
     from ..config import EngineConfig, PluginOptions
-    from .client import EmbeddingStoreClient, EmbeddingStoreStats
 
 __all__ = [
     "EmbeddingStore",
-    "EmbeddingStoreClient",
     "EmbeddingStoreFactory",
     "EmbeddingStoreOptions",
-    "EmbeddingStoreStats",
     "Read",
     "open_store",
     "redacted",
 ]
-
-
-# Lazily: the module of the client imports anyio, which `dashinfer-vlm --help` does not need.
-def __getattr__(name: str) -> Any:
-    if name in {"EmbeddingStoreClient", "EmbeddingStoreStats"}:
-        from . import client
-
-        return getattr(client, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class FileStoreFactory:

@@ -22,7 +22,7 @@ MIN_SECRET_BYTES = 16
 class EmbeddingStoreOptions(PluginOptions):
     title: ClassVar[str] = "Embedding store"
 
-    embedding_store: str | None = Field(None, repr=False)
+    embedding_store: str | None = Field(None, repr=False, title="URL")
     """URL of a store of visual embeddings that other processes can use too, such as redis://HOST:6379/0 or
     file:///FOLDER; by default, only the embedding cache in memory is used."""
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..config import EngineConfig
-from ..embedding_store import EmbeddingStoreClient, EmbeddingStoreOptions, open_store, redacted
+from ..embedding_store import EmbeddingStoreOptions, open_store, redacted
+from ..embedding_store.client import EmbeddingStoreClient
 from ..kernels.workload import VISION_ENCODER
 from ..models.vision_key import vision_key
 

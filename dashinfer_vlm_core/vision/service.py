@@ -11,7 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from cachetools import LRUCache
@@ -244,9 +244,11 @@ class VisionService:
         """Return the job for this item: a finished one if it is cached, else the pending one, else a new one."""
         salted = _salted(item.digest, cache_salt)
         key = self._key(salted, adapter)
-        encoder, stored = self._encoder, salted
+        encoder = self._encoder
+        stored = salted
         if adapter:
-            encoder, stored = adapter.encoder, hashlib.sha256(b"adapter" + adapter.key + salted).digest()
+            encoder = adapter.encoder
+            stored = hashlib.sha256(b"adapter" + adapter.key + salted).digest()
         if (embedding := self._cache.get(key)) is not None:
             self._hits += 1
             job = _Job(key, salted, item, encoder, stored)
@@ -355,13 +357,15 @@ class VisionService:
 
     def _measure(self, seconds: float, patches: int) -> None:
         """Update the average time per patch."""
-        last, average = seconds / patches, self._seconds_per_patch
-        self._seconds_per_patch = last if average is None else average + SMOOTHING * (last - average)
+        last = seconds / patches
+        average = last if self._seconds_per_patch is None else self._seconds_per_patch
+        self._seconds_per_patch = average + SMOOTHING * (last - average)
 
     async def _run_encoder(self, encoder: VisionEncoder, batch: list[Patches]) -> list[torch.Tensor]:
         """Run the encoder and check the number of rows that it returns."""
         embeddings = await asyncio.get_running_loop().run_in_executor(self._thread, encoder.encode, batch)
-        rows, expected = [len(embedding) for embedding in embeddings], [item.tokens for item in batch]
+        rows = [len(embedding) for embedding in embeddings]
+        expected = [item.tokens for item in batch]
         if rows != expected:
             raise EngineError(f"The vision encoder returned {rows} visual tokens instead of {expected}.")
         return embeddings
@@ -374,32 +378,34 @@ class VisionService:
 _LookupTask: TypeAlias = "asyncio.Task[list[torch.Tensor | None]]"
 
 
+@dataclass(slots=True, eq=False)
 class _Job:
     """One item to encode, shared by all callers that wait for it.
 
     Attributes:
         key: cache key.
         digest: salted digest of the content.
+        patches: the item.
         encoder: the encoder to use.
         stored_digest: what identifies its embedding in the store: the salted digest, and the adapter if there is one.
-        size: number of patches.
         callers: number of waiting callers.
         started: whether it is looked up, queued, encoded or finished.
     """
 
-    def __init__(
-        self, key: bytes, digest: bytes, patches: Patches, encoder: VisionEncoder, stored_digest: bytes
-    ) -> None:
-        self.encoder = encoder
-        self.stored_digest = stored_digest
-        self.key = key
-        self.digest = digest
-        self.patches = patches
-        self.size = patches.grid.patches
-        self.callers = 0
-        self.started = False
-        self._done = asyncio.Event()
-        self._outcome: torch.Tensor | Exception | None = None
+    key: bytes
+    digest: bytes
+    patches: Patches
+    encoder: VisionEncoder
+    stored_digest: bytes
+    callers: int = 0
+    started: bool = False
+    _done: asyncio.Event = field(default_factory=asyncio.Event)
+    _outcome: torch.Tensor | Exception | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of patches."""
+        return self.patches.grid.patches
 
     def finish(self, outcome: torch.Tensor | Exception) -> None:
         self._outcome = outcome

@@ -17,7 +17,6 @@ import torch
 
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.embedding_store import (
-    EmbeddingStoreClient,
     EmbeddingStoreOptions,
     FileStoreFactory,
     Read,
@@ -26,7 +25,7 @@ from dashinfer_vlm_core.embedding_store import (
 )
 from dashinfer_vlm_core.embedding_store import client as client_module
 from dashinfer_vlm_core.embedding_store import file_store as file_store_module
-from dashinfer_vlm_core.embedding_store.client import CLOSE_TIMEOUT, WRITE_TIMEOUT, Lookup
+from dashinfer_vlm_core.embedding_store.client import CLOSE_TIMEOUT, WRITE_TIMEOUT, EmbeddingStoreClient, Lookup
 from dashinfer_vlm_core.embedding_store.codec import EmbeddingCodec
 from dashinfer_vlm_core.embedding_store.file_store import BLOCK, LOCK_FILE, SIZE_FILE, FileStore
 from dashinfer_vlm_core.embedding_store.interface import InvalidValueError

@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig
-from dashinfer_vlm_core.embedding_store import EmbeddingStoreClient, Read, open_store
+from dashinfer_vlm_core.embedding_store import Read, open_store
+from dashinfer_vlm_core.embedding_store.client import EmbeddingStoreClient
 from dashinfer_vlm_core.embedding_store.codec import EmbeddingCodec
 from dashinfer_vlm_core.errors import ConfigError, MissingDependency
 from dashinfer_vlm_core.plugins import load_plugins

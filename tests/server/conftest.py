@@ -115,10 +115,10 @@ class RunningServer:
 
 @contextlib.contextmanager
 def serving(
-    engine: ChatEngine, *, protocol: type[TimeoutH11Protocol] = TimeoutH11Protocol, **options
+    engine: ChatEngine, *, protocol: type[TimeoutH11Protocol] = TimeoutH11Protocol, tracer=None, **options
 ) -> Iterator[RunningServer]:
     """Serve `engine`, which can be a test double without a checkpoint."""
-    with RunningServer(create_app(engine, Settings(**options)), protocol=protocol).running() as server:
+    with RunningServer(create_app(engine, Settings(**options), tracer=tracer), protocol=protocol).running() as server:
         yield server
 
 

@@ -345,14 +345,14 @@ def test_precedence_of_command_line_file_and_environment(tmp_path):
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("PORT", "x", "'x' is not a valid integer. It comes from the environment. Set DASHINFER_VLM_PORT to"),
+        ("PORT", "x", "'x' must be an integer. It comes from the environment. Set DASHINFER_VLM_PORT to"),
         (
             "PORT",
             "65536",
-            "65536 is not in the range 0<=x<=65535. It comes from the environment. Set",
+            "'65536' must be at most 65535. It comes from the environment. Set",
         ),
         ("PORT", "tcp://10.0.0.1:80", "Add `enableServiceLinks: false` to the pod's spec, or set --port"),
-        ("GRACE", "soon", "'soon' is not a valid number. It comes from the environment. Set DASHINFER_VLM_GRACE"),
+        ("GRACE", "soon", "'soon' must be a number. It comes from the environment. Set DASHINFER_VLM_GRACE"),
         ("PAGE", "maybe", "Set DASHINFER_VLM_PAGE to another value"),
         (
             "LOG_FORMAT",
