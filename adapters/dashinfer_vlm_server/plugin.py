@@ -125,7 +125,6 @@ def _tracer(endpoint: str | None) -> Tracer | None:
 
 
 def _warn(settings: Settings, address: Address, store: EmbeddingStoreOptions) -> None:
-    """Warn about settings that expose the server, perhaps unintentionally."""
     context = click.get_current_context()
     if context.get_parameter_source("api_keys") is ParameterSource.COMMANDLINE and not option_location("api_keys"):
         logger.warning("`ps` shows the keys of --api-key to all users. Use %s or --api-key-file.", KEYS_VARIABLE)

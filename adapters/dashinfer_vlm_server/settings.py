@@ -27,7 +27,6 @@ GRACE_SECONDS = 20.0
 
 
 def _split(value: object) -> object:
-    """Split a list that is separated by commas."""
     return tuple(filter(None, map(str.strip, value.split(",")))) if isinstance(value, str) else value
 
 

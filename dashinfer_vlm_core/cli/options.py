@@ -71,7 +71,6 @@ def option_attributes(name: str, field: FieldInfo) -> dict[str, Any]:
 def _complete(
     name: str, annotation: Any, _ctx: click.Context, _param: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    """Return shell completions for an incomplete value: models, the choices of a type, or files."""
     words = model_names() if name == "model" else _choices(annotation)
     found = [CompletionItem(word) for word in words if word.startswith(incomplete)]
     return found or (
@@ -91,7 +90,6 @@ def _choices(annotation: Any) -> tuple[str, ...]:
 
 
 def _default_text(name: str, default: object) -> str:
-    """Format a default for the help; empty if the description states the default."""
     if default is None or default in ((), ""):
         return ""
     if isinstance(default, bool):

@@ -61,7 +61,6 @@ class LoraModule:
 
 
 def _lora_module(value: object) -> object:
-    """Convert `name=path` to a module; other values are left to pydantic."""
     if not isinstance(value, str):
         return value
     name, equals, path = value.strip().partition("=")

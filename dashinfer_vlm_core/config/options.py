@@ -79,7 +79,6 @@ class Options(BaseSettings):
     @field_validator("*", mode="before")
     @classmethod
     def _split(cls, value: object, info: ValidationInfo) -> object:
-        """Split comma-separated lists from the environment and the command line."""
         field = cls.model_fields[info.field_name or ""]
         if isinstance(value, str) and get_origin(field.annotation) in (tuple, list):
             return [item.strip() for item in value.split(",") if item.strip()]

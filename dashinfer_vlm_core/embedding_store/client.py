@@ -218,7 +218,6 @@ class EmbeddingStoreClient:
             return error
 
     def _count(self, decoded: torch.Tensor | InvalidValueError | None) -> torch.Tensor | None:
-        """Count the result of a lookup, and return the embedding, if any."""
         if isinstance(decoded, InvalidValueError):
             self._counts["invalid"] += 1
             if self._clock() >= self._next_log:
@@ -262,5 +261,4 @@ class EmbeddingStoreClient:
 
 
 def _reason(error: Exception) -> str:
-    """Return an error in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]

@@ -159,7 +159,6 @@ class FileStore:
         return remaining
 
     def _entries(self) -> list[_Entry]:
-        """Return the values and temporary files of the folder."""
         found = []
         with os.scandir(self._folder) as files:
             for file in files:
@@ -170,7 +169,6 @@ class FileStore:
         return found
 
     def _lock(self) -> FileLock:
-        """The lock of the folder. Waiting for it raises TimeoutError."""
         return FileLock(self._folder / LOCK_FILE, timeout=LOCK_TIMEOUT, mode=0o600)
 
     def _read_total(self) -> int:

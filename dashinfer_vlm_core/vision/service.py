@@ -1,6 +1,7 @@
 """Patches -> VisualTokens: each item is encoded once, and items of different requests are batched.
 
-Visual tokens that a request contains, or refers to by uuid, are merged with the encoded ones here.
+Visual tokens that a request contains, or refers to by uuid, are merged with the encoded ones here. This is one file,
+since the cache, the lookups in the store, the queue and the passes share the state of an item.
 """
 
 from __future__ import annotations
@@ -200,7 +201,6 @@ class VisionService:
         return None if embedding is None else VisualTokens(embedding=embedding, grid=grid, digest=salted)
 
     def _store(self, key: bytes, embedding: torch.Tensor) -> None:
-        """Cache an embedding, evicting the least recently used ones; one larger than the cache is not stored."""
         if key not in self._cache and _size(embedding) <= self._cache.maxsize:
             self._cache[key] = embedding
 
@@ -234,7 +234,7 @@ class VisionService:
         return await next(encoding).tokens(item.path)
 
     async def _adopt(self, item: Embedded, salted: bytes, adapter: VisionAdapter | None) -> VisualTokens:
-        """Convert embeddings in the encoder's thread, between passes, and cache them for later requests by uuid."""
+        # In the encoder's thread, between passes; cached for later requests by uuid.
         loop = asyncio.get_running_loop()
         embedding = await loop.run_in_executor(self._thread, self._encoder.adopt, item.rows)
         self._store(self._key(salted, adapter), embedding)
@@ -244,11 +244,8 @@ class VisionService:
         """Return the job for this item: a finished one if it is cached, else the pending one, else a new one."""
         salted = _salted(item.digest, cache_salt)
         key = self._key(salted, adapter)
-        encoder = self._encoder
-        stored = salted
-        if adapter:
-            encoder = adapter.encoder
-            stored = hashlib.sha256(b"adapter" + adapter.key + salted).digest()
+        encoder = adapter.encoder if adapter else self._encoder
+        stored = hashlib.sha256(b"adapter" + adapter.key + salted).digest() if adapter else salted
         if (embedding := self._cache.get(key)) is not None:
             self._hits += 1
             job = _Job(key, salted, item, encoder, stored)
@@ -263,7 +260,6 @@ class VisionService:
         return job
 
     def _start(self, jobs: Sequence[_Job]) -> None:
-        """Look the items of one request up in the store, or queue them if there is none."""
         for job in jobs:
             job.started = True
         if self._shared is None:
@@ -276,7 +272,6 @@ class VisionService:
             task.add_done_callback(lambda task: self._looked_up(jobs, task))
 
     def _budget(self, jobs: Sequence[_Job]) -> float:
-        """Return the time budget for looking up items, in seconds."""
         if self._seconds_per_patch is None:
             return FIRST_BUDGET
         return BUDGET * self._seconds_per_patch * sum(job.size for job in jobs)
@@ -298,7 +293,6 @@ class VisionService:
                 self._finish(job, embedding)
 
     def _enqueue(self, job: _Job) -> None:
-        """Queue an item to be encoded, unless the service was closed or its requests were canceled."""
         if self._closed:
             self._finish(job, _closed_error())
         elif job.callers:
@@ -322,7 +316,6 @@ class VisionService:
             await self._encode(batch)
 
     def _next_batch(self) -> list[_Job]:
-        """Take the jobs for one pass in FIFO order: the first one, and the following ones of its encoder that fit."""
         batch: list[_Job] = []
         remaining = self._batch_patches
         while self._waiting and (
@@ -356,13 +349,11 @@ class VisionService:
                 self._shared.put(job.stored_digest, embedding)
 
     def _measure(self, seconds: float, patches: int) -> None:
-        """Update the average time per patch."""
         last = seconds / patches
         average = last if self._seconds_per_patch is None else self._seconds_per_patch
         self._seconds_per_patch = average + SMOOTHING * (last - average)
 
     async def _run_encoder(self, encoder: VisionEncoder, batch: list[Patches]) -> list[torch.Tensor]:
-        """Run the encoder and check the number of rows that it returns."""
         embeddings = await asyncio.get_running_loop().run_in_executor(self._thread, encoder.encode, batch)
         rows = [len(embedding) for embedding in embeddings]
         expected = [item.tokens for item in batch]
