@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from dashinfer_vlm_core.cli.options import docstring
 from dashinfer_vlm_core.config import EngineConfig
 from tests.pages import ROOT, check_programs, page_programs, page_text
 
@@ -25,6 +26,6 @@ OPTIONS = [
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_table_lists_every_media_option(name):
-    description = " ".join(EngineConfig.model_fields[name].description.split())
+    description = docstring(EngineConfig, name)
     row = rf"^\| `--{name.replace('_', '-')}` \| .+ \| {re.escape(description)} \|$"
     assert re.search(row, LIMITS, re.MULTILINE)

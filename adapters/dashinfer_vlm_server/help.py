@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-OPTIONS = ConfigDict(arbitrary_types_allowed=True, use_attribute_docstrings=True)
+OPTIONS = ConfigDict(arbitrary_types_allowed=True)
 """Configuration of pydantic dataclasses whose fields are options; their docstrings are the help."""
 
 ENGINE_SECTIONS: Mapping[str, str] = {
@@ -102,7 +102,7 @@ def options_of(kind: type[Any]) -> list[click.Parameter]:
             section=kind.title,
             default=field.default,
             type=None if field.annotation is bool else FieldType(field),
-            **option_attributes(name, field),
+            **option_attributes(kind, name, field),
         )
         for name, field in kind.__pydantic_fields__.items()
     ]

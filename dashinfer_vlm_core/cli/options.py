@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import functools
+import inspect
+import itertools
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
@@ -10,6 +14,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from ..config import MIB, EngineConfig
+from ..config.options import Options
 from ..plugins import installed_options, load_plugins
 
 if TYPE_CHECKING:
@@ -37,25 +42,27 @@ class EngineOption(click.Option):
 
 def engine_options() -> list[EngineOption]:
     """Return the options of EngineConfig and of the installed plugins."""
-    plugins = [(kind.title, kind.option_fields()) for kind in installed_options()]
+    titles: dict[type[Options], str] = {EngineConfig: ""}
+    titles.update((kind, kind.title) for kind in installed_options())
     return [
-        EngineOption(plugin=plugin, **option_attributes(name, field))
-        for plugin, fields in [("", EngineConfig.option_fields()), *plugins]
-        for name, field in fields.items()
+        EngineOption(plugin=title, **option_attributes(kind, name, field))
+        for kind, title in titles.items()
+        for name, field in kind.option_fields().items()
     ]
 
 
-def option_attributes(name: str, field: FieldInfo) -> dict[str, Any]:
+def option_attributes(kind: type[Any], name: str, field: FieldInfo) -> dict[str, Any]:
     """Return the attributes of a click option for a field, but for the type: pydantic validates values.
 
     Args:
+        kind: the class of the field.
         name: the field's name.
-        field: its type, default and docstring. Its title is the placeholder for values in the help, if its type and
-            unit do not determine it.
+        field: its type and default. Its title is the placeholder for values in the help, if its type and unit do not
+            determine it.
     """
     flag = name.replace("_", "-")
     default = _default_text(name, field.default)
-    description = " ".join((field.description or "").split())
+    description = field.description or docstring(kind, name)
     text = f"{description}  [default: {default}]" if default else description
     if _member_types(field.annotation) == [bool]:
         return {"param_decls": [f"--{flag}/--no-{flag}", name], "help": text}
@@ -66,6 +73,29 @@ def option_attributes(name: str, field: FieldInfo) -> dict[str, Any]:
         "help": text,
         "shell_complete": functools.partial(_complete, name, field.annotation),
     }
+
+
+def docstring(kind: type[Any], name: str) -> str:
+    """Return the docstring of a field in one line; empty if there is none, or no source.
+
+    Read when options are created: pydantic's `use_attribute_docstrings` takes 7 ms for each class that is imported.
+    """
+    try:
+        source = inspect.getsource(sys.modules[kind.__module__])
+    except OSError:
+        return ""
+    return _docstrings(source).get((kind.__name__, name), "")
+
+
+@functools.lru_cache(maxsize=16)
+def _docstrings(source: str) -> dict[tuple[str, str], str]:
+    found = {}
+    for kind in ast.parse(source).body:
+        if isinstance(kind, ast.ClassDef):
+            for field, text in itertools.pairwise(kind.body):
+                if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                    found[kind.name, ast.unparse(field.target)] = " ".join(str(ast.literal_eval(text.value)).split())
+    return found
 
 
 def _complete(

@@ -49,7 +49,7 @@ class Options(BaseSettings):
     """
 
     model_config: ClassVar[SettingsConfigDict] = SettingsConfigDict(
-        env_prefix=ENV_PREFIX, frozen=True, extra="forbid", enable_decoding=False, use_attribute_docstrings=True
+        env_prefix=ENV_PREFIX, frozen=True, extra="forbid", enable_decoding=False
     )
 
     python_only: ClassVar[frozenset[str]] = frozenset()
