@@ -6,6 +6,8 @@ import asyncio
 import importlib.util
 import json
 import random
+import shlex
+import sys
 from dataclasses import dataclass, replace
 
 import pytest
@@ -125,7 +127,16 @@ def test_attacks_reports_what_an_attack_achieves(tmp_path):
     assert lines[-1].startswith("* From SIGTERM")
 
 
-SHORT_DEADLINE = f"{attacks.default_command()} --video-decode-timeout 2"
+PROGRAM = """
+from dashinfer_vlm_core.cli.main import main
+from dashinfer_vlm_core.config import EngineConfig, Limits
+EngineConfig.model_fields["limits"].default = Limits(video_decode_timeout=2)
+EngineConfig.model_rebuild(force=True)
+main()
+"""
+SHORT_DEADLINE = (
+    f"{shlex.quote(sys.executable)} -c {shlex.quote(PROGRAM)} serve {attacks.default_command().partition(' serve ')[2]}"
+)
 
 
 def test_every_attack_is_a_request():

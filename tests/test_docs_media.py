@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from dashinfer_vlm_core.cli.options import docstring
 from dashinfer_vlm_core.config import EngineConfig
 from tests.pages import ROOT, check_programs, page_programs, page_text
 
@@ -19,11 +20,12 @@ def test_examples_print_documented_output(monkeypatch):
 
 
 OPTIONS = [
-    name for name in EngineConfig.model_fields if re.search("pixels|video|image|media|mm_|rgba|fetch|private", name)
+    name for name in EngineConfig.option_fields() if re.search("pixels|video|image|media|mm_|rgba|fetch|private", name)
 ]
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_table_lists_every_media_option(name):
-    row = rf"^\| `--{name.replace('_', '-')}` \| .+ \| {re.escape(EngineConfig.model_fields[name].description)} \|$"
+    description = docstring(EngineConfig, name)
+    row = rf"^\| `--{name.replace('_', '-')}` \| .+ \| {re.escape(description)} \|$"
     assert re.search(row, LIMITS, re.MULTILINE)

@@ -53,7 +53,7 @@ def parse(arguments):
 
 def environment_variables():
     """Return the variables of all options of the server and of the store."""
-    names = {*EngineConfig.model_fields, *EmbeddingStoreOptions.model_fields, *(each.name for each in serve.params)}
+    names = {*EngineConfig.option_fields(), *EmbeddingStoreOptions.model_fields, *(each.name for each in serve.params)}
     return {variable(name) for name in names}
 
 

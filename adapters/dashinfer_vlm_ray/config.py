@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 import click
@@ -13,17 +13,17 @@ from dashinfer_vlm_core.cli.config_file import option_values
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_server.help import IntegerRange, NumberRange, Option, SectionedCommand
-from dashinfer_vlm_server.plugin import application_options, create_settings
+from dashinfer_vlm_server.plugin import APPLICATION_OPTIONS, create_settings
 from dashinfer_vlm_server.settings import Settings
+from dashinfer_vlm_server.sockets import Address
 
 Routing = Literal["content", "load", "round-robin"]
 
 SERVED_BY_RAY: Mapping[str, str] = {
     **dict.fromkeys(
-        ("host", "port", "root_path", "ssl_certfile", "ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs"),
+        (declared.name for declared in fields(Address)),
         "Ray Serve's proxy listens: set `http_options` of its configuration file, or options of `serve start`",
     ),
-    **dict.fromkeys(("uds", "uds_mode"), "Ray Serve's proxy does not listen on Unix sockets"),
     "log_format": "Ray Serve writes the logs: set `logging_config` of its configuration file",
     "otlp_traces_endpoint": "Ray Serve records traces: see its documentation",
 }
@@ -151,27 +151,22 @@ _TYPES: Mapping[str, click.ParamType[Any]] = {
     "fallback_replicas": IntegerRange(0),
     "ingress_replicas": IntegerRange(1),
     "ingress_cpus": NumberRange(0),
+    "grace": NumberRange(0),
     "health_check_period": NumberRange(0, min_open=True),
     "health_check_timeout": NumberRange(0, min_open=True),
 }
-"""The options that are fields of `RayConfig`. `grace` is also one of the server's."""
+"""The options that are fields of `RayConfig`."""
 
 
-def _replica_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    for name, kind in _TYPES.items():
-        default = RayConfig.__dataclass_fields__[name].default
-        option = click.option(f"--{name.replace('_', '-')}", cls=Option, section="Replicas", type=kind, default=default)
-        command = option(command)
-    return command
+def _replica_option(name: str) -> Option:
+    default = RayConfig.__dataclass_fields__[name].default
+    return Option([f"--{name.replace('_', '-')}"], section="Replicas", type=_TYPES[name], default=default)
 
 
-@click.command(cls=SectionedCommand)
-@_replica_options
-@application_options
+@click.command(cls=SectionedCommand, params=[*map(_replica_option, _TYPES), *APPLICATION_OPTIONS])
 def _command(*, config: EngineConfig, **options: Any) -> RayConfig:
     return RayConfig(
         engine=config,
         settings=create_settings(options, config),
-        grace=options["grace"],
         **{name: options[name] for name in _TYPES},
     )

@@ -33,7 +33,7 @@ from .request_context import HEADER, RequestContextMiddleware, get_request_conte
 from .response_store import ResponseStore
 from .responses import ResponseRoutes
 from .routes import PUBLIC_ROUTES
-from .settings import DrainState, Settings
+from .settings import BUFFERED_BODIES, DrainState, Settings
 from .sse import EventStream, chat_error_event, chat_event
 from .tokens import DetokenizeResponse, TokenizeResponse, detokenize, tokenize
 
@@ -45,11 +45,17 @@ if TYPE_CHECKING:
 
     from dashinfer_vlm_core.engine import ChatEngine
 
+    from .tracing import Tracer
+
     T = TypeVar("T")
 
 
 def create_app(
-    engine: ChatEngine, settings: Settings | None = None, *, drain_state: DrainState | None = None
+    engine: ChatEngine,
+    settings: Settings | None = None,
+    *,
+    tracer: Tracer | None = None,
+    drain_state: DrainState | None = None,
 ) -> FastAPI:
     """Create an ASGI application that serves OpenAI's chat completions API.
 
@@ -59,6 +65,7 @@ def create_app(
     Args:
         engine: the engine that serves the requests.
         settings: limits, keys, hosts and origins; `Settings()` if None.
+        tracer: records traces of requests, in addition to the metrics.
         drain_state: set its `draining` before shutdown to reject new requests.
 
     Raises:
@@ -67,7 +74,7 @@ def create_app(
     settings, metrics = settings or Settings(), Metrics(engine)
     limiter = KeyLimiter(clock=settings.clock, on_rejection=metrics.count_rate_limited)
     if isinstance(engine, ObservableEngine):
-        for observer in filter(None, (settings.tracer, limiter if len(settings.keys) else None)):
+        for observer in filter(None, (tracer, limiter if len(settings.keys) else None)):
             engine.add_observer(observer)
     app = FastAPI(
         title="dashinfer-vlm",
@@ -118,10 +125,8 @@ def create_app(
             allow_headers=["Authorization", "Content-Type", HEADER],
             expose_headers=[HEADER, "Retry-After", *RATE_LIMIT_HEADERS],
         )
-    budget = BodyMemoryBudget(settings.max_buffered_bytes)
-    app.add_middleware(
-        RequestContextMiddleware, routes=app.routes, metrics=metrics, budget=budget, tracer=settings.tracer
-    )
+    budget = BodyMemoryBudget(settings.max_buffered_bytes or BUFFERED_BODIES * settings.max_body_bytes)
+    app.add_middleware(RequestContextMiddleware, routes=app.routes, metrics=metrics, budget=budget, tracer=tracer)
     return app
 
 

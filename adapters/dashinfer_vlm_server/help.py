@@ -1,19 +1,30 @@
-"""`--help` with sections of related options."""
+"""Options as fields of dataclasses, and `--help` with sections of related ones."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from inspect import signature
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import click
 from click.core import ParameterSource
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from dashinfer_vlm_core.cli.command import EngineCommand
 from dashinfer_vlm_core.cli.config_file import FileOption
-from dashinfer_vlm_core.cli.options import EngineOption
+from dashinfer_vlm_core.cli.options import EngineOption, option_attributes
 from dashinfer_vlm_core.config import variable
+from dashinfer_vlm_core.protocol.validation_messages import validation_message
 
 from .logs import errors_as_records
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
+T = TypeVar("T")
+
+OPTIONS = ConfigDict(arbitrary_types_allowed=True)
+"""Configuration of pydantic dataclasses whose fields are options; their docstrings are the help."""
 
 ENGINE_SECTIONS: Mapping[str, str] = {
     "model": "Model",
@@ -65,6 +76,41 @@ class Option(FileOption):
             cause = f"Kubernetes sets {self.envvar} for a Service of that name"
             return f"{cause}. Add `enableServiceLinks: false` to the pod's spec, or set {self.opts[0]}."
         return f"It comes from the environment. Set {self.envvar} to another value, or unset it."
+
+
+class FieldType(click.ParamType[Any]):
+    """Converts and checks a value as pydantic does for a field."""
+
+    name = "value"
+
+    def __init__(self, field: FieldInfo) -> None:
+        parts = (field.annotation, *field.metadata)
+        kind: Any = Annotated[parts] if field.metadata else field.annotation
+        self._adapter: TypeAdapter[Any] = TypeAdapter(kind)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return self._adapter.validate_python(value)
+        except ValidationError as error:
+            self.fail(f"{value!r} {validation_message(error.errors()[0])}.", param, ctx)
+
+
+def options_of(kind: type[Any]) -> list[click.Parameter]:
+    """Return an option for each field of a pydantic dataclass; its `title` is the section in the help."""
+    return [
+        Option(
+            section=kind.title,
+            default=field.default,
+            type=None if field.annotation is bool else FieldType(field),
+            **option_attributes(kind, name, field),
+        )
+        for name, field in kind.__pydantic_fields__.items()
+    ]
+
+
+def from_options(kind: type[T], options: Mapping[str, Any]) -> T:
+    """Create a dataclass from the values of its options."""
+    return kind(**{name: options[name] for name in signature(kind).parameters})
 
 
 class SectionedCommand(EngineCommand):

@@ -23,7 +23,7 @@ from .rate_limits import RejectionReason
 if TYPE_CHECKING:
     from openai.types import CompletionUsage
 
-    from dashinfer_vlm_core.embedding_store import EmbeddingStoreStats
+    from dashinfer_vlm_core.embedding_store.client import EmbeddingStoreStats
     from dashinfer_vlm_core.engine import ChatEngine, EngineStats
 
 PREFIX = "dashinfer_vlm_"

@@ -32,7 +32,7 @@ from .api_keys import KEY_VARIABLE
 from .app import create_app
 from .http_protocol import MAX_HEAD_BYTES, TimeoutH11Protocol, detect_lost_peers
 from .logs import last_line, writes_json
-from .settings import DrainState, Settings
+from .settings import GRACE_SECONDS, DrainState, Settings
 from .sockets import Address, open_listener
 
 if TYPE_CHECKING:
@@ -42,14 +42,13 @@ if TYPE_CHECKING:
 
     from dashinfer_vlm_core.config import EngineConfig
 
+    from .tracing import Tracer
+
 logger: logging.Logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 65
 """Longer than clients and proxies keep idle connections (5 to 60 s), so that the server does not close one while the
 client sends a request."""
-
-GRACE_SECONDS = 20.0
-"""Time for running requests to finish after a signal; a second signal ends it. Kubernetes waits for 30 s."""
 
 CLOSE_SECONDS = 0.5
 """Time after that for clients to read why their requests ended, before their connections are aborted."""
@@ -65,7 +64,14 @@ SAMPLE_REQUEST = '{"messages": [{"role": "user", "content": "Hello!"}]}'
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def run(config: EngineConfig, settings: Settings, address: Address, *, grace: float = GRACE_SECONDS) -> int:
+def run(
+    config: EngineConfig,
+    settings: Settings,
+    address: Address,
+    *,
+    grace: float = GRACE_SECONDS,
+    tracer: Tracer | None = None,
+) -> int:
     """Load a model and serve it until SIGINT or SIGTERM. Returns the exit code of the process.
 
     Raises:
@@ -76,7 +82,7 @@ def run(config: EngineConfig, settings: Settings, address: Address, *, grace: fl
     drain_state, engine = DrainState(), Engine(config)
     with open_listener(address) as listener:
         detect_lost_peers(listener)
-        application = create_app(engine, settings, drain_state=drain_state)
+        application = create_app(engine, settings, tracer=tracer, drain_state=drain_state)
         if settings.keys.file:
             _on_hangup(lambda: application.state.reload_api_keys(force=True))
         server = Server(
@@ -102,7 +108,6 @@ def uvicorn_config(application: ASGIApp, address: Address) -> uvicorn.Config:
         ConfigError: the TLS files cannot be used.
     """
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # `_announce` replaces its startup messages
-    tls = address.tls
     settings = uvicorn.Config(
         application,
         http=TimeoutH11Protocol,
@@ -115,11 +120,10 @@ def uvicorn_config(application: ASGIApp, address: Address) -> uvicorn.Config:
         root_path=address.root_path,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-        ssl_certfile=tls.certificate if tls else None,
-        ssl_keyfile=tls.key if tls else None,
-        ssl_keyfile_password=tls.password if tls else None,
-        ssl_ca_certs=str(tls.ca_certs) if tls and tls.ca_certs else None,
-        ssl_cert_reqs=ssl.CERT_REQUIRED if tls and tls.ca_certs else ssl.CERT_NONE,
+        ssl_certfile=address.ssl_certfile,
+        ssl_keyfile=address.ssl_keyfile,
+        ssl_ca_certs=str(address.ssl_ca_certs) if address.ssl_ca_certs else None,
+        ssl_cert_reqs=ssl.CERT_REQUIRED if address.ssl_ca_certs else ssl.CERT_NONE,
     )
     try:
         settings.load()
@@ -299,7 +303,7 @@ def _announce(url: str, address: Address, settings: Settings, engine: Engine) ->
         logger.info("%s", served, extra={"fields": {"model": status.model, "decoder": status.decoder, "url": url}})
         return
     click.echo(served, err=True)
-    if address.path is None:
+    if address.uds is None:
         click.echo(f"Try: {_curl(url, keyed=len(settings.keys) > 0)}", err=True)
 
 

@@ -8,61 +8,69 @@ import socket
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from dashinfer_vlm_core.errors import ConfigError
+
+from .help import OPTIONS
 
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TlsConfig:
-    """TLS files in PEM format.
-
-    Attributes:
-        certificate: the server's certificate chain.
-        key: the private key, unless it is in the same file.
-        password: the password of the key, if it has one.
-        ca_certs: CA certificates; if set, clients must present a certificate signed by one of them.
-    """
-
-    certificate: Path
-    key: Path | None = None
-    password: str | None = None
-    ca_certs: Path | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(config=OPTIONS, frozen=True, kw_only=True, slots=True)
 class Address:
-    """The address of the server.
+    """The address of the server, with or without TLS.
 
-    Attributes:
-        host, port: a local address; port 0 selects a free port.
-        path: path of a Unix socket, used instead of host and port.
-        mode: file permissions of the Unix socket.
-        tls: TLS files, or None to disable TLS.
-        root_path: path prefix that a reverse proxy strips.
+    Raises:
+        ConfigError: there are TLS files without a certificate, or the prefix is not the path of a folder.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    path: Path | None = None
-    mode: int = 0o600
-    tls: TlsConfig | None = None
-    root_path: str = ""
+    title: ClassVar[str] = "Network"
+
+    host: str = Field(default="127.0.0.1", title="ADDRESS")
+    """Address to listen on; 0.0.0.0 for all IPv4 interfaces."""
+
+    port: int = Field(default=8000, ge=0, le=65535, title="PORT")
+    """Port to listen on; 0 selects a free port."""
+
+    uds: Path | None = Field(default=None, title="FILE")
+    """Unix socket to listen on, instead of host and port. Only the user of the server can connect."""
+
+    root_path: str = Field(default="", title="PATH")
+    """Path prefix that a reverse proxy strips."""
+
+    ssl_certfile: Path | None = Field(default=None, title="FILE")
+    """Certificate chain of the server; enables TLS."""
+
+    ssl_keyfile: Path | None = Field(default=None, title="FILE")
+    """Private key of the certificate, without a password; defaults to the one in the same file."""
+
+    ssl_ca_certs: Path | None = Field(default=None, title="FILE")
+    """CA certificates; clients must present a certificate signed by one of them."""
+
+    def __post_init__(self) -> None:
+        if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
+            raise ConfigError("--ssl-keyfile and --ssl-ca-certs require --ssl-certfile. Set it too.")
+        root = self.root_path
+        if root and (not root.startswith("/") or root.endswith("/")):
+            raise ConfigError(f"--root-path must start with a slash and end without one, such as /vision, got {root}.")
 
     @property
     def is_public(self) -> bool:
         """Whether other machines may be able to connect."""
-        return self.path is None and self.host not in LOOPBACK
+        return self.uds is None and self.host not in LOOPBACK
 
     def url(self, listener: socket.socket) -> str:
         """Return the API's base URL for a socket that listens on this address."""
-        if self.path is not None:
-            return f"unix:{self.path}"
+        if self.uds is not None:
+            return f"unix:{self.uds}"
         host, port = listener.getsockname()[:2]
-        return f"http{'s' if self.tls else ''}://{f'[{host}]' if ':' in host else host}:{port}{self.root_path}/v1"
+        scheme = "https" if self.ssl_certfile else "http"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{self.root_path}/v1"
 
 
 @contextmanager
@@ -72,12 +80,12 @@ def open_listener(address: Address) -> Iterator[socket.socket]:
     Raises:
         ConfigError: the address or the path cannot be used.
     """
-    if address.path is not None:
-        with _unix(address.path, address.mode) as listener:
+    if address.uds is not None:
+        with _unix(address.uds) as listener:
             try:
                 yield listener
             finally:
-                address.path.unlink(missing_ok=True)
+                address.uds.unlink(missing_ok=True)
         return
     with _tcp(address.host, address.port) as listener:
         yield listener
@@ -97,10 +105,10 @@ def _tcp(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _unix(path: Path, mode: int) -> socket.socket:
+def _unix(path: Path) -> socket.socket:
     _remove_stale_socket(path)
     listener = socket.socket(socket.AF_UNIX)
-    previous = os.umask(0o777 & ~mode)  # so that the permissions apply as soon as the file exists
+    previous = os.umask(0o177)  # so that the permissions apply as soon as the file exists
     try:
         listener.bind(str(path))
     except OSError as error:

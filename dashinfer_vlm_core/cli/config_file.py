@@ -63,12 +63,6 @@ def warn_if_readable(context: click.Context) -> None:
 
 
 def _read(context: click.Context, option: click.Parameter, path: Path | None) -> None:
-    """Set the `default_map` of a context to the options of a file.
-
-    Raises:
-        ConfigError: the file cannot be read, is not a mapping in YAML, or has an unknown key; the message contains the
-            line, and the closest known option.
-    """
     if path is None or context.resilient_parsing:
         return
     known = _options(context.command, context)
@@ -103,14 +97,13 @@ CONFIG_FILE = click.Option(
 
 
 def _options(command: click.Command, context: click.Context) -> dict[str, click.Option]:
-    """Return the options by their long names, without those that act by themselves, such as `--help`."""
+    # Without those that act by themselves, such as `--help`.
     params = command.get_params(context)
     options = (param for param in params if isinstance(param, click.Option) and param.expose_value)
     return {flag[2:]: option for option in options for flag in option.opts if flag.startswith("--")}
 
 
 def _setting(known: Mapping[str, click.Option], key: str, value: Any) -> tuple[str, Value]:
-    """Return the name and the text of an option, as on the command line: the option converts it."""
     option = known.get(key.replace("_", "-"))
     if option is None or option.name is None:
         visible = [flag for flag, option in known.items() if not option.hidden]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import functools
+import inspect
+import itertools
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
@@ -10,6 +14,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from ..config import MIB, EngineConfig
+from ..config.options import Options
 from ..plugins import installed_options, load_plugins
 
 if TYPE_CHECKING:
@@ -17,16 +22,6 @@ if TYPE_CHECKING:
 
 REPEATABLE = {"lora"}
 """Options that are given once for each value, which may contain commas."""
-
-METAVARS = {
-    "lora": "NAME=FOLDER",
-    "model": "NAME|FOLDER",
-    "allowed_media_domains": "NAME,...",
-    "embedding_store": "URL",
-    "limit_mm_per_prompt": "image=N,video=N",
-    "rgba_background": "R,G,B",
-}
-"""Placeholders for values in the help, for options whose type and unit do not determine them."""
 
 UNITS = {"mib": "MIB", "bytes": "BYTES", "pixels": "PIXELS", "patches": "PATCHES", "seconds": "SECONDS",
          "timeout": "SECONDS", "ttl": "SECONDS", "frames": "FRAMES"}  # fmt: skip
@@ -47,35 +42,65 @@ class EngineOption(click.Option):
 
 def engine_options() -> list[EngineOption]:
     """Return the options of EngineConfig and of the installed plugins."""
-    plugins = [(kind.title, kind.model_fields) for kind in installed_options()]
+    titles: dict[type[Options], str] = {EngineConfig: ""}
+    titles.update((kind, kind.title) for kind in installed_options())
     return [
-        _option(name, field, plugin)
-        for plugin, fields in [("", EngineConfig.model_fields), *plugins]
-        for name, field in fields.items()
+        EngineOption(plugin=title, **option_attributes(kind, name, field))
+        for kind, title in titles.items()
+        for name, field in kind.option_fields().items()
     ]
 
 
-def _option(name: str, field: FieldInfo, plugin: str) -> EngineOption:
+def option_attributes(kind: type[Any], name: str, field: FieldInfo) -> dict[str, Any]:
+    """Return the attributes of a click option for a field, but for the type: pydantic validates values.
+
+    Args:
+        kind: the class of the field.
+        name: the field's name.
+        field: its type and default. Its title is the placeholder for values in the help, if its type and unit do not
+            determine it.
+    """
     flag = name.replace("_", "-")
     default = _default_text(name, field.default)
-    text = f"{field.description}  [default: {default}]" if default else field.description
+    description = field.description or docstring(kind, name)
+    text = f"{description}  [default: {default}]" if default else description
     if _member_types(field.annotation) == [bool]:
-        return EngineOption([f"--{flag}/--no-{flag}", name], plugin=plugin, help=text)
-    # Values stay strings here: only EngineConfig converts and validates them, whatever their source.
-    return EngineOption(
-        [f"--{flag}", name],
-        plugin=plugin,
-        multiple=name in REPEATABLE,
-        metavar=_metavar(name, field.annotation),
-        help=text,
-        shell_complete=functools.partial(_complete, name, field.annotation),
-    )
+        return {"param_decls": [f"--{flag}/--no-{flag}", name], "help": text}
+    return {
+        "param_decls": [f"--{flag}", name],
+        "multiple": name in REPEATABLE,
+        "metavar": field.title or _metavar(name, field.annotation),
+        "help": text,
+        "shell_complete": functools.partial(_complete, name, field.annotation),
+    }
+
+
+def docstring(kind: type[Any], name: str) -> str:
+    """Return the docstring of a field in one line; empty if there is none, or no source.
+
+    Read when options are created: pydantic's `use_attribute_docstrings` takes 7 ms for each class that is imported.
+    """
+    try:
+        source = inspect.getsource(sys.modules[kind.__module__])
+    except OSError:
+        return ""
+    return _docstrings(source).get((kind.__name__, name), "")
+
+
+@functools.lru_cache(maxsize=16)
+def _docstrings(source: str) -> dict[tuple[str, str], str]:
+    found = {}
+    for kind in ast.parse(source).body:
+        if isinstance(kind, ast.ClassDef):
+            for field, text in itertools.pairwise(kind.body):
+                if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                    found[kind.name, ast.unparse(field.target)] = " ".join(str(ast.literal_eval(text.value)).split())
+    return found
 
 
 def _complete(
     name: str, annotation: Any, _ctx: click.Context, _param: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    """Return shell completions for an incomplete value: models, the choices of a type, or files."""
     words = model_names() if name == "model" else _choices(annotation)
     found = [CompletionItem(word) for word in words if word.startswith(incomplete)]
     return found or (
@@ -95,8 +120,7 @@ def _choices(annotation: Any) -> tuple[str, ...]:
 
 
 def _default_text(name: str, default: object) -> str:
-    """Format a default for the help; empty if the description states the default."""
-    if default is None or default == ():
+    if default is None or default in ((), ""):
         return ""
     if isinstance(default, bool):
         return name.replace("_", "-") if default else f"no-{name.replace('_', '-')}"
@@ -110,8 +134,8 @@ def _default_text(name: str, default: object) -> str:
 def _metavar(name: str, annotation: Any) -> str:
     if words := _choices(annotation):
         return f"[{'|'.join(words)}]"
-    if known := METAVARS.get(name) or UNITS.get(name.rsplit("_", maxsplit=1)[-1]):
-        return known
+    if unit := UNITS.get(name.rsplit("_", maxsplit=1)[-1]):
+        return unit
     return {int: "INT", float: "NUMBER", Path: "PATH"}.get(_member_types(annotation)[0], "NAME")
 
 

@@ -1,21 +1,15 @@
 """Configuration of an engine: options and environment variables."""
 
-from .engine_config import (
-    MIB,
-    VLLM_VARIABLES,
-    EngineConfig,
-    LoraModule,
-    MediaLimits,
-    variable,
-    variables_set,
-)
-from .plugin_options import ENV_PREFIX, PluginOptions
+from .engine_config import MIB, EngineConfig, LoraModule, MediaLimits
+from .limits import Limits
+from .options import ENV_PREFIX, VLLM_VARIABLES, PluginOptions, variable, variables_set
 
 __all__ = [
     "ENV_PREFIX",
     "MIB",
     "VLLM_VARIABLES",
     "EngineConfig",
+    "Limits",
     "LoraModule",
     "MediaLimits",
     "PluginOptions",

@@ -1,7 +1,7 @@
 """A store of visual embeddings that several processes share, or that outlives one. Importing this package is cheap.
 
 interface.py                  what a store implements; plugins register stores by the scheme of their URL
-settings.py   opening.py      the options, and the store that they name
+settings.py                   the options, and the store that they name
 client.py     breaker.py      lookups within a time budget, writes in the background
 codec.py                      embeddings as checked bytes; the only module that imports torch
 file_store.py                 the store in a folder
@@ -10,36 +10,23 @@ file_store.py                 the store in a folder
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..hooks import hookimpl
 from .interface import EmbeddingStore, EmbeddingStoreFactory, Read
-from .opening import open_store, redacted
-from .settings import EmbeddingStoreOptions
+from .settings import EmbeddingStoreOptions, open_store, redacted
 
 if TYPE_CHECKING:
     from ..config import EngineConfig, PluginOptions
-    from .client import EmbeddingStoreClient, EmbeddingStoreStats
 
 __all__ = [
     "EmbeddingStore",
-    "EmbeddingStoreClient",
     "EmbeddingStoreFactory",
     "EmbeddingStoreOptions",
-    "EmbeddingStoreStats",
     "Read",
     "open_store",
     "redacted",
 ]
-
-
-# Lazily: the module of the client imports anyio, which `dashinfer-vlm --help` does not need.
-def __getattr__(name: str) -> Any:
-    if name in {"EmbeddingStoreClient", "EmbeddingStoreStats"}:
-        from . import client
-
-        return getattr(client, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class FileStoreFactory:

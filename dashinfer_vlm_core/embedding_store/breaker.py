@@ -11,8 +11,10 @@ logger: logging.Logger = logging.getLogger(__name__)
 FAILURES = 3
 """Number of consecutive failures after which operations pause."""
 
-MIN_PAUSE, MAX_PAUSE = 1.0, 60.0
-"""Seconds of the first pause, and of the longest; each pause is twice as long as the one before."""
+MIN_PAUSE = 1.0
+"""Seconds of the first pause; each pause is twice as long as the one before."""
+
+MAX_PAUSE = 60.0
 
 LOG_INTERVAL = 60.0
 """Minimum number of seconds between two warnings."""
@@ -56,14 +58,16 @@ class CircuitBreaker:
     def succeeded(self) -> None:
         if self._logged:
             logger.info("%s work again.", self._name)
-        self._failures, self._pause = 0, MIN_PAUSE
+        self._failures = 0
+        self._pause = MIN_PAUSE
         self._logged = self._probing = False
 
     def failed(self, reason: str) -> None:
         """Count a failure; `reason` is for the log, human-readable."""
         if self.is_open and not self._probing:
             return  # it started before the pause
-        was_open, self._probing = self.is_open, False
+        was_open = self.is_open
+        self._probing = False
         self._failures += 1
         if not self.is_open:
             return
@@ -71,4 +75,5 @@ class CircuitBreaker:
         self._until = self._clock() + self._pause
         if not was_open and self._clock() >= self._next_log:
             logger.warning("%s fail: %s. They pause, and requests continue without them.", self._name, reason)
-            self._next_log, self._logged = self._clock() + LOG_INTERVAL, True
+            self._next_log = self._clock() + LOG_INTERVAL
+            self._logged = True

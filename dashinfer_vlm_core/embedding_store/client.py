@@ -7,18 +7,20 @@ import hashlib
 import hmac
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import anyio
 
 from .breaker import LOG_INTERVAL, CircuitBreaker
-from .interface import EmbeddingStore, Read
+from .interface import NO_SECRET, EmbeddingStore, InvalidValueError, Read
 
 if TYPE_CHECKING:
     import torch
+
+    from .codec import EmbeddingCodec
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -28,24 +30,11 @@ WRITE_TIMEOUT = 10.0
 CLOSE_TIMEOUT = 2.0
 """Seconds for the writes that wait when a client is closed."""
 
+MAX_VALUE_BYTES = 64 << 20
+"""Larger values are neither looked up nor written."""
+
 MAX_PENDING_BYTES = 256 << 20
 """Memory of embeddings that wait to be written; further ones are dropped."""
-
-_NO_SECRET = b"dashinfer-vlm"
-
-
-class InvalidValueError(Exception):
-    """A stored value is not used; the message gives the reason."""
-
-
-class Codec(Protocol):
-    """Converts embeddings to values, see `codec.EmbeddingCodec`."""
-
-    def size(self, tokens: int) -> int: ...
-
-    def encode(self, key: bytes, embedding: torch.Tensor) -> bytes: ...
-
-    def decode(self, key: bytes, value: bytes, tokens: int) -> torch.Tensor: ...
 
 
 class Lookup(NamedTuple):
@@ -106,7 +95,7 @@ class EmbeddingStoreClient:
         model_key: what embeddings depend on besides content and salt; part of the keys.
         secret: the shared secret, empty for none. With it, keys do not reveal whether a known image is stored.
         timeout: seconds for a lookup; None for the budget that the caller computes.
-        max_value_bytes: larger values are neither looked up nor written.
+        max_value_bytes: see `MAX_VALUE_BYTES`.
         max_pending_bytes: see `MAX_PENDING_BYTES`.
         clock: the monotonic clock, in seconds, of pauses after failures.
     """
@@ -114,19 +103,19 @@ class EmbeddingStoreClient:
     def __init__(
         self,
         store: EmbeddingStore,
-        codec: Codec,
+        codec: EmbeddingCodec,
         *,
         model_key: bytes,
         secret: bytes = b"",
         timeout: float | None = None,
-        max_value_bytes: int = 64 << 20,
+        max_value_bytes: int = MAX_VALUE_BYTES,
         max_pending_bytes: int = MAX_PENDING_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._codec = codec
         self._model_key = model_key
-        self._secret = secret or _NO_SECRET
+        self._secret = secret or NO_SECRET
         self._timeout = timeout
         self._max_value_bytes = max_value_bytes
         self._max_pending_bytes = max_pending_bytes
@@ -137,9 +126,7 @@ class EmbeddingStoreClient:
         self._pending_bytes = 0
         self._writer: asyncio.Task[None] | None = None
         self._next_log = clock()
-        self._counts = dict.fromkeys(
-            ("hits", "misses", "timeouts", "errors", "skipped", "invalid", "writes", "write_errors", "dropped"), 0
-        )
+        self._counts: Counter[str] = Counter()  # fields of EmbeddingStoreStats
 
     @property
     def stats(self) -> EmbeddingStoreStats:
@@ -152,7 +139,7 @@ class EmbeddingStoreClient:
 
         Args:
             lookups: what to look up, in one operation.
-            budget: seconds; after that, encoding is faster. The option `timeout` replaces it.
+            budget: seconds; after that, encoding is faster. The argument `timeout` replaces it.
         """
         found: list[torch.Tensor | None] = [None] * len(lookups)
         wanted = [i for i, lookup in enumerate(lookups) if self._codec.size(lookup.tokens) <= self._max_value_bytes]
@@ -209,7 +196,7 @@ class EmbeddingStoreClient:
             self._counts["misses"] += len(values)
             return [None] * len(values)
         decoded = await asyncio.to_thread(self._decode, keys, lookups, values)
-        return [self._count(embedding) for embedding in decoded]
+        return list(map(self._count, decoded))
 
     def _failed_lookups(self, counter: str, count: int, reason: str) -> list[torch.Tensor | None]:
         self._counts[counter] += count
@@ -231,7 +218,6 @@ class EmbeddingStoreClient:
             return error
 
     def _count(self, decoded: torch.Tensor | InvalidValueError | None) -> torch.Tensor | None:
-        """Count the result of a lookup, and return the embedding, if any."""
         if isinstance(decoded, InvalidValueError):
             self._counts["invalid"] += 1
             if self._clock() >= self._next_log:
@@ -253,7 +239,8 @@ class EmbeddingStoreClient:
         if not self._writes.allows():
             self._counts["dropped"] += 1
             return
-        key, written = self._key(write.digest), False
+        key = self._key(write.digest)
+        written = False
         try:
             value = await asyncio.to_thread(self._codec.encode, key, write.embedding)
             with anyio.move_on_after(WRITE_TIMEOUT):
@@ -274,5 +261,4 @@ class EmbeddingStoreClient:
 
 
 def _reason(error: Exception) -> str:
-    """Return an error in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]

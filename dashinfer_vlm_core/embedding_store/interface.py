@@ -9,6 +9,14 @@ if TYPE_CHECKING:
     from ..config import EngineConfig
 
 
+NO_SECRET = b"dashinfer-vlm"
+"""Key of digests that protect against accidents only."""
+
+
+class InvalidValueError(Exception):
+    """A stored value is not used; the message gives the reason."""
+
+
 class Read(NamedTuple):
     """A value to read.
 

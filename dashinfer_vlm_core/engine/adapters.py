@@ -181,7 +181,7 @@ class AdapterManager:
         idle = (name for name, active in self._loaded.items() if not active.num_requests and not active.permanent)
         if (name := next(idle, None)) is None:
             raise QueueFull(
-                f"{self.limit} LoRA adapters are loaded and in use. Try again later, or increase `max_loras`."
+                f"{self.limit} LoRA adapters are loaded and in use. Try again later, or increase `limits.max_loras`."
             )
         logger.info("LoRA adapter %r is unloaded.", name)
         del self._loaded[name]

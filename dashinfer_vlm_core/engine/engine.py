@@ -381,7 +381,7 @@ async def load_pipeline(
     factory, reason = select_decoder(registry, spec, config)
     logger.info("model %s from %s, decoder %s: %s", config.name, folder, factory.name, reason)
     decoder = await asyncio.to_thread(
-        Supervisor, lambda: factory.create(spec, config, kernels), restarts=config.decoder_restarts
+        Supervisor, lambda: factory.create(spec, config, kernels), restarts=config.limits.decoder_restarts
     )
     prompts = await asyncio.to_thread(
         PromptBuilder.load, spec, family.prompt_layout(spec), config, max_model_len=decoder.max_model_len
@@ -396,7 +396,7 @@ async def load_pipeline(
         spec=spec,
         decoder=decoder,
         load_encoder=partial(_load_adapted_encoder, family, spec, config, kernels),
-        limit=config.max_loras,
+        limit=max(config.limits.max_loras, len(config.lora)),
     )
     try:
         await decoder.start()
@@ -422,7 +422,7 @@ async def load_pipeline(
         processor=processor,
         prompts=prompts,
         vision=vision,
-        media_uuids=MediaUuidCache(vision, limit=config.max_media_ids),
+        media_uuids=MediaUuidCache(vision, limit=config.limits.max_media_ids),
         grammars=RequestGrammars(prompts.tokenizer, spec),
         decoder=decoder,
         adapters=adapters,
@@ -435,12 +435,11 @@ def _load_vision(
     family: ModelFamily, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector, registry: Registry
 ) -> VisionService:
     encoder = family.load_vision_encoder(spec, config, kernels)
-    batch_patches = min(config.vision_batch_patches, encoder.batch_patches)
     return VisionService(
         encoder,
         model_key=kernels.vision_name.encode(),
         cache_bytes=config.vision_cache_mib * MIB,
-        batch_patches=batch_patches,
+        batch_patches=encoder.batch_patches,
         store=open_vision_store(registry, family, spec, config, kernels=kernels, encoder=encoder),
     )
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..config import MIB, EngineConfig
-from ..embedding_store import EmbeddingStoreClient, EmbeddingStoreOptions, open_store, redacted
+from ..config import EngineConfig
+from ..embedding_store import EmbeddingStoreOptions, open_store, redacted
+from ..embedding_store.client import EmbeddingStoreClient
 from ..models.vision_key import vision_key
 
 if TYPE_CHECKING:
@@ -49,19 +50,18 @@ def open_vision_store(
     options = config.options_of(EmbeddingStoreOptions)
     if not options.embedding_store:
         return None
-    is_exact, secret = options.embedding_store_dtype == "exact", options.read_secret()
+    secret = options.read_secret()
     # Imported by name, because it imports torch: packages that do not need torch import this module.
     codec = importlib.import_module("dashinfer_vlm_core.embedding_store.codec").EmbeddingCodec(
-        encoder.adopt(np.zeros((1, spec.visual_width), np.float32)), is_exact=is_exact, secret=secret
+        encoder.adopt(np.zeros((1, spec.visual_width), np.float32)), secret=secret
     )
     key = vision_key(spec, config, kernels=kernels.vision_identity(), family=_family_identity(registry, family, spec))
     client = EmbeddingStoreClient(
         open_store(registry.embedding_stores, config),
         codec,
-        model_key=key + options.embedding_store_dtype.encode(),
+        model_key=key,
         secret=secret,
-        timeout=options.embedding_store_timeout,
-        max_value_bytes=options.embedding_store_max_value_mib * MIB,
+        timeout=config.limits.store_timeout,
     )
     logger.info("Embeddings are shared through %s.", redacted(options.embedding_store))
     return client

@@ -85,7 +85,7 @@ class MediaDecoder:
         self, part: MediaPart, data: Sequence[bytes], check_stop: StopCheck, resizer: ResizerFactory | None
     ) -> Video:
         """Decode a list of frames to a video; all headers are checked before the first frame is decoded."""
-        limit = self.config.max_decoded_pixels
+        limit = self.config.limits.max_decoded_pixels
         frames = [(encoded, frame_path(part, i)) for i, encoded in enumerate(data)]
         pixels = sum(count_pixels(encoded, path=path, max_pixels=limit) for encoded, path in frames)
         check_total(pixels, part=part, config=self.config)
@@ -99,7 +99,7 @@ class MediaDecoder:
 
     def _image(self, data: bytes, part: MediaPart, path: str) -> PILImage.Image:
         background = part.background or self.config.rgba_background
-        return decode_image(data, path=path, max_pixels=self.config.max_decoded_pixels, background=background)
+        return decode_image(data, path=path, max_pixels=self.config.limits.max_decoded_pixels, background=background)
 
 
 def digest_files(data: Sequence[bytes]) -> bytes:

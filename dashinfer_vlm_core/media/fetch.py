@@ -69,7 +69,7 @@ class ByteBudget:
 
 
 class Fetcher:
-    """Fetches media URLs, at most `config.max_fetches` of a client at a time. Other clients have one more together, so
+    """Fetches media URLs, at most `Limits.max_fetches` of a client at a time. Other clients have one more together, so
     that one client's slow URLs cannot delay all others, and waiting clients get free slots in turn.
 
     Each hop is resolved once, its addresses are checked, and the connection goes to a checked address with the original
@@ -93,7 +93,7 @@ class Fetcher:
         self._config = config
         self._system = SystemResolver()
         self._resolve = resolve or self._system
-        self._slots = FairSlots(config.max_fetches + 1)
+        self._slots = FairSlots(config.limits.max_fetches + 1)
         self._fetched = self._failed = self._bytes = 0
         self._transport = transport or direct_transport()
 
@@ -118,7 +118,9 @@ class Fetcher:
         """
         seconds = self._config.image_fetch_timeout if kind == "image" else self._config.video_fetch_timeout
         async with self._slot(seconds):
-            body = await self._fetch(url, kind, path, budget or ByteBudget(self._config.max_fetched_bytes), seconds)
+            body = await self._fetch(
+                url, kind, path, budget or ByteBudget(self._config.limits.max_fetched_bytes), seconds
+            )
         self._fetched += 1
         self._bytes += len(body)
         return body
@@ -133,7 +135,7 @@ class Fetcher:
         async with contextlib.AsyncExitStack() as stack:
             try:
                 with anyio.fail_after(seconds):
-                    slot = self._slots.slot(current_client.get().id, limit=self._config.max_fetches)
+                    slot = self._slots.slot(current_client.get().id, limit=self._config.limits.max_fetches)
                     await stack.enter_async_context(slot)
             except TimeoutError:
                 raise QueueFull("Too many images and videos are being fetched. Try again in a moment.") from None

@@ -36,7 +36,6 @@ class VideoSamplingPolicy:
         return replace(
             self,
             fps=config.video_fps or self.fps,
-            min_frames=config.video_min_frames or self.min_frames,
             max_frames=config.video_max_frames or self.max_frames,
         )
 

@@ -122,8 +122,8 @@ class MediaLoader:
 
     async def _load(self, parts: Sequence[MediaPart], process: ProcessPart[T]) -> tuple[T, ...]:
         sources = await self._run(self._locate, parts)
-        slots = asyncio.Semaphore(max(1, self._config.max_fetches // 2))  # leaves slots to other requests
-        budget = ByteBudget(self._config.max_fetched_bytes)
+        slots = asyncio.Semaphore(max(1, self._config.limits.max_fetches // 2))  # leaves slots to other requests
+        budget = ByteBudget(self._config.limits.max_fetched_bytes)
         fetched = {
             source: asyncio.ensure_future(self._get(source, slots, budget)) for source in dict.fromkeys(chain(*sources))
         }

@@ -139,7 +139,7 @@ def _times(metadata: Metadata, count: int, part: MediaPart) -> FrameTimes:
 def _frame(content: object, path: str, config: EngineConfig) -> _Frame:
     """Return a PIL image unchanged, or pixels [height, width] or [height, width, 3 or 4]; checks size and range."""
     if isinstance(content, PILImage.Image):
-        check_size(content.size, config.max_decoded_pixels, path)
+        check_size(content.size, config.limits.max_decoded_pixels, path)
         return content
     array = _as_array(content, path)
     if array is None:
@@ -157,7 +157,7 @@ def _frame(content: object, path: str, config: EngineConfig) -> _Frame:
             f" channels, got {list(array.shape)}.",
             param=path,
         )
-    check_size((array.shape[1], array.shape[0]), config.max_decoded_pixels, path)
+    check_size((array.shape[1], array.shape[0]), config.limits.max_decoded_pixels, path)
     return array[:, :, 0] if array.shape[2:] == (1,) else array
 
 
@@ -208,7 +208,7 @@ def _rgb(frame: _Frame, part: MediaPart, path: str, config: EngineConfig) -> Pix
 def _convert(image: PILImage.Image, part: MediaPart, path: str, config: EngineConfig) -> PILImage.Image:
     background = part.background or config.rgba_background
     with _LOCKS[id(image) % len(_LOCKS)]:
-        return convert_image(image, path=path, max_pixels=config.max_decoded_pixels, background=background)
+        return convert_image(image, path=path, max_pixels=config.limits.max_decoded_pixels, background=background)
 
 
 def _as_array(value: Any, path: str) -> Array | None:

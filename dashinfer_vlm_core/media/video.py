@@ -170,7 +170,7 @@ def check_total(pixels: int, *, part: MediaPart, config: EngineConfig) -> None:
     Raises:
         MediaTooLarge: `pixels` exceeds the limit.
     """
-    limit = config.video_max_decoded_pixels
+    limit = config.limits.video_max_decoded_pixels
     if pixels > limit:
         raise MediaTooLarge(
             f"The frames of the video have more than {limit} pixels in total. Send fewer or smaller ones.",
@@ -260,12 +260,12 @@ def _of_one_size(frames: Iterable[Pixels], part: MediaPart) -> Iterator[Pixels]:
 
 def _with_deadline(check_stop: StopCheck, part: MediaPart, config: EngineConfig) -> StopCheck:
     """Extend `check_stop` by a deadline: a file of a few kilobytes can take minutes to decode, even for few frames."""
-    end = time.monotonic() + config.video_decode_timeout
+    end = time.monotonic() + config.limits.video_decode_timeout
 
     def check() -> None:
         check_stop()
         if time.monotonic() > end:
-            raise deadline_error("video", part.path, config.video_decode_timeout)
+            raise deadline_error("video", part.path, config.limits.video_decode_timeout)
 
     return check
 
@@ -295,9 +295,9 @@ def _check_header(info: VideoInfo, part: MediaPart, config: EngineConfig) -> Non
     """Reject a file with an invalid header or one that exceeds the limits, before decoding."""
     if min(info.frames, info.height, info.width) < 1 or not 0 < info.fps < math.inf:
         raise undecodable_error(part.path)
-    if info.height * info.width > config.max_decoded_pixels:
+    if info.height * info.width > config.limits.max_decoded_pixels:
         raise MediaTooLarge(
-            f"The video has more than {config.max_decoded_pixels} pixels per frame. Send a smaller video.",
+            f"The video has more than {config.limits.max_decoded_pixels} pixels per frame. Send a smaller video.",
             param=part.path,
         )
     if info.frames / min(info.fps, MAX_FPS) > config.video_max_seconds:

@@ -143,7 +143,8 @@ class MediaWorkerPool:
         return limit if client.media_workers is None else min(client.media_workers, limit)
 
     def _seconds(self, part: MediaPart) -> float:
-        return self._config.image_decode_timeout if part.kind == "image" else self._config.video_decode_timeout
+        limits = self._config.limits
+        return limits.image_decode_timeout if part.kind == "image" else limits.video_decode_timeout
 
 
 def _run_job(worker: MediaWorker, job: Job) -> tuple[JobResult, bytes]:
@@ -194,7 +195,7 @@ def create_executor(
         "folder": str(folder.absolute()),
         "family": references[0],
         "readers": references[1:],
-        "memory_bytes": config.media_worker_memory_mib * MIB,
+        "memory_bytes": config.limits.media_worker_memory_mib * MIB,
     }
     FORK_SERVER.prepare(setup)
     worker = WorkerConfig(setup=setup, processor=processor, pixels=spec.pixels)

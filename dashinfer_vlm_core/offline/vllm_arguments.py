@@ -106,6 +106,7 @@ REJECTED_IN_CALLS: Mapping[str, _Rejected] = MappingProxyType(
 
 WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
     {
+        "async_scheduling": "steps are scheduled ahead on CUDA, with the same result",
         "block_size": "the KV cache has no blocks to configure",
         "disable_custom_all_reduce": "there is one device",
         "disable_log_stats": "the statistics are in `vlm.engine.stats()`",
@@ -113,6 +114,7 @@ WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
         "enable_expert_parallel": "there is one device",
         "enforce_eager": "`cuda_graphs=False` disables CUDA graphs",
         "interleave_mm_strings": "placeholders are always where the prompt has them",
+        "max_loras": "memory is not reserved for adapters; `limits` has the maximum number",
         "max_seq_len_to_capture": "CUDA graphs are recorded for every context length",
         "mm_encoder_tp_mode": "there is one device",
         "mm_processor_cache_type": "there is one process",

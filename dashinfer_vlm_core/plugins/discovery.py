@@ -62,7 +62,6 @@ def _read_entries(finders: tuple[int, ...], folders: tuple[tuple[str, int], ...]
 
 
 def _modified(path: str) -> int:
-    """Return when entries of a folder were added or removed; 0 if it does not exist."""
     try:
         return Path(path).stat().st_mtime_ns
     except OSError:

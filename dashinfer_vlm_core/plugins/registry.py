@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ..config import EngineConfig, PluginOptions
-from ..config.plugin_options import check_options
+from ..config.options import check_options
 from ..errors import PluginError
 from ..findings import Finding
 from ..models.checkpoint import model_type

@@ -1,6 +1,7 @@
 """Patches -> VisualTokens: each item is encoded once, and items of different requests are batched.
 
-Visual tokens that a request contains, or refers to by uuid, are merged with the encoded ones here.
+Visual tokens that a request contains, or refers to by uuid, are merged with the encoded ones here. This is one file,
+since the cache, the lookups in the store, the queue and the passes share the state of an item.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from cachetools import LRUCache
@@ -200,7 +201,6 @@ class VisionService:
         return None if embedding is None else VisualTokens(embedding=embedding, grid=grid, digest=salted)
 
     def _store(self, key: bytes, embedding: torch.Tensor) -> None:
-        """Cache an embedding, evicting the least recently used ones; one larger than the cache is not stored."""
         if key not in self._cache and _size(embedding) <= self._cache.maxsize:
             self._cache[key] = embedding
 
@@ -234,7 +234,7 @@ class VisionService:
         return await next(encoding).tokens(item.path)
 
     async def _adopt(self, item: Embedded, salted: bytes, adapter: VisionAdapter | None) -> VisualTokens:
-        """Convert embeddings in the encoder's thread, between passes, and cache them for later requests by uuid."""
+        # In the encoder's thread, between passes; cached for later requests by uuid.
         loop = asyncio.get_running_loop()
         embedding = await loop.run_in_executor(self._thread, self._encoder.adopt, item.rows)
         self._store(self._key(salted, adapter), embedding)
@@ -244,9 +244,8 @@ class VisionService:
         """Return the job for this item: a finished one if it is cached, else the pending one, else a new one."""
         salted = _salted(item.digest, cache_salt)
         key = self._key(salted, adapter)
-        encoder, stored = self._encoder, salted
-        if adapter:
-            encoder, stored = adapter.encoder, hashlib.sha256(b"adapter" + adapter.key + salted).digest()
+        encoder = adapter.encoder if adapter else self._encoder
+        stored = hashlib.sha256(b"adapter" + adapter.key + salted).digest() if adapter else salted
         if (embedding := self._cache.get(key)) is not None:
             self._hits += 1
             job = _Job(key, salted, item, encoder, stored)
@@ -261,7 +260,6 @@ class VisionService:
         return job
 
     def _start(self, jobs: Sequence[_Job]) -> None:
-        """Look the items of one request up in the store, or queue them if there is none."""
         for job in jobs:
             job.started = True
         if self._shared is None:
@@ -274,7 +272,6 @@ class VisionService:
             task.add_done_callback(lambda task: self._looked_up(jobs, task))
 
     def _budget(self, jobs: Sequence[_Job]) -> float:
-        """Return the time budget for looking up items, in seconds."""
         if self._seconds_per_patch is None:
             return FIRST_BUDGET
         return BUDGET * self._seconds_per_patch * sum(job.size for job in jobs)
@@ -296,7 +293,6 @@ class VisionService:
                 self._finish(job, embedding)
 
     def _enqueue(self, job: _Job) -> None:
-        """Queue an item to be encoded, unless the service was closed or its requests were canceled."""
         if self._closed:
             self._finish(job, _closed_error())
         elif job.callers:
@@ -320,7 +316,6 @@ class VisionService:
             await self._encode(batch)
 
     def _next_batch(self) -> list[_Job]:
-        """Take the jobs for one pass in FIFO order: the first one, and the following ones of its encoder that fit."""
         batch: list[_Job] = []
         remaining = self._batch_patches
         while self._waiting and (
@@ -354,14 +349,14 @@ class VisionService:
                 self._shared.put(job.stored_digest, embedding)
 
     def _measure(self, seconds: float, patches: int) -> None:
-        """Update the average time per patch."""
-        last, average = seconds / patches, self._seconds_per_patch
-        self._seconds_per_patch = last if average is None else average + SMOOTHING * (last - average)
+        last = seconds / patches
+        average = last if self._seconds_per_patch is None else self._seconds_per_patch
+        self._seconds_per_patch = average + SMOOTHING * (last - average)
 
     async def _run_encoder(self, encoder: VisionEncoder, batch: list[Patches]) -> list[torch.Tensor]:
-        """Run the encoder and check the number of rows that it returns."""
         embeddings = await asyncio.get_running_loop().run_in_executor(self._thread, encoder.encode, batch)
-        rows, expected = [len(embedding) for embedding in embeddings], [item.tokens for item in batch]
+        rows = [len(embedding) for embedding in embeddings]
+        expected = [item.tokens for item in batch]
         if rows != expected:
             raise EngineError(f"The vision encoder returned {rows} visual tokens instead of {expected}.")
         return embeddings
@@ -374,32 +369,34 @@ class VisionService:
 _LookupTask: TypeAlias = "asyncio.Task[list[torch.Tensor | None]]"
 
 
+@dataclass(slots=True, eq=False)
 class _Job:
     """One item to encode, shared by all callers that wait for it.
 
     Attributes:
         key: cache key.
         digest: salted digest of the content.
+        patches: the item.
         encoder: the encoder to use.
         stored_digest: what identifies its embedding in the store: the salted digest, and the adapter if there is one.
-        size: number of patches.
         callers: number of waiting callers.
         started: whether it is looked up, queued, encoded or finished.
     """
 
-    def __init__(
-        self, key: bytes, digest: bytes, patches: Patches, encoder: VisionEncoder, stored_digest: bytes
-    ) -> None:
-        self.encoder = encoder
-        self.stored_digest = stored_digest
-        self.key = key
-        self.digest = digest
-        self.patches = patches
-        self.size = patches.grid.patches
-        self.callers = 0
-        self.started = False
-        self._done = asyncio.Event()
-        self._outcome: torch.Tensor | Exception | None = None
+    key: bytes
+    digest: bytes
+    patches: Patches
+    encoder: VisionEncoder
+    stored_digest: bytes
+    callers: int = 0
+    started: bool = False
+    _done: asyncio.Event = field(default_factory=asyncio.Event)
+    _outcome: torch.Tensor | Exception | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of patches."""
+        return self.patches.grid.patches
 
     def finish(self, outcome: torch.Tensor | Exception) -> None:
         self._outcome = outcome

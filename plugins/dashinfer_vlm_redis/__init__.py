@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from dashinfer_vlm_core import hookimpl
-from dashinfer_vlm_core.errors import ConfigError, MissingDependency
+from dashinfer_vlm_core.errors import ConfigError, extra_required
 
 if TYPE_CHECKING:
     from dashinfer_vlm_core.config import EngineConfig
@@ -24,13 +24,8 @@ class RedisStoreFactory:
     def open(self, url: str, config: EngineConfig) -> EmbeddingStore:
         from dashinfer_vlm_core.embedding_store import EmbeddingStoreOptions
 
-        try:
+        with extra_required("`embedding_store`", extra="redis"):
             from .store import RedisStore
-        except ModuleNotFoundError as error:
-            raise MissingDependency(
-                f"`embedding_store` requires {error.name}, which is not installed."
-                " Run: pip install 'dashinfer-vlm-adapters[redis]'"
-            ) from error
         scheme, _, rest = url.partition("://")
         ttl = config.options_of(EmbeddingStoreOptions).embedding_store_ttl
         try:

@@ -59,8 +59,16 @@ class TorchDecoder:
     supported_params: frozenset[str] = SAMPLING_PARAMETERS | {GUIDED_DECODING, LORA}
     unsupported_vision_reason = ""
 
-    def __init__(self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        config: EngineConfig,
+        kernels: KernelSelector,
+        *,
+        schedules_ahead: bool | None = None,
+    ) -> None:
         self._spec = spec
+        self._schedules_ahead = schedules_ahead
         self._config = config
         self._text = spec.text
         self._device = resolve_device(config.device)
@@ -94,14 +102,13 @@ class TorchDecoder:
     async def start(self) -> None:
         if self._worker is None:
             self._runner = await asyncio.to_thread(self._load)
-            options = self._config.options_of(TorchOptions)
-            schedules_ahead = options.async_scheduling
+            schedules_ahead = self._schedules_ahead
             if schedules_ahead is None:
                 schedules_ahead = self._runner.computes_in_background
             self._worker = Worker(
                 self._runner,
                 self._scheduler(),
-                step_timeout=self._config.step_timeout,
+                step_timeout=self._config.limits.step_timeout,
                 schedules_ahead=schedules_ahead,
             )
 

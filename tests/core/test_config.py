@@ -12,8 +12,10 @@ from click.testing import CliRunner
 
 from dashinfer_vlm_core.cli.command import EngineCommand
 from dashinfer_vlm_core.cli.options import engine_options
-from dashinfer_vlm_core.config import EngineConfig, MediaLimits
+from dashinfer_vlm_core.config import EngineConfig, Limits, MediaLimits
 from dashinfer_vlm_core.errors import ConfigError
+
+OPTIONS = EngineConfig.model_fields.keys() - {"isolate_clients", "limits"}
 
 
 @click.command(cls=EngineCommand)
@@ -79,7 +81,7 @@ def test_environment_and_command_line_parse_text_alike(name, text, value):
         ({"limit_mm_per_prompt": "{image: 2}"}, "limit_mm_per_prompt"),
         ({"limit_mm_per_prompt": {"image": -1}}, "limit_mm_per_prompt"),
         ({"limit_mm_per_prompt": {"audio": 1}}, "limit_mm_per_prompt"),
-        ({"max_decoded_pixels": 89_478_486}, "max_decoded_pixels"),  # Pillow warns above
+        ({"limits": {"max_decoded_pixels": 89_478_486}}, "limits"),  # Pillow warns above
     ],
 )
 def test_invalid_option_is_named_with_next_step(options, named):
@@ -92,6 +94,12 @@ def test_invalid_environment_variable_is_named():
     os.environ["DASHINFER_VLM_PREFILL_CHUNK"] = "0"
     with pytest.raises(ConfigError, match=r"prefill_chunk \(from DASHINFER_VLM_PREFILL_CHUNK\): must be at least 1"):
         EngineConfig()
+
+
+def test_environment_does_not_set_fields_that_are_no_options():
+    os.environ["DASHINFER_VLM_ISOLATE_CLIENTS"] = "1"
+    os.environ["DASHINFER_VLM_LIMITS"] = '{"max_loras": 1}'
+    assert EngineConfig() == EngineConfig(isolate_clients=False, limits=Limits())
 
 
 def test_vllm_timeout_variables_are_fallbacks():
@@ -110,7 +118,8 @@ def test_invalid_vllm_timeout_variable_is_named():
 
 def test_every_field_is_option_with_description():
     text = re.sub(r"\s+", " ", CliRunner().invoke(show, ["--help"]).output)
-    assert {*EngineConfig.model_fields, "speculative_method"} <= {option.name for option in engine_options()}
+    assert {*OPTIONS, "speculative_method"} <= {option.name for option in engine_options()}
+    assert not {option.name for option in engine_options()} & {"isolate_clients", "limits"}
     for option in engine_options():
         assert option.opts[0] in text
         assert option.help.split("  [default: ")[0] in text
@@ -129,7 +138,7 @@ def test_only_config_reads_environment():
     # Processes for DashInfer (environment.py) and the fork server get a few variables; the worker sets defaults for
     # DashInfer; discovery.py reads which plugins may be imported, before options exist; build.py reads CC.
     assert readers <= {
-        *("engine_config.py", "environment.py", "worker.py", "fork_server.py", "discovery.py", "build.py")
+        *("options.py", "engine_config.py", "environment.py", "worker.py", "fork_server.py", "discovery.py", "build.py")
     }
 
 

@@ -54,7 +54,9 @@ def folders(base, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(base, folders):
-    with Engine(EngineConfig(model=str(base), lora={"both": str(folders["both"])}, max_loras=2, **OPTIONS)) as engine:
+    with Engine(
+        EngineConfig(model=str(base), lora={"both": str(folders["both"])}, limits={"max_loras": 2}, **OPTIONS)
+    ) as engine:
         yield engine
 
 
@@ -148,7 +150,7 @@ def test_least_recently_used_adapter_is_unloaded(tiny_checkpoint, tmp_path, capl
     def unloaded():
         return [record.args[0] for record in caplog.records if record.message.endswith("is unloaded.")]
 
-    with VLM(tiny_checkpoint, lora={"a": paths["a"]}, max_loras=2, **OPTIONS) as vlm:
+    with VLM(tiny_checkpoint, lora={"a": paths["a"]}, limits={"max_loras": 2}, **OPTIONS) as vlm:
         for name in ("a", "b", "a", "c", "a", "b", "b"):
             tokens(vlm, "x", LoRARequest(name, 1, paths[name]))
     assert unloaded() == ["b", "c"]

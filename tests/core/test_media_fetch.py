@@ -479,7 +479,7 @@ def test_slow_lookups_use_separate_threads_and_fetch_timeout(monkeypatch):
         raise OSError
 
     async def run():
-        fetcher = Fetcher(EngineConfig(image_fetch_timeout=2 * HANG, max_fetches=40))
+        fetcher = Fetcher(EngineConfig(image_fetch_timeout=2 * HANG, limits={"max_fetches": 40}))
         url = check_url("http://good.example/", path=PART, config=WORLD)
         slow_ones = [asyncio.ensure_future(fetcher.get(url, kind="image", path=PART)) for _ in range(40)]
         # The event loop's own threads are free.
@@ -526,7 +526,7 @@ def test_loopback_from_system_resolver_is_rejected():
 
 
 def test_concurrent_fetches_are_limited():
-    config = EngineConfig(allow_private_addresses=True, max_fetches=2)
+    config = EngineConfig(allow_private_addresses=True, limits={"max_fetches": 2})
 
     async def run(url):
         fetcher = Fetcher(config)
@@ -571,7 +571,7 @@ def test_fetch_works_after_every_failure():
 def test_timeout_waiting_for_slot_is_retryable():
     """The error must not be that the media cannot be fetched, because no fetch was attempted."""
     config = EngineConfig(
-        allow_private_addresses=True, max_fetches=1, image_fetch_timeout=5, video_fetch_timeout=10 * HANG
+        allow_private_addresses=True, limits={"max_fetches": 1}, image_fetch_timeout=5, video_fetch_timeout=10 * HANG
     )
 
     async def run(url):
@@ -601,10 +601,10 @@ def test_timeout_waiting_for_slot_is_retryable():
 
 @pytest.mark.parametrize(("space", "refused"), [(2 * len(PICTURE), False), (2 * len(PICTURE) - 1, True)])
 def test_media_of_one_request_share_a_limit(space, refused):
-    config = EngineConfig(allow_private_addresses=True, max_fetched_bytes=space)
+    config = EngineConfig(allow_private_addresses=True, limits={"max_fetched_bytes": space})
 
     async def run(web):
-        fetcher, budget = Fetcher(config), ByteBudget(config.max_fetched_bytes)
+        fetcher, budget = Fetcher(config), ByteBudget(config.limits.max_fetched_bytes)
         urls = [check_url(web.url(path), path=PART, config=config) for path in ("/a", "/b")]
         try:
             return [await fetcher.get(url, kind="image", path=PART, budget=budget) for url in urls]

@@ -212,9 +212,9 @@ def test_frames_of_different_sizes_are_named():
 
 def test_frames_too_large_in_total_are_rejected_by_headers():
     frames = tuple(image_url(28, 28, seed) for seed in range(17))
-    assert load(video(frames[:16]), video_max_decoded_pixels=16 * 784)[0].frames.shape == (16, 28, 28, 3)
+    assert load(video(frames[:16]), limits={"video_max_decoded_pixels": 16 * 784})[0].frames.shape == (16, 28, 28, 3)
     with pytest.raises(MediaTooLarge):
-        load(video(frames), video_max_decoded_pixels=16 * 784)
+        load(video(frames), limits={"video_max_decoded_pixels": 16 * 784})
 
 
 def test_first_failure_cancels_the_rest():
@@ -243,7 +243,7 @@ def test_canceling_request_closes_connections():
         left.set()
 
     async def run(web):
-        loader = DecodingLoader(EngineConfig(allow_private_addresses=True, max_fetches=1), READERS)
+        loader = DecodingLoader(EngineConfig(allow_private_addresses=True, limits={"max_fetches": 1}), READERS)
         task = asyncio.ensure_future(loader.load([image(web.url("/hold"), i) for i in range(2)], whole))
         assert await asyncio.to_thread(arrived.wait, HANG)
         task.cancel()
@@ -445,7 +445,7 @@ def test_one_request_uses_at_most_half_of_fetch_slots():
     held, arrived = threading.Event(), threading.Semaphore(0)
 
     async def run(web):
-        loader = DecodingLoader(EngineConfig(allow_private_addresses=True, max_fetches=4), READERS)
+        loader = DecodingLoader(EngineConfig(allow_private_addresses=True, limits={"max_fetches": 4}), READERS)
         greedy = asyncio.ensure_future(loader.load([image(web.url(f"/{i}"), i) for i in range(8)], whole))
         await acquire_all(arrived, 2)
         await asyncio.wait_for(loader.load([image(web.url("/quick"))], whole), HANG)

@@ -149,9 +149,9 @@ def test_non_image_object_is_rejected_with_next_step(content, message):
 
 @pytest.mark.parametrize("content", [RGB, PILImage.fromarray(RGB)])
 def test_server_pixel_limit_applies_to_image_objects(content):
-    assert pixels(noise(28, 28), config={"max_decoded_pixels": 784}).shape == (28, 28, 3)
-    refused(MediaTooLarge, noise(28, 29), config={"max_decoded_pixels": 784})
-    refused(MediaTooLarge, PILImage.fromarray(noise(28, 29)), config={"max_decoded_pixels": 784})
+    assert pixels(noise(28, 28), config={"limits": {"max_decoded_pixels": 784}}).shape == (28, 28, 3)
+    refused(MediaTooLarge, noise(28, 29), config={"limits": {"max_decoded_pixels": 784}})
+    refused(MediaTooLarge, PILImage.fromarray(noise(28, 29)), config={"limits": {"max_decoded_pixels": 784}})
 
 
 def test_part_options_are_kept():
@@ -212,8 +212,8 @@ def test_non_video_object_is_rejected_with_next_step(content, message, where):
 def test_server_frame_and_pixel_limits_apply_to_video_objects():
     refused(InvalidParameter, FRAMES, "video", config={"video_max_frames": 3})
     many = np.broadcast_to(np.zeros((28, 28, 3), np.uint8), (17, 28, 28, 3))
-    assert len(got(many[:16], "video", config={"video_max_decoded_pixels": 16 * 784}).frames) == 16
-    refused(MediaTooLarge, many, "video", config={"video_max_decoded_pixels": 16 * 784})
+    assert len(got(many[:16], "video", config={"limits": {"video_max_decoded_pixels": 16 * 784}}).frames) == 16
+    refused(MediaTooLarge, many, "video", config={"limits": {"video_max_decoded_pixels": 16 * 784}})
 
 
 def test_frames_are_not_sampled():

@@ -134,7 +134,7 @@ def test_evicted_content_is_a_miss(start):
 
 
 def test_least_recently_used_uuids_are_evicted(start):
-    engine, _ = start(max_media_ids=2)
+    engine, _ = start(limits={"max_media_ids": 2})
     for number in range(2):
         chat(engine, image(CAT, f"cat {number}"))
     chat(engine, image(None, "cat 0"))

@@ -72,8 +72,9 @@ ANY = encode_video(1)
 
 
 def test_default_rate_and_limits_come_from_configuration():
-    config = EngineConfig(video_fps=1.0, video_min_frames=6, video_max_frames=20)
-    counts = [frame_count(total, 10.0, part=video(), policy=POLICY.with_config(config)) for total in (30, 100, 1000, 5)]
+    config = EngineConfig(video_fps=1.0, video_max_frames=20)
+    policy = VideoSamplingPolicy(min_frames=6).with_config(config)
+    counts = [frame_count(total, 10.0, part=video(), policy=policy) for total in (30, 100, 1000, 5)]
     assert counts == [6, 10, 20, 4]
 
 
@@ -233,7 +234,7 @@ def test_limits_are_checked_by_header_before_decoding(header):
 def test_decoding_is_stopped_at_time_limit():
     """A static video of an hour is a small file, and decoding two of its frames requires decoding all."""
     with pytest.raises(MediaTooLarge, match=r"1e-09 seconds"):
-        decode(encode_video(60, height=240, width=320), config=EngineConfig(video_decode_timeout=1e-9))
+        decode(encode_video(60, height=240, width=320), config=EngineConfig(limits={"video_decode_timeout": 1e-9}))
 
 
 @pytest.mark.parametrize(

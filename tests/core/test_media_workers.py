@@ -118,7 +118,7 @@ def test_errors_equal_those_of_threads(run, case):
     errors = []
     for count in (None, 0):
         with pytest.raises(RequestError) as caught:
-            process(run, part, data, media_workers=count, max_decoded_pixels=30_000)
+            process(run, part, data, media_workers=count, limits={"max_decoded_pixels": 30_000})
         errors.append((type(caught.value), caught.value.message, caught.value.param, caught.value.code))
     assert errors[0] == errors[1]
     assert errors[0][2].startswith(PATH)
@@ -161,7 +161,7 @@ def test_crash_of_a_worker_fails_its_request_only(run, action):
 
 def test_memory_of_a_worker_is_limited(run):
     with pytest.raises(MediaTooLarge, match="needs more memory than is allowed") as caught:
-        hostile(run, b"allocate", media_worker_memory_mib=256)
+        hostile(run, b"allocate", limits={"media_worker_memory_mib": 256})
     assert caught.value.param == PATH
 
 
@@ -178,7 +178,7 @@ def test_work_beyond_its_time_is_ended(run, kind, seconds):
         return await pool.process(*others[kind], budget())
 
     limits = {"video_decode_timeout": HANG, "image_decode_timeout": HANG, f"{kind}_decode_timeout": seconds}
-    assert run(work, readers=[ActionReader()], **limits)
+    assert run(work, readers=[ActionReader()], limits=limits)
 
 
 def test_cancellation_ends_the_worker(run):
@@ -348,7 +348,7 @@ def test_client_with_a_key_leaves_a_worker_to_others(run):
         await asyncio.gather(*greedy, return_exceptions=True)
         return processed
 
-    assert run(work, readers=[ActionReader()], media_workers=3, video_decode_timeout=HANG).item.tokens
+    assert run(work, readers=[ActionReader()], media_workers=3, limits={"video_decode_timeout": HANG}).item.tokens
 
 
 class Slots:
@@ -434,7 +434,9 @@ def test_frames_are_resized_while_they_are_decoded(run):
     """At full size, these frames do not fit into the memory of a worker."""
     data = encode_video(96, height=720, width=960, container="avi")
     assert 96 * 720 * 960 * 3 > 160 << 20
-    processed = process(run, video(num_frames=96), [data], media_worker_memory_mib=160, video_total_pixels=1_000_000)
+    processed = process(
+        run, video(num_frames=96), [data], limits={"media_worker_memory_mib": 160}, video_total_pixels=1_000_000
+    )
     assert processed.source_size == (960, 720)
     assert processed.item.grid.t == 48
     assert processed.item.grid.h * 14 < 720
@@ -455,7 +457,7 @@ def test_statistics_count_workers_and_why_they_ended(run, monkeypatch):
         await asyncio.gather(task, return_exceptions=True)
         return pool.stats
 
-    stats = run(work, readers=[ActionReader()], video_decode_timeout=HANG)
+    stats = run(work, readers=[ActionReader()], limits={"video_decode_timeout": HANG})
     assert stats == MediaWorkerStats(started=4, crashed=2, timed_out=1, canceled=1)
 
 

@@ -134,7 +134,7 @@ def test_decoder_is_replaced_without_new_requests(start, injector):
 
 
 def test_decoder_is_abandoned_after_too_many_restarts(start, injector):
-    engine = start(decoder_restarts=1)
+    engine = start(limits={"decoder_restarts": 1})
     for _ in range(2):
         stream = injector.die_in(engine)
         with pytest.raises(DecoderFailed):
@@ -148,7 +148,7 @@ def test_decoder_is_abandoned_after_too_many_restarts(start, injector):
 
 def test_restart_count_resets_after_healthy_period(start, injector, monkeypatch):
     monkeypatch.setattr("dashinfer_vlm_core.decoders.supervisor.HEALTHY_SECONDS", 0.0)
-    engine = start(decoder_restarts=1)
+    engine = start(limits={"decoder_restarts": 1})
     for deaths in range(1, 4):
         stream = injector.die_in(engine)
         with pytest.raises(DecoderFailed):
@@ -158,7 +158,7 @@ def test_restart_count_resets_after_healthy_period(start, injector, monkeypatch)
 
 
 def test_failed_restart_is_retried(start, injector):
-    engine = start(decoder_restarts=3)
+    engine = start(limits={"decoder_restarts": 3})
     injector.pending_failures = 2
     stream = injector.die_in(engine)
     with pytest.raises(DecoderFailed):

@@ -41,7 +41,7 @@ VIDEOS = [encode_video(6, container=name) for name in ("mp4", "matroska", "webm"
 
 @pytest.fixture(scope="module")
 def load():
-    config = EngineConfig(max_decoded_pixels=200_000, video_max_frames=16)
+    config = EngineConfig(limits={"max_decoded_pixels": 200_000}, video_max_frames=16)
     processor, loop = Qwen2VLImageProcessor(PixelSpec(), config), LoopThread("fuzz")
     loader = DecodingLoader(config, READERS)
 

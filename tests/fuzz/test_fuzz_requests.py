@@ -64,7 +64,7 @@ def test_damaged_body_is_accepted_or_rejected(monitor, body):
 
 @pytest.fixture(scope="module")
 def engine():
-    with scripted_engine("Fine.", model="demo", max_decoded_pixels=100_000, max_model_len=1024) as engine:
+    with scripted_engine("Fine.", model="demo", limits={"max_decoded_pixels": 100_000}, max_model_len=1024) as engine:
         yield engine
 
 

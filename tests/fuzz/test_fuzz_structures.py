@@ -10,6 +10,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from dashinfer_vlm_core.config import Limits
 from dashinfer_vlm_core.errors import InvalidParameter, MediaTooLarge, MediaUndecodable
 from dashinfer_vlm_core.media_workers.fork_server import FORK_SERVER
 from dashinfer_vlm_core.media_workers.pool import is_supported
@@ -63,10 +64,14 @@ VIDEOS = [
 
 @pytest.fixture(scope="module")
 def engine(tiny_checkpoint):
-    options = {"max_decoded_pixels": 200_000, "video_max_frames": 16, "media_worker_memory_mib": 512}
-    deadlines = {"image_decode_timeout": DEADLINE, "video_decode_timeout": DEADLINE}
+    limits = Limits(
+        max_decoded_pixels=200_000,
+        media_worker_memory_mib=512,
+        image_decode_timeout=DEADLINE,
+        video_decode_timeout=DEADLINE,
+    )
     with scripted_engine(
-        "Never asked.", model=str(tiny_checkpoint), media_workers=WORKERS, **options, **deadlines
+        "Never asked.", model=str(tiny_checkpoint), media_workers=WORKERS, video_max_frames=16, limits=limits
     ) as engine:
         yield engine
 

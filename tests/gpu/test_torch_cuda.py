@@ -175,8 +175,8 @@ def test_step_ahead_does_not_wait_and_has_the_same_tokens(oracle):
 def test_asynchronous_scheduling_changes_no_token(oracle):
     batch, options = requests(oracle), {"device": "cuda", "speculative_method": "none"}
     found, counts = [], []
-    for async_scheduling in (None, False):
-        decoder = oracle.decoder(async_scheduling=async_scheduling, **options)
+    for schedules_ahead in (None, False):
+        decoder = oracle.decoder(schedules_ahead=schedules_ahead, **options)
 
         async def run(decoder=decoder):
             async with decoding(decoder):

@@ -430,7 +430,7 @@ TWO_INGRESSES = {"ingress_replicas": 2, "max_stored_responses": 0}
     ids=["content, two ingress replicas", "round robin", "round robin, store"],
 )
 def test_eight_conversations_about_eight_images(ray, tmp_path, options, stored, encoded):
-    store = {"embedding_store": f"file://{tmp_path}/store", "embedding_store_timeout": 30} if stored else {}
+    store = {"embedding_store": f"file://{tmp_path}/store", "limits": {"store_timeout": 30}} if stored else {}
     ray.deploy(min_replicas=4, api_key=KEY, **options, **store)
     conversations = [chat("What is this?", image_url(height=112, width=112, seed=index)) for index in range(8)]
     client = ray.http()
@@ -469,7 +469,7 @@ def redis_server(tmp_path) -> Iterator[RedisServer]:
 
 def test_replicas_answer_equally_whatever_happens_to_redis(ray, redis_server):
     """Replicas that keep no embeddings look up each image: with Redis, with wrong values in it, and so on."""
-    store = {"embedding_store": redis_server.store_url, "embedding_store_timeout": 5, "vision_cache_mib": 0}
+    store = {"embedding_store": redis_server.store_url, "limits": {"store_timeout": 5}, "vision_cache_mib": 0}
     ray.deploy(min_replicas=4, api_key=KEY, routing="round-robin", **store)
     requests = [chat("What is this?", image_url(height=84, width=84, seed=index)) for index in range(8)]
 

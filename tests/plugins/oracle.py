@@ -92,11 +92,11 @@ class Oracle:
     folder: Path
     model: Qwen2VLForConditionalGeneration
 
-    def decoder(self, **options) -> TorchDecoder:
+    def decoder(self, *, schedules_ahead=None, **options) -> TorchDecoder:
         """Return the project's decoder with the same weights, not started."""
         options = {"device": "cpu", "dtype": "float32", "kv_cache_mib": 64} | options
         config = EngineConfig(**options)
-        return TorchDecoder(read_spec(self.folder), config, selector(config))
+        return TorchDecoder(read_spec(self.folder), config, selector(config), schedules_ahead=schedules_ahead)
 
     @property
     def width(self) -> int:

@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig
-from dashinfer_vlm_core.embedding_store import EmbeddingStoreClient, Read, open_store
+from dashinfer_vlm_core.embedding_store import Read, open_store
+from dashinfer_vlm_core.embedding_store.client import EmbeddingStoreClient
 from dashinfer_vlm_core.embedding_store.codec import EmbeddingCodec
 from dashinfer_vlm_core.errors import ConfigError, MissingDependency
 from dashinfer_vlm_core.plugins import load_plugins
@@ -259,7 +260,9 @@ def test_security_33_wrong_values_are_not_used_and_replaced(server):
 
 @pytest.mark.slow
 def test_engines_share_a_server(server):
-    config = EngineConfig(model="demo", decoder="torch", embedding_store=server.store_url, embedding_store_timeout=HANG)
+    config = EngineConfig(
+        model="demo", decoder="torch", embedding_store=server.store_url, limits={"store_timeout": HANG}
+    )
 
     def ask(engine, seed):
         content = [{"type": "image_url", "image_url": {"url": image_url(60, 60, seed)}}, {"type": "text", "text": "?"}]

@@ -5,18 +5,14 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 
-import click
 import pytest
 import torch
 
-from dashinfer_vlm_core.cli.command import EngineCommand
-from dashinfer_vlm_core.errors import ConfigError, DecoderFailed
-from dashinfer_vlm_core.offline.vllm_arguments import to_engine_options
+from dashinfer_vlm_core.errors import DecoderFailed
 from dashinfer_vlm_torch.proposer import Draft
 from dashinfer_vlm_torch.runner import LaunchedStep, ModelRunner
 from dashinfer_vlm_torch.sampler import LaunchedArgmax
 from dashinfer_vlm_torch.scheduler import SampledToken, ScheduledChunk, SequenceState
-from dashinfer_vlm_torch.settings import TorchOptions
 from tests.decoder_pause import DecoderPause
 
 from .oracle import collect, decoding, ids, prompt, text, visual
@@ -81,7 +77,7 @@ def mixed(width):
 def test_tokens_are_those_of_steps_in_order(oracle, options, speculative_method):
     requests, options = mixed(oracle.width), {"speculative_method": speculative_method} | options
     expected, none = complete(oracle, requests, **options)
-    found, count = complete(oracle, requests, async_scheduling=True, **options)
+    found, count = complete(oracle, requests, schedules_ahead=True, **options)
     assert found == expected
     assert none == 0
     assert count > 20 or speculative_method == "ngram"  # how often that drafts depends on measured times
@@ -92,7 +88,7 @@ def test_preempted_sequences_continue(oracle):
     requests = [prompt(seed, 20, max_tokens=600, ignore_eos=True) for seed in range(4)]
     options = {"kv_cache_mib": 1, "speculative_method": "none"}
     expected, _ = complete(oracle, requests, **options)
-    found, count = complete(oracle, requests, async_scheduling=True, **options)
+    found, count = complete(oracle, requests, schedules_ahead=True, **options)
     assert found == expected
     assert count > 600
 
@@ -103,9 +99,9 @@ def test_preempted_sequences_continue(oracle):
 def test_steps_that_need_earlier_tokens_wait_for_them(oracle, sampling):
     requests = [prompt(1, 20, **sampling), prompt(2, 30)]
     expected, _ = complete(oracle, requests[:1])
-    found, count = complete(oracle, requests[:1], async_scheduling=True)
+    found, count = complete(oracle, requests[:1], schedules_ahead=True)
     assert (found, count) == (expected, 0)
-    expected, found = (complete(oracle, requests, async_scheduling=ahead)[0] for ahead in (False, True))
+    expected, found = (complete(oracle, requests, schedules_ahead=ahead)[0] for ahead in (False, True))
     assert list(map(ids, found)) == list(map(ids, expected))  # log-probabilities differ by the rounding of a batch
 
 
@@ -116,7 +112,7 @@ def test_failed_step_discards_the_step_ahead(oracle, failing):
     expected, _ = complete(oracle, requests)
 
     async def run():
-        async with decoding(oracle.decoder(async_scheduling=True, speculative_method="none")) as decoder:
+        async with decoding(oracle.decoder(schedules_ahead=True, speculative_method="none")) as decoder:
             ahead = Ahead(decoder._worker._runner, failing)
             found = await asyncio.gather(*(collect(decoder, one) for one in requests), return_exceptions=True)
             assert ahead.launches == ahead.reads + 1
@@ -134,7 +130,7 @@ def test_cancellation_beside_a_step_ahead(oracle):
     """Rows of a canceled sequence are used again, although a step that writes to them has been launched."""
 
     async def run(*, ahead):
-        decoder = oracle.decoder(async_scheduling=ahead, max_batch_size=2, speculative_method="none")
+        decoder = oracle.decoder(schedules_ahead=ahead, max_batch_size=2, speculative_method="none")
         async with decoding(decoder):
             pause = DecoderPause(decoder, steps=6)
             stays = asyncio.create_task(collect(decoder, prompt(1, 20, max_tokens=60, ignore_eos=True)))
@@ -243,7 +239,7 @@ def test_step_that_cannot_be_launched_ahead_is_computed_later(oracle, caplog):
     expected, _ = complete(oracle, requests)
 
     async def run():
-        async with decoding(oracle.decoder(async_scheduling=True, speculative_method="none")) as decoder:
+        async with decoding(oracle.decoder(schedules_ahead=True, speculative_method="none")) as decoder:
             runner = decoder._worker._runner
             launch, failed = runner.launch, []
 
@@ -259,35 +255,6 @@ def test_step_that_cannot_be_launched_ahead_is_computed_later(oracle, caplog):
 
     assert asyncio.run(run()) == (expected, 1)
     assert "could not be launched ahead" in caplog.text
-
-
-def test_option_of_another_decoder_is_rejected():
-    for value in (None, False):
-        TorchOptions(async_scheduling=value).check("dashinfer")
-    TorchOptions(async_scheduling=True).check("torch")
-    with pytest.raises(ConfigError, match="the decoder dashinfer does not support it") as bad:
-        TorchOptions(async_scheduling=True).check("dashinfer")
-    assert bad.value.param == "async_scheduling"
-
-
-@pytest.mark.parametrize(
-    ("flags", "value"), [([], None), (["--async-scheduling"], True), (["--no-async-scheduling"], False)]
-)
-def test_option_is_a_flag_with_a_third_state(flags, value):
-    found = []
-
-    @click.command(cls=EngineCommand)
-    def main(config):
-        """Show the option."""
-        found.append(config.options_of(TorchOptions).async_scheduling)
-
-    main(flags, standalone_mode=False)
-    assert found == [value]
-
-
-@pytest.mark.parametrize("value", [True, False])
-def test_argument_of_vllm_is_the_option(value):
-    assert to_engine_options({"async_scheduling": value})["async_scheduling"] is value
 
 
 def test_prompts_are_not_continued_ahead():

@@ -88,9 +88,11 @@ class StaticDecoder(TorchDecoder):
         return ModelRunner(model, cache, self.graphs)
 
 
-def static_decoder(oracle, **options):
+def static_decoder(oracle, *, schedules_ahead=None, **options):
     config = EngineConfig(**{"device": "cpu", "dtype": "float32", "kv_cache_mib": 64} | options)
-    return StaticDecoder(read_spec(oracle.folder), config, KernelSelector([CudaFactory()], config))
+    return StaticDecoder(
+        read_spec(oracle.folder), config, KernelSelector([CudaFactory()], config), schedules_ahead=schedules_ahead
+    )
 
 
 def decode_all(decoder, requests):
@@ -115,7 +117,7 @@ def requests(oracle):
 @pytest.mark.parametrize("batch", [1, 3, 32])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_padded_steps_give_the_tokens_of_transformers(oracle, batch, ahead):
-    decoder = static_decoder(oracle, max_batch_size=batch, prefill_chunk=40, async_scheduling=ahead)
+    decoder = static_decoder(oracle, max_batch_size=batch, prefill_chunk=40, schedules_ahead=ahead)
     found = decode_all(decoder, requests(oracle))
     assert [ids(tokens) for tokens in found[:-1]] == [oracle.greedy(request) for request in requests(oracle)[:-1]]
     plain = oracle.decoder()

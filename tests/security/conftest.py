@@ -34,9 +34,8 @@ LIMITS: dict[str, Any] = {
     "video_max_bytes": 300_000,
     "image_fetch_timeout": 15.0,
     "video_fetch_timeout": 15.0,
-    "max_fetches": 4,
     "limit_mm_per_prompt": {"image": 8, "video": 1},
-    "max_decoded_pixels": 1_000_000,
+    "limits": {"max_fetches": 4, "max_decoded_pixels": 1_000_000},
     "video_max_frames": 16,
     "video_max_seconds": 5.0,
 }
@@ -111,7 +110,7 @@ def running_server(**options: Any) -> Iterator[ServerClient]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(asyncio, "new_event_loop", SkippableLoop)
         engine.start()
-    with contextlib.closing(engine), serving(engine, max_body_bytes=10_000_000) as server, server.http() as http:
+    with contextlib.closing(engine), serving(engine, max_body_mib=10) as server, server.http() as http:
         yield ServerClient(engine, http)
 
 

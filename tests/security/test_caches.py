@@ -77,7 +77,7 @@ def test_security_15_uuid_and_salt_length_is_limited(open_server):
 
 
 def test_security_15_old_uuids_are_evicted():
-    with running_server(max_media_ids=2, **LIMITS) as server:
+    with running_server(**LIMITS | {"limits": {"max_media_ids": 2}}) as server:
         for index in range(3):
             server.fingerprint({**image_data(CIRCLE), "uuid": f"name {index}"}, WORDS)
         first, last = ({"type": "image_url", "image_url": None, "uuid": f"name {index}"} for index in (0, 2))

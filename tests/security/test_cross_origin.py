@@ -211,10 +211,10 @@ def test_security_27_server_with_keys_checks_only_the_key(served):
 
 
 def test_security_27_unix_socket_checks_only_the_origin(served, tmp_path):
-    address = Address(path=tmp_path / "socket")
+    address = Address(uds=tmp_path / "socket")
     with open_listener(address) as listener:
         server = RunningServer(create_app(served.engine), address, listener)
-        transport = httpx.HTTPTransport(uds=str(address.path))
+        transport = httpx.HTTPTransport(uds=str(address.uds))
         with server.running(), httpx.Client(transport=transport, base_url="http://server", timeout=HANG) as client:
             client.headers["Content-Type"] = "application/json"
             assert client.post(CHAT, content=HELLO).status_code == 200
@@ -226,6 +226,10 @@ def test_security_27_command_allows_its_hosts():
     from dashinfer_vlm_server import plugin
 
     with serve.make_context("serve", ["--host", "box.lan", "--allowed-hosts", "A.example, *.b.example"]) as context:
-        assert plugin._settings(context.params).allowed_hosts == ("a.example", "*.b.example", "box.lan")
+        assert plugin.create_settings(context.params, EngineConfig()).allowed_hosts == (
+            "A.example",
+            "*.b.example",
+            "box.lan",
+        )
     with serve.make_context("serve", ["--host", "::"]) as context:
-        assert plugin._settings(context.params).allowed_hosts == ()
+        assert plugin.create_settings(context.params, EngineConfig()).allowed_hosts == ()

@@ -510,7 +510,7 @@ async def as_client(name, work):
 
 
 def test_security_39_slow_urls_of_one_key_leave_a_fetch_to_others():
-    config = EngineConfig(allow_private_addresses=True, max_fetches=4, image_fetch_timeout=10 * HANG)
+    config = EngineConfig(allow_private_addresses=True, limits={"max_fetches": 4}, image_fetch_timeout=10 * HANG)
     ended = threading.Event()
 
     async def run(web):

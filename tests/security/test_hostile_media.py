@@ -81,7 +81,9 @@ def engine(tiny_checkpoint):
     """An engine with a short deadline for videos. Images keep theirs: a normal one follows each attack."""
     with (
         limited_memory(),
-        scripted_engine("Fine.", model=str(tiny_checkpoint), video_decode_timeout=0.5, media_workers=2) as engine,
+        scripted_engine(
+            "Fine.", model=str(tiny_checkpoint), limits={"video_decode_timeout": 0.5}, media_workers=2
+        ) as engine,
     ):
         yield engine
 
@@ -90,7 +92,7 @@ def engine(tiny_checkpoint):
 def patient_engine(tiny_checkpoint):
     """An engine whose deadline does not end a decoder that is slow because the machine is."""
     patience = {"image_decode_timeout": HANG, "video_decode_timeout": HANG}
-    with scripted_engine("Fine.", model=str(tiny_checkpoint), media_workers=1, **patience) as engine:
+    with scripted_engine("Fine.", model=str(tiny_checkpoint), media_workers=1, limits=patience) as engine:
         yield engine
 
 
@@ -148,7 +150,7 @@ def test_security_24_slow_jpeg_in_a_list_of_frames_is_rejected(file):
 def test_security_24_image_has_a_deadline(tiny_checkpoint):
     """A list of frames follows, which has the deadline of a video."""
     slow = data_url(progressive_jpeg(MAX_JPEG_SCANS - 1), "image/jpeg")
-    with scripted_engine("Fine.", model=str(tiny_checkpoint), image_decode_timeout=0.2) as engine:
+    with scripted_engine("Fine.", model=str(tiny_checkpoint), limits={"image_decode_timeout": 0.2}) as engine:
         with pytest.raises(MediaTooLarge, match=r"takes more than 0\.2 seconds") as caught:
             engine.preview(request(image(slow)))
         assert caught.value.param == PART
@@ -160,7 +162,10 @@ def test_security_24_client_cannot_occupy_all_workers(tiny_checkpoint):
     slow = request(video(data_url(laced_matroska(10**8), "video/x-matroska")))
     normal = request(image(image_url()))
     with scripted_engine(
-        "Fine.", model=str(tiny_checkpoint), video_decode_timeout=HANG, image_decode_timeout=HANG, media_workers=2
+        "Fine.",
+        model=str(tiny_checkpoint),
+        limits={"video_decode_timeout": HANG, "image_decode_timeout": HANG},
+        media_workers=2,
     ) as engine:
         attacks = [as_client("attacker", engine.submit, slow) for _ in range(3)]
         pool = engine._running.pipeline.media_executor

@@ -128,7 +128,7 @@ def test_security_28_embedding_store_is_separated_by_key(tmp_path, monkeypatch, 
     """Another process has other ids of keys: only with a shared secret, it finds what the same key stored."""
     part = image_data(new_image())
     config = EngineConfig(
-        model="demo", decoder="torch", embedding_store=tmp_path.as_uri(), embedding_store_timeout=HANG
+        model="demo", decoder="torch", embedding_store=tmp_path.as_uri(), limits={"store_timeout": HANG}
     )
     found = []
     for process, senders in enumerate((KEYS[:1], KEYS)):

@@ -75,7 +75,7 @@ def test_security_37_worker_reaches_nothing_but_its_socket(run):
 
 
 def test_security_23_address_space_of_a_worker_is_limited(run):
-    assert values(run, b"reserve", media_worker_memory_mib=256) == {1}
+    assert values(run, b"reserve", limits={"media_worker_memory_mib": 256}) == {1}
 
 
 needs_list = pytest.mark.skipif(not has_list(platform.machine()), reason="there is no list for this machine")

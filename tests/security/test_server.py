@@ -20,6 +20,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from dashinfer_vlm_core import Engine, EngineConfig, hookimpl
+from dashinfer_vlm_core.config import MIB
 from dashinfer_vlm_core.decoders import Decoder, DecoderSupport
 from dashinfer_vlm_core.decoders.dashinfer import process
 from dashinfer_vlm_core.errors import CheckpointError, DecoderFailed
@@ -117,7 +118,7 @@ def test_security_17_keys_are_compared_by_digest_in_constant_time(monkeypatch):
 
 
 def test_security_18_large_body_or_head_is_rejected(tiny_checkpoint):
-    with scripted_server(tiny_checkpoint, "Fine.", max_body_bytes=10_000) as (server, client, script, _):
+    with scripted_server(tiny_checkpoint, "Fine.", max_body_mib=10_000 / MIB) as (server, client, script, _):
         assert client.post(CHAT, content=b" " * 10_001).status_code == 413
         with socket.create_connection(("127.0.0.1", server.port), timeout=HANG) as connection:
             with contextlib.suppress(OSError):
@@ -212,7 +213,7 @@ class Dying(Decoder):
 def test_security_19_dead_decoder_returns_503_and_health_reports_it(tiny_checkpoint):
     registry = load_plugins()
     registry.add_plugin(Dying(), name="dying")
-    config = EngineConfig(model=str(tiny_checkpoint), decoder="dying", decoder_restarts=0)
+    config = EngineConfig(model=str(tiny_checkpoint), decoder="dying", limits={"decoder_restarts": 0})
     with Engine(config, registry=registry) as engine, serving(engine) as server, server.http() as client:
         assert client.get("/health/ready").status_code == 200
         assert client.post(CHAT, json=HELLO).status_code == 503

@@ -8,6 +8,7 @@ import socket
 
 import pytest
 
+from dashinfer_vlm_core.config import MIB
 from dashinfer_vlm_core.testing import scripted_engine
 from dashinfer_vlm_server.api_keys import ApiKeys
 from dashinfer_vlm_server.http_protocol import TimeoutH11Protocol
@@ -30,7 +31,7 @@ class SkippableProtocol(TimeoutH11Protocol):
 
 @pytest.fixture(scope="module")
 def server():
-    options = {"keys": ApiKeys(["right"]), "max_body_bytes": LIMIT}
+    options = {"keys": ApiKeys(["right"]), "max_body_mib": LIMIT / MIB}
     with scripted_engine("Fine.") as engine, serving(engine, protocol=SkippableProtocol, **options) as server:
         yield server
 

@@ -16,6 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from dashinfer_vlm_core import Engine, EngineConfig
+from dashinfer_vlm_core.config import MIB
 from dashinfer_vlm_core.engine import ChatEngine
 from dashinfer_vlm_core.protocol.sampling import SAMPLING_PARAMETERS
 from dashinfer_vlm_core.testing import Script, scripted_registry
@@ -114,10 +115,10 @@ class RunningServer:
 
 @contextlib.contextmanager
 def serving(
-    engine: ChatEngine, *, protocol: type[TimeoutH11Protocol] = TimeoutH11Protocol, **options
+    engine: ChatEngine, *, protocol: type[TimeoutH11Protocol] = TimeoutH11Protocol, tracer=None, **options
 ) -> Iterator[RunningServer]:
     """Serve `engine`, which can be a test double without a checkpoint."""
-    with RunningServer(create_app(engine, Settings(**options)), protocol=protocol).running() as server:
+    with RunningServer(create_app(engine, Settings(**options), tracer=tracer), protocol=protocol).running() as server:
         yield server
 
 
@@ -144,7 +145,7 @@ def scripted(tiny_checkpoint) -> Iterator[Callable[..., Scripted]]:
             script = Script(*responses, delay=delay, supported_params=supported_params)
             config = EngineConfig(model=str(tiny_checkpoint), served_model_name="tiny", decoder="scripted", **options)
             engine = stack.enter_context(Engine(config, registry=scripted_registry(script)))
-            served = serving(engine, protocol=protocol, max_body_bytes=max_body_bytes, **settings)
+            served = serving(engine, protocol=protocol, max_body_mib=max_body_bytes / MIB, **settings)
             return Scripted(stack.enter_context(served), engine, script)
 
         yield start

@@ -50,7 +50,7 @@ def running(tiny_checkpoint):
     """A server with short responses."""
     script = Script("Fine.")
     config = EngineConfig(model=str(tiny_checkpoint), decoder="scripted")
-    options = {"max_body_pause": BODY_PAUSE, "max_body_bytes": 10_000_000}
+    options = {"max_body_pause": BODY_PAUSE, "max_body_mib": 10}
     with (
         Engine(config, registry=scripted_registry(script)) as engine,
         serving(engine, protocol=SkippableProtocol, **options) as server,

@@ -194,7 +194,7 @@ def client(tiny_checkpoint):
     from dashinfer_vlm_core.testing import scripted_engine
     from tests.server.conftest import serving
 
-    limits = {"limit_mm_per_prompt": {"image": 3, "video": 1}, "max_decoded_pixels": 1_000_000}
+    limits = {"limit_mm_per_prompt": {"image": 3, "video": 1}, "limits": {"max_decoded_pixels": 1_000_000}}
     engine = scripted_engine("Fine.", model=str(tiny_checkpoint), served_model_name="tiny", **limits)
     with engine, serving(engine) as server, server.http() as http:
         yield http

@@ -58,7 +58,7 @@ def test_metrics_match_the_usage_of_completions(scripted):
 
 def test_metrics_of_the_embedding_store(scripted, tmp_path):
     """Each part of the sum `mm_cache_queries` is counted once."""
-    options = {"embedding_store": tmp_path.as_uri(), "embedding_store_timeout": HANG, "vision_cache_mib": 0}
+    options = {"embedding_store": tmp_path.as_uri(), "limits": {"store_timeout": HANG}, "vision_cache_mib": 0}
     with scripted("A red circle.", **options).server.http() as client:
         for result, misses, hits in (("miss", 1, 0), ("hit", 1, 1)):
             assert client.post(CHAT, json=image_request(image_url(60, 90))).status_code == 200

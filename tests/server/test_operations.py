@@ -23,7 +23,7 @@ from dashinfer_vlm_server.api_keys import ApiKeys
 from dashinfer_vlm_server.logs import JsonFormatter, TextFormatter
 from dashinfer_vlm_server.serving import Server, uvicorn_config
 from dashinfer_vlm_server.settings import DrainState, Settings
-from dashinfer_vlm_server.sockets import Address, TlsConfig, open_listener
+from dashinfer_vlm_server.sockets import Address, open_listener
 from tests.samples import image_url
 from tests.server.conftest import RunningServer, create_app
 from tests.waiting import HANG, until
@@ -265,38 +265,37 @@ def test_root_path_is_stripped_by_the_proxy(engine):
         assert client.get("/version").status_code == 401
 
 
-@pytest.mark.parametrize("mode", [0o600, 0o660])
-def test_unix_socket_has_the_given_permissions(engine, tmp_path, mode):
-    address = Address(path=tmp_path / "socket", mode=mode)
+def test_unix_socket_is_for_its_owner_only(engine, tmp_path):
+    address = Address(uds=tmp_path / "socket")
     with open_listener(address) as listener:
-        assert address.path.stat().st_mode & 0o777 == mode
+        assert address.uds.stat().st_mode & 0o777 == 0o600
         server = RunningServer(create_app(engine), address, listener)
-        transport = httpx.HTTPTransport(uds=str(address.path))
+        transport = httpx.HTTPTransport(uds=str(address.uds))
         with server.running(), httpx.Client(transport=transport, base_url="http://server", timeout=HANG) as client:
             assert client.post(CHAT, json=HELLO).json()["choices"][0]["message"]["content"] == "Fine."
-    assert not address.path.exists()
+    assert not address.uds.exists()
 
 
 def test_only_a_stale_unix_socket_is_replaced(tmp_path):
-    address = Address(path=tmp_path / "socket")
+    address = Address(uds=tmp_path / "socket")
     with open_listener(address) as first:
         first.listen()
         with pytest.raises(ConfigError, match="in use"), open_listener(address):
             pass
         first.close()
         with open_listener(address):
-            assert address.path.is_socket()
-    address.path.write_text("precious")
+            assert address.uds.is_socket()
+    address.uds.write_text("precious")
     with pytest.raises(ConfigError, match="in use"), open_listener(address):
         pass
-    assert address.path.read_text() == "precious"
+    assert address.uds.read_text() == "precious"
 
 
 PEM = Path(__file__).parents[1] / "pictures_test.pem"
 
 
 def test_tls(engine):
-    with served(engine, Address(tls=TlsConfig(certificate=PEM))) as server:
+    with served(engine, Address(ssl_certfile=PEM)) as server:
         trust = ssl.create_default_context(cafile=str(PEM))
         trust.check_hostname = False
         url = server.url.replace("http:", "https:")
@@ -307,7 +306,7 @@ def test_tls(engine):
 
 
 def test_client_certificate_is_required(engine):
-    with served(engine, Address(tls=TlsConfig(certificate=PEM, ca_certs=PEM))) as server:
+    with served(engine, Address(ssl_certfile=PEM, ssl_ca_certs=PEM)) as server:
         trust = ssl.create_default_context(cafile=str(PEM))
         trust.check_hostname = False
         url = server.url.replace("http:", "https:")
@@ -323,7 +322,7 @@ def test_unusable_certificate_is_named(engine, tmp_path, content):
     if content:
         file.write_text(content)
     with pytest.raises(ConfigError, match="--ssl-certfile"):
-        uvicorn_config(create_app(engine), Address(tls=TlsConfig(certificate=file)))
+        uvicorn_config(create_app(engine), Address(ssl_certfile=file))
 
 
 # Tokens

@@ -291,12 +291,12 @@ def test_inconsistent_options_are_rejected(runner, options, words):
 
 
 VALUES = {
-    "host": "0.0.0.0", "port": "9000", "uds": "a/socket", "uds_mode": "660", "page": "false", "root_path": "/vision",
-    "api_key_file": "keys.txt", "ssl_certfile": "cert.pem", "ssl_keyfile": "key.pem", "ssl_keyfile_password": "secret",
+    "host": "0.0.0.0", "port": "9000", "uds": "a/socket", "page": "false", "root_path": "/vision",
+    "api_key_file": "keys.txt", "ssl_certfile": "cert.pem", "ssl_keyfile": "key.pem",
     "ssl_ca_certs": "ca.pem", "allowed_hosts": "a.example",
-    "allowed_origins": "https://a.example", "max_body_mib": "7", "max_buffered_mib": "8",
-    "max_stored_responses": "10", "max_stored_mib": "11",
-    "max_body_pause": "9.5", "request_timeout": "60", "grace": "3", "log_format": "json",
+    "allowed_origins": "https://a.example", "max_body_mib": "7",
+    "max_stored_responses": "10",
+    "request_timeout": "60", "grace": "3", "log_format": "json",
     "otlp_traces_endpoint": "http://127.0.0.1:4318/v1/traces", "share_media_between_keys": "true",
     "max_requests_per_key": "2", "tokens_per_minute_per_key": "1000",
 }  # fmt: skip
@@ -331,11 +331,13 @@ def test_precedence_of_command_line_file_and_environment(tmp_path):
     os.environ.update({f"DASHINFER_VLM_{name}": "3" for name in ("PORT", "GRACE", "MAX_BODY_MIB")})
     os.environ["DASHINFER_VLM_HOST"] = ""  # an empty variable is ignored
     parsed_options = parsed("--config", str(file), "--port", "1")
-    assert {name: parsed_options[name] for name in ("port", "grace", "max_body_mib", "max_buffered_mib", "host")} == {
+    assert {
+        name: parsed_options[name] for name in ("port", "grace", "max_body_mib", "max_stored_responses", "host")
+    } == {
         "port": 1,
         "grace": 2,
         "max_body_mib": 3,
-        "max_buffered_mib": 2048,
+        "max_stored_responses": 1000,
         "host": "127.0.0.1",
     }
 
@@ -343,14 +345,14 @@ def test_precedence_of_command_line_file_and_environment(tmp_path):
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("PORT", "x", "'x' is not a valid integer. It comes from the environment. Set DASHINFER_VLM_PORT to"),
+        ("PORT", "x", "'x' must be an integer. It comes from the environment. Set DASHINFER_VLM_PORT to"),
         (
             "PORT",
             "65536",
-            "65536 is not in the range 0<=x<=65535. It comes from the environment. Set",
+            "'65536' must be at most 65535. It comes from the environment. Set",
         ),
         ("PORT", "tcp://10.0.0.1:80", "Add `enableServiceLinks: false` to the pod's spec, or set --port"),
-        ("GRACE", "soon", "'soon' is not a valid number. It comes from the environment. Set DASHINFER_VLM_GRACE"),
+        ("GRACE", "soon", "'soon' must be a number. It comes from the environment. Set DASHINFER_VLM_GRACE"),
         ("PAGE", "maybe", "Set DASHINFER_VLM_PAGE to another value"),
         (
             "LOG_FORMAT",
@@ -536,7 +538,7 @@ def test_lost_decoder_exits_with_code_3(tiny_checkpoint, tmp_path):
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: lost\nVersion: 1.0\n")
     (information / "entry_points.txt").write_text("[dashinfer_vlm]\nlost = lost:plugin\n")
     log, path = tmp_path / "log", {"PYTHONPATH": str(tmp_path)}
-    options = ["--model", tiny_checkpoint, "--served-model-name", "tiny", "--port", 0, "--decoder-restarts", 0]
+    options = ["--model", tiny_checkpoint, "--served-model-name", "tiny", "--port", 0]
     with process(log, *options, environment=path) as server:
         served = re.compile(r"^Serving tiny \(decoder dying\) at (\S+)/v1$", re.MULTILINE)
         until(lambda: served.search(log.read_text()) or server.poll() is not None)

@@ -41,7 +41,7 @@ OPTIONS = {
     "max_batch_size": 4,
     "max_waiting": 4,
     "vision_cache_mib": 1,
-    "decoder_restarts": 10_000,
+    "limits": {"decoder_restarts": 10_000},
     "media_workers": MEDIA_WORKERS,
 }
 

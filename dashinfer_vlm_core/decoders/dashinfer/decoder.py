@@ -22,7 +22,6 @@ from .environment import find_environment
 from .options import SUPPORTED_ON_CPU, SUPPORTED_ON_CUDA, check_sampling, generate_config, stop_tokens
 from .plan import check_cache_salt, make_plan
 from .process import LOG_SEPARATOR, WorkerDied, WorkerProcess
-from .settings import DashInferOptions
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -36,7 +35,7 @@ EXTRA_TOKENS = 2
 
 UNSUPPORTED_VISION_REASON = (
     "DashInfer on a CPU ignores the rows and columns of images (M-RoPE), so responses about them would be wrong. Use"
-    " the decoder `torch`, or set approximate_vision to accept that."
+    " the decoder `torch`."
 )
 
 Step: TypeAlias = tuple[int, "tuple[float, list[tuple[int, float]]] | None", int]
@@ -62,7 +61,7 @@ class DashInferDecoder(Decoder):
 
     DashInfer runs in a worker process under its own interpreter. If the process dies, `fatal_error` is set, running
     requests fail with a retryable error, and waiting requests are left to the next decoder. A worker that has requests
-    and sends nothing for `EngineConfig.step_timeout` is killed.
+    and sends nothing for `Limits.step_timeout` is killed.
 
     Attributes:
         pid: the worker's process id; None while there is no worker.
@@ -83,11 +82,7 @@ class DashInferDecoder(Decoder):
         )
         self.max_model_len: int = self._plan.max_model_len
         self.supported_params: frozenset[str] = SUPPORTED_ON_CPU if self._plan.on_cpu else SUPPORTED_ON_CUDA
-        self.unsupported_vision_reason = (
-            UNSUPPORTED_VISION_REASON
-            if self._plan.on_cpu and not config.options_of(DashInferOptions).approximate_vision
-            else ""
-        )
+        self.unsupported_vision_reason = UNSUPPORTED_VISION_REASON if self._plan.on_cpu else ""
         self._worker: WorkerProcess | None = None
         self._serving: asyncio.Task[None] | None = None
         self._slots = asyncio.Semaphore(self._plan.max_batch_size)
@@ -277,7 +272,7 @@ class DashInferDecoder(Decoder):
 
     async def _kill_if_hung(self, worker: WorkerProcess) -> None:
         """Kill a worker that has requests and sends nothing; it is then replaced like any worker that died."""
-        timeout, silence = self._config.step_timeout, 0.0
+        timeout, silence = self._config.limits.step_timeout, 0.0
         while silence < timeout:
             await asyncio.sleep(timeout - silence)
             silence = asyncio.get_running_loop().time() - self._last_frame_at if self._active else 0.0

@@ -90,7 +90,7 @@ def check_cache_salt(salt: str, plan: Plan) -> None:
     if salt and plan.prefix_cache:
         raise UnsupportedParameter(
             "DashInfer's prefix cache does not separate requests by `cache_salt`: start the engine with"
-            " --no-prefix-cache or --isolate-clients, or remove it.",
+            " --no-prefix-cache, or remove it.",
             param="cache_salt",
         )
 

@@ -14,17 +14,11 @@ from ...errors import ConfigError
 class DashInferOptions(PluginOptions):
     title: ClassVar[str] = "DashInfer only"
 
-    tensor_parallel: int = Field(1, ge=1, le=64, description="Number of CUDA devices to split the weights across.")
-    approximate_vision: bool = Field(
-        False,
-        description="Accept images and videos on a CPU, where DashInfer ignores their two-dimensional positions, so"
-        " results are approximate.",
-    )
-    dashinfer_python: Path | None = Field(
-        None,
-        description="Python interpreter of DashInfer's environment; defaults to the one that `dashinfer install`"
-        " created.",
-    )
+    tensor_parallel: int = Field(1, ge=1, le=64)
+    """Number of CUDA devices to split the weights across."""
+
+    dashinfer_python: Path | None = None
+    """Python interpreter of DashInfer's environment; defaults to the one that `dashinfer install` created."""
 
     def check(self, decoder: str) -> None:
         """Check `tensor_parallel`, which the model may require; the other options have no effect on other decoders."""
