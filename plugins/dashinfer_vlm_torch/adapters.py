@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -89,7 +89,6 @@ class AdapterReader:
         dtype: the model's dtype.
         qkv_scales: by layer, float32 [outputs], the factors by which the rows of the model's own projections were
             multiplied when they were loaded; missing if they were not.
-        as_halves: permutes rows of queries and keys to the order of the model's; None if it is the checkpoint's.
     """
 
     def __init__(
@@ -101,7 +100,6 @@ class AdapterReader:
         device: str,
         dtype: torch.dtype,
         qkv_scales: Mapping[int, Tensor],
-        as_halves: Callable[[Tensor], Tensor] | None,
     ) -> None:
         self._adapter = adapter
         self._spec = spec
@@ -109,7 +107,6 @@ class AdapterReader:
         self._device = device
         self._dtype = dtype
         self._qkv_scales = qkv_scales
-        self._as_halves = as_halves
         self._num_bytes = 0
 
     def read(self, executor: Executor) -> TextAdapter:
@@ -118,13 +115,14 @@ class AdapterReader:
         Raises:
             CheckpointError: the adapter's file is damaged.
         """
-        run, count = executor.run, self._spec.num_hidden_layers
-        layers = [run(functools.partial(self._layer, number)) for number in range(count)]
+        run = executor.run
+        layers = [run(functools.partial(self._layer, number)) for number in range(self._spec.num_hidden_layers)]
         adapted = AdapterLayers(layers) if any(any(layer) for layer in layers) else None
         return TextAdapter(adapted, run(self._embedding), run(self._head), self._num_bytes)
 
     def _layer(self, number: int) -> AdapterLayer:
-        names, spec = self._spec.weights, self._spec
+        spec = self._spec
+        names = spec.weights
         query, key = (heads * spec.head_dim for heads in (spec.num_attention_heads, spec.num_key_value_heads))
         inner = spec.intermediate_size
         prefix = names.layer.format(number)
@@ -153,7 +151,7 @@ class AdapterReader:
             if part is None:
                 loaded.append(None)
                 continue
-            b = self._as_halves(part.b) if self._as_halves and index < 2 else part.b
+            b = as_halves(part.b, spec.head_dim) if spec.rotary.pairs == "neighbors" and index < 2 else part.b
             loaded.append(Factors(part.a, b * scale.cpu()[:, None]))
         return loaded
 
@@ -179,7 +177,8 @@ class AdapterReader:
 
     def _embedding(self) -> EmbeddingChange | None:
         name = self._spec.weights.embedding
-        table, factors = self._saved(name), self._factors(name)
+        table = self._saved(name)
+        factors = self._factors(name)
         if factors is None:
             return None if table is None else EmbeddingChange(table, None, None)
         a, b = _padded(factors)
@@ -189,7 +188,8 @@ class AdapterReader:
 
     def _head(self) -> HeadChange | None:
         name = self._spec.weights.head
-        weight, factors = self._saved(name), self._factors(name)
+        weight = self._saved(name)
+        factors = self._factors(name)
         head = None if weight is None else self._kernels.head(weight)
         if factors is None:
             return None if head is None else HeadChange(head, None, None)
@@ -213,3 +213,9 @@ def _padded(factors: Factors) -> Factors:
     """Pad the rank with zeros to a multiple of `RANK_MULTIPLE`."""
     missing = -len(factors.a) % RANK_MULTIPLE
     return Factors(F.pad(factors.a, (0, 0, 0, missing)), F.pad(factors.b, (0, missing)))
+
+
+def as_halves(rows: Tensor, head_dim: int) -> Tensor:
+    """Permute rows [heads * head_dim, ...] in which neighbors are rotated together to the order that the kernels
+    rotate: the even rows of each head, then the odd ones. Products of queries and keys do not change."""
+    return torch.cat([torch.unflatten(rows, 0, (-1, head_dim))[:, start::2] for start in (0, 1)], dim=1).flatten(0, 1)

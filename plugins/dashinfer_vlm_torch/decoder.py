@@ -34,9 +34,9 @@ from .host_memory import default_kv_mib, memory_limit
 from .kv_cache import KVCache
 from .model import TextModel, TextQuantization
 from .runner import ModelRunner
-from .scheduler import Scheduler, SchedulerStats, SequenceState
+from .scheduler import Scheduler, SequenceState
 from .settings import TorchOptions
-from .worker import OutputQueue, Worker, WorkerCounts
+from .worker import OutputQueue, Worker
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -76,14 +76,8 @@ class TorchDecoder:
         self._adapters: WeakKeyDictionary[LoraAdapter, TextAdapter] = WeakKeyDictionary()
         self._adapter_lock = asyncio.Lock()
 
-    @property
-    def stats(self) -> SchedulerStats:
-        """Running and waiting requests, and the use of the KV cache."""
-        return self._worker.stats if self._worker else self._scheduler().stats
-
     def snapshot(self) -> DecoderStats:
-        counts = self._worker.counts if self._worker else WorkerCounts()
-        return DecoderStats(**self.stats._asdict(), **counts._asdict())
+        return self._worker.stats if self._worker else self._scheduler().stats
 
     @property
     def fatal_error(self) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dashinfer_vlm_core.concurrency.compute import Executor
 from dashinfer_vlm_core.errors import DecoderFailed
-from dashinfer_vlm_core.kernels import AdapterRows, Additions, KVSpan, KVSpans, TokenDrawing
+from dashinfer_vlm_core.kernels import AdapterRows, Additions, ForwardBatch, KVSpan, KVSpans, TokenDrawing
 from dashinfer_vlm_core.kernels.streams import to_device
 from dashinfer_vlm_core.models.lora import LoraAdapter
 
@@ -26,7 +26,7 @@ from .adapters import HeadChange, TextAdapter
 from .decode_graphs import DecodeGraphs
 from .kv_cache import KVCache
 from .kv_cache_manager import KVCopy
-from .model import PackedBatch, TextModel
+from .model import TextModel
 from .proposer import Draft
 from .sampler import LaunchedArgmax, LaunchedSample, LogitsRow, is_greedy, launch_sample
 from .scheduler import Outcome, SampledToken, ScheduledChunk, SequenceState
@@ -55,13 +55,9 @@ class LaunchedStep(NamedTuple):
     def token_ids(self, sequences: Sequence[SequenceState]) -> Tensor:
         """Return the tokens of sequences that each have one row, int64 [sequences], on the device."""
         assert self.sampled is not None
-        first_rows = [0, *accumulate(self.num_rows)]
-        numbers = {
-            chunk.sequence: first
-            for chunk, first, count in zip(self.chunks, first_rows, self.num_rows, strict=False)
-            if count == 1
-        }
-        rows = [numbers[sequence] for sequence in sequences]
+        numbered = zip(self.chunks, accumulate(self.num_rows, initial=0), strict=False)
+        first_rows = {chunk.sequence: row for chunk, row in numbered}
+        rows = [first_rows[sequence] for sequence in sequences]
         ids = self.sampled.ids
         return ids if rows == list(range(len(ids))) else ids[_index(rows, ids.device)]
 
@@ -98,14 +94,9 @@ class ModelRunner:
         """Whether `launch` returns while the device computes. With a loop over experts, it waits in each layer."""
         return self._model.device.startswith("cuda") and not self._model.loops_over_experts
 
-    @property
-    def other_work_waits(self) -> bool:
-        """Whether other work waits for the executor."""
-        return self.executor.waiting > 0
-
     def must_yield(self) -> bool:
         """Whether work that runs steps must end after this one: on a CPU, if other work waits for the executor."""
-        return self.other_work_waits or not self.executor.is_shared
+        return self.executor.waiting > 0 or not self.executor.is_shared
 
     @torch.inference_mode()
     def load_adapter(self, adapter: LoraAdapter) -> TextAdapter:
@@ -144,17 +135,17 @@ class ModelRunner:
         if previous is not None:
             token_ids = previous.token_ids([chunk.sequence for chunk in chunks])
             chunks = [chunk._replace(stop=chunk.start, draft=NOT_READ) for chunk in chunks]
-        packed, spans = _pack(chunks), _spans(chunks)
+        packed = _pack(chunks)
+        spans = _spans(chunks)
         rows = [_rows(chunk) for chunk in chunks]
         adapted = _adapted_rows(chunks, spans, rows)
-        sampled = [part for part in zip(chunks, spans, rows, strict=True) if part[2]]
-        last, last_spans = _last_tokens(sampled)
+        last, last_spans = _last_tokens(chunks, spans, rows)
         x = self._replay(chunks, packed, spans, last, token_ids)
         if x is None:
             attended = KVSpans(spans, device=self._model.device)
             x = self._forward(chunks, packed, attended, last, last_spans, adapted=adapted, token_ids=token_ids)
         num_rows = [len(each) for each in rows]
-        if not sampled:
+        if not last:
             return LaunchedStep(ordered, num_rows, None)
         heads = [(tokens.last, adapter.head) for adapter, tokens in adapted if adapter.head]
         return LaunchedStep(ordered, num_rows, self._sample(x, [row for each in rows for row in each], heads))
@@ -187,27 +178,30 @@ class ModelRunner:
         inputs = to_device(torch.from_numpy(packed), self._model.device)
         if token_ids is not None:
             inputs[0].copy_(token_ids)
-        ids, positions, slots = inputs[0], inputs[1:4], inputs[4]
+        ids = inputs[0]
         x = self._model.embed(ids)
         for adapter, tokens in adapted:
             if adapter.embedding:
                 adapter.embedding.apply(ids[tokens.start : tokens.stop], x[tokens.start : tokens.stop])
-        additions = _merge_visual_tokens(x, chunks)
-        batch = PackedBatch(
-            positions,
-            slots,
-            spans,
-            _index(last, x.device),
-            KVSpans(last_spans, device=x.device),
-            additions,
-            tuple(
+        cos, sin = self._model.rotary(inputs[1:4])
+        batch = ForwardBatch(
+            cos,
+            sin,
+            slots=inputs[4],
+            spans=spans,
+            last=_index(last, x.device),
+            last_spans=KVSpans(last_spans, device=x.device),
+            cache=self._cache.pool,
+            additions=_merge_visual_tokens(x, chunks),
+            cache_scales=self._cache.scales,
+            adapters=tuple(
                 AdapterRows(adapter.layers, tokens.start, tokens.stop, tokens.last.start, tokens.last.stop)
                 for adapter, tokens in adapted
                 if adapter.layers
             ),
         )
         self.executor.run_deferred()
-        return self._model.forward(x, batch, self._cache)
+        return self._model.forward(x, batch)
 
     def _replay(
         self,
@@ -292,7 +286,8 @@ def _adapted_rows(
         adapter = members[0][0].sequence.adapter
         stop_last = first_last + sum(len(rows) for _, _, rows in members)
         if adapter is not None:
-            start, last_span = members[0][1].first_query, members[-1][1]
+            start = members[0][1].first_query
+            last_span = members[-1][1]
             stop = last_span.first_query + last_span.num_queries
             adapted.append((adapter, _AdaptedTokens(start, stop, slice(first_last, stop_last))))
         first_last = stop_last
@@ -317,17 +312,17 @@ def _rows(chunk: ScheduledChunk) -> list[LogitsRow]:
 
 
 def _last_tokens(
-    sampled: Iterable[tuple[ScheduledChunk, KVSpan, Sequence[LogitsRow]]],
+    chunks: Sequence[ScheduledChunk], spans: Sequence[KVSpan], rows: Sequence[Sequence[LogitsRow]]
 ) -> tuple[list[int], list[KVSpan]]:
     """The tokens of the batch whose hidden states are needed, and the keys that each of them attends to."""
     last: list[int] = []
-    spans: list[KVSpan] = []
-    for chunk, span, rows in sampled:
-        for row in rows:
+    last_spans: list[KVSpan] = []
+    for chunk, span, chunk_rows in zip(chunks, spans, rows, strict=True):
+        for row in chunk_rows:
             stop = chunk.stop + len(row.draft)
-            spans.append(KVSpan(len(last), 1, span.first_key, stop, stop - 1))
+            last_spans.append(KVSpan(len(last), 1, span.first_key, stop, stop - 1))
             last.append(span.first_query + stop - chunk.start - 1)
-    return last, spans
+    return last, last_spans
 
 
 def _verify(chunk: ScheduledChunk, sampled: Sequence[SampledToken | DecoderFailed]) -> Outcome:
@@ -358,13 +353,15 @@ def _needs_forward(chunk: ScheduledChunk) -> bool:
 def _merge_visual_tokens(x: Tensor, chunks: Sequence[ScheduledChunk]) -> Additions | None:
     """Overwrite the embeddings of placeholders in the chunks with visual tokens; returns the additions to later
     layers."""
-    offset, hidden = 0, x.shape[1]
+    hidden = x.shape[1]
+    offset = 0
     indices: list[int] = []
     levels: list[Tensor] = []
     for chunk in chunks:
         sequence, start, stop, _ = chunk
         for span in sequence.request.spans:
-            first, end = max(start, span.start), min(stop, span.stop)
+            first = max(start, span.start)
+            end = min(stop, span.stop)
             if first < end:
                 row = span.row + first - span.start
                 rows = span.tokens.embedding[row : row + end - first]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from dashinfer_vlm_core.decoders import DecodeRequest, FinishReason, GrammarMatcher, Token
+from dashinfer_vlm_core.decoders import DecodeRequest, DecoderStats, FinishReason, GrammarMatcher, Token
 from dashinfer_vlm_core.errors import DecoderFailed, QueueFull
 
 from .kv_allocator import KVAllocation
@@ -144,11 +144,6 @@ class SequenceState:
         """Rows to reserve, so that it does not have to grow at every step."""
         return min(self.max_len, self.length + max(INITIAL_OUTPUT_ROWS, len(self.output_ids)))
 
-    @property
-    def too_short(self) -> bool:
-        """Whether the output is shorter than `min_tokens`, so that the next token must not end it."""
-        return len(self.output_ids) < self.request.sampling.min_tokens
-
     def token_ids(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Token ids [start, stop)."""
         prompt, first = self.request.token_ids[start:stop], max(start - self.prompt_length, 0)
@@ -218,23 +213,6 @@ class SchedulerOutput(NamedTuple):
     chunks: list[ScheduledChunk]
 
 
-class SchedulerStats(NamedTuple):
-    """A snapshot; the fields from `queries` on are totals since the start. `DecoderStats` describes the fields."""
-
-    running: int
-    waiting: int
-    kv_used: int
-    kv_cached: int
-    kv_size: int
-    queries: int = 0
-    hits: int = 0
-    cached_tokens: int = 0
-    preemptions: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    forced_tokens: int = 0
-
-
 class Scheduler:
     """Schedules sequences first come, first served; not thread-safe.
 
@@ -274,8 +252,8 @@ class Scheduler:
         return bool(self._running or self._waiting)
 
     @property
-    def stats(self) -> SchedulerStats:
-        return SchedulerStats(
+    def stats(self) -> DecoderStats:
+        return DecoderStats(
             running=len(self._running),
             waiting=len(self._waiting),
             kv_used=self._kv_cache_manager.used,

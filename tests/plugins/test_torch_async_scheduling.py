@@ -56,7 +56,7 @@ def complete(oracle, requests, failing=(), **options):
         async with decoding(oracle.decoder(**options)) as decoder:
             ahead = Ahead(decoder._worker._runner, failing)
             found = await asyncio.gather(*(collect(decoder, request) for request in requests))
-            assert (decoder.stats.running, decoder.stats.kv_used) == (0, 0)
+            assert (decoder.snapshot().running, decoder.snapshot().kv_used) == (0, 0)
             return found, ahead.count
 
     return asyncio.run(run())
@@ -120,7 +120,7 @@ def test_failed_step_discards_the_step_ahead(oracle, failing):
             ahead = Ahead(decoder._worker._runner, failing)
             found = await asyncio.gather(*(collect(decoder, one) for one in requests), return_exceptions=True)
             assert ahead.launches == ahead.reads + 1
-            assert decoder.stats.kv_used == 0
+            assert decoder.snapshot().kv_used == 0
             return found
 
     found = asyncio.run(run())
