@@ -32,7 +32,8 @@ from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_torch.adapters import TextAdapter
 from dashinfer_vlm_torch.decoder import TorchDecoder
 from dashinfer_vlm_torch.runner import ModelRunner
-from dashinfer_vlm_torch.scheduler import ScheduledChunk, Scheduler, SequenceState
+from dashinfer_vlm_torch.scheduler import Scheduler
+from dashinfer_vlm_torch.sequence import ScheduledChunk, SequenceState
 
 from .models import checkpoint
 
@@ -79,7 +80,7 @@ def chunks(
             positions=np.tile(np.arange(prompt_tokens), (3, 1)),
             sampling=Sampling(max_tokens=8, ignore_eos=True, temperature=0),
         )
-        scheduler.add(SequenceState.of(request, (), adapter))
+        scheduler.add(SequenceState(request, (), adapter))
     first = scheduler.schedule().chunks
     if prefill:
         return first

@@ -34,7 +34,8 @@ from .host_memory import default_kv_mib, memory_limit
 from .kv_cache import KVCache
 from .model import TextModel, TextQuantization
 from .runner import ModelRunner
-from .scheduler import Scheduler, SequenceState
+from .scheduler import Scheduler
+from .sequence import SequenceState
 from .settings import TorchOptions
 from .worker import OutputQueue, Worker
 
@@ -71,7 +72,6 @@ class TorchDecoder:
         self._kv_tokens = self._kv_pool_tokens(context)
         self.max_model_len: int = min(context, self._kv_tokens)
         self._worker: Worker | None = None
-        self._model: TextModel | None = None
         self._runner: ModelRunner | None = None
         self._adapters: WeakKeyDictionary[LoraAdapter, TextAdapter] = WeakKeyDictionary()
         self._adapter_lock = asyncio.Lock()
@@ -98,7 +98,8 @@ class TorchDecoder:
             )
 
     async def close(self) -> None:
-        worker, self._worker, self._model = self._worker, None, None
+        worker = self._worker
+        self._worker = None
         self._runner = None
         self._adapters.clear()
         if worker:
@@ -107,10 +108,10 @@ class TorchDecoder:
     async def decode(self, request: DecodeRequest) -> AsyncGenerator[Token, None]:
         worker = self._worker
         if worker is None:
-            raise EngineClosed("The decoder is not running. Start the engine first.")
+            raise EngineClosed(_NOT_RUNNING)
         check_request(request, self._spec, max_model_len=self.max_model_len)
         adapter = await self._text_adapter(request.adapter) if request.adapter else None
-        sequence = SequenceState.of(request, self._spec.tokens.stop, adapter)
+        sequence = SequenceState(request, self._spec.tokens.stop, adapter)
         output_queue = OutputQueue(asyncio.get_running_loop(), asyncio.Queue())
         worker.submit(sequence, output_queue)
         try:
@@ -138,7 +139,7 @@ class TorchDecoder:
             loaded = self._adapters.get(adapter)
             if loaded is None:
                 if self._runner is None:
-                    raise EngineClosed("The decoder is not running. Start the engine first.")
+                    raise EngineClosed(_NOT_RUNNING)
                 loaded = await asyncio.to_thread(self._runner.load_adapter, adapter)
                 self._adapters[adapter] = loaded
                 mib = loaded.num_bytes / MIB
@@ -169,7 +170,8 @@ class TorchDecoder:
         configured = self._config.kv_cache_mib
         if "kv_cache_mib" in self._config.model_fields_set or not self._device.startswith("cpu"):
             return configured
-        memory, weights = memory_limit(), sum(file.stat().st_size for file in self._spec.folder.glob("*.safetensors"))
+        memory = memory_limit()
+        weights = sum(file.stat().st_size for file in self._spec.folder.glob("*.safetensors"))
         budget = default_kv_mib(configured, memory=memory, weights=weights)
         if budget < configured:
             message = "KV cache of %d MiB instead of %d: the memory has %d MiB, and the files of the weights %d MiB."
@@ -189,7 +191,6 @@ class TorchDecoder:
                 cache_dtype=self._cache_dtype,
             )
             _log_joined_weights(weights, self._dtype)
-        self._model = model
         layers = self._quantization.layers
         weight_dtype = f"int{layers.bits}" if layers else _name(self._dtype)
         which = "Other weights" if self._spec.quantization else "Weights"
@@ -218,6 +219,9 @@ class TorchDecoder:
             prefix_cache=self._config.prefix_cache,
             speculative=self._config.options_of(TorchOptions).speculative_method == "ngram",
         )
+
+
+_NOT_RUNNING = "The decoder is not running. Start the engine first."
 
 
 def _cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
@@ -262,14 +266,11 @@ def _text_quantization(config: EngineConfig, kernels: Kernels, device: str) -> T
         return TextQuantization()
     if name == "int8" and kernels.supports_int8:
         return TextQuantization(INT8, INT8, INT8)
-    if name == "int8" and config.cpu_kernels == kernels.name:
-        message = f"`quantization` int8 requires the C kernels. Remove `cpu_kernels` {kernels.name}."
-        raise ConfigError(message, param="quantization")
     if name == "int8" or not device.startswith("cpu"):
         raise ConfigError(
             f"`quantization` {name!r} is not supported by the PyTorch decoder here: it supports int4 on a CPU, and int8"
-            " for bfloat16 with the C kernels, on an x86 CPU with AVX2. Remove it, or use the decoder dashinfer on"
-            " CUDA.",
+            " for bfloat16 with the C kernels, on an x86 CPU with AVX2 and without `cpu_kernels` torch. Remove it, or"
+            " use the decoder dashinfer on CUDA.",
             param="quantization",
         )
     if not kernels.supports_int4:

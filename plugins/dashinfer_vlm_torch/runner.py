@@ -29,7 +29,8 @@ from .kv_cache_manager import KVCopy
 from .model import TextModel
 from .proposer import Draft
 from .sampler import LaunchedArgmax, LaunchedSample, LogitsRow, is_greedy, launch_sample
-from .scheduler import Outcome, SampledToken, ScheduledChunk, SequenceState
+from .scheduler import Outcome
+from .sequence import SampledToken, ScheduledChunk, SequenceState
 from .token_drawing import TokenDrawer
 
 T = TypeVar("T")

@@ -24,7 +24,7 @@ from dashinfer_vlm_core.kernels import DrawnTokens
 from dashinfer_vlm_core.kernels.streams import HostCopy, to_device
 from dashinfer_vlm_core.protocol.sampling import GREEDY_BELOW, Sampling
 
-from .scheduler import SampledToken, SequenceState
+from .sequence import SampledToken, SequenceState
 
 Alternatives: TypeAlias = tuple[tuple[int, float], ...]
 _Masks: TypeAlias = dict[int, npt.NDArray[np.bool_]]

@@ -17,7 +17,8 @@ from dashinfer_vlm_core.decoders import DecoderStats, Token
 from dashinfer_vlm_core.errors import DecoderFailed, EngineClosed, EngineError
 
 from .runner import LaunchedStep, ModelRunner
-from .scheduler import Outcome, ScheduledChunk, Scheduler, SequenceState
+from .scheduler import Outcome, Scheduler
+from .sequence import ScheduledChunk, SequenceState
 
 logger: logging.Logger = logging.getLogger(__name__)
 

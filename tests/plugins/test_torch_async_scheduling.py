@@ -15,7 +15,7 @@ from dashinfer_vlm_core.offline.vllm_arguments import to_engine_options
 from dashinfer_vlm_torch.proposer import Draft
 from dashinfer_vlm_torch.runner import LaunchedStep, ModelRunner
 from dashinfer_vlm_torch.sampler import LaunchedArgmax
-from dashinfer_vlm_torch.scheduler import SampledToken, ScheduledChunk, SequenceState
+from dashinfer_vlm_torch.sequence import SampledToken, ScheduledChunk, SequenceState
 from dashinfer_vlm_torch.settings import TorchOptions
 from tests.decoder_pause import DecoderPause
 
@@ -203,7 +203,7 @@ def test_step_ahead_waits_for_rows():
 def test_repetitions_are_drafted():
     """The next step waits for the tokens of one that could be followed by a draft."""
     queue = scheduler(kv_tokens=400, prefill_chunk=100, speculative=True)
-    one = SequenceState.of(text(*range(20, 50), max_tokens=40), stop=(95,))
+    one = SequenceState(text(*range(20, 50), max_tokens=40), stop=(95,))
     queue.add(one)
     chunks, ahead = queue.schedule().chunks, [ScheduledChunk(one, 0, 0)]
     while not chunks[0].draft.tokens:

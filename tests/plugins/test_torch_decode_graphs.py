@@ -31,7 +31,7 @@ from dashinfer_vlm_torch.model import TextModel, TextQuantization
 from dashinfer_vlm_torch.proposer import Draft
 from dashinfer_vlm_torch.runner import ModelRunner
 from dashinfer_vlm_torch.sampler import LaunchedArgmax, _choose
-from dashinfer_vlm_torch.scheduler import ScheduledChunk, SequenceState
+from dashinfer_vlm_torch.sequence import ScheduledChunk, SequenceState
 from tests.recording import check_recordable, repeat
 
 from .oracle import collect, decoding, ids, prompt, text, visual
@@ -164,7 +164,7 @@ def load(oracle, device="cpu", kernels=CudaKernels, dtype=torch.float32):
 
 
 def sequence(request, first_row):
-    state = SequenceState.of(request, ())
+    state = SequenceState(request, ())
     state.first_row = first_row
     return state
 

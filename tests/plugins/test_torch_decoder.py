@@ -31,7 +31,7 @@ from dashinfer_vlm_torch import register_decoders
 from dashinfer_vlm_torch.decoder import TorchDecoder
 from dashinfer_vlm_torch.host_memory import default_kv_mib, memory_limit
 from dashinfer_vlm_torch.runner import ModelRunner
-from dashinfer_vlm_torch.scheduler import INITIAL_OUTPUT_ROWS
+from dashinfer_vlm_torch.sequence import INITIAL_OUTPUT_ROWS
 from dashinfer_vlm_torch.worker import Worker
 from tests.decoder_pause import DecoderPause
 from tests.kernels import selector
@@ -363,14 +363,14 @@ def test_token_is_delivered_while_the_next_step_computes(oracle):
 
     async def run():
         async with decoding(oracle.decoder()) as decoder:
-            layers = decoder._model._layers
+            layers = decoder._runner._model._layers
 
             def wait_for_reader(x, batch):
                 if len(batch.slots) == 1:  # not the prompt
                     received_in_time.append(read.acquire(timeout=HANG))
                 return layers(x, batch)
 
-            decoder._model._layers = wait_for_reader
+            decoder._runner._model._layers = wait_for_reader
             async for _ in decoder.decode(prompt(1, 5, max_tokens=4, ignore_eos=True)):
                 read.release()
 

@@ -24,7 +24,7 @@ from dashinfer_vlm_torch.model import TextModel, TextQuantization
 from dashinfer_vlm_torch.proposer import Draft
 from dashinfer_vlm_torch.runner import ModelRunner
 from dashinfer_vlm_torch.sampler import LaunchedArgmax
-from dashinfer_vlm_torch.scheduler import ScheduledChunk, SequenceState
+from dashinfer_vlm_torch.sequence import ScheduledChunk, SequenceState
 from tests.kernels import load_fastest, needs_native
 from tests.plugins.oracle import prompt
 
@@ -174,7 +174,7 @@ def logits(folder, kernels):
             weights, spec.text, kernels, device="cpu", dtype=torch.float32, quantization=TextQuantization()
         )
     runner = LogitsRunner(model, KVCache(spec.text, 40, device="cpu", dtype=torch.float32))
-    sequence = SequenceState.of(prompt(1, 30), ())
+    sequence = SequenceState(prompt(1, 30), ())
     sequence.first_row = 0
     runner.compute(lambda: runner.step([ScheduledChunk(sequence, 0, sequence.prompt_length, Draft((5, 6)))]))
     return model, runner.logits
