@@ -126,7 +126,7 @@ class ImageServer(ThreadingHTTPServer):
 
 @contextlib.asynccontextmanager
 async def opened(config: EngineConfig) -> AsyncIterator[ChatPipeline]:
-    pipeline, _ = await load_pipeline(config, load_plugins(), RequestObserver())
+    pipeline = await load_pipeline(config, load_plugins(), RequestObserver())
     try:
         yield pipeline
     finally:
