@@ -44,7 +44,7 @@ from dashinfer_vlm_core.protocol import ChatRequest
 from dashinfer_vlm_core.response.response_builder import PromptCounts, ResponseBuilder
 from dashinfer_vlm_core.testing import scripted_engine
 from dashinfer_vlm_server import create_app
-from dashinfer_vlm_torch.sampler import LogitsRow, sample
+from dashinfer_vlm_torch.sampler import LogitsRow, launch_sample
 from dashinfer_vlm_torch.sequence import SequenceState
 
 from .client import EngineTarget, HTTPTarget, Talk, Target, load, request_body
@@ -255,7 +255,7 @@ def _sampling(clock: Clock, pipeline: ChatPipeline) -> None:
 
 @torch.inference_mode()
 def _sample(logits: torch.Tensor, runs: list[SequenceState]) -> None:
-    sample(logits, list(map(LogitsRow, runs)))
+    launch_sample(logits, list(map(LogitsRow, runs))).read()
 
 
 async def _transport(clock: Clock, repeats: int) -> None:

@@ -123,22 +123,19 @@ class AdapterReader:
     def _layer(self, number: int) -> AdapterLayer:
         spec = self._spec
         names = spec.weights
+        prefix = names.layer.format(number)
         query, key = (heads * spec.head_dim for heads in (spec.num_attention_heads, spec.num_key_value_heads))
         inner = spec.intermediate_size
-        prefix = names.layer.format(number)
 
-        def read(modules: Sequence[str], outputs: Sequence[int]) -> LowRank | None:
-            found = [self._adapter.text.get(f"{prefix}.{name}") for name in modules]
-            factors = [read_factors(self._adapter, part) if part else None for part in found]
-            if modules[0] == names.query:
-                factors = self._as_loaded(number, factors)
-            return self._low_rank(factors, outputs)
+        def read(*modules: str) -> list[Factors | None]:
+            return [self._factors(f"{prefix}.{name}") for name in modules]
 
+        qkv = self._as_loaded(number, read(names.query, names.key, names.value))
         return AdapterLayer(
-            qkv=read((names.query, names.key, names.value), (query, key, key)),
-            output=read((names.output,), (spec.hidden_size,)),
-            gate_up=read((names.gate, names.up), (inner, inner)),
-            down=read((names.down,), (spec.hidden_size,)),
+            qkv=self._low_rank(qkv, (query, key, key)),
+            output=self._low_rank(read(names.output), (spec.hidden_size,)),
+            gate_up=self._low_rank(read(names.gate, names.up), (inner, inner)),
+            down=self._low_rank(read(names.down), (spec.hidden_size,)),
         )
 
     def _as_loaded(self, number: int, factors: Sequence[Factors | None]) -> list[Factors | None]:

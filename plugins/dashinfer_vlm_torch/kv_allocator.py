@@ -37,6 +37,11 @@ class KVAllocation:
     def stop(self) -> int:
         return self.start + self.rows
 
+    @property
+    def last_digest(self) -> bytes:
+        """The digest of the last indexed block, which covers all preceding blocks."""
+        return self.prefix.digests[self.num_indexed_blocks - 1]
+
 
 class KVAllocator:
     """Disjoint allocations within `size` rows. Every operation takes time linear in the number of allocations."""
@@ -54,7 +59,8 @@ class KVAllocator:
         """Assign rows, which must be free, to a new or existing allocation."""
         if allocation.rows:
             self.remove(allocation)
-        allocation.start, allocation.rows = start, rows
+        allocation.start = start
+        allocation.rows = rows
         insort(self._allocations, allocation, key=attrgetter("start"))
 
     def remove(self, allocation: KVAllocation) -> None:
@@ -88,22 +94,21 @@ class KVAllocator:
 
     def _gaps(self, without: KVAllocation) -> list[tuple[int, int]]:
         """Free ranges (start, stop), counting the rows of one allocation as free."""
-        edges = [
-            edge
-            for allocation in self._allocations
-            if allocation is not without
-            for edge in (allocation.start, allocation.stop)
-        ]
-        edges = [0, *edges, self.size]
-        return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
+        others = [allocation for allocation in self._allocations if allocation is not without]
+        starts = [0, *(other.stop for other in others)]
+        stops = [*(other.start for other in others), self.size]
+        return [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
 
 
 def _first_free(gaps: list[tuple[int, int]], rows: int, evictable: Iterable[KVAllocation]) -> tuple[int, int]:
     """The first range of at least `rows` rows that evicting allocations one by one frees; (0, 0) if none."""
-    stops, starts = dict(gaps), {stop: start for start, stop in gaps}
+    stops = dict(gaps)
+    starts = {stop: start for start, stop in gaps}
     for allocation in evictable:
-        start, stop = starts.pop(allocation.start, allocation.start), stops.pop(allocation.stop, allocation.stop)
-        stops[start], starts[stop] = stop, start
+        start = starts.pop(allocation.start, allocation.start)
+        stop = stops.pop(allocation.stop, allocation.stop)
+        stops[start] = stop
+        starts[stop] = start
         if stop - start >= rows:
             return start, stop
     return 0, 0

@@ -131,25 +131,16 @@ class ModelRunner:
             chunks: the chunks; with `previous`, one token each, as `Scheduler.schedule_ahead` returns them.
             previous: the step that samples these tokens, which has not been read.
         """
-        ordered = chunks = _by_adapter(chunks)
-        token_ids = None
-        if previous is not None:
-            token_ids = previous.token_ids([chunk.sequence for chunk in chunks])
-            chunks = [chunk._replace(stop=chunk.start, draft=NOT_READ) for chunk in chunks]
-        packed = _pack(chunks)
-        spans = _spans(chunks)
-        rows = [_rows(chunk) for chunk in chunks]
-        adapted = _adapted_rows(chunks, spans, rows)
-        last, last_spans = _last_tokens(chunks, spans, rows)
-        x = self._replay(chunks, packed, spans, last, token_ids)
+        chunks = _by_adapter(chunks)
+        batch = _lay_out(chunks, previous)
+        x = self._replay(batch)
         if x is None:
-            attended = KVSpans(spans, device=self._model.device)
-            x = self._forward(chunks, packed, attended, last, last_spans, adapted=adapted, token_ids=token_ids)
-        num_rows = [len(each) for each in rows]
-        if not last:
-            return LaunchedStep(ordered, num_rows, None)
-        heads = [(tokens.last, adapter.head) for adapter, tokens in adapted if adapter.head]
-        return LaunchedStep(ordered, num_rows, self._sample(x, [row for each in rows for row in each], heads))
+            x = self._forward(batch)
+        num_rows = [len(rows) for rows in batch.rows]
+        if not batch.last:
+            return LaunchedStep(chunks, num_rows, None)
+        heads = [(tokens.last, adapter.head) for adapter, tokens in batch.adapted if adapter.head]
+        return LaunchedStep(chunks, num_rows, self._sample(x, [row for rows in batch.rows for row in rows], heads))
 
     @torch.inference_mode()
     def read(self, launched: LaunchedStep) -> dict[SequenceState, Outcome]:
@@ -164,24 +155,13 @@ class ModelRunner:
             if count
         }
 
-    def _forward(
-        self,
-        chunks: Sequence[ScheduledChunk],
-        packed: npt.NDArray[np.int64],
-        spans: KVSpans,
-        last: Sequence[int],
-        last_spans: Sequence[KVSpan],
-        *,
-        adapted: Sequence[tuple[TextAdapter, _AdaptedTokens]],
-        token_ids: Tensor | None,
-    ) -> Tensor:
-        """Return the hidden states of the tokens `last`; `token_ids` replace those in `packed`."""
-        inputs = to_device(torch.from_numpy(packed), self._model.device)
-        if token_ids is not None:
-            inputs[0].copy_(token_ids)
+    def _forward(self, step: _StepBatch) -> Tensor:
+        inputs = to_device(torch.from_numpy(step.packed), self._model.device)
+        if step.token_ids is not None:
+            inputs[0].copy_(step.token_ids)
         ids = inputs[0]
         x = self._model.embed(ids)
-        for adapter, tokens in adapted:
+        for adapter, tokens in step.adapted:
             if adapter.embedding:
                 adapter.embedding.apply(ids[tokens.start : tokens.stop], x[tokens.start : tokens.stop])
         cos, sin = self._model.rotary(inputs[1:4])
@@ -189,34 +169,27 @@ class ModelRunner:
             cos,
             sin,
             slots=inputs[4],
-            spans=spans,
-            last=_index(last, x.device),
-            last_spans=KVSpans(last_spans, device=x.device),
+            spans=KVSpans(step.spans, device=x.device),
+            last=_index(step.last, x.device),
+            last_spans=KVSpans(step.last_spans, device=x.device),
             cache=self._cache.pool,
-            additions=_merge_visual_tokens(x, chunks),
+            additions=_merge_visual_tokens(x, step.chunks),
             cache_scales=self._cache.scales,
             adapters=tuple(
                 AdapterRows(adapter.layers, tokens.start, tokens.stop, tokens.last.start, tokens.last.stop)
-                for adapter, tokens in adapted
+                for adapter, tokens in step.adapted
                 if adapter.layers
             ),
         )
         self.executor.run_deferred()
         return self._model.forward(x, batch)
 
-    def _replay(
-        self,
-        chunks: Sequence[ScheduledChunk],
-        packed: npt.NDArray[np.int64],
-        spans: Sequence[KVSpan],
-        last: Sequence[int],
-        token_ids: Tensor | None,
-    ) -> Tensor | None:
-        """Return the hidden states of the tokens `last` from a CUDA graph; None if there is none for these chunks."""
-        if self._graphs is None or any(map(_needs_forward, chunks)):
+    def _replay(self, step: _StepBatch) -> Tensor | None:
+        """Return the same as `_forward` from a CUDA graph; None if there is none for these chunks."""
+        if self._graphs is None or any(map(_needs_forward, step.chunks)):
             return None
-        x = self._graphs.run(packed, spans, token_ids)
-        return x if x is None or len(last) == len(x) else x[_index(last, x.device)]
+        x = self._graphs.run(step.packed, step.spans, step.token_ids)
+        return x if x is None or len(step.last) == len(x) else x[_index(step.last, x.device)]
 
     def _wait(self) -> None:
         """Wait until a GPU has computed a step from which no token is read. Then the time of a step includes the GPU's,
@@ -231,6 +204,42 @@ class ModelRunner:
         if not heads and all(map(is_greedy, rows)) and (tokens := self._model.argmax(x)) is not None:
             return LaunchedArgmax.of(tokens)
         return launch_sample(self._model.logits(x, heads), rows, self._drawer)
+
+
+class _StepBatch(NamedTuple):
+    """The packed tokens of a step.
+
+    Attributes:
+        chunks: the chunks.
+        packed: int64 [5, tokens]: token ids, positions on three axes, and rows of the cache.
+        spans: the keys that each chunk attends to.
+        rows: the rows of logits that each chunk needs.
+        last: the tokens whose hidden states are needed.
+        last_spans: the keys that each of them attends to.
+        adapted: the adapters, and the tokens that each applies to.
+        token_ids: int64 [tokens] on the device, which replace those in `packed`.
+    """
+
+    chunks: Sequence[ScheduledChunk]
+    packed: npt.NDArray[np.int64]
+    spans: Sequence[KVSpan]
+    rows: Sequence[Sequence[LogitsRow]]
+    last: Sequence[int]
+    last_spans: Sequence[KVSpan]
+    adapted: Sequence[tuple[TextAdapter, _AdaptedTokens]]
+    token_ids: Tensor | None
+
+
+def _lay_out(chunks: Sequence[ScheduledChunk], previous: LaunchedStep | None) -> _StepBatch:
+    token_ids = None
+    if previous is not None:
+        token_ids = previous.token_ids([chunk.sequence for chunk in chunks])
+        chunks = [chunk._replace(stop=chunk.start, draft=NOT_READ) for chunk in chunks]
+    spans = _spans(chunks)
+    rows = [_rows(chunk) for chunk in chunks]
+    last, last_spans = _last_tokens(chunks, spans, rows)
+    adapted = _adapted_rows(chunks, spans, rows)
+    return _StepBatch(chunks, _pack(chunks), spans, rows, last, last_spans, adapted, token_ids)
 
 
 def _pack(chunks: Sequence[ScheduledChunk]) -> npt.NDArray[np.int64]:

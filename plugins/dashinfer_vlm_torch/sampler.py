@@ -123,13 +123,6 @@ class LaunchedArgmax(NamedTuple):
         return list(map(SampledToken, self.token_ids.wait().tolist()))
 
 
-def sample(
-    logits: Tensor, rows: Sequence[LogitsRow], drawer: Drawer | None = None
-) -> list[SampledToken | DecoderFailed]:
-    """Sample a token from each row; see `launch_sample` and `LaunchedSample.read`."""
-    return launch_sample(logits, rows, drawer).read()
-
-
 def launch_sample(logits: Tensor, rows: Sequence[LogitsRow], drawer: Drawer | None = None) -> LaunchedSample:
     """Sample a token from each row, without waiting for the device.
 
@@ -168,7 +161,7 @@ def _choose(
 
 
 def is_greedy(row: LogitsRow) -> bool:
-    """Whether `sample` would return the token of the largest logit, without log-probabilities."""
+    """Whether `launch_sample` would return the token of the largest logit, without log-probabilities."""
     sampling = row.sampling
     is_modified = (
         sampling.logit_bias or row.sequence.matcher or (row.sequence.stops and row.too_short) or sampling.has_penalties
@@ -311,7 +304,7 @@ def _invert_cdf(weights: Tensor, shares: Tensor) -> Tensor:
     blocks = (F.pad(weights, (0, padding)) if padding else weights).view(rows, -1, BLOCK)
     ends = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     points = ends[:, -1:] * shares
-    # Beyond the last block and token only if the logits are not finite; `sample` reports an error for these rows.
+    # Beyond the last block and token only if the logits are not finite, which is an error of these rows.
     block = torch.searchsorted(ends, points, right=True).clamp(max=blocks.shape[1] - 1)
     before = torch.where(block > 0, ends.gather(1, (block - 1).clamp(min=0)), 0.0)
     inside = blocks[torch.arange(rows, device=block.device), block[:, 0]].double().cumsum(dim=-1)

@@ -40,7 +40,7 @@ def drawer(request):
 
 
 def sample(logits, sequences, drawer=None):
-    return sampler.sample(logits, [LogitsRow(one) for one in sequences], drawer)
+    return sampler.launch_sample(logits, [LogitsRow(one) for one in sequences], drawer).read()
 
 
 def is_greedy(one):
