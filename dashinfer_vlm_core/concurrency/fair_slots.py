@@ -62,7 +62,6 @@ class FairSlots:
         self._assign()
 
     def _assign(self) -> None:
-        """Give free slots to waiting clients."""
         while self._free and (client := self._next_client()) is not None:
             turns = self._waiting[client]
             turn = turns.popleft()
@@ -82,7 +81,6 @@ class FairSlots:
         return min(eligible, key=self._used.__getitem__, default=None)
 
     def _forget(self, client: str) -> None:
-        """Drop the records of a client without slots and requests."""
         if not self._used[client]:
             del self._used[client]
             if client not in self._waiting:

@@ -146,7 +146,6 @@ class AdapterManager:
         return self.aliases | {self.model, DEFAULT_MODEL}
 
     def _find(self, name: str) -> ActiveAdapter | None:
-        """Return the adapter with this name; None if it is a name of the model."""
         if name in self._names:
             return None
         active = self._loaded.get(name)

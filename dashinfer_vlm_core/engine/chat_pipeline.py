@@ -188,7 +188,6 @@ class ChatPipeline:
 
     @contextlib.asynccontextmanager
     async def _admit(self, request: ChatRequest, *, n: int = 1) -> AsyncIterator[ActiveAdapter | None]:
-        """Hold `n` slots and the request's adapter, and hide internal errors."""
         with hide_internal_errors(), self.limiter.slots(n):
             async with self.adapters.use(request) as adapter:
                 yield adapter
@@ -196,7 +195,6 @@ class ChatPipeline:
     async def _prepare(
         self, request: ChatRequest, adapter: ActiveAdapter | None
     ) -> tuple[list[ResponseBuilder], list[DecodeRequest]]:
-        """Run the stages before the decoder; return a response builder and a decode request per choice."""
         sampling = check_request(request, self.spec, self.decoder, self.prompts)
         request = _in_client_namespace(request)
         grammar = await self._compile_grammar(request)
@@ -229,7 +227,6 @@ class ChatPipeline:
         return _Inputs(items, coordinates, prompt)
 
     async def _compile_grammar(self, request: ChatRequest) -> CompiledGrammar | None:
-        """Compile the grammar that the response has to follow; None if it is unconstrained."""
         with self.observer.stage("grammar"):
             if GUIDED_DECODING not in self.decoder.supported_params:
                 reject_structured_output(request, self.decoder.name)
@@ -237,7 +234,6 @@ class ChatPipeline:
             return await self.grammars.compile(request, self.prompts.opens_reasoning)
 
     async def _load_media(self, request: ChatRequest, adapter: ActiveAdapter | None) -> list[CachedMedia | Processed]:
-        """Load and process the request's images and videos; look up those referenced by `uuid` alone."""
         with self.observer.stage("media"):
             parts = await asyncio.to_thread(request.media)  # may have to split megabytes of video frames
             self.media.check(parts)
@@ -251,16 +247,11 @@ class ChatPipeline:
             return [cached[part.path] if part.path in cached else next(loaded) for part in parts]
 
     def _token_budget(self, tokens: int = 0) -> TokenBudget:
-        """Return a budget of visual tokens for one request, of which `tokens` are used."""
         return TokenBudget(self.prompts.check_media, self.prompts.max_model_len - 1, tokens)
 
     async def _decode(
         self, builders: Sequence[ResponseBuilder], requests: Sequence[DecodeRequest], timer: RequestTimer
     ) -> AsyncGenerator[tuple[int, Token], None]:
-        """Yield the tokens of all choices as they arrive, each with the index of its choice.
-
-        The decoder's generator of a choice is closed as soon as its response builder is finished.
-        """
         streams = [self.decoder.decode(request) for request in requests]
         with self.observer.stage("decode"):
             async with contextlib.aclosing(merge_streams(streams)) as tokens:

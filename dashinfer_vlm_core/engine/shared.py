@@ -105,8 +105,10 @@ class SharedEngines:
             DecoderFailed: a step of a decoder does not finish in time; all other engines were closed.
         """
         with self._lock:
-            local, remote = self._local.get(), self._remote.get()
-            futures, engines = list(local.values()), list(remote.values())
+            local = self._local.get()
+            remote = self._remote.get()
+            futures = list(local.values())
+            engines = list(remote.values())
             local.clear()
             remote.clear()
         with contextlib.ExitStack() as stack:  # an engine that cannot be closed must not prevent closing the others
@@ -129,7 +131,6 @@ class SharedEngines:
         return future, partial(self._start, config, future, replaces=existing.result() if existing else None)
 
     def _start(self, config: EngineConfig, future: Future[Engine], *, replaces: Engine | None) -> None:
-        """Load an engine and set the result or the exception of `future`."""
         try:
             if replaces is not None:
                 replaces.close()  # frees the memory that the new engine needs
@@ -142,7 +143,6 @@ class SharedEngines:
 
 
 def _usable(future: Future[Engine]) -> bool:
-    """Whether an engine is ready, loading or restarting."""
     return not future.done() or future.result().status().state in {"ready", "restarting"}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -78,10 +79,11 @@ class TextAdapter(NamedTuple):
     num_bytes: int
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class AdapterReader:
     """Reads the text model's part of an adapter.
 
-    Args:
+    Attributes:
         adapter: the adapter.
         spec: the text model.
         kernels: the kernels that run the model.
@@ -91,23 +93,13 @@ class AdapterReader:
             multiplied when they were loaded; missing if they were not.
     """
 
-    def __init__(
-        self,
-        adapter: LoraAdapter,
-        spec: TextModelSpec,
-        kernels: Kernels,
-        *,
-        device: str,
-        dtype: torch.dtype,
-        qkv_scales: Mapping[int, Tensor],
-    ) -> None:
-        self._adapter = adapter
-        self._spec = spec
-        self._kernels = kernels
-        self._device = device
-        self._dtype = dtype
-        self._qkv_scales = qkv_scales
-        self._num_bytes = 0
+    adapter: LoraAdapter
+    spec: TextModelSpec
+    kernels: Kernels
+    device: str
+    dtype: torch.dtype
+    qkv_scales: Mapping[int, Tensor]
+    _num_bytes: int = 0
 
     def read(self, executor: Executor) -> TextAdapter:
         """Read the adapter on `executor`, where other tasks can run between its parts.
@@ -116,12 +108,12 @@ class AdapterReader:
             CheckpointError: the adapter's file is damaged.
         """
         run = executor.run
-        layers = [run(functools.partial(self._layer, number)) for number in range(self._spec.num_hidden_layers)]
+        layers = [run(functools.partial(self._layer, number)) for number in range(self.spec.num_hidden_layers)]
         adapted = AdapterLayers(layers) if any(any(layer) for layer in layers) else None
         return TextAdapter(adapted, run(self._embedding), run(self._head), self._num_bytes)
 
     def _layer(self, number: int) -> AdapterLayer:
-        spec = self._spec
+        spec = self.spec
         names = spec.weights
         prefix = names.layer.format(number)
         query, key = (heads * spec.head_dim for heads in (spec.num_attention_heads, spec.num_key_value_heads))
@@ -139,10 +131,9 @@ class AdapterReader:
         )
 
     def _as_loaded(self, number: int, factors: Sequence[Factors | None]) -> list[Factors | None]:
-        """Permute and scale the rows of the query, key and value projections like those of the model."""
-        spec = self._spec
+        spec = self.spec
         query, key = (heads * spec.head_dim for heads in (spec.num_attention_heads, spec.num_key_value_heads))
-        scales = self._qkv_scales.get(number, torch.ones(query + 2 * key))
+        scales = self.qkv_scales.get(number, torch.ones(query + 2 * key))
         loaded: list[Factors | None] = []
         for index, (part, scale) in enumerate(zip(factors, torch.split(scales, [query, key, key]), strict=True)):
             if part is None:
@@ -153,7 +144,6 @@ class AdapterReader:
         return loaded
 
     def _low_rank(self, factors: Sequence[Factors | None], outputs: Sequence[int]) -> LowRank | None:
-        """Fuse the first factors of projections of the same input."""
         downs: list[Tensor] = []
         parts: list[LowRankPart] = []
         first_input = first_output = 0
@@ -168,46 +158,45 @@ class AdapterReader:
         return LowRank(self._linear(torch.cat(downs)), tuple(parts), first_output) if parts else None
 
     def _linear(self, weight: Tensor, *, fp32_output: bool = False) -> Linear:
-        weight = weight.to(self._device, self._dtype).contiguous()
+        weight = weight.to(self.device, self.dtype).contiguous()
         self._num_bytes += weight.numel() * weight.itemsize
-        return self._kernels.linear(weight, fp32_output=fp32_output)
+        return self.kernels.linear(weight, fp32_output=fp32_output)
 
     def _embedding(self) -> EmbeddingChange | None:
-        name = self._spec.weights.embedding
+        name = self.spec.weights.embedding
         table = self._saved(name)
         factors = self._factors(name)
         if factors is None:
             return None if table is None else EmbeddingChange(table, None, None)
         a, b = _padded(factors)
-        down = a.T.contiguous().to(self._device, self._dtype)
+        down = a.T.contiguous().to(self.device, self.dtype)
         self._num_bytes += down.numel() * down.itemsize
         return EmbeddingChange(table, down, self._linear(b, fp32_output=True))
 
     def _head(self) -> HeadChange | None:
-        name = self._spec.weights.head
+        name = self.spec.weights.head
         weight = self._saved(name)
         factors = self._factors(name)
-        head = None if weight is None else self._kernels.head(weight)
+        head = None if weight is None else self.kernels.head(weight)
         if factors is None:
             return None if head is None else HeadChange(head, None, None)
         a, b = _padded(factors)
         return HeadChange(head, self._linear(a), self._linear(b, fp32_output=True))
 
     def _saved(self, name: str) -> Tensor | None:
-        stored = self._adapter.saved.get(f"{name}.weight")
+        stored = self.adapter.saved.get(f"{name}.weight")
         if stored is None:
             return None
-        tensor = read_tensor(self._adapter, stored).to(self._device, self._dtype)
+        tensor = read_tensor(self.adapter, stored).to(self.device, self.dtype)
         self._num_bytes += tensor.numel() * tensor.itemsize
         return tensor
 
     def _factors(self, name: str) -> Factors | None:
-        found = self._adapter.text.get(name)
-        return read_factors(self._adapter, found) if found else None
+        found = self.adapter.text.get(name)
+        return read_factors(self.adapter, found) if found else None
 
 
 def _padded(factors: Factors) -> Factors:
-    """Pad the rank with zeros to a multiple of `RANK_MULTIPLE`."""
     missing = -len(factors.a) % RANK_MULTIPLE
     return Factors(F.pad(factors.a, (0, 0, 0, missing)), F.pad(factors.b, (0, missing)))
 

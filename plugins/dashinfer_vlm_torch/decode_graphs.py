@@ -168,7 +168,6 @@ class _RecordedStep(NamedTuple):
 
 
 def _compute(model: TextModel, cache: KVCache, inputs: Tensor, max_keys: int) -> Tensor:
-    """Compute the hidden states of the tokens of `_RecordedStep.inputs`."""
     numbers = torch.arange(inputs.shape[1] + 1, device=inputs.device)
     first_keys, num_keys = inputs[5:].int()
     ranges = KeyRanges(

@@ -147,7 +147,6 @@ class TorchDecoder:
             return loaded
 
     def _kv_pool_tokens(self, context: int) -> int:
-        """Size of the KV pool in tokens: what fits into `kv_cache_mib`, at most what a full batch can use."""
         budget = self._kv_budget()
         tokens = budget * MIB // KVCache.bytes_per_token(self._text, self._cache_dtype)
         if tokens < MIN_KV_TOKENS:
@@ -225,12 +224,10 @@ _NOT_RUNNING = "The decoder is not running. Start the engine first."
 
 
 def _cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the KV cache of a model in `dtype`."""
     return {"auto": dtype, "bfloat16": torch.bfloat16, "int8": torch.int8}[config.kv_cache_dtype]
 
 
 def _log_stored_weights(weights: Weights, kernels: Kernels, dtype: torch.dtype) -> None:
-    """Log what becomes of the checkpoint's quantized weights, and warn if they take more memory than their files."""
     if weights.reader is None:
         return
     memory = weight_memory(
@@ -256,11 +253,6 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _text_quantization(config: EngineConfig, kernels: Kernels, device: str) -> TextQuantization:
-    """Return how the text model is quantized.
-
-    Raises:
-        ConfigError: `quantization` is not supported by these kernels or on this device.
-    """
     name = config.quantization
     if name == "none":
         return TextQuantization()

@@ -60,7 +60,6 @@ def balance_projection(
 
 
 def _key_rows(weight: Tensor | QuantizedWeight, head_dim: int, heads: int, kv_heads: int) -> Tensor:
-    """Return the rows of the key heads, float32 [kv_heads, head_dim, hidden]."""
     keys = slice(heads * head_dim, (heads + kv_heads) * head_dim)
     if isinstance(weight, QuantizedWeight):
         numbers = torch.arange(keys.start, keys.stop, device=weight.codes.device)

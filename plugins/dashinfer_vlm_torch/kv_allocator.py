@@ -93,7 +93,6 @@ class KVAllocator:
         return stop - rows if stop else None
 
     def _gaps(self, without: KVAllocation) -> list[tuple[int, int]]:
-        """Free ranges (start, stop), counting the rows of one allocation as free."""
         others = [allocation for allocation in self._allocations if allocation is not without]
         starts = [0, *(other.stop for other in others)]
         stops = [*(other.start for other in others), self.size]

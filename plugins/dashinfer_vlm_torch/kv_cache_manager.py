@@ -132,7 +132,6 @@ class KVCacheManager:
         return max(matches, key=attrgetter("num_tokens"), default=None)
 
     def _copy(self, match: PrefixMatch | None, allocation: KVAllocation) -> None:
-        """Copy from a match the tokens that `allocation` lacks."""
         if match is None or match.num_tokens <= allocation.num_computed_tokens:
             return
         source = match.allocation
@@ -144,8 +143,7 @@ class KVCacheManager:
             self._cached.move_to_end(source.last_digest)
 
     def _reuse(self, match: PrefixMatch, prefix: PrefixHash, rows: int) -> KVAllocation | None:
-        """Reuse a cached allocation itself, without the tokens after the match. Nothing is copied unless it has to
-        move."""
+        # Nothing is copied unless it has to move.
         allocation = match.allocation
         num_computed = allocation.num_computed_tokens
         self._remove_cached(allocation)
@@ -159,7 +157,6 @@ class KVCacheManager:
         return allocation
 
     def _reserve_rows(self, allocation: KVAllocation, rows: int, *, exclude: KVAllocation | None = None) -> bool:
-        """Reserve `rows` rows for an allocation and move it there, evicting cached allocations other than `exclude`."""
         evictable = (cached for cached in self._cached.values() if cached is not exclude)
         start = self._allocator.find_start(allocation, rows, evictable)
         if start is None:
@@ -173,8 +170,7 @@ class KVCacheManager:
         return True
 
     def _shrink(self, allocation: KVAllocation, rows: int) -> None:
-        """Truncate a cached allocation to its first rows; discard it if no whole block is left. It remains the next to
-        be evicted."""
+        # It remains the next to be evicted, and is discarded if no whole block is left.
         self._remove_cached(allocation)
         self._unindex(allocation, max(rows, 0) // BLOCK_SIZE)
         allocation.num_computed_tokens = max(rows, 0)
@@ -214,7 +210,6 @@ class KVCacheManager:
         self._allocator.remove(allocation)
 
     def _unindex(self, allocation: KVAllocation, blocks: int) -> None:
-        """Remove all but the first `blocks` blocks of an allocation from the index."""
         for digest in allocation.prefix.digests[blocks : allocation.num_indexed_blocks]:
             holders = self._index[digest]
             del holders[allocation]

@@ -150,9 +150,9 @@ class TextModel:
                 param="lora",
             )
         reader = AdapterReader(
-            adapter,
-            self.config,
-            self.kernels,
+            adapter=adapter,
+            spec=self.config,
+            kernels=self.kernels,
             device=self.device,
             dtype=self.dtype,
             qkv_scales=self._qkv_scales,
@@ -240,7 +240,6 @@ class _Reader(NamedTuple):
         )
 
     def _matrix(self, modules: Sequence[str], rows: Sequence[int], inputs: int) -> Tensor | QuantizedWeight:
-        """Read the weights of linear layers, concatenated along the rows; the checkpoint may store them quantized."""
         return self.weights.matrix(modules, rows, inputs, device=self.device, dtype=self.dtype)
 
     def _linear(
@@ -252,7 +251,6 @@ class _Reader(NamedTuple):
         )
 
     def _mlp(self, modules: Sequence[str], inner: int) -> Expert:
-        """Read a gated MLP from the modules gate, up and down."""
         *gate_up, down = modules
         hidden = self.spec.hidden_size
         return Expert(
@@ -261,7 +259,7 @@ class _Reader(NamedTuple):
         )
 
     def _experts(self, experts: ExpertsSpec, prefix: str) -> Experts:
-        """Read the experts of a layer. The router is not quantized: a wrong expert costs more than a rounded weight."""
+        # The router is not quantized: a wrong expert costs more than a rounded weight.
         names = self.spec.weights
         hidden = self.spec.hidden_size
         inner = experts.intermediate_size
@@ -320,7 +318,6 @@ class _Reader(NamedTuple):
         return fused
 
     def _head_norms(self, prefix: str) -> tuple[Norm | None, Norm | None]:
-        """Read the norms of query heads and of key heads, if the model has them."""
         if not self.spec.qk_norm:
             return None, None
         names = (self.spec.weights.query_norm, self.spec.weights.key_norm)

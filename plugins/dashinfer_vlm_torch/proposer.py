@@ -167,14 +167,16 @@ def lookup(tokens: npt.NDArray[np.int64], count: int) -> list[int]:
     Returns:
         `count` tokens, or none if there is no such n-gram.
     """
-    ends, found = np.flatnonzero(tokens[:-1] == tokens[-1]), 1
+    ends = np.flatnonzero(tokens[:-1] == tokens[-1])
+    found = 1
     for size in range(2, MAX_NGRAM + 1):
         longer = ends[ends >= size - 1]
         if len(longer):
             longer = longer[tokens[longer - size + 1] == tokens[-size]]
         if not len(longer):
             break
-        ends, found = longer, size
+        ends = longer
+        found = size
     if found < MIN_NGRAM:
         return []
     start = int(ends[-1]) + 1
@@ -215,7 +217,8 @@ class StepCost:
         """The cost of a pass without rows, in costs of a row."""
         if self._weight < self.MIN_PASSES:
             return self.USUAL_RATIO
-        mean, seconds = self._rows / self._weight, self._seconds / self._weight
+        mean = self._rows / self._weight
+        seconds = self._seconds / self._weight
         variance = self._rows_squared / self._weight - mean * mean
         if variance < self.MIN_VARIANCE:
             return self.USUAL_RATIO

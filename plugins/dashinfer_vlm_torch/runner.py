@@ -185,7 +185,6 @@ class ModelRunner:
         return self._model.forward(x, batch)
 
     def _replay(self, step: _StepBatch) -> Tensor | None:
-        """Return the same as `_forward` from a CUDA graph; None if there is none for these chunks."""
         if self._graphs is None or any(map(_needs_forward, step.chunks)):
             return None
         x = self._graphs.run(step.packed, step.spans, step.token_ids)
@@ -200,7 +199,6 @@ class ModelRunner:
     def _sample(
         self, x: Tensor, rows: Sequence[LogitsRow], heads: Sequence[tuple[slice, HeadChange]]
     ) -> LaunchedSample | LaunchedArgmax:
-        """Sample a token from each row of hidden states."""
         if not heads and all(map(is_greedy, rows)) and (tokens := self._model.argmax(x)) is not None:
             return LaunchedArgmax.of(tokens)
         return launch_sample(self._model.logits(x, heads), rows, self._drawer)
@@ -243,7 +241,6 @@ def _lay_out(chunks: Sequence[ScheduledChunk], previous: LaunchedStep | None) ->
 
 
 def _pack(chunks: Sequence[ScheduledChunk]) -> npt.NDArray[np.int64]:
-    """Return the token ids, the positions on three axes, and the rows of the cache of all tokens, int64 [5, tokens]."""
     packed = np.empty((5, sum(chunk.end - chunk.start for chunk in chunks)), dtype=np.int64)
     offset = 0
     for chunk in chunks:
@@ -258,7 +255,6 @@ def _pack(chunks: Sequence[ScheduledChunk]) -> npt.NDArray[np.int64]:
 
 
 def _index(tokens: Sequence[int], device: torch.device | str) -> Tensor:
-    """Return the indices of tokens as a tensor."""
     return to_device(torch.tensor(tokens, dtype=torch.int64), device)
 
 
@@ -277,7 +273,7 @@ class _AdaptedTokens(NamedTuple):
 
 
 def _by_adapter(chunks: Sequence[ScheduledChunk]) -> Sequence[ScheduledChunk]:
-    """Order chunks so that those without an adapter are first, and those of each adapter are adjacent."""
+    # Chunks without an adapter are first, and those of each adapter are adjacent.
     order: dict[int, int] = {id(None): 0}
     for chunk in chunks:
         order.setdefault(id(chunk.sequence.adapter), len(order))
@@ -287,7 +283,6 @@ def _by_adapter(chunks: Sequence[ScheduledChunk]) -> Sequence[ScheduledChunk]:
 def _adapted_rows(
     chunks: Sequence[ScheduledChunk], spans: Sequence[KVSpan], rows: Sequence[Sequence[LogitsRow]]
 ) -> list[tuple[TextAdapter, _AdaptedTokens]]:
-    """Return the adapters of ordered chunks, and the tokens that each applies to."""
     adapted = []
     first_last = 0
     parts = zip(chunks, spans, rows, strict=True)
@@ -305,7 +300,7 @@ def _adapted_rows(
 
 
 def _spans(chunks: Sequence[ScheduledChunk]) -> list[KVSpan]:
-    """The keys that each chunk attends to: each token attends to all tokens of its sequence up to itself."""
+    # Each token attends to all tokens of its sequence up to itself.
     firsts = np.cumsum([0, *(chunk.end - chunk.start for chunk in chunks)]).tolist()
     return [
         KVSpan(first, chunk.end - chunk.start, chunk.sequence.first_row, chunk.end, chunk.start)
@@ -314,7 +309,7 @@ def _spans(chunks: Sequence[ScheduledChunk]) -> list[KVSpan]:
 
 
 def _rows(chunk: ScheduledChunk) -> list[LogitsRow]:
-    """The rows of logits that a chunk needs: after its last token, and after each token of its draft."""
+    # After the last token, and after each token of the draft.
     if not chunk.needs_logits:
         return []
     tokens = chunk.draft.tokens
@@ -324,7 +319,6 @@ def _rows(chunk: ScheduledChunk) -> list[LogitsRow]:
 def _last_tokens(
     chunks: Sequence[ScheduledChunk], spans: Sequence[KVSpan], rows: Sequence[Sequence[LogitsRow]]
 ) -> tuple[list[int], list[KVSpan]]:
-    """The tokens of the batch whose hidden states are needed, and the keys that each of them attends to."""
     last: list[int] = []
     last_spans: list[KVSpan] = []
     for chunk, span, chunk_rows in zip(chunks, spans, rows, strict=True):
@@ -353,7 +347,6 @@ def _verify(chunk: ScheduledChunk, sampled: Sequence[SampledToken | DecoderFaile
 
 
 def _needs_forward(chunk: ScheduledChunk) -> bool:
-    """Whether the hidden states of a chunk depend on more than its token ids."""
     has_visual_tokens = any(
         max(chunk.start, span.start) < min(chunk.stop, span.stop) for span in chunk.sequence.request.spans
     )
@@ -361,8 +354,6 @@ def _needs_forward(chunk: ScheduledChunk) -> bool:
 
 
 def _merge_visual_tokens(x: Tensor, chunks: Sequence[ScheduledChunk]) -> Additions | None:
-    """Overwrite the embeddings of placeholders in the chunks with visual tokens; returns the additions to later
-    layers."""
     hidden = x.shape[1]
     offset = 0
     indices: list[int] = []

@@ -179,7 +179,6 @@ def uniform(row: LogitsRow) -> float:
 
 
 def _masks(rows: Sequence[LogitsRow]) -> tuple[_Masks, dict[int, DecoderFailed]]:
-    """By row, for rows with a grammar: the allowed tokens, or the error of the grammar."""
     masks: _Masks = {}
     errors: dict[int, DecoderFailed] = {}
     matchers: dict[SequenceState, _DraftMatcher] = {}
@@ -211,7 +210,7 @@ class _DraftMatcher:
 
 
 def _without_stop_tokens(row: LogitsRow, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Remove stop tokens from the mask while the output is too short, unless the grammar allows no other token."""
+    # A grammar that allows no other token may end.
     if not row.too_short:
         return mask
     others = mask.copy()
@@ -220,7 +219,6 @@ def _without_stop_tokens(row: LogitsRow, mask: npt.NDArray[np.bool_]) -> npt.NDA
 
 
 def _mask_disallowed(scores: Tensor, masks: _Masks) -> Tensor:
-    """Set the scores of tokens that a grammar does not allow to -inf."""
     if not masks:
         return scores
     scores = scores.clone()
@@ -231,7 +229,6 @@ def _mask_disallowed(scores: Tensor, masks: _Masks) -> Tensor:
 
 
 def _apply_bias_and_min_tokens(scores: Tensor, rows: Sequence[LogitsRow]) -> Tensor:
-    """Apply `logit_bias`, and disallow stop tokens before `min_tokens`."""
     biased = [(index, row.sampling.logit_bias) for index, row in enumerate(rows) if row.sampling.logit_bias]
     below_min = [
         (index, row.sequence.stops)
@@ -252,13 +249,11 @@ def _apply_bias_and_min_tokens(scores: Tensor, rows: Sequence[LogitsRow]) -> Ten
 
 
 def _flat_index(tokens_by_row: Iterable[tuple[int, Iterable[int]]], like: Tensor) -> tuple[Tensor, Tensor]:
-    """Convert (row, ids) pairs to an index of rows and columns."""
     pairs = [(row, token) for row, tokens in tokens_by_row for token in tokens]
     return _index([row for row, _ in pairs], like), _index([token for _, token in pairs], like)
 
 
 def _apply_penalties(scores: Tensor, rows: Sequence[LogitsRow]) -> Tensor:
-    """Apply repetition, presence and frequency penalties, only to the tokens that they affect."""
     penalized = [(index, row) for index, row in enumerate(rows) if row.sampling.has_penalties]
     if not penalized:
         return scores
@@ -273,7 +268,6 @@ def _apply_penalties(scores: Tensor, rows: Sequence[LogitsRow]) -> Tensor:
 
 
 def _penalties(index: int, row: LogitsRow) -> tuple[npt.NDArray[np.generic], ...]:
-    """Rows and tokens of the logits to penalize, and the factor and the term of each."""
     sampling = row.sampling
     output_ids = np.array([*row.sequence.output_ids, *row.draft], dtype=np.int64)
     output, counts = np.unique(output_ids, return_counts=True)
@@ -284,7 +278,6 @@ def _penalties(index: int, row: LogitsRow) -> tuple[npt.NDArray[np.generic], ...
 
 
 def _sample_rows(scores: Tensor, rows: Sequence[LogitsRow]) -> Tensor:
-    """Sample int64 [rows] from float32 [rows, vocab_size]."""
     options = [row.sampling for row in rows]
     scores = scores / _column([option.temperature for option in options], scores)
     _keep_top_k(scores, [option.top_k for option in options])
@@ -349,7 +342,7 @@ def _nucleus_thresholds(weights: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _sorted_nucleus_thresholds(weights: Tensor, top_p: Tensor) -> Tensor:
-    """Compute the same for nuclei of any size, which a GPU sorts in the time of a few passes over the weights."""
+    # A GPU sorts in the time of a few passes over the weights.
     largest = weights.sort(dim=-1, descending=True).values
     return _last_inside(largest, largest.cumsum(dim=-1, dtype=torch.float64), top_p)
 
@@ -384,8 +377,6 @@ def _last_within(weights: Tensor, digits: Tensor, count: int, target: Tensor) ->
 
 
 def _log_probabilities(logits: Tensor, ids: Tensor, rows: Sequence[LogitsRow]) -> dict[int, tuple[float, Alternatives]]:
-    """By row, for rows that request them: the sampled token's log-probability, and the most likely tokens with
-    theirs."""
     requested = {index: count for index, row in enumerate(rows) if (count := row.sampling.logprobs) is not None}
     if not requested:
         return {}

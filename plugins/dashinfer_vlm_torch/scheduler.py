@@ -136,9 +136,8 @@ class Scheduler:
             sequence.first_row = allocation.start
             num_tokens = 1 if sequence.is_decoding else num_scheduled_tokens.get(sequence, 0)
             if num_tokens:
-                chunks.append(
-                    ScheduledChunk(sequence, sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens)
-                )
+                start = sequence.num_computed_tokens
+                chunks.append(ScheduledChunk(sequence, start, start + num_tokens))
         return SchedulerOutput(self._kv_cache_manager.take_copies(), self._with_drafts(chunks))
 
     def schedule_ahead(self, chunks: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
@@ -219,8 +218,7 @@ class Scheduler:
         return drafted
 
     def _draft(self, sequence: SequenceState, threshold: float) -> Draft:
-        """Propose tokens for a sequence: at most as many as fit its rows and, with one that is sampled after them,
-        `max_tokens`."""
+        # One more token is sampled after those of the draft.
         assert sequence.proposer
         free_rows = self._running[sequence].rows - sequence.length
         limit = min(free_rows, sequence.max_tokens - len(sequence.output_ids) - 1)

@@ -125,8 +125,8 @@ class SequenceState:
 
     def token_ids(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Token ids [start, stop)."""
-        prompt, first = self.request.token_ids[start:stop], max(start - self.prompt_length, 0)
-        output = self.output_ids[first : max(stop - self.prompt_length, 0)]
+        prompt = self.request.token_ids[start:stop]
+        output = self.output_ids[max(start - self.prompt_length, 0) : max(stop - self.prompt_length, 0)]
         if not len(prompt):
             return np.array(output, dtype=np.int64)
         return np.append(prompt, output).astype(np.int64) if output else prompt

@@ -151,7 +151,6 @@ class Worker:
             self._end_all()
 
     def _wait_for_requests(self) -> bool:
-        """Wait until there is a step to run; returns False if the worker was stopped."""
         with self._lock:
             self._lock.wait_for(lambda: self._end_error or self._scheduler.busy)
             return not self._end_error
@@ -173,7 +172,6 @@ class Worker:
             step = ahead._replace(started=now) if ahead else self._launch_next()
 
     def _launch_next(self) -> RunningStep | None:
-        """Launch the next step; returns None if there are no requests, or if the worker was stopped."""
         with self._lock:
             if self._end_error or not self._scheduler.busy:
                 return None
@@ -184,8 +182,6 @@ class Worker:
         return RunningStep(step.chunks, self._launch(step.chunks), started)
 
     def _launch_ahead(self, step: RunningStep) -> RunningStep | None:
-        """Launch the step after one whose tokens have not been read; returns None if it has to wait for them, or if
-        other work waits for the executor."""
         if not self._schedules_ahead or step.launched is None or self._runner.executor.waiting:
             return None
         with self._lock:
@@ -277,7 +273,6 @@ class Worker:
         self._deliver(deliveries)
 
     def _deliver(self, deliveries: Sequence[tuple[OutputQueue, Output]]) -> None:
-        """Deliver outputs, with one wake-up per event loop."""
         by_loop = defaultdict(list)
         for output_queue, output in deliveries:
             by_loop[output_queue.loop].append((output_queue, output))
