@@ -99,39 +99,24 @@ class AdapterManager:
             if loaded.permanent
         )
 
-    def check(self, request: ChatRequest) -> None:
-        """Check the model and the adapter that a request names, before any work is done.
-
-        Raises:
-            ModelNotFound: the request names neither the model nor an adapter.
-            UnsupportedParameter: the decoder does not support adapters.
-            InvalidParameter: the request names an adapter like the model.
-        """
-        given = request.adapter_request
-        if given is None:
-            self._find(request.model)
-            return
-        if LORA not in self.decoder.supported_params:
-            raise UnsupportedParameter(
-                f"The decoder {self.decoder.name!r} does not support LoRA adapters. Remove `lora_request`, or select"
-                " another decoder.",
-                param="lora_request",
-            )
-        if given.lora_name in self._names:
-            raise InvalidParameter(f"`lora_name` {given.lora_name!r} is the model's name.", param="lora_request")
-
     @contextlib.asynccontextmanager
     async def use(self, request: ChatRequest) -> AsyncIterator[ActiveAdapter | None]:
         """Keep the adapter of a request loaded in this context; None for requests to the model itself.
 
         Raises:
-            RequestError: as `check`; or the adapter was loaded from another path, or is not loaded and has no path.
+            ModelNotFound: the request names neither the model nor an adapter.
+            UnsupportedParameter: the decoder does not support adapters.
+            InvalidParameter: the request names an adapter like the model, or one that was loaded from another path, or
+                one that is not loaded without a path.
             CheckpointError: the adapter cannot be loaded.
             QueueFull: all loaded adapters are in use, and another one would exceed the limit.
         """
-        self.check(request)
         given = request.adapter_request
-        active = self._find(request.model) if given is None else await self._load(given.lora_name, given.lora_path)
+        if given is None:
+            active = self._find(request.model)
+        else:
+            self._check_name(given.lora_name)
+            active = await self._load(given.lora_name, given.lora_path)
         if active is None:
             yield None
             return
@@ -144,6 +129,16 @@ class AdapterManager:
     @property
     def _names(self) -> frozenset[str]:
         return self.aliases | {self.model, DEFAULT_MODEL}
+
+    def _check_name(self, name: str) -> None:
+        if LORA not in self.decoder.supported_params:
+            raise UnsupportedParameter(
+                f"The decoder {self.decoder.name!r} does not support LoRA adapters. Remove `lora_request`, or select"
+                " another decoder.",
+                param="lora_request",
+            )
+        if name in self._names:
+            raise InvalidParameter(f"`lora_name` {name!r} is the model's name.", param="lora_request")
 
     def _find(self, name: str) -> ActiveAdapter | None:
         if name in self._names:
@@ -189,6 +184,7 @@ class AdapterManager:
         adapter = await asyncio.to_thread(read_adapter, name, path, self.spec)
         vision = None
         if adapter.changes_vision:
+            logger.info("LoRA adapter %r changes the vision encoder: it needs the memory of another one.", name)
             encoder = await asyncio.to_thread(self.load_encoder, adapter)
             vision = VisionAdapter(key=adapter.digest, encoder=encoder)
         await self.decoder.load_adapter(adapter)

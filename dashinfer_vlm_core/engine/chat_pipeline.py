@@ -214,7 +214,8 @@ class ChatPipeline:
             cache_salt=request.cache_salt or "",
             adapter=adapter.adapter if adapter else None,
         )
-        return builders, [first, *(_choice(first, index) for index in range(1, request.n))]
+        others = (replace(first, id=f"{first.id}-{i}", sampling=first.sampling.seeded(i)) for i in range(1, request.n))
+        return builders, [first, *others]
 
     async def _load_inputs(self, request: ChatRequest, adapter: ActiveAdapter | None) -> _Inputs:
         loaded = await self._load_media(request, adapter)
@@ -303,10 +304,6 @@ def _visual_spans(prompt: Prompt, visual: Sequence[VisualTokens]) -> tuple[Visua
         VisualSpan(start=span.start, tokens=visual[span.item], row=span.row, length=span.length)
         for span in prompt.spans
     )
-
-
-def _choice(first: DecodeRequest, index: int) -> DecodeRequest:
-    return replace(first, id=f"{first.id}-{index}", sampling=first.sampling.seeded(index))
 
 
 def _in_client_namespace(request: ChatRequest) -> ChatRequest:

@@ -31,8 +31,7 @@ from .observers import RequestObserver
 from .vision_store import open_vision_store
 
 if TYPE_CHECKING:
-    from ..models.interface import ModelFamily, VisionEncoder
-    from ..models.lora import LoraAdapter
+    from ..models.interface import ModelFamily
     from ..models.spec import ModelSpec
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -93,7 +92,7 @@ def _create_pipeline(config: EngineConfig, registry: Registry, observer: Request
             aliases=frozenset({config.model}),
             spec=spec,
             decoder=decoder,
-            load_encoder=partial(_load_adapted_encoder, family, spec, config, kernels),
+            load_encoder=partial(family.load_vision_encoder, spec, config, kernels),
             limit=config.max_loras,
         ),
         observer=observer,
@@ -117,14 +116,6 @@ def _load_vision(
         batch_patches=min(config.vision_batch_patches, encoder.batch_patches),
         store=open_vision_store(registry, family, spec, config, kernels=kernels, encoder=encoder),
     )
-
-
-def _load_adapted_encoder(
-    family: ModelFamily, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector, adapter: LoraAdapter
-) -> VisionEncoder:
-    encoder = family.load_vision_encoder(spec, config, kernels, adapter)
-    logger.info("LoRA adapter %r changes the vision encoder: it needs the memory of another one.", adapter.name)
-    return encoder
 
 
 def select_decoder(registry: Registry, spec: ModelSpec, config: EngineConfig) -> tuple[DecoderFactory, str]:

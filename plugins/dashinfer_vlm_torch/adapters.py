@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -99,7 +99,7 @@ class AdapterReader:
     device: str
     dtype: torch.dtype
     qkv_scales: Mapping[int, Tensor]
-    _num_bytes: int = 0
+    _num_bytes: int = field(default=0, init=False)
 
     def read(self, executor: Executor) -> TextAdapter:
         """Read the adapter on `executor`, where other tasks can run between its parts.

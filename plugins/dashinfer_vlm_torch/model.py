@@ -94,7 +94,7 @@ class TextModel:
         read = _Reader(weights, config, kernels, device, dtype, cache_dtype == torch.int8, self._qkv_scales)
         names = config.weights
         count = config.num_hidden_layers
-        readers = [read.quantized(quantization.of_layer(number, count)) for number in range(count)]
+        readers = [read._replace(quantization=quantization.of_layer(number, count)) for number in range(count)]
         # One task per part, so that other tasks can run in between.
         self._embedding = run(lambda: read.tensor(f"{names.embedding}.weight", config.vocab_size, config.hidden_size))
         layers = [run(functools.partial(reader.layer, number)) for number, reader in enumerate(readers)]
@@ -111,7 +111,7 @@ class TextModel:
         if not self._layers.supports_adapters:
             self._adapted_layers = ReferenceDecoderLayers(kernels, layers, shape)
         self._norm = read.norm(names.norm, config.hidden_size)
-        self._head = run(lambda: read.quantized(quantization.head).head(self._embedding))
+        self._head = run(lambda: read._replace(quantization=quantization.head).head(self._embedding))
         self.rotary: Rotary = Rotary(config.rotary, config.head_dim, device)
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -195,10 +195,6 @@ class _Reader(NamedTuple):
     balances_keys: bool
     qkv_scales: dict[int, Tensor]
     quantization: Quantization | None = None
-
-    def quantized(self, quantization: Quantization | None) -> _Reader:
-        """Return a reader of matrices with this quantization."""
-        return self._replace(quantization=quantization)
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         return self.weights.tensor(name, shape, device=self.device, dtype=self.dtype)

@@ -19,7 +19,7 @@ from torch import Tensor
 from dashinfer_vlm_core.concurrency.compute import Executor
 from dashinfer_vlm_core.errors import DecoderFailed
 from dashinfer_vlm_core.kernels import AdapterRows, Additions, ForwardBatch, KVSpan, KVSpans, TokenDrawing
-from dashinfer_vlm_core.kernels.streams import to_device
+from dashinfer_vlm_core.kernels.streams import HostCopy, to_device
 from dashinfer_vlm_core.models.lora import LoraAdapter
 
 from .adapters import HeadChange, TextAdapter
@@ -200,7 +200,7 @@ class ModelRunner:
         self, x: Tensor, rows: Sequence[LogitsRow], heads: Sequence[tuple[slice, HeadChange]]
     ) -> LaunchedSample | LaunchedArgmax:
         if not heads and all(map(is_greedy, rows)) and (tokens := self._model.argmax(x)) is not None:
-            return LaunchedArgmax.of(tokens)
+            return LaunchedArgmax(tokens, HostCopy(tokens))
         return launch_sample(self._model.logits(x, heads), rows, self._drawer)
 
 

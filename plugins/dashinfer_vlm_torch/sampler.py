@@ -113,11 +113,6 @@ class LaunchedArgmax(NamedTuple):
     ids: Tensor
     token_ids: HostCopy
 
-    @classmethod
-    def of(cls, ids: Tensor) -> LaunchedArgmax:
-        """Begin to copy the tokens to the CPU."""
-        return cls(ids, HostCopy(ids))
-
     def read(self) -> list[SampledToken | DecoderFailed]:
         """Wait for the tokens; returns one per row."""
         return list(map(SampledToken, self.token_ids.wait().tolist()))
@@ -332,19 +327,14 @@ def _keep_top_p(weights: Tensor, top_p: Sequence[float]) -> None:
 def _nucleus_thresholds(weights: Tensor, top_p: Tensor) -> Tensor:
     """[rows, 1], the smallest weight in each row's nucleus (Holtzman et al., arXiv 1904.09751): the smallest weight
     for which the sum of the larger ones is below p."""
-    if weights.device.type != "cpu":  # to choose by the weights, the CPU would have to wait for them
-        return _sorted_nucleus_thresholds(weights, top_p)
+    if weights.device.type != "cpu":  # it sorts fast, and the choice below would have to wait for it
+        largest = weights.sort(dim=-1, descending=True).values
+        return _last_inside(largest, largest.cumsum(dim=-1, dtype=torch.float64), top_p)
     largest = weights.topk(min(NUCLEUS_WIDTH, weights.shape[-1])).values
     cumulative = largest.cumsum(dim=-1, dtype=torch.float64)
     if bool((cumulative[:, -1:] < top_p).any()):
         return _wide_nucleus_thresholds(weights, top_p)
     return _last_inside(largest, cumulative, top_p)
-
-
-def _sorted_nucleus_thresholds(weights: Tensor, top_p: Tensor) -> Tensor:
-    # A GPU sorts in the time of a few passes over the weights.
-    largest = weights.sort(dim=-1, descending=True).values
-    return _last_inside(largest, largest.cumsum(dim=-1, dtype=torch.float64), top_p)
 
 
 def _last_inside(largest: Tensor, cumulative: Tensor, top_p: Tensor) -> Tensor:

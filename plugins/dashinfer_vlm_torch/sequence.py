@@ -47,6 +47,7 @@ class SequenceState:
         adapter: the LoRA adapter of its request; None for the model itself.
 
     Attributes:
+        max_len: the most rows of the pool that it may need.
         stops: tokens that end the output.
         seed: the seed of its random numbers.
         first_position: M-RoPE position of the first output token, on all three axes.
@@ -56,6 +57,8 @@ class SequenceState:
         allocation: its rows in the pool; None while it waits.
         output_ids: tokens sampled so far.
         matcher: the output's state in the request's grammar, if it has one.
+        depends_on_tokens: whether its next step can be scheduled only after the last one was read: penalties and
+            grammars need its tokens on the CPU, and log-probabilities are computed when they are read.
         proposer: proposes its next tokens; None if each step adds one token.
         num_cached_tokens: tokens taken from the prefix cache before the first output token.
         num_preempted_tokens: tokens that it had computed itself when it was preempted. If they are found in the cache
@@ -64,8 +67,12 @@ class SequenceState:
 
     def __init__(self, request: DecodeRequest, stop: Iterable[int], adapter: TextAdapter | None = None) -> None:
         sampling = request.sampling
+        assert sampling.max_tokens is not None
         self.request = request
         self.adapter = adapter
+        self.prompt_length: int = len(request.token_ids)
+        self.max_tokens: int = sampling.max_tokens
+        self.max_len: int = self.prompt_length + self.max_tokens
         self.stops: frozenset[int] = frozenset(sampling.stop_token_ids).union(() if sampling.ignore_eos else stop)
         self.seed: int = secrets.randbits(SEED_BITS) if sampling.seed is None else sampling.seed % (1 << SEED_BITS)
         self.first_position: int = int(request.positions.max()) + 1
@@ -74,13 +81,12 @@ class SequenceState:
         self.allocation: KVAllocation | None = None
         self.output_ids: list[int] = []
         self.matcher: GrammarMatcher | None = request.grammar.new_matcher() if request.grammar else None
+        self.depends_on_tokens: bool = (
+            self.matcher is not None or sampling.logprobs is not None or sampling.has_penalties
+        )
         self.proposer: DraftProposer | None = None
         self.num_cached_tokens: int = 0
         self.num_preempted_tokens: int = 0
-
-    @property
-    def prompt_length(self) -> int:
-        return len(self.request.token_ids)
 
     @property
     def length(self) -> int:
@@ -100,23 +106,6 @@ class SequenceState:
     def is_decoding(self) -> bool:
         """Whether only the newest output token is left to compute."""
         return bool(self.output_ids) and self.num_pending_tokens == 1
-
-    @property
-    def depends_on_tokens(self) -> bool:
-        """Whether its next step can be scheduled only after the last one was read: penalties and grammars need its
-        tokens on the CPU, and log-probabilities are computed when they are read."""
-        sampling = self.request.sampling
-        return self.matcher is not None or sampling.logprobs is not None or sampling.has_penalties
-
-    @property
-    def max_tokens(self) -> int:
-        assert self.request.sampling.max_tokens is not None
-        return self.request.sampling.max_tokens
-
-    @property
-    def max_len(self) -> int:
-        """The most rows of the pool that it may need."""
-        return self.prompt_length + self.max_tokens
 
     @property
     def reserved_len(self) -> int:

@@ -15,6 +15,7 @@ import torch
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.kernels import KernelSelector, KVSpan, LoadedKernels
 from dashinfer_vlm_core.kernels.cuda import CudaKernels
+from dashinfer_vlm_core.kernels.streams import HostCopy
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
 from dashinfer_vlm_core.models.weights import Weights
@@ -174,7 +175,8 @@ class HiddenStates(ModelRunner):
 
     def _sample(self, x, rows, heads):
         self.x = x.clone()
-        return LaunchedArgmax.of(torch.zeros(len(rows), dtype=torch.int64))
+        ids = torch.zeros(len(rows), dtype=torch.int64)
+        return LaunchedArgmax(ids, HostCopy(ids))
 
 
 def test_padding_changes_no_row_of_a_sequence(oracle, model):

@@ -16,6 +16,7 @@ from dashinfer_vlm_core.kernels import INT8, Activation, DecoderLayer, DecoderSh
 from dashinfer_vlm_core.kernels.cuda import CudaKernels
 from dashinfer_vlm_core.kernels.experts import Expert, GroupedExperts, MixtureOfExperts
 from dashinfer_vlm_core.kernels.layers import ReferenceDecoderLayers
+from dashinfer_vlm_core.kernels.streams import HostCopy
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.models.weights import Weights
 from dashinfer_vlm_qwen3_vl import Qwen3VL
@@ -163,7 +164,8 @@ class LogitsRunner(ModelRunner):
 
     def _sample(self, x, rows, heads):
         self.logits = self._model.logits(x, heads)
-        return LaunchedArgmax.of(self.logits.argmax(dim=-1))
+        ids = self.logits.argmax(dim=-1)
+        return LaunchedArgmax(ids, HostCopy(ids))
 
 
 @torch.inference_mode()
