@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import openai
@@ -30,7 +30,7 @@ from ..errors import (
 )
 from ..protocol import DEFAULT_MODEL, ChatRequest
 from ..protocol.client import current_client
-from .engine import EngineStatus, LoopEngine, Request, State
+from .engine import EngineStatus, LoopEngine, Request
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -62,6 +62,12 @@ ERROR_CLASS_BY_STATUS: Mapping[int, type[DashInferVLMError]] = MappingProxyType(
     }
 )
 """Error classes by HTTP status, for unknown codes; other statuses are InvalidParameter (4xx) or EngineError."""
+
+
+DRAINING = "draining"
+"""The status that our server reports while it shuts down."""
+
+_STATUS = pydantic.TypeAdapter(EngineStatus)
 
 
 class RemoteEngine(LoopEngine):
@@ -246,18 +252,6 @@ def _retry_after(error: openai.APIError) -> float:
     return float(header) if header.isdecimal() else 1.0
 
 
-class _Health(pydantic.BaseModel):
-    """The response of our server's `/health`; it is `draining` while it shuts down."""
-
-    status: State | Literal["draining"]
-    model: str = ""
-    decoder: str = ""
-    decoder_reason: str = ""
-    max_model_len: int = 0
-    fatal_error: str = ""
-    supports_reasoning: bool | None = None
-
-
 class _ServedModel(pydantic.BaseModel):
     """A model at `/models`; vLLM's and SGLang's servers report the length there."""
 
@@ -270,12 +264,13 @@ class _ModelList(pydantic.BaseModel):
 
 
 def _status_from_health(health: object) -> EngineStatus | None:
+    if not isinstance(health, dict):
+        return None
+    state = health.get("status")
     try:
-        found = _Health.model_validate(health)
+        return _STATUS.validate_python({"model": "", **health, "state": "closed" if state == DRAINING else state})
     except pydantic.ValidationError:  # it is from another server
         return None
-    state: State = "closed" if found.status == "draining" else found.status
-    return EngineStatus(state=state, **found.model_dump(exclude={"status"}))
 
 
 @contextlib.contextmanager

@@ -168,17 +168,15 @@ def lookup(tokens: npt.NDArray[np.int64], count: int) -> list[int]:
         `count` tokens, or none if there is no such n-gram.
     """
     ends = np.flatnonzero(tokens[:-1] == tokens[-1])
-    found = 1
     for size in range(2, MAX_NGRAM + 1):
         longer = ends[ends >= size - 1]
         if len(longer):
             longer = longer[tokens[longer - size + 1] == tokens[-size]]
         if not len(longer):
+            if size <= MIN_NGRAM:
+                return []
             break
         ends = longer
-        found = size
-    if found < MIN_NGRAM:
-        return []
     start = int(ends[-1]) + 1
     period = len(tokens) - start
     continuation: list[int] = tokens[start : start + count].tolist()
