@@ -169,7 +169,6 @@ class Engine(LoopEngine):
 
     def __init__(self, config: EngineConfig | None = None, *, registry: Registry | None = None) -> None:
         self.config: EngineConfig = config or EngineConfig()
-        self._name = self.config.name
         self._registry = registry
         self._observers = ObserverList()
         self._running: _Running | None = None
@@ -259,9 +258,10 @@ class Engine(LoopEngine):
 
     def stats(self) -> EngineStats | None:
         """Return the counters since the engine was started; None while it is closed."""
-        if self._running is None:
+        running = self._running
+        if running is None:
             return None
-        pipeline = self._running.pipeline
+        pipeline = running.pipeline
         return EngineStats(
             active_requests=pipeline.limiter.in_use,
             max_active_requests=pipeline.limiter.limit,
@@ -275,11 +275,11 @@ class Engine(LoopEngine):
     def status(self) -> EngineStatus:
         running = self._running
         if running is None:
-            return EngineStatus(state="loading" if self._loading else "closed", model=self._name)
+            return EngineStatus(state="loading" if self._loading else "closed", model=self.config.name)
         decoder = running.pipeline.decoder
         return EngineStatus(
             state="failed" if decoder.fatal_error else "restarting" if decoder.restarting else "ready",
-            model=self._name,
+            model=self.config.name,
             decoder=decoder.name,
             decoder_reason=running.pipeline.decoder_reason,
             max_model_len=running.pipeline.prompts.max_model_len,

@@ -309,7 +309,7 @@ def _spans(chunks: Sequence[ScheduledChunk]) -> list[KVSpan]:
 
 
 def _rows(chunk: ScheduledChunk) -> list[LogitsRow]:
-    # After the last token, and after each token of the draft.
+    # One after the last token, and one after each token of the draft.
     if not chunk.needs_logits:
         return []
     tokens = chunk.draft.tokens

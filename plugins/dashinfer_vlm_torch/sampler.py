@@ -327,7 +327,7 @@ def _keep_top_p(weights: Tensor, top_p: Sequence[float]) -> None:
 def _nucleus_thresholds(weights: Tensor, top_p: Tensor) -> Tensor:
     """[rows, 1], the smallest weight in each row's nucleus (Holtzman et al., arXiv 1904.09751): the smallest weight
     for which the sum of the larger ones is below p."""
-    if weights.device.type != "cpu":  # it sorts fast, and the choice below would have to wait for it
+    if weights.device.type != "cpu":  # a GPU sorts fast, and the CPU need not wait for it
         largest = weights.sort(dim=-1, descending=True).values
         return _last_inside(largest, largest.cumsum(dim=-1, dtype=torch.float64), top_p)
     largest = weights.topk(min(NUCLEUS_WIDTH, weights.shape[-1])).values
