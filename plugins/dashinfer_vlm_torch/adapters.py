@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -70,16 +70,14 @@ class TextAdapter(NamedTuple):
         layers: what it adds to the layers; None if nothing.
         embedding: what it changes in the embedding table; None if nothing.
         head: what it changes in the output layer; None if nothing.
-        num_bytes: size of its weights before they are packed.
     """
 
     layers: AdapterLayers | None
     embedding: EmbeddingChange | None
     head: HeadChange | None
-    num_bytes: int
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AdapterReader:
     """Reads the text model's part of an adapter.
 
@@ -99,7 +97,6 @@ class AdapterReader:
     device: str
     dtype: torch.dtype
     qkv_scales: Mapping[int, Tensor]
-    _num_bytes: int = field(default=0, init=False)
 
     def read(self, executor: Executor) -> TextAdapter:
         """Read the adapter on `executor`, where other tasks can run between its parts.
@@ -110,7 +107,7 @@ class AdapterReader:
         run = executor.run
         layers = [run(functools.partial(self._layer, number)) for number in range(self.spec.num_hidden_layers)]
         adapted = AdapterLayers(layers) if any(any(layer) for layer in layers) else None
-        return TextAdapter(adapted, run(self._embedding), run(self._head), self._num_bytes)
+        return TextAdapter(adapted, run(self._embedding), run(self._head))
 
     def _layer(self, number: int) -> AdapterLayer:
         spec = self.spec
@@ -158,9 +155,7 @@ class AdapterReader:
         return LowRank(self._linear(torch.cat(downs)), tuple(parts), first_output) if parts else None
 
     def _linear(self, weight: Tensor, *, fp32_output: bool = False) -> Linear:
-        weight = weight.to(self.device, self.dtype).contiguous()
-        self._num_bytes += weight.numel() * weight.itemsize
-        return self.kernels.linear(weight, fp32_output=fp32_output)
+        return self.kernels.linear(weight.to(self.device, self.dtype).contiguous(), fp32_output=fp32_output)
 
     def _embedding(self) -> EmbeddingChange | None:
         name = self.spec.weights.embedding
@@ -170,7 +165,6 @@ class AdapterReader:
             return None if table is None else EmbeddingChange(table, None, None)
         a, b = _padded(factors)
         down = a.T.contiguous().to(self.device, self.dtype)
-        self._num_bytes += down.numel() * down.itemsize
         return EmbeddingChange(table, down, self._linear(b, fp32_output=True))
 
     def _head(self) -> HeadChange | None:
@@ -185,11 +179,7 @@ class AdapterReader:
 
     def _saved(self, name: str) -> Tensor | None:
         stored = self.adapter.saved.get(f"{name}.weight")
-        if stored is None:
-            return None
-        tensor = read_tensor(self.adapter, stored).to(self.device, self.dtype)
-        self._num_bytes += tensor.numel() * tensor.itemsize
-        return tensor
+        return None if stored is None else read_tensor(self.adapter, stored).to(self.device, self.dtype)
 
     def _factors(self, name: str) -> Factors | None:
         found = self.adapter.text.get(name)

@@ -142,8 +142,8 @@ class TorchDecoder:
                     raise EngineClosed(_NOT_RUNNING)
                 loaded = await asyncio.to_thread(self._runner.load_adapter, adapter)
                 self._adapters[adapter] = loaded
-                mib = loaded.num_bytes / MIB
-                logger.info("LoRA adapter %r from %s: %.1f MiB in the text model.", adapter.name, adapter.source, mib)
+                mib = adapter.num_bytes / MIB
+                logger.info("LoRA adapter %r from %s: %.1f MiB in its file.", adapter.name, adapter.source, mib)
             return loaded
 
     def _kv_pool_tokens(self, context: int) -> int:

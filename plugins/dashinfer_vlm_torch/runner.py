@@ -8,7 +8,7 @@ then copied on the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, groupby, islice
+from itertools import accumulate, islice
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -139,7 +139,7 @@ class ModelRunner:
         num_rows = [len(rows) for rows in batch.rows]
         if not batch.last:
             return LaunchedStep(chunks, num_rows, None)
-        heads = [(tokens.last, adapter.head) for adapter, tokens in batch.adapted if adapter.head]
+        heads = [(tokens.last, tokens.adapter.head) for tokens in batch.adapted if tokens.adapter.head]
         return LaunchedStep(chunks, num_rows, self._sample(x, [row for rows in batch.rows for row in rows], heads))
 
     @torch.inference_mode()
@@ -161,9 +161,9 @@ class ModelRunner:
             inputs[0].copy_(step.token_ids)
         ids = inputs[0]
         x = self._model.embed(ids)
-        for adapter, tokens in step.adapted:
+        for adapter, start, stop, _ in step.adapted:
             if adapter.embedding:
-                adapter.embedding.apply(ids[tokens.start : tokens.stop], x[tokens.start : tokens.stop])
+                adapter.embedding.apply(ids[start:stop], x[start:stop])
         cos, sin = self._model.rotary(inputs[1:4])
         batch = ForwardBatch(
             cos,
@@ -176,8 +176,8 @@ class ModelRunner:
             additions=_merge_visual_tokens(x, step.chunks),
             cache_scales=self._cache.scales,
             adapters=tuple(
-                AdapterRows(adapter.layers, tokens.start, tokens.stop, tokens.last.start, tokens.last.stop)
-                for adapter, tokens in step.adapted
+                AdapterRows(adapter.layers, start, stop, last.start, last.stop)
+                for adapter, start, stop, last in step.adapted
                 if adapter.layers
             ),
         )
@@ -214,7 +214,7 @@ class _StepBatch(NamedTuple):
         rows: the rows of logits that each chunk needs.
         last: the tokens whose hidden states are needed.
         last_spans: the keys that each of them attends to.
-        adapted: the adapters, and the tokens that each applies to.
+        adapted: the tokens that each adapter applies to.
         token_ids: int64 [tokens] on the device, which replace those in `packed`.
     """
 
@@ -224,7 +224,7 @@ class _StepBatch(NamedTuple):
     rows: Sequence[Sequence[LogitsRow]]
     last: Sequence[int]
     last_spans: Sequence[KVSpan]
-    adapted: Sequence[tuple[TextAdapter, _AdaptedTokens]]
+    adapted: Sequence[_AdaptedTokens]
     token_ids: Tensor | None
 
 
@@ -236,7 +236,7 @@ def _lay_out(chunks: Sequence[ScheduledChunk], previous: LaunchedStep | None) ->
     spans = _spans(chunks)
     rows = [_rows(chunk) for chunk in chunks]
     last, last_spans = _last_tokens(chunks, spans, rows)
-    adapted = _adapted_rows(chunks, spans, rows)
+    adapted = _adapted_tokens(chunks, spans, rows)
     return _StepBatch(chunks, _pack(chunks), spans, rows, last, last_spans, adapted, token_ids)
 
 
@@ -262,11 +262,13 @@ class _AdaptedTokens(NamedTuple):
     """The tokens of a batch that an adapter applies to.
 
     Attributes:
+        adapter: the adapter.
         start: index of the first token.
         stop: index after the last token.
         last: their part of `ForwardBatch.last`.
     """
 
+    adapter: TextAdapter
     start: int
     stop: int
     last: slice
@@ -280,22 +282,23 @@ def _by_adapter(chunks: Sequence[ScheduledChunk]) -> Sequence[ScheduledChunk]:
     return chunks if len(order) == 1 else sorted(chunks, key=lambda chunk: order[id(chunk.sequence.adapter)])
 
 
-def _adapted_rows(
+def _adapted_tokens(
     chunks: Sequence[ScheduledChunk], spans: Sequence[KVSpan], rows: Sequence[Sequence[LogitsRow]]
-) -> list[tuple[TextAdapter, _AdaptedTokens]]:
-    adapted = []
-    first_last = 0
-    parts = zip(chunks, spans, rows, strict=True)
-    for _, group in groupby(parts, key=lambda part: id(part[0].sequence.adapter)):
-        members = list(group)
-        adapter = members[0][0].sequence.adapter
-        stop_last = first_last + sum(len(rows) for _, _, rows in members)
-        if adapter is not None:
-            start = members[0][1].first_query
-            last_span = members[-1][1]
-            stop = last_span.first_query + last_span.num_queries
-            adapted.append((adapter, _AdaptedTokens(start, stop, slice(first_last, stop_last))))
-        first_last = stop_last
+) -> list[_AdaptedTokens]:
+    adapted: list[_AdaptedTokens] = []
+    stop_last = 0
+    for chunk, span, chunk_rows in zip(chunks, spans, rows, strict=True):
+        start_last = stop_last
+        stop_last += len(chunk_rows)
+        adapter = chunk.sequence.adapter
+        if adapter is None:
+            continue
+        start = span.first_query
+        if adapted and adapted[-1].adapter is adapter:  # the chunks of an adapter are adjacent
+            _, start, _, last = adapted.pop()
+            start_last = last.start
+        stop = span.first_query + span.num_queries
+        adapted.append(_AdaptedTokens(adapter, start, stop, slice(start_last, stop_last)))
     return adapted
 
 

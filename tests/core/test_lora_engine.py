@@ -152,7 +152,7 @@ def test_least_recently_used_adapter_is_unloaded(tiny_checkpoint, tmp_path, capl
         for name in ("a", "b", "a", "c", "a", "b", "b"):
             tokens(vlm, "x", LoRARequest(name, 1, paths[name]))
     assert unloaded() == ["b", "c"]
-    sizes = [record.message for record in caplog.records if "MiB in the text model" in record.message]
+    sizes = [record.message for record in caplog.records if "MiB in its file" in record.message]
     assert len(sizes) == 4
 
 
