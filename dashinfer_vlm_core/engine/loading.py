@@ -65,13 +65,9 @@ def _create_pipeline(config: EngineConfig, registry: Registry, observer: Request
     prompts = PromptBuilder.load(spec, family.prompt_layout(spec), config, max_model_len=decoder.max_model_len)
     IncrementalDetokenizer(prompts.tokenizer)  # rejects one that is not byte-level now, not at the first request
     processor = family.image_processor(spec, config)
+    media_decoder = MediaDecoder(config=config, readers=readers, policy=spec.video.with_config(config))
     media_executor = create_executor(
-        config,
-        family=family,
-        folder=folder,
-        spec=spec,
-        processor=processor,
-        decoder=MediaDecoder(config=config, readers=readers, policy=spec.video.with_config(config)),
+        config, family=family, folder=folder, spec=spec, processor=processor, decoder=media_decoder
     )
     vision = _load_vision(family, spec, config, kernels, registry)
     return ChatPipeline(
@@ -87,14 +83,7 @@ def _create_pipeline(config: EngineConfig, registry: Registry, observer: Request
         media_uuids=MediaUuidCache(vision, limit=config.max_media_ids),
         grammars=RequestGrammars(prompts.tokenizer, spec),
         decoder=decoder,
-        adapters=AdapterManager(
-            model=config.name,
-            aliases=frozenset({config.model}),
-            spec=spec,
-            decoder=decoder,
-            load_encoder=partial(family.load_vision_encoder, spec, config, kernels),
-            limit=config.max_loras,
-        ),
+        adapters=_adapter_manager(family, spec, config, kernels, decoder),
         observer=observer,
     )
 
@@ -103,6 +92,19 @@ def _kernel_selector(family: ModelFamily, spec: ModelSpec, config: EngineConfig,
     workload = vision_workload(family.vision_linears(spec), quantization=config.resolved_vision_quantization)
     stored = spec.quantization.stored_bits if spec.quantization else "none"
     return KernelSelector(registry.kernels.values(), config, vision=workload, stored_bits=stored)
+
+
+def _adapter_manager(
+    family: ModelFamily, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector, decoder: Supervisor
+) -> AdapterManager:
+    return AdapterManager(
+        model=config.name,
+        aliases=frozenset({config.model}),
+        spec=spec,
+        decoder=decoder,
+        load_encoder=partial(family.load_vision_encoder, spec, config, kernels),
+        limit=config.max_loras,
+    )
 
 
 def _load_vision(

@@ -98,13 +98,7 @@ class TextModel:
         # One task per part, so that other tasks can run in between.
         self._embedding = run(lambda: read.tensor(f"{names.embedding}.weight", config.vocab_size, config.hidden_size))
         layers = [run(functools.partial(reader.layer, number)) for number, reader in enumerate(readers)]
-        shape = DecoderShape(
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-            config.norm_eps,
-            config.visual_levels,
-        )
+        shape = _decoder_shape(config)
         self._layers = decoder_layers(kernels, layers, shape, converts_cache=cache_dtype not in (None, dtype))
         self.loops_over_experts: bool = any(isinstance(layer.experts, MixtureOfExperts) for layer in layers)
         self._adapted_layers = self._layers
@@ -176,6 +170,16 @@ class Rotary:
         """Compute the cosines and sines, float32 [tokens, head_dim / 2], of int64 positions [3, tokens]."""
         angles = positions[self._axes].T.contiguous() * self._frequencies
         return angles.cos(), angles.sin()
+
+
+def _decoder_shape(spec: TextModelSpec) -> DecoderShape:
+    return DecoderShape(
+        heads=spec.num_attention_heads,
+        kv_heads=spec.num_key_value_heads,
+        head_dim=spec.head_dim,
+        eps=spec.norm_eps,
+        levels=spec.visual_levels,
+    )
 
 
 class _Reader(NamedTuple):
