@@ -13,7 +13,7 @@ from ..config import EngineConfig
 from ..decoders import LORA
 from ..errors import InvalidParameter, ModelNotFound, QueueFull, UnsupportedParameter
 from ..models.lora import LoraAdapter, read_adapter
-from ..protocol import DEFAULT_MODEL, ChatRequest
+from ..protocol import ChatRequest
 from ..vision import VisionAdapter
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class AdapterManager:
 
     Attributes:
         model: the model's name in responses.
-        aliases: other names that requests may use for the model.
+        names: all names that requests may use for the model.
         spec: the model.
         decoder: applies the adapters.
         load_encoder: loads the vision encoder with an adapter's changes.
@@ -73,7 +73,7 @@ class AdapterManager:
     """
 
     model: str
-    aliases: frozenset[str]
+    names: frozenset[str]
     spec: ModelSpec
     decoder: Supervisor
     load_encoder: Callable[[LoraAdapter], VisionEncoder]
@@ -126,10 +126,6 @@ class AdapterManager:
         finally:
             active.num_requests -= 1
 
-    @property
-    def _names(self) -> frozenset[str]:
-        return self.aliases | {self.model, DEFAULT_MODEL}
-
     def _check_name(self, name: str) -> None:
         if LORA not in self.decoder.supported_params:
             raise UnsupportedParameter(
@@ -137,11 +133,11 @@ class AdapterManager:
                 " another decoder.",
                 param="lora_request",
             )
-        if name in self._names:
+        if name in self.names:
             raise InvalidParameter(f"`lora_name` {name!r} is the model's name.", param="lora_request")
 
     def _find(self, name: str) -> ActiveAdapter | None:
-        if name in self._names:
+        if name in self.names:
             return None
         active = self._loaded.get(name)
         if active is None or not active.permanent:

@@ -20,6 +20,7 @@ from ..media_workers import create_executor
 from ..models.checkpoint import find_model
 from ..plugins import Registry
 from ..preprocessing.prompt import PromptBuilder
+from ..protocol import DEFAULT_MODEL
 from ..structured_output.request_grammars import RequestGrammars
 from ..tokenization.detokenizer import IncrementalDetokenizer
 from ..vision import VisionService
@@ -99,7 +100,7 @@ def _adapter_manager(
 ) -> AdapterManager:
     return AdapterManager(
         model=config.name,
-        aliases=frozenset({config.model}),
+        names=frozenset({config.name, config.model, DEFAULT_MODEL}),
         spec=spec,
         decoder=decoder,
         load_encoder=partial(family.load_vision_encoder, spec, config, kernels),

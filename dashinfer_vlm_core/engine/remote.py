@@ -92,6 +92,7 @@ class RemoteEngine(LoopEngine):
     ) -> None:
         self.api_base: str = _check_api_base(api_base)
         self.model = model
+        self._root = self.api_base.removesuffix("/v1")
         self._client = openai.AsyncOpenAI(
             base_url=self.api_base,
             api_key=api_key or "none",  # None would be replaced from the environment, by a key for another service
@@ -184,10 +185,6 @@ class RemoteEngine(LoopEngine):
                 return _status_from_health(await self._health()) or await self._models()
         except DashInferVLMError as error:
             return EngineStatus(state="failed", model=self.model or "", fatal_error=error.message)
-
-    @property
-    def _root(self) -> str:
-        return self.api_base.removesuffix("/v1")
 
     async def _health(self) -> object:
         try:

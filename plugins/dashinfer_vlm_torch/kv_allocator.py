@@ -44,16 +44,16 @@ class KVAllocation:
 
 
 class KVAllocator:
-    """Disjoint allocations within `size` rows. Every operation takes time linear in the number of allocations."""
+    """Disjoint allocations within `size` rows. Every operation takes time linear in the number of allocations.
+
+    Attributes:
+        size: number of rows.
+        allocations: all of them, in the order of their rows.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._allocations: list[KVAllocation] = []  # by start
-
-    @property
-    def allocations(self) -> tuple[KVAllocation, ...]:
-        """All allocations, in the order of their rows."""
-        return tuple(self._allocations)
+        self.allocations: list[KVAllocation] = []
 
     def assign(self, allocation: KVAllocation, start: int, rows: int) -> None:
         """Assign rows, which must be free, to a new or existing allocation."""
@@ -61,13 +61,13 @@ class KVAllocator:
             self.remove(allocation)
         allocation.start = start
         allocation.rows = rows
-        insort(self._allocations, allocation, key=attrgetter("start"))
+        insort(self.allocations, allocation, key=attrgetter("start"))
 
     def remove(self, allocation: KVAllocation) -> None:
-        self._allocations.remove(allocation)
+        self.allocations.remove(allocation)
 
     def overlapping(self, start: int, stop: int) -> list[KVAllocation]:
-        return [allocation for allocation in self._allocations if allocation.start < stop and start < allocation.stop]
+        return [allocation for allocation in self.allocations if allocation.start < stop and start < allocation.stop]
 
     def find_start(self, allocation: KVAllocation, rows: int, evictable: Iterable[KVAllocation]) -> int | None:
         """Find the first row of `rows` contiguous rows for `allocation`; None if that is impossible.
@@ -93,7 +93,7 @@ class KVAllocator:
         return stop - rows if stop else None
 
     def _gaps(self, without: KVAllocation) -> list[tuple[int, int]]:
-        others = [allocation for allocation in self._allocations if allocation is not without]
+        others = [allocation for allocation in self.allocations if allocation is not without]
         starts = [0, *(other.stop for other in others)]
         stops = [*(other.start for other in others), self.size]
         return [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]

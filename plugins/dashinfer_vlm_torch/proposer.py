@@ -7,6 +7,7 @@ those after the first difference are discarded. A wrong one costs the time of it
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -72,8 +73,7 @@ class DraftProposer:
     def __init__(
         self, prompt: npt.NDArray[np.int64], matcher: GrammarMatcher | None = None, stops: frozenset[int] = frozenset()
     ) -> None:
-        self._tokens = prompt
-        self._length = len(prompt)
+        self._tokens = array("q", prompt.tobytes())
         self._prompt_length = len(prompt)
         self._matcher = matcher
         self._stops = stops
@@ -107,21 +107,12 @@ class DraftProposer:
     def _predict(self, output_ids: Sequence[int]) -> Sequence[int]:
         if not output_ids:
             return ()
-        self._append(output_ids[self._length - self._prompt_length :])
-        predicted = lookup(self._tokens[: self._length], MAX_DRAFT_TOKENS)
+        self._tokens.extend(output_ids[len(self._tokens) - self._prompt_length :])
+        predicted = lookup(np.frombuffer(self._tokens, np.int64), MAX_DRAFT_TOKENS)
         end = next((index for index, token in enumerate(predicted) if token in self._stops), len(predicted))
         if self._matcher and end:
             end = self._matcher.count_allowed(predicted[:end])
         return predicted[:end]
-
-    def _append(self, tokens: Sequence[int]) -> None:
-        length = self._length + len(tokens)
-        if length > len(self._tokens):
-            grown = np.empty(2 * length, np.int64)
-            grown[: self._length] = self._tokens[: self._length]
-            self._tokens = grown
-        self._tokens[self._length : length] = tokens
-        self._length = length
 
 
 class AcceptanceRate:

@@ -73,27 +73,25 @@ class ModelRunner:
         model: the model.
         cache: the KV cache.
         graphs: the steps that are replayed as CUDA graphs, if there are any.
+
+    Attributes:
+        executor: the model's executor.
+        computes_in_background: whether `launch` returns while the device computes. With a loop over experts, it waits
+            in each layer.
     """
 
     def __init__(self, model: TextModel, cache: KVCache, graphs: DecodeGraphs | None = None) -> None:
         self._model = model
         self._cache = cache
         self._graphs = graphs
+        self.executor: Executor = model.executor
+        self.computes_in_background: bool = model.device.startswith("cuda") and not model.loops_over_experts
         kernels = model.kernels
         self._drawer = TokenDrawer(kernels) if isinstance(kernels, TokenDrawing) else None
-
-    @property
-    def executor(self) -> Executor:
-        return self._model.executor
 
     def compute(self, work: Callable[[], T]) -> T:
         """Run `work`, which copies rows or runs steps, on the model's executor; returns its result. See `Executor`."""
         return self.executor.run(work)
-
-    @property
-    def computes_in_background(self) -> bool:
-        """Whether `launch` returns while the device computes. With a loop over experts, it waits in each layer."""
-        return self._model.device.startswith("cuda") and not self._model.loops_over_experts
 
     def must_yield(self) -> bool:
         """Whether work that runs steps must end after this one: on a CPU, if other work waits for the executor."""

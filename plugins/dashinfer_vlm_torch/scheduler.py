@@ -188,8 +188,7 @@ class Scheduler:
             if isinstance(outcome, DecoderFailed):
                 self.remove(sequence, failed=True)
                 outputs.append((sequence, outcome))
-                continue
-            if outcome is None:
+            elif outcome is None:
                 self._kv_cache_manager.mark_computed(self._running[sequence], chunk.stop)
             else:
                 outputs += [(sequence, token) for token in self._append_all(chunk, outcome)]

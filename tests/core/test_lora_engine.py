@@ -169,7 +169,7 @@ def test_adapters_in_use_are_not_unloaded(tiny_checkpoint, tmp_path):
         decoder = Supervisor(lambda: ScriptedDecoder(script, spec=spec, config=EngineConfig()), restarts=0)
         await decoder.start()
         manager = AdapterManager(
-            model="m", aliases=frozenset(), spec=spec, decoder=decoder, load_encoder=lambda adapter: None, limit=1
+            model="m", names=frozenset(), spec=spec, decoder=decoder, load_encoder=lambda adapter: None, limit=1
         )
         async with manager.use(request("a")) as first, manager.use(request("a")) as second:
             assert first is second

@@ -220,7 +220,7 @@ def test_index_is_empty_when_nothing_is_cached():
     for content in range(9):
         keep(memory, prompt(content, 100))
     memory.free(memory.allocate(PrefixHash(prompt(99, 400)), 400), keep=False)
-    assert (memory._index, memory.cached, memory.used, memory._allocator.allocations) == ({}, 0, 0, ())
+    assert (memory._index, memory.cached, memory.used, memory._allocator.allocations) == ({}, 0, 0, [])
 
 
 def test_digest_depends_on_every_preceding_byte():
