@@ -9,7 +9,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Coroutine, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from ..concurrency.loop import LoopThread, engine_closed
 from ..config import EngineConfig
@@ -148,8 +148,7 @@ class EngineStats:
     decoder: DecoderStats
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Running:
+class _Running(NamedTuple):
     """The parts of a started engine."""
 
     loop: LoopThread

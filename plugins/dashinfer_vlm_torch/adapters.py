@@ -47,20 +47,19 @@ class HeadChange(NamedTuple):
 
     Attributes:
         head: replaces the output layer; None if it is not replaced.
-        down: the first factor; None if nothing is added.
-        up: the second factor.
+        low_rank: what is added, one part; None if nothing is.
     """
 
     head: LMHead | None
-    down: Linear | None
-    up: Linear | None
+    low_rank: LowRank | None
 
     def apply(self, x: Tensor, logits: Tensor) -> None:
         """Change float32 logits [rows, vocab_size] of the normalized hidden states x [rows, hidden_size], in place."""
         if self.head is not None:
             logits.copy_(self.head(x))
-        if self.down is not None and self.up is not None:
-            logits += self.up(self.down(x))
+        if self.low_rank:
+            (part,) = self.low_rank.parts
+            logits += part.up(self.low_rank.down(x))
 
 
 class TextAdapter(NamedTuple):
@@ -170,12 +169,9 @@ class AdapterReader:
     def _head(self) -> HeadChange | None:
         name = self.spec.weights.head
         weight = self._saved(name)
-        factors = self._factors(name)
         head = None if weight is None else self.kernels.head(weight)
-        if factors is None:
-            return None if head is None else HeadChange(head, None, None)
-        a, b = _padded(factors)
-        return HeadChange(head, self._linear(a), self._linear(b, fp32_output=True))
+        low_rank = self._low_rank([self._factors(name)], [self.spec.vocab_size])
+        return HeadChange(head, low_rank) if head or low_rank else None
 
     def _saved(self, name: str) -> Tensor | None:
         stored = self.adapter.saved.get(f"{name}.weight")

@@ -138,7 +138,9 @@ class Scheduler:
             if num_tokens:
                 start = sequence.num_computed_tokens
                 chunks.append(ScheduledChunk(sequence, start, start + num_tokens))
-        return SchedulerOutput(self._kv_cache_manager.take_copies(), self._with_drafts(chunks))
+        if self._speculative:
+            self._add_drafts(chunks)
+        return SchedulerOutput(self._kv_cache_manager.take_copies(), chunks)
 
     def schedule_ahead(self, chunks: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
         """Schedule the step after one whose tokens are not known yet: the newest token of each sequence that goes on.
@@ -196,25 +198,20 @@ class Scheduler:
 
     def record_seconds(self, chunks: Sequence[ScheduledChunk], seconds: float) -> None:
         """Record how long the forward pass of a step took. The cost of drafts and the prefill budget follow from it."""
-        self._prefill_budget.record(sum(chunk.end - chunk.start for chunk in chunks), seconds)
+        rows = sum(chunk.end - chunk.start for chunk in chunks)
+        self._prefill_budget.record(rows, seconds)
         if all(chunk.sequence.output_ids and chunk.stop - chunk.start == 1 for chunk in chunks):
-            self._step_cost.record(sum(chunk.end - chunk.start for chunk in chunks), seconds)
+            self._step_cost.record(rows, seconds)
 
-    def _with_drafts(self, chunks: list[ScheduledChunk]) -> list[ScheduledChunk]:
-        if not self._speculative:
-            return chunks
-        drafted = []
+    def _add_drafts(self, chunks: list[ScheduledChunk]) -> None:
         rows = sum(chunk.stop - chunk.start for chunk in chunks)
         tokens: float = sum(chunk.needs_logits for chunk in chunks)
-        for chunk in chunks:
+        for number, chunk in enumerate(chunks):
             if chunk.needs_logits:
                 draft = self._draft(chunk.sequence, self._step_cost.threshold(tokens=tokens, rows=rows))
                 rows += len(draft.tokens)
                 tokens += draft.expected_accepted
-                drafted.append(chunk._replace(draft=draft))
-            else:
-                drafted.append(chunk)
-        return drafted
+                chunks[number] = chunk._replace(draft=draft)
 
     def _draft(self, sequence: SequenceState, threshold: float) -> Draft:
         # One more token is sampled after those of the draft.
