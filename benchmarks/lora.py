@@ -32,7 +32,8 @@ from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_torch.adapters import TextAdapter
 from dashinfer_vlm_torch.decoder import TorchDecoder
 from dashinfer_vlm_torch.runner import ModelRunner
-from dashinfer_vlm_torch.scheduler import ScheduledChunk, Scheduler, SequenceState
+from dashinfer_vlm_torch.scheduler import Scheduler
+from dashinfer_vlm_torch.sequence import ScheduledChunk, SequenceState
 
 from .models import checkpoint
 
@@ -79,7 +80,7 @@ def chunks(
             positions=np.tile(np.arange(prompt_tokens), (3, 1)),
             sampling=Sampling(max_tokens=8, ignore_eos=True, temperature=0),
         )
-        scheduler.add(SequenceState.of(request, (), adapter))
+        scheduler.add(SequenceState(request, (), adapter))
     first = scheduler.schedule().chunks
     if prefill:
         return first
@@ -94,7 +95,7 @@ async def measure(spec: ModelSpec, config: EngineConfig, rank: int, rounds: int)
     with tempfile.TemporaryDirectory() as folder:
         files = [write_adapter(Path(folder) / str(number), spec, rank) for number in range(ADAPTERS)]
         adapters = [runner.load_adapter(file) for file in files]
-    print(f"An adapter of rank {rank} needs {adapters[0].num_bytes / 2**20:.1f} MiB.\n")
+    print(f"An adapter of rank {rank} has {files[0].num_bytes / 2**20:.1f} MiB.\n")
     print("| step | no adapter, ms | 1 of 8 sequences | one for all | one each |\n|---|---|---|---|---|")
     for name, count, prefill in (("decode, 1 sequence", 1, False), ("decode, 8 sequences", 8, False),
                                  ("prefill, 8 x 256 tokens", 8, True)):  # fmt: skip

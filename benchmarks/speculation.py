@@ -31,7 +31,8 @@ from dashinfer_vlm_core.models.spec import ModelSpec
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_torch.decoder import TorchDecoder
 from dashinfer_vlm_torch.proposer import Draft
-from dashinfer_vlm_torch.scheduler import Scheduler, SequenceState
+from dashinfer_vlm_torch.scheduler import Scheduler
+from dashinfer_vlm_torch.sequence import SequenceState
 
 from .models import checkpoint
 
@@ -119,7 +120,7 @@ def step_times(decoder: TorchDecoder, source: random.Random, spec: ModelSpec, ro
     """Return the minimum seconds of a greedy step of one sequence by its number of rows."""
     runner = decoder._worker._runner  # noqa: SLF001 - the step is not part of the interface
     scheduler = Scheduler(kv_tokens=1024, max_batch_size=1, max_waiting=1, prefill_chunk=512)
-    sequence = SequenceState.of(greedy(source, spec), ())
+    sequence = SequenceState(greedy(source, spec), ())
     scheduler.add(sequence)
     (chunk,) = scheduler.schedule().chunks
     scheduler.update([chunk], runner.compute(lambda: runner.step([chunk])))

@@ -44,8 +44,8 @@ from dashinfer_vlm_core.protocol import ChatRequest
 from dashinfer_vlm_core.response.response_builder import PromptCounts, ResponseBuilder
 from dashinfer_vlm_core.testing import scripted_engine
 from dashinfer_vlm_server import create_app
-from dashinfer_vlm_torch.sampler import LogitsRow, sample
-from dashinfer_vlm_torch.scheduler import SequenceState
+from dashinfer_vlm_torch.sampler import LogitsRow, launch_sample
+from dashinfer_vlm_torch.sequence import SequenceState
 
 from .client import EngineTarget, HTTPTarget, Talk, Target, load, request_body
 from .limits import Rates, cores, image_patches, measure_rates, prefill_flop, step_seconds, vision_flop
@@ -126,7 +126,7 @@ class ImageServer(ThreadingHTTPServer):
 
 @contextlib.asynccontextmanager
 async def opened(config: EngineConfig) -> AsyncIterator[ChatPipeline]:
-    pipeline, _ = await load_pipeline(config, load_plugins(), RequestObserver())
+    pipeline = await load_pipeline(config, load_plugins(), RequestObserver())
     try:
         yield pipeline
     finally:
@@ -246,7 +246,7 @@ def _sampling(clock: Clock, pipeline: ChatPipeline) -> None:
     for name, options in (("greedy", {"temperature": 0}), ("drawn", {"temperature": 0.7, "top_p": 0.9, "seed": 1})):
         request = ChatRequest.parse({"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, **options})
         prompt = pipeline.prompts.build(request, [])
-        run = SequenceState.of(_decode_request(request, prompt, []), pipeline.spec.tokens.stop)
+        run = SequenceState(_decode_request(request, prompt, []), pipeline.spec.tokens.stop)
         with clock.time(f"{name} 1"):
             CPU_EXECUTOR.run(functools.partial(_sample, logits[:1], [run]))
         with clock.time(f"{name} {BATCH}"):
@@ -255,7 +255,7 @@ def _sampling(clock: Clock, pipeline: ChatPipeline) -> None:
 
 @torch.inference_mode()
 def _sample(logits: torch.Tensor, runs: list[SequenceState]) -> None:
-    sample(logits, list(map(LogitsRow, runs)))
+    launch_sample(logits, list(map(LogitsRow, runs))).read()
 
 
 async def _transport(clock: Clock, repeats: int) -> None:

@@ -12,30 +12,35 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
 THREAD_NAME = "dashinfer-vlm-compute"
 
 
-class Executor(Protocol):
+class Executor:
     """Runs computations in parts, between which other work can run: a decode step, some blocks of the vision
-    encoder, the loading of one layer."""
+    encoder, the loading of one layer. This one runs them in the calling thread: a GPU has its own queues.
+
+    Attributes:
+        is_shared: whether other parts of models run on the same thread, so that long work has to end for waiting tasks.
+    """
+
+    is_shared: bool = False
 
     @property
     def waiting(self) -> int:
         """The number of tasks that have not started."""
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether other parts of models run on the same thread, so that long work has to end for waiting tasks."""
+        return 0
 
     def run(self, work: Callable[[], T]) -> T:
         """Return what `work` returns, or raise what it raises."""
+        return work()
 
     def defer(self, work: Callable[[], None]) -> None:
         """Run `work`, which must not raise, when `run_deferred` is called, or at the end of the current task."""
+        work()
 
     def run_deferred(self) -> None:
         """Run deferred work: the caller is about to compute without the interpreter."""
@@ -56,13 +61,13 @@ class _ComputeTask(NamedTuple):
     result: Future[Any]
 
 
-class ComputeExecutor:
+class ComputeExecutor(Executor):
     """Runs work on its own thread, in the order of submission.
 
     Torch's thread-local settings, such as the number of threads, keep the values they had when that thread started.
     """
 
-    is_shared = True
+    is_shared: bool = True
 
     def __init__(self) -> None:
         self.reset()
@@ -127,7 +132,8 @@ class ComputeExecutor:
     def _start_thread(self) -> None:
         thread = threading.Thread(target=self._work, name=THREAD_NAME, daemon=True)
         thread.start()  # it waits for the lock that is held here
-        self._current, self._thread = None, thread
+        self._current = None
+        self._thread = thread
 
     def _work(self) -> None:
         while task := self._next():
@@ -135,12 +141,12 @@ class ComputeExecutor:
             del task  # do not keep the result alive
 
     def _run_deferred(self) -> None:
-        deferred, self._deferred = self._deferred, []
+        deferred = self._deferred
+        self._deferred = []
         for work in deferred:
             work()
 
     def _next(self) -> _ComputeTask | None:
-        """Wait for the next task; None if another thread has replaced this one."""
         me = threading.current_thread()
         with self._changed:
             if self._thread is me:
@@ -165,32 +171,10 @@ def _run_task(task: _ComputeTask, finish: Callable[[], None]) -> None:
         del task  # the error's traceback holds this frame
 
 
-class InlineExecutor:
-    """Runs work in the calling thread: a GPU has its own queues."""
-
-    is_shared = False
-
-    @property
-    def waiting(self) -> int:
-        return 0
-
-    def run(self, work: Callable[[], T]) -> T:
-        return work()
-
-    def defer(self, work: Callable[[], None]) -> None:
-        work()
-
-    def run_deferred(self) -> None:
-        """Do nothing: no work is deferred."""
-
-    def abandon(self, thread: int | None) -> None:
-        """Do nothing: other work has threads of its own."""
-
-
 CPU_EXECUTOR = ComputeExecutor()
 os.register_at_fork(after_in_child=CPU_EXECUTOR.reset)
 
-_INLINE_EXECUTOR = InlineExecutor()
+_INLINE_EXECUTOR = Executor()
 
 
 def executor_for(device: str) -> Executor:

@@ -59,7 +59,6 @@ async def stream_with_timeout(
 
 
 async def _next(items: AsyncGenerator[T, None], seconds: float) -> T | object:
-    """Return the next item, or `_END`."""
     if seconds == math.inf:  # avoids the cost of a timer per token
         return await anext(items, _END)
     try:

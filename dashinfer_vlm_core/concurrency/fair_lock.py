@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from types import TracebackType
 
 
 class FairLock:
@@ -25,7 +24,8 @@ class FairLock:
         return len(self._waiting)
 
     def __enter__(self) -> None:
-        me, ticket = threading.get_ident(), object()
+        me = threading.get_ident()
+        ticket = object()
         with self._changed:
             if self._owner != me:
                 self._waiting.append(ticket)
@@ -34,9 +34,7 @@ class FairLock:
                 self._owner = me
             self._depth += 1
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         with self._changed:
             self._depth -= 1
             if not self._depth:

@@ -21,8 +21,7 @@ class FairSlots:
     def __init__(self, limit: int) -> None:
         self._free = limit
         self._used: Counter[str] = Counter()
-        self._limits: dict[str, int] = {}
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        self._waiting: OrderedDict[str, deque[tuple[asyncio.Future[None], int]]] = OrderedDict()  # with their limits
 
     @property
     def waiting(self) -> int:
@@ -44,9 +43,8 @@ class FairSlots:
             self._release(client)
 
     async def _acquire(self, client: str, limit: int) -> None:
-        self._limits[client] = limit
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(client, deque()).append(turn)
+        self._waiting.setdefault(client, deque()).append((turn, limit))
         self._assign()
         try:
             await turn
@@ -58,32 +56,23 @@ class FairSlots:
     def _release(self, client: str) -> None:
         self._free += 1
         self._used[client] -= 1
-        self._forget(client)
+        if not self._used[client]:
+            del self._used[client]
         self._assign()
 
     def _assign(self) -> None:
-        """Give free slots to waiting clients."""
         while self._free and (client := self._next_client()) is not None:
             turns = self._waiting[client]
-            turn = turns.popleft()
+            turn, _ = turns.popleft()
             if turns:
                 self._waiting.move_to_end(client)
             else:
                 del self._waiting[client]
-            if turn.cancelled():
-                self._forget(client)
-                continue
-            self._free -= 1
-            self._used[client] += 1
-            turn.set_result(None)
+            if not turn.cancelled():
+                self._free -= 1
+                self._used[client] += 1
+                turn.set_result(None)
 
     def _next_client(self) -> str | None:
-        eligible = (client for client in self._waiting if self._used[client] < self._limits[client])
+        eligible = (client for client, turns in self._waiting.items() if self._used[client] < turns[0][1])
         return min(eligible, key=self._used.__getitem__, default=None)
-
-    def _forget(self, client: str) -> None:
-        """Drop the records of a client without slots and requests."""
-        if not self._used[client]:
-            del self._used[client]
-            if client not in self._waiting:
-                self._limits.pop(client, None)

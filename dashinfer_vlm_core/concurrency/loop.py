@@ -31,7 +31,8 @@ class _Outbox:
         self._items.setdefault(reader, []).append((queue, item))
 
     def _send(self) -> None:
-        items, self._items = self._items, {}
+        items = self._items
+        self._items = {}
         for reader, batch in items.items():
             with contextlib.suppress(RuntimeError):  # the reader's loop is closed
                 reader.call_soon_threadsafe(_put_all, batch)
@@ -119,7 +120,6 @@ class LoopThread:
     def _forward(
         self, items: AsyncGenerator[T, None], put: Callable[[object], None]
     ) -> concurrent.futures.Future[None]:
-        """Pass each item to `put`, then `_END`, whether the generator finished, failed or was canceled."""
         future = self.submit(_forward_items(items, put))
         future.add_done_callback(lambda _: put(_END))
         return future

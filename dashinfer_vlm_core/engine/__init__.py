@@ -1,7 +1,8 @@
 """The chat pipeline, and the engine that runs it."""
 
 from .adapters import AdapterStatus
-from .engine import ChatEngine, Engine, EngineStats, EngineStatus, Request, State, load_pipeline, select_decoder
+from .engine import ChatEngine, Engine, EngineStats, EngineStatus, LoopEngine, Request, State
+from .loading import load_pipeline, select_decoder
 
 __all__ = [
     "AdapterStatus",
@@ -9,6 +10,7 @@ __all__ = [
     "Engine",
     "EngineStats",
     "EngineStatus",
+    "LoopEngine",
     "Request",
     "State",
     "load_pipeline",

@@ -13,7 +13,7 @@ from ..config import EngineConfig
 from ..decoders import LORA
 from ..errors import InvalidParameter, ModelNotFound, QueueFull, UnsupportedParameter
 from ..models.lora import LoraAdapter, read_adapter
-from ..protocol import DEFAULT_MODEL, ChatRequest
+from ..protocol import ChatRequest
 from ..vision import VisionAdapter
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class AdapterManager:
 
     Attributes:
         model: the model's name in responses.
-        aliases: other names that requests may use for the model.
+        names: all names that requests may use for the model.
         spec: the model.
         decoder: applies the adapters.
         load_encoder: loads the vision encoder with an adapter's changes.
@@ -73,7 +73,7 @@ class AdapterManager:
     """
 
     model: str
-    aliases: frozenset[str]
+    names: frozenset[str]
     spec: ModelSpec
     decoder: Supervisor
     load_encoder: Callable[[LoraAdapter], VisionEncoder]
@@ -99,39 +99,24 @@ class AdapterManager:
             if loaded.permanent
         )
 
-    def check(self, request: ChatRequest) -> None:
-        """Check the model and the adapter that a request names, before any work is done.
-
-        Raises:
-            ModelNotFound: the request names neither the model nor an adapter.
-            UnsupportedParameter: the decoder does not support adapters.
-            InvalidParameter: the request names an adapter like the model.
-        """
-        given = request.adapter_request
-        if given is None:
-            self._find(request.model)
-            return
-        if LORA not in self.decoder.supported_params:
-            raise UnsupportedParameter(
-                f"The decoder {self.decoder.name!r} does not support LoRA adapters. Remove `lora_request`, or select"
-                " another decoder.",
-                param="lora_request",
-            )
-        if given.lora_name in self._names:
-            raise InvalidParameter(f"`lora_name` {given.lora_name!r} is the model's name.", param="lora_request")
-
     @contextlib.asynccontextmanager
     async def use(self, request: ChatRequest) -> AsyncIterator[ActiveAdapter | None]:
         """Keep the adapter of a request loaded in this context; None for requests to the model itself.
 
         Raises:
-            RequestError: as `check`; or the adapter was loaded from another path, or is not loaded and has no path.
+            ModelNotFound: the request names neither the model nor an adapter.
+            UnsupportedParameter: the decoder does not support adapters.
+            InvalidParameter: the request names an adapter like the model, or one that was loaded from another path, or
+                one that is not loaded without a path.
             CheckpointError: the adapter cannot be loaded.
             QueueFull: all loaded adapters are in use, and another one would exceed the limit.
         """
-        self.check(request)
         given = request.adapter_request
-        active = self._find(request.model) if given is None else await self._load(given.lora_name, given.lora_path)
+        if given is None:
+            active = self._find(request.model)
+        else:
+            self._check_name(given.lora_name)
+            active = await self._load(given.lora_name, given.lora_path)
         if active is None:
             yield None
             return
@@ -141,13 +126,18 @@ class AdapterManager:
         finally:
             active.num_requests -= 1
 
-    @property
-    def _names(self) -> frozenset[str]:
-        return self.aliases | {self.model, DEFAULT_MODEL}
+    def _check_name(self, name: str) -> None:
+        if LORA not in self.decoder.supported_params:
+            raise UnsupportedParameter(
+                f"The decoder {self.decoder.name!r} does not support LoRA adapters. Remove `lora_request`, or select"
+                " another decoder.",
+                param="lora_request",
+            )
+        if name in self.names:
+            raise InvalidParameter(f"`lora_name` {name!r} is the model's name.", param="lora_request")
 
     def _find(self, name: str) -> ActiveAdapter | None:
-        """Return the adapter with this name; None if it is a name of the model."""
-        if name in self._names:
+        if name in self.names:
             return None
         active = self._loaded.get(name)
         if active is None or not active.permanent:
@@ -190,6 +180,7 @@ class AdapterManager:
         adapter = await asyncio.to_thread(read_adapter, name, path, self.spec)
         vision = None
         if adapter.changes_vision:
+            logger.info("LoRA adapter %r changes the vision encoder: it needs the memory of another one.", name)
             encoder = await asyncio.to_thread(self.load_encoder, adapter)
             vision = VisionAdapter(key=adapter.digest, encoder=encoder)
         await self.decoder.load_adapter(adapter)

@@ -51,7 +51,6 @@ def configured_capabilities(config: EngineConfig) -> Capabilities:
 
 @lru_cache(maxsize=64)
 def _spec_of(model: str) -> ModelSpec | None:
-    """Return the specification of a checkpoint; None for a Hugging Face model ID, which may not be downloaded yet."""
     registry = load_plugins()
     folder = registry.models.get(model, Path(model).expanduser())
     return registry.load_spec(folder) if folder.is_dir() else None
@@ -59,6 +58,5 @@ def _spec_of(model: str) -> ModelSpec | None:
 
 @lru_cache(maxsize=64)
 def _supports_guided_decoding(decoder: str) -> bool:
-    """Return whether a decoder supports guided decoding. Automatically selected decoders do."""
     factory = load_plugins().decoders.get(decoder)
     return factory is None or GUIDED_DECODING in factory.supported_params

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,33 +29,41 @@ from ..structured_output.request_grammars import RequestGrammars
 from ..vision import CachedMedia, Item, Processed, VisionService
 from ..vision.media_uuids import MediaUuidCache
 from .adapters import ActiveAdapter, AdapterManager
-from .coordinates import ImageSizes, find_coordinates
-from .generation import Generation
-from .internal_errors import hide_internal_errors
-from .limiter import ConcurrencyLimiter
-from .observers import RequestObserver, RequestTimer
-from .validation import check_request, reject_structured_output, require_media_data
+from .admission import ConcurrencyLimiter, hide_internal_errors
+from .observers import RequestObserver, RequestStateStats, RequestTimer
+from .validation import check_request, find_coordinates, reject_structured_output, require_media_data
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-    from ..models.lora import LoraAdapter
     from ..models.spec import ModelSpec
 
 
-class _LoadedMedia(NamedTuple):
-    """An image or video of a request, and its width and height before resizing in pixels; None for embeddings."""
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Generation:
+    """The response to one request, with its tokens.
 
-    item: Item
-    source_size: tuple[int, int] | None
+    Attributes:
+        completion: the response, with all its choices.
+        prompt_token_ids: the prompt's token ids; images and videos are represented by placeholders.
+        token_ids: the token ids of each choice, including the one that ends it.
+        stop_reasons: the stop string or the token of `stop_token_ids` that ended each choice; None for other reasons.
+        stats: when the request was served.
+    """
 
-    @classmethod
-    def from_cache(cls, item: CachedMedia) -> _LoadedMedia:
-        return cls(item, item.source_size)
+    completion: ChatCompletion
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[tuple[int, ...], ...]
+    stop_reasons: tuple[str | int | None, ...]
+    stats: RequestStateStats
 
-    @classmethod
-    def from_request(cls, processed: Processed) -> _LoadedMedia:
-        return cls(processed.item, processed.source_size)
+
+class _Inputs(NamedTuple):
+    """What the model gets for a request."""
+
+    items: Sequence[Item]
+    coordinates: ImageCoordinates | None
+    prompt: Prompt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -64,12 +72,14 @@ class ChatPipeline:
 
     Attributes:
         name: the model's name in responses.
+        decoder_reason: why this decoder was selected.
         limiter: bounds the completions, from arrival to the end of the response.
         adapters: the LoRA adapters that requests can use.
         observer: is notified of stages, tokens and completed requests.
     """
 
     name: str
+    decoder_reason: str
     limiter: ConcurrencyLimiter
     spec: ModelSpec
     media: MediaLoader
@@ -158,11 +168,8 @@ class ChatPipeline:
         """Return the prompt's token ids, with placeholders for images and videos, which are not encoded."""
         async with self._admit(request) as adapter:
             check_request(request, self.spec, self.decoder, self.prompts)
-            request = _in_client_namespace(request)
-            loaded = await self._load_media(request, adapter)
-            coordinates = find_coordinates(request, self.spec, self._sizes(loaded))
-            prompt = await self._build_prompt(request, [media.item for media in loaded], coordinates)
-            ids: list[int] = prompt.token_ids.tolist()
+            inputs = await self._load_inputs(_in_client_namespace(request), adapter)
+            ids: list[int] = inputs.prompt.token_ids.tolist()
             return ids
 
     async def close(self) -> None:
@@ -181,7 +188,6 @@ class ChatPipeline:
 
     @contextlib.asynccontextmanager
     async def _admit(self, request: ChatRequest, *, n: int = 1) -> AsyncIterator[ActiveAdapter | None]:
-        """Hold `n` slots and the request's adapter, and hide internal errors."""
         with hide_internal_errors(), self.limiter.slots(n):
             async with self.adapters.use(request) as adapter:
                 yield adapter
@@ -189,38 +195,46 @@ class ChatPipeline:
     async def _prepare(
         self, request: ChatRequest, adapter: ActiveAdapter | None
     ) -> tuple[list[ResponseBuilder], list[DecodeRequest]]:
-        """Run the stages before the decoder; return a response builder and a decode request per choice."""
         sampling = check_request(request, self.spec, self.decoder, self.prompts)
         request = _in_client_namespace(request)
         grammar = await self._compile_grammar(request)
-        loaded = await self._load_media(request, adapter)
-        items = [media.item for media in loaded]
-        coordinates = find_coordinates(request, self.spec, self._sizes(loaded))
-        prompt = await self._build_prompt(request, items, coordinates)
-        self.observer.prompt_built(len(prompt))
-        visual = await self._encode_media(request, items, adapter)
-        builders = self._response_builders(request, prompt, coordinates, adapter, guided=grammar is not None)
-        lora = adapter.adapter if adapter else None
-        response_id = builders[0].id
-        return builders, self._decode_requests(
-            request, prompt, visual, sampling, grammar, adapter=lora, response_id=response_id
+        inputs = await self._load_inputs(request, adapter)
+        self.observer.prompt_built(len(inputs.prompt))
+        with self.observer.stage("vision"):
+            vision = adapter.vision if adapter else None
+            visual = await self.vision.embed(inputs.items, cache_salt=request.cache_salt or "", adapter=vision)
+        builders = self._response_builders(request, inputs, adapter, guided=grammar is not None)
+        first = DecodeRequest(
+            id=builders[0].id,
+            token_ids=inputs.prompt.token_ids,
+            positions=inputs.prompt.positions,
+            spans=_visual_spans(inputs.prompt, visual),
+            sampling=self._limited(sampling, len(inputs.prompt)),
+            grammar=grammar,
+            cache_salt=request.cache_salt or "",
+            adapter=adapter.adapter if adapter else None,
         )
+        others = (replace(first, id=f"{first.id}-{i}", sampling=first.sampling.seeded(i)) for i in range(1, request.n))
+        return builders, [first, *others]
 
-    def _sizes(self, loaded: Sequence[_LoadedMedia]) -> Iterator[ImageSizes]:
-        for item, source_size in loaded:
-            shape = self.processor.shape(item.grid)
-            yield source_size, (shape.width, shape.height)
+    async def _load_inputs(self, request: ChatRequest, adapter: ActiveAdapter | None) -> _Inputs:
+        loaded = await self._load_media(request, adapter)
+        items = [media if isinstance(media, CachedMedia) else media.item for media in loaded]
+        shapes = (self.processor.shape(item.grid) for item in items)
+        sizes = ((media.source_size, (shape.width, shape.height)) for media, shape in zip(loaded, shapes, strict=True))
+        coordinates = find_coordinates(request, self.spec, sizes)
+        with self.observer.stage("prompt"):
+            prompt = await asyncio.to_thread(self.prompts.build, request, items, coordinates)
+        return _Inputs(items, coordinates, prompt)
 
     async def _compile_grammar(self, request: ChatRequest) -> GrammarMatcher | None:
-        """Compile the grammar that the response has to follow; None if it is unconstrained."""
         with self.observer.stage("grammar"):
             if GUIDED_DECODING not in self.decoder.supported_params:
                 reject_structured_output(request, self.decoder.name)
                 return None
             return await self.grammars.compile(request, self.prompts.opens_reasoning)
 
-    async def _load_media(self, request: ChatRequest, adapter: ActiveAdapter | None) -> list[_LoadedMedia]:
-        """Load and process the request's images and videos; look up those referenced by `uuid` alone."""
+    async def _load_media(self, request: ChatRequest, adapter: ActiveAdapter | None) -> list[CachedMedia | Processed]:
         with self.observer.stage("media"):
             parts = await asyncio.to_thread(request.media)  # may have to split megabytes of video frames
             self.media.check(parts)
@@ -231,37 +245,14 @@ class ChatPipeline:
             processed = await self.media.load(given, functools.partial(self.media_executor.process, budget=budget))
             self.media_uuids.bind(given, processed, cache_salt=request.cache_salt or "")
             loaded = iter(processed)
-            return [
-                _LoadedMedia.from_cache(cached[part.path])
-                if part.path in cached
-                else _LoadedMedia.from_request(next(loaded))
-                for part in parts
-            ]
+            return [cached[part.path] if part.path in cached else next(loaded) for part in parts]
 
     def _token_budget(self, tokens: int = 0) -> TokenBudget:
-        """Return a budget of visual tokens for one request, of which `tokens` are used."""
         return TokenBudget(self.prompts.check_media, self.prompts.max_model_len - 1, tokens)
-
-    async def _build_prompt(
-        self, request: ChatRequest, items: Sequence[Item], coordinates: ImageCoordinates | None
-    ) -> Prompt:
-        with self.observer.stage("prompt"):
-            return await asyncio.to_thread(self.prompts.build, request, items, coordinates)
-
-    async def _encode_media(
-        self, request: ChatRequest, items: Sequence[Item], adapter: ActiveAdapter | None
-    ) -> Sequence[VisualTokens]:
-        with self.observer.stage("vision"):
-            vision = adapter.vision if adapter else None
-            return await self.vision.embed(items, cache_salt=request.cache_salt or "", adapter=vision)
 
     async def _decode(
         self, builders: Sequence[ResponseBuilder], requests: Sequence[DecodeRequest], timer: RequestTimer
     ) -> AsyncGenerator[tuple[int, Token], None]:
-        """Yield the tokens of all choices as they arrive, each with the index of its choice.
-
-        The decoder's generator of a choice is closed as soon as its response builder is finished.
-        """
         streams = [self.decoder.decode(request) for request in requests]
         with self.observer.stage("decode"):
             async with contextlib.aclosing(merge_streams(streams)) as tokens:
@@ -272,18 +263,14 @@ class ChatPipeline:
                         await streams[index].aclose()
 
     def _response_builders(
-        self,
-        request: ChatRequest,
-        prompt: Prompt,
-        coordinates: ImageCoordinates | None,
-        adapter: ActiveAdapter | None,
-        *,
-        guided: bool,
+        self, request: ChatRequest, inputs: _Inputs, adapter: ActiveAdapter | None, *, guided: bool
     ) -> list[ResponseBuilder]:
+        prompt = inputs.prompt
         counts = PromptCounts(
             prompt_tokens=len(prompt), image_tokens=prompt.image_tokens, video_tokens=prompt.video_tokens
         )
-        response_id, created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
+        response_id = f"chatcmpl-{uuid.uuid4().hex}"
+        created = int(time.time())
         return [
             ResponseBuilder(
                 tokenizer=self.prompts.tokenizer,
@@ -297,44 +284,26 @@ class ChatPipeline:
                 conversation=self.spec.conversation,
                 supports_reasoning=self.prompts.supports_reasoning,
                 opens_reasoning=prompt.opens_reasoning,
-                coordinates=coordinates,
+                coordinates=inputs.coordinates,
             )
             for index in range(request.n)
         ]
 
-    def _decode_requests(
-        self,
-        request: ChatRequest,
-        prompt: Prompt,
-        visual: Sequence[VisualTokens],
-        sampling: Sampling,
-        grammar: GrammarMatcher | None,
-        *,
-        adapter: LoraAdapter | None,
-        response_id: str,
-    ) -> list[DecodeRequest]:
-        max_tokens = min(sampling.max_tokens or DEFAULT_MAX_TOKENS, self.prompts.max_model_len - len(prompt))
+    def _limited(self, sampling: Sampling, prompt_tokens: int) -> Sampling:
+        max_tokens = min(sampling.max_tokens or DEFAULT_MAX_TOKENS, self.prompts.max_model_len - prompt_tokens)
         if sampling.min_tokens > max_tokens:
             raise InvalidParameter(
                 f"`min_tokens` is {sampling.min_tokens}, but the completion can have at most {max_tokens} tokens.",
                 param="min_tokens",
             )
-        sampling = replace(sampling, max_tokens=max_tokens)
-        first = DecodeRequest(
-            id=response_id,
-            token_ids=prompt.token_ids,
-            positions=prompt.positions,
-            spans=tuple(
-                VisualSpan(start=span.start, tokens=visual[span.item], row=span.row, length=span.length)
-                for span in prompt.spans
-            ),
-            sampling=sampling,
-            grammar=grammar,
-            cache_salt=request.cache_salt or "",
-            adapter=adapter,
-        )
-        others = range(1, request.n)
-        return [first, *(replace(first, id=f"{first.id}-{i}", sampling=sampling.seeded(i)) for i in others)]
+        return replace(sampling, max_tokens=max_tokens)
+
+
+def _visual_spans(prompt: Prompt, visual: Sequence[VisualTokens]) -> tuple[VisualSpan, ...]:
+    return tuple(
+        VisualSpan(start=span.start, tokens=visual[span.item], row=span.row, length=span.length)
+        for span in prompt.spans
+    )
 
 
 def _in_client_namespace(request: ChatRequest) -> ChatRequest:

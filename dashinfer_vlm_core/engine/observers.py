@@ -125,7 +125,8 @@ class RequestTimer:
     def token(self, index: int) -> None:
         """A token of the choice with this index was decoded."""
         self._observer.token_decoded()
-        now, last = time.monotonic(), self._last[index]
+        now = time.monotonic()
+        last = self._last[index]
         self._last[index] = now
         self._num_tokens += 1
         if last is not None:

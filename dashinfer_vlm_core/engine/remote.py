@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Generator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import openai
+import pydantic
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from .. import errors
@@ -29,11 +30,9 @@ from ..errors import (
 )
 from ..protocol import DEFAULT_MODEL, ChatRequest
 from ..protocol.client import current_client
-from .engine import EngineStatus, Request, State
+from .engine import EngineStatus, LoopEngine, Request
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from typing_extensions import Self
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -65,12 +64,13 @@ ERROR_CLASS_BY_STATUS: Mapping[int, type[DashInferVLMError]] = MappingProxyType(
 """Error classes by HTTP status, for unknown codes; other statuses are InvalidParameter (4xx) or EngineError."""
 
 
-STATES = frozenset(get_args(State))
 DRAINING = "draining"
 """The status that our server reports while it shuts down."""
 
+_STATUS = pydantic.TypeAdapter(EngineStatus)
 
-class RemoteEngine:
+
+class RemoteEngine(LoopEngine):
     """Sends requests to a server instead of an engine in this process; safe for concurrent threads and event loops.
 
     Requests are sent unchanged, except for `cache_salt`, which the client's cache namespace is joined with. The server
@@ -92,6 +92,7 @@ class RemoteEngine:
     ) -> None:
         self.api_base: str = _check_api_base(api_base)
         self.model = model
+        self._root = self.api_base.removesuffix("/v1")
         self._client = openai.AsyncOpenAI(
             base_url=self.api_base,
             api_key=api_key or "none",  # None would be replaced from the environment, by a key for another service
@@ -99,40 +100,12 @@ class RemoteEngine:
             timeout=openai.Timeout(timeout, connect=min(timeout, CONNECT_SECONDS)),
         )
         self._client.organization = self._client.project = None  # set from the environment too
-        self._loop = LoopThread("dashinfer-vlm-remote")
+        self._loop_thread = LoopThread("dashinfer-vlm-remote")
         self._closed = False
 
-    # Requests
-
-    def chat(self, request: Request) -> ChatCompletion:
-        """Send one request and return the response; blocks the calling thread.
-
-        Raises:
-            RequestError: the request is invalid; `param` names the field if the server does.
-            EngineError: the server could not serve it, or cannot be reached.
-            AccessDenied: the server rejected the API key.
-        """
-        return self._loop.call(self._chat(request))
-
-    async def achat(self, request: Request) -> ChatCompletion:
-        """Send one request and return the response; canceling the caller cancels it on the server.
-
-        Raises the same errors as `chat`.
-        """
-        return await self._loop.acall(self._chat(request))
-
-    def stream(self, request: Request) -> Generator[ChatCompletionChunk, None, None]:
-        """Stream the response to one request; closing the iterator cancels the request.
-
-        Raises the same errors as `chat`, when a chunk is requested.
-        """
-        yield from self._loop.iterate(self._stream(request))
-
-    async def astream(self, request: Request) -> AsyncGenerator[ChatCompletionChunk, None]:
-        """Like `stream`, for callers on an event loop."""
-        async with contextlib.aclosing(self._loop.aiterate(self._stream(request))) as chunks:
-            async for chunk in chunks:
-                yield chunk
+    @property
+    def _loop(self) -> LoopThread:
+        return self._loop_thread
 
     async def atokenize(self, request: Request) -> list[int]:
         """Return the token ids of a request's prompt, with placeholders for images and videos.
@@ -146,7 +119,8 @@ class RemoteEngine:
 
         Raises the same errors as `atokenize`.
         """
-        return await self._loop.acall(self._tokenize({"prompt": text, **({"model": self.model} if self.model else {})}))
+        body = {"prompt": text, "model": self.model} if self.model else {"prompt": text}
+        return await self._loop.acall(self._tokenize(body))
 
     def status(self) -> EngineStatus:
         """Return the status that the server reports; `failed`, with the reason, if it does not respond."""
@@ -163,9 +137,7 @@ class RemoteEngine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     async def _chat(self, request: Request) -> ChatCompletion:
@@ -214,33 +186,21 @@ class RemoteEngine:
         except DashInferVLMError as error:
             return EngineStatus(state="failed", model=self.model or "", fatal_error=error.message)
 
-    @property
-    def _root(self) -> str:
-        return self.api_base.removesuffix("/v1")
-
     async def _health(self) -> object:
-        """Return the response of our server's `/health`, ready or not."""
         try:
             return await self._get(f"{self._root}/health")
-        except openai.APIStatusError as error:
+        except openai.APIStatusError as error:  # our server is not ready, or another one has no `/health`
             return error.body
 
     async def _models(self) -> EngineStatus:
-        found = await self._get("/models")
-        models = found.get("data") if isinstance(found, dict) else None
-        if not isinstance(models, list):
-            raise _not_compatible()
-        # vLLM's and SGLang's servers report the length here.
-        lengths: dict[str, Any] = {
-            model["id"]: model.get("max_model_len")
-            for model in models
-            if isinstance(model, dict) and isinstance(model.get("id"), str)
-        }
-        if not lengths:
+        try:
+            listed = _ModelList.model_validate(await self._get("/models")).data
+        except pydantic.ValidationError as error:
+            raise _not_compatible() from error
+        if not listed:
             raise EngineError("The server lists no model at `/models`. Load one there, or check `api_base`.")
-        name = self.model if self.model in lengths else next(iter(lengths))
-        length = lengths[name]
-        return EngineStatus(state="ready", model=name, max_model_len=length if isinstance(length, int) else 0)
+        model = next((model for model in listed if model.id == self.model), listed[0])
+        return EngineStatus(state="ready", model=model.id, max_model_len=model.max_model_len or 0)
 
     async def _get(self, path: str) -> object:
         return await self._client.get(path, cast_to=object, options={"timeout": STATUS_SECONDS})
@@ -289,19 +249,25 @@ def _retry_after(error: openai.APIError) -> float:
     return float(header) if header.isdecimal() else 1.0
 
 
+class _ServedModel(pydantic.BaseModel):
+    """A model at `/models`; vLLM's and SGLang's servers report the length there."""
+
+    id: str
+    max_model_len: int | None = None
+
+
+class _ModelList(pydantic.BaseModel):
+    data: list[_ServedModel]
+
+
 def _status_from_health(health: object) -> EngineStatus | None:
-    """Return the status in the response of our server's `/health`; None if it is from another server."""
-    if not isinstance(health, dict) or health.get("status") not in {*STATES, DRAINING}:
+    if not isinstance(health, dict):
         return None
-    return EngineStatus(
-        state="closed" if health["status"] == DRAINING else health["status"],
-        model=str(health.get("model", "")),
-        decoder=str(health.get("decoder", "")),
-        decoder_reason=str(health.get("decoder_reason", "")),
-        max_model_len=int(health.get("max_model_len", 0)),
-        fatal_error=str(health.get("fatal_error", "")),
-        supports_reasoning=reasoning if isinstance(reasoning := health.get("supports_reasoning"), bool) else None,
-    )
+    state = health.get("status")
+    try:
+        return _STATUS.validate_python({"model": "", **health, "state": "closed" if state == DRAINING else state})
+    except pydantic.ValidationError:  # it is from another server
+        return None
 
 
 @contextlib.contextmanager

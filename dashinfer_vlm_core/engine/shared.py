@@ -10,7 +10,6 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 from ..config import EngineConfig
@@ -75,16 +74,11 @@ class SharedEngines:
         Raises:
             SetupError: the engine cannot be started.
         """
-        future, start = self._claim(config)
-        if start:
-            start()
-        return future.result()
+        return self._loaded(config).result()
 
     async def aget(self, config: EngineConfig) -> Engine:
         """Like `get`, without blocking the caller's event loop. Canceling a caller does not cancel the load."""
-        future, start = self._claim(config)
-        if start:
-            threading.Thread(target=start, name="dashinfer-vlm-load", daemon=True).start()
+        future = self._loaded(config)
         return future.result() if future.done() else await asyncio.wrap_future(future)
 
     def remote(self, api_base: str, *, api_key: str | None = None) -> RemoteEngine:
@@ -105,8 +99,10 @@ class SharedEngines:
             DecoderFailed: a step of a decoder does not finish in time; all other engines were closed.
         """
         with self._lock:
-            local, remote = self._local.get(), self._remote.get()
-            futures, engines = list(local.values()), list(remote.values())
+            local = self._local.get()
+            remote = self._remote.get()
+            futures = list(local.values())
+            engines = list(remote.values())
             local.clear()
             remote.clear()
         with contextlib.ExitStack() as stack:  # an engine that cannot be closed must not prevent closing the others
@@ -116,23 +112,28 @@ class SharedEngines:
                 if (wait or future.done()) and future.exception() is None:
                     stack.callback(future.result().close)
 
-    def _claim(self, config: EngineConfig) -> tuple[Future[Engine], Callable[[], None] | None]:
-        """Return the future of an engine, and the function that loads it; None if another caller loads it."""
+    def _loaded(self, config: EngineConfig) -> Future[Engine]:
+        """Return the future of an engine. If no caller has begun to load it, a thread does: interrupting or canceling
+        a caller does not affect the others."""
         with self._lock:
             futures = self._local.get()
             existing = futures.get(config)
             if existing is not None and _usable(existing):
-                return existing, None
+                return existing
             future: Future[Engine] = Future()
             future.set_running_or_notify_cancel()  # canceling one waiting caller must not cancel the future
             futures[config] = future
-        return future, partial(self._start, config, future, replaces=existing.result() if existing else None)
+        replaced = existing.result() if existing else None
+        thread = threading.Thread(
+            target=self._load, args=(config, future, replaced), name="dashinfer-vlm-load", daemon=True
+        )
+        thread.start()
+        return future
 
-    def _start(self, config: EngineConfig, future: Future[Engine], *, replaces: Engine | None) -> None:
-        """Load an engine and set the result or the exception of `future`."""
+    def _load(self, config: EngineConfig, future: Future[Engine], replaced: Engine | None) -> None:
         try:
-            if replaces is not None:
-                replaces.close()  # frees the memory that the new engine needs
+            if replaced is not None:
+                replaced.close()  # frees the memory that the new engine needs
             future.set_result(Engine(config, registry=self._registry).start())
         except BaseException as error:  # noqa: BLE001 - the waiting callers raise it
             with self._lock:
@@ -142,7 +143,6 @@ class SharedEngines:
 
 
 def _usable(future: Future[Engine]) -> bool:
-    """Whether an engine is ready, loading or restarting."""
     return not future.done() or future.result().status().state in {"ready", "restarting"}
 
 

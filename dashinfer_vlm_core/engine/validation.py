@@ -1,18 +1,22 @@
-"""Reject requests that the model or the decoder does not support, before any work is done."""
+"""Reject requests that the model or the decoder does not support."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 from ..decoders.supervisor import Supervisor
 from ..errors import InvalidParameter, UnsupportedParameter
+from ..models.coordinates import ImageCoordinates
 from ..preprocessing.prompt import PromptBuilder
 from ..protocol import ChatRequest, MediaPart
 from ..protocol.sampling import Sampling
 
 if TYPE_CHECKING:
     from ..models.spec import ModelSpec
+
+ImageSizes: TypeAlias = tuple[tuple[int, int] | None, tuple[int, int]]
+"""Width and height of an image before resizing, None for embeddings, and after it, in pixels."""
 
 
 def check_request(request: ChatRequest, spec: ModelSpec, decoder: Supervisor, prompts: PromptBuilder) -> Sampling:
@@ -87,3 +91,30 @@ def require_media_data(parts: Sequence[MediaPart]) -> None:
                 f"`{part.path}` has a `uuid` but no data, so it cannot be previewed. Send the {part.kind} with it.",
                 param=part.path,
             )
+
+
+def find_coordinates(request: ChatRequest, spec: ModelSpec, sizes: Iterable[ImageSizes]) -> ImageCoordinates | None:
+    """Return the coordinates of all images of a request; None if none are to be converted.
+
+    Raises:
+        InvalidParameter: there is no image, one without an original size, or there are several sizes.
+    """
+    if request.coordinates == "model" or spec.coordinates is None:
+        return None
+    found: set[ImageCoordinates] = set()
+    for source_size, size in sizes:
+        if source_size is None:
+            raise _coordinates_error("images, since embeddings have no original size. Remove it.")
+        found.add(spec.coordinates.for_image(source_size, size))
+    if not found:
+        raise _coordinates_error("an image. Send one, or remove `coordinates`.")
+    if len(found) > 1:
+        raise _coordinates_error(
+            "images of one size: a text does not state which image its coordinates belong to. Send one image, or"
+            " remove `coordinates` and convert them with `ImageCoordinates`."
+        )
+    return found.pop()
+
+
+def _coordinates_error(requirement: str) -> InvalidParameter:
+    return InvalidParameter(f"`coordinates` 'original' requires {requirement}", param="coordinates")

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..concurrency.compute import Executor, InlineExecutor, executor_for
+from ..concurrency.compute import Executor, executor_for
 from ..concurrency.fair_lock import FairLock
 
 T = TypeVar("T")
@@ -23,8 +23,8 @@ LOW_PRIORITY = 0
 """Priorities as CUDA numbers them: the decoder's, whose steps are short, and the vision encoder's."""
 
 
-class StreamExecutor(InlineExecutor):
-    """Runs work on a CUDA stream, in the calling thread; an `Executor`.
+class StreamExecutor(Executor):
+    """Runs work on a CUDA stream, in the calling thread.
 
     The device has finished when `run` returns. Results can therefore be used on any stream, tensors that the work has
     read can be freed, and times that callers measure include the device's. Work of several threads runs one after the

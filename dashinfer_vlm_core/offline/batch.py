@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from ..engine import Engine
-from ..engine.generation import Generation
+from ..engine.chat_pipeline import Generation
 from ..errors import DashInferVLMError, QueueFull
 from ..protocol import OfflineRequest
 

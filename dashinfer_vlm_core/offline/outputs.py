@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from ..engine.generation import Generation
+from ..engine.chat_pipeline import Generation
 from ..engine.observers import RequestStateStats
 from ..errors import DashInferVLMError
 from ..protocol import LoRARequest

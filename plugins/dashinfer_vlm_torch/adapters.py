@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -46,20 +47,19 @@ class HeadChange(NamedTuple):
 
     Attributes:
         head: replaces the output layer; None if it is not replaced.
-        down: the first factor; None if nothing is added.
-        up: the second factor.
+        low_rank: what is added, one part; None if nothing is.
     """
 
     head: LMHead | None
-    down: Linear | None
-    up: Linear | None
+    low_rank: LowRank | None
 
     def apply(self, x: Tensor, logits: Tensor) -> None:
         """Change float32 logits [rows, vocab_size] of the normalized hidden states x [rows, hidden_size], in place."""
         if self.head is not None:
             logits.copy_(self.head(x))
-        if self.down is not None and self.up is not None:
-            logits += self.up(self.down(x))
+        if self.low_rank:
+            (part,) = self.low_rank.parts
+            logits += part.up(self.low_rank.down(x))
 
 
 class TextAdapter(NamedTuple):
@@ -69,19 +69,18 @@ class TextAdapter(NamedTuple):
         layers: what it adds to the layers; None if nothing.
         embedding: what it changes in the embedding table; None if nothing.
         head: what it changes in the output layer; None if nothing.
-        num_bytes: size of its weights before they are packed.
     """
 
     layers: AdapterLayers | None
     embedding: EmbeddingChange | None
     head: HeadChange | None
-    num_bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AdapterReader:
     """Reads the text model's part of an adapter.
 
-    Args:
+    Attributes:
         adapter: the adapter.
         spec: the text model.
         kernels: the kernels that run the model.
@@ -89,28 +88,14 @@ class AdapterReader:
         dtype: the model's dtype.
         qkv_scales: by layer, float32 [outputs], the factors by which the rows of the model's own projections were
             multiplied when they were loaded; missing if they were not.
-        as_halves: permutes rows of queries and keys to the order of the model's; None if it is the checkpoint's.
     """
 
-    def __init__(
-        self,
-        adapter: LoraAdapter,
-        spec: TextModelSpec,
-        kernels: Kernels,
-        *,
-        device: str,
-        dtype: torch.dtype,
-        qkv_scales: Mapping[int, Tensor],
-        as_halves: Callable[[Tensor], Tensor] | None,
-    ) -> None:
-        self._adapter = adapter
-        self._spec = spec
-        self._kernels = kernels
-        self._device = device
-        self._dtype = dtype
-        self._qkv_scales = qkv_scales
-        self._as_halves = as_halves
-        self._num_bytes = 0
+    adapter: LoraAdapter
+    spec: TextModelSpec
+    kernels: Kernels
+    device: str
+    dtype: torch.dtype
+    qkv_scales: Mapping[int, Tensor]
 
     def read(self, executor: Executor) -> TextAdapter:
         """Read the adapter on `executor`, where other tasks can run between its parts.
@@ -118,47 +103,43 @@ class AdapterReader:
         Raises:
             CheckpointError: the adapter's file is damaged.
         """
-        run, count = executor.run, self._spec.num_hidden_layers
-        layers = [run(functools.partial(self._layer, number)) for number in range(count)]
+        run = executor.run
+        layers = [run(functools.partial(self._layer, number)) for number in range(self.spec.num_hidden_layers)]
         adapted = AdapterLayers(layers) if any(any(layer) for layer in layers) else None
-        return TextAdapter(adapted, run(self._embedding), run(self._head), self._num_bytes)
+        return TextAdapter(adapted, run(self._embedding), run(self._head))
 
     def _layer(self, number: int) -> AdapterLayer:
-        names, spec = self._spec.weights, self._spec
+        spec = self.spec
+        names = spec.weights
+        prefix = names.layer.format(number)
         query, key = (heads * spec.head_dim for heads in (spec.num_attention_heads, spec.num_key_value_heads))
         inner = spec.intermediate_size
-        prefix = names.layer.format(number)
 
-        def read(modules: Sequence[str], outputs: Sequence[int]) -> LowRank | None:
-            found = [self._adapter.text.get(f"{prefix}.{name}") for name in modules]
-            factors = [read_factors(self._adapter, part) if part else None for part in found]
-            if modules[0] == names.query:
-                factors = self._as_loaded(number, factors)
-            return self._low_rank(factors, outputs)
+        def read(*modules: str) -> list[Factors | None]:
+            return [self._factors(f"{prefix}.{name}") for name in modules]
 
+        qkv = self._as_loaded(number, read(names.query, names.key, names.value))
         return AdapterLayer(
-            qkv=read((names.query, names.key, names.value), (query, key, key)),
-            output=read((names.output,), (spec.hidden_size,)),
-            gate_up=read((names.gate, names.up), (inner, inner)),
-            down=read((names.down,), (spec.hidden_size,)),
+            qkv=self._low_rank(qkv, (query, key, key)),
+            output=self._low_rank(read(names.output), (spec.hidden_size,)),
+            gate_up=self._low_rank(read(names.gate, names.up), (inner, inner)),
+            down=self._low_rank(read(names.down), (spec.hidden_size,)),
         )
 
     def _as_loaded(self, number: int, factors: Sequence[Factors | None]) -> list[Factors | None]:
-        """Permute and scale the rows of the query, key and value projections like those of the model."""
-        spec = self._spec
+        spec = self.spec
         query, key = (heads * spec.head_dim for heads in (spec.num_attention_heads, spec.num_key_value_heads))
-        scales = self._qkv_scales.get(number, torch.ones(query + 2 * key))
+        scales = self.qkv_scales.get(number, torch.ones(query + 2 * key))
         loaded: list[Factors | None] = []
         for index, (part, scale) in enumerate(zip(factors, torch.split(scales, [query, key, key]), strict=True)):
             if part is None:
                 loaded.append(None)
                 continue
-            b = self._as_halves(part.b) if self._as_halves and index < 2 else part.b
+            b = as_halves(part.b, spec.head_dim) if spec.rotary.pairs == "neighbors" and index < 2 else part.b
             loaded.append(Factors(part.a, b * scale.cpu()[:, None]))
         return loaded
 
     def _low_rank(self, factors: Sequence[Factors | None], outputs: Sequence[int]) -> LowRank | None:
-        """Fuse the first factors of projections of the same input."""
         downs: list[Tensor] = []
         parts: list[LowRankPart] = []
         first_input = first_output = 0
@@ -173,43 +154,40 @@ class AdapterReader:
         return LowRank(self._linear(torch.cat(downs)), tuple(parts), first_output) if parts else None
 
     def _linear(self, weight: Tensor, *, fp32_output: bool = False) -> Linear:
-        weight = weight.to(self._device, self._dtype).contiguous()
-        self._num_bytes += weight.numel() * weight.itemsize
-        return self._kernels.linear(weight, fp32_output=fp32_output)
+        return self.kernels.linear(weight.to(self.device, self.dtype).contiguous(), fp32_output=fp32_output)
 
     def _embedding(self) -> EmbeddingChange | None:
-        name = self._spec.weights.embedding
-        table, factors = self._saved(name), self._factors(name)
+        name = self.spec.weights.embedding
+        table = self._saved(name)
+        factors = self._factors(name)
         if factors is None:
             return None if table is None else EmbeddingChange(table, None, None)
         a, b = _padded(factors)
-        down = a.T.contiguous().to(self._device, self._dtype)
-        self._num_bytes += down.numel() * down.itemsize
+        down = a.T.contiguous().to(self.device, self.dtype)
         return EmbeddingChange(table, down, self._linear(b, fp32_output=True))
 
     def _head(self) -> HeadChange | None:
-        name = self._spec.weights.head
-        weight, factors = self._saved(name), self._factors(name)
-        head = None if weight is None else self._kernels.head(weight)
-        if factors is None:
-            return None if head is None else HeadChange(head, None, None)
-        a, b = _padded(factors)
-        return HeadChange(head, self._linear(a), self._linear(b, fp32_output=True))
+        name = self.spec.weights.head
+        weight = self._saved(name)
+        head = None if weight is None else self.kernels.head(weight)
+        low_rank = self._low_rank([self._factors(name)], [self.spec.vocab_size])
+        return HeadChange(head, low_rank) if head or low_rank else None
 
     def _saved(self, name: str) -> Tensor | None:
-        stored = self._adapter.saved.get(f"{name}.weight")
-        if stored is None:
-            return None
-        tensor = read_tensor(self._adapter, stored).to(self._device, self._dtype)
-        self._num_bytes += tensor.numel() * tensor.itemsize
-        return tensor
+        stored = self.adapter.saved.get(f"{name}.weight")
+        return None if stored is None else read_tensor(self.adapter, stored).to(self.device, self.dtype)
 
     def _factors(self, name: str) -> Factors | None:
-        found = self._adapter.text.get(name)
-        return read_factors(self._adapter, found) if found else None
+        found = self.adapter.text.get(name)
+        return read_factors(self.adapter, found) if found else None
 
 
 def _padded(factors: Factors) -> Factors:
-    """Pad the rank with zeros to a multiple of `RANK_MULTIPLE`."""
     missing = -len(factors.a) % RANK_MULTIPLE
     return Factors(F.pad(factors.a, (0, 0, 0, missing)), F.pad(factors.b, (0, missing)))
+
+
+def as_halves(rows: Tensor, head_dim: int) -> Tensor:
+    """Permute rows [heads * head_dim, ...] in which neighbors are rotated together to the order that the kernels
+    rotate: the even rows of each head, then the odd ones. Products of queries and keys do not change."""
+    return torch.cat([torch.unflatten(rows, 0, (-1, head_dim))[:, start::2] for start in (0, 1)], dim=1).flatten(0, 1)

@@ -23,18 +23,20 @@ from torch import Tensor
 from dashinfer_vlm_core.kernels.cuda import CudaKernels
 from dashinfer_vlm_core.kernels.graphs import CudaGraphRecorder, Recorder
 from dashinfer_vlm_core.kernels.streams import copy_to_device, to_device
-from dashinfer_vlm_core.kernels.types import KeyRanges, KVSpan, KVSpans
+from dashinfer_vlm_core.kernels.types import ForwardBatch, KeyRanges, KVSpan, KVSpans
 
 from .kv_cache import KVCache
-from .model import PackedBatch, TextModel
+from .model import TextModel
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-MIN_LARGEST_TOKENS, MAX_TOKENS = 32, 256
+MIN_LARGEST_TOKENS = 32
+MAX_TOKENS = 256
 """Limits of the largest number of tokens. A single sequence may have a draft, so it is not the number of sequences, and
 the kernels of larger steps take longer than launching them."""
 
-MIN_KEYS, KEYS_FACTOR = 1024, 4
+MIN_KEYS = 1024
+KEYS_FACTOR = 4
 """The smallest number of keys, and that of each shape relative to the next smaller one. They are coarse: FlashAttention
 reads only the keys that a token has, and only divides its work by the number of the shape."""
 
@@ -53,9 +55,10 @@ class StepShape(NamedTuple):
 
 def step_shapes(*, max_batch_size: int, max_model_len: int) -> list[StepShape]:
     """Return the shapes for a decoder with these limits, the largest first: smaller graphs then reuse its memory."""
-    tokens, keys = [1], [min(MIN_KEYS, max_model_len)]
+    tokens = [1]
     while tokens[-1] < min(max(max_batch_size, MIN_LARGEST_TOKENS), MAX_TOKENS):
         tokens.append(2 * tokens[-1])
+    keys = [min(MIN_KEYS, max_model_len)]
     while keys[-1] < max_model_len:
         keys.append(min(KEYS_FACTOR * keys[-1], max_model_len))
     return [StepShape(count, limit) for count in reversed(tokens) for limit in reversed(keys)]
@@ -134,7 +137,8 @@ class DecodeGraphs:
         Returns:
             [tokens, hidden_size], valid until the next call; None if no recorded shape is large enough.
         """
-        count, keys = packed.shape[1], max(span.num_keys for span in spans)
+        count = packed.shape[1]
+        keys = max(span.num_keys for span in spans)
         shape = min((shape for shape in self._steps if shape.tokens >= count and shape.keys >= keys), default=None)
         if shape is None:
             return None
@@ -164,7 +168,6 @@ class _RecordedStep(NamedTuple):
 
 
 def _compute(model: TextModel, cache: KVCache, inputs: Tensor, max_keys: int) -> Tensor:
-    """Compute the hidden states of the tokens of `_RecordedStep.inputs`."""
     numbers = torch.arange(inputs.shape[1] + 1, device=inputs.device)
     first_keys, num_keys = inputs[5:].int()
     ranges = KeyRanges(
@@ -176,4 +179,6 @@ def _compute(model: TextModel, cache: KVCache, inputs: Tensor, max_keys: int) ->
         is_causal=True,
     )
     spans = KVSpans((), ranges=ranges)
-    return model.forward(model.embed(inputs[0]), PackedBatch(inputs[1:4], inputs[4], spans, numbers[:-1], spans), cache)
+    cos, sin = model.rotary(inputs[1:4])
+    batch = ForwardBatch(cos, sin, inputs[4], spans, numbers[:-1], spans, cache.pool, cache_scales=cache.scales)
+    return model.forward(model.embed(inputs[0]), batch)

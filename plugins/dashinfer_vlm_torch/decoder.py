@@ -36,9 +36,10 @@ from .host_memory import default_kv_mib, memory_limit
 from .kv_cache import KVCache
 from .model import TextModel, TextQuantization
 from .runner import ModelRunner
-from .scheduler import Scheduler, SchedulerStats, SequenceState
+from .scheduler import Scheduler
+from .sequence import SequenceState
 from .settings import TorchOptions
-from .worker import OutputQueue, Worker, WorkerCounts
+from .worker import OutputQueue, Worker
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -81,19 +82,12 @@ class TorchDecoder:
         self._kv_tokens = self._kv_pool_tokens(context)
         self.max_model_len: int = min(context, self._kv_tokens)
         self._worker: Worker | None = None
-        self._model: TextModel | None = None
         self._runner: ModelRunner | None = None
         self._adapters: WeakKeyDictionary[LoraAdapter, TextAdapter] = WeakKeyDictionary()
         self._adapter_lock = asyncio.Lock()
 
-    @property
-    def stats(self) -> SchedulerStats:
-        """Running and waiting requests, and the use of the KV cache."""
-        return self._worker.stats if self._worker else self._scheduler().stats
-
     def snapshot(self) -> DecoderStats:
-        counts = self._worker.counts if self._worker else WorkerCounts()
-        return DecoderStats(**self.stats._asdict(), **counts._asdict())
+        return self._worker.stats if self._worker else self._scheduler().stats
 
     @property
     def fatal_error(self) -> str:
@@ -113,7 +107,8 @@ class TorchDecoder:
             )
 
     async def close(self) -> None:
-        worker, self._worker, self._model = self._worker, None, None
+        worker = self._worker
+        self._worker = None
         self._runner = None
         self._adapters.clear()
         if worker:
@@ -122,10 +117,10 @@ class TorchDecoder:
     async def decode(self, request: DecodeRequest) -> AsyncGenerator[Token, None]:
         worker = self._worker
         if worker is None:
-            raise EngineClosed("The decoder is not running. Start the engine first.")
+            raise EngineClosed(_NOT_RUNNING)
         check_request(request, self._spec, max_model_len=self.max_model_len)
         adapter = await self._text_adapter(request.adapter) if request.adapter else None
-        sequence = SequenceState.of(request, self._spec.tokens.stop, adapter)
+        sequence = SequenceState(request, self._spec.tokens.stop, adapter)
         output_queue = OutputQueue(asyncio.get_running_loop(), asyncio.Queue())
         worker.submit(sequence, output_queue)
         try:
@@ -153,15 +148,14 @@ class TorchDecoder:
             loaded = self._adapters.get(adapter)
             if loaded is None:
                 if self._runner is None:
-                    raise EngineClosed("The decoder is not running. Start the engine first.")
+                    raise EngineClosed(_NOT_RUNNING)
                 loaded = await asyncio.to_thread(self._runner.load_adapter, adapter)
                 self._adapters[adapter] = loaded
-                mib = loaded.num_bytes / MIB
-                logger.info("LoRA adapter %r from %s: %.1f MiB in the text model.", adapter.name, adapter.source, mib)
+                mib = adapter.num_bytes / MIB
+                logger.info("LoRA adapter %r from %s: %.1f MiB in its file.", adapter.name, adapter.source, mib)
             return loaded
 
     def _kv_pool_tokens(self, context: int) -> int:
-        """Size of the KV pool in tokens: what fits into `kv_cache_mib`, at most what a full batch can use."""
         budget = self._kv_budget()
         tokens = budget * MIB // KVCache.bytes_per_token(self._text, self._cache_dtype)
         if tokens < MIN_KV_TOKENS:
@@ -184,7 +178,8 @@ class TorchDecoder:
         configured = self._config.kv_cache_mib
         if "kv_cache_mib" in self._config.model_fields_set or not self._device.startswith("cpu"):
             return configured
-        memory, weights = memory_limit(), sum(file.stat().st_size for file in self._spec.folder.glob("*.safetensors"))
+        memory = memory_limit()
+        weights = sum(file.stat().st_size for file in self._spec.folder.glob("*.safetensors"))
         budget = default_kv_mib(configured, memory=memory, weights=weights)
         if budget < configured:
             message = "KV cache of %d MiB instead of %d: the memory has %d MiB, and the files of the weights %d MiB."
@@ -204,7 +199,6 @@ class TorchDecoder:
                 cache_dtype=self._cache_dtype,
             )
             _log_joined_weights(weights, self._dtype)
-        self._model = model
         layers = self._quantization.layers
         weight_dtype = f"int{layers.bits}" if layers else _name(self._dtype)
         which = "Other weights" if self._spec.quantization else "Weights"
@@ -235,13 +229,14 @@ class TorchDecoder:
         )
 
 
+_NOT_RUNNING = "The decoder is not running. Start the engine first."
+
+
 def _cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the KV cache of a model in `dtype`."""
     return {"auto": dtype, "bfloat16": torch.bfloat16, "int8": torch.int8}[config.kv_cache_dtype]
 
 
 def _log_stored_weights(weights: Weights, kernels: Kernels, dtype: torch.dtype) -> None:
-    """Log what becomes of the checkpoint's quantized weights, and warn if they take more memory than their files."""
     if weights.reader is None:
         return
     memory = weight_memory(
@@ -267,24 +262,16 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _text_quantization(config: EngineConfig, kernels: Kernels, device: str) -> TextQuantization:
-    """Return how the text model is quantized.
-
-    Raises:
-        ConfigError: `quantization` is not supported by these kernels or on this device.
-    """
     name = config.quantization
     if name == "none":
         return TextQuantization()
     if name == "int8" and kernels.supports_int8:
         return TextQuantization(INT8, INT8, INT8)
-    if name == "int8" and config.cpu_kernels == kernels.name:
-        message = f"`quantization` int8 requires the C kernels. Remove `cpu_kernels` {kernels.name}."
-        raise ConfigError(message, param="quantization")
     if name == "int8" or not device.startswith("cpu"):
         raise ConfigError(
             f"`quantization` {name!r} is not supported by the PyTorch decoder here: it supports int4 on a CPU, and int8"
-            " for bfloat16 with the C kernels, on an x86 CPU with AVX2. Remove it, or use the decoder dashinfer on"
-            " CUDA.",
+            " for bfloat16 with the C kernels, on an x86 CPU with AVX2 and without `cpu_kernels` torch. Remove it, or"
+            " use the decoder dashinfer on CUDA.",
             param="quantization",
         )
     if not kernels.supports_int4:

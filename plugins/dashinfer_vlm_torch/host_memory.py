@@ -24,7 +24,6 @@ def memory_limit(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/s
 
 
 def _group_limits(groups: Path, root: Path) -> Iterator[int]:
-    """Yield the limits of the control group of this process, and of its parents."""
     try:
         path = next((line[3:] for line in groups.read_text().splitlines() if line.startswith("0::")), None)
     except OSError:

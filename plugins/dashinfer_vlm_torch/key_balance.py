@@ -44,29 +44,25 @@ def balance_projection(
         float32 [(heads + 2 * kv_heads) * head_dim], the factors of the rows.
     """
     stored = weight.scales if isinstance(weight, QuantizedWeight) else weight
-    rows = torch.unflatten(stored, 0, (heads + 2 * kv_heads, -1))
-    keys = slice(heads, heads + kv_heads)
-    magnitudes = LARGEST_DEVIATION * (_key_rows(weight, rows.shape[1], heads, kv_heads) * gain.float()).norm(dim=-1)
-    offsets = None if bias is None else bias.view(rows.shape[:2])
-    if offsets is not None:
-        magnitudes += offsets[keys].float().abs()
-    factors = channel_factors(magnitudes).to(stored.dtype)
-    shared = factors.repeat_interleave(heads // kv_heads, dim=0)
-    for part in (rows, offsets):
-        if part is not None:
-            ones = [1] * (part.ndim - 2)
-            part[:heads] *= shared.view(*shared.shape, *ones)
-            part[keys] /= factors.view(*factors.shape, *ones)
-    return torch.cat([shared, 1 / factors, torch.ones_like(factors)]).flatten().float()
-
-
-def _key_rows(weight: Tensor | QuantizedWeight, head_dim: int, heads: int, kv_heads: int) -> Tensor:
-    """Return the rows of the key heads, float32 [kv_heads, head_dim, hidden]."""
+    head_dim = len(stored) // (heads + 2 * kv_heads)
     keys = slice(heads * head_dim, (heads + kv_heads) * head_dim)
+    magnitudes = LARGEST_DEVIATION * (_float_rows(weight, keys) * gain.float()).norm(dim=-1)
+    if bias is not None:
+        magnitudes += bias[keys].float().abs()
+    factors = channel_factors(magnitudes.view(kv_heads, head_dim)).to(stored.dtype)
+    shared = factors.repeat_interleave(heads // kv_heads, dim=0)
+    scales = torch.cat([shared, 1 / factors, torch.ones_like(factors)]).flatten()
+    stored *= scales.view(-1, *[1] * (stored.ndim - 1))
+    if bias is not None:
+        bias *= scales
+    return scales.float()
+
+
+def _float_rows(weight: Tensor | QuantizedWeight, rows: slice) -> Tensor:
     if isinstance(weight, QuantizedWeight):
-        numbers = torch.arange(keys.start, keys.stop, device=weight.codes.device)
-        return torch.unflatten(weight.take_rows(numbers).dequantize(torch.float32), 0, (kv_heads, -1))
-    return torch.unflatten(weight[keys].float(), 0, (kv_heads, -1))
+        numbers = torch.arange(rows.start, rows.stop, device=weight.codes.device)
+        return weight.take_rows(numbers).dequantize(torch.float32)
+    return weight[rows].float()
 
 
 def balance_norms(query: Norm, key: Norm) -> tuple[Norm, Norm]:

@@ -37,31 +37,37 @@ class KVAllocation:
     def stop(self) -> int:
         return self.start + self.rows
 
+    @property
+    def last_digest(self) -> bytes:
+        """The digest of the last indexed block, which covers all preceding blocks."""
+        return self.prefix.digests[self.num_indexed_blocks - 1]
+
 
 class KVAllocator:
-    """Disjoint allocations within `size` rows. Every operation takes time linear in the number of allocations."""
+    """Disjoint allocations within `size` rows. Every operation takes time linear in the number of allocations.
+
+    Attributes:
+        size: number of rows.
+        allocations: all of them, in the order of their rows.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._allocations: list[KVAllocation] = []  # by start
-
-    @property
-    def allocations(self) -> tuple[KVAllocation, ...]:
-        """All allocations, in the order of their rows."""
-        return tuple(self._allocations)
+        self.allocations: list[KVAllocation] = []
 
     def assign(self, allocation: KVAllocation, start: int, rows: int) -> None:
         """Assign rows, which must be free, to a new or existing allocation."""
         if allocation.rows:
             self.remove(allocation)
-        allocation.start, allocation.rows = start, rows
-        insort(self._allocations, allocation, key=attrgetter("start"))
+        allocation.start = start
+        allocation.rows = rows
+        insort(self.allocations, allocation, key=attrgetter("start"))
 
     def remove(self, allocation: KVAllocation) -> None:
-        self._allocations.remove(allocation)
+        self.allocations.remove(allocation)
 
     def overlapping(self, start: int, stop: int) -> list[KVAllocation]:
-        return [allocation for allocation in self._allocations if allocation.start < stop and start < allocation.stop]
+        return [allocation for allocation in self.allocations if allocation.start < stop and start < allocation.stop]
 
     def find_start(self, allocation: KVAllocation, rows: int, evictable: Iterable[KVAllocation]) -> int | None:
         """Find the first row of `rows` contiguous rows for `allocation`; None if that is impossible.
@@ -87,23 +93,21 @@ class KVAllocator:
         return stop - rows if stop else None
 
     def _gaps(self, without: KVAllocation) -> list[tuple[int, int]]:
-        """Free ranges (start, stop), counting the rows of one allocation as free."""
-        edges = [
-            edge
-            for allocation in self._allocations
-            if allocation is not without
-            for edge in (allocation.start, allocation.stop)
-        ]
-        edges = [0, *edges, self.size]
-        return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
+        others = [allocation for allocation in self.allocations if allocation is not without]
+        starts = [0, *(other.stop for other in others)]
+        stops = [*(other.start for other in others), self.size]
+        return [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
 
 
 def _first_free(gaps: list[tuple[int, int]], rows: int, evictable: Iterable[KVAllocation]) -> tuple[int, int]:
     """The first range of at least `rows` rows that evicting allocations one by one frees; (0, 0) if none."""
-    stops, starts = dict(gaps), {stop: start for start, stop in gaps}
+    stops = dict(gaps)
+    starts = {stop: start for start, stop in gaps}
     for allocation in evictable:
-        start, stop = starts.pop(allocation.start, allocation.start), stops.pop(allocation.stop, allocation.stop)
-        stops[start], starts[stop] = stop, start
+        start = starts.pop(allocation.start, allocation.start)
+        stop = stops.pop(allocation.stop, allocation.stop)
+        stops[start] = stop
+        starts[stop] = start
         if stop - start >= rows:
             return start, stop
     return 0, 0

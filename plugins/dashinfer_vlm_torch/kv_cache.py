@@ -33,12 +33,8 @@ class KVCache:
 
     def copy_rows(self, source: int, target: int, rows: int) -> None:
         """Copy rows; the ranges may overlap."""
+        overlap = abs(source - target) < rows
         for tensor in (self.pool,) if self.scales is None else (self.pool, self.scales):
             for layer in tensor:
-                _copy_rows(layer, source, target, rows)
-
-
-def _copy_rows(layer: torch.Tensor, source: int, target: int, rows: int) -> None:
-    moved = layer[:, source : source + rows]
-    overlap = abs(source - target) < rows
-    layer[:, target : target + rows].copy_(moved.clone() if overlap else moved)
+                moved = layer[:, source : source + rows]
+                layer[:, target : target + rows].copy_(moved.clone() if overlap else moved)

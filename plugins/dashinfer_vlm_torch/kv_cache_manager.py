@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import OrderedDict
 from itertools import islice
+from operator import attrgetter
 from typing import NamedTuple
 
 from .kv_allocator import KVAllocation, KVAllocator
@@ -64,7 +65,8 @@ class KVCacheManager:
 
     def take_copies(self) -> list[KVCopy]:
         """Return and clear the copies to execute before the pool is used again."""
-        copies, self._copies = self._copies, []
+        copies = self._copies
+        self._copies = []
         return copies
 
     def allocate(self, prefix: PrefixHash, rows: int) -> KVAllocation | None:
@@ -74,17 +76,14 @@ class KVCacheManager:
         The last token of `prefix` is never taken from the cache, since its logits are required.
         """
         match = self._find_prefix(prefix)
-        if (
-            match
-            and match.allocation.is_cached
-            and match.allocation.num_computed_tokens - match.num_tokens < BLOCK_SIZE
-        ):
+        is_reusable = match is not None and match.allocation.is_cached
+        if match and is_reusable and match.allocation.num_computed_tokens - match.num_tokens < BLOCK_SIZE:
             return self._reuse(match, prefix, rows)
         allocation = KVAllocation(prefix=prefix)
         if self._reserve_rows(allocation, rows, exclude=match and match.allocation):
             self._copy(match, allocation)
             return allocation
-        return self._reuse(match, prefix, rows) if match and match.allocation.is_cached else None
+        return self._reuse(match, prefix, rows) if match and is_reusable else None
 
     def grow(self, allocation: KVAllocation, rows: int) -> bool:
         """Grow an allocation to at least `rows` rows, in place or by moving it; returns whether that was possible."""
@@ -124,36 +123,29 @@ class KVCacheManager:
             return None
         start = blocks * BLOCK_SIZE
         candidates = islice(reversed(self._index[prefix.digests[blocks - 1]]), MAX_CANDIDATES)
-        matches = [
-            PrefixMatch(
-                allocation,
-                min(
-                    start + prefix.common_length(allocation.prefix, start),
-                    allocation.num_computed_tokens,
-                    len(prefix) - 1,
-                ),
-            )
-            for allocation in candidates
-            if allocation is not exclude
-        ]
-        return max(matches, key=lambda match: match.num_tokens, default=None)
+        matches = []
+        for allocation in candidates:
+            if allocation is not exclude:
+                num_equal = start + prefix.common_length(allocation.prefix, start)
+                num_tokens = min(num_equal, allocation.num_computed_tokens, len(prefix) - 1)
+                matches.append(PrefixMatch(allocation, num_tokens))
+        return max(matches, key=attrgetter("num_tokens"), default=None)
 
     def _copy(self, match: PrefixMatch | None, allocation: KVAllocation) -> None:
-        """Copy from a match the tokens that `allocation` lacks."""
         if match is None or match.num_tokens <= allocation.num_computed_tokens:
             return
-        source, num_computed = match.allocation, allocation.num_computed_tokens
-        self._copies.append(
-            KVCopy(source.start + num_computed, allocation.start + num_computed, match.num_tokens - num_computed)
-        )
+        source = match.allocation
+        num_computed = allocation.num_computed_tokens
+        num_missing = match.num_tokens - num_computed
+        self._copies.append(KVCopy(source.start + num_computed, allocation.start + num_computed, num_missing))
         self.mark_computed(allocation, match.num_tokens)
         if source.is_cached:
-            self._cached.move_to_end(_last_digest(source))
+            self._cached.move_to_end(source.last_digest)
 
     def _reuse(self, match: PrefixMatch, prefix: PrefixHash, rows: int) -> KVAllocation | None:
-        """Reuse a cached allocation itself, without the tokens after the match. Nothing is copied unless it has to
-        move."""
-        allocation, num_computed = match.allocation, match.allocation.num_computed_tokens
+        # Nothing is copied unless it has to move.
+        allocation = match.allocation
+        num_computed = allocation.num_computed_tokens
         self._remove_cached(allocation)
         allocation.num_computed_tokens = match.num_tokens
         if not self._reserve_rows(allocation, rows):
@@ -165,10 +157,8 @@ class KVCacheManager:
         return allocation
 
     def _reserve_rows(self, allocation: KVAllocation, rows: int, *, exclude: KVAllocation | None = None) -> bool:
-        """Reserve `rows` rows for an allocation and move it there, evicting cached allocations other than `exclude`."""
-        start = self._allocator.find_start(
-            allocation, rows, (cached for cached in self._cached.values() if cached is not exclude)
-        )
+        evictable = (cached for cached in self._cached.values() if cached is not exclude)
+        start = self._allocator.find_start(allocation, rows, evictable)
         if start is None:
             return False
         for other in self._allocator.overlapping(start, start + rows):
@@ -180,31 +170,24 @@ class KVCacheManager:
         return True
 
     def _shrink(self, allocation: KVAllocation, rows: int) -> None:
-        """Truncate a cached allocation to its first rows; discard it if no whole block is left. It remains the next to
-        be evicted."""
+        # It remains the next to be evicted, and is discarded if no whole block is left.
         self._remove_cached(allocation)
         self._unindex(allocation, max(rows, 0) // BLOCK_SIZE)
         allocation.num_computed_tokens = max(rows, 0)
         self._retain(allocation)
         if allocation.is_cached:
-            self._cached.move_to_end(_last_digest(allocation), last=False)
+            self._cached.move_to_end(allocation.last_digest, last=False)
 
     def _retain(self, allocation: KVAllocation) -> None:
         """Cache an allocation unless its blocks are already cached; discard others that it makes redundant."""
-        others = self._index[_last_digest(allocation)] if allocation.num_indexed_blocks else {}
-        longer = next(
-            (
-                other
-                for other in others
-                if other.is_cached and other.num_computed_tokens >= allocation.num_computed_tokens
-            ),
-            None,
-        )
-        if longer:
-            self._cached.move_to_end(_last_digest(longer))
-        if longer or not allocation.num_indexed_blocks:
+        if not allocation.num_indexed_blocks:
             self._discard(allocation)
             return
+        for other in self._index[allocation.last_digest]:
+            if other.is_cached and other.num_computed_tokens >= allocation.num_computed_tokens:
+                self._cached.move_to_end(other.last_digest)
+                self._discard(allocation)
+                return
         for digest in allocation.prefix.digests[: allocation.num_indexed_blocks]:
             if shorter := self._cached.get(digest):
                 self._discard(shorter)
@@ -214,11 +197,11 @@ class KVCacheManager:
 
     def _add_cached(self, allocation: KVAllocation) -> None:
         allocation.is_cached = True
-        self._cached[_last_digest(allocation)] = allocation
+        self._cached[allocation.last_digest] = allocation
 
     def _remove_cached(self, allocation: KVAllocation) -> None:
         allocation.is_cached = False
-        del self._cached[_last_digest(allocation)]
+        del self._cached[allocation.last_digest]
 
     def _discard(self, allocation: KVAllocation) -> None:
         if allocation.is_cached:
@@ -227,15 +210,9 @@ class KVCacheManager:
         self._allocator.remove(allocation)
 
     def _unindex(self, allocation: KVAllocation, blocks: int) -> None:
-        """Remove all but the first `blocks` blocks of an allocation from the index."""
         for digest in allocation.prefix.digests[blocks : allocation.num_indexed_blocks]:
             holders = self._index[digest]
             del holders[allocation]
             if not holders:
                 del self._index[digest]
         allocation.num_indexed_blocks = min(allocation.num_indexed_blocks, blocks)
-
-
-def _last_digest(allocation: KVAllocation) -> bytes:
-    """The digest of an allocation's last indexed block, which covers all preceding blocks."""
-    return allocation.prefix.digests[allocation.num_indexed_blocks - 1]

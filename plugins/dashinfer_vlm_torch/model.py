@@ -23,14 +23,11 @@ from dashinfer_vlm_core.kernels.quantization import Quantization, QuantizedWeigh
 from dashinfer_vlm_core.kernels.streams import HIGH_PRIORITY, stream_executor
 from dashinfer_vlm_core.kernels.types import (
     Activation,
-    AdapterRows,
-    Additions,
     DecoderLayer,
     DecoderShape,
     Experts,
     ForwardBatch,
     Kernels,
-    KVSpans,
     Linear,
     LMHead,
     Norm,
@@ -39,25 +36,8 @@ from dashinfer_vlm_core.models.lora import LoraAdapter
 from dashinfer_vlm_core.models.weights import Weights
 from dashinfer_vlm_core.text_spec import ExpertsSpec, RotarySpec, TextModelSpec
 
-from .adapters import AdapterReader, HeadChange, TextAdapter
+from .adapters import AdapterReader, HeadChange, TextAdapter, as_halves
 from .key_balance import balance_norms, balance_projection
-from .kv_cache import KVCache
-
-
-class PackedBatch(NamedTuple):
-    """New tokens of many sequences, one sequence after the other; all fields but the positions as in `ForwardBatch`.
-
-    Attributes:
-        positions: int64 [3, tokens].
-    """
-
-    positions: Tensor
-    slots: Tensor
-    spans: KVSpans
-    last: Tensor
-    last_spans: KVSpans
-    additions: Additions | None = None
-    adapters: tuple[AdapterRows, ...] = ()
 
 
 class TextQuantization(NamedTuple):
@@ -110,40 +90,32 @@ class TextModel:
         self.executor: Executor = stream_executor(device, priority=HIGH_PRIORITY)
         run = self.executor.run
         self._qkv_scales: dict[int, Tensor] = {}
-        read = _Reader(weights, kernels, device, dtype, None, config, cache_dtype == torch.int8, self._qkv_scales)
-        names, hidden, vocab = config.weights, config.hidden_size, config.vocab_size
+        read = _Reader(weights, config, kernels, device, dtype, cache_dtype == torch.int8, self._qkv_scales)
+        names = config.weights
         count = config.num_hidden_layers
-        readers = [read.quantized(quantization.of_layer(number, count)) for number in range(count)]
+        readers = [read._replace(quantization=quantization.of_layer(number, count)) for number in range(count)]
         # One task per part, so that other tasks can run in between.
-        self._embedding = run(lambda: read.tensor(f"{names.embedding}.weight", vocab, hidden))
-        layers = [run(functools.partial(_read_layer, reader, config, number)) for number, reader in enumerate(readers)]
-        shape = DecoderShape(
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-            config.norm_eps,
-            config.visual_levels,
-        )
+        self._embedding = run(lambda: read.tensor(f"{names.embedding}.weight", config.vocab_size, config.hidden_size))
+        layers = [run(functools.partial(reader.layer, number)) for number, reader in enumerate(readers)]
+        shape = _decoder_shape(config)
         self._layers = decoder_layers(kernels, layers, shape, converts_cache=cache_dtype not in (None, dtype))
         self.loops_over_experts: bool = any(isinstance(layer.experts, MixtureOfExperts) for layer in layers)
         self._adapted_layers = self._layers
         if not self._layers.supports_adapters:
             self._adapted_layers = ReferenceDecoderLayers(kernels, layers, shape)
-        self._norm = read.norm(names.norm, hidden)
-        self._head = run(lambda: _read_head(read.quantized(quantization.head), config, self._embedding))
-        self._rotary = Rotary(config.rotary, config.head_dim, device)
+        self._norm = read.norm(names.norm, config.hidden_size)
+        self._head = run(lambda: read._replace(quantization=quantization.head).head(self._embedding))
+        self.rotary: Rotary = Rotary(config.rotary, config.head_dim, device)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Look up int64 [tokens]; returns a new, writable tensor [tokens, hidden_size]."""
         return F.embedding(token_ids, self._embedding)
 
-    def forward(self, x: Tensor, batch: PackedBatch, cache: KVCache) -> Tensor:
+    def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """Compute hidden states after the last layer, without the final norm, which `logits` applies; see
         `DecoderLayers`."""
-        cos, sin = self._rotary(batch.positions)
         layers = self._adapted_layers if batch.adapters else self._layers
-        forward = ForwardBatch(cos, sin, *batch[1:5], cache.pool, batch.additions, cache.scales, batch.adapters)
-        return layers(x, forward)
+        return layers(x, batch)
 
     def logits(self, x: Tensor, heads: Sequence[tuple[slice, HeadChange]] = ()) -> Tensor:
         """Compute float32 [rows, vocab_size] from hidden states [rows, hidden_size]; `heads` are the rows for which an
@@ -170,27 +142,18 @@ class TextModel:
                 f"`lora` is not supported by the kernels {self.kernels.name!r}. Set `cpu_kernels` to torch.",
                 param="lora",
             )
-        neighbors = self.config.rotary.pairs == "neighbors"
         reader = AdapterReader(
-            adapter,
-            self.config,
-            self.kernels,
+            adapter=adapter,
+            spec=self.config,
+            kernels=self.kernels,
             device=self.device,
             dtype=self.dtype,
             qkv_scales=self._qkv_scales,
-            as_halves=functools.partial(_as_halves, head_dim=self.config.head_dim) if neighbors else None,
         )
         return reader.read(self.executor)
 
     def _normalize(self, x: Tensor) -> Tensor:
         return self.kernels.norm(x, self._norm.weight, self._norm.bias, self.config.norm_eps)
-
-
-class RotaryTables(NamedTuple):
-    """Cosines and sines, both float32 [tokens, head_dim / 2]."""
-
-    cos: Tensor
-    sin: Tensor
 
 
 class Rotary:
@@ -202,49 +165,122 @@ class Rotary:
         self._frequencies = (1.0 / rotary.theta**exponents).to(device)
         self._axes = torch.tensor(rotary.axes).to(device)
 
-    def __call__(self, positions: Tensor) -> RotaryTables:
-        """Compute the tables of int64 positions [3, tokens]."""
+    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the cosines and sines, float32 [tokens, head_dim / 2], of int64 positions [3, tokens]."""
         angles = positions[self._axes].T.contiguous() * self._frequencies
-        return RotaryTables(angles.cos(), angles.sin())
+        return angles.cos(), angles.sin()
+
+
+def _decoder_shape(spec: TextModelSpec) -> DecoderShape:
+    return DecoderShape(
+        heads=spec.num_attention_heads,
+        kv_heads=spec.num_key_value_heads,
+        head_dim=spec.head_dim,
+        eps=spec.norm_eps,
+        levels=spec.visual_levels,
+    )
 
 
 class _Reader(NamedTuple):
+    """Reads the parts of a model from a checkpoint.
+
+    Attributes:
+        quantization: how matrices are quantized; None keeps the dtype.
+        balances_keys: whether the channels of keys are balanced, for an int8 KV cache.
+        qkv_scales: the factors of balanced projections by layer, which it sets.
+    """
+
     weights: Weights
+    spec: TextModelSpec
     kernels: Kernels
     device: str
     dtype: torch.dtype
-    quantization: Quantization | None
-    spec: TextModelSpec
     balances_keys: bool
     qkv_scales: dict[int, Tensor]
-
-    def quantized(self, quantization: Quantization | None) -> _Reader:
-        """Return a reader of matrices with this quantization."""
-        return self._replace(quantization=quantization)
+    quantization: Quantization | None = None
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         return self.weights.tensor(name, shape, device=self.device, dtype=self.dtype)
 
-    def matrix(self, module: str, outputs: int, inputs: int) -> Tensor | QuantizedWeight:
-        """Read the weights of a linear layer, which the checkpoint may store quantized."""
-        return self.fused_matrix([module], [outputs], inputs)
+    def norm(self, name: str, width: int) -> Norm:
+        weight = self.tensor(f"{name}.weight", width)
+        return Norm(weight, None if self.spec.norm == "rms_norm" else torch.zeros_like(weight))
 
-    def fused_matrix(self, modules: Sequence[str], rows: Sequence[int], inputs: int) -> Tensor | QuantizedWeight:
-        """Read the weights of several linear layers, concatenated along the rows."""
+    def head(self, embedding: Tensor) -> LMHead:
+        weight: Tensor | QuantizedWeight = embedding
+        if not self.spec.tie_word_embeddings:
+            weight = self._matrix([self.spec.weights.head], [self.spec.vocab_size], self.spec.hidden_size)
+        return create_head(self.kernels, weight, dtype=self.dtype, quantization=self.quantization)
+
+    def layer(self, number: int) -> DecoderLayer:
+        spec = self.spec
+        names = spec.weights
+        prefix = names.layer.format(number)
+        experts: Experts | None = None
+        gate_up: Linear | None = None
+        down: Linear | None = None
+        if spec.experts and number not in spec.experts.dense_layers:
+            experts = self._experts(spec.experts, prefix)
+        else:
+            mlp = (names.gate, names.up, names.down)
+            gate_up, down = self._mlp([f"{prefix}.{name}" for name in mlp], spec.intermediate_size)
+        query_norm, key_norm = self._head_norms(prefix)
+        query_size = spec.num_attention_heads * spec.head_dim
+        return DecoderLayer(
+            input_norm=self.norm(f"{prefix}.{names.input_norm}", spec.hidden_size),
+            qkv=self._qkv(number),
+            output=self._linear(self._matrix([f"{prefix}.{names.output}"], [spec.hidden_size], query_size)),
+            mlp_norm=self.norm(f"{prefix}.{names.mlp_norm}", spec.hidden_size),
+            gate_up=gate_up,
+            down=down,
+            query_norm=query_norm,
+            key_norm=key_norm,
+            experts=experts,
+        )
+
+    def _matrix(self, modules: Sequence[str], rows: Sequence[int], inputs: int) -> Tensor | QuantizedWeight:
         return self.weights.matrix(modules, rows, inputs, device=self.device, dtype=self.dtype)
 
-    def fused(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
-        """Read the named tensors into one tensor, concatenated along the rows."""
-        fused = self.weights.empty([sum(rows), *columns], device=self.device, dtype=self.dtype)
-        for name, part in zip(names, torch.split(fused, list(rows)), strict=True):
-            self.weights.read(name, part)
-        return fused
+    def _linear(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, activation: Activation = Activation.NONE
+    ) -> Linear:
+        quantization = self.quantization
+        return create_linear(
+            self.kernels, weight, bias, dtype=self.dtype, activation=activation, quantization=quantization
+        )
 
-    def groups_experts(self, *inputs: int) -> bool:
-        """Whether the kernels compute all experts of a layer at once; `inputs` of their linear layers."""
-        return self.quantization is None and self.kernels.groups_experts(self.dtype, inputs)
+    def _mlp(self, modules: Sequence[str], inner: int) -> Expert:
+        *gate_up, down = modules
+        hidden = self.spec.hidden_size
+        return Expert(
+            self._linear(self._matrix(gate_up, [inner, inner], hidden), activation=Activation.SILU_GATE),
+            self._linear(self._matrix([down], [hidden], inner)),
+        )
 
-    def experts(self, shapes: Mapping[str, tuple[int, int, int]]) -> list[Tensor]:
+    def _experts(self, experts: ExpertsSpec, prefix: str) -> Experts:
+        # The router is not quantized: a wrong expert costs more than a rounded weight.
+        names = self.spec.weights
+        hidden = self.spec.hidden_size
+        inner = experts.intermediate_size
+        count = experts.num_experts
+        router = self.kernels.linear(self.tensor(f"{prefix}.{names.router}.weight", count, hidden), fp32_output=True)
+        if f"{prefix}.{names.experts_gate_up}.weight" not in self.weights.names:
+            modules = [f"{prefix}.{name}" for name in (names.expert_gate, names.expert_up, names.expert_down)]
+            separate = [self._mlp([module.format(number) for module in modules], inner) for number in range(count)]
+            return MixtureOfExperts(router, separate, experts.experts_per_token)
+        gate_up, down = self._fused_experts({
+            f"{prefix}.{names.experts_gate_up}": (count, 2 * inner, hidden),
+            f"{prefix}.{names.experts_down}": (count, hidden, inner),
+        })  # fmt: skip
+        if self.quantization is None and self.kernels.groups_experts(self.dtype, (hidden, inner)):
+            return GroupedExperts(router, gate_up, down, experts.experts_per_token)
+        fused = [
+            Expert(self._linear(first, activation=Activation.SILU_GATE), self._linear(second))
+            for first, second in zip(gate_up, down, strict=True)
+        ]
+        return MixtureOfExperts(router, fused, experts.experts_per_token)
+
+    def _fused_experts(self, shapes: Mapping[str, tuple[int, int, int]]) -> list[Tensor]:
         """Read the named weights of all experts, [experts, outputs, inputs]; published checkpoints store each of them
         transposed."""
         transposed = any(self.weights.shape(f"{name}.weight") != shape for name, shape in shapes.items())
@@ -253,145 +289,42 @@ class _Reader(NamedTuple):
             self.weights.read_experts(name, tensor, transposed=transposed)
         return tensors
 
-    def norm(self, name: str, width: int) -> Norm:
-        weight = self.tensor(f"{name}.weight", width)
-        return Norm(weight, None if self.spec.norm == "rms_norm" else torch.zeros_like(weight))
+    def _qkv(self, number: int) -> Linear:
+        spec = self.spec
+        names = spec.weights
+        prefix = names.layer.format(number)
+        query, key = (heads * spec.head_dim for heads in (spec.num_attention_heads, spec.num_key_value_heads))
+        rows = [query, key, key]
+        modules = [f"{prefix}.{name}" for name in (names.query, names.key, names.value)]
+        weight = self._matrix(modules, rows, spec.hidden_size)
+        bias = self._biases(modules, rows) if spec.qkv_bias else None
+        if spec.rotary.pairs == "neighbors":
+            order = torch.arange(query + 2 * key, device=self.device)
+            order[: query + key] = as_halves(order[: query + key], spec.head_dim)
+            weight = weight.take_rows(order) if isinstance(weight, QuantizedWeight) else weight[order]
+            bias = None if bias is None else bias[order]
+        if self.balances_keys and not spec.qk_norm:
+            gain = self.tensor(f"{prefix}.{names.input_norm}.weight", spec.hidden_size)
+            self.qkv_scales[number] = balance_projection(
+                weight, bias, gain, heads=spec.num_attention_heads, kv_heads=spec.num_key_value_heads
+            )
+        return self._linear(weight, bias)
 
-    def linear(
-        self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, activation: Activation = Activation.NONE
-    ) -> Linear:
-        quantization = self.quantization
-        return create_linear(
-            self.kernels, weight, bias, dtype=self.dtype, activation=activation, quantization=quantization
-        )
+    def _biases(self, modules: Sequence[str], rows: Sequence[int]) -> Tensor:
+        fused = self.weights.empty([sum(rows)], device=self.device, dtype=self.dtype)
+        for module, part in zip(modules, torch.split(fused, list(rows)), strict=True):
+            self.weights.read(f"{module}.bias", part)
+        return fused
 
-    def head(self, weight: Tensor | QuantizedWeight) -> LMHead:
-        return create_head(self.kernels, weight, dtype=self.dtype, quantization=self.quantization)
+    def _head_norms(self, prefix: str) -> tuple[Norm | None, Norm | None]:
+        if not self.spec.qk_norm:
+            return None, None
+        names = (self.spec.weights.query_norm, self.spec.weights.key_norm)
+        query, key = (self._head_norm(f"{prefix}.{name}") for name in names)
+        return balance_norms(query, key) if self.balances_keys else (query, key)
 
-
-def _read_head(read: _Reader, config: TextModelSpec, embedding: Tensor) -> LMHead:
-    if config.tie_word_embeddings:
-        return read.head(embedding)
-    return read.head(read.matrix(config.weights.head, config.vocab_size, config.hidden_size))
-
-
-def _read_layer(read: _Reader, config: TextModelSpec, number: int) -> DecoderLayer:
-    names, prefix = config.weights, config.weights.layer.format(number)
-    hidden = config.hidden_size
-    query = config.num_attention_heads * config.head_dim
-    gate_up, down = None, None
-    experts: Experts | None = None
-    if config.experts and number not in config.experts.dense_layers:
-        experts = _read_experts(read, config, config.experts, prefix)
-    else:
-        gate_up, down = _read_mlp(read, config, prefix)
-    query_norm, key_norm = _read_head_norms(read, config, prefix)
-    return DecoderLayer(
-        input_norm=read.norm(f"{prefix}.{names.input_norm}", hidden),
-        qkv=_read_qkv(read, config, number),
-        output=read.linear(read.matrix(f"{prefix}.{names.output}", hidden, query)),
-        mlp_norm=read.norm(f"{prefix}.{names.mlp_norm}", hidden),
-        gate_up=gate_up,
-        down=down,
-        query_norm=query_norm,
-        key_norm=key_norm,
-        experts=experts,
-    )
-
-
-def _read_mlp(read: _Reader, config: TextModelSpec, prefix: str) -> tuple[Linear, Linear]:
-    """Return the gate and up projection, and the projection back to the hidden size."""
-    names, hidden, inner = config.weights, config.hidden_size, config.intermediate_size
-    gate_up = [f"{prefix}.{name}" for name in (names.gate, names.up)]
-    return (
-        read.linear(read.fused_matrix(gate_up, [inner, inner], hidden), activation=Activation.SILU_GATE),
-        read.linear(read.matrix(f"{prefix}.{names.down}", hidden, inner)),
-    )
-
-
-def _read_experts(read: _Reader, config: TextModelSpec, spec: ExpertsSpec, prefix: str) -> Experts:
-    """Return the experts of a layer. The router is not quantized: a wrong expert costs more than a rounded weight."""
-    names, hidden, count = config.weights, config.hidden_size, spec.num_experts
-    router = read.kernels.linear(read.tensor(f"{prefix}.{names.router}.weight", count, hidden), fp32_output=True)
-    if f"{prefix}.{names.experts_gate_up}.weight" not in read.weights.names:
-        experts = [_read_expert(read, config, spec, prefix, number) for number in range(count)]
-    elif read.groups_experts(hidden, spec.intermediate_size):
-        gate_up, down = _fused_weights(read, config, spec, prefix)
-        return GroupedExperts(router, gate_up, down, spec.experts_per_token)
-    else:
-        experts = _read_fused_experts(read, config, spec, prefix)
-    return MixtureOfExperts(router, experts, spec.experts_per_token)
-
-
-def _fused_weights(read: _Reader, config: TextModelSpec, spec: ExpertsSpec, prefix: str) -> list[Tensor]:
-    """Read the weights of all experts, stored together: gate and up projection, and the projection back to the hidden
-    size; both [experts, outputs, inputs]."""
-    names, hidden, inner, count = config.weights, config.hidden_size, spec.intermediate_size, spec.num_experts
-    shapes = {
-        f"{prefix}.{names.experts_gate_up}": (count, 2 * inner, hidden),
-        f"{prefix}.{names.experts_down}": (count, hidden, inner),
-    }
-    return read.experts(shapes)
-
-
-def _read_fused_experts(read: _Reader, config: TextModelSpec, spec: ExpertsSpec, prefix: str) -> list[Expert]:
-    gate_up, down = _fused_weights(read, config, spec, prefix)
-    return [
-        Expert(read.linear(weights[0], activation=Activation.SILU_GATE), read.linear(weights[1]))
-        for weights in zip(gate_up, down, strict=True)
-    ]
-
-
-def _read_expert(read: _Reader, config: TextModelSpec, spec: ExpertsSpec, prefix: str, number: int) -> Expert:
-    names, hidden, inner = config.weights, config.hidden_size, spec.intermediate_size
-    gate, up, down = (
-        f"{prefix}.{name.format(number)}" for name in (names.expert_gate, names.expert_up, names.expert_down)
-    )
-    return Expert(
-        read.linear(read.fused_matrix([gate, up], [inner, inner], hidden), activation=Activation.SILU_GATE),
-        read.linear(read.matrix(down, hidden, inner)),
-    )
-
-
-def _read_qkv(read: _Reader, config: TextModelSpec, number: int) -> Linear:
-    names, prefix, hidden = config.weights, config.weights.layer.format(number), config.hidden_size
-    query, key = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
-    modules, rows = [f"{prefix}.{name}" for name in (names.query, names.key, names.value)], [query, key, key]
-    weight = read.fused_matrix(modules, rows, hidden)
-    bias = read.fused([f"{name}.bias" for name in modules], rows) if config.qkv_bias else None
-    if config.rotary.pairs == "neighbors":
-        rows_in_halves = _as_halves(torch.arange(query + key, device=read.device), config.head_dim)
-        order = torch.cat([rows_in_halves, torch.arange(query + key, query + 2 * key, device=read.device)])
-        weight = weight.take_rows(order) if isinstance(weight, QuantizedWeight) else weight[order]
-        bias = None if bias is None else bias[order]
-    if read.balances_keys and not config.qk_norm:
-        gain = read.tensor(f"{prefix}.{names.input_norm}.weight", hidden)
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        read.qkv_scales[number] = balance_projection(weight, bias, gain, heads=heads, kv_heads=kv_heads)
-    return read.linear(weight, bias)
-
-
-def _read_head_norms(read: _Reader, config: TextModelSpec, prefix: str) -> tuple[Norm | None, Norm | None]:
-    """Read the norms of query heads and of key heads, if the model has them."""
-    query, key = (
-        _read_head_norm(read, config, f"{prefix}.{name}")
-        for name in (config.weights.query_norm, config.weights.key_norm)
-    )
-    return balance_norms(query, key) if read.balances_keys and query and key else (query, key)
-
-
-def _read_head_norm(read: _Reader, config: TextModelSpec, name: str) -> Norm | None:
-    if not config.qk_norm:
-        return None
-    norm = read.norm(name, config.head_dim)
-    if config.rotary.pairs == "halves":
-        return norm
-    weight, bias = (None if part is None else _as_halves(part, config.head_dim) for part in norm)
-    assert weight is not None
-    return Norm(weight, bias)
-
-
-def _as_halves(rows: Tensor, head_dim: int) -> Tensor:
-    """Permute rows [heads * head_dim, ...] in which neighbors are rotated together to the order that the kernels
-    rotate: the even rows of each head, then the odd ones. Products of queries and keys do not change."""
-    return torch.cat([torch.unflatten(rows, 0, (-1, head_dim))[:, start::2] for start in (0, 1)], dim=1).flatten(0, 1)
+    def _head_norm(self, name: str) -> Norm:
+        norm = self.norm(name, self.spec.head_dim)
+        if self.spec.rotary.pairs == "halves":
+            return norm
+        return norm._replace(weight=as_halves(norm.weight, self.spec.head_dim))  # the bias has zeros only

@@ -7,6 +7,7 @@ those after the first difference are discarded. A wrong one costs the time of it
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -72,8 +73,7 @@ class DraftProposer:
     def __init__(
         self, prompt: npt.NDArray[np.int64], matcher: GrammarMatcher | None = None, stops: frozenset[int] = frozenset()
     ) -> None:
-        self._tokens = prompt
-        self._length = len(prompt)
+        self._tokens = array("q", prompt.tobytes())
         self._prompt_length = len(prompt)
         self._matcher = matcher
         self._stops = stops
@@ -107,21 +107,12 @@ class DraftProposer:
     def _predict(self, output_ids: Sequence[int]) -> Sequence[int]:
         if not output_ids:
             return ()
-        self._append(output_ids[self._length - self._prompt_length :])
-        predicted = lookup(self._tokens[: self._length], MAX_DRAFT_TOKENS)
+        self._tokens.extend(output_ids[len(self._tokens) - self._prompt_length :])
+        predicted = lookup(np.frombuffer(self._tokens, np.int64), MAX_DRAFT_TOKENS)
         end = next((index for index, token in enumerate(predicted) if token in self._stops), len(predicted))
         if self._matcher and end:
             end = self._matcher.count_allowed(predicted[:end])
         return predicted[:end]
-
-    def _append(self, tokens: Sequence[int]) -> None:
-        length = self._length + len(tokens)
-        if length > len(self._tokens):
-            grown = np.empty(2 * length, np.int64)
-            grown[: self._length] = self._tokens[: self._length]
-            self._tokens = grown
-        self._tokens[self._length : length] = tokens
-        self._length = length
 
 
 class AcceptanceRate:
@@ -167,16 +158,16 @@ def lookup(tokens: npt.NDArray[np.int64], count: int) -> list[int]:
     Returns:
         `count` tokens, or none if there is no such n-gram.
     """
-    ends, found = np.flatnonzero(tokens[:-1] == tokens[-1]), 1
+    ends = np.flatnonzero(tokens[:-1] == tokens[-1])
     for size in range(2, MAX_NGRAM + 1):
         longer = ends[ends >= size - 1]
         if len(longer):
             longer = longer[tokens[longer - size + 1] == tokens[-size]]
         if not len(longer):
+            if size <= MIN_NGRAM:
+                return []
             break
-        ends, found = longer, size
-    if found < MIN_NGRAM:
-        return []
+        ends = longer
     start = int(ends[-1]) + 1
     period = len(tokens) - start
     continuation: list[int] = tokens[start : start + count].tolist()
@@ -215,7 +206,8 @@ class StepCost:
         """The cost of a pass without rows, in costs of a row."""
         if self._weight < self.MIN_PASSES:
             return self.USUAL_RATIO
-        mean, seconds = self._rows / self._weight, self._seconds / self._weight
+        mean = self._rows / self._weight
+        seconds = self._seconds / self._weight
         variance = self._rows_squared / self._weight - mean * mean
         if variance < self.MIN_VARIANCE:
             return self.USUAL_RATIO

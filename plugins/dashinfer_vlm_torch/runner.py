@@ -8,7 +8,7 @@ then copied on the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, groupby, islice
+from itertools import accumulate, islice
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from dashinfer_vlm_core.concurrency.compute import Executor
 from dashinfer_vlm_core.errors import DecoderFailed
-from dashinfer_vlm_core.kernels.streams import to_device
-from dashinfer_vlm_core.kernels.types import AdapterRows, Additions, KVSpan, KVSpans, TokenSampling
+from dashinfer_vlm_core.kernels.streams import HostCopy, to_device
+from dashinfer_vlm_core.kernels.types import AdapterRows, Additions, ForwardBatch, KVSpan, KVSpans, TokenSampling
 from dashinfer_vlm_core.models.lora import LoraAdapter
 
 from .adapters import HeadChange, TextAdapter
@@ -27,10 +27,11 @@ from .decode_graphs import DecodeGraphs
 from .kernel_sampler import KernelSampler
 from .kv_cache import KVCache
 from .kv_cache_manager import KVCopy
-from .model import PackedBatch, TextModel
+from .model import TextModel
 from .proposer import Draft
 from .sampler import LaunchedArgmax, LaunchedSample, LogitsRow, is_greedy, launch_sample
-from .scheduler import Outcome, SampledToken, ScheduledChunk, SequenceState
+from .scheduler import Outcome
+from .sequence import SampledToken, ScheduledChunk, SequenceState
 
 T = TypeVar("T")
 
@@ -55,13 +56,9 @@ class LaunchedStep(NamedTuple):
     def token_ids(self, sequences: Sequence[SequenceState]) -> Tensor:
         """Return the tokens of sequences that each have one row, int64 [sequences], on the device."""
         assert self.sampled is not None
-        first_rows = [0, *accumulate(self.num_rows)]
-        numbers = {
-            chunk.sequence: first
-            for chunk, first, count in zip(self.chunks, first_rows, self.num_rows, strict=False)
-            if count == 1
-        }
-        rows = [numbers[sequence] for sequence in sequences]
+        numbered = zip(self.chunks, accumulate(self.num_rows, initial=0), strict=False)
+        first_rows = {chunk.sequence: row for chunk, row in numbered}
+        rows = [first_rows[sequence] for sequence in sequences]
         ids = self.sampled.ids
         return ids if rows == list(range(len(ids))) else ids[_index(rows, ids.device)]
 
@@ -76,36 +73,29 @@ class ModelRunner:
         model: the model.
         cache: the KV cache.
         graphs: the steps that are replayed as CUDA graphs, if there are any.
+
+    Attributes:
+        executor: the model's executor.
+        computes_in_background: whether `launch` returns while the device computes. With a loop over experts, it waits
+            in each layer.
     """
 
     def __init__(self, model: TextModel, cache: KVCache, graphs: DecodeGraphs | None = None) -> None:
         self._model = model
         self._cache = cache
         self._graphs = graphs
+        self.executor: Executor = model.executor
+        self.computes_in_background: bool = model.device.startswith("cuda") and not model.loops_over_experts
         kernels = model.kernels
         self._kernel_sampler = KernelSampler(kernels) if isinstance(kernels, TokenSampling) else None
-
-    @property
-    def executor(self) -> Executor:
-        return self._model.executor
 
     def compute(self, work: Callable[[], T]) -> T:
         """Run `work`, which copies rows or runs steps, on the model's executor; returns its result. See `Executor`."""
         return self.executor.run(work)
 
-    @property
-    def computes_in_background(self) -> bool:
-        """Whether `launch` returns while the device computes. With a loop over experts, it waits in each layer."""
-        return self._model.device.startswith("cuda") and not self._model.loops_over_experts
-
-    @property
-    def other_work_waits(self) -> bool:
-        """Whether other work waits for the executor."""
-        return self.executor.waiting > 0
-
     def must_yield(self) -> bool:
         """Whether work that runs steps must end after this one: on a CPU, if other work waits for the executor."""
-        return self.other_work_waits or not self.executor.is_shared
+        return self.executor.waiting > 0 or not self.executor.is_shared
 
     @torch.inference_mode()
     def load_adapter(self, adapter: LoraAdapter) -> TextAdapter:
@@ -139,25 +129,16 @@ class ModelRunner:
             chunks: the chunks; with `previous`, one token each, as `Scheduler.schedule_ahead` returns them.
             previous: the step that samples these tokens, which has not been read.
         """
-        ordered = chunks = _by_adapter(chunks)
-        token_ids = None
-        if previous is not None:
-            token_ids = previous.token_ids([chunk.sequence for chunk in chunks])
-            chunks = [chunk._replace(stop=chunk.start, draft=NOT_READ) for chunk in chunks]
-        packed, spans = _pack(chunks), _spans(chunks)
-        rows = [_rows(chunk) for chunk in chunks]
-        adapted = _adapted_rows(chunks, spans, rows)
-        sampled = [part for part in zip(chunks, spans, rows, strict=True) if part[2]]
-        last, last_spans = _last_tokens(sampled)
-        x = self._replay(chunks, packed, spans, last, token_ids)
+        chunks = _by_adapter(chunks)
+        batch = _lay_out(chunks, previous)
+        x = self._replay(batch)
         if x is None:
-            attended = KVSpans(spans, device=self._model.device)
-            x = self._forward(chunks, packed, attended, last, last_spans, adapted=adapted, token_ids=token_ids)
-        num_rows = [len(each) for each in rows]
-        if not sampled:
-            return LaunchedStep(ordered, num_rows, None)
-        heads = [(tokens.last, adapter.head) for adapter, tokens in adapted if adapter.head]
-        return LaunchedStep(ordered, num_rows, self._sample(x, [row for each in rows for row in each], heads))
+            x = self._forward(batch)
+        num_rows = [len(rows) for rows in batch.rows]
+        if not batch.last:
+            return LaunchedStep(chunks, num_rows, None)
+        heads = [(tokens.last, tokens.adapter.head) for tokens in batch.adapted if tokens.adapter.head]
+        return LaunchedStep(chunks, num_rows, self._sample(x, [row for rows in batch.rows for row in rows], heads))
 
     @torch.inference_mode()
     def read(self, launched: LaunchedStep) -> dict[SequenceState, Outcome]:
@@ -172,56 +153,40 @@ class ModelRunner:
             if count
         }
 
-    def _forward(
-        self,
-        chunks: Sequence[ScheduledChunk],
-        packed: npt.NDArray[np.int64],
-        spans: KVSpans,
-        last: Sequence[int],
-        last_spans: Sequence[KVSpan],
-        *,
-        adapted: Sequence[tuple[TextAdapter, _AdaptedTokens]],
-        token_ids: Tensor | None,
-    ) -> Tensor:
-        """Return the hidden states of the tokens `last`; `token_ids` replace those in `packed`."""
-        inputs = to_device(torch.from_numpy(packed), self._model.device)
-        if token_ids is not None:
-            inputs[0].copy_(token_ids)
-        ids, positions, slots = inputs[0], inputs[1:4], inputs[4]
+    def _forward(self, step: _StepBatch) -> Tensor:
+        inputs = to_device(torch.from_numpy(step.packed), self._model.device)
+        if step.token_ids is not None:
+            inputs[0].copy_(step.token_ids)
+        ids = inputs[0]
         x = self._model.embed(ids)
-        for adapter, tokens in adapted:
+        for adapter, start, stop, _ in step.adapted:
             if adapter.embedding:
-                adapter.embedding.apply(ids[tokens.start : tokens.stop], x[tokens.start : tokens.stop])
-        additions = _merge_visual_tokens(x, chunks)
-        batch = PackedBatch(
-            positions,
-            slots,
-            spans,
-            _index(last, x.device),
-            KVSpans(last_spans, device=x.device),
-            additions,
-            tuple(
-                AdapterRows(adapter.layers, tokens.start, tokens.stop, tokens.last.start, tokens.last.stop)
-                for adapter, tokens in adapted
+                adapter.embedding.apply(ids[start:stop], x[start:stop])
+        cos, sin = self._model.rotary(inputs[1:4])
+        batch = ForwardBatch(
+            cos,
+            sin,
+            slots=inputs[4],
+            spans=KVSpans(step.spans, device=x.device),
+            last=_index(step.last, x.device),
+            last_spans=KVSpans(step.last_spans, device=x.device),
+            cache=self._cache.pool,
+            additions=_merge_visual_tokens(x, step.chunks),
+            cache_scales=self._cache.scales,
+            adapters=tuple(
+                AdapterRows(adapter.layers, start, stop, last.start, last.stop)
+                for adapter, start, stop, last in step.adapted
                 if adapter.layers
             ),
         )
         self.executor.run_deferred()
-        return self._model.forward(x, batch, self._cache)
+        return self._model.forward(x, batch)
 
-    def _replay(
-        self,
-        chunks: Sequence[ScheduledChunk],
-        packed: npt.NDArray[np.int64],
-        spans: Sequence[KVSpan],
-        last: Sequence[int],
-        token_ids: Tensor | None,
-    ) -> Tensor | None:
-        """Return the hidden states of the tokens `last` from a CUDA graph; None if there is none for these chunks."""
-        if self._graphs is None or any(map(_needs_forward, chunks)):
+    def _replay(self, step: _StepBatch) -> Tensor | None:
+        if self._graphs is None or any(map(_needs_forward, step.chunks)):
             return None
-        x = self._graphs.run(packed, spans, token_ids)
-        return x if x is None or len(last) == len(x) else x[_index(last, x.device)]
+        x = self._graphs.run(step.packed, step.spans, step.token_ids)
+        return x if x is None or len(step.last) == len(x) else x[_index(step.last, x.device)]
 
     def _wait(self) -> None:
         """Wait until a GPU has computed a step from which no token is read. Then the time of a step includes the GPU's,
@@ -232,14 +197,48 @@ class ModelRunner:
     def _sample(
         self, x: Tensor, rows: Sequence[LogitsRow], heads: Sequence[tuple[slice, HeadChange]]
     ) -> LaunchedSample | LaunchedArgmax:
-        """Sample a token from each row of hidden states."""
         if not heads and all(map(is_greedy, rows)) and (tokens := self._model.argmax(x)) is not None:
-            return LaunchedArgmax.of(tokens)
+            return LaunchedArgmax(tokens, HostCopy(tokens))
         return launch_sample(self._model.logits(x, heads), rows, self._kernel_sampler)
 
 
+class _StepBatch(NamedTuple):
+    """The packed tokens of a step.
+
+    Attributes:
+        chunks: the chunks.
+        packed: int64 [5, tokens]: token ids, positions on three axes, and rows of the cache.
+        spans: the keys that each chunk attends to.
+        rows: the rows of logits that each chunk needs.
+        last: the tokens whose hidden states are needed.
+        last_spans: the keys that each of them attends to.
+        adapted: the tokens that each adapter applies to.
+        token_ids: int64 [tokens] on the device, which replace those in `packed`.
+    """
+
+    chunks: Sequence[ScheduledChunk]
+    packed: npt.NDArray[np.int64]
+    spans: Sequence[KVSpan]
+    rows: Sequence[Sequence[LogitsRow]]
+    last: Sequence[int]
+    last_spans: Sequence[KVSpan]
+    adapted: Sequence[_AdaptedTokens]
+    token_ids: Tensor | None
+
+
+def _lay_out(chunks: Sequence[ScheduledChunk], previous: LaunchedStep | None) -> _StepBatch:
+    token_ids = None
+    if previous is not None:
+        token_ids = previous.token_ids([chunk.sequence for chunk in chunks])
+        chunks = [chunk._replace(stop=chunk.start, draft=NOT_READ) for chunk in chunks]
+    spans = _spans(chunks)
+    rows = [_rows(chunk) for chunk in chunks]
+    last, last_spans = _last_tokens(chunks, spans, rows)
+    adapted = _adapted_tokens(chunks, spans, rows)
+    return _StepBatch(chunks, _pack(chunks), spans, rows, last, last_spans, adapted, token_ids)
+
+
 def _pack(chunks: Sequence[ScheduledChunk]) -> npt.NDArray[np.int64]:
-    """Return the token ids, the positions on three axes, and the rows of the cache of all tokens, int64 [5, tokens]."""
     packed = np.empty((5, sum(chunk.end - chunk.start for chunk in chunks)), dtype=np.int64)
     offset = 0
     for chunk in chunks:
@@ -254,7 +253,6 @@ def _pack(chunks: Sequence[ScheduledChunk]) -> npt.NDArray[np.int64]:
 
 
 def _index(tokens: Sequence[int], device: torch.device | str) -> Tensor:
-    """Return the indices of tokens as a tensor."""
     return to_device(torch.tensor(tokens, dtype=torch.int64), device)
 
 
@@ -262,45 +260,48 @@ class _AdaptedTokens(NamedTuple):
     """The tokens of a batch that an adapter applies to.
 
     Attributes:
+        adapter: the adapter.
         start: index of the first token.
         stop: index after the last token.
         last: their part of `ForwardBatch.last`.
     """
 
+    adapter: TextAdapter
     start: int
     stop: int
     last: slice
 
 
 def _by_adapter(chunks: Sequence[ScheduledChunk]) -> Sequence[ScheduledChunk]:
-    """Order chunks so that those without an adapter are first, and those of each adapter are adjacent."""
+    # Chunks without an adapter are first, and those of each adapter are adjacent.
     order: dict[int, int] = {id(None): 0}
     for chunk in chunks:
         order.setdefault(id(chunk.sequence.adapter), len(order))
     return chunks if len(order) == 1 else sorted(chunks, key=lambda chunk: order[id(chunk.sequence.adapter)])
 
 
-def _adapted_rows(
+def _adapted_tokens(
     chunks: Sequence[ScheduledChunk], spans: Sequence[KVSpan], rows: Sequence[Sequence[LogitsRow]]
-) -> list[tuple[TextAdapter, _AdaptedTokens]]:
-    """Return the adapters of ordered chunks, and the tokens that each applies to."""
-    adapted = []
-    first_last = 0
-    parts = zip(chunks, spans, rows, strict=True)
-    for _, group in groupby(parts, key=lambda part: id(part[0].sequence.adapter)):
-        members = list(group)
-        adapter = members[0][0].sequence.adapter
-        stop_last = first_last + sum(len(rows) for _, _, rows in members)
-        if adapter is not None:
-            start, last_span = members[0][1].first_query, members[-1][1]
-            stop = last_span.first_query + last_span.num_queries
-            adapted.append((adapter, _AdaptedTokens(start, stop, slice(first_last, stop_last))))
-        first_last = stop_last
+) -> list[_AdaptedTokens]:
+    adapted: list[_AdaptedTokens] = []
+    stop_last = 0
+    for chunk, span, chunk_rows in zip(chunks, spans, rows, strict=True):
+        start_last = stop_last
+        stop_last += len(chunk_rows)
+        adapter = chunk.sequence.adapter
+        if adapter is None:
+            continue
+        start = span.first_query
+        if adapted and adapted[-1].adapter is adapter:  # the chunks of an adapter are adjacent
+            _, start, _, last = adapted.pop()
+            start_last = last.start
+        stop = span.first_query + span.num_queries
+        adapted.append(_AdaptedTokens(adapter, start, stop, slice(start_last, stop_last)))
     return adapted
 
 
 def _spans(chunks: Sequence[ScheduledChunk]) -> list[KVSpan]:
-    """The keys that each chunk attends to: each token attends to all tokens of its sequence up to itself."""
+    # Each token attends to all tokens of its sequence up to itself.
     firsts = np.cumsum([0, *(chunk.end - chunk.start for chunk in chunks)]).tolist()
     return [
         KVSpan(first, chunk.end - chunk.start, chunk.sequence.first_row, chunk.end, chunk.start)
@@ -309,7 +310,7 @@ def _spans(chunks: Sequence[ScheduledChunk]) -> list[KVSpan]:
 
 
 def _rows(chunk: ScheduledChunk) -> list[LogitsRow]:
-    """The rows of logits that a chunk needs: after its last token, and after each token of its draft."""
+    # One after the last token, and one after each token of the draft.
     if not chunk.needs_logits:
         return []
     tokens = chunk.draft.tokens
@@ -317,17 +318,16 @@ def _rows(chunk: ScheduledChunk) -> list[LogitsRow]:
 
 
 def _last_tokens(
-    sampled: Iterable[tuple[ScheduledChunk, KVSpan, Sequence[LogitsRow]]],
+    chunks: Sequence[ScheduledChunk], spans: Sequence[KVSpan], rows: Sequence[Sequence[LogitsRow]]
 ) -> tuple[list[int], list[KVSpan]]:
-    """The tokens of the batch whose hidden states are needed, and the keys that each of them attends to."""
     last: list[int] = []
-    spans: list[KVSpan] = []
-    for chunk, span, rows in sampled:
-        for row in rows:
+    last_spans: list[KVSpan] = []
+    for chunk, span, chunk_rows in zip(chunks, spans, rows, strict=True):
+        for row in chunk_rows:
             stop = chunk.stop + len(row.draft)
-            spans.append(KVSpan(len(last), 1, span.first_key, stop, stop - 1))
+            last_spans.append(KVSpan(len(last), 1, span.first_key, stop, stop - 1))
             last.append(span.first_query + stop - chunk.start - 1)
-    return last, spans
+    return last, last_spans
 
 
 def _verify(chunk: ScheduledChunk, sampled: Sequence[SampledToken | DecoderFailed]) -> Outcome:
@@ -348,7 +348,6 @@ def _verify(chunk: ScheduledChunk, sampled: Sequence[SampledToken | DecoderFaile
 
 
 def _needs_forward(chunk: ScheduledChunk) -> bool:
-    """Whether the hidden states of a chunk depend on more than its token ids."""
     has_visual_tokens = any(
         max(chunk.start, span.start) < min(chunk.stop, span.stop) for span in chunk.sequence.request.spans
     )
@@ -356,15 +355,15 @@ def _needs_forward(chunk: ScheduledChunk) -> bool:
 
 
 def _merge_visual_tokens(x: Tensor, chunks: Sequence[ScheduledChunk]) -> Additions | None:
-    """Overwrite the embeddings of placeholders in the chunks with visual tokens; returns the additions to later
-    layers."""
-    offset, hidden = 0, x.shape[1]
+    hidden = x.shape[1]
+    offset = 0
     indices: list[int] = []
     levels: list[Tensor] = []
     for chunk in chunks:
         sequence, start, stop, _ = chunk
         for span in sequence.request.spans:
-            first, end = max(start, span.start), min(stop, span.stop)
+            first = max(start, span.start)
+            end = min(stop, span.stop)
             if first < end:
                 row = span.row + first - span.start
                 rows = span.tokens.embedding[row : row + end - first]

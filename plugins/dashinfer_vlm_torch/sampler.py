@@ -24,7 +24,7 @@ from dashinfer_vlm_core.kernels.streams import HostCopy, to_device
 from dashinfer_vlm_core.kernels.types import SampledIds
 from dashinfer_vlm_core.protocol.sampling import GREEDY_BELOW, Sampling
 
-from .scheduler import SampledToken, SequenceState
+from .sequence import SampledToken, SequenceState
 
 Alternatives: TypeAlias = tuple[tuple[int, float], ...]
 _Masks: TypeAlias = dict[int, npt.NDArray[np.bool_]]
@@ -113,21 +113,9 @@ class LaunchedArgmax(NamedTuple):
     ids: Tensor
     token_ids: HostCopy
 
-    @classmethod
-    def of(cls, ids: Tensor) -> LaunchedArgmax:
-        """Begin to copy the tokens to the CPU."""
-        return cls(ids, HostCopy(ids))
-
     def read(self) -> list[SampledToken | DecoderFailed]:
         """Wait for the tokens; returns one per row."""
         return list(map(SampledToken, self.token_ids.wait().tolist()))
-
-
-def sample(
-    logits: Tensor, rows: Sequence[LogitsRow], kernel_sampler: RowSampler | None = None
-) -> list[SampledToken | DecoderFailed]:
-    """Sample a token from each row; see `launch_sample` and `LaunchedSample.read`."""
-    return launch_sample(logits, rows, kernel_sampler).read()
 
 
 def launch_sample(
@@ -171,7 +159,7 @@ def _choose(
 
 
 def is_greedy(row: LogitsRow) -> bool:
-    """Whether `sample` would return the token of the largest logit, without log-probabilities."""
+    """Whether `launch_sample` would return the token of the largest logit, without log-probabilities."""
     sampling = row.sampling
     is_modified = (
         sampling.logit_bias or row.sequence.matcher or (row.sequence.stops and row.too_short) or sampling.has_penalties
@@ -189,7 +177,6 @@ def uniform(row: LogitsRow) -> float:
 
 
 def _masks(rows: Sequence[LogitsRow]) -> tuple[_Masks, dict[int, DecoderFailed]]:
-    """By row, for rows with a grammar: the allowed tokens, or the error of the grammar."""
     masks: _Masks = {}
     errors: dict[int, DecoderFailed] = {}
     matchers: dict[SequenceState, _DraftMatcher] = {}
@@ -221,7 +208,7 @@ class _DraftMatcher:
 
 
 def _without_stop_tokens(row: LogitsRow, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Remove stop tokens from the mask while the output is too short, unless the grammar allows no other token."""
+    # A grammar that allows no other token may end.
     if not row.too_short:
         return mask
     others = mask.copy()
@@ -230,7 +217,6 @@ def _without_stop_tokens(row: LogitsRow, mask: npt.NDArray[np.bool_]) -> npt.NDA
 
 
 def _mask_disallowed(scores: Tensor, masks: _Masks) -> Tensor:
-    """Set the scores of tokens that a grammar does not allow to -inf."""
     if not masks:
         return scores
     scores = scores.clone()
@@ -241,7 +227,6 @@ def _mask_disallowed(scores: Tensor, masks: _Masks) -> Tensor:
 
 
 def _apply_bias_and_min_tokens(scores: Tensor, rows: Sequence[LogitsRow]) -> Tensor:
-    """Apply `logit_bias`, and disallow stop tokens before `min_tokens`."""
     biased = [(index, row.sampling.logit_bias) for index, row in enumerate(rows) if row.sampling.logit_bias]
     below_min = [
         (index, row.sequence.stops)
@@ -262,13 +247,11 @@ def _apply_bias_and_min_tokens(scores: Tensor, rows: Sequence[LogitsRow]) -> Ten
 
 
 def _flat_index(tokens_by_row: Iterable[tuple[int, Iterable[int]]], like: Tensor) -> tuple[Tensor, Tensor]:
-    """Convert (row, ids) pairs to an index of rows and columns."""
     pairs = [(row, token) for row, tokens in tokens_by_row for token in tokens]
     return _index([row for row, _ in pairs], like), _index([token for _, token in pairs], like)
 
 
 def _apply_penalties(scores: Tensor, rows: Sequence[LogitsRow]) -> Tensor:
-    """Apply repetition, presence and frequency penalties, only to the tokens that they affect."""
     penalized = [(index, row) for index, row in enumerate(rows) if row.sampling.has_penalties]
     if not penalized:
         return scores
@@ -283,7 +266,6 @@ def _apply_penalties(scores: Tensor, rows: Sequence[LogitsRow]) -> Tensor:
 
 
 def _penalties(index: int, row: LogitsRow) -> tuple[npt.NDArray[np.generic], ...]:
-    """Rows and tokens of the logits to penalize, and the factor and the term of each."""
     sampling = row.sampling
     output_ids = np.array([*row.sequence.output_ids, *row.draft], dtype=np.int64)
     output, counts = np.unique(output_ids, return_counts=True)
@@ -294,7 +276,6 @@ def _penalties(index: int, row: LogitsRow) -> tuple[npt.NDArray[np.generic], ...
 
 
 def _sample_rows(scores: Tensor, rows: Sequence[LogitsRow]) -> Tensor:
-    """Sample int64 [rows] from float32 [rows, vocab_size]."""
     options = [row.sampling for row in rows]
     scores = scores / _column([option.temperature for option in options], scores)
     _keep_top_k(scores, [option.top_k for option in options])
@@ -315,7 +296,7 @@ def _invert_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     blocks = (F.pad(weights, (0, padding)) if padding else weights).view(rows, -1, BLOCK)
     ends = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     points = ends[:, -1:] * uniforms
-    # Beyond the last block and token only if the logits are not finite; `sample` reports an error for these rows.
+    # Beyond the last block and token only if the logits are not finite, which is an error of these rows.
     block = torch.searchsorted(ends, points, right=True).clamp(max=blocks.shape[1] - 1)
     before = torch.where(block > 0, ends.gather(1, (block - 1).clamp(min=0)), 0.0)
     inside = blocks[torch.arange(rows, device=block.device), block[:, 0]].double().cumsum(dim=-1)
@@ -350,19 +331,14 @@ def _keep_top_p(weights: Tensor, top_p: Sequence[float]) -> None:
 def _nucleus_thresholds(weights: Tensor, top_p: Tensor) -> Tensor:
     """[rows, 1], the smallest weight in each row's nucleus (Holtzman et al., arXiv 1904.09751): the smallest weight
     for which the sum of the larger ones is below p."""
-    if weights.device.type != "cpu":  # to choose by the weights, the CPU would have to wait for them
-        return _sorted_nucleus_thresholds(weights, top_p)
+    if weights.device.type != "cpu":  # a GPU sorts fast, and the CPU need not wait for it
+        largest = weights.sort(dim=-1, descending=True).values
+        return _last_inside(largest, largest.cumsum(dim=-1, dtype=torch.float64), top_p)
     largest = weights.topk(min(NUCLEUS_WIDTH, weights.shape[-1])).values
     cumulative = largest.cumsum(dim=-1, dtype=torch.float64)
     if bool((cumulative[:, -1:] < top_p).any()):
         return _wide_nucleus_thresholds(weights, top_p)
     return _last_inside(largest, cumulative, top_p)
-
-
-def _sorted_nucleus_thresholds(weights: Tensor, top_p: Tensor) -> Tensor:
-    """Compute the same for nuclei of any size, which a GPU sorts in the time of a few passes over the weights."""
-    largest = weights.sort(dim=-1, descending=True).values
-    return _last_inside(largest, largest.cumsum(dim=-1, dtype=torch.float64), top_p)
 
 
 def _last_inside(largest: Tensor, cumulative: Tensor, top_p: Tensor) -> Tensor:
@@ -395,8 +371,6 @@ def _last_within(weights: Tensor, digits: Tensor, count: int, target: Tensor) ->
 
 
 def _log_probabilities(logits: Tensor, ids: Tensor, rows: Sequence[LogitsRow]) -> dict[int, tuple[float, Alternatives]]:
-    """By row, for rows that request them: the sampled token's log-probability, and the most likely tokens with
-    theirs."""
     requested = {index: count for index, row in enumerate(rows) if (count := row.sampling.logprobs) is not None}
     if not requested:
         return {}

@@ -10,13 +10,15 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
-from dashinfer_vlm_core.decoders import Token
+from dashinfer_vlm_core.decoders import DecoderStats, Token
 from dashinfer_vlm_core.errors import DecoderFailed, EngineClosed, EngineError
 
 from .runner import LaunchedStep, ModelRunner
-from .scheduler import Outcome, ScheduledChunk, Scheduler, SchedulerStats, SequenceState
+from .scheduler import Outcome, Scheduler
+from .sequence import ScheduledChunk, SequenceState
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -33,26 +35,17 @@ class OutputQueue(NamedTuple):
     queue: asyncio.Queue[Output]
 
 
-class WorkerCounts(NamedTuple):
-    """Totals of a worker; fields as in `DecoderStats`."""
-
-    steps: int = 0
-    step_requests: int = 0
-    started: int = 0
-    queue_seconds: float = 0.0
-
-
 class RunningStep(NamedTuple):
     """A step whose tokens have not been read.
 
     Attributes:
         chunks: its chunks.
-        launched: what to read, or why it could not be launched.
+        launched: what to read; None if it could not be launched.
         started: when the device began to compute it, as `time.perf_counter` counts.
     """
 
     chunks: Sequence[ScheduledChunk]
-    launched: LaunchedStep | Exception
+    launched: LaunchedStep | None
     started: float
 
 
@@ -77,7 +70,8 @@ class Worker:
         self._scheduler = scheduler
         self._step_timeout = step_timeout
         self._step_started = math.inf
-        self._counts = WorkerCounts()
+        self._started = self._steps = self._step_requests = 0
+        self._queue_seconds = 0.0
         self._arrivals: dict[SequenceState, float] = {}
         self._outputs: dict[SequenceState, OutputQueue] = {}
         self._lock = threading.Condition()
@@ -86,14 +80,15 @@ class Worker:
         self._thread.start()
 
     @property
-    def stats(self) -> SchedulerStats:
+    def stats(self) -> DecoderStats:
         with self._lock:
-            return self._scheduler.stats
-
-    @property
-    def counts(self) -> WorkerCounts:
-        with self._lock:
-            return self._counts
+            return replace(
+                self._scheduler.stats,
+                started=self._started,
+                queue_seconds=self._queue_seconds,
+                steps=self._steps,
+                step_requests=self._step_requests,
+            )
 
     @property
     def fatal_error(self) -> str:
@@ -156,7 +151,6 @@ class Worker:
             self._end_all()
 
     def _wait_for_requests(self) -> bool:
-        """Wait until there is a step to run; returns False if the worker was stopped."""
         with self._lock:
             self._lock.wait_for(lambda: self._end_error or self._scheduler.busy)
             return not self._end_error
@@ -168,9 +162,9 @@ class Worker:
         while step:
             ahead = self._launch_ahead(step)
             outcomes = self._read(step)
-            if isinstance(outcomes, Exception):
+            if outcomes is None:
                 ahead = None  # it was computed from tokens that are not known to be right
-                outcomes = self._compute_alone(step.chunks, outcomes)
+                outcomes = self._compute_alone(step.chunks)
             now = time.perf_counter()
             self._finish_step(step.chunks, outcomes, now - step.started, ahead)
             if ahead is None and self._runner.must_yield():
@@ -178,7 +172,6 @@ class Worker:
             step = ahead._replace(started=now) if ahead else self._launch_next()
 
     def _launch_next(self) -> RunningStep | None:
-        """Launch the next step; returns None if there are no requests, or if the worker was stopped."""
         with self._lock:
             if self._end_error or not self._scheduler.busy:
                 return None
@@ -189,50 +182,44 @@ class Worker:
         return RunningStep(step.chunks, self._launch(step.chunks), started)
 
     def _launch_ahead(self, step: RunningStep) -> RunningStep | None:
-        """Launch the step after one whose tokens have not been read; returns None if it has to wait for them, or if
-        other work waits for the executor."""
-        if not self._schedules_ahead or isinstance(step.launched, Exception) or self._runner.other_work_waits:
+        if not self._schedules_ahead or step.launched is None or self._runner.executor.waiting:
             return None
         with self._lock:
             chunks = [] if self._end_error else self._scheduler.schedule_ahead(step.chunks)
         if not chunks:
             return None
         launched = self._launch(chunks, step.launched)
-        if isinstance(launched, Exception):
+        if launched is None:
             self._schedules_ahead = False
-            logger.warning("A step could not be launched ahead. From now on, tokens are read first.", exc_info=launched)
+            logger.warning("A step could not be launched ahead. From now on, tokens are read first.")
             return None
         return RunningStep(chunks, launched, time.perf_counter())
 
     def _count(self, chunks: Sequence[ScheduledChunk]) -> None:
         self._step_started = now = time.monotonic()
         arrivals = [self._arrivals.pop(chunk.sequence) for chunk in chunks if chunk.sequence in self._arrivals]
-        steps, step_requests, started, queue_seconds = self._counts
-        self._counts = WorkerCounts(
-            steps=steps + 1,
-            step_requests=step_requests + len(chunks),
-            started=started + len(arrivals),
-            queue_seconds=queue_seconds + sum(now - arrival for arrival in arrivals),
-        )
+        self._started += len(arrivals)
+        self._queue_seconds += sum(now - arrival for arrival in arrivals)
+        self._steps += 1
+        self._step_requests += len(chunks)
 
-    def _launch(
-        self, chunks: Sequence[ScheduledChunk], previous: LaunchedStep | None = None
-    ) -> LaunchedStep | Exception:
+    def _launch(self, chunks: Sequence[ScheduledChunk], previous: LaunchedStep | None = None) -> LaunchedStep | None:
         try:
             return self._runner.launch(chunks, previous)
-        except Exception as error:  # noqa: BLE001 - returned
-            return error
+        except Exception:
+            logger.warning("A step of %d requests could not be launched.", len(chunks), exc_info=True)
+            return None
 
-    def _read(self, step: RunningStep) -> dict[SequenceState, Outcome] | Exception:
-        """Return the outcomes of a step, or why it failed."""
-        if isinstance(step.launched, Exception):
-            return step.launched
+    def _read(self, step: RunningStep) -> dict[SequenceState, Outcome] | None:
+        if step.launched is None:
+            return None
         try:
             return self._runner.read(step.launched)
-        except Exception as error:  # noqa: BLE001 - returned
-            return error
+        except Exception:
+            logger.warning("A step of %d requests failed.", len(step.chunks), exc_info=True)
+            return None
 
-    def _compute_alone(self, chunks: Sequence[ScheduledChunk], error: Exception) -> dict[SequenceState, Outcome]:
+    def _compute_alone(self, chunks: Sequence[ScheduledChunk]) -> dict[SequenceState, Outcome]:
         """Compute each chunk of a step that failed alone, so that only the one that causes it fails. Sequences that
         have ended or been canceled since are skipped.
 
@@ -241,21 +228,17 @@ class Worker:
         """
         with self._lock:
             running = [chunk for chunk in chunks if chunk.sequence in self._outputs]
-        if len(chunks) == 1:
-            self._runner.check_device()
-            if not running:
-                return {}
-            sequence = chunks[0].sequence
-            logger.error("Request %s failed in the decoder.", sequence.request.id, exc_info=error)
-            return {sequence: DecoderFailed("The decoder failed on this request; see the engine's log for the cause.")}
-        logger.warning("A step of %d requests failed; each is retried alone.", len(chunks), exc_info=error)
-        return {sequence: outcome for chunk in running for sequence, outcome in self._retry(chunk).items()}
-
-    def _retry(self, chunk: ScheduledChunk) -> dict[SequenceState, Outcome]:
-        try:
-            return self._runner.step([chunk])
-        except Exception as error:  # noqa: BLE001 - logged there
-            return self._compute_alone([chunk], error)
+        outcomes: dict[SequenceState, Outcome] = {}
+        for chunk in running:
+            try:
+                outcomes |= self._runner.step([chunk])
+            except Exception:  # noqa: PERF203 - any of them may fail
+                self._runner.check_device()
+                logger.exception("Request %s failed in the decoder.", chunk.sequence.request.id)
+                outcomes[chunk.sequence] = DecoderFailed(
+                    "The decoder failed on this request; see the engine's log for the cause."
+                )
+        return outcomes
 
     def _finish_step(
         self,
@@ -290,7 +273,6 @@ class Worker:
         self._deliver(deliveries)
 
     def _deliver(self, deliveries: Sequence[tuple[OutputQueue, Output]]) -> None:
-        """Deliver outputs, with one wake-up per event loop."""
         by_loop = defaultdict(list)
         for output_queue, output in deliveries:
             by_loop[output_queue.loop].append((output_queue, output))

@@ -10,7 +10,7 @@ import torch
 
 from dashinfer_vlm_cli.tune import fastest
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.engine.engine import _load_vision
+from dashinfer_vlm_core.engine.loading import _load_vision
 from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_core.kernels import cpu
 from dashinfer_vlm_core.kernels.choice import KernelSelector, LoadedKernels

@@ -154,7 +154,7 @@ def test_least_recently_used_adapter_is_unloaded(tiny_checkpoint, tmp_path, capl
         for name in ("a", "b", "a", "c", "a", "b", "b"):
             tokens(vlm, "x", LoRARequest(name, 1, paths[name]))
     assert unloaded() == ["b", "c"]
-    sizes = [record.message for record in caplog.records if "MiB in the text model" in record.message]
+    sizes = [record.message for record in caplog.records if "MiB in its file" in record.message]
     assert len(sizes) == 4
 
 
@@ -171,7 +171,7 @@ def test_adapters_in_use_are_not_unloaded(tiny_checkpoint, tmp_path):
         decoder = Supervisor(lambda: ScriptedDecoder(script, spec=spec, config=EngineConfig()), restarts=0)
         await decoder.start()
         manager = AdapterManager(
-            model="m", aliases=frozenset(), spec=spec, decoder=decoder, load_encoder=lambda adapter: None, limit=1
+            model="m", names=frozenset(), spec=spec, decoder=decoder, load_encoder=lambda adapter: None, limit=1
         )
         async with manager.use(request("a")) as first, manager.use(request("a")) as second:
             assert first is second

@@ -12,7 +12,7 @@ from dashinfer_vlm_core.errors import DecoderFailed
 from dashinfer_vlm_torch.proposer import Draft
 from dashinfer_vlm_torch.runner import LaunchedStep, ModelRunner
 from dashinfer_vlm_torch.sampler import LaunchedArgmax
-from dashinfer_vlm_torch.scheduler import SampledToken, ScheduledChunk, SequenceState
+from dashinfer_vlm_torch.sequence import SampledToken, ScheduledChunk, SequenceState
 from tests.decoder_pause import DecoderPause
 
 from .oracle import collect, decoding, ids, prompt, text, visual
@@ -52,7 +52,7 @@ def complete(oracle, requests, failing=(), **options):
         async with decoding(oracle.decoder(**options)) as decoder:
             ahead = Ahead(decoder._worker._runner, failing)
             found = await asyncio.gather(*(collect(decoder, request) for request in requests))
-            assert (decoder.stats.running, decoder.stats.kv_used) == (0, 0)
+            assert (decoder.snapshot().running, decoder.snapshot().kv_used) == (0, 0)
             return found, ahead.count
 
     return asyncio.run(run())
@@ -116,7 +116,7 @@ def test_failed_step_discards_the_step_ahead(oracle, failing):
             ahead = Ahead(decoder._worker._runner, failing)
             found = await asyncio.gather(*(collect(decoder, one) for one in requests), return_exceptions=True)
             assert ahead.launches == ahead.reads + 1
-            assert decoder.stats.kv_used == 0
+            assert decoder.snapshot().kv_used == 0
             return found
 
     found = asyncio.run(run())
@@ -199,7 +199,7 @@ def test_step_ahead_waits_for_rows():
 def test_repetitions_are_drafted():
     """The next step waits for the tokens of one that could be followed by a draft."""
     queue = scheduler(kv_tokens=400, prefill_chunk=100, speculative=True)
-    one = SequenceState.of(text(*range(20, 50), max_tokens=40), stop=(95,))
+    one = SequenceState(text(*range(20, 50), max_tokens=40), stop=(95,))
     queue.add(one)
     chunks, ahead = queue.schedule().chunks, [ScheduledChunk(one, 0, 0)]
     while not chunks[0].draft.tokens:

@@ -80,7 +80,7 @@ class CountingEngine:
         return answer.choices[0].message.content, answer.usage, self.engine.stats().vision.passes - passes, read
 
     def stats(self):
-        return self._plugin.decoder.stats
+        return self._plugin.decoder.snapshot()
 
 
 def cached(usage):

@@ -15,6 +15,7 @@ import torch
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.kernels.choice import KernelSelector, LoadedKernels
 from dashinfer_vlm_core.kernels.cuda import CudaKernels
+from dashinfer_vlm_core.kernels.streams import HostCopy
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.kernels.types import KVSpan
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
@@ -32,7 +33,7 @@ from dashinfer_vlm_torch.model import TextModel, TextQuantization
 from dashinfer_vlm_torch.proposer import Draft
 from dashinfer_vlm_torch.runner import ModelRunner
 from dashinfer_vlm_torch.sampler import LaunchedArgmax, _choose
-from dashinfer_vlm_torch.scheduler import ScheduledChunk, SequenceState
+from dashinfer_vlm_torch.sequence import ScheduledChunk, SequenceState
 from tests.recording import check_recordable, repeat
 
 from .oracle import collect, decoding, ids, prompt, text, visual
@@ -167,7 +168,7 @@ def load(oracle, device="cpu", kernels=CudaKernels, dtype=torch.float32):
 
 
 def sequence(request, first_row):
-    state = SequenceState.of(request, ())
+    state = SequenceState(request, ())
     state.first_row = first_row
     return state
 
@@ -177,7 +178,8 @@ class HiddenStates(ModelRunner):
 
     def _sample(self, x, rows, heads):
         self.x = x.clone()
-        return LaunchedArgmax.of(torch.zeros(len(rows), dtype=torch.int64))
+        ids = torch.zeros(len(rows), dtype=torch.int64)
+        return LaunchedArgmax(ids, HostCopy(ids))
 
 
 def test_padding_changes_no_row_of_a_sequence(oracle, model):

@@ -31,7 +31,7 @@ from dashinfer_vlm_torch import register_decoders
 from dashinfer_vlm_torch.decoder import TorchDecoder
 from dashinfer_vlm_torch.host_memory import default_kv_mib, memory_limit
 from dashinfer_vlm_torch.runner import ModelRunner
-from dashinfer_vlm_torch.scheduler import INITIAL_OUTPUT_ROWS
+from dashinfer_vlm_torch.sequence import INITIAL_OUTPUT_ROWS
 from dashinfer_vlm_torch.worker import Worker
 from tests.decoder_pause import DecoderPause
 from tests.kernels import selector
@@ -45,7 +45,7 @@ IDLE = {"running": 0, "waiting": 0, "kv_used": 0}
 
 def load(decoder):
     """Return the number of running and waiting requests, and the used rows."""
-    stats = decoder.stats
+    stats = decoder.snapshot()
     return {"running": stats.running, "waiting": stats.waiting, "kv_used": stats.kv_used}
 
 
@@ -116,7 +116,7 @@ def test_requests_wait_for_memory_and_all_complete(oracle):
     async def run():
         async with decoding(oracle.decoder(kv_cache_mib=1)) as decoder:
             tasks = [asyncio.create_task(collect(decoder, request)) for request in requests]
-            return await asyncio.gather(*tasks), load(decoder), decoder.stats.preemptions
+            return await asyncio.gather(*tasks), load(decoder), decoder.snapshot().preemptions
 
     answers, idle, preemptions = asyncio.run(run())
     assert [len(tokens) for tokens in answers] == [600] * 4
@@ -271,7 +271,7 @@ def test_request_that_fails_its_step_fails_alone(oracle, embedding):
             neighbors = [asyncio.create_task(collect(decoder, one)) for one in (prompt(1, 20), seeded, good)]
             await wait_for_load(decoder, running=3)
             joining = asyncio.create_task(collect(decoder, bad))
-            await asyncio.to_thread(until, lambda: decoder.stats.running + decoder.stats.waiting == 4)
+            await asyncio.to_thread(until, lambda: decoder.snapshot().running + decoder.snapshot().waiting == 4)
             pause.release()
             with pytest.raises(DecoderFailed):
                 await joining
@@ -363,14 +363,14 @@ def test_token_is_delivered_while_the_next_step_computes(oracle):
 
     async def run():
         async with decoding(oracle.decoder()) as decoder:
-            layers = decoder._model._layers
+            layers = decoder._runner._model._layers
 
             def wait_for_reader(x, batch):
                 if len(batch.slots) == 1:  # not the prompt
                     received_in_time.append(read.acquire(timeout=HANG))
                 return layers(x, batch)
 
-            decoder._model._layers = wait_for_reader
+            decoder._runner._model._layers = wait_for_reader
             async for _ in decoder.decode(prompt(1, 5, max_tokens=4, ignore_eos=True)):
                 read.release()
 
@@ -382,7 +382,7 @@ def test_waiting_work_runs_between_steps(oracle):
     async def run():
         async with decoding(oracle.decoder()) as decoder, aclosing(decoder.decode(prompt(1, 5, **LONG))) as tokens:
             await anext(tokens)
-            return await asyncio.to_thread(CPU_EXECUTOR.run, lambda: decoder.stats.running)
+            return await asyncio.to_thread(CPU_EXECUTOR.run, lambda: decoder.snapshot().running)
 
     assert asyncio.run(run()) == 1
 

@@ -347,7 +347,7 @@ def test_bfloat16_kv_cache_of_float32_model_stays_close(oracle):
 def test_int8_kv_cache_holds_more_tokens(oracle):
     """A token of this model has 2 layers * 2 * 2 rows of 16 elements."""
     bfloat16, int8 = (
-        oracle.decoder(kv_cache_mib=1, dtype="bfloat16", kv_cache_dtype=dtype).stats.kv_size
+        oracle.decoder(kv_cache_mib=1, dtype="bfloat16", kv_cache_dtype=dtype).snapshot().kv_size
         for dtype in ("bfloat16", "int8")
     )
     assert (bfloat16, int8) == (2**20 // (8 * 32), 2**20 // (8 * (16 + 4)))

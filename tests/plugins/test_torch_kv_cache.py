@@ -20,7 +20,8 @@ from dashinfer_vlm_torch.kv_cache import KVCache
 from dashinfer_vlm_torch.kv_cache_manager import KVCacheManager, KVCopy
 from dashinfer_vlm_torch.prefix_hash import BLOCK_SIZE, PrefixHash
 from dashinfer_vlm_torch.runner import _verify
-from dashinfer_vlm_torch.scheduler import SampledToken, Scheduler, SequenceState
+from dashinfer_vlm_torch.scheduler import Scheduler
+from dashinfer_vlm_torch.sequence import SampledToken, SequenceState
 
 from .oracle import prompt, visual
 
@@ -219,7 +220,7 @@ def test_index_is_empty_when_nothing_is_cached():
     for content in range(9):
         keep(memory, prompt(content, 100))
     memory.free(memory.allocate(PrefixHash(prompt(99, 400)), 400), keep=False)
-    assert (memory._index, memory.cached, memory.used, memory._allocator.allocations) == ({}, 0, 0, ())
+    assert (memory._index, memory.cached, memory.used, memory._allocator.allocations) == ({}, 0, 0, [])
 
 
 def test_digest_depends_on_every_preceding_byte():
@@ -304,7 +305,7 @@ class Pool:
         """Process an event: a request arrives; a number of steps runs; a request is canceled, (number,); or a list of
         events during a step."""
         if isinstance(event, DecodeRequest):
-            self.add(SequenceState.of(event, stop=()))
+            self.add(SequenceState(event, stop=()))
         elif isinstance(event, int):
             self.run_steps(event)
         elif isinstance(event, tuple):
@@ -400,7 +401,7 @@ def row_hashes(sequence, draft=()):
 
 def expected_output(sequence, vocabulary):
     """Return the output of a sequence that runs alone, without a cache and drafts."""
-    alone = SequenceState.of(sequence.request, stop=())
+    alone = SequenceState(sequence.request, stop=())
     while len(alone.output_ids) < alone.max_tokens:
         alone.append(row_hashes(alone)[-1] % vocabulary)
     return alone.output_ids

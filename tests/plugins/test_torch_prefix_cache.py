@@ -53,7 +53,7 @@ def run_decoder(oracle, requests, *, how=one_by_one, **options):
 
     async def run():
         async with decoding(oracle.decoder(**options)) as decoder:
-            return await how(decoder, requests), decoder.stats
+            return await how(decoder, requests), decoder.snapshot()
 
     return asyncio.run(run())
 
@@ -153,7 +153,7 @@ def test_prefix_of_canceled_request_is_reused(oracle):
             async with aclosing(decoder.decode(request)) as tokens:
                 await anext(tokens)
                 await anext(tokens)
-            return await collect(decoder, request), decoder.stats
+            return await collect(decoder, request), decoder.snapshot()
 
     found, stats = asyncio.run(run())
     assert_equal([found], [expected])
@@ -178,7 +178,7 @@ def test_canceling_at_any_time_leaves_cache_valid(oracle):
                 await asyncio.gather(
                     *(cancel_after(decoder, request, pauses + i) for i, request in enumerate(requests))
                 )
-            return await at_once(decoder, requests), decoder.stats
+            return await at_once(decoder, requests), decoder.snapshot()
 
     found, stats = asyncio.run(run())
     assert_equal(found, expected)

@@ -19,7 +19,7 @@ from dashinfer_vlm_torch.sampler import (
     _nucleus_thresholds,
     _wide_nucleus_thresholds,
 )
-from dashinfer_vlm_torch.scheduler import SampledToken, SequenceState
+from dashinfer_vlm_torch.sequence import SampledToken, SequenceState
 from tests.kernels import load_fastest, needs_native
 
 from .oracle import text
@@ -28,7 +28,7 @@ STOPS = (95,)
 
 
 def sequence(output_ids=(), prompt=(1, 2, 2, 3), **sampling):
-    made = SequenceState.of(text(*prompt, **{"temperature": 1.0, "max_tokens": 10_000} | sampling), STOPS)
+    made = SequenceState(text(*prompt, **{"temperature": 1.0, "max_tokens": 10_000} | sampling), STOPS)
     made.output_ids.extend(output_ids)
     return made
 
@@ -40,7 +40,7 @@ def kernel_sampler(request):
 
 
 def sample(logits, sequences, kernel_sampler=None):
-    return sampler.sample(logits, [LogitsRow(one) for one in sequences], kernel_sampler)
+    return sampler.launch_sample(logits, [LogitsRow(one) for one in sequences], kernel_sampler).read()
 
 
 def is_greedy(one):

@@ -9,19 +9,14 @@ import pytest
 from dashinfer_vlm_core.errors import DecoderFailed, QueueFull
 from dashinfer_vlm_torch.kv_cache_manager import KVCopy
 from dashinfer_vlm_torch.prefill_budget import PrefillBudget
-from dashinfer_vlm_torch.scheduler import (
-    INITIAL_OUTPUT_ROWS,
-    SampledToken,
-    ScheduledChunk,
-    Scheduler,
-    SequenceState,
-)
+from dashinfer_vlm_torch.scheduler import Scheduler
+from dashinfer_vlm_torch.sequence import INITIAL_OUTPUT_ROWS, SampledToken, ScheduledChunk, SequenceState
 
 from .oracle import prompt
 
 
 def sequence(length, max_tokens=4, *, content=0, **sampling):
-    return SequenceState.of(prompt(content, length, max_tokens=max_tokens, **sampling), stop=(95,))
+    return SequenceState(prompt(content, length, max_tokens=max_tokens, **sampling), stop=(95,))
 
 
 def scheduler(**options):
@@ -235,7 +230,7 @@ def test_mostly_different_prompt_does_not_wait():
     """The prompts share their first 16 tokens."""
     one, other = sequence(60), sequence(60)
     other.request.token_ids[16:] = 1
-    other = SequenceState.of(other.request, stop=())
+    other = SequenceState(other.request, stop=())
     queue = scheduler(prefill_chunk=120, kv_tokens=200)
     queue.add(one)
     queue.add(other)
@@ -348,7 +343,7 @@ def test_single_sequence_may_use_whole_pool():
     queue.add(one)
     step(queue)
     queue.remove(other)
-    long = SequenceState.of(replace(one.request, sampling=replace(one.request.sampling, max_tokens=161)), stop=())
+    long = SequenceState(replace(one.request, sampling=replace(one.request.sampling, max_tokens=161)), stop=())
     queue.add(long)
     while queue.busy:
         step(queue)
@@ -391,7 +386,7 @@ def test_conversation_continues_in_place():
         step(queue)
     after = replace(turn.request, token_ids=prompt(0, 70).token_ids, positions=prompt(0, 70).positions)
     after.token_ids[40:50] = turn.output_ids
-    queue.add(second := SequenceState.of(after, stop=()))
+    queue.add(second := SequenceState(after, stop=()))
     moves, chunks = queue.schedule()
     assert (moves, [chunk[:3] for chunk in chunks]) == ([], [(second, 49, 70)])
     assert queue.stats.kv_cached == 0
@@ -403,7 +398,7 @@ def test_other_prompt_on_same_image_starts_from_copy():
     step(queue)
     other = prompt(0, 60)
     other.token_ids[37:] = 1
-    queue.add(asks := SequenceState.of(other, stop=()))
+    queue.add(asks := SequenceState(other, stop=()))
     moves, chunks = queue.schedule()
     assert [chunk[:3] for chunk in chunks] == [(asks, 37, 60)]
     assert moves == [KVCopy(0, asks.first_row, 37)]

@@ -23,7 +23,8 @@ from dashinfer_vlm_torch.proposer import (
     lookup,
 )
 from dashinfer_vlm_torch.runner import _verify
-from dashinfer_vlm_torch.scheduler import SampledToken, ScheduledChunk, Scheduler, SequenceState
+from dashinfer_vlm_torch.scheduler import Scheduler
+from dashinfer_vlm_torch.sequence import SampledToken, ScheduledChunk, SequenceState
 from dashinfer_vlm_torch.settings import TorchOptions
 
 from .oracle import collect, decoding, ids, prompt, text, visual
@@ -141,7 +142,7 @@ def speculative(**options):
 
 
 def sequence(*tokens, **sampling):
-    return SequenceState.of(text(*tokens, **{"max_tokens": 100} | sampling), stop=(95,))
+    return SequenceState(text(*tokens, **{"max_tokens": 100} | sampling), stop=(95,))
 
 
 def advance(scheduler, *tokens):

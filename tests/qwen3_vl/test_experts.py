@@ -16,6 +16,7 @@ from dashinfer_vlm_core.kernels.cuda import CudaKernels
 from dashinfer_vlm_core.kernels.experts import Expert, GroupedExperts, MixtureOfExperts
 from dashinfer_vlm_core.kernels.layers import ReferenceDecoderLayers
 from dashinfer_vlm_core.kernels.quantization import INT8
+from dashinfer_vlm_core.kernels.streams import HostCopy
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.kernels.types import Activation, DecoderLayer, DecoderShape, Norm
 from dashinfer_vlm_core.models.weights import Weights
@@ -25,7 +26,7 @@ from dashinfer_vlm_torch.model import TextModel, TextQuantization
 from dashinfer_vlm_torch.proposer import Draft
 from dashinfer_vlm_torch.runner import ModelRunner
 from dashinfer_vlm_torch.sampler import LaunchedArgmax
-from dashinfer_vlm_torch.scheduler import ScheduledChunk, SequenceState
+from dashinfer_vlm_torch.sequence import ScheduledChunk, SequenceState
 from tests.kernels import load_fastest, needs_native
 from tests.plugins.oracle import prompt
 
@@ -164,7 +165,8 @@ class LogitsRunner(ModelRunner):
 
     def _sample(self, x, rows, heads):
         self.logits = self._model.logits(x, heads)
-        return LaunchedArgmax.of(self.logits.argmax(dim=-1))
+        ids = self.logits.argmax(dim=-1)
+        return LaunchedArgmax(ids, HostCopy(ids))
 
 
 @torch.inference_mode()
@@ -175,7 +177,7 @@ def logits(folder, kernels):
             weights, spec.text, kernels, device="cpu", dtype=torch.float32, quantization=TextQuantization()
         )
     runner = LogitsRunner(model, KVCache(spec.text, 40, device="cpu", dtype=torch.float32))
-    sequence = SequenceState.of(prompt(1, 30), ())
+    sequence = SequenceState(prompt(1, 30), ())
     sequence.first_row = 0
     runner.compute(lambda: runner.step([ScheduledChunk(sequence, 0, sequence.prompt_length, Draft((5, 6)))]))
     return model, runner.logits

@@ -189,7 +189,7 @@ def test_engine_log_lines_have_the_request_id(scripted, tmp_path):
         logging.getLogger().removeHandler(handler)
         handler.close()
     lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
-    failed = next(line for line in lines if line["logger"] == "dashinfer_vlm_core.engine.internal_errors")
+    failed = next(line for line in lines if line["logger"] == "dashinfer_vlm_core.engine.admission")
     assert failed["request_id"] == "the-one"
     assert "ZeroDivisionError" in failed["exception"]
 

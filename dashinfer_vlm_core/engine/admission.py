@@ -1,11 +1,14 @@
-"""ConcurrencyLimiter: bounds the completions that an engine runs or lets wait."""
+"""What surrounds every request: a bound on concurrent completions, and errors that do not expose internals."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 
-from ..errors import InvalidParameter, QueueFull
+from ..errors import DashInferVLMError, EngineError, InvalidParameter, QueueFull
+
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 class ConcurrencyLimiter:
@@ -37,3 +40,18 @@ class ConcurrencyLimiter:
             yield
         finally:
             self.in_use -= n
+
+
+@contextlib.contextmanager
+def hide_internal_errors() -> Iterator[None]:
+    """Log unexpected exceptions, and replace them with an error that does not expose internals."""
+    try:
+        yield
+    except DashInferVLMError:
+        raise
+    except Exception as error:
+        logger.exception("A request failed.")
+        raise EngineError(
+            "The engine failed on this request; see its log for the cause. Other requests are not affected.",
+            code="internal_error",
+        ) from error

@@ -1,0 +1,149 @@
+"""Load what an engine runs: the model, the decoder and the stages around them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ..config import MIB, EngineConfig
+from ..decoders import LORA, DecoderFactory, DecoderSupport
+from ..decoders.supervisor import Supervisor
+from ..errors import SetupError
+from ..kernels.choice import KernelSelector
+from ..media import MediaLoader
+from ..media.decoder import MediaDecoder
+from ..media.video import select_readers
+from ..media_workers import create_executor
+from ..models.checkpoint import find_model
+from ..plugins import Registry
+from ..preprocessing.prompt import PromptBuilder
+from ..protocol import DEFAULT_MODEL
+from ..structured_output.request_grammars import RequestGrammars
+from ..tokenization.detokenizer import IncrementalDetokenizer
+from ..vision import VisionService
+from ..vision.media_uuids import MediaUuidCache
+from .adapters import AdapterManager
+from .admission import ConcurrencyLimiter
+from .chat_pipeline import ChatPipeline
+from .observers import RequestObserver
+from .vision_store import open_vision_store
+
+if TYPE_CHECKING:
+    from ..models.interface import ModelFamily
+    from ..models.spec import ModelSpec
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+
+async def load_pipeline(config: EngineConfig, registry: Registry, observer: RequestObserver) -> ChatPipeline:
+    """Load the model and start the decoder.
+
+    Raises:
+        SetupError: the setup is incomplete or invalid; the message says how to fix it.
+    """
+    pipeline = await asyncio.to_thread(_create_pipeline, registry.resolve_options(config), registry, observer)
+    try:
+        await pipeline.decoder.start()
+        await pipeline.adapters.load_all(config)
+    except BaseException:
+        await pipeline.close()
+        raise
+    return pipeline
+
+
+def _create_pipeline(config: EngineConfig, registry: Registry, observer: RequestObserver) -> ChatPipeline:
+    readers = select_readers(registry.video_readers, config)
+    folder = find_model(config.model, registered=registry.models, revision=config.revision)
+    family = registry.family_of(folder)
+    spec = registry.load_spec(folder)
+    kernels = KernelSelector(registry.kernels.values(), config)
+    factory, reason = select_decoder(registry, spec, config)
+    logger.info("model %s from %s, decoder %s: %s", config.name, folder, factory.name, reason)
+    decoder = Supervisor(lambda: factory.create(spec, config, kernels), restarts=config.limits.decoder_restarts)
+    prompts = PromptBuilder.load(spec, family.prompt_layout(spec), config, max_model_len=decoder.max_model_len)
+    IncrementalDetokenizer(prompts.tokenizer)  # rejects one that is not byte-level now, not at the first request
+    processor = family.image_processor(spec, config)
+    media_decoder = MediaDecoder(config=config, readers=readers, policy=spec.video.with_config(config))
+    media_executor = create_executor(
+        config, family=family, folder=folder, spec=spec, processor=processor, decoder=media_decoder
+    )
+    vision = _load_vision(family, spec, config, kernels, registry)
+    return ChatPipeline(
+        name=config.name,
+        decoder_reason=reason,
+        limiter=ConcurrencyLimiter(config.max_batch_size + config.max_waiting),
+        spec=spec,
+        media=MediaLoader(config, readers, policy=spec.video),
+        media_executor=media_executor,
+        processor=processor,
+        prompts=prompts,
+        vision=vision,
+        media_uuids=MediaUuidCache(vision, limit=config.limits.max_media_ids),
+        grammars=RequestGrammars(prompts.tokenizer, spec),
+        decoder=decoder,
+        adapters=_adapter_manager(family, spec, config, kernels, decoder),
+        observer=observer,
+    )
+
+
+def _adapter_manager(
+    family: ModelFamily, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector, decoder: Supervisor
+) -> AdapterManager:
+    return AdapterManager(
+        model=config.name,
+        names=frozenset({config.name, config.model, DEFAULT_MODEL}),
+        spec=spec,
+        decoder=decoder,
+        load_encoder=partial(family.load_vision_encoder, spec, config, kernels),
+        limit=max(config.limits.max_loras, len(config.lora)),
+    )
+
+
+def _load_vision(
+    family: ModelFamily, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector, registry: Registry
+) -> VisionService:
+    encoder = family.load_vision_encoder(spec, config, kernels)
+    return VisionService(
+        encoder,
+        model_key=kernels.vision_name.encode(),
+        cache_bytes=config.vision_cache_mib * MIB,
+        batch_patches=encoder.batch_patches,
+        store=open_vision_store(registry, family, spec, config, kernels=kernels, encoder=encoder),
+    )
+
+
+def select_decoder(registry: Registry, spec: ModelSpec, config: EngineConfig) -> tuple[DecoderFactory, str]:
+    """Select the decoder; return its factory and the reason.
+
+    Raises:
+        PluginError: no decoder of the requested name is registered.
+        SetupError: the requested decoder, or every decoder, cannot run here, or the selected one does not support an
+            option of a plugin.
+    """
+    names = sorted(registry.decoders) if config.decoder == "auto" else [config.decoder]
+    candidates = [(_check_support(registry.decoder(name), spec, config), registry.decoder(name)) for name in names]
+    best, factory = max(candidates, key=lambda candidate: candidate[0].score, default=(None, None))
+    if best is None or factory is None or best.score <= 0:
+        reasons = (
+            "; ".join(f"{factory.name}: {support.reason}" for support, factory in candidates) or "none is registered"
+        )
+        raise SetupError(f"No decoder can run here ({reasons}). `dashinfer-vlm plugins` lists what is installed.")
+    for kind in registry.option_classes:
+        config.options_of(kind).check(factory.name)
+    others = [f"{other.name}: {support.reason}" for support, other in candidates if other is not factory]
+    return factory, " ".join([best.reason, *(["Not selected:"] if others else []), *others])
+
+
+def _check_support(factory: DecoderFactory, spec: ModelSpec, config: EngineConfig) -> DecoderSupport:
+    if config.lora and LORA not in factory.supported_params:
+        reason = (
+            "It does not apply LoRA adapters (`lora`). Merge the adapter into a checkpoint, or use the decoder torch."
+        )
+        return DecoderSupport(score=0, reason=reason)
+    try:
+        return factory.check_support(spec, config)
+    except Exception as error:  # one decoder that cannot run does not affect the others
+        logger.exception("check_support of the decoder %s failed", factory.name)
+        return DecoderSupport(score=0, reason=f"its check failed: {error}")

@@ -1,0 +1,174 @@
+"""The state of a sequence, and the part of it that a step computes."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dashinfer_vlm_core.decoders import DecodeRequest, FinishReason, GrammarMatcher
+
+from .kv_allocator import KVAllocation
+from .prefix_hash import PrefixHash
+from .proposer import Draft, DraftProposer
+
+if TYPE_CHECKING:
+    from .adapters import TextAdapter
+
+SEED_BITS = 64
+
+INITIAL_OUTPUT_ROWS = 64
+"""Rows reserved for the output of a new sequence. Later, the reserve equals the output's length."""
+
+
+class SampledToken(NamedTuple):
+    """The token sampled for one sequence.
+
+    Attributes:
+        id: the token id.
+        logprob: its log-probability in the model's own distribution; None unless requested.
+        top_logprobs: the most likely tokens as (id, logprob), most likely first.
+    """
+
+    id: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+class SequenceState:
+    """The state of one sequence, which is waiting or running.
+
+    Args:
+        request: the request to decode.
+        stop: the stop tokens of the model.
+        adapter: the LoRA adapter of its request; None for the model itself.
+
+    Attributes:
+        max_len: the most rows of the pool that it may need.
+        stops: tokens that end the output.
+        seed: the seed of its random numbers.
+        first_position: M-RoPE position of the first output token, on all three axes.
+        prefix: the content of prompt and output, with a digest per block.
+        first_row: first row of its keys and values in the pool during the current step; only `Scheduler.schedule`
+            changes it.
+        allocation: its rows in the pool; None while it waits.
+        output_ids: tokens sampled so far.
+        matcher: the output's state in the request's grammar, if it has one.
+        depends_on_tokens: whether its next step can be scheduled only after the last one was read: penalties and
+            grammars need its tokens on the CPU, and log-probabilities are computed when they are read.
+        proposer: proposes its next tokens; None if each step adds one token.
+        num_cached_tokens: tokens taken from the prefix cache before the first output token.
+        num_preempted_tokens: tokens that it had computed itself when it was preempted. If they are found in the cache
+            again, they do not count as cached.
+    """
+
+    def __init__(self, request: DecodeRequest, stop: Iterable[int], adapter: TextAdapter | None = None) -> None:
+        sampling = request.sampling
+        assert sampling.max_tokens is not None
+        self.request = request
+        self.adapter = adapter
+        self.prompt_length: int = len(request.token_ids)
+        self.max_tokens: int = sampling.max_tokens
+        self.max_len: int = self.prompt_length + self.max_tokens
+        self.stops: frozenset[int] = frozenset(sampling.stop_token_ids).union(() if sampling.ignore_eos else stop)
+        self.seed: int = secrets.randbits(SEED_BITS) if sampling.seed is None else sampling.seed % (1 << SEED_BITS)
+        self.first_position: int = int(request.positions.max()) + 1
+        self.prefix: PrefixHash = PrefixHash(request)
+        self.first_row: int = -1
+        self.allocation: KVAllocation | None = None
+        self.output_ids: list[int] = []
+        self.matcher: GrammarMatcher | None = request.grammar.copy() if request.grammar else None
+        self.depends_on_tokens: bool = (
+            self.matcher is not None or sampling.logprobs is not None or sampling.has_penalties
+        )
+        self.proposer: DraftProposer | None = None
+        self.num_cached_tokens: int = 0
+        self.num_preempted_tokens: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and output so far."""
+        return self.prompt_length + len(self.output_ids)
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Leading tokens whose keys and values are in the pool."""
+        return self.allocation.num_computed_tokens if self.allocation else 0
+
+    @property
+    def num_pending_tokens(self) -> int:
+        return self.length - self.num_computed_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether only the newest output token is left to compute."""
+        return bool(self.output_ids) and self.num_pending_tokens == 1
+
+    @property
+    def reserved_len(self) -> int:
+        """Rows to reserve, so that it does not have to grow at every step."""
+        return min(self.max_len, self.length + max(INITIAL_OUTPUT_ROWS, len(self.output_ids)))
+
+    def token_ids(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Token ids [start, stop)."""
+        prompt = self.request.token_ids[start:stop]
+        output = self.output_ids[max(start - self.prompt_length, 0) : max(stop - self.prompt_length, 0)]
+        if not len(prompt):
+            return np.array(output, dtype=np.int64)
+        return np.append(prompt, output).astype(np.int64) if output else prompt
+
+    def positions(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Positions of tokens [start, stop), broadcastable to [3, stop - start]."""
+        output_positions = np.arange(max(start, self.prompt_length), stop)[None] + (
+            self.first_position - self.prompt_length
+        )
+        if start >= self.prompt_length:
+            return output_positions
+        return np.concatenate((self.request.positions[:, start:stop], np.tile(output_positions, (3, 1))), axis=1)
+
+    def append(self, token: int) -> None:
+        """Append the next output token."""
+        self.output_ids.append(token)
+        self.prefix.append(token, self.first_position + len(self.output_ids) - 1)
+        if self.matcher:
+            self.matcher.accept_token(token)
+
+    def finish_reason(self) -> FinishReason | None:
+        """Why the output ends with its last token; None if it continues."""
+        if self.output_ids[-1] in self.stops:
+            return "stop"
+        return "length" if len(self.output_ids) == self.max_tokens else None
+
+
+class ScheduledChunk(NamedTuple):
+    """Tokens [start, stop) of a sequence, to be computed in one step, followed by a draft of the next tokens.
+
+    Attributes:
+        sequence: the sequence.
+        start: index of the first token.
+        stop: index after the last token of its prompt and output.
+        draft: the proposed tokens; none unless `needs_logits`.
+    """
+
+    sequence: SequenceState
+    start: int
+    stop: int
+    draft: Draft = Draft()
+
+    @property
+    def end(self) -> int:
+        """Index after the last proposed token."""
+        return self.stop + len(self.draft.tokens)
+
+    @property
+    def num_unsampled(self) -> int:
+        """Leading proposed tokens that need no logits: forced ones, unless their log-probabilities are requested."""
+        return 0 if self.sequence.request.sampling.logprobs is not None else self.draft.num_forced
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether the step samples the sequence's next token."""
+        return self.stop == self.sequence.length
