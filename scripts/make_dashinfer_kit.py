@@ -22,17 +22,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dashinfer_vlm_core.decoders.dashinfer.environment import CHUNK_BYTES, VERSION, sha256
-from dashinfer_vlm_core.decoders.dashinfer.install import (
+from dashinfer_vlm_core.errors import SetupError
+from dashinfer_vlm_dashinfer.environment import CHUNK_BYTES, VERSION, sha256
+from dashinfer_vlm_dashinfer.install import (
     NAME,
     REQUIREMENTS_OPTIONS,
     find_python,
     is_suitable,
     requirements_file,
 )
-from dashinfer_vlm_core.decoders.dashinfer.kit import PIECE, SUMS
-from dashinfer_vlm_core.decoders.dashinfer.stub_libraries import ONE_DEVICE, compile_stub_libraries
-from dashinfer_vlm_core.errors import SetupError
+from dashinfer_vlm_dashinfer.kit import PIECE, SUMS
+from dashinfer_vlm_dashinfer.stub_libraries import ONE_DEVICE, compile_stub_libraries
 
 PACKAGES = frozenset({"dashinfer", "numpy", "nvidia-cublas-cu12", "nvidia-cuda-runtime-cu12"})
 PLATFORMS = ("manylinux2014_x86_64", "manylinux_2_17_x86_64", "manylinux_2_24_x86_64", "manylinux_2_28_x86_64")

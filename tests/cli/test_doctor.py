@@ -16,12 +16,6 @@ import torch
 from dashinfer_vlm_cli.checks import EXTRAS, REQUIRED, _embedding_store, _media_workers, all_findings
 from dashinfer_vlm_core import hookimpl
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.decoders.dashinfer.environment import (
-    disk_bytes,
-    private_environment,
-    private_folder,
-    stub_libraries_folder,
-)
 from dashinfer_vlm_core.findings import Finding
 from dashinfer_vlm_core.kernels.devices import cuda_devices
 from dashinfer_vlm_core.media_workers import fork_server
@@ -30,6 +24,12 @@ from dashinfer_vlm_core.media_workers.seccomp import has_list
 from dashinfer_vlm_core.plugins import Registry
 from dashinfer_vlm_cpu import native
 from dashinfer_vlm_cpu.library import load_library
+from dashinfer_vlm_dashinfer.environment import (
+    disk_bytes,
+    private_environment,
+    private_folder,
+    stub_libraries_folder,
+)
 from tests.cli.conftest import MAIN, run_process
 from tests.quantized_checkpoints import LAYOUTS, write_config, write_quantized
 

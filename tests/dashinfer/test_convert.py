@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dashinfer_vlm_core.decoders.dashinfer.convert import ConvertedModel, WeightFormat, check_space, convert
 from dashinfer_vlm_core.errors import CheckpointError, SetupError
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
+from dashinfer_vlm_dashinfer.convert import ConvertedModel, WeightFormat, check_space, convert
 
 pytestmark = pytest.mark.dashinfer
 

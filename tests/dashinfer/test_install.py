@@ -14,8 +14,12 @@ from click.testing import CliRunner
 
 from dashinfer_vlm_core.cli.main import cli
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.decoders.dashinfer import DashInferFactory
-from dashinfer_vlm_core.decoders.dashinfer.environment import (
+from dashinfer_vlm_core.errors import MissingDependency
+from dashinfer_vlm_core.kernels.devices import cuda_devices
+from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
+from dashinfer_vlm_core.plugins import add_commands
+from dashinfer_vlm_dashinfer import DashInferFactory
+from dashinfer_vlm_dashinfer.environment import (
     Environment,
     disk_bytes,
     examine,
@@ -25,18 +29,14 @@ from dashinfer_vlm_core.decoders.dashinfer.environment import (
     private_folder,
     stub_libraries_folder,
 )
-from dashinfer_vlm_core.decoders.dashinfer.install import (
+from dashinfer_vlm_dashinfer.install import (
     CPU_ONLY_PACKAGES,
     compile_driver_stubs,
     install,
     is_suitable,
     requirements_file,
 )
-from dashinfer_vlm_core.decoders.dashinfer.stub_libraries import DRIVER
-from dashinfer_vlm_core.errors import MissingDependency
-from dashinfer_vlm_core.kernels.devices import cuda_devices
-from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
-from dashinfer_vlm_core.plugins import add_commands
+from dashinfer_vlm_dashinfer.stub_libraries import DRIVER
 
 needs_3_11 = pytest.mark.skipif(sys.version_info[:2] == (3, 10), reason="this interpreter may serve DashInfer itself")
 

@@ -13,22 +13,22 @@ import pytest
 from click.testing import CliRunner
 
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.decoders.dashinfer.commands import dashinfer
-from dashinfer_vlm_core.decoders.dashinfer.environment import (
+from dashinfer_vlm_core.errors import SetupError
+from dashinfer_vlm_dashinfer.commands import dashinfer
+from dashinfer_vlm_dashinfer.environment import (
     private_environment,
     private_folder,
     stub_libraries_folder,
 )
-from dashinfer_vlm_core.decoders.dashinfer.install import _candidates, install, is_suitable
-from dashinfer_vlm_core.decoders.dashinfer.kit import SUMS, unpack_kit
-from dashinfer_vlm_core.decoders.dashinfer.stub_libraries import (
+from dashinfer_vlm_dashinfer.install import _candidates, install, is_suitable
+from dashinfer_vlm_dashinfer.kit import SUMS, unpack_kit
+from dashinfer_vlm_dashinfer.stub_libraries import (
     NCCL,
     ONE_DEVICE,
     ONE_DEVICE_NCCL,
     compile_stub_libraries,
 )
-from dashinfer_vlm_core.decoders.dashinfer.worker import CUDA_LIBRARIES
-from dashinfer_vlm_core.errors import SetupError
+from dashinfer_vlm_dashinfer.worker import CUDA_LIBRARIES
 from tests.scripts import load_script
 
 ROOT = Path(__file__).parents[2]

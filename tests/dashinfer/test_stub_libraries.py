@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from dashinfer_vlm_core.decoders.dashinfer import worker
-from dashinfer_vlm_core.decoders.dashinfer.gpu_code import remove_gpu_code
-from dashinfer_vlm_core.decoders.dashinfer.process import WorkerDied, WorkerProcess
-from dashinfer_vlm_core.decoders.dashinfer.stub_libraries import ALL, DRIVER, StubLibrary, compile_stub_libraries
 from dashinfer_vlm_core.errors import MissingDependency, SetupError
+from dashinfer_vlm_dashinfer import worker
+from dashinfer_vlm_dashinfer.gpu_code import remove_gpu_code
+from dashinfer_vlm_dashinfer.process import WorkerDied, WorkerProcess
+from dashinfer_vlm_dashinfer.stub_libraries import ALL, DRIVER, StubLibrary, compile_stub_libraries
 
 needs_compiler = pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="there is no C compiler")
 needs_nm = pytest.mark.skipif(not shutil.which("nm"), reason="there is no nm (binutils)")

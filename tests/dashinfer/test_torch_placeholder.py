@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dashinfer_vlm_core.decoders.dashinfer import torch_placeholder as placeholder
+from dashinfer_vlm_dashinfer import torch_placeholder as placeholder
 
 KINDS = pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
 

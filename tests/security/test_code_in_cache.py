@@ -9,16 +9,16 @@ import sys
 import pytest
 
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.decoders.dashinfer import convert
-from dashinfer_vlm_core.decoders.dashinfer.convert import ConvertedModel
-from dashinfer_vlm_core.decoders.dashinfer.environment import (
+from dashinfer_vlm_core.errors import MissingDependency, SetupError
+from dashinfer_vlm_dashinfer import convert
+from dashinfer_vlm_dashinfer.convert import ConvertedModel
+from dashinfer_vlm_dashinfer.environment import (
     examine,
     find_environment,
     private_environment,
     private_folder,
 )
-from dashinfer_vlm_core.decoders.dashinfer.install import install
-from dashinfer_vlm_core.errors import MissingDependency, SetupError
+from dashinfer_vlm_dashinfer.install import install
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 

@@ -12,7 +12,6 @@ import torch
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.decoders import Decoder
-from dashinfer_vlm_core.decoders.dashinfer.environment import private_folder
 from dashinfer_vlm_core.kernels import KernelSelector
 from dashinfer_vlm_core.models.interface import VisionEncoder
 from dashinfer_vlm_core.plugins import Registry
@@ -32,12 +31,12 @@ class Checkpoint:
 
     def config(self, dtype: str, *, decoder: str = "torch", **options: Any) -> EngineConfig:
         """Return the configuration of an engine; models that DashInfer converts are deleted with the checkpoint."""
-        cache, environment = self.folder / "cache", private_folder(EngineConfig())
         if decoder != "torch":
-            options["cache_dir"] = cache
+            cache = options["cache_dir"] = self.folder / "cache"
             if not cache.exists():
                 cache.mkdir(mode=0o700)
-                (cache / environment.name).symlink_to(environment)
+                for environment in EngineConfig().cache_folder.glob("dashinfer-*-cp*"):
+                    (cache / environment.name).symlink_to(environment)
         return EngineConfig(model=str(self.folder), device=self.device, dtype=dtype, decoder=decoder, **options)
 
     def load_encoder(self, config: EngineConfig) -> VisionEncoder:

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...config import EngineConfig
-from ...config.folders import access_problem
-from ...errors import MissingDependency, SetupError
-from ...kernels.devices import cuda_devices
+from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.config.folders import access_problem
+from dashinfer_vlm_core.errors import MissingDependency, SetupError
+from dashinfer_vlm_core.kernels.devices import cuda_devices
+
 from . import worker
 from .settings import DashInferOptions
 

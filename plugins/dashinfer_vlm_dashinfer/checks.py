@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...config import EngineConfig
-from ...config.folders import write_error
-from ...errors import MissingDependency
-from ...findings import Finding, Status
+from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.config.folders import write_error
+from dashinfer_vlm_core.errors import MissingDependency
+from dashinfer_vlm_core.findings import Finding, Status
+
 from .environment import disk_bytes, examine, find_environment
 
 

@@ -19,18 +19,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from ...errors import SetupError
-from ...findings import Finding
-from ...hooks import hookimpl
-from ..interface import Decoder, DecoderFactory, DecoderSupport
+from dashinfer_vlm_core.decoders.interface import Decoder, DecoderFactory, DecoderSupport
+from dashinfer_vlm_core.errors import SetupError
+from dashinfer_vlm_core.findings import Finding
+from dashinfer_vlm_core.hooks import hookimpl
+
 from .options import SUPPORTED_ON_CUDA
 
 if TYPE_CHECKING:
     import click
 
-    from ...config import EngineConfig, PluginOptions
-    from ...kernels.choice import KernelSelector
-    from ...models.spec import ModelSpec
+    from dashinfer_vlm_core.config import EngineConfig, PluginOptions
+    from dashinfer_vlm_core.kernels.choice import KernelSelector
+    from dashinfer_vlm_core.models.spec import ModelSpec
 
 HEAD_DIMS = (64, 128)
 
@@ -45,7 +46,8 @@ class DashInferFactory:
     supported_params: frozenset[str] = SUPPORTED_ON_CUDA
 
     def check_support(self, spec: ModelSpec, config: EngineConfig) -> DecoderSupport:
-        from ...kernels.devices import cuda_devices
+        from dashinfer_vlm_core.kernels.devices import cuda_devices
+
         from .convert import unsupported
         from .environment import find_environment
         from .plan import make_plan

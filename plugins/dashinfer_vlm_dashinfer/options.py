@@ -6,10 +6,10 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
-from ...errors import InvalidParameter, UnsupportedParameter
-from ...models.spec import ModelSpec
-from ...protocol.sampling import Sampling
-from ..interface import DecodeRequest
+from dashinfer_vlm_core.decoders.interface import DecodeRequest
+from dashinfer_vlm_core.errors import InvalidParameter, UnsupportedParameter
+from dashinfer_vlm_core.models.spec import ModelSpec
+from dashinfer_vlm_core.protocol.sampling import Sampling
 
 SUPPORTED_ON_CPU = frozenset(
     {"temperature", "top_p", "top_k", "seed", "repetition_penalty", "stop_token_ids", "ignore_eos", "logprobs"}

@@ -11,12 +11,28 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from ...concurrency.compute import CPU_EXECUTOR
-from ...config import EngineConfig
-from ...errors import DecoderFailed, EngineClosed, EngineError, QueueFull, SetupError, UnsupportedParameter
-from ...kernels.devices import cuda_devices
-from ...models.spec import ModelSpec
-from ..interface import Decoder, DecodeRequest, FinishReason, RequestNotStarted, Token, VisualSpan, check_request
+from dashinfer_vlm_core.concurrency.compute import CPU_EXECUTOR
+from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.decoders.interface import (
+    Decoder,
+    DecodeRequest,
+    FinishReason,
+    RequestNotStarted,
+    Token,
+    VisualSpan,
+    check_request,
+)
+from dashinfer_vlm_core.errors import (
+    DecoderFailed,
+    EngineClosed,
+    EngineError,
+    QueueFull,
+    SetupError,
+    UnsupportedParameter,
+)
+from dashinfer_vlm_core.kernels.devices import cuda_devices
+from dashinfer_vlm_core.models.spec import ModelSpec
+
 from .convert import ConvertedModel, convert
 from .environment import find_environment
 from .options import SUPPORTED_ON_CPU, SUPPORTED_ON_CUDA, check_sampling, generate_config, stop_tokens

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from ...config import MIB, EngineConfig
-from ...errors import ConfigError, UnsupportedParameter
-from ...models.spec import ModelSpec
-from ...text_spec import TextModelSpec
+from dashinfer_vlm_core.config import MIB, EngineConfig
+from dashinfer_vlm_core.errors import ConfigError, UnsupportedParameter
+from dashinfer_vlm_core.models.spec import ModelSpec
+from dashinfer_vlm_core.text_spec import TextModelSpec
+
 from .convert import DTYPE_BYTES, WeightFormat
 from .settings import DashInferOptions
 

@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ...errors import SetupError
+from dashinfer_vlm_core.errors import SetupError
+
 from .environment import CHUNK_BYTES, sha256
 
 PIECE = "dashinfer-kit.{:02}"

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...errors import MissingDependency, SetupError
+from dashinfer_vlm_core.errors import MissingDependency, SetupError
 
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-shared", "-fPIC", "-nostdlib", "-s", "-fno-builtin", "-x", "c")

@@ -17,9 +17,10 @@ import tempfile
 from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 
-from ...config import EngineConfig
-from ...errors import MissingDependency, SetupError
-from ...kernels.devices import cuda_devices
+from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.errors import MissingDependency, SetupError
+from dashinfer_vlm_core.kernels.devices import cuda_devices
+
 from .environment import (
     MARKER,
     PYTHON,

@@ -14,11 +14,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ...config.folders import access_problem
-from ...errors import CheckpointError, SetupError
-from ...models.files import stored_tensors
-from ...models.spec import ModelSpec
-from ...text_spec import TextModelSpec, TextWeightNames
+from dashinfer_vlm_core.config.folders import access_problem
+from dashinfer_vlm_core.errors import CheckpointError, SetupError
+from dashinfer_vlm_core.models.files import stored_tensors
+from dashinfer_vlm_core.models.spec import ModelSpec
+from dashinfer_vlm_core.text_spec import TextModelSpec, TextWeightNames
+
 from .environment import VERSION, Environment, inherited_variables, locked, sha256, write_json
 
 logger: logging.Logger = logging.getLogger(__name__)

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import click
 
-from ...config import EngineConfig
-from ...errors import MissingDependency
-from ...kernels.devices import cuda_devices
+from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.errors import MissingDependency
+from dashinfer_vlm_core.kernels.devices import cuda_devices
+
 from .environment import Environment, Findings, disk_bytes, examine, find_environment
 from .install import install
 
