@@ -3,7 +3,7 @@ cheap.
 
     environment.py  install.py  commands.py    the interpreter that DashInfer needs, and `dashinfer-vlm dashinfer`
     settings.py    checks.py                   its options, and its checks for `dashinfer-vlm doctor`
-    stub_libraries.py  gpu_code.py             support for a CPU-only environment, without CUDA's libraries
+    stub_libraries.py                          what a CPU-only environment has in place of CUDA
     kit.py                                     unpacks an environment for a GPU, without a network
     convert.py      serialize.py               conversion of a checkpoint's language model to DashInfer's format
     torch_placeholder.py                       a replacement for torch in that conversion, in numpy

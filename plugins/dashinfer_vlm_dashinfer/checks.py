@@ -8,6 +8,7 @@ from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.config.folders import write_error
 from dashinfer_vlm_core.errors import MissingDependency
 from dashinfer_vlm_core.findings import Finding, Status
+from dashinfer_vlm_core.kernels.devices import cuda_devices
 
 from .environment import disk_bytes, examine, find_environment
 
@@ -37,7 +38,7 @@ def _environment(config: EngineConfig) -> Finding:
     if findings.problem:
         fix = "Run: dashinfer-vlm dashinfer status"
         return Finding(name="dashinfer", status=failed or "unusable", detail=findings.problem, fix=fix)
-    devices = "CPU only" if findings.cpu_only else f"full, {findings.cuda} CUDA devices"
+    devices = "CPU only" if findings.cpu_only else f"full, {cuda_devices()} CUDA devices"
     size = f", {disk_bytes(environment.folder) / 1e9:.2f} GB" if environment.folder else ""
     detail = f"{findings.version} under Python {findings.python}, {devices}{size}"
     return Finding(name="dashinfer", status="ok", detail=detail)

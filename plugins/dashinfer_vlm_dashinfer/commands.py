@@ -85,7 +85,7 @@ def _lines(environment: Environment, findings: Findings) -> list[str]:
 def _kind(environment: Environment) -> str:
     if environment.cpu_only:
         return "for the CPU only, without CUDA's libraries"
-    stubs = f"; stub libraries for a GPU driver: {environment.stubs}" if environment.stubs else ""
+    stubs = f"; stub libraries for a GPU driver: {environment.stubs}" if environment.stubs.exists() else ""
     return f"full, for GPUs and the CPU{stubs}"
 
 
@@ -98,12 +98,12 @@ def _next_step(environment: Environment, findings: Findings) -> str:
 
 
 def _devices(findings: Findings) -> str:
+    count = cuda_devices()
+    if not count:
+        return "on the CPU only" if findings.cpu_only else "on the CPU; there is no CUDA device"
     if findings.cpu_only:
-        gpu = ": run `dashinfer-vlm dashinfer install` for an environment that uses the GPU" if cuda_devices() else ""
-        return f"on the CPU only{gpu}"
-    if findings.cuda or cuda_devices():
-        return f"on the CPU and on {findings.cuda} CUDA device(s)"
-    return "on the CPU; there is no CUDA device"
+        return "on the CPU only: run `dashinfer-vlm dashinfer install` for an environment that uses the GPU"
+    return f"on the CPU and on {count} CUDA device(s)"
 
 
 def _config(cache_dir: Path | None) -> EngineConfig:

@@ -20,7 +20,7 @@ from dashinfer_vlm_core.models.files import stored_tensors
 from dashinfer_vlm_core.models.spec import ModelSpec
 from dashinfer_vlm_core.text_spec import TextModelSpec, TextWeightNames
 
-from .environment import VERSION, Environment, inherited_variables, locked, sha256, write_json
+from .environment import VERSION, Environment, check_space, inherited_variables, locked, sha256
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -182,39 +182,24 @@ def _rebuild(folder: Path, job: dict[str, Any], *, environment: Environment, nee
         shutil.rmtree(leftover, ignore_errors=True)
     partial.mkdir(parents=True, mode=0o755)
     try:
-        check_space(partial, needed)
+        check_space(partial, needed, "Converting the model")
         logger.info(
             "Converting the language model to DashInfer's format, once: up to %.1f GB in %s.", needed / 1e9, folder
         )
         _run_serializer({**job, "folder": str(partial)}, partial, environment)
-        write_json(partial / MANIFEST, _checksums(partial))
+        (partial / MANIFEST).write_text(json.dumps(_checksums(partial)), encoding="utf-8")
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def check_space(folder: Path, needed: int) -> None:
-    """Check that the disk has enough free space.
-
-    Raises:
-        SetupError: fewer than `needed` bytes are free in `folder`.
-    """
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise SetupError(
-            f"Converting the model needs {needed / 1e9:.1f} GB in {folder.parent}, where {free / 1e9:.1f} GB are free."
-            " Free some space, or set cache_dir to a folder on another disk."
-        )
-
-
 def _run_serializer(job: dict[str, Any], folder: Path, environment: Environment) -> None:
     """Run `serialize.py` and log its progress."""
     path = folder / "job.json"
-    write_json(path, job)
-    stubs = [str(environment.stubs)] if environment.stubs else []
+    path.write_text(json.dumps(job), encoding="utf-8")
     lines: deque[str] = deque(maxlen=LOG_LINES)
     with subprocess.Popen(  # noqa: S603 - the operator selects the interpreter; the program is our own
-        environment.command(PROGRAM, str(path), *stubs),
+        environment.command(PROGRAM, str(path)),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

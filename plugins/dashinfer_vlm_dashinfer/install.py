@@ -7,14 +7,14 @@ A kit contains a third one, for one GPU and without torch, which is unpacked whe
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import json
+import os
 import platform
 import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 from dashinfer_vlm_core.config import EngineConfig
@@ -25,24 +25,23 @@ from .environment import (
     MARKER,
     PYTHON,
     Findings,
+    Report,
+    check_space,
     examine,
     find_environment,
     folder_problem,
     locked,
     private_environment,
     private_folder,
-    stub_libraries_folder,
-    write_json,
+    run_command,
 )
-from .gpu_code import remove_gpu_code
 from .kit import unpack_kit
-from .stub_libraries import ALL, DRIVER, compile_stub_libraries, find_compiler
-
-Report = Callable[[str], None]
+from .stub_libraries import compile_stub_libraries, find_compiler, remove_gpu_code
+from .worker import CUDA_LIBRARIES, DRIVER_LIBRARIES
 
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
-REQUIREMENTS_OPTIONS = ("--no-deps", "--require-hashes", "--only-binary=:all:", "--requirement")
-"""Of pip, before the file: an index or a proxy cannot replace a package by another one."""
+PIP_OPTIONS = ("--no-deps", "--require-hashes", "--only-binary=:all:", "--requirement", "/dev/stdin")
+"""With hashes, an index or a proxy cannot replace a package by another one."""
 
 CPU_ONLY_PACKAGES = frozenset({"dashinfer", "numpy"})
 """The packages of `REQUIREMENTS` that a CPU-only environment gets."""
@@ -57,10 +56,8 @@ KIT_BYTES = 2 * 10**9
 
 EXTENSION = "env/lib/python*/site-packages/dashinfer/allspark/_allspark.cpython-*.so"
 
-UMASK = 0o022
-"""Of the programs that write the environment: it is executed, so only its owner may write to it."""
-
-NAME = f"python{PYTHON[0]}.{PYTHON[1]}"
+PYTHON_VERSION = f"{PYTHON[0]}.{PYTHON[1]}"
+NAME = f"python{PYTHON_VERSION}"
 _IS_SUITABLE = (
     "import sys, venv, ensurepip; "
     f"sys.exit(sys.implementation.name != 'cpython' or sys.version_info[:2] != {PYTHON} or sys.maxsize < 2**32)"
@@ -99,25 +96,24 @@ def install(
             report(f"DashInfer {findings.version} is already installed{', for the CPU only' * findings.cpu_only}.")
             return findings
         if kit:
-            return _unpack(kit, folder, report)
-        if cpu:
-            return _build_cpu_only(folder, python or find_python(report), report)
-        return _build_full(folder, python or find_python(report), report)
+            _unpack(kit, folder, report)
+        else:
+            build = _build_cpu_only if cpu else _build_full
+            build(folder, python or find_python(report), report)
+        return _finish(folder)
 
 
 def _working_findings(config: EngineConfig, *, cpu: bool, report: Report) -> Findings | None:
-    """Examine the environment that would be used; None if there is none, or it does not load.
-
-    If `cpu` is true, an environment that lacks only the GPU driver's libraries gets stub libraries for these.
-    """
+    """Examine the environment that would be used; None if there is none, or it does not load."""
     try:
         environment = find_environment(config)
-        findings = examine(environment)
-        if findings.problem and cpu and findings.python and not findings.cpu_only:
-            compile_driver_stubs(private_folder(config) / "stubs", report)
-            findings = examine(find_environment(config))
     except MissingDependency:
         return None
+    findings = examine(environment)
+    if findings.problem and findings.python and cpu and not environment.cpu_only:
+        report("Compiling stub libraries for the GPU driver's libraries.")
+        compile_stub_libraries(DRIVER_LIBRARIES, environment.stubs)
+        findings = examine(environment)
     return None if findings.problem else findings
 
 
@@ -127,19 +123,18 @@ def find_python(report: Report) -> Path:
     Raises:
         MissingDependency: there is none.
     """
-    for candidate in _candidates():
+    uv = shutil.which("uv")
+    for candidate in _candidates(uv):
         if is_suitable(candidate):
             return candidate
-    if uv := shutil.which("uv"):
+    if uv:
         report(f"Downloading {NAME} with uv.")
-        _run([uv, "python", "install", f"{PYTHON[0]}.{PYTHON[1]}"])
-        for candidate in _found_by_uv(uv):
-            if is_suitable(candidate):
-                return candidate
+        run_command([uv, "python", "install", PYTHON_VERSION])
+        return _found_by_uv(uv)
     raise MissingDependency(
-        f"DashInfer's wheels are for CPython {PYTHON[0]}.{PYTHON[1]}, but there is none on PATH, in pyenv or in uv."
-        " Install one (`uv python install 3.10`, `pyenv install 3.10`, or your system's python3.10 and"
-        " python3.10-venv), or specify one with `--python PATH`."
+        f"DashInfer's wheels are for CPython {PYTHON_VERSION}, but there is none on PATH, in pyenv or in uv. Install"
+        " one (`uv python install 3.10`, `pyenv install 3.10`, or your system's python3.10 and python3.10-venv), or"
+        " specify one with `--python PATH`."
     )
 
 
@@ -152,133 +147,84 @@ def is_suitable(python: Path) -> bool:
         return False
 
 
-def compile_driver_stubs(folder: Path, report: Report) -> None:
-    """Compile stub libraries for the GPU driver's libraries unless they exist.
-
-    Raises:
-        MissingDependency: there is no C compiler.
-        SetupError: the compilation failed.
-    """
-    if all((folder / library.soname).exists() for library in DRIVER):
-        return
-    report("Compiling stub libraries for the GPU driver's libraries.")
-    compile_stub_libraries(DRIVER, folder)
-
-
 def _check_platform() -> None:
     name = f"{platform.system()} {platform.machine()}"
     if name != "Linux x86_64":
         raise SetupError(f"DashInfer's wheels are for Linux on x86_64, not for {name}. Use another decoder.")
 
 
-def _candidates() -> Iterator[Path]:
+def _candidates(uv: str | None) -> Iterator[Path]:
     if sys.version_info[:2] == PYTHON:
         yield Path(sys.executable)
     if found := shutil.which(NAME):
         yield Path(found)
-    roots = [Path("~/.pyenv").expanduser()]
-    if pyenv := shutil.which("pyenv"):
-        roots.insert(0, Path(_output([pyenv, "root"])))
-    for root in roots:
-        yield from sorted(root.glob(f"versions/{PYTHON[0]}.{PYTHON[1]}.*/bin/{NAME}"), reverse=True)
-    if uv := shutil.which("uv"):
-        yield from _found_by_uv(uv)
+    pyenv = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser()
+    yield from sorted(pyenv.glob(f"versions/{PYTHON_VERSION}.*/bin/{NAME}"), reverse=True)
+    if uv:
+        yield _found_by_uv(uv)
 
 
-def _found_by_uv(uv: str) -> Iterator[Path]:
-    if found := _output([uv, "python", "find", f"{PYTHON[0]}.{PYTHON[1]}"]):
-        yield Path(found)
+def _found_by_uv(uv: str) -> Path:
+    command = [uv, "python", "find", PYTHON_VERSION]
+    return Path(subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout.strip())  # noqa: S603 - our own command
 
 
-def _build_full(folder: Path, python: Path, report: Report) -> Findings:
+def _build_full(folder: Path, python: Path, report: Report) -> None:
     _make_environment(folder, python, FULL_BYTES, report)
     report("Installing DashInfer and its dependencies: 3.4 GB to download, 6.6 GB on disk.")
     _pip_install(folder)
-    return _finish(folder)
 
 
-def _build_cpu_only(folder: Path, python: Path, report: Report) -> Findings:
+def _build_cpu_only(folder: Path, python: Path, report: Report) -> None:
     find_compiler()  # before an existing environment is replaced
     _make_environment(folder, python, CPU_ONLY_BYTES, report)
     report("Compiling stub libraries for the libraries of CUDA and the GPU driver.")
-    compile_stub_libraries(ALL, stub_libraries_folder(private_environment(folder).python))
+    compile_stub_libraries((*DRIVER_LIBRARIES, *CUDA_LIBRARIES), private_environment(folder).stubs)
     report("Installing DashInfer for the CPU: 0.32 GB to download.")
     _pip_install(folder, CPU_ONLY_PACKAGES)
-    removed = sum(remove_gpu_code(path) for path in folder.glob(EXTENSION))
-    if removed:
-        report(f"Removed the GPU code of DashInfer's extension: {removed / 1e6:.0f} MB of disk space freed.")
-    return _finish(folder, gpu_code_removed=removed)
-
-
-def _unpack(kit: Path, folder: Path, report: Report) -> Findings:
-    _check_space(folder, KIT_BYTES)
-    (folder / MARKER).unlink(missing_ok=True)
-    report(f"Unpacking {kit} into {folder}.")
-    unpack_kit(kit, folder)
-    return _finish(folder)
+    for extension in folder.glob(EXTENSION):
+        remove_gpu_code(extension, report)
 
 
 def _make_environment(folder: Path, python: Path, needed: int, report: Report) -> None:
     if not is_suitable(python):
         raise MissingDependency(
-            f"{python} is not a CPython {PYTHON[0]}.{PYTHON[1]} with venv. Specify another one with --python."
+            f"{python} is not a CPython {PYTHON_VERSION} with venv. Specify another one with --python."
         )
-    _check_space(folder, needed)
-    (folder / MARKER).unlink(missing_ok=True)
+    _prepare(folder, needed)
     report(f"Creating an environment in {folder} with {python}.")
-    _run([str(python), "-I", "-m", "venv", "--clear", str(folder / "env")])
+    run_command([str(python), "-I", "-m", "venv", "--clear", str(folder / "env")])
+
+
+def _unpack(kit: Path, folder: Path, report: Report) -> None:
+    _prepare(folder, KIT_BYTES)
+    report(f"Unpacking {kit} into {folder}.")
+    unpack_kit(kit, folder)
+
+
+def _prepare(folder: Path, needed: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True, mode=0o755)
+    check_space(folder, needed, "DashInfer")
+    (folder / MARKER).unlink(missing_ok=True)
 
 
 def _pip_install(folder: Path, packages: Container[str] | None = None) -> None:
     pip = [str(private_environment(folder).python), "-m", "pip", "--disable-pip-version-check", "install"]
-    with requirements_file(packages) as file:
-        _run([*pip, *REQUIREMENTS_OPTIONS, str(file)])
+    run_command([*pip, *PIP_OPTIONS], requirements(packages))
 
 
-@contextlib.contextmanager
-def requirements_file(packages: Container[str] | None = None) -> Iterator[Path]:
-    """Yield a file with the lines of `REQUIREMENTS` for these packages, or for all."""
+def requirements(packages: Container[str] | None = None) -> str:
+    """Return the lines of `REQUIREMENTS` for these packages, or for all."""
     lines = REQUIREMENTS.read_text(encoding="utf-8").splitlines(keepends=True)
-    chosen = [line for line in lines if packages is None or line.partition("==")[0] in packages]
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, REQUIREMENTS.name)
-        file.write_text("".join(chosen), encoding="utf-8")
-        yield file
+    return "".join(line for line in lines if packages is None or line.partition("==")[0] in packages)
 
 
-def _finish(folder: Path, **record: int) -> Findings:
-    """Check that the environment works, and only then mark it as installed; `record` is stored with the findings."""
+def _finish(folder: Path) -> Findings:
+    """Check that the environment works, and only then mark it as installed."""
     findings = examine(private_environment(folder))
     if findings.problem:
         has_no_driver = "libcuda" in findings.problem
         hint = " Without a GPU driver, run `dashinfer-vlm dashinfer install --cpu`." if has_no_driver else ""
         raise SetupError(f"DashInfer was installed, but does not load: {findings.problem}.{hint}")
-    write_json(folder / MARKER, dataclasses.asdict(findings) | record)
+    (folder / MARKER).write_text(json.dumps(dataclasses.asdict(findings), indent=2), encoding="utf-8")
     return findings
-
-
-def _check_space(folder: Path, needed: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True, mode=0o755)
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise SetupError(
-            f"{folder} has {free / 1e9:.1f} GB of free space, and DashInfer needs {needed / 1e9:.0f} GB."
-            " Free some space, or set --cache-dir to a folder on another disk."
-        )
-
-
-def _run(command: list[str]) -> None:
-    """Run a command whose output is shown to the user."""
-    try:
-        subprocess.run(command, check=True, umask=UMASK)  # noqa: S603 - our own commands, the operator's paths
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise SetupError(
-            f"`{' '.join(command[:6])} ...` failed: {error}. Fix the error above, and run the command again."
-        ) from error
-
-
-def _output(command: list[str]) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()  # noqa: S603 - as above
-    except (OSError, subprocess.SubprocessError):
-        return ""

@@ -78,8 +78,7 @@ class WorkerProcess:
                 raise WorkerDied(f"{environment.python} cannot be run: {error.strerror}") from error
         self = cls(process, *await asyncio.open_connection(sock=ours))
         try:
-            libraries = str(environment.stubs) if environment.stubs else None
-            self.send({"do": "load", "model": model, "libraries": libraries})
+            self.send({"do": "load", "model": model})
             self.version = (await self._receive())["version"]
         except BaseException:
             await self.close()

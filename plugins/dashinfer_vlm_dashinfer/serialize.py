@@ -1,6 +1,6 @@
 """Write a language model in DashInfer's format. This program runs in DashInfer's environment.
 
-    python -I serialize.py JOB.json [STUBS]
+    python -I serialize.py JOB.json
 
 The job, written by `convert.py`:
 
@@ -28,7 +28,7 @@ import json
 import os
 import sys
 import types
-from typing import Any
+from typing import Any, Dict
 
 GROUPS = {"int8": -1, "uint4": 128}
 """Number of consecutive weights that share a scale; -1 for a whole channel."""
@@ -37,69 +37,59 @@ GROUPS = {"int8": -1, "uint4": 128}
 def main() -> None:
     with open(sys.argv[1], encoding="utf-8") as file:
         job = json.load(file)
-    worker = load_program("worker")
-    worker.load_libraries(*sys.argv[2:])
-    report(0, "reading")
+    sys.path.append(os.path.dirname(os.path.abspath(__file__)))
+    worker = importlib.import_module("worker")
+    worker.load_libraries()
     if worker.is_cpu_only() and (job["dtype"], job["weights"]) != ("float32", "none"):
         raise SystemExit("DashInfer is installed for the CPU only: it converts only to float32, without quantization.")
-    state = read(job) if importlib.util.find_spec("torch") else read_without_torch(job)
-    report(0.5, "writing")
-    write(job, state)
+    replace_modules(job)
+    report(0, "writing")
+    write(job)
     report(1, "done")
 
 
-def load_program(name: str) -> Any:
-    """Load the module NAME.py from the folder of this file."""
-    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), name + ".py")
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def replace_modules(job: dict[str, Any]) -> None:
+    """Replace modules that DashInfer imports and does not use here; also torch and safetensors if there is no torch.
+
+    Importing transformers would take twice as long as the rest, and restrict it to DashInfer's versions.
+    """
+    sys.modules["transformers"] = Unused("transformers")
+    if importlib.util.find_spec("torch"):
+        return
+    if job["weights"] != "none":
+        raise SystemExit(
+            "DashInfer is installed without torch: it converts without quantization. Remove `quantization`."
+        )
+    torch = importlib.import_module("torch_placeholder")
+    sys.modules.update({"torch": torch, "torch.cuda": torch.cuda, "safetensors": torch})
+    sys.modules["safetensors.torch"] = Unused("safetensors.torch")
 
 
 def report(progress: float, what: str) -> None:
     print(json.dumps({"progress": progress, "what": what}), flush=True)
 
 
-def read(job: dict[str, Any]) -> dict[str, Any]:
-    """Read the language model's tensors, by published name, in the job's dtype."""
-    import torch
-    from safetensors import safe_open
+class Tensors(Dict[str, Any]):
+    """The language model's tensors by published name, each of which is read when it is used."""
 
-    dtype = getattr(torch, job["dtype"])
-    state = {}
-    for name, (path, stored) in job["tensors"].items():
+    def __init__(self, job: dict[str, Any]) -> None:
+        import torch
+
+        super().__init__(job["tensors"])
+        self._dtype = getattr(torch, job["dtype"])
+        if job["tied"]:
+            self["lm_head.weight"] = job["tensors"]["model.embed_tokens.weight"]
+
+    def __getitem__(self, name: str) -> Any:
+        from safetensors import safe_open
+
+        path, stored = super().__getitem__(name)
         with safe_open(path, framework="pt") as file:
-            state[name] = file.get_tensor(stored).to(dtype)
-    if job["tied"]:
-        state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    return state
-
-
-def read_without_torch(job: dict[str, Any]) -> dict[str, Any]:
-    """Open the same tensors, each of which is read when it is written; installs the replacement for torch."""
-    if job["weights"] != "none":
-        raise SystemExit(
-            "DashInfer is installed without torch: it converts without quantization. Remove `quantization`."
-        )
-    torch = load_program("torch_placeholder")
-    for name in ("safetensors", "safetensors.torch"):
-        sys.modules[name] = Unused(name)
-    sys.modules.update({"torch": torch, "torch.cuda": torch.cuda})
-    files = {path: torch.SafetensorsFile(path) for path, _ in job["tensors"].values()}
-    dtype = getattr(torch, job["dtype"])
-    state = {name: files[path].tensor(stored, dtype) for name, (path, stored) in job["tensors"].items()}
-    if job["tied"]:
-        state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    return state
+            return file.get_tensor(stored).to(self._dtype)
 
 
 class Unused(types.ModuleType):
-    """Replaces a module that DashInfer imports for a loader that is not used here. Importing transformers would take
-    twice as long as the rest, and restrict it to the versions that DashInfer supports.
-    """
+    """A module in which every name exists."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -107,14 +97,13 @@ class Unused(types.ModuleType):
         return type(name, (), {})
 
 
-def write(job: dict[str, Any], state: dict[str, Any]) -> None:
-    sys.modules["transformers"] = Unused("transformers")
+def write(job: dict[str, Any]) -> None:
     from dashinfer import allspark
 
     allspark.Engine().serialize_model_from_torch(
         job["name"],
         "Qwen_v20",
-        state,
+        Tensors(job),
         job["config"],
         save_dir=job["folder"],
         data_type=job["dtype"],

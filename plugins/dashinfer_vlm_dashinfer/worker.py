@@ -1,7 +1,7 @@
 """Run DashInfer in a separate process under its own interpreter, so that a crash affects only its requests.
 
-    python -I worker.py serve FD         serve the parent, which has the other end of the socket FD
-    python -I worker.py check [STUBS]    load DashInfer and print the findings as JSON
+    python -I worker.py serve FD    serve the parent, which has the other end of the socket FD
+    python -I worker.py check       load DashInfer and print the findings as JSON
 
 This file imports nothing from this package. It requires only numpy and DashInfer's extension, neither torch nor
 transformers, and is compatible with Python 3.8. The parent imports `pack` and `head_length` from here, so that both
@@ -11,7 +11,7 @@ Frames. In both directions, a frame is: uint32 (little endian), the length of th
 UTF-8; then the bytes of the arrays that `head["arrays"]` lists as [numpy dtype, shape], in that order.
 
     parent -> worker
-        {"do": "load", "model": AsModelConfig's arguments, "libraries": folder of driver stubs or null}
+        {"do": "load", "model": AsModelConfig's arguments}
         {"do": "start", "id": n, "options": generate_config, "keys": [placeholder, ...]}
             arrays: token ids int64 [1, length]; and if there are keys: positions int32 [3, 1, length], then for each
             key the embedding of its span float32 [rows, hidden_size] and the content digest int32 [8]
@@ -54,20 +54,20 @@ MAX_HEAD_BYTES = 1 << 28
 NAME = "model"
 POLL_SECONDS = 0.001
 
-# In the order of their dependencies; once loaded, a library is found by its soname.
-CUDA_LIBRARIES = (
-    "cuda_runtime/lib/libcudart.so.12",
-    "cublas/lib/libcublasLt.so.12",
-    "cublas/lib/libcublas.so.12",
-    "nvjitlink/lib/libnvJitLink.so.12",
-    "cusparse/lib/libcusparse.so.12",
-    "nccl/lib/libnccl.so.2",
-)
 DRIVER_LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1")
+CUDA_LIBRARIES = (
+    "libcudart.so.12",
+    "libcublasLt.so.12",
+    "libcublas.so.12",
+    "libnvJitLink.so.12",
+    "libcusparse.so.12",
+    "libnccl.so.2",
+)
+"""In the order of their dependencies; once loaded, a library is found by its name."""
 
-CPU_ONLY = "cpu-only"
-"""Folder of a CPU-only environment with stub libraries for all of these libraries; other environments do not have
-it."""
+STUBS = "cpu-only"
+"""Folder of the environment with stub libraries: of the driver's libraries if there is no driver, or of all of these
+libraries if DashInfer was installed for the CPU only."""
 
 
 # Frames
@@ -126,32 +126,29 @@ class Connection:
 # DashInfer
 
 
-def load_libraries(stubs: str | None = None) -> None:
+def load_libraries() -> None:
     """Load by path the libraries that DashInfer's extension links, so that no LD_LIBRARY_PATH is needed.
 
-    `stubs` is a folder with stub libraries for the GPU driver's libraries, which are used if there is no driver. A
-    CPU-only environment has stub libraries for all of them and loads no others, whatever the machine has.
+    A CPU-only environment loads only its stub libraries, whatever the machine has. They define few functions, so these
+    are resolved when they are first called.
     """
     folders = [sysconfig.get_config_var("LIBDIR") or "", os.path.join(sys.base_prefix, "lib"), None]
     _preload("libpython%d.%d.so.1.0" % sys.version_info[:2], folders)
-    if is_cpu_only():
-        for name in (*DRIVER_LIBRARIES, *map(os.path.basename, CUDA_LIBRARIES)):
-            _preload(name, [os.path.join(sys.prefix, CPU_ONLY)])
-        return
-    for name in DRIVER_LIBRARIES:
-        _preload(name, [None] + ([stubs] if stubs else []))
-    for relative in CUDA_LIBRARIES:
-        _preload(os.path.basename(relative), [os.path.dirname(path) for path in _find("nvidia/" + relative)] + [None])
+    stubs = os.path.join(sys.prefix, STUBS)
+    for name in (*DRIVER_LIBRARIES, *CUDA_LIBRARIES):
+        installed = [os.path.dirname(path) for path in _find("nvidia/*/lib/" + name)]
+        _preload(name, [stubs] if is_cpu_only() else [*installed, None, stubs])
+    sys.setdlopenflags(os.RTLD_LAZY)
 
 
 def is_cpu_only() -> bool:
     """Whether this interpreter's environment was installed for the CPU only."""
-    return os.path.isdir(os.path.join(sys.prefix, CPU_ONLY))
+    return os.path.exists(os.path.join(sys.prefix, STUBS, CUDA_LIBRARIES[0]))
 
 
-def load_extension(stubs: str | None = None) -> Any:
+def load_extension() -> Any:
     """DashInfer's extension module, without its Python package, which would import torch."""
-    load_libraries(stubs)
+    load_libraries()
     paths = _find("dashinfer/allspark/_allspark.cpython-*.so")
     if not paths:
         raise ImportError("dashinfer is not installed here")
@@ -341,7 +338,7 @@ def serve(descriptor: int) -> None:
     load, _ = connection.receive()
     if is_cpu_only() and not load["model"]["compute_unit"].startswith("CPU"):
         raise RuntimeError("DashInfer is installed for the CPU only: run `dashinfer-vlm dashinfer install` for a GPU.")
-    service = Service(load_extension(load["libraries"]), connection, load["model"])
+    service = Service(load_extension(), connection, load["model"])
     connection.send({"is": "ready", "version": service.version})
     while True:
         head, arrays = connection.receive()
@@ -351,11 +348,11 @@ def serve(descriptor: int) -> None:
             service.stop(head["id"])
 
 
-def check(stubs: str | None = None) -> None:
+def check() -> None:
     os.environ.setdefault("GLOG_minloglevel", "2")
-    findings = {"python": "%d.%d.%d" % sys.version_info[:3], "cpu_only": is_cpu_only()}
+    findings = {"python": "%d.%d.%d" % sys.version_info[:3]}
     try:
-        findings["version"] = load_extension(stubs).AsEngine().get_version_full()
+        findings["version"] = load_extension().AsEngine().get_version_full()
     except Exception as error:
         findings["problem"] = str(error)
     print(json.dumps(findings), flush=True)
@@ -363,7 +360,7 @@ def check(stubs: str | None = None) -> None:
 
 def main() -> None:
     if sys.argv[1] == "check":
-        check(*sys.argv[2:])
+        check()
         return
     try:
         serve(int(sys.argv[2]))

@@ -28,7 +28,6 @@ from dashinfer_vlm_dashinfer.environment import (
     disk_bytes,
     private_environment,
     private_folder,
-    stub_libraries_folder,
 )
 from tests.cli.conftest import MAIN, run_process
 from tests.quantized_checkpoints import LAYOUTS, write_config, write_quantized
@@ -201,10 +200,12 @@ def test_table_is_followed_by_fixes(run, tmp_path):
 def test_doctor_reports_kind_and_size_of_dashinfers_environment(run, tmp_path):
     """Simulate an interpreter with DashInfer by a shell script."""
     folder = private_folder(EngineConfig(cache_dir=tmp_path))
-    python = private_environment(folder).python
-    stub_libraries_folder(python).mkdir(parents=True)
+    environment = private_environment(folder)
+    environment.stubs.mkdir(parents=True)
+    (environment.stubs / "libcudart.so.12").touch()
+    python = environment.python
     python.parent.mkdir()
-    found = {"python": "3.10.13", "version": "2.1.0", "cpu_only": True}
+    found = {"python": "3.10.13", "version": "2.1.0"}
     python.write_text(f"#!/bin/sh\necho '{json.dumps(found)}'\n")
     python.chmod(0o755)
     (folder / "environment.json").write_text("{}")

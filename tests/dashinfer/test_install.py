@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import re
 import shutil
@@ -27,16 +26,13 @@ from dashinfer_vlm_dashinfer.environment import (
     locked,
     private_environment,
     private_folder,
-    stub_libraries_folder,
 )
 from dashinfer_vlm_dashinfer.install import (
     CPU_ONLY_PACKAGES,
-    compile_driver_stubs,
     install,
     is_suitable,
-    requirements_file,
+    requirements,
 )
-from dashinfer_vlm_dashinfer.stub_libraries import DRIVER
 
 needs_3_11 = pytest.mark.skipif(sys.version_info[:2] == (3, 10), reason="this interpreter may serve DashInfer itself")
 
@@ -77,23 +73,10 @@ def test_configured_interpreter_must_exist(tmp_path):
 
 
 def test_interpreter_without_dashinfer_reports_missing_module():
-    findings = examine(Environment(python=Path(sys.executable), origin="", stubs=None))
+    findings = examine(Environment(python=Path(sys.executable), origin=""))
     assert findings.python.startswith(f"{sys.version_info.major}.")
     assert findings.problem
     assert not findings.version
-
-
-@pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="there is no C compiler")
-def test_stub_libraries_are_compiled_once_and_load(tmp_path):
-    lines = []
-    compile_driver_stubs(tmp_path, lines.append)
-    compile_driver_stubs(tmp_path, lines.append)
-    assert len(lines) == 1
-    library = ctypes.CDLL(str(tmp_path / "libnvidia-ml.so.1"))
-    library.nvmlErrorString.restype = ctypes.c_char_p
-    assert library.nvmlInit_v2() != 0
-    assert library.nvmlErrorString(9).startswith(b"There is no GPU")
-    assert {library.soname for library in DRIVER} == {path.name for path in tmp_path.iterdir()}
 
 
 def test_installation_waits_for_lock(tmp_path):
@@ -103,20 +86,45 @@ def test_installation_waits_for_lock(tmp_path):
         assert not second
 
 
+def mark_cpu_only(environment):
+    environment.stubs.mkdir()
+    (environment.stubs / "libcudart.so.12").touch()
+
+
+@needs_3_11
+@pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="there is no C compiler")
+def test_full_environment_without_driver_gets_stub_libraries(installed):
+    config = installed(cpu_only=False)
+    environment = find_environment(config)
+    environment.python.write_text(
+        f"""#!/bin/sh
+        if [ -e '{environment.stubs}/libcuda.so.1' ]
+        then echo '{{"python": "3.10.13", "version": "2.1.0"}}'
+        else echo '{{"python": "3.10.13", "problem": "libcuda.so.1 is missing"}}'
+        fi
+        """
+    )
+    lines = []
+    assert install(config, python=None, cpu=True, report=lines.append).version == "2.1.0"
+    assert lines[0] == "Compiling stub libraries for the GPU driver's libraries."
+    assert {path.name for path in environment.stubs.iterdir()} == {"libcuda.so.1", "libnvidia-ml.so.1"}
+
+
 @pytest.fixture
 def installed(tmp_path):
     """Create an environment whose interpreter behaves like one with DashInfer."""
 
     def make(*, cpu_only):
         folder = private_folder(EngineConfig(cache_dir=tmp_path))
-        python = private_environment(folder).python
+        environment = private_environment(folder)
+        python = environment.python
         python.parent.mkdir(parents=True)
-        findings = {"python": "3.10.13", "version": "2.1.0", "cpu_only": cpu_only}
+        findings = {"python": "3.10.13", "version": "2.1.0"}
         python.write_text(f"#!/bin/sh\necho '{json.dumps(findings)}'\n")
         python.chmod(0o755)
         (folder / "environment.json").write_text("{}")
         if cpu_only:
-            stub_libraries_folder(python).mkdir()
+            mark_cpu_only(environment)
         return EngineConfig(cache_dir=tmp_path)
 
     return make
@@ -158,15 +166,15 @@ def test_configured_cpu_only_interpreter_is_recognized(tmp_path):
     python = tmp_path / "env" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.touch()
-    assert not find_environment(EngineConfig(dashinfer_python=python)).cpu_only
-    stub_libraries_folder(python).mkdir()
-    assert find_environment(EngineConfig(dashinfer_python=python)).cpu_only
+    environment = find_environment(EngineConfig(dashinfer_python=python))
+    assert not environment.cpu_only
+    mark_cpu_only(environment)
+    assert environment.cpu_only
 
 
 def test_packages_are_listed_with_exact_versions_and_hashes():
-    with requirements_file() as file, requirements_file(CPU_ONLY_PACKAGES) as cpu_only:
-        lines = [line for line in file.read_text().splitlines() if not line.startswith("#")]
-        chosen = cpu_only.read_text().splitlines()
+    lines = [line for line in requirements().splitlines() if not line.startswith("#")]
+    chosen = requirements(CPU_ONLY_PACKAGES).splitlines()
     assert all(re.fullmatch(r"[\w.-]+==\S+( --hash=sha256:[0-9a-f]{64})+", line) for line in lines)
     assert [line.partition("==")[0] for line in chosen] == sorted(CPU_ONLY_PACKAGES)
     assert set(chosen) < set(lines)
@@ -175,7 +183,7 @@ def test_packages_are_listed_with_exact_versions_and_hashes():
 @pytest.mark.dashinfer
 def test_second_installation_is_a_no_op(environment):
     lines = []
-    findings = install(EngineConfig(), python=None, cpu=environment.stubs is not None, report=lines.append)
+    findings = install(EngineConfig(), python=None, cpu=environment.stubs.exists(), report=lines.append)
     assert findings.version.startswith("2.1.0")
     kind = ", for the CPU only" if environment.cpu_only else ""
     assert lines == [f"DashInfer {findings.version} is already installed{kind}."]
