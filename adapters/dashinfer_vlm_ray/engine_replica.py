@@ -111,7 +111,9 @@ class EngineReplica:
 
     def check_health(self) -> None:
         """Raise DecoderFailed if the engine failed permanently, so that Ray Serve replaces the replica."""
-        check_status(self._engine.status())
+        status = self._engine.status()
+        if status.state in {"failed", "closed"}:
+            raise DecoderFailed(f"The engine is {status.state}: {status.fatal_error or 'it was closed'}.")
 
     def __del__(self) -> None:
         """Close the engine; Ray Serve calls this when a replica has finished its requests and is stopped."""
@@ -140,9 +142,3 @@ def _begin(client: Client) -> TokenCounts:
     current_client.set(client)
     _current_counts.set(counts)
     return counts
-
-
-def check_status(status: EngineStatus) -> None:
-    """Raise DecoderFailed for an engine that cannot serve requests anymore."""
-    if status.state in {"failed", "closed"}:
-        raise DecoderFailed(f"The engine is {status.state}: {status.fatal_error or 'it was closed'}.")

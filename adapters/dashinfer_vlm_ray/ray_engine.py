@@ -65,7 +65,8 @@ class RayEngine:
             RequestError: the request is invalid; `param` names the field.
             EngineError: no replica could serve it.
         """
-        parsed, client = ChatRequest.parse(request), current_client.get()
+        parsed = ChatRequest.parse(request)
+        client = current_client.get()
         with translate_errors():
             return self._counted(self._method("chat", session_id(parsed, client)).remote(client, parsed).result())
 
@@ -78,7 +79,8 @@ class RayEngine:
 
         Raises the same errors as `chat`, when a chunk is requested.
         """
-        parsed, client = ChatRequest.parse(request), current_client.get()
+        parsed = ChatRequest.parse(request)
+        client = current_client.get()
         with translate_errors():
             chunks = self._method("stream", session_id(parsed, client), stream=True).remote(client, parsed)
             counted = TokenCounts()
@@ -92,10 +94,10 @@ class RayEngine:
 
     async def astream(self, request: Request) -> AsyncGenerator[ChatCompletionChunk, None]:
         """Like `stream`, for callers on an event loop."""
-        parsed, client = ChatRequest.parse(request), current_client.get()
+        parsed = ChatRequest.parse(request)
         session = await _session_id(parsed)
         with translate_errors():
-            chunks = self._method("stream", session, stream=True).remote(client, parsed)
+            chunks = self._method("stream", session, stream=True).remote(current_client.get(), parsed)
             counted = TokenCounts()
             try:
                 async for counts, chunk in chunks:
