@@ -153,16 +153,13 @@ class Supervisor:
         return failure or fatal_error
 
     async def _start_new_decoder(self) -> None:
-        self._decoder = await self._new_decoder()
-
-    async def _new_decoder(self) -> Decoder:
         decoder = await asyncio.to_thread(self._make)
         try:
             await decoder.start()
         except BaseException:
             await decoder.close()
             raise
-        return decoder
+        self._decoder = decoder
 
 
 async def _error_of(step: Coroutine[Any, Any, None]) -> str:
