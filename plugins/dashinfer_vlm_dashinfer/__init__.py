@@ -33,10 +33,11 @@ if TYPE_CHECKING:
     from dashinfer_vlm_core.kernels.choice import KernelSelector
     from dashinfer_vlm_core.models.spec import ModelSpec
 
-HEAD_DIMS = (64, 128)
+SCORE_ON_CUDA = 20
+"""Above all other decoders."""
 
-SCORE_ON_CUDA, SCORE_ON_CPU = 20, 1
-"""Above all other decoders on CUDA; below them on a CPU, where it has to be selected explicitly."""
+SCORE_ON_CPU = 1
+"""Below all others: it has to be selected explicitly."""
 
 
 class DashInferFactory:
@@ -62,9 +63,6 @@ class DashInferFactory:
             plan = make_plan(spec, config, cuda=cuda_devices(), cpu_only=environment.cpu_only)
         except SetupError as error:
             return DecoderSupport(score=0, reason=error.message)
-        if spec.text.head_dim not in HEAD_DIMS:
-            head_dim = spec.text.head_dim
-            return DecoderSupport(score=0, reason=f"Its kernels require a head size of 64 or 128, not {head_dim}.")
         where = f"DashInfer runs {environment.origin}, on {plan.compute_unit}"
         if plan.on_cpu:
             return DecoderSupport(
@@ -99,9 +97,6 @@ def register_commands(group: click.Group) -> None:
 
 @hookimpl
 def register_checks(register: Callable[[str, Callable[[EngineConfig], Iterable[Finding]]], None]) -> None:
-    def check(config: EngineConfig) -> Iterable[Finding]:
-        from .checks import check
-
-        return check(config)
+    from .checks import check
 
     register("dashinfer", check)

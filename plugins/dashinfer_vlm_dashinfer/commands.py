@@ -90,11 +90,9 @@ def _kind(environment: Environment) -> str:
 
 
 def _next_step(environment: Environment, findings: Findings) -> str:
-    if environment.cpu_only:
-        return "run `dashinfer-vlm dashinfer install --cpu` to repair it."
     if "libcuda" in findings.problem or "libnvidia-ml" in findings.problem:
         return "install the GPU's driver, or run `dashinfer-vlm dashinfer install --cpu`."
-    return "run `dashinfer-vlm dashinfer install` to repair it."
+    return f"run `dashinfer-vlm dashinfer install{' --cpu' * environment.cpu_only}` to repair it."
 
 
 def _devices(findings: Findings) -> str:

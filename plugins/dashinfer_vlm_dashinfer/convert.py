@@ -8,7 +8,6 @@ import json
 import logging
 import shutil
 import subprocess
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,6 +35,7 @@ ENGINE_CLASS = "Qwen_v20"
 TEXT_PREFIXES = ("model.", "lm_head.")
 """Prefixes of the tensor names of a text model."""
 
+HEAD_DIMS = (64, 128)
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LOG_LINES = 20
 
@@ -80,7 +80,8 @@ def convert(spec: ModelSpec, weight_format: WeightFormat, *, environment: Enviro
         CheckpointError: tensors are missing or files are damaged.
         SetupError: there is too little disk space, or DashInfer failed; the message contains its output.
     """
-    stored, text = stored_tensors(spec.folder, spec.tensor_renames), spec.text
+    text = spec.text
+    stored = stored_tensors(spec.folder, spec.tensor_renames)
     tensors = {name: location for name, location in stored.items() if name.startswith(TEXT_PREFIXES)}
     _check_tensors(tensors, text, spec)
     folder = cache / _key(tensors, text, weight_format)
@@ -95,12 +96,8 @@ def convert(spec: ModelSpec, weight_format: WeightFormat, *, environment: Enviro
                 folder,
                 access_problem(folder.stat()) or "it is damaged",
             )
-        _rebuild(
-            folder,
-            _job(tensors, text, weight_format),
-            environment=environment,
-            needed=_size(tensors, spec, weight_format),
-        )
+        needed = _size(tensors, spec, weight_format)
+        _rebuild(folder, _job(tensors, text, weight_format), environment=environment, needed=needed)
     return ConvertedModel.at(folder)
 
 
@@ -114,6 +111,7 @@ def unsupported(text: TextModelSpec) -> str:
         and text.rotary.sections is not None,
         "no additions after its first layers": not text.visual_levels,
         "no mixture of experts": text.experts is None,
+        "a head size of 64 or 128": text.head_dim in HEAD_DIMS,
         "Qwen2-VL's tensor names": text.weights == TextWeightNames(),
     }
     missing = [requirement for requirement, met in requirements.items() if not met]
@@ -194,32 +192,21 @@ def _rebuild(folder: Path, job: dict[str, Any], *, environment: Environment, nee
 
 
 def _run_serializer(job: dict[str, Any], folder: Path, environment: Environment) -> None:
-    """Run `serialize.py` and log its progress."""
     path = folder / "job.json"
     path.write_text(json.dumps(job), encoding="utf-8")
-    lines: deque[str] = deque(maxlen=LOG_LINES)
-    with subprocess.Popen(  # noqa: S603 - the operator selects the interpreter; the program is our own
+    done = subprocess.run(  # noqa: S603 - the operator selects the interpreter; the program is our own
         environment.command(PROGRAM, str(path)),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env=inherited_variables(),
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(line)
-            _log_progress(line)
+        check=False,
+    )
     path.unlink()
-    if process.returncode:
-        raise SetupError(f"DashInfer could not convert the model (exit status {process.returncode}): {''.join(lines)}")
-
-
-def _log_progress(line: str) -> None:
-    if line.startswith('{"progress"'):
-        step = json.loads(line)
-        logger.info("Converting: %d %%, %s", round(100 * step["progress"]), step["what"])
-    else:
-        logger.debug("Converting: %s", line.rstrip())
+    logger.debug("Converting: %s", done.stdout)
+    if done.returncode:
+        last = "\n".join(done.stdout.splitlines()[-LOG_LINES:])
+        raise SetupError(f"DashInfer could not convert the model (exit status {done.returncode}): {last}")
 
 
 def _is_usable(folder: Path) -> bool:

@@ -37,7 +37,7 @@ from .convert import ConvertedModel, convert
 from .environment import find_environment
 from .options import SUPPORTED_ON_CPU, SUPPORTED_ON_CUDA, check_sampling, generate_config, stop_tokens
 from .plan import check_cache_salt, make_plan
-from .process import LOG_SEPARATOR, WorkerDied, WorkerProcess
+from .process import WorkerDied, WorkerProcess
 from .settings import DashInferOptions
 
 if TYPE_CHECKING:
@@ -127,9 +127,8 @@ class DashInferDecoder(Decoder):
         try:
             worker = await WorkerProcess.launch(environment, self._arguments(model))
         except WorkerDied as error:
-            logger.warning("DashInfer's worker died during startup: %s", error)
             raise SetupError(
-                f"DashInfer's worker died during startup ({_exit_status(error)}). See the log for its last output."
+                f"DashInfer's worker died during startup ({error}). See the log for its last output."
             ) from error
         logger.info("DashInfer %s is ready on %s, process %d", worker.version, self._plan.compute_unit, worker.pid)
         self._worker = worker
@@ -273,8 +272,7 @@ class DashInferDecoder(Decoder):
                 self._last_frame_at = asyncio.get_running_loop().time()
                 self._handle_frame(frame)
         except WorkerDied as error:
-            self.fatal_error = f"DashInfer's worker died ({_exit_status(error)}). See the log for its last output."
-            logger.warning("DashInfer's worker died with %d requests: %s", len(self._active), error)
+            self.fatal_error = f"DashInfer's worker died ({error}). See the log for its last output."
         except Exception:
             self.fatal_error = "DashInfer's worker sent an invalid frame. See the log for the cause."
             logger.exception("Invalid frame from DashInfer's worker")
@@ -312,11 +310,6 @@ class DashInferDecoder(Decoder):
 
 _CLOSED = "The decoder was closed. Start the engine again."
 _DIED = "The decoder's process died. Try again in a moment."
-
-
-def _exit_status(death: WorkerDied) -> str:
-    """The exit status, without the worker's log."""
-    return str(death).partition(LOG_SEPARATOR)[0]
 
 
 def _span_digest(span: VisualSpan) -> bytes:

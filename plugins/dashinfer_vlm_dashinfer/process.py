@@ -26,12 +26,10 @@ logger: logging.Logger = logging.getLogger(__name__)
 EXIT_SECONDS = 1.0
 """How long a worker may take to exit after it closed its socket."""
 MAX_LOG_LINES = 5
-LOG_SEPARATOR = " | "
-"""Separates the exit status of a worker from the last lines of its log."""
 
 
 class WorkerDied(Exception):
-    """The worker's process ended, or never became ready; the message contains its exit status and last log lines."""
+    """The worker's process ended, or never became ready; the message is its exit status."""
 
 
 class WorkerProcess:
@@ -133,8 +131,8 @@ class WorkerProcess:
             self.kill()
         status = await self._process.wait()
         await self._log
-        exit_status = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
-        return LOG_SEPARATOR.join([exit_status, *self._log_lines])
+        logger.warning("DashInfer's worker %d has ended. Its last output: %s", self.pid, " | ".join(self._log_lines))
+        return f"killed by signal {-status}" if status < 0 else f"exit status {status}"
 
     async def _forward_log(self) -> None:
         """Log the worker's output at level debug, but fatal lines as warnings. DashInfer reports harmless events as

@@ -13,9 +13,8 @@ The job, written by `convert.py`:
     tied       whether the output layer is the embedding table
     config     the text model's configuration, with the keys of Hugging Face and of DashInfer
 
-Progress is written to standard output, one JSON object per line that begins with `{"progress":`, between DashInfer's
-own output. Apart from `worker.py` and `torch_placeholder.py`, this file imports nothing from this package, since it
-runs under another interpreter (CPython 3.8 or 3.10).
+Apart from `worker.py` and `torch_placeholder.py`, this file imports nothing from this package, since it runs under
+another interpreter (CPython 3.8 or 3.10).
 
 A CPU-only environment and that of the kit have no torch. `torch_placeholder.py` replaces it, without quantization; the
 files are equal byte for byte.
@@ -43,9 +42,7 @@ def main() -> None:
     if worker.is_cpu_only() and (job["dtype"], job["weights"]) != ("float32", "none"):
         raise SystemExit("DashInfer is installed for the CPU only: it converts only to float32, without quantization.")
     replace_modules(job)
-    report(0, "writing")
     write(job)
-    report(1, "done")
 
 
 def replace_modules(job: dict[str, Any]) -> None:
@@ -63,10 +60,6 @@ def replace_modules(job: dict[str, Any]) -> None:
     torch = importlib.import_module("torch_placeholder")
     sys.modules.update({"torch": torch, "torch.cuda": torch.cuda, "safetensors": torch})
     sys.modules["safetensors.torch"] = Unused("safetensors.torch")
-
-
-def report(progress: float, what: str) -> None:
-    print(json.dumps({"progress": progress, "what": what}), flush=True)
 
 
 class Tensors(Dict[str, Any]):

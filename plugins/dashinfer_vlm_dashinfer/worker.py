@@ -34,6 +34,7 @@ import glob
 import importlib.machinery
 import importlib.util
 import json
+import math
 import os
 import queue
 import select
@@ -44,6 +45,7 @@ import sysconfig
 import threading
 import time
 import traceback
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Callable, Iterable
 
 if TYPE_CHECKING:
@@ -106,9 +108,7 @@ class Connection:
         head = json.loads(bytes(self._read(head_length(self._read(HEAD.size)))).decode())
         arrays = []
         for dtype, shape in head.pop("arrays", ()):
-            size = numpy.dtype(dtype).itemsize
-            for side in shape:
-                size *= side
+            size = numpy.dtype(dtype).itemsize * math.prod(shape)
             arrays.append(numpy.frombuffer(self._read(size), dtype=dtype).reshape(shape))
         return head, arrays
 
@@ -175,16 +175,27 @@ def _find(pattern: str) -> list[str]:
     return [path for folder in sys.path if folder for path in sorted(glob.glob(os.path.join(folder, pattern)))]
 
 
+@dataclass
 class ActiveRequest:
     """A request in DashInfer. Its capsules and arrays are kept, since DashInfer reads them without a copy."""
 
-    def __init__(self, number: int, handle: Any, results: Any, kept: list[Any], logprobs: bool) -> None:
-        self.number = number
-        self.handle = handle
-        self.results = results
-        self.kept = kept
-        self.logprobs = logprobs
-        self.status: Any = None
+    number: int
+    handle: Any
+    results: Any
+    kept: list[Any]
+    logprobs: bool
+    status: Any = None
+
+
+def contents_by_key(keys: list[int], arrays: list[npt.NDArray[Any]]) -> dict[str, list[Any]]:
+    """The contents of MultiMediaInfo for placeholder spans in prompt order; each key is a placeholder's token id."""
+    if not keys:
+        return {}
+    capsules = [array.__dlpack__() for array in arrays]
+    contents: dict[str, list[Any]] = {"positions": capsules[:1], "hash_input": capsules[2::2]}
+    for key, embedding in zip(keys, capsules[1::2]):
+        contents.setdefault(str(key), []).append(embedding)
+    return contents
 
 
 class Service:
@@ -232,34 +243,23 @@ class Service:
     def _start(self, head: dict[str, Any], arrays: list[npt.NDArray[Any]]) -> ActiveRequest:
         import numpy
 
-        token_ids, rest = arrays[0], arrays[1:]
-        mask = numpy.ones_like(token_ids)
-        inputs = {"input_ids": token_ids.__dlpack__(), "attention_mask": mask.__dlpack__()}
-        kept = [arrays, mask, inputs]
+        mask = numpy.ones_like(arrays[0])
+        inputs = {"input_ids": arrays[0].__dlpack__(), "attention_mask": mask.__dlpack__()}
         options = dict(head["options"])
-        if head["keys"]:
-            options["mm_info"] = self._media(head["keys"], rest, kept)
+        contents = contents_by_key(head["keys"], arrays[1:])
+        if contents:
+            options["mm_info"] = self._media(contents)
         status, handle, results = self._engine._start_request(NAME, inputs, options)
-        kept.append(options)
         self._check(status)
+        kept = [arrays, mask, inputs, options, contents]
         return ActiveRequest(head["id"], handle, results, kept, options["logprobs"])
 
-    def _media(self, keys: list[int], arrays: list[npt.NDArray[Any]], kept: list[Any]) -> Any:
-        """Create MultiMediaInfo for the placeholder spans, in prompt order; each key is a placeholder's token id."""
+    def _media(self, contents: dict[str, list[Any]]) -> Any:
         info = self._extension.MultiMediaInfo()
         info.set_multimedia_type(0)
-        capsules = [array.__dlpack__() for array in arrays]
-        positions, embeddings, digests = capsules[0], capsules[1::2], capsules[2::2]
-        for key in sorted(set(keys)):
-            self._add(info, str(key), [item for item, name in zip(embeddings, keys) if name == key], kept)
-        self._add(info, "positions", [positions], kept)
-        self._add(info, "hash_input", digests, kept)
-        kept.append(info)
+        for key, capsules in contents.items():
+            info.add_multimedia_content(key, capsules)
         return info
-
-    def _add(self, info: Any, key: str, capsules: list[Any], kept: list[Any]) -> None:
-        kept.append(capsules)
-        info.add_multimedia_content(key, capsules)
 
     def _check(self, status: Any) -> None:
         if status != self._extension.AsStatus.ALLSPARK_SUCCESS:
@@ -272,11 +272,8 @@ class Service:
                 requests = list(self._requests.values())
                 stops = self._stops & set(self._requests)
                 self._stops.clear()
-            outputs = [
-                output
-                for output in (self._read_tokens(request) for request in requests if request.number not in stops)
-                if output
-            ]
+            outputs = [self._read_tokens(request) for request in requests if request.number not in stops]
+            outputs = list(filter(None, outputs))
             if outputs:
                 self._connection.send({"is": "tokens", "of": outputs})
             done = [request for request in requests if request.number in stops or request.status in self._end_statuses]

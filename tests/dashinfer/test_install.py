@@ -50,8 +50,9 @@ def test_status_reports_missing_installation_and_next_step(tmp_path):
 
 
 @needs_3_11
-def test_decoder_without_environment_reports_reason(tmp_path, tiny_checkpoint):
-    check_support = DashInferFactory().check_support(read_spec(tiny_checkpoint), EngineConfig(cache_dir=tmp_path))
+def test_decoder_without_environment_reports_reason(tmp_path, oracles):
+    spec = read_spec(oracles("64-untied").folder)
+    check_support = DashInferFactory().check_support(spec, EngineConfig(cache_dir=tmp_path))
     assert check_support.score == 0
     assert "dashinfer install" in check_support.reason
 
