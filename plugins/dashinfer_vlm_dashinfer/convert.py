@@ -85,9 +85,7 @@ def convert(spec: ModelSpec, weight_format: WeightFormat, *, environment: Enviro
     tensors = {name: location for name, location in stored.items() if name.startswith(TEXT_PREFIXES)}
     _check_tensors(tensors, text, spec)
     folder = cache / _key(tensors, text, weight_format)
-    with locked(folder.with_suffix(".lock")) as waited:
-        if waited:
-            logger.info("Waited for another process that converts the same model.")
+    with locked(folder.with_suffix(".lock")):
         if _is_usable(folder):
             return ConvertedModel.at(folder)
         if folder.exists():

@@ -91,12 +91,7 @@ class DashInferDecoder(Decoder):
         self._spec = spec
         self._config = config
         self._environment = find_environment(config)
-        self._plan = make_plan(
-            spec,
-            config,
-            cuda=cuda_devices(),
-            cpu_only=self._environment.cpu_only,
-        )
+        self._plan = make_plan(spec, config, cuda=cuda_devices(), cpu_only=self._environment.cpu_only)
         self.max_model_len: int = self._plan.max_model_len
         self.supported_params: frozenset[str] = SUPPORTED_ON_CPU if self._plan.on_cpu else SUPPORTED_ON_CUDA
         self.unsupported_vision_reason = (
@@ -120,12 +115,12 @@ class DashInferDecoder(Decoder):
     async def start(self) -> None:
         if self._serving is not None:
             return
-        environment, cache = self._environment, self._config.cache_folder / "models"
+        cache = self._config.cache_folder / "models"
         model = await asyncio.to_thread(
-            convert, self._spec, self._plan.weight_format, environment=environment, cache=cache
+            convert, self._spec, self._plan.weight_format, environment=self._environment, cache=cache
         )
         try:
-            worker = await WorkerProcess.launch(environment, self._arguments(model))
+            worker = await WorkerProcess.launch(self._environment, self._arguments(model))
         except WorkerDied as error:
             raise SetupError(
                 f"DashInfer's worker died during startup ({error}). See the log for its last output."
@@ -268,7 +263,8 @@ class DashInferDecoder(Decoder):
         """Handle frames until the worker dies or this task is canceled; then end the worker and fail its requests."""
         watchdog = asyncio.create_task(self._kill_if_hung(worker), name="dashinfer-watchdog")
         try:
-            async for frame in worker.frames():
+            while True:
+                frame = await worker.receive()
                 self._last_frame_at = asyncio.get_running_loop().time()
                 self._handle_frame(frame)
         except WorkerDied as error:
@@ -281,31 +277,27 @@ class DashInferDecoder(Decoder):
             await self._end()
 
     async def _end(self) -> None:
-        worker, self._worker = self._worker, None
+        worker = self._worker
         if worker is None:
             return
+        self._worker = None
         try:
             await worker.close()
         finally:
-            self._fail_active(EngineClosed(_CLOSED) if self._closed and not self.fatal_error else DecoderFailed(_DIED))
+            closed = self._closed and not self.fatal_error
+            for active in list(self._active.values()):
+                active.outputs.put_nowait(EngineClosed(_CLOSED) if closed else DecoderFailed(_DIED))
+                self._release(active)
 
     async def _kill_if_hung(self, worker: WorkerProcess) -> None:
         """Kill a worker that has requests and sends nothing; it is then replaced like any worker that died."""
-        timeout, silence = self._config.step_timeout, 0.0
+        timeout = self._config.step_timeout
+        silence = 0.0
         while silence < timeout:
             await asyncio.sleep(timeout - silence)
             silence = asyncio.get_running_loop().time() - self._last_frame_at if self._active else 0.0
-        logger.error(
-            "Killing DashInfer's worker: it has sent nothing for %g seconds, with %d requests.",
-            timeout,
-            len(self._active),
-        )
+        logger.error("Killing DashInfer's worker: it has requests, but has sent nothing for %g seconds.", timeout)
         worker.kill()
-
-    def _fail_active(self, error: EngineError) -> None:
-        for active in list(self._active.values()):
-            active.outputs.put_nowait(error)
-            self._release(active)
 
 
 _CLOSED = "The decoder was closed. Start the engine again."
@@ -314,7 +306,8 @@ _DIED = "The decoder's process died. Try again in a moment."
 
 def _span_digest(span: VisualSpan) -> bytes:
     """A 32-byte digest of a span's rows; the item's digest if the span contains all of its rows."""
-    digest, rows = span.tokens.digest, span.stop - span.start
+    digest = span.tokens.digest
+    rows = span.stop - span.start
     if rows == len(span.tokens.embedding):
         return digest
     return hashlib.sha256(f"{span.row} {rows} ".encode() + digest).digest()

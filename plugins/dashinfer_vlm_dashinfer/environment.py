@@ -88,13 +88,11 @@ class Findings:
         python: its version.
         version: DashInfer's; empty if it cannot be loaded.
         problem: why it cannot be loaded; empty if it can.
-        cpu_only: whether it was installed for the CPU only.
     """
 
     python: str = ""
     version: str = ""
     problem: str = ""
-    cpu_only: bool = False
 
 
 def private_folder(config: EngineConfig) -> Path:
@@ -179,7 +177,7 @@ def examine(environment: Environment) -> Findings:
             env=inherited_variables(),
             check=False,
         )
-        return Findings(**json.loads(done.stdout.splitlines()[-1]), cpu_only=environment.cpu_only)
+        return Findings(**json.loads(done.stdout.splitlines()[-1]))
     except (OSError, subprocess.TimeoutExpired) as error:
         return Findings(problem=str(error))
     except (IndexError, ValueError, TypeError):
@@ -194,8 +192,8 @@ def disk_bytes(folder: Path) -> int:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[bool]:
-    """Lock the file `path` against other threads and processes; yields whether it had to wait.
+def locked(path: Path) -> Iterator[None]:
+    """Lock the file `path` against other threads and processes, which wait.
 
     Raises:
         SetupError: its folder cannot be created or written to.
@@ -209,13 +207,8 @@ def locked(path: Path) -> Iterator[bool]:
             " set cache_dir to another folder."
         ) from error
     with opened as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            waited = False
-        except BlockingIOError:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            waited = True
-        yield waited
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def sha256(path: Path) -> str:

@@ -24,7 +24,7 @@ from dashinfer_vlm_core.kernels.devices import cuda_devices
 from .environment import (
     MARKER,
     PYTHON,
-    Findings,
+    Environment,
     Report,
     check_space,
     examine,
@@ -64,10 +64,8 @@ _IS_SUITABLE = (
 )
 
 
-def install(
-    config: EngineConfig, *, python: Path | None, cpu: bool, report: Report, kit: Path | None = None
-) -> Findings:
-    """Create the private environment unless a working one exists; returns the findings of its examination.
+def install(config: EngineConfig, *, python: Path | None, cpu: bool, report: Report, kit: Path | None = None) -> None:
+    """Create the private environment unless a working one exists.
 
     A full environment is kept, since it also runs on a CPU. A CPU-only environment is kept too, unless there is a kit,
     or this machine has a GPU and `cpu` is false.
@@ -86,25 +84,21 @@ def install(
     """
     _check_platform()
     folder = private_folder(config)
-    with locked(folder.with_suffix(".lock")) as waited:
-        if waited:
-            report("Waited for another installation.")
+    with locked(folder.with_suffix(".lock")):
         if folder.exists() and (problem := folder_problem(folder)):
             raise SetupError(problem)
-        findings = _working_findings(config, cpu=cpu, report=report)
-        if findings is not None and not (findings.cpu_only and (kit or (cuda_devices() and not cpu))):
-            report(f"DashInfer {findings.version} is already installed{', for the CPU only' * findings.cpu_only}.")
-            return findings
+        current = _working_environment(config, cpu=cpu, report=report)
+        if current is not None and not (current.cpu_only and (kit or (cuda_devices() and not cpu))):
+            report(f"DashInfer is already installed{', for the CPU only' * current.cpu_only}.")
+            return
         if kit:
             _unpack(kit, folder, report)
         else:
-            build = _build_cpu_only if cpu else _build_full
-            build(folder, python or find_python(report), report)
-        return _finish(folder)
+            _build(folder, python or find_python(report), report, cpu=cpu)
+        _finish(folder)
 
 
-def _working_findings(config: EngineConfig, *, cpu: bool, report: Report) -> Findings | None:
-    """Examine the environment that would be used; None if there is none, or it does not load."""
+def _working_environment(config: EngineConfig, *, cpu: bool, report: Report) -> Environment | None:
     try:
         environment = find_environment(config)
     except MissingDependency:
@@ -114,7 +108,7 @@ def _working_findings(config: EngineConfig, *, cpu: bool, report: Report) -> Fin
         report("Compiling stub libraries for the GPU driver's libraries.")
         compile_stub_libraries(DRIVER_LIBRARIES, environment.stubs)
         findings = examine(environment)
-    return None if findings.problem else findings
+    return None if findings.problem else environment
 
 
 def find_python(report: Report) -> Path:
@@ -169,31 +163,26 @@ def _found_by_uv(uv: str) -> Path:
     return Path(subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout.strip())  # noqa: S603 - our own command
 
 
-def _build_full(folder: Path, python: Path, report: Report) -> None:
-    _make_environment(folder, python, FULL_BYTES, report)
-    report("Installing DashInfer and its dependencies: 3.4 GB to download, 6.6 GB on disk.")
-    _pip_install(folder)
-
-
-def _build_cpu_only(folder: Path, python: Path, report: Report) -> None:
-    find_compiler()  # before an existing environment is replaced
-    _make_environment(folder, python, CPU_ONLY_BYTES, report)
+def _build(folder: Path, python: Path, report: Report, *, cpu: bool) -> None:
+    if cpu:
+        find_compiler()  # before an existing environment is replaced
+    if not is_suitable(python):
+        raise MissingDependency(
+            f"{python} is not a CPython {PYTHON_VERSION} with venv. Specify another one with --python."
+        )
+    _prepare(folder, CPU_ONLY_BYTES if cpu else FULL_BYTES)
+    report(f"Creating an environment in {folder} with {python}.")
+    run_command([str(python), "-I", "-m", "venv", "--clear", str(folder / "env")])
+    if not cpu:
+        report("Installing DashInfer and its dependencies: 3.4 GB to download, 6.6 GB on disk.")
+        _pip_install(folder)
+        return
     report("Compiling stub libraries for the libraries of CUDA and the GPU driver.")
     compile_stub_libraries((*DRIVER_LIBRARIES, *CUDA_LIBRARIES), private_environment(folder).stubs)
     report("Installing DashInfer for the CPU: 0.32 GB to download.")
     _pip_install(folder, CPU_ONLY_PACKAGES)
     for extension in folder.glob(EXTENSION):
         remove_gpu_code(extension, report)
-
-
-def _make_environment(folder: Path, python: Path, needed: int, report: Report) -> None:
-    if not is_suitable(python):
-        raise MissingDependency(
-            f"{python} is not a CPython {PYTHON_VERSION} with venv. Specify another one with --python."
-        )
-    _prepare(folder, needed)
-    report(f"Creating an environment in {folder} with {python}.")
-    run_command([str(python), "-I", "-m", "venv", "--clear", str(folder / "env")])
 
 
 def _unpack(kit: Path, folder: Path, report: Report) -> None:
@@ -219,7 +208,7 @@ def requirements(packages: Container[str] | None = None) -> str:
     return "".join(line for line in lines if packages is None or line.partition("==")[0] in packages)
 
 
-def _finish(folder: Path) -> Findings:
+def _finish(folder: Path) -> None:
     """Check that the environment works, and only then mark it as installed."""
     findings = examine(private_environment(folder))
     if findings.problem:
@@ -227,4 +216,3 @@ def _finish(folder: Path) -> Findings:
         hint = " Without a GPU driver, run `dashinfer-vlm dashinfer install --cpu`." if has_no_driver else ""
         raise SetupError(f"DashInfer was installed, but does not load: {findings.problem}.{hint}")
     (folder / MARKER).write_text(json.dumps(dataclasses.asdict(findings), indent=2), encoding="utf-8")
-    return findings

@@ -140,25 +140,17 @@ def _plan_cpu(text: TextModelSpec, config: EngineConfig, context: int) -> Plan:
     if affordable < MIN_KV_TOKENS:
         message = f"`kv_cache_mib` {config.kv_cache_mib} holds only {affordable} tokens of this model. Increase it."
         raise ConfigError(message, param="kv_cache_mib")
-    if affordable < context:
+    length = min(context, affordable)
+    batch_size = min(config.max_batch_size, affordable // length)
+    if (length, batch_size) != (context, config.max_batch_size):
         logger.warning(
-            "kv_cache_mib=%d holds %d tokens, fewer than the context of %d. Increase it to accept longer prompts.",
-            config.kv_cache_mib,
-            affordable,
-            context,
-        )
-        context = affordable
-    max_batch_size = min(config.max_batch_size, affordable // context)
-    if max_batch_size < config.max_batch_size:
-        logger.info(
-            "At most %d requests are decoded together: kv_cache_mib holds no more with %d tokens each. Reduce"
-            " max_model_len for more.",
-            max_batch_size,
-            context,
+            "kv_cache_mib=%d holds %d requests of %d tokens at the same time, not %d of %d. Increase it, or reduce"
+            " max_model_len for more requests.",
+            *(config.kv_cache_mib, batch_size, length, config.max_batch_size, context),
         )
     return Plan(
         compute_unit="CPU:0",
         weight_format=WeightFormat(dtype="float32"),
-        max_model_len=context,
-        max_batch_size=max_batch_size,
+        max_model_len=length,
+        max_batch_size=batch_size,
     )

@@ -77,28 +77,32 @@ class WorkerProcess:
         self = cls(process, *await asyncio.open_connection(sock=ours))
         try:
             self.send({"do": "load", "model": model})
-            self.version = (await self._receive())["version"]
+            self.version = (await self.receive())["version"]
         except BaseException:
             await self.close()
             raise
         return self
 
     def send(self, head: dict[str, Any], arrays: Sequence[npt.NDArray[np.generic]] = ()) -> None:
-        """Send a frame. A frame to a dead worker is lost, and `frames` raises WorkerDied."""
+        """Send a frame. A frame to a dead worker is lost, and `receive` raises WorkerDied."""
         if not self._writer.is_closing():
             self._writer.writelines(worker.pack(head, arrays))
 
-    async def frames(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the frames that the worker sends.
+    async def receive(self) -> dict[str, Any]:
+        """Wait for the next frame that the worker sends.
 
         Raises:
             WorkerDied: it ended.
         """
-        while True:
-            yield await self._receive()
+        try:
+            length = worker.head_length(await self._reader.readexactly(worker.HEAD.size))
+            head: dict[str, Any] = json.loads(await self._reader.readexactly(length))
+        except (asyncio.IncompleteReadError, OSError):
+            raise WorkerDied(await self._exit_error()) from None
+        return head
 
     def kill(self) -> None:
-        """Kill it; `frames` then raises WorkerDied. A worker has nothing to clean up."""
+        """Kill it; `receive` then raises WorkerDied. A worker has nothing to clean up."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
@@ -114,14 +118,6 @@ class WorkerProcess:
         self._process.stdin.close()
         with contextlib.suppress(OSError):
             await self._process.stdin.wait_closed()
-
-    async def _receive(self) -> dict[str, Any]:
-        try:
-            length = worker.head_length(await self._reader.readexactly(worker.HEAD.size))
-            head: dict[str, Any] = json.loads(await self._reader.readexactly(length))
-        except (asyncio.IncompleteReadError, OSError):
-            raise WorkerDied(await self._exit_error()) from None
-        return head
 
     async def _exit_error(self) -> str:
         # Not killed at once: a signal to a process that has just ended would hide its exit status.

@@ -213,7 +213,7 @@ def test_doctor_reports_kind_and_size_of_dashinfers_environment(run, tmp_path):
         row["name"]: row for row in json.loads(run("doctor", "--json", DASHINFER_VLM_CACHE_DIR=str(tmp_path)).stdout)
     }
     size = f"{disk_bytes(folder) / 1e9:.2f} GB"
-    assert rows["dashinfer"]["detail"] == f"2.1.0 under Python 3.10.13, CPU only, {size}"
+    assert rows["dashinfer"]["detail"] == f"2.1.0 under Python 3.10.13, CPU only, {size}, {python}"
 
 
 def test_embedding_store_is_checked(tmp_path):

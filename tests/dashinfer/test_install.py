@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -81,10 +82,18 @@ def test_interpreter_without_dashinfer_reports_missing_module():
 
 
 def test_installation_waits_for_lock(tmp_path):
-    with locked(tmp_path / "lock") as first:
-        assert not first
-    with locked(tmp_path / "lock") as second:
-        assert not second
+    waiting = threading.Event()
+
+    def wait():
+        with locked(tmp_path / "lock"):
+            waiting.set()
+
+    with locked(tmp_path / "lock"):
+        thread = threading.Thread(target=wait)
+        thread.start()
+        assert not waiting.wait(0.1)
+    thread.join()
+    assert waiting.is_set()
 
 
 def mark_cpu_only(environment):
@@ -106,8 +115,9 @@ def test_full_environment_without_driver_gets_stub_libraries(installed):
         """
     )
     lines = []
-    assert install(config, python=None, cpu=True, report=lines.append).version == "2.1.0"
-    assert lines[0] == "Compiling stub libraries for the GPU driver's libraries."
+    install(config, python=None, cpu=True, report=lines.append)
+    expected = ["Compiling stub libraries for the GPU driver's libraries.", "DashInfer is already installed."]
+    assert lines == expected
     assert {path.name for path in environment.stubs.iterdir()} == {"libcuda.so.1", "libnvidia-ml.so.1"}
 
 
@@ -132,14 +142,13 @@ def installed(tmp_path):
 
 
 @needs_3_11
-@pytest.mark.parametrize(("cpu_only", "kind"), [(False, "full, for GPUs and the CPU"), (True, "for the CPU only")])
+@pytest.mark.parametrize(("cpu_only", "kind"), [(False, f"full, {cuda_devices()} CUDA devices"), (True, "CPU only")])
 def test_status_reports_installed_kind(installed, cpu_only, kind):
     environment = find_environment(config := installed(cpu_only=cpu_only))
     assert environment.cpu_only == cpu_only
     output = run("status", "--cache-dir", config.cache_dir).output
-    assert f"kind:        {kind}" in output
-    assert f"size:        {disk_bytes(environment.folder) / 1e9:.2f} GB on disk" in output
-    assert ("on the CPU only" in output) == cpu_only
+    assert f"2.1.0 under Python 3.10.13, {kind}" in output
+    assert f", {disk_bytes(environment.folder) / 1e9:.2f} GB" in output
 
 
 @needs_3_11
@@ -150,9 +159,8 @@ def test_working_environment_is_kept(installed, cpu_only, cpu):
     if cuda_devices() and cpu_only and not cpu:
         pytest.skip("There is a GPU, for which the full environment would be installed.")
     lines = []
-    findings = install(installed(cpu_only=cpu_only), python=None, cpu=cpu, report=lines.append)
-    assert findings.cpu_only == cpu_only
-    assert lines == [f"DashInfer 2.1.0 is already installed{', for the CPU only' if cpu_only else ''}."]
+    install(installed(cpu_only=cpu_only), python=None, cpu=cpu, report=lines.append)
+    assert lines == [f"DashInfer is already installed{', for the CPU only' if cpu_only else ''}."]
 
 
 @needs_3_11
@@ -184,21 +192,18 @@ def test_packages_are_listed_with_exact_versions_and_hashes():
 @pytest.mark.dashinfer
 def test_second_installation_is_a_no_op(environment):
     lines = []
-    findings = install(EngineConfig(), python=None, cpu=environment.stubs.exists(), report=lines.append)
-    assert findings.version.startswith("2.1.0")
+    install(EngineConfig(), python=None, cpu=environment.stubs.exists(), report=lines.append)
     kind = ", for the CPU only" if environment.cpu_only else ""
-    assert lines == [f"DashInfer {findings.version} is already installed{kind}."]
+    assert lines == [f"DashInfer is already installed{kind}."]
 
 
 @pytest.mark.dashinfer
 def test_status_lists_installed_versions(environment):
     result = run("status")
     assert result.exit_code == 0, result.output
-    assert "DashInfer:   2.1.0" in result.output
-    assert str(environment.python) in result.output
-    assert "It loads, on the CPU" in result.output
-    assert ("kind:        for the CPU only" in result.output) == environment.cpu_only
-    assert " GB on disk" in result.output
+    kind = "CPU only" if environment.cpu_only else "full"
+    assert re.match(rf"DashInfer: 2\.1\.0/.* under Python 3\.10\.\d+, {kind}.*, \d+\.\d\d GB, ", result.output)
+    assert result.output.endswith(f"{environment.python}\n")
 
 
 @pytest.mark.dashinfer
