@@ -199,7 +199,6 @@ class RayEngine:
 
 
 async def _result(response: Any) -> Any:
-    """Return the result of a call; if the caller is canceled, cancel the call."""
     with translate_errors():
         try:
             return await response

@@ -61,7 +61,7 @@ def _first_media(request: ChatRequest) -> MediaPart | None:
 
 
 def _opening(request: ChatRequest) -> Iterator[str]:
-    """Yield the messages up to the first one of the user, which stay the same in later turns."""
+    # These messages stay the same in later turns.
     for message in request.messages:
         yield json.dumps(message.for_template(), sort_keys=True)
         if message.role == "user":

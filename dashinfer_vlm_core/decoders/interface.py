@@ -317,7 +317,6 @@ def _check_ids(param: str, ids: Iterable[int], spec: ModelSpec) -> None:
 
 
 def _broken_invariant(request: DecodeRequest, spec: ModelSpec) -> str | None:
-    """The violated invariant of DecodeRequest; None if there is none."""
     ids = request.token_ids
     length = len(ids)
     if not length or ids.min() < 0 or ids.max() >= spec.vocab_size:

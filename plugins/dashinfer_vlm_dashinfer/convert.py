@@ -117,8 +117,7 @@ def unsupported(text: TextModelSpec) -> str:
 
 
 def _check_tensors(tensors: Tensors, text: TextModelSpec, spec: ModelSpec) -> None:
-    """Check that embeddings, norm, output layer and the last layer exist. DashInfer reports other missing tensors
-    itself."""
+    # DashInfer reports other missing tensors itself.
     last = f"model.layers.{text.num_hidden_layers - 1}."
     wanted = {"model.embed_tokens.weight", "model.norm.weight"} | (
         set() if text.tie_word_embeddings else {"lm_head.weight"}
@@ -138,7 +137,6 @@ def _key(tensors: Tensors, text: TextModelSpec, weight_format: WeightFormat) -> 
 
 
 def _job(tensors: Tensors, text: TextModelSpec, weight_format: WeightFormat) -> dict[str, Any]:
-    """The input of `serialize.py`; the configuration contains the keys of both Hugging Face and DashInfer."""
     config = {
         "hidden_size": text.hidden_size,
         "intermediate_size": text.intermediate_size,

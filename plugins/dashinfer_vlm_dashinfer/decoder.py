@@ -149,7 +149,7 @@ class DashInferDecoder(Decoder):
             self._cancel(active)
 
     def _check(self, request: DecodeRequest) -> None:
-        """Reject every value that might crash DashInfer."""
+        # Every value that might crash DashInfer is rejected here.
         if self.fatal_error:
             raise RequestNotStarted
         if self._serving is None or self._closed:
@@ -167,7 +167,6 @@ class DashInferDecoder(Decoder):
     # Slots: admission to DashInfer
 
     async def _acquire_slot(self) -> None:
-        """Wait for a slot in the worker."""
         if self._slots.locked() and self._waiting >= self._config.max_waiting:
             raise QueueFull(f"{self._waiting} requests are already waiting. Try again in a second.")
         self._waiting += 1
@@ -180,7 +179,7 @@ class DashInferDecoder(Decoder):
             raise RequestNotStarted if self.fatal_error else EngineClosed(_CLOSED)
 
     def _submit(self, request: DecodeRequest, arrays: list[Array]) -> _ActiveRequest:
-        """Send the request to the worker. After this, only `_release` releases its slot."""
+        # From here on, only `_release` releases the slot.
         assert self._worker is not None
         if not self._active:
             self._last_frame_at = asyncio.get_running_loop().time()
@@ -192,7 +191,6 @@ class DashInferDecoder(Decoder):
         return active
 
     def _cancel(self, active: _ActiveRequest) -> None:
-        """Stop a request whose reader has ended, unless DashInfer has finished it. This takes at most one step."""
         if not active.released and self._worker is not None:
             self._worker.send({"do": "stop", "id": active.number})
 
@@ -229,7 +227,6 @@ class DashInferDecoder(Decoder):
                 return
 
     def _handle_frame(self, frame: dict[str, Any]) -> None:
-        """Put what a frame contains into the output queues."""
         if frame["is"] == "tokens":
             for number, ids, logprobs, cached in frame["of"]:
                 active = self._active[number]
@@ -260,7 +257,6 @@ class DashInferDecoder(Decoder):
         }
 
     async def _serve(self, worker: WorkerProcess) -> None:
-        """Handle frames until the worker dies or this task is canceled; then end the worker and fail its requests."""
         watchdog = asyncio.create_task(self._kill_if_hung(worker), name="dashinfer-watchdog")
         try:
             while True:
@@ -290,7 +286,6 @@ class DashInferDecoder(Decoder):
                 self._release(active)
 
     async def _kill_if_hung(self, worker: WorkerProcess) -> None:
-        """Kill a worker that has requests and sends nothing; it is then replaced like any worker that died."""
         timeout = self._config.step_timeout
         silence = 0.0
         while silence < timeout:
@@ -314,7 +309,6 @@ def _span_digest(span: VisualSpan) -> bytes:
 
 
 def _arrays(request: DecodeRequest) -> list[Array]:
-    """The arrays of the worker's `start` frame. This waits for visual tokens on another device."""
     arrays: list[Array] = [np.ascontiguousarray(request.token_ids[np.newaxis], dtype=np.int64)]
     if request.spans:
         arrays.append(np.ascontiguousarray(request.positions[:, np.newaxis], dtype=np.int32))

@@ -157,7 +157,7 @@ def folder_problem(folder: Path) -> str:
 
 
 def _statuses(folder: Path) -> Iterator[os.stat_result]:
-    """Yield the status of everything in `folder`, except of symbolic links, whose mode has no meaning."""
+    # The mode of a symbolic link has no meaning.
     with os.scandir(folder) as entries:
         for entry in entries:
             if not entry.is_symlink():

@@ -209,7 +209,6 @@ def requirements(packages: Container[str] | None = None) -> str:
 
 
 def _finish(folder: Path) -> None:
-    """Check that the environment works, and only then mark it as installed."""
     findings = examine(private_environment(folder))
     if findings.problem:
         has_no_driver = "libcuda" in findings.problem

@@ -88,7 +88,7 @@ def generate_config(request: DecodeRequest, spec: ModelSpec) -> dict[str, Any]:
 
 
 def _sampling_config(sampling: Sampling, vocab_size: int) -> dict[str, Any]:
-    """Temperature and truncation; a `top_k` above the vocabulary would corrupt DashInfer's memory."""
+    # A `top_k` above the vocabulary would corrupt DashInfer's memory.
     if sampling.temperature < GREEDY_BELOW:
         return {"temperature": 1.0, "top_k": 1, "top_p": 0.0}
     return {

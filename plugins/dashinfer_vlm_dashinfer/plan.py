@@ -106,12 +106,10 @@ def _uses_prefix_cache(config: EngineConfig) -> bool:
 
 
 def _quantization(config: EngineConfig) -> str:
-    """DashInfer's name of `quantization`."""
     return "uint4" if config.quantization == "int4" else config.quantization
 
 
 def _first_device(device: str, cuda: int) -> int | None:
-    """Index of the first CUDA device to use; None for the CPU."""
     if device == "cpu" or (device == "auto" and not cuda):
         return None
     kind, _, index = device.partition(":")
@@ -123,9 +121,7 @@ def _first_device(device: str, cuda: int) -> int | None:
 
 
 def _plan_cpu(text: TextModelSpec, config: EngineConfig, context: int) -> Plan:
-    """Create a plan for a CPU, where DashInfer computes in float32 and allocates memory for the longest context per
-    request, so that `kv_cache_mib` limits how many run together.
-    """
+    # DashInfer allocates memory for the longest context per request, so `kv_cache_mib` limits how many run together.
     devices = config.options_of(DashInferOptions).tensor_parallel
     for name, value, neutral in (("tensor_parallel", devices, 1), ("quantization", config.quantization, "none")):
         if value != neutral:

@@ -131,8 +131,7 @@ class WorkerProcess:
         return f"killed by signal {-status}" if status < 0 else f"exit status {status}"
 
     async def _forward_log(self) -> None:
-        """Log the worker's output at level debug, but fatal lines as warnings. DashInfer reports harmless events as
-        errors."""
+        # Fatal lines are warnings; DashInfer reports harmless events as errors.
         assert self._process.stdout is not None
         async for raw in _lines(self._process.stdout):
             line = raw.decode(errors="replace").rstrip()
@@ -143,7 +142,6 @@ class WorkerProcess:
 
 
 async def _lines(stream: asyncio.StreamReader) -> AsyncGenerator[bytes, None]:
-    """Yield lines; a line longer than the stream's limit is skipped in part."""
     while True:
         try:
             line = await stream.readline()

@@ -311,8 +311,7 @@ class Service:
 
 
 def _exit_on_error(work: Callable[[], None]) -> None:
-    """Run `work`, and exit the process if it fails, since requests would wait forever. The parent then starts
-    another."""
+    # Otherwise requests would wait forever; the parent starts another process.
     try:
         work()
     except BaseException:
