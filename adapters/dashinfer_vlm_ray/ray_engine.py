@@ -16,7 +16,7 @@ from dashinfer_vlm_core.protocol.client import current_client
 
 from .engine_replica import ReplicaReport, TokenCounts
 from .ray_errors import translate_errors
-from .session import is_large, session_id
+from .session import session_id
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -95,9 +95,10 @@ class RayEngine:
     async def astream(self, request: Request) -> AsyncGenerator[ChatCompletionChunk, None]:
         """Like `stream`, for callers on an event loop."""
         parsed = ChatRequest.parse(request)
-        session = await _session_id(parsed)
+        client = current_client.get()
+        session = await asyncio.to_thread(session_id, parsed, client)
         with translate_errors():
-            chunks = self._method("stream", session, stream=True).remote(current_client.get(), parsed)
+            chunks = self._method("stream", session, stream=True).remote(client, parsed)
             counted = TokenCounts()
             try:
                 async for counts, chunk in chunks:
@@ -194,8 +195,9 @@ class RayEngine:
         return self._handle.options(method_name=name, session_id=session, stream=stream)
 
     async def _send(self, method: str, request: ChatRequest) -> Any:
-        handle = self._method(method, await _session_id(request))
-        return await _result(handle.remote(current_client.get(), request))
+        client = current_client.get()
+        session = await asyncio.to_thread(session_id, request, client)
+        return await _result(self._method(method, session).remote(client, request))
 
 
 async def _result(response: Any) -> Any:
@@ -205,13 +207,6 @@ async def _result(response: Any) -> Any:
         except asyncio.CancelledError:
             response.cancel()
             raise
-
-
-async def _session_id(request: ChatRequest) -> str:
-    client = current_client.get()
-    if is_large(request):
-        return await asyncio.to_thread(session_id, request, client)
-    return session_id(request, client)
 
 
 def _combined(previous: EngineStatus, statuses: Sequence[EngineStatus]) -> EngineStatus:

@@ -155,9 +155,7 @@ def _job(tensors: Tensors, text: TextModelSpec, weight_format: WeightFormat) -> 
     }
     return {
         "name": NAME,
-        "dtype": weight_format.dtype,
-        "weights": weight_format.quantization,
-        "split": weight_format.split,
+        **asdict(weight_format),
         "tensors": {name: [str(file), stored] for name, (file, stored) in tensors.items()},
         "tied": text.tie_word_embeddings,
         "config": config,

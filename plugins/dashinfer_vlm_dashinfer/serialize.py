@@ -4,14 +4,14 @@
 
 The job, written by `convert.py`:
 
-    name       the files are NAME.asgraph and NAME.asparam
-    folder     the folder to write them to
-    dtype      float32, bfloat16 or float16
-    weights    none, int8 or uint4: the quantization
-    split      whether several devices share the weights
-    tensors    published name -> [safetensors file, name in it]
-    tied       whether the output layer is the embedding table
-    config     the text model's configuration, with the keys of Hugging Face and of DashInfer
+    name            the files are NAME.asgraph and NAME.asparam
+    folder          the folder to write them to
+    dtype           float32, bfloat16 or float16
+    quantization    none, int8 or uint4
+    split           whether several devices share the weights
+    tensors         published name -> [safetensors file, name in it]
+    tied            whether the output layer is the embedding table
+    config          the text model's configuration, with the keys of Hugging Face and of DashInfer
 
 Apart from `worker.py` and `torch_placeholder.py`, this file imports nothing from this package, since it runs under
 another interpreter (CPython 3.8 or 3.10).
@@ -39,7 +39,7 @@ def main() -> None:
     sys.path.append(os.path.dirname(os.path.abspath(__file__)))
     worker = importlib.import_module("worker")
     worker.load_libraries()
-    if worker.is_cpu_only() and (job["dtype"], job["weights"]) != ("float32", "none"):
+    if worker.is_cpu_only() and (job["dtype"], job["quantization"]) != ("float32", "none"):
         raise SystemExit("DashInfer is installed for the CPU only: it converts only to float32, without quantization.")
     replace_modules(job)
     write(job)
@@ -53,7 +53,7 @@ def replace_modules(job: dict[str, Any]) -> None:
     sys.modules["transformers"] = Unused("transformers")
     if importlib.util.find_spec("torch"):
         return
-    if job["weights"] != "none":
+    if job["quantization"] != "none":
         raise SystemExit(
             "DashInfer is installed without torch: it converts without quantization. Remove `quantization`."
         )
@@ -103,7 +103,7 @@ def write(job: dict[str, Any]) -> None:
         derive_type="lmhead",
         multigpu_mode=int(job["split"]),
         do_binary_add_fused=True,
-        do_dynamic_quantize_convert=job["weights"] != "none",  # without it, quant_config is silently ignored
+        do_dynamic_quantize_convert=job["quantization"] != "none",  # without it, quant_config is silently ignored
         quant_config=quantization(allspark, job),
         rotary_base=job["config"]["rope_theta"],
     )
@@ -111,17 +111,17 @@ def write(job: dict[str, Any]) -> None:
 
 def quantization(allspark: Any, job: dict[str, Any]) -> Any:
     """DashInfer's settings for quantization during conversion; None without quantization."""
-    if job["weights"] == "none":
+    if job["quantization"] == "none":
         return None
     settings = allspark.IQSettings(
         {
             "quant_method": "instant_quant",
-            "weight_format": job["weights"],
+            "weight_format": job["quantization"],
             "compute_method": "weight_only",
-            "group_size": GROUPS[job["weights"]],
+            "group_size": GROUPS[job["quantization"]],
         }
     )
-    return settings.to_as_quant_config(job["dtype"], job["weights"])
+    return settings.to_as_quant_config(job["dtype"], job["quantization"])
 
 
 if __name__ == "__main__":

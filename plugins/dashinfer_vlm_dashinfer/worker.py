@@ -94,6 +94,7 @@ class Connection:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        self._file = sock.makefile("rb")
         self._lock = threading.Lock()
 
     def send(self, head: dict[str, Any]) -> None:
@@ -105,7 +106,7 @@ class Connection:
         end."""
         import numpy
 
-        head = json.loads(bytes(self._read(head_length(self._read(HEAD.size)))).decode())
+        head = json.loads(self._read(head_length(self._read(HEAD.size))))
         arrays = []
         for dtype, shape in head.pop("arrays", ()):
             size = numpy.dtype(dtype).itemsize * math.prod(shape)
@@ -114,12 +115,8 @@ class Connection:
 
     def _read(self, size: int) -> bytearray:
         data = bytearray(size)
-        view = memoryview(data)
-        while view:
-            count = self._sock.recv_into(view)
-            if not count:
-                raise EOFError
-            view = view[count:]
+        if self._file.readinto(data) < size:
+            raise EOFError
         return data
 
 
