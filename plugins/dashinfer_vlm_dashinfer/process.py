@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 import socket
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import Process
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -64,8 +64,8 @@ class WorkerProcess:
             try:
                 process = await asyncio.create_subprocess_exec(
                     *environment.command(PROGRAM, "serve", str(theirs.fileno())),
-                    stdin=PIPE,
-                    stdout=PIPE,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.STDOUT,
                     pass_fds=[theirs.fileno()],
                     env=inherited_variables(),
@@ -114,10 +114,6 @@ class WorkerProcess:
             await self._writer.wait_closed()
         await self._process.wait()
         await self._log
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        with contextlib.suppress(OSError):
-            await self._process.stdin.wait_closed()
 
     async def _exit_error(self) -> str:
         # Not killed at once: a signal to a process that has just ended would hide its exit status.

@@ -22,14 +22,13 @@ UTF-8; then the bytes of the arrays that `head["arrays"]` lists as [numpy dtype,
         {"is": "failed", "id": n, "why": text}      rejected or aborted by DashInfer
         {"is": "released", "id": n}                 the last frame of a request: its slot is free
 
-Lifecycle. Standard input is a pipe to which the parent never writes. When its other end closes, however the parent
-died, the kernel sends SIGIO, whose default action ends the process, even while DashInfer loads and holds the GIL.
+Lifecycle. When the parent's thread that started it ends, however it died, the kernel kills the process, even while
+DashInfer loads and holds the GIL.
 """
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import glob
 import importlib.machinery
 import importlib.util
@@ -37,7 +36,7 @@ import json
 import math
 import os
 import queue
-import select
+import signal
 import socket
 import struct
 import sys
@@ -55,6 +54,7 @@ HEAD = struct.Struct("<I")
 MAX_HEAD_BYTES = 1 << 28
 NAME = "model"
 POLL_SECONDS = 0.001
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 DRIVER_LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1")
 CUDA_LIBRARIES = (
@@ -316,15 +316,8 @@ def _exit_on_error(work: Callable[[], None]) -> None:
         os._exit(1)
 
 
-def exit_with_parent() -> None:
-    fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(0, fcntl.F_SETFL, fcntl.fcntl(0, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([0], [], [], 0)[0]:  # the parent has already ended
-        os._exit(0)
-
-
 def serve(descriptor: int) -> None:
-    exit_with_parent()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.dup2(2, 1)  # DashInfer prints to stdout; all of it goes to the log
     os.environ.setdefault("GLOG_minloglevel", "2")
     connection = Connection(socket.socket(fileno=descriptor))
