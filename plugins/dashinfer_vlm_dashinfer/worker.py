@@ -134,7 +134,7 @@ def load_libraries() -> None:
     stubs = os.path.join(sys.prefix, STUBS)
     for name in (*DRIVER_LIBRARIES, *CUDA_LIBRARIES):
         installed = [os.path.dirname(path) for path in _find("nvidia/*/lib/" + name)]
-        _preload(name, [stubs] if is_cpu_only() else [*installed, None, stubs])
+        _preload(name, [stubs] if is_cpu_only() else [*installed, None, *glob.glob(stubs)])
     sys.setdlopenflags(os.RTLD_LAZY)
 
 
