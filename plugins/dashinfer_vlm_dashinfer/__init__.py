@@ -53,11 +53,11 @@ class DashInferFactory:
         from .environment import find_environment
         from .plan import make_plan
 
-        if reason := unsupported(spec.text):
-            return DecoderSupport(score=0, reason=f"It does not support {spec.model_type}: {reason}.")
         if spec.quantization:
             reason = f"Its converter takes unquantized weights, not {spec.quantization.name}: use the decoder torch."
             return DecoderSupport(score=0, reason=reason)
+        if reason := unsupported(spec.text):
+            return DecoderSupport(score=0, reason=f"It does not support {spec.model_type}: {reason}.")
         try:
             environment = find_environment(config)
             plan = make_plan(spec, config, cuda=cuda_devices(), cpu_only=environment.cpu_only)
