@@ -22,17 +22,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dashinfer_vlm_core.decoders.dashinfer.environment import CHUNK_BYTES, VERSION, sha256
-from dashinfer_vlm_core.decoders.dashinfer.install import (
-    NAME,
-    REQUIREMENTS_OPTIONS,
-    find_python,
-    is_suitable,
-    requirements_file,
-)
-from dashinfer_vlm_core.decoders.dashinfer.kit import PIECE, SUMS
-from dashinfer_vlm_core.decoders.dashinfer.stub_libraries import ONE_DEVICE, compile_stub_libraries
 from dashinfer_vlm_core.errors import SetupError
+from dashinfer_vlm_dashinfer.environment import CHUNK_BYTES, VERSION, sha256
+from dashinfer_vlm_dashinfer.install import NAME, PIP_OPTIONS, find_python, is_suitable, requirements
+from dashinfer_vlm_dashinfer.kit import PIECE, SUMS
+from dashinfer_vlm_dashinfer.stub_libraries import ONE_GPU, compile_stub_libraries
 
 PACKAGES = frozenset({"dashinfer", "numpy", "nvidia-cublas-cu12", "nvidia-cuda-runtime-cu12"})
 PLATFORMS = ("manylinux2014_x86_64", "manylinux_2_17_x86_64", "manylinux_2_24_x86_64", "manylinux_2_28_x86_64")
@@ -98,8 +92,7 @@ def make(folder: Path, python: Path, piece_bytes: int) -> list[Path]:
         copy_python(python, environment)
         site_packages = environment / "lib" / NAME / "site-packages"
         install_packages(site_packages)
-        for wheel, library in ONE_DEVICE.items():
-            compile_stub_libraries([library], site_packages / "nvidia" / wheel / "lib")
+        compile_stub_libraries(ONE_GPU, site_packages / "nvidia" / "stubs" / "lib")
         output(str(environment / "bin" / "python"), "-I", "-B", "-c", "import ctypes, json, numpy")  # it is complete
         glibc = newest_glibc(environment)
         pieces = write_pieces(environment, folder, piece_bytes)
@@ -165,8 +158,7 @@ def install_packages(site_packages: Path) -> None:
     platforms = [option for tag in PLATFORMS for option in ("--platform", tag)]
     tags = ["--implementation", "cp", "--python-version", "3.10", *platforms]
     options = ["--quiet", "--no-compile", *tags, "--target", str(site_packages)]
-    with requirements_file(PACKAGES) as file:
-        output(sys.executable, "-m", "pip", "install", *options, *REQUIREMENTS_OPTIONS, str(file))
+    output(sys.executable, "-m", "pip", "install", *options, *PIP_OPTIONS, text=requirements(PACKAGES))
     for folder in site_packages.glob("nvidia/*/include"):
         shutil.rmtree(folder)
 
@@ -244,13 +236,13 @@ class _Pieces(io.RawIOBase):
         return self.paths[-1].open("wb")
 
 
-def output(*command: str) -> str:
-    """Run a command and return what it prints.
+def output(*command: str, text: str | None = None) -> str:
+    """Run a command with `text` as its standard input, and return what it prints.
 
     Raises:
         KitFailed: it failed.
     """
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, input=text)
     if done.returncode:
         raise KitFailed(f"`{' '.join(command[:5])} ...` failed:\n{done.stderr.strip()}")
     return done.stdout

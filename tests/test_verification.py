@@ -24,10 +24,10 @@ from dashinfer_vlm_cli.verify import SIZES as CHOICES
 from dashinfer_vlm_cli.verify import verify
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.decoders import DecoderSupport
-from dashinfer_vlm_core.decoders.dashinfer.environment import private_folder
 from dashinfer_vlm_core.errors import PluginError
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec, read_vision_config
 from dashinfer_vlm_core.plugins import load_plugins
+from dashinfer_vlm_dashinfer.environment import private_folder
 from dashinfer_vlm_torch.decoder import TorchDecoder
 from tests.scripts import load_script
 

@@ -127,12 +127,11 @@ def _scaling(config: RayConfig) -> dict[str, Any]:
 
 
 def _engine_config(config: RayConfig) -> EngineConfig:
-    """Return the configuration of a replica, which shares its machine: media workers follow the reserved CPUs."""
+    # A replica shares its machine: media workers follow the reserved CPUs.
     if config.engine.media_workers is not None:
         return config.engine
     return config.engine.model_copy(update={"media_workers": math.ceil(config.cpus) + 1})
 
 
 def _shared_settings(settings: Settings) -> Settings:
-    """Make the cache namespaces of keys the same in all ingress replicas."""
     return settings if settings.namespace_secret else replace(settings, namespace_secret=os.urandom(32))

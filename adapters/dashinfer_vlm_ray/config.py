@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args
+from dataclasses import fields
+from typing import Any, Literal
 
 import click
+from pydantic import BaseModel, Field, InstanceOf, ValidationError, model_validator
+from typing_extensions import Self
 
 from dashinfer_vlm_core.cli.config_file import option_values
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import ConfigError
-from dashinfer_vlm_server.help import IntegerRange, NumberRange, Option, SectionedCommand
+from dashinfer_vlm_core.protocol.validation_messages import validation_message
+from dashinfer_vlm_server.help import Option, SectionedCommand
 from dashinfer_vlm_server.plugin import APPLICATION_OPTIONS, create_settings
 from dashinfer_vlm_server.settings import Settings
 from dashinfer_vlm_server.sockets import Address
@@ -30,8 +32,7 @@ SERVED_BY_RAY: Mapping[str, str] = {
 """Options of `dashinfer-vlm serve` that do not apply, and why."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RayConfig:
+class RayConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """The configuration of an application.
 
     Attributes:
@@ -61,57 +62,51 @@ class RayConfig:
         ConfigError: a value is out of range, or two options contradict each other.
     """
 
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    settings: Settings = field(default_factory=Settings)
-    min_replicas: int = 1
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    settings: InstanceOf[Settings] = Field(default_factory=Settings)
+    min_replicas: int = Field(1, ge=1)
     max_replicas: int | None = None
-    target_ongoing_requests: float | None = None
-    max_ongoing_requests: int | None = None
-    upscale_delay: float = 30.0
-    downscale_delay: float = 600.0
-    cpus: float = 1.0
-    gpus: float = 0.0
+    target_ongoing_requests: float | None = Field(None, gt=0)
+    max_ongoing_requests: int | None = Field(None, ge=1)
+    upscale_delay: float = Field(30.0, ge=0)
+    downscale_delay: float = Field(600.0, ge=0)
+    cpus: float = Field(1.0, ge=0)
+    gpus: float = Field(0.0, ge=0)
     routing: Routing = "content"
-    fallback_replicas: int = 2
-    ingress_replicas: int = 1
-    ingress_cpus: float = 1.0
-    grace: float = 20.0
-    health_check_period: float = 10.0
-    health_check_timeout: float = 30.0
+    fallback_replicas: int = Field(2, ge=0)
+    ingress_replicas: int = Field(1, ge=1)
+    ingress_cpus: float = Field(1.0, ge=0)
+    grace: float = Field(20.0, ge=0)
+    health_check_period: float = Field(10.0, gt=0)
+    health_check_timeout: float = Field(30.0, gt=0)
 
-    def __post_init__(self) -> None:
-        for name in ("min_replicas", "ingress_replicas"):
-            self._check(name, getattr(self, name) >= 1, "must be at least 1")
-        for name in ("upscale_delay", "downscale_delay", "cpus", "gpus", "ingress_cpus", "grace", "fallback_replicas"):
-            self._check(name, 0 <= getattr(self, name) < math.inf, "must be a finite number of at least 0")
-        for name in ("target_ongoing_requests", "health_check_period", "health_check_timeout"):
-            self._check(name, getattr(self, name) is None or getattr(self, name) > 0, "must be above 0")
-        self._check("routing", self.routing in get_args(Routing), f"must be one of {', '.join(get_args(Routing))}")
-        self._check(
-            "max_ongoing_requests",
-            self.max_ongoing_requests is None or self.max_ongoing_requests >= 1,
-            "must be at least 1",
-        )
-        self._check(
-            "max_replicas",
-            self.max_replicas is None or self.max_replicas >= self.min_replicas,
-            f"must be at least `min_replicas`, {self.min_replicas}",
-        )
+    def __init__(self, **options: Any) -> None:
+        try:
+            super().__init__(**options)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            name = str(first["loc"][0])
+            raise ConfigError(f"`{name}` {validation_message(first)}, got {first['input']!r}.", param=name) from None
+
+    @model_validator(mode="after")
+    def _check_replicas(self) -> Self:
+        if self.max_replicas is not None and self.max_replicas < self.min_replicas:
+            raise ConfigError(
+                f"`max_replicas` must be at least `min_replicas`, {self.min_replicas}, got {self.max_replicas}.",
+                param="max_replicas",
+            )
         if self.ingress_replicas > 1 and self.settings.max_stored_responses:
             raise ConfigError(
                 "`ingress_replicas` above 1 requires `max_stored_responses=0`: a response of the Responses API is"
                 " stored in the memory of one ingress replica, where the next request may not arrive.",
                 param="ingress_replicas",
             )
+        return self
 
     @property
     def threads(self) -> int:
         """Number of threads that compute in a replica."""
         return max(1, int(self.cpus))
-
-    def _check(self, name: str, valid: bool, requirement: str) -> None:
-        if not valid:
-            raise ConfigError(f"`{name}` {requirement}, got {getattr(self, name)!r}.", param=name)
 
 
 def parse_arguments(arguments: Mapping[str, Any]) -> RayConfig:
@@ -138,35 +133,14 @@ def parse_arguments(arguments: Mapping[str, Any]) -> RayConfig:
     return config
 
 
-_TYPES: Mapping[str, click.ParamType[Any]] = {
-    "min_replicas": IntegerRange(1),
-    "max_replicas": IntegerRange(1),
-    "target_ongoing_requests": NumberRange(0, min_open=True),
-    "max_ongoing_requests": IntegerRange(1),
-    "upscale_delay": NumberRange(0),
-    "downscale_delay": NumberRange(0),
-    "cpus": NumberRange(0),
-    "gpus": NumberRange(0),
-    "routing": click.Choice(get_args(Routing)),
-    "fallback_replicas": IntegerRange(0),
-    "ingress_replicas": IntegerRange(1),
-    "ingress_cpus": NumberRange(0),
-    "grace": NumberRange(0),
-    "health_check_period": NumberRange(0, min_open=True),
-    "health_check_timeout": NumberRange(0, min_open=True),
-}
-"""The options that are fields of `RayConfig`."""
+_OPTIONS = tuple(name for name in RayConfig.model_fields if name not in {"engine", "settings"})
 
 
 def _replica_option(name: str) -> Option:
-    default = RayConfig.__dataclass_fields__[name].default
-    return Option([f"--{name.replace('_', '-')}"], section="Replicas", type=_TYPES[name], default=default)
+    return Option([f"--{name.replace('_', '-')}"], section="Replicas")
 
 
-@click.command(cls=SectionedCommand, params=[*map(_replica_option, _TYPES), *APPLICATION_OPTIONS])
+@click.command(cls=SectionedCommand, params=[*map(_replica_option, _OPTIONS), *APPLICATION_OPTIONS])
 def _command(*, config: EngineConfig, **options: Any) -> RayConfig:
-    return RayConfig(
-        engine=config,
-        settings=create_settings(options, config),
-        **{name: options[name] for name in _TYPES},
-    )
+    given = {name: options[name] for name in _OPTIONS if options[name] is not None}
+    return RayConfig(engine=config, settings=create_settings(options, config), **given)

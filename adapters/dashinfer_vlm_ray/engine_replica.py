@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -12,8 +13,6 @@ from dashinfer_vlm_core.engine.observers import RequestObserver
 from dashinfer_vlm_core.errors import DecoderFailed
 from dashinfer_vlm_core.protocol.client import current_client
 from dashinfer_vlm_server.metrics import Metrics
-
-from .logs import log_to_serve
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -26,6 +25,18 @@ if TYPE_CHECKING:
     from dashinfer_vlm_core.preprocessing.preview import Preview
     from dashinfer_vlm_core.protocol import ChatRequest
     from dashinfer_vlm_core.protocol.client import Client
+
+PACKAGES = tuple(f"dashinfer_vlm_{name}" for name in ("core", "server", "ray", "torch", "cpu", "dashinfer"))
+
+
+def log_to_serve() -> None:
+    """Write the logs of this process with Ray Serve's handlers, which add the replica and the request's ID."""
+    source = logging.getLogger("ray.serve")
+    for name in PACKAGES:
+        logger = logging.getLogger(name)
+        logger.handlers = list(source.handlers)
+        logger.setLevel(source.level)
+        logger.propagate = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +122,9 @@ class EngineReplica:
 
     def check_health(self) -> None:
         """Raise DecoderFailed if the engine failed permanently, so that Ray Serve replaces the replica."""
-        check_status(self._engine.status())
+        status = self._engine.status()
+        if status.state in {"failed", "closed"}:
+            raise DecoderFailed(f"The engine is {status.state}: {status.fatal_error or 'it was closed'}.")
 
     def __del__(self) -> None:
         """Close the engine; Ray Serve calls this when a replica has finished its requests and is stopped."""
@@ -135,14 +148,7 @@ _current_counts: ContextVar[TokenCounts | None] = ContextVar("dashinfer_vlm_toke
 
 
 def _begin(client: Client) -> TokenCounts:
-    """Set the context of a request, which is that of its task."""
     counts = TokenCounts()
     current_client.set(client)
     _current_counts.set(counts)
     return counts
-
-
-def check_status(status: EngineStatus) -> None:
-    """Raise DecoderFailed for an engine that cannot serve requests anymore."""
-    if status.state in {"failed", "closed"}:
-        raise DecoderFailed(f"The engine is {status.state}: {status.fatal_error or 'it was closed'}.")

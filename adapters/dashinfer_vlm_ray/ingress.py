@@ -9,7 +9,7 @@ from ray import serve
 
 from dashinfer_vlm_server import create_app
 
-from .logs import log_to_serve
+from .engine_replica import log_to_serve
 from .ray_engine import RayEngine
 
 if TYPE_CHECKING:

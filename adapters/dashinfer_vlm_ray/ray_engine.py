@@ -16,7 +16,7 @@ from dashinfer_vlm_core.protocol.client import current_client
 
 from .engine_replica import ReplicaReport, TokenCounts
 from .ray_errors import translate_errors
-from .session import is_large, session_id
+from .session import session_id
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -65,7 +65,8 @@ class RayEngine:
             RequestError: the request is invalid; `param` names the field.
             EngineError: no replica could serve it.
         """
-        parsed, client = ChatRequest.parse(request), current_client.get()
+        parsed = ChatRequest.parse(request)
+        client = current_client.get()
         with translate_errors():
             return self._counted(self._method("chat", session_id(parsed, client)).remote(client, parsed).result())
 
@@ -78,7 +79,8 @@ class RayEngine:
 
         Raises the same errors as `chat`, when a chunk is requested.
         """
-        parsed, client = ChatRequest.parse(request), current_client.get()
+        parsed = ChatRequest.parse(request)
+        client = current_client.get()
         with translate_errors():
             chunks = self._method("stream", session_id(parsed, client), stream=True).remote(client, parsed)
             counted = TokenCounts()
@@ -92,8 +94,9 @@ class RayEngine:
 
     async def astream(self, request: Request) -> AsyncGenerator[ChatCompletionChunk, None]:
         """Like `stream`, for callers on an event loop."""
-        parsed, client = ChatRequest.parse(request), current_client.get()
-        session = await _session_id(parsed)
+        parsed = ChatRequest.parse(request)
+        client = current_client.get()
+        session = await asyncio.to_thread(session_id, parsed, client)
         with translate_errors():
             chunks = self._method("stream", session, stream=True).remote(client, parsed)
             counted = TokenCounts()
@@ -192,25 +195,18 @@ class RayEngine:
         return self._handle.options(method_name=name, session_id=session, stream=stream)
 
     async def _send(self, method: str, request: ChatRequest) -> Any:
-        handle = self._method(method, await _session_id(request))
-        return await _result(handle.remote(current_client.get(), request))
+        client = current_client.get()
+        session = await asyncio.to_thread(session_id, request, client)
+        return await _result(self._method(method, session).remote(client, request))
 
 
 async def _result(response: Any) -> Any:
-    """Return the result of a call; if the caller is canceled, cancel the call."""
     with translate_errors():
         try:
             return await response
         except asyncio.CancelledError:
             response.cancel()
             raise
-
-
-async def _session_id(request: ChatRequest) -> str:
-    client = current_client.get()
-    if is_large(request):
-        return await asyncio.to_thread(session_id, request, client)
-    return session_id(request, client)
 
 
 def _combined(previous: EngineStatus, statuses: Sequence[EngineStatus]) -> EngineStatus:

@@ -42,6 +42,6 @@ def _replica_lost() -> EngineClosed:
 
 
 def _is_canceled() -> bool:
-    """Return whether the current task is being canceled; before Python 3.11, tasks do not know."""
+    # Before Python 3.11, tasks do not know.
     count = getattr(asyncio.current_task(), "cancelling", None)  # codespell:ignore cancelling
     return count is None or count() > 0

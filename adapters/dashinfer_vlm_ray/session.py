@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from dashinfer_vlm_core.protocol.client import Client
     from dashinfer_vlm_core.protocol.messages import MediaPart
 
-LARGE_CHARACTERS = 256 * 1024
-"""Number of characters above which hashing would delay other requests on the same event loop."""
-
 
 def session_id(request: ChatRequest, client: Client) -> str:
     """Return a digest of what makes the caches of a replica useful for a request.
@@ -32,11 +29,6 @@ def session_id(request: ChatRequest, client: Client) -> str:
         digest.update(b"%d:" % len(data))
         digest.update(data)
     return digest.hexdigest()
-
-
-def is_large(request: ChatRequest) -> bool:
-    """Return whether hashing the request should be left to another thread."""
-    return sum(map(len, _content(request))) > LARGE_CHARACTERS
 
 
 def _content(request: ChatRequest) -> Iterator[str]:
@@ -61,7 +53,7 @@ def _first_media(request: ChatRequest) -> MediaPart | None:
 
 
 def _opening(request: ChatRequest) -> Iterator[str]:
-    """Yield the messages up to the first one of the user, which stay the same in later turns."""
+    # These messages stay the same in later turns.
     for message in request.messages:
         yield json.dumps(message.for_template(), sort_keys=True)
         if message.role == "user":

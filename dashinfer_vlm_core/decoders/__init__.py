@@ -1,9 +1,9 @@
 """The interface of decoders, and the supervisor that restarts them."""
 
+from ..protocol.sampling import SAMPLING_PARAMETERS, Sampling
 from .interface import (
     GUIDED_DECODING,
     LORA,
-    SAMPLING_PARAMETERS,
     Decoder,
     DecodeRequest,
     DecoderFactory,
@@ -11,7 +11,6 @@ from .interface import (
     DecoderSupport,
     FinishReason,
     GrammarMatcher,
-    Sampling,
     Token,
     VisualSpan,
     check_request,

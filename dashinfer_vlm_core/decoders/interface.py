@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from ..errors import ContextLengthExceeded, DecoderFailed, InvalidParameter, UnsupportedParameter
-from ..protocol.sampling import SAMPLING_PARAMETERS, Sampling
+from ..protocol.sampling import Sampling
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,23 +19,6 @@ if TYPE_CHECKING:
     from ..models.interface import VisualTokens
     from ..models.lora import LoraAdapter
     from ..models.spec import ModelSpec
-
-__all__ = [
-    "GUIDED_DECODING",
-    "LORA",
-    "SAMPLING_PARAMETERS",
-    "DecodeRequest",
-    "Decoder",
-    "DecoderFactory",
-    "DecoderStats",
-    "DecoderSupport",
-    "FinishReason",
-    "GrammarMatcher",
-    "Sampling",
-    "Token",
-    "VisualSpan",
-    "check_request",
-]
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -309,7 +292,8 @@ def check_request(request: DecodeRequest, spec: ModelSpec, *, max_model_len: int
         raise DecoderFailed("The decoder received a malformed request; see the engine's log for the cause.")
     _check_ids("logit_bias", request.sampling.logit_bias, spec)
     _check_ids("stop_token_ids", request.sampling.stop_token_ids, spec)
-    prompt, output = len(request.token_ids), request.sampling.max_tokens or 0
+    prompt = len(request.token_ids)
+    output = request.sampling.max_tokens or 0
     if prompt + output > max_model_len:
         raise ContextLengthExceeded(
             f"The prompt's {prompt} tokens and a completion of up to {output} tokens exceed the limit of"
@@ -326,8 +310,8 @@ def _check_ids(param: str, ids: Iterable[int], spec: ModelSpec) -> None:
 
 
 def _broken_invariant(request: DecodeRequest, spec: ModelSpec) -> str | None:
-    """The violated invariant of DecodeRequest; None if there is none."""
-    ids, length = request.token_ids, len(request.token_ids)
+    ids = request.token_ids
+    length = len(ids)
     if not length or ids.min() < 0 or ids.max() >= spec.vocab_size:
         return f"token_ids are empty or outside the vocabulary of {spec.vocab_size}"
     if request.positions.shape != (3, length):

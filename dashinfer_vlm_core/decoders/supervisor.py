@@ -108,11 +108,6 @@ class Supervisor:
         return decoder is self._decoder and self._ready.is_set() and not self.fatal_error and not decoder.fatal_error
 
     async def _wait_until_healthy(self) -> Decoder:
-        """Wait until the decoder works, and return it.
-
-        Raises:
-            DecoderFailed: it failed permanently.
-        """
         if self._decoder.fatal_error and not self.fatal_error and not self._closed:
             self._ready.clear()  # `_monitor` has not noticed its death yet
         await self._ready.wait()
@@ -121,7 +116,6 @@ class Supervisor:
         return self._decoder
 
     async def _monitor(self) -> None:
-        """Replace the decoder whenever it fails, until it fails permanently or this task is canceled."""
         while not self.fatal_error:
             await asyncio.sleep(POLL_SECONDS)
             if fatal_error := self._decoder.fatal_error:
@@ -153,20 +147,16 @@ class Supervisor:
         return failure or fatal_error
 
     async def _start_new_decoder(self) -> None:
-        self._decoder = await self._new_decoder()
-
-    async def _new_decoder(self) -> Decoder:
         decoder = await asyncio.to_thread(self._make)
         try:
             await decoder.start()
         except BaseException:
             await decoder.close()
             raise
-        return decoder
+        self._decoder = decoder
 
 
 async def _error_of(step: Coroutine[Any, Any, None]) -> str:
-    """Await a step of the replacement; returns why it failed, or an empty string on success."""
     try:
         await step
     except DashInferVLMError as error:

@@ -16,12 +16,6 @@ import torch
 from dashinfer_vlm_cli.checks import EXTRAS, REQUIRED, _embedding_store, _media_workers, all_findings
 from dashinfer_vlm_core import hookimpl
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.decoders.dashinfer.environment import (
-    disk_bytes,
-    private_environment,
-    private_folder,
-    stub_libraries_folder,
-)
 from dashinfer_vlm_core.findings import Finding
 from dashinfer_vlm_core.kernels.devices import cuda_devices
 from dashinfer_vlm_core.media_workers import fork_server
@@ -30,6 +24,11 @@ from dashinfer_vlm_core.media_workers.seccomp import has_list
 from dashinfer_vlm_core.plugins import Registry
 from dashinfer_vlm_cpu import native
 from dashinfer_vlm_cpu.library import load_library
+from dashinfer_vlm_dashinfer.environment import (
+    disk_bytes,
+    private_environment,
+    private_folder,
+)
 from tests.cli.conftest import MAIN, run_process
 from tests.quantized_checkpoints import LAYOUTS, write_config, write_quantized
 
@@ -201,10 +200,12 @@ def test_table_is_followed_by_fixes(run, tmp_path):
 def test_doctor_reports_kind_and_size_of_dashinfers_environment(run, tmp_path):
     """Simulate an interpreter with DashInfer by a shell script."""
     folder = private_folder(EngineConfig(cache_dir=tmp_path))
-    python = private_environment(folder).python
-    stub_libraries_folder(python).mkdir(parents=True)
+    environment = private_environment(folder)
+    environment.stubs.mkdir(parents=True)
+    (environment.stubs / "libcudart.so.12").touch()
+    python = environment.python
     python.parent.mkdir()
-    found = {"python": "3.10.13", "version": "2.1.0", "cpu_only": True}
+    found = {"python": "3.10.13", "version": "2.1.0"}
     python.write_text(f"#!/bin/sh\necho '{json.dumps(found)}'\n")
     python.chmod(0o755)
     (folder / "environment.json").write_text("{}")
@@ -212,7 +213,7 @@ def test_doctor_reports_kind_and_size_of_dashinfers_environment(run, tmp_path):
         row["name"]: row for row in json.loads(run("doctor", "--json", DASHINFER_VLM_CACHE_DIR=str(tmp_path)).stdout)
     }
     size = f"{disk_bytes(folder) / 1e9:.2f} GB"
-    assert rows["dashinfer"]["detail"] == f"2.1.0 under Python 3.10.13, CPU only, {size}"
+    assert rows["dashinfer"]["detail"] == f"2.1.0 under Python 3.10.13, CPU only, {size}, {python}"
 
 
 def test_embedding_store_is_checked(tmp_path):

@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dashinfer_vlm_core import Engine, EngineConfig, hookimpl
-from dashinfer_vlm_core.decoders.dashinfer import DashInferFactory
 from dashinfer_vlm_core.errors import CheckpointError
 from dashinfer_vlm_core.kernels.linears import create_head, create_linear
 from dashinfer_vlm_core.kernels.quantization import INT8, QuantizedWeight
@@ -24,6 +23,7 @@ from dashinfer_vlm_core.models.formats.detection import find_reader, weight_memo
 from dashinfer_vlm_core.models.weights import Weights
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_cpu.native_linear import NativeInt4Linear, NativeInt8Linear, NativeLinear, NativeStoredInt8Linear
+from dashinfer_vlm_dashinfer import DashInferFactory
 from tests.conversations import CONVERSATIONS, as_openai
 from tests.kernels import load_fastest, needs_native
 from tests.quantized_checkpoints import (

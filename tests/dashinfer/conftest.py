@@ -14,10 +14,10 @@ import torch
 from dashinfer_vlm_core.concurrency.loop import LoopThread
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.decoders import DecodeRequest, Token
-from dashinfer_vlm_core.decoders.dashinfer.decoder import DashInferDecoder
-from dashinfer_vlm_core.decoders.dashinfer.environment import Environment, find_environment, private_folder
 from dashinfer_vlm_core.errors import MissingDependency
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
+from dashinfer_vlm_dashinfer.decoder import DashInferDecoder
+from dashinfer_vlm_dashinfer.environment import Environment, find_environment, private_folder
 from tests.plugins.oracle import Oracle, collect
 from tests.tiny import write_checkpoint
 

@@ -14,9 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dashinfer_vlm_core.decoders.dashinfer.convert import ConvertedModel, WeightFormat, check_space, convert
 from dashinfer_vlm_core.errors import CheckpointError, SetupError
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
+from dashinfer_vlm_dashinfer.convert import ConvertedModel, WeightFormat, convert
+from dashinfer_vlm_dashinfer.environment import check_space
 
 pytestmark = pytest.mark.dashinfer
 
@@ -106,7 +107,7 @@ def test_failed_conversion_leaves_nothing_and_reports_output(spec, environment, 
 
 def test_disk_space_is_checked_first(tmp_path):
     with pytest.raises(SetupError, match=r"Converting the model needs 1000000000\.0 GB"):
-        check_space(tmp_path, 10**18)
+        check_space(tmp_path, 10**18, "Converting the model")
 
 
 def test_checkpoint_without_layers_is_named(spec, environment, tmp_path):

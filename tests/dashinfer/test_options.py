@@ -9,14 +9,14 @@ import pytest
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.decoders import DecodeRequest
-from dashinfer_vlm_core.decoders.dashinfer import worker
-from dashinfer_vlm_core.decoders.dashinfer.environment import PROGRAM
-from dashinfer_vlm_core.decoders.dashinfer.options import check_sampling, generate_config, stop_tokens
-from dashinfer_vlm_core.decoders.dashinfer.plan import check_cache_salt, make_plan
-from dashinfer_vlm_core.decoders.dashinfer.settings import DashInferOptions
 from dashinfer_vlm_core.errors import ConfigError, InvalidParameter, UnsupportedParameter
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
 from dashinfer_vlm_core.protocol.sampling import Sampling
+from dashinfer_vlm_dashinfer import worker
+from dashinfer_vlm_dashinfer.environment import PROGRAM
+from dashinfer_vlm_dashinfer.options import check_sampling, generate_config, stop_tokens
+from dashinfer_vlm_dashinfer.plan import check_cache_salt, make_plan
+from dashinfer_vlm_dashinfer.settings import DashInferOptions
 
 
 @pytest.fixture(scope="module")

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import logging
+import os
+import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
-from dashinfer_vlm_core.decoders.dashinfer import worker
-from dashinfer_vlm_core.decoders.dashinfer.gpu_code import remove_gpu_code
-from dashinfer_vlm_core.decoders.dashinfer.process import WorkerDied, WorkerProcess
-from dashinfer_vlm_core.decoders.dashinfer.stub_libraries import ALL, DRIVER, StubLibrary, compile_stub_libraries
 from dashinfer_vlm_core.errors import MissingDependency, SetupError
+from dashinfer_vlm_dashinfer.process import WorkerDied, WorkerProcess
+from dashinfer_vlm_dashinfer.stub_libraries import compile_stub_libraries, remove_gpu_code
+from dashinfer_vlm_dashinfer.worker import CUDA_LIBRARIES, DRIVER_LIBRARIES
 
 needs_compiler = pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="there is no C compiler")
 needs_nm = pytest.mark.skipif(not shutil.which("nm"), reason="there is no nm (binutils)")
 
 SECTION_BYTES = 1 << 20
+ALL = (*DRIVER_LIBRARIES, *CUDA_LIBRARIES)
 
 
 def symbols(library, which):
@@ -34,11 +34,6 @@ def symbols(library, which):
     }
 
 
-def defined():
-    """Return the symbols defined by the table, in the format of `symbols`."""
-    return {(name, library.soname if library.versioned else "") for library in ALL for name in library.symbols}
-
-
 @pytest.fixture(scope="module")
 def stub_libraries(tmp_path_factory):
     folder = tmp_path_factory.mktemp("prefix") / "stub-libraries"
@@ -48,26 +43,23 @@ def stub_libraries(tmp_path_factory):
 
 @needs_compiler
 @needs_nm
-def test_libraries_define_listed_symbols(stub_libraries):
-    assert {path.name for path in stub_libraries.iterdir()} == {library.soname for library in ALL}
-    assert [path.name for path in stub_libraries.parent.iterdir()] == [stub_libraries.name]
-    assert set().union(*(symbols(path, "--defined-only") for path in stub_libraries.iterdir())) == defined()
+def test_libraries_have_names_that_loader_needs(stub_libraries):
+    assert {path.name for path in stub_libraries.iterdir()} == set(ALL)
+    for path in stub_libraries.iterdir():
+        assert {version for _, version in symbols(path, "--defined-only")} <= {path.name}
+        assert ctypes.CDLL(str(path))._name == str(path)
 
 
 @needs_compiler
-def test_functions_report_that_there_is_no_gpu(stub_libraries):
+def test_functions_accept_registration_and_one_device(stub_libraries):
     runtime = ctypes.CDLL(str(stub_libraries / "libcudart.so.12"))
-    runtime.cudaGetErrorString.restype = ctypes.c_char_p
     assert runtime.__getattr__("__cudaRegisterFatBinary")() == 0
-    assert runtime.cudaGetDeviceCount() == 100
-    assert runtime.cudaGetErrorString(100).startswith(b"There is no GPU")
-    assert ctypes.CDLL(str(stub_libraries / "libnvidia-ml.so.1")).nvmlInit_v2() == 9
-
-
-def test_worker_loads_each_of_them():
-    listed = {*worker.DRIVER_LIBRARIES, *(Path(path).name for path in worker.CUDA_LIBRARIES)}
-    assert listed == {library.soname for library in ALL}
-    assert set(worker.DRIVER_LIBRARIES) == {library.soname for library in DRIVER}
+    nccl, communicator = ctypes.CDLL(str(stub_libraries / "libnccl.so.2")), ctypes.c_void_p()
+    assert nccl.ncclGetUniqueId(ctypes.create_string_buffer(128)) == 0
+    assert nccl.ncclCommInitRank(ctypes.byref(communicator), 2) == 1
+    assert nccl.ncclCommInitRank(ctypes.byref(communicator), 1) == 0
+    assert communicator.value
+    assert nccl.ncclCommDestroy(communicator) == 0
 
 
 def test_missing_compiler_is_reported_with_what_to_install(tmp_path, monkeypatch):
@@ -76,13 +68,14 @@ def test_missing_compiler_is_reported_with_what_to_install(tmp_path, monkeypatch
         compile_stub_libraries(ALL, tmp_path / "stub-libraries")
 
 
-def test_failing_compiler_is_quoted(tmp_path, monkeypatch):
+def test_failing_compiler_is_named(tmp_path, monkeypatch, capfd):
     compiler = tmp_path / "cc"
     compiler.write_text("#!/bin/sh\necho 'error: no such option' >&2\nexit 1\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SetupError, match=r"could not compile libx\.so \(error: no such option\)"):
-        compile_stub_libraries([StubLibrary(soname="libx.so")], tmp_path / "stub-libraries")
+    with pytest.raises(SetupError, match=r"cc -shared .*failed.*Fix the error above, and run the command again"):
+        compile_stub_libraries(["libx.so"], tmp_path / "stub-libraries")
+    assert capfd.readouterr().err == "error: no such option\n"
     assert list((tmp_path / "stub-libraries").iterdir()) == []
 
 
@@ -99,35 +92,25 @@ def library(tmp_path):
 
 @needs_compiler
 def test_gpu_code_becomes_a_hole_without_other_changes(library):
-    before = library.read_bytes()
-    freed = remove_gpu_code(library)
-    if not freed:
+    before, blocks, lines = library.read_bytes(), library.stat().st_blocks, []
+    remove_gpu_code(library, lines.append)
+    if lines:
         pytest.skip("The file system of the temporary folder cannot deallocate a part of a file.")
-    assert SECTION_BYTES - 8192 <= freed <= SECTION_BYTES
     start = before.index(b"\7" * SECTION_BYTES)
     assert library.read_bytes() == before[:start] + bytes(SECTION_BYTES) + before[start + SECTION_BYTES :]
     assert ctypes.CDLL(str(library)).answer() == 42
-
-
-@needs_compiler
-def test_gpu_code_of_other_file_names_is_kept(library, caplog):
-    before = library.read_bytes()
-    (library.parent / "other-name.so").hardlink_to(library)
-    with caplog.at_level(logging.INFO):
-        assert remove_gpu_code(library) == 0
-    assert library.read_bytes() == before
-    assert "the file has other hard links" in caplog.text
+    os.sync()  # some file systems update the block count only then
+    assert SECTION_BYTES - 8192 <= 512 * (blocks - library.stat().st_blocks) <= SECTION_BYTES
 
 
 @pytest.mark.parametrize("content", [b"", b"\x7fELF", b"text" * 100, b"\x7fELF\x02\x01" + bytes(100)])
-def test_other_files_are_unchanged(tmp_path, content, caplog):
-    path = tmp_path / "file"
+def test_other_files_are_unchanged(tmp_path, content):
+    path, lines = tmp_path / "file", []
     path.write_bytes(content)
-    with caplog.at_level(logging.INFO):
-        assert remove_gpu_code(path) == 0
-        assert remove_gpu_code(tmp_path / "missing") == 0
+    remove_gpu_code(path, lines.append)
+    remove_gpu_code(tmp_path / "missing", lines.append)
     assert path.read_bytes() == content
-    assert caplog.text.count("is kept") == 2
+    assert f"The GPU code in {tmp_path / 'missing'} is kept" in lines[-1]
 
 
 @pytest.fixture
@@ -138,23 +121,24 @@ def cpu_only(environment):
 
 
 @pytest.mark.dashinfer
-@needs_nm
-def test_every_symbol_needed_by_extension_is_defined(environment):
-    """The table has exactly the symbols that it imports from NVIDIA's libraries."""
+@pytest.mark.skipif(not shutil.which("readelf"), reason="there is no readelf (binutils)")
+def test_extension_resolves_functions_of_nvidia_when_they_are_called(environment):
+    """Otherwise the stub libraries would have to define all of them."""
     (extension,) = environment.python.parent.parent.glob(
         "lib/python*/site-packages/dashinfer/allspark/_allspark.cpython-*.so"
     )
-    sonames = {library.soname for library in ALL}
-    undefined = symbols(extension, "--undefined-only")
-    needed = {(name, version) for name, version in undefined if version in sonames}
-    needed |= {(name, "") for name, version in undefined if not version and not name.startswith(("Py", "_Py"))}
-    assert needed == defined()
+    command = ["readelf", "--dynamic", "--relocs", "--wide", str(extension)]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "BIND_NOW" not in listed
+    lines = re.findall(r"(R_X86_64_\w+) +0+ +(?:__cuda|cuda|cublas|cusparse|nccl|nvml|nvJitLink|cu[A-Z])\w+", listed)
+    assert (set(lines), len(lines)) == ({"R_X86_64_JUMP_SLOT"}, 83)
 
 
 @pytest.mark.dashinfer
-def test_cpu_only_worker_rejects_cuda(cpu_only):
-    with pytest.raises(WorkerDied, match=r"exit status 1.*is installed for the CPU only: run `dashinfer-vlm dashinfer"):
+def test_cpu_only_worker_rejects_cuda(cpu_only, caplog):
+    with pytest.raises(WorkerDied, match="exit status 1"):
         asyncio.run(WorkerProcess.launch(cpu_only, {"compute_unit": "CUDA:0"}))
+    assert "is installed for the CPU only: run `dashinfer-vlm dashinfer" in caplog.text
 
 
 @pytest.mark.dashinfer

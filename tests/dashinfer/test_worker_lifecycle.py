@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig
-from dashinfer_vlm_core.decoders.dashinfer.process import WorkerProcess
 from dashinfer_vlm_core.decoders.supervisor import POLL_SECONDS, Supervisor
 from dashinfer_vlm_core.errors import (
     ContextLengthExceeded,
@@ -28,6 +27,7 @@ from dashinfer_vlm_core.errors import (
     SetupError,
     UnsupportedParameter,
 )
+from dashinfer_vlm_dashinfer.process import WorkerProcess
 from dashinfer_vlm_server import create_app
 from tests.conversations import as_openai, blurred_image, user
 from tests.plugins.oracle import collect, ids, prompt, visual
@@ -471,7 +471,7 @@ PARENT = """
 import asyncio, sys
 from pathlib import Path
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.decoders.dashinfer.decoder import DashInferDecoder
+from dashinfer_vlm_dashinfer.decoder import DashInferDecoder
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
 
 async def main():

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.decoders.dashinfer import DashInferFactory
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
+from dashinfer_vlm_dashinfer import DashInferFactory
 from tests.dashinfer.conftest import decoding
 from tests.plugins.oracle import collect, ids, prompt, visual
 

@@ -12,9 +12,9 @@ from PIL import Image
 from safetensors.numpy import save
 
 from dashinfer_vlm_core import Engine, EngineConfig
-from dashinfer_vlm_core.decoders.dashinfer import DashInferFactory
 from dashinfer_vlm_core.errors import InvalidParameter, UnsupportedParameter
 from dashinfer_vlm_core.plugins import load_plugins
+from dashinfer_vlm_dashinfer import DashInferFactory
 from tests.adapters import merge_adapter, write_adapter
 from tests.models import contrast_vl
 from tests.models.reference_vl import Reference

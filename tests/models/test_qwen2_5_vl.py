@@ -19,7 +19,6 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.vision_utils import get_vision_window_index
 
 from dashinfer_vlm_core import Engine, EngineConfig
-from dashinfer_vlm_core.decoders.dashinfer.convert import unsupported
 from dashinfer_vlm_core.errors import CheckpointError
 from dashinfer_vlm_core.media import READERS, Image
 from dashinfer_vlm_core.media.frame_sampling import VideoSamplingPolicy
@@ -32,6 +31,7 @@ from dashinfer_vlm_core.models.qwen2_vl.config import PREPROCESSOR
 from dashinfer_vlm_core.models.spec import PixelSpec
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_core.protocol import MediaPart
+from dashinfer_vlm_dashinfer.convert import unsupported
 from dashinfer_vlm_langchain.profiles import profile_of
 from dashinfer_vlm_qwen2_5_vl import Qwen25VL
 from dashinfer_vlm_qwen2_5_vl.config import read_vision_config

@@ -9,12 +9,12 @@ import pytest
 from transformers import AutoConfig
 
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.decoders.dashinfer import DashInferFactory
 from dashinfer_vlm_core.errors import CheckpointError
 from dashinfer_vlm_core.media.frame_sampling import VideoSamplingPolicy
 from dashinfer_vlm_core.models.coordinates import CoordinateSpec
 from dashinfer_vlm_core.models.spec import PixelSpec
 from dashinfer_vlm_core.text_spec import ExpertsSpec
+from dashinfer_vlm_dashinfer import DashInferFactory
 from dashinfer_vlm_qwen3_vl.config import VideoPixels, VisionConfig, read_spec, read_video_pixels, read_vision_config
 
 DENSE = {

@@ -59,12 +59,12 @@ def test_arguments_can_name_a_file(tmp_path):
         ({"max_replica": 2}, "Unknown option 'max_replica'. Did you mean 'max-replicas'?"),
         ({"port": 80}, "`port` does not apply here: Ray Serve's proxy listens"),
         ({"log-format": "json"}, "`log-format` does not apply here: Ray Serve writes the logs"),
-        ({"min_replicas": 0}, "0 is not in the range x>=1"),
-        ({"min_replicas": [1, 2]}, "Invalid value for '--min-replicas': '1,2' is not a valid integer"),
+        ({"min_replicas": 0}, "`min_replicas` must be at least 1, got '0'."),
+        ({"min_replicas": [1, 2]}, "`min_replicas` must be an integer, got '1,2'."),
         ({"min_replicas": 3, "max_replicas": 2}, "`max_replicas` must be at least `min_replicas`, 3, got 2."),
         ({"page": "perhaps"}, "Invalid value for '--page': 'perhaps' is not a valid boolean"),
         ({"max_model_len": 1}, "max_model_len: must be at least 16"),
-        ({"routing": "image"}, "'image' is not one of"),
+        ({"routing": "image"}, "`routing` must be 'content', 'load' or 'round-robin', got 'image'."),
         ({"ingress_replicas": 2}, "requires `max_stored_responses=0`"),
     ],
 )
@@ -112,7 +112,7 @@ def test_ray_is_required_to_build_the_application(monkeypatch):
 
 def test_page_lists_all_options():
     page, others = page_text("ray.md"), {"engine", "settings"}
-    assert {name for name in RayConfig.__dataclass_fields__ if f"`{name}`" not in page} <= others
+    assert {name for name in RayConfig.model_fields if f"`{name}`" not in page} <= others
 
 
 def test_configuration_file_of_the_page_is_valid(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 
 from dashinfer_vlm_core.protocol import ChatRequest
 from dashinfer_vlm_core.protocol.client import NO_CLIENT, Client
-from dashinfer_vlm_ray.session import LARGE_CHARACTERS, is_large, session_id
+from dashinfer_vlm_ray.session import session_id
 from tests.samples import image_url
 
 RED, BLUE = image_url(seed=1), image_url(seed=2)
@@ -80,9 +80,3 @@ def test_requests_that_share_no_cache_have_different_sessions():
     }
     assert len(found) == 4
     assert session(message, client=ours) == session(message, client=ours)
-
-
-@pytest.mark.parametrize(("size", "large"), [(LARGE_CHARACTERS - 100, False), (LARGE_CHARACTERS + 1, True)])
-def test_large_content_is_hashed_by_a_thread(size, large):
-    url = "data:image/png;base64," + "A" * size
-    assert is_large(ChatRequest.parse({"messages": [user(image(url))]})) is large

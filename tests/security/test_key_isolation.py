@@ -13,11 +13,11 @@ import httpx
 import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig
-from dashinfer_vlm_core.decoders.dashinfer.plan import check_cache_salt, make_plan
 from dashinfer_vlm_core.engine.remote import RemoteEngine
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
 from dashinfer_vlm_core.protocol.client import Client, current_client
 from dashinfer_vlm_core.testing import Script, scripted_registry
+from dashinfer_vlm_dashinfer.plan import check_cache_salt, make_plan
 from dashinfer_vlm_server import api_keys
 from dashinfer_vlm_server.api_keys import ApiKeys
 from dashinfer_vlm_server.plugin import isolate_clients

@@ -22,10 +22,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from dashinfer_vlm_core import Engine, EngineConfig, hookimpl
 from dashinfer_vlm_core.config import MIB
 from dashinfer_vlm_core.decoders import Decoder, DecoderSupport
-from dashinfer_vlm_core.decoders.dashinfer import process
 from dashinfer_vlm_core.errors import CheckpointError, DecoderFailed
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_core.testing import Script, scripted_registry
+from dashinfer_vlm_dashinfer import process
 from dashinfer_vlm_server import create_app
 from dashinfer_vlm_server.api_keys import ApiKeys
 from dashinfer_vlm_server.http_protocol import MAX_HEAD_BYTES

@@ -15,7 +15,6 @@ from PIL import Image as PILImage
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.decoders import Decoder, DecodeRequest, Sampling, VisualSpan
-from dashinfer_vlm_core.decoders.dashinfer.environment import private_folder
 from dashinfer_vlm_core.kernels.choice import KernelSelector
 from dashinfer_vlm_core.media import Image, Video
 from dashinfer_vlm_core.models.interface import Patches, PlaceholderSpan, VisionEncoder, VisualTokens
@@ -42,12 +41,11 @@ class Checkpoint:
     def config(self, dtype: str, *, decoder: str = "torch", **options: Any) -> EngineConfig:
         """Return the configuration of an engine; models that DashInfer converts are deleted with the checkpoint."""
         if decoder != "torch":
-            cache = self.folder / "cache"
-            environment = private_folder(EngineConfig())
-            options["cache_dir"] = cache
+            cache = options["cache_dir"] = self.folder / "cache"
             if not cache.exists():
                 cache.mkdir(mode=0o700)
-                (cache / environment.name).symlink_to(environment)
+                for environment in EngineConfig().cache_folder.glob("dashinfer-*-cp*"):
+                    (cache / environment.name).symlink_to(environment)
         return EngineConfig(model=str(self.folder), device=self.device, dtype=dtype, decoder=decoder, **options)
 
     def load_encoder(self, config: EngineConfig) -> VisionEncoder:

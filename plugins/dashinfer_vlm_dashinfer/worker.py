@@ -1,7 +1,7 @@
 """Run DashInfer in a separate process under its own interpreter, so that a crash affects only its requests.
 
-    python -I worker.py serve FD         serve the parent, which has the other end of the socket FD
-    python -I worker.py check [STUBS]    load DashInfer and print the findings as JSON
+    python -I worker.py serve FD    serve the parent, which has the other end of the socket FD
+    python -I worker.py check       load DashInfer and print the findings as JSON
 
 This file imports nothing from this package. It requires only numpy and DashInfer's extension, neither torch nor
 transformers, and is compatible with Python 3.8. The parent imports `pack` and `head_length` from here, so that both
@@ -11,7 +11,7 @@ Frames. In both directions, a frame is: uint32 (little endian), the length of th
 UTF-8; then the bytes of the arrays that `head["arrays"]` lists as [numpy dtype, shape], in that order.
 
     parent -> worker
-        {"do": "load", "model": AsModelConfig's arguments, "libraries": folder of driver stubs or null}
+        {"do": "load", "model": AsModelConfig's arguments}
         {"do": "start", "id": n, "options": generate_config, "keys": [placeholder, ...]}
             arrays: token ids int64 [1, length]; and if there are keys: positions int32 [3, 1, length], then for each
             key the embedding of its span float32 [rows, hidden_size] and the content digest int32 [8]
@@ -22,21 +22,21 @@ UTF-8; then the bytes of the arrays that `head["arrays"]` lists as [numpy dtype,
         {"is": "failed", "id": n, "why": text}      rejected or aborted by DashInfer
         {"is": "released", "id": n}                 the last frame of a request: its slot is free
 
-Lifecycle. Standard input is a pipe to which the parent never writes. When its other end closes, however the parent
-died, the kernel sends SIGIO, whose default action ends the process, even while DashInfer loads and holds the GIL.
+Lifecycle. When the parent's thread that started it ends, however it died, the kernel kills the process, even while
+DashInfer loads and holds the GIL.
 """
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import glob
 import importlib.machinery
 import importlib.util
 import json
+import math
 import os
 import queue
-import select
+import signal
 import socket
 import struct
 import sys
@@ -44,6 +44,7 @@ import sysconfig
 import threading
 import time
 import traceback
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Callable, Iterable
 
 if TYPE_CHECKING:
@@ -53,21 +54,22 @@ HEAD = struct.Struct("<I")
 MAX_HEAD_BYTES = 1 << 28
 NAME = "model"
 POLL_SECONDS = 0.001
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-# In the order of their dependencies; once loaded, a library is found by its soname.
-CUDA_LIBRARIES = (
-    "cuda_runtime/lib/libcudart.so.12",
-    "cublas/lib/libcublasLt.so.12",
-    "cublas/lib/libcublas.so.12",
-    "nvjitlink/lib/libnvJitLink.so.12",
-    "cusparse/lib/libcusparse.so.12",
-    "nccl/lib/libnccl.so.2",
-)
 DRIVER_LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1")
+CUDA_LIBRARIES = (
+    "libcudart.so.12",
+    "libcublasLt.so.12",
+    "libcublas.so.12",
+    "libnvJitLink.so.12",
+    "libcusparse.so.12",
+    "libnccl.so.2",
+)
+"""In the order of their dependencies; once loaded, a library is found by its name."""
 
-CPU_ONLY = "cpu-only"
-"""Folder of a CPU-only environment with stub libraries for all of these libraries; other environments do not have
-it."""
+STUBS = "cpu-only"
+"""Folder of the environment with stub libraries: of the driver's libraries if there is no driver, or of all of these
+libraries if DashInfer was installed for the CPU only."""
 
 
 # Frames
@@ -92,6 +94,7 @@ class Connection:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        self._file = sock.makefile("rb")
         self._lock = threading.Lock()
 
     def send(self, head: dict[str, Any]) -> None:
@@ -103,55 +106,46 @@ class Connection:
         end."""
         import numpy
 
-        head = json.loads(bytes(self._read(head_length(self._read(HEAD.size)))).decode())
+        head = json.loads(self._read(head_length(self._read(HEAD.size))))
         arrays = []
         for dtype, shape in head.pop("arrays", ()):
-            size = numpy.dtype(dtype).itemsize
-            for side in shape:
-                size *= side
+            size = numpy.dtype(dtype).itemsize * math.prod(shape)
             arrays.append(numpy.frombuffer(self._read(size), dtype=dtype).reshape(shape))
         return head, arrays
 
     def _read(self, size: int) -> bytearray:
         data = bytearray(size)
-        view = memoryview(data)
-        while view:
-            count = self._sock.recv_into(view)
-            if not count:
-                raise EOFError
-            view = view[count:]
+        if self._file.readinto(data) < size:
+            raise EOFError
         return data
 
 
 # DashInfer
 
 
-def load_libraries(stubs: str | None = None) -> None:
+def load_libraries() -> None:
     """Load by path the libraries that DashInfer's extension links, so that no LD_LIBRARY_PATH is needed.
 
-    `stubs` is a folder with stub libraries for the GPU driver's libraries, which are used if there is no driver. A
-    CPU-only environment has stub libraries for all of them and loads no others, whatever the machine has.
+    A CPU-only environment loads only its stub libraries, whatever the machine has. They define few functions, so these
+    are resolved when they are first called.
     """
     folders = [sysconfig.get_config_var("LIBDIR") or "", os.path.join(sys.base_prefix, "lib"), None]
     _preload("libpython%d.%d.so.1.0" % sys.version_info[:2], folders)
-    if is_cpu_only():
-        for name in (*DRIVER_LIBRARIES, *map(os.path.basename, CUDA_LIBRARIES)):
-            _preload(name, [os.path.join(sys.prefix, CPU_ONLY)])
-        return
-    for name in DRIVER_LIBRARIES:
-        _preload(name, [None] + ([stubs] if stubs else []))
-    for relative in CUDA_LIBRARIES:
-        _preload(os.path.basename(relative), [os.path.dirname(path) for path in _find("nvidia/" + relative)] + [None])
+    stubs = os.path.join(sys.prefix, STUBS)
+    for name in (*DRIVER_LIBRARIES, *CUDA_LIBRARIES):
+        installed = [os.path.dirname(path) for path in _find("nvidia/*/lib/" + name)]
+        _preload(name, [stubs] if is_cpu_only() else [*installed, None, *glob.glob(stubs)])
+    sys.setdlopenflags(os.RTLD_LAZY)
 
 
 def is_cpu_only() -> bool:
     """Whether this interpreter's environment was installed for the CPU only."""
-    return os.path.isdir(os.path.join(sys.prefix, CPU_ONLY))
+    return os.path.exists(os.path.join(sys.prefix, STUBS, CUDA_LIBRARIES[0]))
 
 
-def load_extension(stubs: str | None = None) -> Any:
+def load_extension() -> Any:
     """DashInfer's extension module, without its Python package, which would import torch."""
-    load_libraries(stubs)
+    load_libraries()
     paths = _find("dashinfer/allspark/_allspark.cpython-*.so")
     if not paths:
         raise ImportError("dashinfer is not installed here")
@@ -178,16 +172,27 @@ def _find(pattern: str) -> list[str]:
     return [path for folder in sys.path if folder for path in sorted(glob.glob(os.path.join(folder, pattern)))]
 
 
+@dataclass
 class ActiveRequest:
     """A request in DashInfer. Its capsules and arrays are kept, since DashInfer reads them without a copy."""
 
-    def __init__(self, number: int, handle: Any, results: Any, kept: list[Any], logprobs: bool) -> None:
-        self.number = number
-        self.handle = handle
-        self.results = results
-        self.kept = kept
-        self.logprobs = logprobs
-        self.status: Any = None
+    number: int
+    handle: Any
+    results: Any
+    kept: list[Any]
+    logprobs: bool
+    status: Any = None
+
+
+def contents_by_key(keys: list[int], arrays: list[npt.NDArray[Any]]) -> dict[str, list[Any]]:
+    """The contents of MultiMediaInfo for placeholder spans in prompt order; each key is a placeholder's token id."""
+    if not keys:
+        return {}
+    capsules = [array.__dlpack__() for array in arrays]
+    contents: dict[str, list[Any]] = {"positions": capsules[:1], "hash_input": capsules[2::2]}
+    for key, embedding in zip(keys, capsules[1::2]):
+        contents.setdefault(str(key), []).append(embedding)
+    return contents
 
 
 class Service:
@@ -235,34 +240,23 @@ class Service:
     def _start(self, head: dict[str, Any], arrays: list[npt.NDArray[Any]]) -> ActiveRequest:
         import numpy
 
-        token_ids, rest = arrays[0], arrays[1:]
-        mask = numpy.ones_like(token_ids)
-        inputs = {"input_ids": token_ids.__dlpack__(), "attention_mask": mask.__dlpack__()}
-        kept = [arrays, mask, inputs]
+        mask = numpy.ones_like(arrays[0])
+        inputs = {"input_ids": arrays[0].__dlpack__(), "attention_mask": mask.__dlpack__()}
         options = dict(head["options"])
-        if head["keys"]:
-            options["mm_info"] = self._media(head["keys"], rest, kept)
+        contents = contents_by_key(head["keys"], arrays[1:])
+        if contents:
+            options["mm_info"] = self._media(contents)
         status, handle, results = self._engine._start_request(NAME, inputs, options)
-        kept.append(options)
         self._check(status)
+        kept = [arrays, mask, inputs, options, contents]
         return ActiveRequest(head["id"], handle, results, kept, options["logprobs"])
 
-    def _media(self, keys: list[int], arrays: list[npt.NDArray[Any]], kept: list[Any]) -> Any:
-        """Create MultiMediaInfo for the placeholder spans, in prompt order; each key is a placeholder's token id."""
+    def _media(self, contents: dict[str, list[Any]]) -> Any:
         info = self._extension.MultiMediaInfo()
         info.set_multimedia_type(0)
-        capsules = [array.__dlpack__() for array in arrays]
-        positions, embeddings, digests = capsules[0], capsules[1::2], capsules[2::2]
-        for key in sorted(set(keys)):
-            self._add(info, str(key), [item for item, name in zip(embeddings, keys) if name == key], kept)
-        self._add(info, "positions", [positions], kept)
-        self._add(info, "hash_input", digests, kept)
-        kept.append(info)
+        for key, capsules in contents.items():
+            info.add_multimedia_content(key, capsules)
         return info
-
-    def _add(self, info: Any, key: str, capsules: list[Any], kept: list[Any]) -> None:
-        kept.append(capsules)
-        info.add_multimedia_content(key, capsules)
 
     def _check(self, status: Any) -> None:
         if status != self._extension.AsStatus.ALLSPARK_SUCCESS:
@@ -275,11 +269,8 @@ class Service:
                 requests = list(self._requests.values())
                 stops = self._stops & set(self._requests)
                 self._stops.clear()
-            outputs = [
-                output
-                for output in (self._read_tokens(request) for request in requests if request.number not in stops)
-                if output
-            ]
+            outputs = [self._read_tokens(request) for request in requests if request.number not in stops]
+            outputs = list(filter(None, outputs))
             if outputs:
                 self._connection.send({"is": "tokens", "of": outputs})
             done = [request for request in requests if request.number in stops or request.status in self._end_statuses]
@@ -317,8 +308,7 @@ class Service:
 
 
 def _exit_on_error(work: Callable[[], None]) -> None:
-    """Run `work`, and exit the process if it fails, since requests would wait forever. The parent then starts
-    another."""
+    # Otherwise requests would wait forever; the parent starts another process.
     try:
         work()
     except BaseException:
@@ -326,22 +316,15 @@ def _exit_on_error(work: Callable[[], None]) -> None:
         os._exit(1)
 
 
-def exit_with_parent() -> None:
-    fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(0, fcntl.F_SETFL, fcntl.fcntl(0, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([0], [], [], 0)[0]:  # the parent has already ended
-        os._exit(0)
-
-
 def serve(descriptor: int) -> None:
-    exit_with_parent()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.dup2(2, 1)  # DashInfer prints to stdout; all of it goes to the log
     os.environ.setdefault("GLOG_minloglevel", "2")
     connection = Connection(socket.socket(fileno=descriptor))
     load, _ = connection.receive()
     if is_cpu_only() and not load["model"]["compute_unit"].startswith("CPU"):
         raise RuntimeError("DashInfer is installed for the CPU only: run `dashinfer-vlm dashinfer install` for a GPU.")
-    service = Service(load_extension(load["libraries"]), connection, load["model"])
+    service = Service(load_extension(), connection, load["model"])
     connection.send({"is": "ready", "version": service.version})
     while True:
         head, arrays = connection.receive()
@@ -351,11 +334,11 @@ def serve(descriptor: int) -> None:
             service.stop(head["id"])
 
 
-def check(stubs: str | None = None) -> None:
+def check() -> None:
     os.environ.setdefault("GLOG_minloglevel", "2")
-    findings = {"python": "%d.%d.%d" % sys.version_info[:3], "cpu_only": is_cpu_only()}
+    findings = {"python": "%d.%d.%d" % sys.version_info[:3]}
     try:
-        findings["version"] = load_extension(stubs).AsEngine().get_version_full()
+        findings["version"] = load_extension().AsEngine().get_version_full()
     except Exception as error:
         findings["problem"] = str(error)
     print(json.dumps(findings), flush=True)
@@ -363,7 +346,7 @@ def check(stubs: str | None = None) -> None:
 
 def main() -> None:
     if sys.argv[1] == "check":
-        check(*sys.argv[2:])
+        check()
         return
     try:
         serve(int(sys.argv[2]))

@@ -11,17 +11,33 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from ...concurrency.compute import CPU_EXECUTOR
-from ...config import EngineConfig
-from ...errors import DecoderFailed, EngineClosed, EngineError, QueueFull, SetupError, UnsupportedParameter
-from ...kernels.devices import cuda_devices
-from ...models.spec import ModelSpec
-from ..interface import Decoder, DecodeRequest, FinishReason, RequestNotStarted, Token, VisualSpan, check_request
+from dashinfer_vlm_core.concurrency.compute import CPU_EXECUTOR
+from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.decoders.interface import (
+    Decoder,
+    DecodeRequest,
+    FinishReason,
+    RequestNotStarted,
+    Token,
+    VisualSpan,
+    check_request,
+)
+from dashinfer_vlm_core.errors import (
+    DecoderFailed,
+    EngineClosed,
+    EngineError,
+    QueueFull,
+    SetupError,
+    UnsupportedParameter,
+)
+from dashinfer_vlm_core.kernels.devices import cuda_devices
+from dashinfer_vlm_core.models.spec import ModelSpec
+
 from .convert import ConvertedModel, convert
 from .environment import find_environment
 from .options import SUPPORTED_ON_CPU, SUPPORTED_ON_CUDA, check_sampling, generate_config, stop_tokens
 from .plan import check_cache_salt, make_plan
-from .process import LOG_SEPARATOR, WorkerDied, WorkerProcess
+from .process import WorkerDied, WorkerProcess
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -74,12 +90,7 @@ class DashInferDecoder(Decoder):
         self._spec = spec
         self._config = config
         self._environment = find_environment(config)
-        self._plan = make_plan(
-            spec,
-            config,
-            cuda=cuda_devices(),
-            cpu_only=self._environment.cpu_only,
-        )
+        self._plan = make_plan(spec, config, cuda=cuda_devices(), cpu_only=self._environment.cpu_only)
         self.max_model_len: int = self._plan.max_model_len
         self.supported_params: frozenset[str] = SUPPORTED_ON_CPU if self._plan.on_cpu else SUPPORTED_ON_CUDA
         self.unsupported_vision_reason = UNSUPPORTED_VISION_REASON if self._plan.on_cpu else ""
@@ -99,16 +110,15 @@ class DashInferDecoder(Decoder):
     async def start(self) -> None:
         if self._serving is not None:
             return
-        environment, cache = self._environment, self._config.cache_folder / "models"
+        cache = self._config.cache_folder / "models"
         model = await asyncio.to_thread(
-            convert, self._spec, self._plan.weight_format, environment=environment, cache=cache
+            convert, self._spec, self._plan.weight_format, environment=self._environment, cache=cache
         )
         try:
-            worker = await WorkerProcess.launch(environment, self._arguments(model))
+            worker = await WorkerProcess.launch(self._environment, self._arguments(model))
         except WorkerDied as error:
-            logger.warning("DashInfer's worker died during startup: %s", error)
             raise SetupError(
-                f"DashInfer's worker died during startup ({_exit_status(error)}). See the log for its last output."
+                f"DashInfer's worker died during startup ({error}). See the log for its last output."
             ) from error
         logger.info("DashInfer %s is ready on %s, process %d", worker.version, self._plan.compute_unit, worker.pid)
         self._worker = worker
@@ -134,7 +144,7 @@ class DashInferDecoder(Decoder):
             self._cancel(active)
 
     def _check(self, request: DecodeRequest) -> None:
-        """Reject every value that might crash DashInfer."""
+        # Every value that might crash DashInfer is rejected here.
         if self.fatal_error:
             raise RequestNotStarted
         if self._serving is None or self._closed:
@@ -152,7 +162,6 @@ class DashInferDecoder(Decoder):
     # Slots: admission to DashInfer
 
     async def _acquire_slot(self) -> None:
-        """Wait for a slot in the worker."""
         if self._slots.locked() and self._waiting >= self._config.max_waiting:
             raise QueueFull(f"{self._waiting} requests are already waiting. Try again in a second.")
         self._waiting += 1
@@ -165,7 +174,7 @@ class DashInferDecoder(Decoder):
             raise RequestNotStarted if self.fatal_error else EngineClosed(_CLOSED)
 
     def _submit(self, request: DecodeRequest, arrays: list[Array]) -> _ActiveRequest:
-        """Send the request to the worker. After this, only `_release` releases its slot."""
+        # From here on, only `_release` releases the slot.
         assert self._worker is not None
         if not self._active:
             self._last_frame_at = asyncio.get_running_loop().time()
@@ -177,7 +186,6 @@ class DashInferDecoder(Decoder):
         return active
 
     def _cancel(self, active: _ActiveRequest) -> None:
-        """Stop a request whose reader has ended, unless DashInfer has finished it. This takes at most one step."""
         if not active.released and self._worker is not None:
             self._worker.send({"do": "stop", "id": active.number})
 
@@ -214,7 +222,6 @@ class DashInferDecoder(Decoder):
                 return
 
     def _handle_frame(self, frame: dict[str, Any]) -> None:
-        """Put what a frame contains into the output queues."""
         if frame["is"] == "tokens":
             for number, ids, logprobs, cached in frame["of"]:
                 active = self._active[number]
@@ -245,15 +252,14 @@ class DashInferDecoder(Decoder):
         }
 
     async def _serve(self, worker: WorkerProcess) -> None:
-        """Handle frames until the worker dies or this task is canceled; then end the worker and fail its requests."""
         watchdog = asyncio.create_task(self._kill_if_hung(worker), name="dashinfer-watchdog")
         try:
-            async for frame in worker.frames():
+            while True:
+                frame = await worker.receive()
                 self._last_frame_at = asyncio.get_running_loop().time()
                 self._handle_frame(frame)
         except WorkerDied as error:
-            self.fatal_error = f"DashInfer's worker died ({_exit_status(error)}). See the log for its last output."
-            logger.warning("DashInfer's worker died with %d requests: %s", len(self._active), error)
+            self.fatal_error = f"DashInfer's worker died ({error}). See the log for its last output."
         except Exception:
             self.fatal_error = "DashInfer's worker sent an invalid frame. See the log for the cause."
             logger.exception("Invalid frame from DashInfer's worker")
@@ -262,52 +268,42 @@ class DashInferDecoder(Decoder):
             await self._end()
 
     async def _end(self) -> None:
-        worker, self._worker = self._worker, None
+        worker = self._worker
         if worker is None:
             return
+        self._worker = None
         try:
             await worker.close()
         finally:
-            self._fail_active(EngineClosed(_CLOSED) if self._closed and not self.fatal_error else DecoderFailed(_DIED))
+            closed = self._closed and not self.fatal_error
+            for active in list(self._active.values()):
+                active.outputs.put_nowait(EngineClosed(_CLOSED) if closed else DecoderFailed(_DIED))
+                self._release(active)
 
     async def _kill_if_hung(self, worker: WorkerProcess) -> None:
-        """Kill a worker that has requests and sends nothing; it is then replaced like any worker that died."""
-        timeout, silence = self._config.limits.step_timeout, 0.0
+        timeout = self._config.limits.step_timeout
+        silence = 0.0
         while silence < timeout:
             await asyncio.sleep(timeout - silence)
             silence = asyncio.get_running_loop().time() - self._last_frame_at if self._active else 0.0
-        logger.error(
-            "Killing DashInfer's worker: it has sent nothing for %g seconds, with %d requests.",
-            timeout,
-            len(self._active),
-        )
+        logger.error("Killing DashInfer's worker: it has requests, but has sent nothing for %g seconds.", timeout)
         worker.kill()
-
-    def _fail_active(self, error: EngineError) -> None:
-        for active in list(self._active.values()):
-            active.outputs.put_nowait(error)
-            self._release(active)
 
 
 _CLOSED = "The decoder was closed. Start the engine again."
 _DIED = "The decoder's process died. Try again in a moment."
 
 
-def _exit_status(death: WorkerDied) -> str:
-    """The exit status, without the worker's log."""
-    return str(death).partition(LOG_SEPARATOR)[0]
-
-
 def _span_digest(span: VisualSpan) -> bytes:
     """A 32-byte digest of a span's rows; the item's digest if the span contains all of its rows."""
-    digest, rows = span.tokens.digest, span.stop - span.start
+    digest = span.tokens.digest
+    rows = span.stop - span.start
     if rows == len(span.tokens.embedding):
         return digest
     return hashlib.sha256(f"{span.row} {rows} ".encode() + digest).digest()
 
 
 def _arrays(request: DecodeRequest) -> list[Array]:
-    """The arrays of the worker's `start` frame. This waits for visual tokens on another device."""
     arrays: list[Array] = [np.ascontiguousarray(request.token_ids[np.newaxis], dtype=np.int64)]
     if request.spans:
         arrays.append(np.ascontiguousarray(request.positions[:, np.newaxis], dtype=np.int32))

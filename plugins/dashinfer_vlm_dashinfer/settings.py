@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from ...config import PluginOptions
-from ...errors import ConfigError
+from dashinfer_vlm_core.config import PluginOptions
+from dashinfer_vlm_core.errors import ConfigError
 
 
 class DashInferOptions(PluginOptions):

@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 import socket
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import Process
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -26,12 +26,10 @@ logger: logging.Logger = logging.getLogger(__name__)
 EXIT_SECONDS = 1.0
 """How long a worker may take to exit after it closed its socket."""
 MAX_LOG_LINES = 5
-LOG_SEPARATOR = " | "
-"""Separates the exit status of a worker from the last lines of its log."""
 
 
 class WorkerDied(Exception):
-    """The worker's process ended, or never became ready; the message contains its exit status and last log lines."""
+    """The worker's process ended, or never became ready; the message is its exit status."""
 
 
 class WorkerProcess:
@@ -66,8 +64,8 @@ class WorkerProcess:
             try:
                 process = await asyncio.create_subprocess_exec(
                     *environment.command(PROGRAM, "serve", str(theirs.fileno())),
-                    stdin=PIPE,
-                    stdout=PIPE,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.STDOUT,
                     pass_fds=[theirs.fileno()],
                     env=inherited_variables(),
@@ -78,30 +76,33 @@ class WorkerProcess:
                 raise WorkerDied(f"{environment.python} cannot be run: {error.strerror}") from error
         self = cls(process, *await asyncio.open_connection(sock=ours))
         try:
-            libraries = str(environment.stubs) if environment.stubs else None
-            self.send({"do": "load", "model": model, "libraries": libraries})
-            self.version = (await self._receive())["version"]
+            self.send({"do": "load", "model": model})
+            self.version = (await self.receive())["version"]
         except BaseException:
             await self.close()
             raise
         return self
 
     def send(self, head: dict[str, Any], arrays: Sequence[npt.NDArray[np.generic]] = ()) -> None:
-        """Send a frame. A frame to a dead worker is lost, and `frames` raises WorkerDied."""
+        """Send a frame. A frame to a dead worker is lost, and `receive` raises WorkerDied."""
         if not self._writer.is_closing():
             self._writer.writelines(worker.pack(head, arrays))
 
-    async def frames(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the frames that the worker sends.
+    async def receive(self) -> dict[str, Any]:
+        """Wait for the next frame that the worker sends.
 
         Raises:
             WorkerDied: it ended.
         """
-        while True:
-            yield await self._receive()
+        try:
+            length = worker.head_length(await self._reader.readexactly(worker.HEAD.size))
+            head: dict[str, Any] = json.loads(await self._reader.readexactly(length))
+        except (asyncio.IncompleteReadError, OSError):
+            raise WorkerDied(await self._exit_error()) from None
+        return head
 
     def kill(self) -> None:
-        """Kill it; `frames` then raises WorkerDied. A worker has nothing to clean up."""
+        """Kill it; `receive` then raises WorkerDied. A worker has nothing to clean up."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
@@ -113,18 +114,6 @@ class WorkerProcess:
             await self._writer.wait_closed()
         await self._process.wait()
         await self._log
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        with contextlib.suppress(OSError):
-            await self._process.stdin.wait_closed()
-
-    async def _receive(self) -> dict[str, Any]:
-        try:
-            length = worker.head_length(await self._reader.readexactly(worker.HEAD.size))
-            head: dict[str, Any] = json.loads(await self._reader.readexactly(length))
-        except (asyncio.IncompleteReadError, OSError):
-            raise WorkerDied(await self._exit_error()) from None
-        return head
 
     async def _exit_error(self) -> str:
         # Not killed at once: a signal to a process that has just ended would hide its exit status.
@@ -134,12 +123,11 @@ class WorkerProcess:
             self.kill()
         status = await self._process.wait()
         await self._log
-        exit_status = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
-        return LOG_SEPARATOR.join([exit_status, *self._log_lines])
+        logger.warning("DashInfer's worker %d has ended. Its last output: %s", self.pid, " | ".join(self._log_lines))
+        return f"killed by signal {-status}" if status < 0 else f"exit status {status}"
 
     async def _forward_log(self) -> None:
-        """Log the worker's output at level debug, but fatal lines as warnings. DashInfer reports harmless events as
-        errors."""
+        # Fatal lines are warnings; DashInfer reports harmless events as errors.
         assert self._process.stdout is not None
         async for raw in _lines(self._process.stdout):
             line = raw.decode(errors="replace").rstrip()
@@ -150,7 +138,6 @@ class WorkerProcess:
 
 
 async def _lines(stream: asyncio.StreamReader) -> AsyncGenerator[bytes, None]:
-    """Yield lines; a line longer than the stream's limit is skipped in part."""
     while True:
         try:
             line = await stream.readline()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from ...config import MIB, EngineConfig
-from ...errors import ConfigError, UnsupportedParameter
-from ...models.spec import ModelSpec
-from ...text_spec import TextModelSpec
+from dashinfer_vlm_core.config import MIB, EngineConfig
+from dashinfer_vlm_core.errors import ConfigError, UnsupportedParameter
+from dashinfer_vlm_core.models.spec import ModelSpec
+from dashinfer_vlm_core.text_spec import TextModelSpec
+
 from .convert import DTYPE_BYTES, WeightFormat
 from .settings import DashInferOptions
 
@@ -105,12 +106,10 @@ def _uses_prefix_cache(config: EngineConfig) -> bool:
 
 
 def _quantization(config: EngineConfig) -> str:
-    """DashInfer's name of `quantization`."""
     return "uint4" if config.quantization == "int4" else config.quantization
 
 
 def _first_device(device: str, cuda: int) -> int | None:
-    """Index of the first CUDA device to use; None for the CPU."""
     if device == "cpu" or (device == "auto" and not cuda):
         return None
     kind, _, index = device.partition(":")
@@ -122,9 +121,7 @@ def _first_device(device: str, cuda: int) -> int | None:
 
 
 def _plan_cpu(text: TextModelSpec, config: EngineConfig, context: int) -> Plan:
-    """Create a plan for a CPU, where DashInfer computes in float32 and allocates memory for the longest context per
-    request, so that `kv_cache_mib` limits how many run together.
-    """
+    # DashInfer allocates memory for the longest context per request, so `kv_cache_mib` limits how many run together.
     devices = config.options_of(DashInferOptions).tensor_parallel
     for name, value, neutral in (("tensor_parallel", devices, 1), ("quantization", config.quantization, "none")):
         if value != neutral:
@@ -139,25 +136,17 @@ def _plan_cpu(text: TextModelSpec, config: EngineConfig, context: int) -> Plan:
     if affordable < MIN_KV_TOKENS:
         message = f"`kv_cache_mib` {config.kv_cache_mib} holds only {affordable} tokens of this model. Increase it."
         raise ConfigError(message, param="kv_cache_mib")
-    if affordable < context:
+    length = min(context, affordable)
+    batch_size = min(config.max_batch_size, affordable // length)
+    if (length, batch_size) != (context, config.max_batch_size):
         logger.warning(
-            "kv_cache_mib=%d holds %d tokens, fewer than the context of %d. Increase it to accept longer prompts.",
-            config.kv_cache_mib,
-            affordable,
-            context,
-        )
-        context = affordable
-    max_batch_size = min(config.max_batch_size, affordable // context)
-    if max_batch_size < config.max_batch_size:
-        logger.info(
-            "At most %d requests are decoded together: kv_cache_mib holds no more with %d tokens each. Reduce"
-            " max_model_len for more.",
-            max_batch_size,
-            context,
+            "kv_cache_mib=%d holds %d requests of %d tokens at the same time, not %d of %d. Increase it, or reduce"
+            " max_model_len for more requests.",
+            *(config.kv_cache_mib, batch_size, length, config.max_batch_size, context),
         )
     return Plan(
         compute_unit="CPU:0",
         weight_format=WeightFormat(dtype="float32"),
-        max_model_len=context,
-        max_batch_size=max_batch_size,
+        max_model_len=length,
+        max_batch_size=batch_size,
     )

@@ -3,7 +3,7 @@ cheap.
 
     environment.py  install.py  commands.py    the interpreter that DashInfer needs, and `dashinfer-vlm dashinfer`
     settings.py    checks.py                   its options, and its checks for `dashinfer-vlm doctor`
-    stub_libraries.py  gpu_code.py             support for a CPU-only environment, without CUDA's libraries
+    stub_libraries.py                          what a CPU-only environment has in place of CUDA
     kit.py                                     unpacks an environment for a GPU, without a network
     convert.py      serialize.py               conversion of a checkpoint's language model to DashInfer's format
     torch_placeholder.py                       a replacement for torch in that conversion, in numpy
@@ -19,23 +19,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from ...errors import SetupError
-from ...findings import Finding
-from ...hooks import hookimpl
-from ..interface import Decoder, DecoderFactory, DecoderSupport
+from dashinfer_vlm_core.decoders.interface import Decoder, DecoderFactory, DecoderSupport
+from dashinfer_vlm_core.errors import SetupError
+from dashinfer_vlm_core.findings import Finding
+from dashinfer_vlm_core.hooks import hookimpl
+
 from .options import SUPPORTED_ON_CUDA
 
 if TYPE_CHECKING:
     import click
 
-    from ...config import EngineConfig, PluginOptions
-    from ...kernels.choice import KernelSelector
-    from ...models.spec import ModelSpec
+    from dashinfer_vlm_core.config import EngineConfig, PluginOptions
+    from dashinfer_vlm_core.kernels.choice import KernelSelector
+    from dashinfer_vlm_core.models.spec import ModelSpec
 
-HEAD_DIMS = (64, 128)
+SCORE_ON_CUDA = 20
+"""Above all other decoders."""
 
-SCORE_ON_CUDA, SCORE_ON_CPU = 20, 1
-"""Above all other decoders on CUDA; below them on a CPU, where it has to be selected explicitly."""
+SCORE_ON_CPU = 1
+"""Below all others: it has to be selected explicitly."""
 
 
 class DashInferFactory:
@@ -45,24 +47,22 @@ class DashInferFactory:
     supported_params: frozenset[str] = SUPPORTED_ON_CUDA
 
     def check_support(self, spec: ModelSpec, config: EngineConfig) -> DecoderSupport:
-        from ...kernels.devices import cuda_devices
+        from dashinfer_vlm_core.kernels.devices import cuda_devices
+
         from .convert import unsupported
         from .environment import find_environment
         from .plan import make_plan
 
-        if reason := unsupported(spec.text):
-            return DecoderSupport(score=0, reason=f"It does not support {spec.model_type}: {reason}.")
         if spec.quantization:
             reason = f"Its converter takes unquantized weights, not {spec.quantization.name}: use the decoder torch."
             return DecoderSupport(score=0, reason=reason)
+        if reason := unsupported(spec.text):
+            return DecoderSupport(score=0, reason=f"It does not support {spec.model_type}: {reason}.")
         try:
             environment = find_environment(config)
             plan = make_plan(spec, config, cuda=cuda_devices(), cpu_only=environment.cpu_only)
         except SetupError as error:
             return DecoderSupport(score=0, reason=error.message)
-        if spec.text.head_dim not in HEAD_DIMS:
-            head_dim = spec.text.head_dim
-            return DecoderSupport(score=0, reason=f"Its kernels require a head size of 64 or 128, not {head_dim}.")
         where = f"DashInfer runs {environment.origin}, on {plan.compute_unit}"
         if plan.on_cpu:
             return DecoderSupport(
@@ -97,9 +97,6 @@ def register_commands(group: click.Group) -> None:
 
 @hookimpl
 def register_checks(register: Callable[[str, Callable[[EngineConfig], Iterable[Finding]]], None]) -> None:
-    def check(config: EngineConfig) -> Iterable[Finding]:
-        from .checks import check
-
-        return check(config)
+    from .checks import check
 
     register("dashinfer", check)

@@ -8,18 +8,18 @@ import hashlib
 import importlib.util
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from ...config import EngineConfig
-from ...config.folders import access_problem
-from ...errors import MissingDependency, SetupError
-from ...kernels.devices import cuda_devices
+from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.config.folders import access_problem
+from dashinfer_vlm_core.errors import MissingDependency, SetupError
+
 from . import worker
 from .settings import DashInferOptions
 
@@ -32,6 +32,11 @@ CHECK_SECONDS = 120
 CHUNK_BYTES = 1 << 20
 """Files are read in chunks of this size."""
 
+UMASK = 0o022
+"""Of the programs that write the environment: it is executed, so only its owner may write to it."""
+
+Report = Callable[[str], None]
+
 PASSED_VARIABLES = (
     *("PATH", "HOME", "LANG", "LC_", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "MALLOC_", "OPENBLAS_", "PYTORCH_"),
     *("CUDA_", "NVIDIA_", "NCCL_", "OMP_", "OMPI_", "GOMP_", "KMP_", "MKL_", "MPI_", "DNNL_", "ONEDNN_"),
@@ -40,7 +45,10 @@ PASSED_VARIABLES = (
 """Beginnings of the names of environment variables that DashInfer's process inherits: those of the system, of its
 libraries and its own. Others can contain keys."""
 
-_INSTALL = "Run `dashinfer-vlm dashinfer install` (with `--cpu` on a machine without a GPU driver)."
+
+def inherited_variables() -> dict[str, str]:
+    """Return the environment variables of a process that runs DashInfer."""
+    return {name: value for name, value in os.environ.items() if name.startswith(PASSED_VARIABLES)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,25 +58,26 @@ class Environment:
     Attributes:
         python: the interpreter.
         origin: how it was selected; shown publicly, so it contains no path.
-        stubs: folder of stub libraries for the GPU driver's libraries, if they were compiled.
-        cpu_only: whether it was installed for the CPU only, with stub libraries for all of CUDA's libraries.
         folder: the folder of the private environment; None for an interpreter that the user installed.
     """
 
     python: Path
     origin: str
-    stubs: Path | None
-    cpu_only: bool = False
     folder: Path | None = None
+
+    @property
+    def stubs(self) -> Path:
+        """The folder for stub libraries, of the GPU driver's libraries or of all."""
+        return self.python.parent.parent / worker.STUBS
+
+    @property
+    def cpu_only(self) -> bool:
+        """Whether it was installed for the CPU only, without CUDA."""
+        return (self.stubs / worker.CUDA_LIBRARIES[0]).exists()
 
     def command(self, program: Path, *arguments: str) -> list[str]:
         """The command that runs `program` under this interpreter, isolated from PYTHONPATH and the user site."""
         return [str(self.python), "-I", str(program), *arguments]
-
-
-def inherited_variables() -> dict[str, str]:
-    """Return the environment variables of a process that runs DashInfer."""
-    return {name: value for name, value in os.environ.items() if name.startswith(PASSED_VARIABLES)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,17 +86,13 @@ class Findings:
 
     Attributes:
         python: its version.
-        cuda: number of CUDA devices that it sees.
         version: DashInfer's; empty if it cannot be loaded.
         problem: why it cannot be loaded; empty if it can.
-        cpu_only: whether it was installed for the CPU only.
     """
 
     python: str = ""
-    cuda: int = 0
     version: str = ""
     problem: str = ""
-    cpu_only: bool = False
 
 
 def private_folder(config: EngineConfig) -> Path:
@@ -96,23 +101,7 @@ def private_folder(config: EngineConfig) -> Path:
 
 def private_environment(folder: Path) -> Environment:
     """The environment in `folder`, whether it exists or not."""
-    python = folder / "env" / "bin" / "python"
-    return Environment(
-        python=python,
-        origin="in its own environment",
-        stubs=_stubs(folder),
-        cpu_only=stub_libraries_folder(python).is_dir(),
-        folder=folder,
-    )
-
-
-def stub_libraries_folder(python: Path) -> Path:
-    """The folder of stub libraries, whose existence marks the environment of `python` as CPU only."""
-    return python.parent.parent / worker.CPU_ONLY
-
-
-def _stubs(folder: Path) -> Path | None:
-    return folder / "stubs" if (folder / "stubs").is_dir() else None
+    return Environment(python=folder / "env" / "bin" / "python", origin="in its own environment", folder=folder)
 
 
 def find_environment(config: EngineConfig) -> Environment:
@@ -123,10 +112,6 @@ def find_environment(config: EngineConfig) -> Environment:
     Raises:
         MissingDependency: there is none, or other users can change it; the message contains the next step.
     """
-    folder = private_folder(config)
-    stubs = _stubs(folder)
-    if stubs is not None and (problem := folder_problem(folder)):
-        raise MissingDependency(problem)
     python = config.options_of(DashInferOptions).dashinfer_python
     if python is not None:
         if not python.is_file():
@@ -134,20 +119,19 @@ def find_environment(config: EngineConfig) -> Environment:
                 f"`dashinfer_python` {python} is not a file. Set it to a Python interpreter that has DashInfer.",
                 param="dashinfer_python",
             )
-        return Environment(
-            python=python,
-            origin="in the environment that dashinfer_python names",
-            stubs=stubs,
-            cpu_only=stub_libraries_folder(python).is_dir(),
-        )
+        return Environment(python=python, origin="in the environment that dashinfer_python names")
     if sys.version_info[:2] == PYTHON and importlib.util.find_spec("dashinfer") is not None:
-        return Environment(python=Path(sys.executable), origin="in this interpreter", stubs=stubs)
+        return Environment(python=Path(sys.executable), origin="in this interpreter")
+    folder = private_folder(config)
     private = private_environment(folder)
-    if (folder / MARKER).is_file() and private.python.exists():
-        if problem := folder_problem(folder):
-            raise MissingDependency(problem)
-        return private
-    raise MissingDependency(f"DashInfer is not installed. {_INSTALL}")
+    if not ((folder / MARKER).is_file() and private.python.exists()):
+        raise MissingDependency(
+            "DashInfer is not installed. Run `dashinfer-vlm dashinfer install` (with `--cpu` on a machine without a GPU"
+            " driver)."
+        )
+    if problem := folder_problem(folder):
+        raise MissingDependency(problem)
+    return private
 
 
 def folder_problem(folder: Path) -> str:
@@ -173,7 +157,7 @@ def folder_problem(folder: Path) -> str:
 
 
 def _statuses(folder: Path) -> Iterator[os.stat_result]:
-    """Yield the status of everything in `folder`, except of symbolic links, whose mode has no meaning."""
+    # The mode of a symbolic link has no meaning.
     with os.scandir(folder) as entries:
         for entry in entries:
             if not entry.is_symlink():
@@ -184,18 +168,16 @@ def _statuses(folder: Path) -> Iterator[os.stat_result]:
 
 def examine(environment: Environment) -> Findings:
     """Load DashInfer in the environment, which takes a second."""
-    stubs = [str(environment.stubs)] if environment.stubs else []
     try:
         done = subprocess.run(  # noqa: S603 - the operator selects the interpreter; the program is our own
-            environment.command(PROGRAM, "check", *stubs),
+            environment.command(PROGRAM, "check"),
             capture_output=True,
             text=True,
             timeout=CHECK_SECONDS,
             env=inherited_variables(),
             check=False,
         )
-        findings = json.loads(done.stdout.splitlines()[-1])
-        return Findings(**findings, cuda=0 if findings["cpu_only"] else cuda_devices())
+        return Findings(**json.loads(done.stdout.splitlines()[-1]))
     except (OSError, subprocess.TimeoutExpired) as error:
         return Findings(problem=str(error))
     except (IndexError, ValueError, TypeError):
@@ -210,8 +192,8 @@ def disk_bytes(folder: Path) -> int:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[bool]:
-    """Lock the file `path` against other threads and processes; yields whether it had to wait.
+def locked(path: Path) -> Iterator[None]:
+    """Lock the file `path` against other threads and processes, which wait.
 
     Raises:
         SetupError: its folder cannot be created or written to.
@@ -225,13 +207,8 @@ def locked(path: Path) -> Iterator[bool]:
             " set cache_dir to another folder."
         ) from error
     with opened as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            waited = False
-        except BlockingIOError:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            waited = True
-        yield waited
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def sha256(path: Path) -> str:
@@ -243,8 +220,29 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write a JSON file atomically."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
+def check_space(folder: Path, needed: int, purpose: str) -> None:
+    """Check that the disk has enough free space.
+
+    Raises:
+        SetupError: fewer than `needed` bytes are free in `folder`.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise SetupError(
+            f"{purpose} needs {needed / 1e9:.1f} GB in {folder}, where {free / 1e9:.1f} GB are free. Free some space,"
+            " or set cache_dir to a folder on another disk."
+        )
+
+
+def run_command(command: Sequence[str], text: str | None = None) -> None:
+    """Run a command whose output is shown to the user, with `text` as its standard input.
+
+    Raises:
+        SetupError: it cannot be run, or failed.
+    """
+    try:
+        subprocess.run(command, check=True, umask=UMASK, input=text, text=True)  # noqa: S603 - our own commands, the operator's paths
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SetupError(
+            f"`{' '.join(command[:6])} ...` failed ({error}). Fix the error above, and run the command again."
+        ) from error

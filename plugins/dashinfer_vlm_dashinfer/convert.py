@@ -8,18 +8,18 @@ import json
 import logging
 import shutil
 import subprocess
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ...config.folders import access_problem
-from ...errors import CheckpointError, SetupError
-from ...models.files import stored_tensors
-from ...models.spec import ModelSpec
-from ...text_spec import TextModelSpec, TextWeightNames
-from .environment import VERSION, Environment, inherited_variables, locked, sha256, write_json
+from dashinfer_vlm_core.config.folders import access_problem
+from dashinfer_vlm_core.errors import CheckpointError, SetupError
+from dashinfer_vlm_core.models.files import stored_tensors
+from dashinfer_vlm_core.models.spec import ModelSpec
+from dashinfer_vlm_core.text_spec import TextModelSpec, TextWeightNames
+
+from .environment import VERSION, Environment, check_space, inherited_variables, locked, sha256
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -35,6 +35,7 @@ ENGINE_CLASS = "Qwen_v20"
 TEXT_PREFIXES = ("model.", "lm_head.")
 """Prefixes of the tensor names of a text model."""
 
+HEAD_DIMS = (64, 128)
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LOG_LINES = 20
 
@@ -79,13 +80,12 @@ def convert(spec: ModelSpec, weight_format: WeightFormat, *, environment: Enviro
         CheckpointError: tensors are missing or files are damaged.
         SetupError: there is too little disk space, or DashInfer failed; the message contains its output.
     """
-    stored, text = stored_tensors(spec.folder, spec.tensor_renames), spec.text
+    text = spec.text
+    stored = stored_tensors(spec.folder, spec.tensor_renames)
     tensors = {name: location for name, location in stored.items() if name.startswith(TEXT_PREFIXES)}
     _check_tensors(tensors, text, spec)
     folder = cache / _key(tensors, text, weight_format)
-    with locked(folder.with_suffix(".lock")) as waited:
-        if waited:
-            logger.info("Waited for another process that converts the same model.")
+    with locked(folder.with_suffix(".lock")):
         if _is_usable(folder):
             return ConvertedModel.at(folder)
         if folder.exists():
@@ -94,12 +94,8 @@ def convert(spec: ModelSpec, weight_format: WeightFormat, *, environment: Enviro
                 folder,
                 access_problem(folder.stat()) or "it is damaged",
             )
-        _rebuild(
-            folder,
-            _job(tensors, text, weight_format),
-            environment=environment,
-            needed=_size(tensors, spec, weight_format),
-        )
+        needed = _size(tensors, spec, weight_format)
+        _rebuild(folder, _job(tensors, text, weight_format), environment=environment, needed=needed)
     return ConvertedModel.at(folder)
 
 
@@ -113,6 +109,7 @@ def unsupported(text: TextModelSpec) -> str:
         and text.rotary.sections is not None,
         "no additions after its first layers": not text.visual_levels,
         "no mixture of experts": text.experts is None,
+        "a head size of 64 or 128": text.head_dim in HEAD_DIMS,
         "Qwen2-VL's tensor names": text.weights == TextWeightNames(),
     }
     missing = [requirement for requirement, met in requirements.items() if not met]
@@ -120,8 +117,7 @@ def unsupported(text: TextModelSpec) -> str:
 
 
 def _check_tensors(tensors: Tensors, text: TextModelSpec, spec: ModelSpec) -> None:
-    """Check that embeddings, norm, output layer and the last layer exist. DashInfer reports other missing tensors
-    itself."""
+    # DashInfer reports other missing tensors itself.
     last = f"model.layers.{text.num_hidden_layers - 1}."
     wanted = {"model.embed_tokens.weight", "model.norm.weight"} | (
         set() if text.tie_word_embeddings else {"lm_head.weight"}
@@ -141,7 +137,6 @@ def _key(tensors: Tensors, text: TextModelSpec, weight_format: WeightFormat) -> 
 
 
 def _job(tensors: Tensors, text: TextModelSpec, weight_format: WeightFormat) -> dict[str, Any]:
-    """The input of `serialize.py`; the configuration contains the keys of both Hugging Face and DashInfer."""
     config = {
         "hidden_size": text.hidden_size,
         "intermediate_size": text.intermediate_size,
@@ -160,9 +155,7 @@ def _job(tensors: Tensors, text: TextModelSpec, weight_format: WeightFormat) -> 
     }
     return {
         "name": NAME,
-        "dtype": weight_format.dtype,
-        "weights": weight_format.quantization,
-        "split": weight_format.split,
+        **asdict(weight_format),
         "tensors": {name: [str(file), stored] for name, (file, stored) in tensors.items()},
         "tied": text.tie_word_embeddings,
         "config": config,
@@ -181,59 +174,33 @@ def _rebuild(folder: Path, job: dict[str, Any], *, environment: Environment, nee
         shutil.rmtree(leftover, ignore_errors=True)
     partial.mkdir(parents=True, mode=0o755)
     try:
-        check_space(partial, needed)
+        check_space(partial, needed, "Converting the model")
         logger.info(
             "Converting the language model to DashInfer's format, once: up to %.1f GB in %s.", needed / 1e9, folder
         )
         _run_serializer({**job, "folder": str(partial)}, partial, environment)
-        write_json(partial / MANIFEST, _checksums(partial))
+        (partial / MANIFEST).write_text(json.dumps(_checksums(partial)), encoding="utf-8")
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def check_space(folder: Path, needed: int) -> None:
-    """Check that the disk has enough free space.
-
-    Raises:
-        SetupError: fewer than `needed` bytes are free in `folder`.
-    """
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise SetupError(
-            f"Converting the model needs {needed / 1e9:.1f} GB in {folder.parent}, where {free / 1e9:.1f} GB are free."
-            " Free some space, or set cache_dir to a folder on another disk."
-        )
-
-
 def _run_serializer(job: dict[str, Any], folder: Path, environment: Environment) -> None:
-    """Run `serialize.py` and log its progress."""
     path = folder / "job.json"
-    write_json(path, job)
-    stubs = [str(environment.stubs)] if environment.stubs else []
-    lines: deque[str] = deque(maxlen=LOG_LINES)
-    with subprocess.Popen(  # noqa: S603 - the operator selects the interpreter; the program is our own
-        environment.command(PROGRAM, str(path), *stubs),
+    path.write_text(json.dumps(job), encoding="utf-8")
+    done = subprocess.run(  # noqa: S603 - the operator selects the interpreter; the program is our own
+        environment.command(PROGRAM, str(path)),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env=inherited_variables(),
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(line)
-            _log_progress(line)
+        check=False,
+    )
     path.unlink()
-    if process.returncode:
-        raise SetupError(f"DashInfer could not convert the model (exit status {process.returncode}): {''.join(lines)}")
-
-
-def _log_progress(line: str) -> None:
-    if line.startswith('{"progress"'):
-        step = json.loads(line)
-        logger.info("Converting: %d %%, %s", round(100 * step["progress"]), step["what"])
-    else:
-        logger.debug("Converting: %s", line.rstrip())
+    logger.debug("Converting: %s", done.stdout)
+    if done.returncode:
+        last = "\n".join(done.stdout.splitlines()[-LOG_LINES:])
+        raise SetupError(f"DashInfer could not convert the model (exit status {done.returncode}): {last}")
 
 
 def _is_usable(folder: Path) -> bool:

@@ -6,10 +6,10 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
-from ...errors import InvalidParameter, UnsupportedParameter
-from ...models.spec import ModelSpec
-from ...protocol.sampling import Sampling
-from ..interface import DecodeRequest
+from dashinfer_vlm_core.decoders.interface import DecodeRequest
+from dashinfer_vlm_core.errors import InvalidParameter, UnsupportedParameter
+from dashinfer_vlm_core.models.spec import ModelSpec
+from dashinfer_vlm_core.protocol.sampling import Sampling
 
 SUPPORTED_ON_CPU = frozenset(
     {"temperature", "top_p", "top_k", "seed", "repetition_penalty", "stop_token_ids", "ignore_eos", "logprobs"}
@@ -88,7 +88,7 @@ def generate_config(request: DecodeRequest, spec: ModelSpec) -> dict[str, Any]:
 
 
 def _sampling_config(sampling: Sampling, vocab_size: int) -> dict[str, Any]:
-    """Temperature and truncation; a `top_k` above the vocabulary would corrupt DashInfer's memory."""
+    # A `top_k` above the vocabulary would corrupt DashInfer's memory.
     if sampling.temperature < GREEDY_BELOW:
         return {"temperature": 1.0, "top_k": 1, "top_p": 0.0}
     return {
