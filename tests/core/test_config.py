@@ -136,9 +136,19 @@ def test_only_config_reads_environment():
         if re.search(r"os\.environ|getenv|environb", path.read_text(encoding="utf-8")) and "demo" not in path.parts[-2]
     }
     # Processes for DashInfer (environment.py) and the fork server get a few variables; the worker sets defaults for
-    # DashInfer; discovery.py reads which plugins may be imported, before options exist; build.py reads CC.
+    # DashInfer, whose installation asks where pyenv is; discovery.py reads which plugins may be imported, before options
+    # exist; build.py reads CC.
     assert readers <= {
-        *("options.py", "engine_config.py", "environment.py", "worker.py", "fork_server.py", "discovery.py", "build.py")
+        *(
+            "options.py",
+            "engine_config.py",
+            "environment.py",
+            "worker.py",
+            "fork_server.py",
+            "discovery.py",
+            "build.py",
+            "install.py",
+        )
     }
 
 
