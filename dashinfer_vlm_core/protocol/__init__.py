@@ -8,8 +8,9 @@ strings are not converted to numbers.
 """
 
 from .lora import LoRARequest
-from .messages import LOW_DETAIL_PIXELS, EncodedEmbeddings, MediaPart
+from .media_part import EncodedEmbeddings, MediaPart
 from .request import DEFAULT_MAX_TOKENS, DEFAULT_MODEL, ChatRequest, OfflineRequest
+from .sources import LOW_DETAIL_PIXELS
 from .tokens import DetokenizeRequest, TokenizeChat, TokenizePrompt, parse_tokenize
 
 __all__ = [

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, Field, Strict, Tag
+from pydantic import AfterValidator, BeforeValidator, Field, Tag
 
-from ..errors import InvalidParameter, RequestError, UnsupportedParameter
-from .base import ClosedModel, RequestModel, Text, encodable, string_or_object
+from ..errors import InvalidParameter, RequestError
+from .base import Array, ClosedModel, RequestModel, Text, encodable, string_or_object
 from .fields import NO_CUSTOM_GRAMMAR
-from .validation_errors import show
+from .validation_errors import invalid, show, unsupported
 
 MAX_TOOLS = 128
 MAX_SCHEMA_BYTES = 64 * 1024
@@ -75,9 +75,7 @@ GuidedSchema: TypeAlias = Annotated[
 GuidedText: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_GUIDED_CHARACTERS), AfterValidator(encodable)]
 """A regular expression, or a text to choose."""
 
-GuidedTexts: TypeAlias = Annotated[
-    tuple[GuidedText, ...], Strict(False), Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)
-]
+GuidedTexts: TypeAlias = Annotated[Array[GuidedText], Field(min_length=1, max_length=MAX_CHOICES)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,9 +119,8 @@ class ResponseFormat(RequestModel):
 
     def find_conflicts(self) -> Iterator[InvalidParameter]:
         if self.type == "json_schema" and self.json_schema is None:
-            yield InvalidParameter(
-                "`response_format.json_schema` is required with this type. Pass an object with `name` and `schema`.",
-                param="response_format.json_schema",
+            yield invalid(
+                "response_format.json_schema", "is required with this type. Pass an object with `name` and `schema`."
             )
 
     def constraints(self) -> Iterator[OutputConstraint]:
@@ -155,13 +152,9 @@ class StructuredOutputs(ClosedModel):
     def find_conflicts(self) -> Iterator[RequestError]:
         for name, next_step in REJECTED_OPTIONS.items():
             if getattr(self, name):
-                param = f"structured_outputs.{name}"
-                yield UnsupportedParameter(f"`{param}` is not supported. {next_step}", param=param)
+                yield unsupported(f"structured_outputs.{name}", f"is not supported. {next_step}")
         if not list(self.constraints()):
-            yield InvalidParameter(
-                "`structured_outputs` needs one of `json`, `regex`, `choice` and `json_object`. Pass one of them.",
-                param="structured_outputs",
-            )
+            yield invalid("structured_outputs", "needs one of `json`, `regex`, `choice` and `json_object`.")
 
     def constraints(self) -> Iterator[OutputConstraint]:
         yield from guided_constraints(
@@ -199,9 +192,7 @@ def find_output_conflicts(constraints: Iterable[OutputConstraint]) -> Iterator[I
     """Yield an error if a request defines its output more than once."""
     params = [constraint.param for constraint in constraints]
     if len(params) > 1:
-        yield InvalidParameter(
-            f"`{params[0]}` and `{params[1]}` both define the output. Pass one of them.", param=params[1]
-        )
+        yield invalid(params[1], f"and `{params[0]}` both define the output. Pass one of them.")
 
 
 class ToolFunction(RequestModel):
@@ -238,7 +229,7 @@ class ToolSubset(RequestModel):
     """The tools that may be called, or one of which must be called."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[tuple[NamedTool, ...], Strict(False), Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+    tools: Annotated[Array[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
 
     @property
     def names(self) -> frozenset[str]:
@@ -264,7 +255,7 @@ ToolChoice: TypeAlias = Annotated[
     | Annotated[NamedTool, Tag("object")],
     string_or_object(_choice_tag),
 ]
-Tools: TypeAlias = Annotated[tuple[Tool, ...], Strict(False), Field(max_length=MAX_TOOLS, fail_fast=True)]
+Tools: TypeAlias = Annotated[Array[Tool], Field(max_length=MAX_TOOLS)]
 
 
 def find_tool_conflicts(tools: Tools, choice: ToolChoice | None, parallel: bool | None) -> Iterator[InvalidParameter]:
@@ -273,18 +264,14 @@ def find_tool_conflicts(tools: Tools, choice: ToolChoice | None, parallel: bool 
     for index, tool in enumerate(tools):
         if tool.function.name in names:
             path = f"tools[{index}].function.name"
-            yield InvalidParameter(
-                f"`{path}` {show(tool.function.name)} is used twice. Rename one of the tools.", param=path
-            )
+            yield invalid(path, f"is {show(tool.function.name)}, which another tool has, too. Rename one of them.")
         names.add(tool.function.name)
     if not tools and (parallel is not None or choice not in {None, "none", "auto"}):
         name = "parallel_tool_calls" if parallel is not None else "tool_choice"
-        yield InvalidParameter(f"`{name}` requires `tools`. Remove it, or pass tools.", param=name)
+        yield invalid(name, "requires `tools`. Remove it, or pass tools.")
     for path, chosen in _chosen_tools(choice):
         if chosen.function.name not in names:
-            yield InvalidParameter(
-                f"`{path}` is {show(chosen.function.name)}, which is not one of `tools`.", param=path
-            )
+            yield invalid(path, f"is {show(chosen.function.name)}, which is not one of `tools`.")
 
 
 def _chosen_tools(choice: ToolChoice | None) -> Iterator[tuple[str, NamedTool]]:

@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import ConfigDict, Field, Strict, Tag
+from pydantic import ConfigDict, Field
 
-from ..errors import InvalidParameter, UnsupportedParameter
-from .base import STRING_OR_ARRAY, Name, RequestModel, Text
+from .base import Array, Name, RequestModel, StringOrArray, Text
 from .fields import NO_AUDIO
 from .messages import MAX_PARTS
-from .validation_errors import show
+from .validation_errors import invalid, show, unsupported
 
 REFERENCE = "item_reference"
 
@@ -53,19 +52,16 @@ class ItemPart(_StoredModel):
         """
         for name in ("file_id", "file_url"):
             if getattr(self, name) is not None:
-                raise UnsupportedParameter(
-                    f"`{path}.{name}` is not supported: files are not stored or fetched. Send images as `image_url`,"
-                    " videos as `video_url`, or a data: URL in `file_data`.",
-                    param=f"{path}.{name}",
+                raise unsupported(
+                    f"{path}.{name}",
+                    "is not supported: files are not stored or fetched. Send images as `image_url`, videos as"
+                    " `video_url`, or a data: URL in `file_data`.",
                 )
         if self.type == "input_audio":
-            raise UnsupportedParameter(f"`{path}` has the type 'input_audio'. {NO_AUDIO}", param=f"{path}.type")
+            raise unsupported(f"{path}.type", f"is 'input_audio'. {NO_AUDIO}")
         convert = _PART_CONVERTERS.get(self.type)
         if convert is None:
-            raise InvalidParameter(
-                f"`{path}.type` must be one of {', '.join(_PART_CONVERTERS)}; got {show(self.type)}.",
-                param=f"{path}.type",
-            )
+            raise invalid(f"{path}.type", f"must be one of {', '.join(_PART_CONVERTERS)}; got {show(self.type)}.")
         part = convert(self, path)
         return part if self.uuid is None else {**part, "uuid": self.uuid}
 
@@ -110,8 +106,8 @@ _PART_CONVERTERS: Mapping[str, Callable[[ItemPart, str], dict[str, Any]]] = Mapp
     }
 )
 
-_Parts: TypeAlias = Annotated[tuple[ItemPart, ...], Strict(False), Field(max_length=MAX_PARTS, fail_fast=True)]
-_Content: TypeAlias = Annotated[Annotated[Text, Tag("string")] | Annotated[_Parts, Tag("array")], STRING_OR_ARRAY]
+_Parts: TypeAlias = Annotated[Array[ItemPart], Field(max_length=MAX_PARTS)]
+_Content: TypeAlias = StringOrArray[Text, _Parts]
 
 
 class InputItem(_StoredModel):
@@ -185,10 +181,7 @@ class ItemConverter:
         """
         add = _ITEM_CONVERTERS.get(item.type)
         if add is None:
-            raise UnsupportedParameter(
-                f"`{path}.type` must be one of {', '.join(_ITEM_CONVERTERS)}; got {show(item.type)}.",
-                param=f"{path}.type",
-            )
+            raise unsupported(f"{path}.type", f"must be one of {', '.join(_ITEM_CONVERTERS)}; got {show(item.type)}.")
         add(self, item, path)
 
     def add_message(self, item: InputItem, path: str) -> None:
@@ -225,10 +218,10 @@ class ItemConverter:
     def add_output(self, item: InputItem, path: str) -> None:
         call_id = _required(item, "call_id", path)
         if call_id not in self._call_ids:
-            raise InvalidParameter(
-                f"`{path}.call_id` is {show(call_id)}, but no earlier tool call has this ID. Send the `function_call`"
-                " item too, or the `previous_response_id` of the response that contains it.",
-                param=f"{path}.call_id",
+            raise invalid(
+                f"{path}.call_id",
+                f"is {show(call_id)}, but no earlier tool call has this ID. Send the `function_call` item too, or the"
+                " `previous_response_id` of the response that contains it.",
             )
         content = _content(item.output, f"{path}.output", join=False)
         body = {"role": "tool", "tool_call_id": call_id, "content": content}
@@ -237,9 +230,9 @@ class ItemConverter:
     def add_compaction(self, item: InputItem, path: str) -> None:
         summary = _decode_summary(_required(item, "encrypted_content", path))
         if summary is None:
-            param = f"{path}.encrypted_content"
-            raise InvalidParameter(
-                f"`{param}` is not a summary that this API created. Send the items of the conversation.", param=param
+            raise invalid(
+                f"{path}.encrypted_content",
+                "is not a summary that this API created. Send the items of the conversation.",
             )
         content = f"Summary of the earlier conversation:\n{summary}"
         self.messages.append(ConvertedMessage({"role": "system", "content": content}, [("", path)]))
@@ -282,7 +275,7 @@ def _decode_summary(content: str) -> str | None:
 def _content(content: str | tuple[ItemPart, ...] | None, path: str, *, join: bool) -> str | list[dict[str, Any]]:
     """Convert the content of an item; with `join`, text becomes one string, as chat templates expect of most roles."""
     if content is None:
-        raise InvalidParameter(f"`{path}` is required. Pass a string or an array of parts.", param=path)
+        raise invalid(path, "is required. Pass a string or an array of parts.")
     if isinstance(content, str):
         return content
     if join and all(part.is_text for part in content):
@@ -293,14 +286,12 @@ def _content(content: str | tuple[ItemPart, ...] | None, path: str, *, join: boo
 def _texts(parts: Iterable[ItemPart], path: str) -> Iterator[str]:
     for index, part in enumerate(parts):
         if part.text is None:
-            raise InvalidParameter(f"`{path}[{index}].text` is required.", param=f"{path}[{index}].text")
+            raise invalid(f"{path}[{index}].text", "is required.")
         yield part.text
 
 
 def _required(item: InputItem, name: str, path: str) -> Any:
     value = getattr(item, name)
     if value is None:
-        raise InvalidParameter(
-            f"`{path}.{name}` is required in items of the type {item.type!r}.", param=f"{path}.{name}"
-        )
+        raise invalid(f"{path}.{name}", f"is required in items of the type {item.type!r}.")
     return value

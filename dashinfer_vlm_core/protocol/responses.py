@@ -10,17 +10,18 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import Field, Strict, Tag, model_validator
+from openai.types.responses import ResponseIncludable
+from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from ..errors import InvalidParameter, RequestError, UnsupportedParameter
-from .base import STRING_OR_ARRAY, Count, Name, RequestModel, Text, string_or_object
+from ..errors import RequestError, UnsupportedParameter
+from .base import Array, Count, Name, RequestModel, StringOrArray, StringOrObject, Text
 from .body import CheckedBody, RequestBody
 from .fields import IGNORED_FIELDS, REJECTED_FIELDS
 from .output import MAX_TOOLS, JsonSchema
 from .request import DEFAULT_MODEL, MAX_MESSAGES, ChatRequest, StreamOptions
 from .response_items import ConvertedMessage, InputItem, ItemConverter
-from .validation_errors import show
+from .validation_errors import invalid, show, unsupported
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -126,19 +127,10 @@ class ToolSelection(RequestModel):
     type: Text
     name: Name | None = None
     mode: Literal["auto", "required"] = "auto"
-    tools: Annotated[tuple[ToolReference, ...], Strict(False), Field(max_length=MAX_TOOLS, fail_fast=True)] = ()
+    tools: Annotated[Array[ToolReference], Field(max_length=MAX_TOOLS)] = ()
 
 
-def _choice_tag(value: object) -> str | None:
-    if isinstance(value, str):
-        return "string"
-    return "object" if isinstance(value, (dict, ToolSelection)) else None
-
-
-_Items: TypeAlias = Annotated[
-    tuple[InputItem, ...], Strict(False), Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
-]
-_Input: TypeAlias = Annotated[Annotated[Text, Tag("string")] | Annotated[_Items, Tag("array")], STRING_OR_ARRAY]
+_Input: TypeAlias = StringOrArray[Text, Annotated[Array[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]]
 _MetadataKey = Annotated[Text, Field(max_length=64)]
 _MetadataValue = Annotated[Text, Field(max_length=512)]
 
@@ -166,31 +158,12 @@ class ResponsesRequest(CheckedBody):
     frequency_penalty: float | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
     text: TextConfig = TextConfig()
-    tools: Annotated[tuple[FunctionTool, ...], Strict(False), Field(max_length=MAX_TOOLS, fail_fast=True)] = ()
-    tool_choice: Annotated[
-        Annotated[Literal["none", "auto", "required"], Tag("string")] | Annotated[ToolSelection, Tag("object")],
-        string_or_object(_choice_tag),
-    ] = "auto"
+    tools: Annotated[Array[FunctionTool], Field(max_length=MAX_TOOLS)] = ()
+    tool_choice: StringOrObject[Literal["none", "auto", "required"], ToolSelection] = "auto"
     parallel_tool_calls: bool = True
     max_tool_calls: Count | None = None
     reasoning: ReasoningConfig = ReasoningConfig()
-    include: Annotated[
-        tuple[
-            Literal[
-                "message.output_text.logprobs",
-                "reasoning.encrypted_content",
-                "message.input_image.image_url",
-                "file_search_call.results",
-                "web_search_call.results",
-                "web_search_call.action.sources",
-                "computer_call_output.output.image_url",
-                "code_interpreter_call.outputs",
-            ],
-            ...,
-        ],
-        Strict(False),
-        Field(max_length=16),
-    ] = ()
+    include: Annotated[Array[ResponseIncludable], Field(max_length=16)] = ()
     truncation: Literal["auto", "disabled"] = "disabled"
     metadata: Annotated[dict[_MetadataKey, _MetadataValue], Field(max_length=16)] = Field(default_factory=dict)
     user: Text | None = None
@@ -206,7 +179,7 @@ class ResponsesRequest(CheckedBody):
     def _find_conflicts(self) -> Iterator[RequestError]:
         for index, item in enumerate(self.items()):
             if item.is_reference and not item.id:
-                yield InvalidParameter(f"`input[{index}].id` is required.", param=f"input[{index}].id")
+                yield invalid(f"input[{index}].id", "is required.")
         for index, tool in enumerate(self.tools):
             if tool.type != "function":
                 yield _unsupported(f"tools[{index}].type", tool.type, "Only functions are available.")
@@ -215,16 +188,13 @@ class ResponsesRequest(CheckedBody):
             if choice.type not in {"function", "allowed_tools"}:
                 yield _unsupported("tool_choice.type", choice.type, "Only functions are available.")
             if choice.type == "function" and choice.name is None:
-                yield InvalidParameter("`tool_choice.name` is required.", param="tool_choice.name")
+                yield invalid("tool_choice.name", "is required.")
         if self.text.verbosity != "medium":
             next_step = "The models cannot control it. Describe the desired length in `instructions`."
             yield _unsupported("text.verbosity", self.text.verbosity, next_step)
         yield from self._find_reasoning_conflicts()
         if self.stream_options and not self.stream:
-            yield InvalidParameter(
-                "`stream_options` requires `stream`. Set `stream` to true, or remove `stream_options`.",
-                param="stream_options",
-            )
+            yield invalid("stream_options", "requires `stream`. Set `stream` to true, or remove `stream_options`.")
 
     def _find_reasoning_conflicts(self) -> Iterator[RequestError]:
         reasoning = self.reasoning
@@ -327,7 +297,7 @@ class CompactRequest(RequestBody):
         """Validate a request from JSON. Raises the same errors as `ResponsesRequest.parse`."""
         request = super().parse(data)
         if request.input is None and request.previous_response_id is None:
-            raise InvalidParameter("`input` or `previous_response_id` is required.", param="input")
+            raise invalid("input", "or `previous_response_id` is required.")
         return request
 
     def to_summary_request(self) -> ResponsesRequest:
@@ -420,4 +390,4 @@ def _without_turns(messages: Sequence[ConvertedMessage], dropped: int) -> list[C
 
 
 def _unsupported(path: str, value: object, next_step: str) -> UnsupportedParameter:
-    return UnsupportedParameter(f"`{path}` is not supported, got {show(value)}. {next_step}", param=path)
+    return unsupported(path, f"is not supported, got {show(value)}. {next_step}")

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from ..errors import InvalidParameter
+from ..errors import InvalidParameter, UnsupportedParameter
 from .base import TAGS
 from .validation_messages import validation_message
 
@@ -43,6 +43,16 @@ _UNQUOTED: Mapping[str, re.Pattern[str]] = MappingProxyType(
     }
 )
 """Strings that would be valid without their quotes, by error type."""
+
+
+def invalid(path: str, predicate: str) -> InvalidParameter:
+    """Return the error for a field; `predicate` continues the sentence that its path begins."""
+    return InvalidParameter(f"`{path}` {predicate}", param=path)
+
+
+def unsupported(path: str, predicate: str) -> UnsupportedParameter:
+    """Return the error for a field whose feature is not available, like `invalid`."""
+    return UnsupportedParameter(f"`{path}` {predicate}", param=path)
 
 
 def explain(error: ValidationError) -> InvalidParameter:
