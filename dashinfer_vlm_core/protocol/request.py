@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, InstanceOf, model_validator
 from ..errors import RequestError
 from .base import LARGEST, Array, Count, Label, Name, RequestModel, StringOrArray, Text, encodable
 from .body import CheckedBody
-from .fields import IGNORED_FIELDS, REJECTED_FIELDS
+from .fields import IGNORED_FIELDS, REJECTED_FIELDS, RejectedFields
 from .lora import LoRARequest
 from .media_part import MediaPart
 from .messages import Message, check_tool_arguments
@@ -74,7 +74,7 @@ class ChatRequest(CheckedBody):
     `guided_choice` are vLLM's. The module `fields` lists ignored and rejected fields.
     """
 
-    _rejected_fields: ClassVar[Mapping[str, tuple[tuple[object, ...], str]]] = REJECTED_FIELDS
+    _rejected_fields: ClassVar[RejectedFields] = REJECTED_FIELDS
     _accepted_fields: ClassVar[Collection[str]] = IGNORED_FIELDS
 
     messages: Annotated[Array[Message], Field(min_length=1, max_length=MAX_MESSAGES)]

@@ -17,7 +17,7 @@ from typing_extensions import Self
 from ..errors import RequestError, UnsupportedParameter
 from .base import Array, Count, Name, RequestModel, StringOrArray, StringOrObject, Text
 from .body import CheckedBody, RequestBody
-from .fields import IGNORED_FIELDS, REJECTED_FIELDS
+from .fields import IGNORED_FIELDS, REJECTED_FIELDS, RejectedFields
 from .output import MAX_TOOLS, JsonSchema
 from .request import DEFAULT_MODEL, MAX_MESSAGES, ChatRequest, StreamOptions
 from .response_items import ConvertedMessage, InputItem, ItemConverter
@@ -25,9 +25,9 @@ from .validation_errors import invalid, show, unsupported
 
 LOGPROBS = "message.output_text.logprobs"
 
-REJECTED_IN_RESPONSES: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
+REJECTED_IN_RESPONSES: RejectedFields = MappingProxyType(
     {
-        # OpenAI's fields, each with the values that have no effect, and the next step for other values.
+        # OpenAI's fields.
         "access_programs": (({"cyber": "standard"},), "There are no access programs. Remove it."),
         "background": ((False,), "Responses are not created in the background. Remove it, or use `stream`."),
         "background_options": (
@@ -54,8 +54,6 @@ REJECTED_IN_RESPONSES: Mapping[str, tuple[tuple[object, ...], str]] = MappingPro
         "verbosity": ((), "Use `text.verbosity`."),
     }
 )
-"""Unsupported fields, rejected unless their value has no effect."""
-
 SUMMARY_PROMPT = (
     "Summarize this conversation so that it can be continued from the summary alone. Include every fact, name, number"
     " and decision, and what the images and videos show."
@@ -141,7 +139,7 @@ class ResponsesRequest(CheckedBody):
     Fields that only chat requests of this package define, such as `top_k`, are passed to the chat request.
     """
 
-    _rejected_fields: ClassVar[Mapping[str, tuple[tuple[object, ...], str]]] = REJECTED_IN_RESPONSES
+    _rejected_fields: ClassVar[RejectedFields] = REJECTED_IN_RESPONSES
     _accepted_fields: ClassVar[Collection[str]] = _PASSED_ON
 
     input: _Input
