@@ -22,7 +22,7 @@ _SAMPLING: RejectedFields = {
     "spaces_between_special_tokens": ((True, False), "Completions never contain special tokens. Remove it."),
 }
 _STRUCTURED_OUTPUTS: RejectedFields = {
-    **{name: ((False,), next_step) for name, next_step in REJECTED_OPTIONS.items()},
+    **REJECTED_OPTIONS,
     "disable_fallback": ((True, False), "Every schema is enforced. Remove it."),
 }
 

@@ -85,11 +85,17 @@ REJECTED_IN_MESSAGES: Mapping[str, str] = MappingProxyType(
 """Fields of a message whose contents the model would not receive."""
 
 
-def reject_fields(given: Mapping[str, object], rejected: RejectedFields) -> None:
-    """Raise UnsupportedParameter for the first rejected field whose value has an effect."""
+def reject_fields(given: Mapping[str, object], rejected: RejectedFields, *, prefix: str = "") -> None:
+    """Raise UnsupportedParameter for the first rejected field whose value has an effect.
+
+    Args:
+        given: the values by their names.
+        rejected: the rejected names.
+        prefix: what the path of each field begins with.
+    """
     for name in rejected:
         if reason := rejection(name, given.get(name), rejected):
-            raise unsupported(name, reason)
+            raise unsupported(prefix + name, reason)
 
 
 def rejection(name: str, value: object, rejected: RejectedFields) -> str | None:

@@ -13,8 +13,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, Tag
 
 from ..errors import InvalidParameter, RequestError
 from .base import Array, ClosedModel, RequestModel, Text, encodable, string_or_object
-from .fields import NO_CUSTOM_GRAMMAR
-from .validation_errors import invalid, show, unsupported
+from .fields import NO_CUSTOM_GRAMMAR, RejectedFields, reject_fields
+from .validation_errors import invalid, show
 
 MAX_TOOLS = 128
 MAX_SCHEMA_BYTES = 64 * 1024
@@ -150,9 +150,7 @@ class StructuredOutputs(ClosedModel):
     whitespace_pattern: Text | None = None
 
     def find_conflicts(self) -> Iterator[RequestError]:
-        for name, next_step in REJECTED_OPTIONS.items():
-            if getattr(self, name):
-                yield unsupported(f"structured_outputs.{name}", f"is not supported. {next_step}")
+        reject_fields(vars(self), REJECTED_OPTIONS, prefix="structured_outputs.")
         if not list(self.constraints()):
             yield invalid("structured_outputs", "needs one of `json`, `regex`, `choice` and `json_object`.")
 
@@ -164,16 +162,17 @@ class StructuredOutputs(ClosedModel):
             yield OutputConstraint(kind="json_object", param="structured_outputs.json_object")
 
 
-REJECTED_OPTIONS: Mapping[str, str] = MappingProxyType(
+_NO_WHITESPACE = "JSON has at most one space after commas and colons. Remove it."
+REJECTED_OPTIONS: RejectedFields = MappingProxyType(
     {
-        "grammar": NO_CUSTOM_GRAMMAR,
-        "structural_tag": "Use `tools` for calls, or a JSON schema.",
-        "disable_any_whitespace": "JSON has at most one space after commas and colons. Remove it.",
-        "disable_additional_properties": 'Set "additionalProperties": false in the schema.',
-        "whitespace_pattern": "JSON has at most one space after commas and colons. Remove it.",
+        "grammar": ((), NO_CUSTOM_GRAMMAR),
+        "structural_tag": ((), "Use `tools` for calls, or a JSON schema."),
+        "disable_any_whitespace": ((False,), _NO_WHITESPACE),
+        "disable_additional_properties": ((False,), 'Set "additionalProperties": false in the schema.'),
+        "whitespace_pattern": ((), _NO_WHITESPACE),
     }
 )
-"""Options of `structured_outputs` that are not supported, with the next step."""
+"""Options of `structured_outputs` that are not supported."""
 
 
 def guided_constraints(

@@ -59,52 +59,41 @@ class ItemPart(_StoredModel):
                 )
         if self.type == "input_audio":
             raise unsupported(f"{path}.type", f"is 'input_audio'. {NO_AUDIO}")
-        convert = _PART_CONVERTERS.get(self.type)
-        if convert is None:
-            raise invalid(f"{path}.type", f"must be one of {', '.join(_PART_CONVERTERS)}; got {show(self.type)}.")
-        part = convert(self, path)
-        return part if self.uuid is None else {**part, "uuid": self.uuid}
+        if self.type not in _CHAT_TYPES:
+            raise invalid(f"{path}.type", f"must be one of {', '.join(_CHAT_TYPES)}; got {show(self.type)}.")
+        values = {
+            "text": self.text,
+            "refusal": self.refusal,
+            "image_url": self._image(),
+            "video_url": self.video_url,
+            "file": {"file_data": self.file_data, "filename": self.filename},
+        }
+        chat_type = _CHAT_TYPES[self.type]
+        return {"type": chat_type, chat_type: values[chat_type], "uuid": self.uuid}
+
+    def _image(self) -> Any:
+        # A URL, or, as in chat requests, an object with a URL and options.
+        source = {"url": self.image_url} if isinstance(self.image_url, str) else self.image_url
+        if self.detail is not None and isinstance(source, dict):
+            return {"detail": "high" if self.detail == "original" else self.detail, **source}
+        return source
 
     @property
     def is_text(self) -> bool:
         return self.type in _TEXT_TYPES
 
 
-def _text(part: ItemPart, path: str) -> dict[str, Any]:
-    return {"type": "text", "text": part.text}
-
-
-def _refusal(part: ItemPart, path: str) -> dict[str, Any]:
-    return {"type": "refusal", "refusal": part.refusal}
-
-
-def _image(part: ItemPart, path: str) -> dict[str, Any]:
-    """Convert an image: a URL, or, as in chat requests, an object with a URL and options."""
-    source = {"url": part.image_url} if isinstance(part.image_url, str) else part.image_url
-    if part.detail is not None and isinstance(source, dict):
-        source = {"detail": "high" if part.detail == "original" else part.detail, **source}
-    return {"type": "image_url", "image_url": source}
-
-
-def _video(part: ItemPart, path: str) -> dict[str, Any]:
-    """Convert a video: a URL, or, as in chat requests, an object with a URL or a list of frames, and options."""
-    return {"type": "video_url", "video_url": part.video_url}
-
-
-def _file(part: ItemPart, path: str) -> dict[str, Any]:
-    return {"type": "file", "file": {"file_data": part.file_data, "filename": part.filename}}
-
-
 _TEXT_TYPES = ("input_text", "output_text", "text")
-_PART_CONVERTERS: Mapping[str, Callable[[ItemPart, str], dict[str, Any]]] = MappingProxyType(
+_CHAT_TYPES: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(_TEXT_TYPES, _text),
-        "input_image": _image,
-        "input_video": _video,
-        "input_file": _file,
-        "refusal": _refusal,
+        **dict.fromkeys(_TEXT_TYPES, "text"),
+        "input_image": "image_url",
+        "input_video": "video_url",
+        "input_file": "file",
+        "refusal": "refusal",
     }
 )
+"""Types of content parts in chat requests, each also the name of the field with the value."""
 
 _Parts: TypeAlias = Annotated[Array[ItemPart], Field(max_length=MAX_PARTS)]
 _Content: TypeAlias = StringOrArray[Text, _Parts]

@@ -14,14 +14,14 @@ from openai.types.responses import ResponseIncludable
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from ..errors import RequestError, UnsupportedParameter
+from ..errors import RequestError
 from .base import Array, Count, Name, RequestModel, StringOrArray, StringOrObject, Text
 from .body import CheckedBody, RequestBody
-from .fields import IGNORED_FIELDS, REJECTED_FIELDS, RejectedFields
+from .fields import IGNORED_FIELDS, REJECTED_FIELDS, RejectedFields, reject_fields
 from .output import MAX_TOOLS, JsonSchema
 from .request import DEFAULT_MODEL, MAX_MESSAGES, ChatRequest, StreamOptions
 from .response_items import ConvertedMessage, InputItem, ItemConverter
-from .validation_errors import invalid, show, unsupported
+from .validation_errors import invalid
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -54,6 +54,23 @@ REJECTED_IN_RESPONSES: RejectedFields = MappingProxyType(
         "verbosity": ((), "Use `text.verbosity`."),
     }
 )
+_NO_SUMMARY = 'Reasoning is not summarized, it is returned as a whole. Use "auto", or remove it.'
+_REJECTED_IN_REASONING: RejectedFields = MappingProxyType(
+    {
+        "summary": (("auto",), _NO_SUMMARY),
+        "generate_summary": (("auto",), _NO_SUMMARY),
+        "context": (("auto",), "Remove it."),
+        "mode": (("standard",), "Remove it."),
+    }
+)
+_REJECTED_IN_TEXT: RejectedFields = MappingProxyType(
+    {"verbosity": (("medium",), "The models cannot control it. Describe the desired length in `instructions`.")}
+)
+_REJECTED_TYPES: RejectedFields = MappingProxyType({"type": (("function",), "Only functions are available.")})
+_REJECTED_CHOICES: RejectedFields = MappingProxyType(
+    {"type": (("function", "allowed_tools"), "Only functions are available.")}
+)
+
 SUMMARY_PROMPT = (
     "Summarize this conversation so that it can be continued from the summary alone. Include every fact, name, number"
     " and decision, and what the images and videos show."
@@ -76,10 +93,8 @@ class TextFormat(RequestModel):
     strict: Any = None
 
     def to_chat(self) -> dict[str, Any]:
-        if self.type != "json_schema":
-            return {"type": self.type}
-        schema = {"name": self.name, "schema": self.json_schema, "description": self.description, "strict": self.strict}
-        return {"type": self.type, "json_schema": schema}
+        schema = self.model_dump(exclude={"type"})
+        return {"type": self.type, "json_schema": schema if self.type == "json_schema" else None}
 
 
 class TextConfig(RequestModel):
@@ -107,8 +122,7 @@ class FunctionTool(RequestModel):
     strict: bool | None = None
 
     def to_chat(self) -> dict[str, Any]:
-        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
-        return {"type": "function", "function": {**function, "strict": self.strict}}
+        return {"type": "function", "function": self.model_dump(exclude={"type"})}
 
 
 class ToolReference(RequestModel):
@@ -170,39 +184,20 @@ class ResponsesRequest(CheckedBody):
 
     @model_validator(mode="after")
     def _check_consistency(self) -> ResponsesRequest:
-        for error in self._find_conflicts():
-            raise error
-        return self
-
-    def _find_conflicts(self) -> Iterator[RequestError]:
         for index, item in enumerate(self.items()):
             if item.is_reference and not item.id:
-                yield invalid(f"input[{index}].id", "is required.")
+                raise invalid(f"input[{index}].id", "is required.")
         for index, tool in enumerate(self.tools):
-            if tool.type != "function":
-                yield _unsupported(f"tools[{index}].type", tool.type, "Only functions are available.")
-        choice = self.tool_choice
-        if isinstance(choice, ToolSelection):
-            if choice.type not in {"function", "allowed_tools"}:
-                yield _unsupported("tool_choice.type", choice.type, "Only functions are available.")
-            if choice.type == "function" and choice.name is None:
-                yield invalid("tool_choice.name", "is required.")
-        if self.text.verbosity != "medium":
-            next_step = "The models cannot control it. Describe the desired length in `instructions`."
-            yield _unsupported("text.verbosity", self.text.verbosity, next_step)
-        yield from self._find_reasoning_conflicts()
+            reject_fields(vars(tool), _REJECTED_TYPES, prefix=f"tools[{index}].")
+        if isinstance(self.tool_choice, ToolSelection):
+            reject_fields(vars(self.tool_choice), _REJECTED_CHOICES, prefix="tool_choice.")
+            if self.tool_choice.type == "function" and self.tool_choice.name is None:
+                raise invalid("tool_choice.name", "is required.")
+        reject_fields(vars(self.text), _REJECTED_IN_TEXT, prefix="text.")
+        reject_fields(vars(self.reasoning), _REJECTED_IN_REASONING, prefix="reasoning.")
         if self.stream_options and not self.stream:
-            yield invalid("stream_options", "requires `stream`. Set `stream` to true, or remove `stream_options`.")
-
-    def _find_reasoning_conflicts(self) -> Iterator[RequestError]:
-        reasoning = self.reasoning
-        for name in ("summary", "generate_summary"):
-            if (value := getattr(reasoning, name)) not in {None, "auto"}:
-                next_step = 'Reasoning is not summarized, it is returned as a whole. Use "auto", or remove it.'
-                yield _unsupported(f"reasoning.{name}", value, next_step)
-        for name, neutral in (("context", "auto"), ("mode", "standard")):
-            if (value := getattr(reasoning, name)) not in {None, neutral}:
-                yield _unsupported(f"reasoning.{name}", value, "Remove it.")
+            raise invalid("stream_options", "requires `stream`. Set `stream` to true, or remove `stream_options`.")
+        return self
 
     @property
     def wants_logprobs(self) -> bool:
@@ -385,7 +380,3 @@ def _without_turns(messages: Sequence[ConvertedMessage], dropped: int) -> list[C
     starts = [index for index, message in enumerate(messages) if message.body["role"] == "user"]
     first = starts[dropped] if dropped else 0
     return [message for index, message in enumerate(messages) if index >= first or message.is_instruction]
-
-
-def _unsupported(path: str, value: object, next_step: str) -> UnsupportedParameter:
-    return unsupported(path, f"is not supported, got {show(value)}. {next_step}")
