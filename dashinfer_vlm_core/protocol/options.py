@@ -70,25 +70,29 @@ class MediaOptions:
     def __init__(self, reading: MediaIO, processing: ProcessorOptions) -> None:
         self._reading = reading
         self._processing = processing
+        self._min_pixels = processing.min_pixels or processing.size.shortest_edge
+        self._max_pixels = processing.max_pixels or processing.size.longest_edge
+        self._num_frames = processing.num_frames or reading.video.num_frames
 
-    def find_conflicts(self) -> Iterator[InvalidParameter]:
-        """Yield an error for each conflict between options."""
+    def check(self) -> None:
+        """Raise InvalidParameter if options contradict each other."""
         video = self._reading.video
         processing = self._processing
         size = processing.size
+        single_rate = None if isinstance(processing.fps, tuple) else processing.fps
         for name, one, other, two in (
             ("mm_processor_kwargs.size.shortest_edge", size.shortest_edge, "min_pixels", processing.min_pixels),
             ("mm_processor_kwargs.size.longest_edge", size.longest_edge, "max_pixels", processing.max_pixels),
-            ("media_io_kwargs.video.fps", video.fps, "fps", self._single_rate),
+            ("media_io_kwargs.video.fps", video.fps, "fps", single_rate),
             ("media_io_kwargs.video.num_frames", video.num_frames, "num_frames", processing.num_frames),
         ):
             if one is not None and two is not None and one != two:
-                yield invalid(name, f"is {one}, but `mm_processor_kwargs.{other}` is {two}. Pass one of them.")
-        if self._fps and self._num_frames is not None:
+                raise invalid(name, f"is {one}, but `mm_processor_kwargs.{other}` is {two}. Pass one of them.")
+        if (processing.fps or video.fps) and self._num_frames is not None:
             name = "mm_processor_kwargs.num_frames" if processing.num_frames else "media_io_kwargs.video.num_frames"
-            yield invalid(name, "cannot be combined with `fps`. Pass one of them.")
+            raise invalid(name, "cannot be combined with `fps`. Pass one of them.")
         if self._min_pixels is not None and self._max_pixels is not None and self._min_pixels > self._max_pixels:
-            yield InvalidParameter(
+            raise InvalidParameter(
                 f"`mm_processor_kwargs` sets a minimum of {self._min_pixels} pixels, more than its maximum,"
                 f" {self._max_pixels}.",
                 param="mm_processor_kwargs.min_pixels" if processing.min_pixels else "mm_processor_kwargs.size",
@@ -146,23 +150,3 @@ class MediaOptions:
             "mm_processor_kwargs.do_sample_frames",
             f"is {str(wanted).lower()}, but `{part.path}` is different: {reason}. Remove it.",
         )
-
-    @property
-    def _min_pixels(self) -> int | None:
-        return self._processing.min_pixels or self._processing.size.shortest_edge
-
-    @property
-    def _max_pixels(self) -> int | None:
-        return self._processing.max_pixels or self._processing.size.longest_edge
-
-    @property
-    def _fps(self) -> object:
-        return self._processing.fps or self._reading.video.fps
-
-    @property
-    def _single_rate(self) -> float | None:
-        return None if isinstance(self._processing.fps, tuple) else self._processing.fps
-
-    @property
-    def _num_frames(self) -> int | None:
-        return self._processing.num_frames or self._reading.video.num_frames

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Field, Tag, model_validator
+from typing_extensions import Self
 
-from ..errors import InvalidParameter, RequestError
 from .base import Array, ClosedModel, RequestModel, Text, encodable, string_or_object
 from .fields import NO_CUSTOM_GRAMMAR, RejectedFields, reject_fields
 from .validation_errors import invalid, show
@@ -117,11 +117,13 @@ class ResponseFormat(RequestModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaFormat | None = None
 
-    def find_conflicts(self) -> Iterator[InvalidParameter]:
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         if self.type == "json_schema" and self.json_schema is None:
-            yield invalid(
+            raise invalid(
                 "response_format.json_schema", "is required with this type. Pass an object with `name` and `schema`."
             )
+        return self
 
     def constraints(self) -> Iterator[OutputConstraint]:
         if self.json_schema is not None and self.type == "json_schema":
@@ -149,10 +151,12 @@ class StructuredOutputs(ClosedModel):
     disable_additional_properties: bool = False
     whitespace_pattern: Text | None = None
 
-    def find_conflicts(self) -> Iterator[RequestError]:
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         reject_fields(vars(self), REJECTED_OPTIONS, prefix="structured_outputs.")
         if not list(self.constraints()):
-            yield invalid("structured_outputs", "needs one of `json`, `regex`, `choice` and `json_object`.")
+            raise invalid("structured_outputs", "needs one of `json`, `regex`, `choice` and `json_object`.")
+        return self
 
     def constraints(self) -> Iterator[OutputConstraint]:
         yield from guided_constraints(
@@ -185,13 +189,6 @@ def guided_constraints(
         yield OutputConstraint(kind="regex", param=f"{prefix}regex", regex=regex)
     if choices is not None:
         yield OutputConstraint(kind="choice", param=f"{prefix}choice", choices=choices)
-
-
-def find_output_conflicts(constraints: Iterable[OutputConstraint]) -> Iterator[InvalidParameter]:
-    """Yield an error if a request defines its output more than once."""
-    params = [constraint.param for constraint in constraints]
-    if len(params) > 1:
-        yield invalid(params[1], f"and `{params[0]}` both define the output. Pass one of them.")
 
 
 class ToolFunction(RequestModel):
@@ -257,20 +254,20 @@ ToolChoice: TypeAlias = Annotated[
 Tools: TypeAlias = Annotated[Array[Tool], Field(max_length=MAX_TOOLS)]
 
 
-def find_tool_conflicts(tools: Tools, choice: ToolChoice | None, parallel: bool | None) -> Iterator[InvalidParameter]:
-    """Yield an error for each conflict between the fields for tools."""
+def check_tools(tools: Tools, choice: ToolChoice | None, parallel: bool | None) -> None:
+    """Raise InvalidParameter if the fields for tools contradict each other."""
     names: set[str] = set()
     for index, tool in enumerate(tools):
         if tool.function.name in names:
             path = f"tools[{index}].function.name"
-            yield invalid(path, f"is {show(tool.function.name)}, which another tool has, too. Rename one of them.")
+            raise invalid(path, f"is {show(tool.function.name)}, which another tool has, too. Rename one of them.")
         names.add(tool.function.name)
     if not tools and (parallel is not None or choice not in {None, "none", "auto"}):
         name = "parallel_tool_calls" if parallel is not None else "tool_choice"
-        yield invalid(name, "requires `tools`. Remove it, or pass tools.")
+        raise invalid(name, "requires `tools`. Remove it, or pass tools.")
     for path, chosen in _chosen_tools(choice):
         if chosen.function.name not in names:
-            yield invalid(path, f"is {show(chosen.function.name)}, which is not one of `tools`.")
+            raise invalid(path, f"is {show(chosen.function.name)}, which is not one of `tools`.")
 
 
 def _chosen_tools(choice: ToolChoice | None) -> Iterator[tuple[str, NamedTool]]:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, InstanceOf, model_validator
 
-from ..errors import RequestError
 from .base import LARGEST, Array, Count, Label, Name, RequestModel, StringOrArray, Text, encodable
 from .body import CheckedBody
 from .fields import IGNORED_FIELDS, REJECTED_FIELDS, RejectedFields
-from .lora import LoRARequest
 from .media_part import MediaPart
 from .messages import Message, check_tool_arguments
 from .options import MediaIO, MediaOptions, ProcessorOptions
@@ -29,8 +27,7 @@ from .output import (
     Tool,
     ToolChoice,
     Tools,
-    find_output_conflicts,
-    find_tool_conflicts,
+    check_tools,
     guided_constraints,
 )
 from .sampling import GREEDY_BELOW, Sampling
@@ -54,6 +51,28 @@ _TokenKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS), AfterValidator(encodable)]
 _TemplateValue = bool | Annotated[int, Field(ge=-LARGEST, le=LARGEST)] | float | Label
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """A LoRA adapter of a request from code in this process, as vLLM's `LoRARequest`.
+
+    Attributes:
+        lora_name: the adapter's name. An adapter that was loaded under this name is used again.
+        lora_int_id: a positive number, for compatibility with vLLM. The name alone identifies the adapter.
+        lora_path: its folder or Hugging Face ID; empty for an adapter of `EngineConfig.lora`.
+    """
+
+    lora_name: str
+    lora_int_id: int = 1
+    lora_path: str = ""
+
+    def __post_init__(self) -> None:
+        """Raise InvalidParameter if a value is invalid."""
+        if not isinstance(self.lora_name, str) or not self.lora_name:
+            raise invalid("lora_name", f"must be a name, got {self.lora_name!r}.")
+        if isinstance(self.lora_int_id, bool) or not isinstance(self.lora_int_id, int) or self.lora_int_id < 1:
+            raise invalid("lora_int_id", f"must be at least 1, got {self.lora_int_id!r}.")
 
 
 class StreamOptions(RequestModel):
@@ -120,37 +139,34 @@ class ChatRequest(CheckedBody):
         for index, message in enumerate(self.messages):
             message.check(f"messages[{index}]")
         check_tool_arguments(self.messages)
-        for error in self._find_conflicts():
-            raise error
+        self._media_options.check()
+        check_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
+        outputs = [constraint.param for constraint in self._output_constraints()]
+        if len(outputs) > 1:
+            raise invalid(outputs[1], f"and `{outputs[0]}` both define the output. Pass one of them.")
+        self._check_combinations()
         return self
 
-    def _find_conflicts(self) -> Iterator[RequestError]:
-        yield from self._media_options.find_conflicts()
-        yield from find_tool_conflicts(self.tools, self.tool_choice, self.parallel_tool_calls)
-        if self.response_format:
-            yield from self.response_format.find_conflicts()
-        if self.structured_outputs:
-            yield from self.structured_outputs.find_conflicts()
-        yield from find_output_conflicts(self._output_constraints())
+    def _check_combinations(self) -> None:
         if self.coordinates == "original" and self.logprobs:
-            yield invalid(
+            raise invalid(
                 "logprobs",
                 'cannot be combined with `coordinates` "original": the text is not that of the tokens. Remove one of'
                 " them.",
             )
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
-            yield invalid(
+            raise invalid(
                 "max_tokens", "and `max_completion_tokens` are synonyms but have different values. Pass one of them."
             )
         if self.min_tokens > (self._token_limit or LARGEST):
-            yield invalid(
+            raise invalid(
                 "min_tokens",
                 f"is {self.min_tokens}, more than the maximum number of completion tokens, {self._token_limit}.",
             )
         if self.top_logprobs is not None and not self.logprobs:
-            yield invalid("top_logprobs", "requires `logprobs`. Set `logprobs` to true, or remove `top_logprobs`.")
+            raise invalid("top_logprobs", "requires `logprobs`. Set `logprobs` to true, or remove `top_logprobs`.")
         if self.stream_options and not self.stream:
-            yield invalid("stream_options", "requires `stream`. Set `stream` to true, or remove `stream_options`.")
+            raise invalid("stream_options", "requires `stream`. Set `stream` to true, or remove `stream_options`.")
 
     @property
     def _token_limit(self) -> int | None:
