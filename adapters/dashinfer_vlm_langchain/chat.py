@@ -318,7 +318,6 @@ class ChatDashInferVLM(BaseChatModel):
         return bool(self.base_url) or isinstance(self.engine, RemoteEngine)
 
     def _engine(self, model: str | None) -> tuple[dict[str, str], GetEngine]:
-        """Return the `model` field of the request, and a function that returns the engine."""
         name = model or self.model
         if self.engine is not None and model is None and "model" not in self.model_fields_set:
             return {}, self._connected_engine  # it knows its model

@@ -136,7 +136,6 @@ async def _try_stream(call: Call) -> AsyncGenerator[ChatCompletionChunk, None]:
 
 
 async def _pause_or_raise(error: DashInferVLMError, retries: int) -> None:
-    """Wait before the next attempt, or raise the error if it is permanent or no retries are left."""
     if retries < 1 or not error.retryable or isinstance(error, DeadlineExceeded):
         raise error
     await asyncio.sleep(getattr(error, "retry_after", RETRY_SECONDS))

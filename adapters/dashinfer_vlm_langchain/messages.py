@@ -131,7 +131,6 @@ def _part(block: str | Json, path: str) -> Json:
 
 
 def _media(kind: str, block: Json, path: str) -> Json:
-    """Convert a standard block of version 1 or 0 to a content part with options."""
     flat = {key: value for key, value in block.items() if key not in _STANDARD_KEYS}
     options = flat | (block.get("extras") or {})
     uuid = options.pop("uuid", None)
@@ -147,7 +146,6 @@ def _media(kind: str, block: Json, path: str) -> Json:
 
 
 def _url(block: Json, path: str, *, optional: bool) -> str | list[Any] | None:
-    """Return the URL of an image or a video; None if it is identified by its `uuid` only."""
     if block.get("url"):
         return block["url"]  # type: ignore[no-any-return]  # may be a list of frames, which the engine validates
     if data := block.get("base64") or block.get("data"):

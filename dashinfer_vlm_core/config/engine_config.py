@@ -21,7 +21,7 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 from typing_extensions import Self
 
 from ..errors import ConfigError
-from ..protocol.validation_messages import validation_message
+from ..protocol.validation_errors import validation_message
 from .plugin_options import ENV_PREFIX, PluginOptions
 
 if TYPE_CHECKING:

@@ -92,7 +92,6 @@ class Part(RequestModel):
 
     @property
     def _content_field(self) -> str:
-        """The path of the content in the part, such as `image_url.url`; errors name it."""
         is_string = isinstance(self._value, str)
         return self._value_field if is_string else f"{self._value_field}.{self._source.content_field}"
 

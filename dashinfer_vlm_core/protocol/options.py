@@ -129,7 +129,6 @@ class MediaOptions:
         return replace(part, fps=rate)
 
     def _rates(self, videos: int) -> Iterator[float | None]:
-        """Return the rate of each video."""
         fps = self._processing.fps
         if not isinstance(fps, tuple):
             return itertools.repeat(fps, videos)

@@ -271,7 +271,6 @@ def check_tools(tools: Tools, choice: ToolChoice | None, parallel: bool | None) 
 
 
 def _chosen_tools(choice: ToolChoice | None) -> Iterator[tuple[str, NamedTool]]:
-    """Yield the tools that a choice names, each with the path of its name."""
     if isinstance(choice, NamedTool):
         yield "tool_choice.function.name", choice
     elif isinstance(choice, AllowedTools):

@@ -252,7 +252,6 @@ def encode_summary(summary: str) -> str:
 
 
 def _decode_summary(content: str) -> str | None:
-    """Return the summary in a compaction item; None if `encode_summary` did not create it."""
     if not content.startswith(_SUMMARY_MARK):
         return None
     try:

@@ -376,7 +376,6 @@ def _rename(path: str, renames: Sequence[tuple[str, str]]) -> str:
 
 
 def _without_turns(messages: Sequence[ConvertedMessage], dropped: int) -> list[ConvertedMessage]:
-    """Return the messages without the oldest turns; instructions stay."""
     starts = [index for index, message in enumerate(messages) if message.body["role"] == "user"]
     first = starts[dropped] if dropped else 0
     return [message for index, message in enumerate(messages) if index >= first or message.is_instruction]

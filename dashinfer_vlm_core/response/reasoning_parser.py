@@ -92,7 +92,6 @@ class ReasoningParser:
         return self._reason(piece)
 
     def _reason(self, text: str) -> list[ReasoningEvent]:
-        """Return the event for reasoning without the white space around the tags."""
         piece = text.rstrip()
         if self._is_first_piece:
             piece = piece.lstrip()

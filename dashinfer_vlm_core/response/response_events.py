@@ -189,7 +189,6 @@ class ResponseEventBuilder:
             self._open.add(function.arguments)
 
     def _current(self, kind: type[ItemT]) -> ItemT:
-        """Return the open item of a kind, after closing one of another kind."""
         if isinstance(self._open, kind):
             return self._open
         self._close_item("completed")
@@ -242,8 +241,7 @@ class _Item(ABC):
         """Return the item so far."""
 
     @abstractmethod
-    def _emit_done(self) -> None:
-        """Emit the events that precede the end of the item."""
+    def _emit_done(self) -> None: ...
 
     def _emit(self, event_type: str, **fields: Any) -> None:
         self._builder.emit(event_type, item_id=self.id, output_index=self._index, **fields)
