@@ -13,7 +13,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from dashinfer_vlm_core.concurrency.deadline import stream_with_timeout, with_timeout
 from dashinfer_vlm_core.concurrency.loop import LoopThread
 from dashinfer_vlm_core.engine.shared import PerProcess
-from dashinfer_vlm_core.errors import ContextLengthExceeded, DashInferVLMError, DeadlineExceeded, UnsupportedParameter
+from dashinfer_vlm_core.errors import (
+    ContextLengthExceeded,
+    DashInferVLMError,
+    DeadlineExceeded,
+    QueueFull,
+    UnsupportedParameter,
+)
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -138,4 +144,4 @@ async def _try_stream(call: Call) -> AsyncGenerator[ChatCompletionChunk, None]:
 async def _pause_or_raise(error: DashInferVLMError, retries: int) -> None:
     if retries < 1 or not error.retryable or isinstance(error, DeadlineExceeded):
         raise error
-    await asyncio.sleep(getattr(error, "retry_after", RETRY_SECONDS))
+    await asyncio.sleep(error.retry_after if isinstance(error, QueueFull) else RETRY_SECONDS)
