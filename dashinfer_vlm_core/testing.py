@@ -116,7 +116,6 @@ class ScriptedDecoder(Decoder):
             matcher.accept_token(token)
 
     def _token(self, token: int, request: DecodeRequest, *, last: bool) -> Token:
-        """Create a token with probability 1 and no alternatives."""
         finish: FinishReason | None = ("stop" if token in self._spec.tokens.stop else "length") if last else None
         num_logprobs = request.sampling.logprobs
         if num_logprobs is None:

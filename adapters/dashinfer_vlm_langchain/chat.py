@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -13,20 +13,21 @@ from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import ConfigDict, Field, SecretStr, model_validator
 
 from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.engine import Engine
+from dashinfer_vlm_core.engine.remote import RemoteEngine
 from dashinfer_vlm_core.engine.shared import SHARED, SharedEngines
-from dashinfer_vlm_core.errors import InvalidParameter, UnsupportedParameter
 from dashinfer_vlm_core.protocol import ChatRequest
 from dashinfer_vlm_core.protocol.fields import IGNORED_FIELDS, REJECTED_FIELDS, SUPPORTED_FIELDS
+from dashinfer_vlm_core.protocol.validation_errors import invalid, unsupported
 
-from .client import LOOP, Call, complete, stream
+from .client import LOOP, Call, CallOptions, GetEngine, complete, count_tokens, encode, stream
 from .messages import to_openai
 from .profiles import profile_of
 from .results import PROVIDER, chat_chunks, chat_result
 from .structured import Method, Schema, bind_schema, output_parser, with_raw
-from .tokens import count_tokens, encode
 
 if TYPE_CHECKING:
     from langchain_core.language_models.base import LangSmithParams
@@ -50,17 +51,6 @@ PROMPT_FIELDS = frozenset({"chat_template_kwargs", "media_io_kwargs", "mm_proces
 """Request fields that the number of prompt tokens depends on, in addition to messages and tools."""
 
 _SAMPLING = ("temperature", "max_tokens", "top_p", "seed", "n", "logprobs", "top_logprobs")
-
-
-class CallOptions(BaseModel):
-    """Call options that are not request fields."""
-
-    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-    timeout: float | None = Field(gt=0)
-    first_token_timeout: float | None = Field(gt=0)
-    max_retries: int = Field(ge=0)
-    stream_usage: bool
 
 
 class ChatDashInferVLM(BaseChatModel):
@@ -129,8 +119,7 @@ class ChatDashInferVLM(BaseChatModel):
         """Move request fields that are not arguments of this class to `model_kwargs`. Pydantic validates the others."""
         if not isinstance(values, dict):
             return values
-        names = {name for name, field in cls.model_fields.items()}
-        names |= {field.alias for field in cls.model_fields.values() if field.alias}
+        names = {*cls.model_fields, *(field.alias for field in cls.model_fields.values())}
         extra = {key: value for key, value in values.items() if key in KNOWN_FIELDS - RESERVED_FIELDS - names}
         own = {key: value for key, value in values.items() if key not in extra}
         return own | {"model_kwargs": {**(values.get("model_kwargs") or {}), **extra}} if extra else own
@@ -138,11 +127,10 @@ class ChatDashInferVLM(BaseChatModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.engine is not None and (self.base_url or self.engine_options):
-            raise InvalidParameter("`engine` cannot be combined with `base_url` or `engine_options`.", param="engine")
+            raise invalid("engine", "cannot be combined with `base_url` or `engine_options`.")
         if self.base_url and self.engine_options:
-            raise InvalidParameter(
-                "`engine_options` configure an engine in this process, and cannot be combined with `base_url`.",
-                param="engine_options",
+            raise invalid(
+                "engine_options", "configure an engine in this process, and cannot be combined with `base_url`."
             )
         if self.base_url:
             self.engines.remote(self.base_url, api_key=self._key)  # validates the URL
@@ -165,11 +153,15 @@ class ChatDashInferVLM(BaseChatModel):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         """Everything that a response depends on. LangChain's caches use it as a key."""
-        engine = self.base_url or getattr(self.engine, "api_base", None) or getattr(self.engine, "config", None)
+        engine = self.base_url or ""
+        if isinstance(self.engine, RemoteEngine):
+            engine = self.engine.api_base
+        elif isinstance(self.engine, Engine):
+            engine = str(self.engine.config)
         return {
             "model_name": self.model,
             **self._request({}, stop=None, stream=False),
-            "engine": str(engine or ""),
+            "engine": engine,
             "engine_options": self.engine_options,
         }
 
@@ -211,8 +203,7 @@ class ChatDashInferVLM(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        with contextlib.closing(LOOP.get().iterate(self._chunks(messages, stop, kwargs))) as chunks:
-            yield from chunks
+        return LOOP.get().iterate(self._astream(messages, stop, **kwargs))
 
     async def _astream(
         self,
@@ -220,13 +211,6 @@ class ChatDashInferVLM(BaseChatModel):
         stop: list[str] | None = None,
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
-    ) -> AsyncIterator[ChatGenerationChunk]:
-        async with contextlib.aclosing(self._chunks(messages, stop, kwargs)) as chunks:
-            async for chunk in chunks:
-                yield chunk
-
-    async def _chunks(
-        self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]
     ) -> AsyncGenerator[ChatGenerationChunk, None]:
         async with contextlib.aclosing(stream(self._call(messages, stop, kwargs, stream=True))) as chunks:
             async for chunk in chat_chunks(chunks):
@@ -236,22 +220,18 @@ class ChatDashInferVLM(BaseChatModel):
         self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any], *, stream: bool
     ) -> Call:
         if fixed := kwargs.keys() & CONSTRUCTOR_FIELDS:
-            raise UnsupportedParameter(
-                f"`{min(fixed)}` can only be set on the chat model, not per call.", param=min(fixed)
-            )
+            raise unsupported(min(fixed), "can only be set on the chat model, not per call.")
         options = CallOptions(**{name: kwargs.get(name, getattr(self, name)) for name in CallOptions.model_fields})
         given = {key: value for key, value in kwargs.items() if key not in CallOptions.model_fields}
         model = given.pop("model", None) or given.pop("model_name", None)
         request = self._request(given, stop=stop, stream=stream and options.stream_usage)
         if stream and (request.get("n") or 1) > 1:
-            raise UnsupportedParameter("`n` must be 1 in a stream. Use `generate`.", param="n")
+            raise unsupported("n", "must be 1 in a stream. Use `generate`.")
         name, engine = self._engine(model)
         return Call(
             engine=engine,
             request={**request, "messages": to_openai(messages), "stream": stream, **name},
-            timeout=options.timeout,
-            first_token_timeout=options.first_token_timeout,
-            max_retries=options.max_retries,
+            options=options,
         )
 
     def _request(self, given: dict[str, Any], *, stop: list[str] | None, stream: bool) -> dict[str, Any]:
@@ -260,18 +240,13 @@ class ChatDashInferVLM(BaseChatModel):
         Raises:
             UnsupportedParameter: a field that an engine in this process does not know, and would ignore.
         """
-        if "max_completion_tokens" in given:
-            given = {"max_tokens": given["max_completion_tokens"]} | given
-            del given["max_completion_tokens"]
         own = {name: getattr(self, name) for name in _SAMPLING}
-        body = {**(self.extra_body or {}), **(given.get("extra_body") or {})}
-        given = {key: value for key, value in given.items() if key != "extra_body"}
-        fields = {**own, **self.model_kwargs, **given, "stop": self.stop if stop is None else stop}
+        alias = {"max_tokens": given["max_completion_tokens"]} if "max_completion_tokens" in given else {}
+        fields = {**own, **self.model_kwargs, **alias, **given, "stop": self.stop if stop is None else stop}
+        fields.pop("max_completion_tokens", None)
+        body = {**(self.extra_body or {}), **(fields.pop("extra_body", None) or {})}
         if not self._remote and (unknown := fields.keys() - KNOWN_FIELDS):
-            name = min(unknown)
-            raise UnsupportedParameter(
-                f"`{name}` is not a known request field. Check its spelling, or leave it out.", param=name
-            )
+            raise unsupported(min(unknown), "is not a known request field. Check its spelling, or leave it out.")
         stream_options = {"stream_options": {"include_usage": True}} if stream else {}
         return {key: value for key, value in {**fields, **body}.items() if value is not None} | stream_options
 
@@ -340,24 +315,21 @@ class ChatDashInferVLM(BaseChatModel):
 
     @property
     def _remote(self) -> bool:
-        return bool(self.base_url) or hasattr(self.engine, "api_base")
+        return bool(self.base_url) or isinstance(self.engine, RemoteEngine)
 
-    def _engine(self, model: str | None) -> tuple[dict[str, str], Callable[[], Any]]:
-        """Return the `model` field of the request, and a function that returns the engine."""
-        if self.engine is not None:
-            name = model or (self.model if "model" in self.model_fields_set else None)
-            return {"model": name} if name else {}, self._given_engine
+    def _engine(self, model: str | None) -> tuple[dict[str, str], GetEngine]:
+        name = model or self.model
+        if self.engine is not None and model is None and "model" not in self.model_fields_set:
+            return {}, self._connected_engine  # it knows its model
+        if self.engine is not None or self.base_url:
+            return {"model": name}, self._connected_engine
+        config = self._config(name)
+        return {"model": config.request_name(name)}, lambda: self.engines.aget(config)
+
+    async def _connected_engine(self) -> ChatEngine:
         if self.base_url:
-            return {"model": model or self.model}, self._remote_engine
-        config = self._config(model or self.model)
-        return {"model": config.request_name(model or self.model)}, lambda: self.engines.aget(config)
-
-    async def _given_engine(self) -> ChatEngine:
+            return self.engines.remote(self.base_url, api_key=self._key)
         return self.engine  # type: ignore[no-any-return]  # pydantic cannot check a protocol
-
-    async def _remote_engine(self) -> ChatEngine:
-        assert self.base_url is not None
-        return self.engines.remote(self.base_url, api_key=self._key)
 
     def _config(self, model: str) -> EngineConfig:
         return self.engines.config(model, self.engine_options)
@@ -382,12 +354,12 @@ class ChatDashInferVLM(BaseChatModel):
             strict: whether to reject parameter schemas that cannot be enforced. Others are always enforced.
             parallel_tool_calls: False allows at most one call.
         """
-        bound: dict[str, Any] = {"tools": [convert_to_openai_tool(tool, strict=strict) for tool in tools]}
-        if tool_choice is not None:
-            bound["tool_choice"] = _tool_choice(tool_choice)
-        if parallel_tool_calls is not None:
-            bound["parallel_tool_calls"] = parallel_tool_calls
-        return self.bind(**bound, **kwargs)
+        bound = {
+            "tools": [convert_to_openai_tool(tool, strict=strict) for tool in tools],
+            "tool_choice": _tool_choice(tool_choice),
+            "parallel_tool_calls": parallel_tool_calls,
+        }
+        return self.bind(**{name: value for name, value in bound.items() if value is not None}, **kwargs)
 
     def with_structured_output(
         self,
@@ -418,9 +390,9 @@ def _as_list(stop: list[str] | str | None) -> list[str] | None:
     return [stop] if isinstance(stop, str) else stop
 
 
-def _tool_choice(choice: str | dict[str, Any] | bool) -> str | dict[str, Any]:
+def _tool_choice(choice: str | dict[str, Any] | bool | None) -> str | dict[str, Any] | None:
     if isinstance(choice, bool):
         return "required" if choice else "none"
-    if isinstance(choice, dict) or choice in {"auto", "none", "required"}:
+    if choice is None or isinstance(choice, dict) or choice in {"auto", "none", "required"}:
         return choice
     return "required" if choice == "any" else {"type": "function", "function": {"name": choice}}

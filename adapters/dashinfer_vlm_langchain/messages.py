@@ -16,7 +16,8 @@ from langchain_core.messages import (
     ToolMessage,
 )
 
-from dashinfer_vlm_core.errors import InvalidParameter, UnsupportedParameter
+from dashinfer_vlm_core.errors import UnsupportedParameter
+from dashinfer_vlm_core.protocol.validation_errors import invalid, show, unsupported
 
 Json: TypeAlias = dict[str, Any]
 
@@ -70,10 +71,9 @@ def _role(message: BaseMessage, path: str) -> str:
         return str(message.additional_kwargs.get("__openai_role__", "system"))
     if isinstance(message, HumanMessage):
         return "user"
-    raise UnsupportedParameter(
-        f"`{path}` is a {type(message).__name__}, which is not supported. Use a system, human, AI, tool or chat"
-        " message.",
-        param=path,
+    raise unsupported(
+        path,
+        f"is a {type(message).__name__}, which is not supported. Use a system, human, AI, tool or chat message.",
     )
 
 
@@ -131,16 +131,14 @@ def _part(block: str | Json, path: str) -> Json:
 
 
 def _media(kind: str, block: Json, path: str) -> Json:
-    """Convert a standard block of version 1 or 0 to a content part with options."""
     flat = {key: value for key, value in block.items() if key not in _STANDARD_KEYS}
     options = flat | (block.get("extras") or {})
     uuid = options.pop("uuid", None)
     if unknown := options.keys() - OPTIONS[kind]:
-        name = min(unknown)
-        raise UnsupportedParameter(
-            f"`{path}.extras.{name}` is not an option of a block of type {kind}. Leave it out, or use one of"
-            f" {', '.join(sorted(OPTIONS[kind] | {'uuid'}))}.",
-            param=f"{path}.extras.{name}",
+        known = ", ".join(sorted(OPTIONS[kind] | {"uuid"}))
+        raise unsupported(
+            f"{path}.extras.{min(unknown)}",
+            f"is not an option of a block of type {kind}. Leave it out, or use one of {known}.",
         )
     url = _url(block, path, optional=uuid is not None)
     part = {"type": f"{kind}_url", f"{kind}_url": {**({"url": url} if url else {}), **options}}
@@ -148,28 +146,19 @@ def _media(kind: str, block: Json, path: str) -> Json:
 
 
 def _url(block: Json, path: str, *, optional: bool) -> str | list[Any] | None:
-    """Return the URL of an image or a video; None if it is identified by its `uuid` only."""
     if block.get("url"):
         return block["url"]  # type: ignore[no-any-return]  # may be a list of frames, which the engine validates
     if data := block.get("base64") or block.get("data"):
         if not block.get("mime_type"):
-            raise InvalidParameter(
-                f"`{path}.mime_type` is required with `base64`, such as {block['type']}/"
-                f"{'png' if block['type'] == 'image' else 'mp4'}.",
-                param=f"{path}.mime_type",
-            )
+            example = "image/png" if block["type"] == "image" else "video/mp4"
+            raise invalid(f"{path}.mime_type", f"is required with `base64`, such as {example}.")
         return f"data:{block['mime_type']};base64,{data}"
     if "file_id" in block or block.get("source_type") == "id":
-        raise UnsupportedParameter(
-            f"`{path}.file_id` is not supported. Use `url` or `base64`.",
-            param=f"{path}.file_id",
-        )
+        raise unsupported(f"{path}.file_id", "is not supported. Use `url` or `base64`.")
     if optional:
         return None
-    raise InvalidParameter(f"`{path}` requires `url`, or `base64` with `mime_type`.", param=path)
+    raise invalid(path, "requires `url`, or `base64` with `mime_type`.")
 
 
 def _unsupported(kind: object, path: str, next_step: str) -> UnsupportedParameter:
-    return UnsupportedParameter(
-        f"`{path}` is of type {str(kind)[:40]!r}, which is not supported. {next_step}", param=f"{path}.type"
-    )
+    return unsupported(f"{path}.type", f"is {show(kind)}, which is not supported. {next_step}")

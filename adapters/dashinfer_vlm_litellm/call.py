@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from dashinfer_vlm_core.errors import InvalidParameter, UnsupportedParameter
+from dashinfer_vlm_core.protocol.validation_errors import invalid, unsupported
 
 PROVIDER_ARGUMENTS = frozenset({"engine_options", "first_token_timeout"})
 """Arguments for the provider, which are not sent to the engine."""
@@ -49,11 +49,9 @@ def read_call(arguments: Mapping[str, Any], *, stream: bool) -> Call:
     given: dict[str, Any] = dict(arguments["optional_params"])
     client = _client_body(arguments)
     if "engine_options" in client:
-        raise UnsupportedParameter(
-            "`engine_options` can only be set by the operator of the proxy.", param="engine_options"
-        )
+        raise unsupported("engine_options", "can only be set by the operator of the proxy.")
     if arguments.get("headers") and not client:  # the proxy handles the headers of its clients
-        raise UnsupportedParameter("`extra_headers` is not supported. Leave it out.", param="extra_headers")
+        raise unsupported("extra_headers", "is not supported. Leave it out.")
     request = {name: value for name, value in given.items() if name not in PROVIDER_ARGUMENTS | LITELLM_ARGUMENTS}
     request |= given.get("extra_body") or {}
     request |= {"messages": arguments["messages"]}
@@ -86,15 +84,9 @@ def _stream_request(request: dict[str, Any]) -> dict[str, Any]:
 def _options(given: Mapping[str, Any], api_base: str | None) -> Mapping[str, Any]:
     options = given.get("engine_options") or {}
     if not isinstance(options, Mapping):
-        raise InvalidParameter(
-            '`engine_options` must be an object with EngineConfig fields, such as {"max_model_len": 4096}.',
-            param="engine_options",
-        )
+        raise invalid("engine_options", 'must be an object with EngineConfig fields, such as {"max_model_len": 4096}.')
     if options and api_base:
-        raise InvalidParameter(
-            "`engine_options` configure an engine in this process, and cannot be combined with `api_base`.",
-            param="engine_options",
-        )
+        raise invalid("engine_options", "configure an engine in this process, and cannot be combined with `api_base`.")
     return options
 
 
@@ -102,11 +94,10 @@ def _seconds(value: Any, name: str) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise InvalidParameter(f"`{name}` must be a positive number of seconds, got {value!r}.", param=name)
+        raise invalid(name, f"must be a positive number of seconds, got {value!r}.")
     return float(value)
 
 
 def _client_body(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the request body of a client of the proxy; {} for calls of this program."""
     proxied = (arguments.get("litellm_params") or {}).get("proxy_server_request") or {}
     return proxied.get("body") or {}

@@ -44,7 +44,6 @@ def register_known_models(provider: str) -> None:
 
 
 def _capabilities(model: str) -> Capabilities | None:
-    """Return the capabilities of a model; None if it cannot be read."""
     try:
         return configured_capabilities(EngineConfig(model=model))
     except SetupError as error:

@@ -105,7 +105,6 @@ class DashInferVLM(CustomLLM):
                 yield chunk
 
     async def _engine(self, call: Call) -> tuple[ChatEngine, str]:
-        """Return the engine of a call, and the engine's name of the model."""
         if call.api_base:
             return self._engines.remote(call.api_base, api_key=call.api_key), call.model
         config = self._engines.config(call.model, call.engine_options)

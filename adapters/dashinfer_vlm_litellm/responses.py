@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 def model_response(response: ModelResponse, completion: ChatCompletion) -> ModelResponse:
     """Copy a completion into LiteLLM's response object."""
-    response.id, response.created, response.model = completion.id, completion.created, completion.model
+    response.id = completion.id
+    response.created = completion.created
+    response.model = completion.model
     response.choices = [Choices(**choice.model_dump(exclude_unset=True)) for choice in completion.choices]
     if completion.usage is not None:
         response.usage = Usage(**completion.usage.model_dump(exclude_none=True))  # type: ignore[attr-defined]  # LiteLLM sets it in the same way
@@ -43,8 +45,8 @@ async def stream_chunks(
         if any(_has_content(choice["delta"]) for choice in data["choices"]):
             yield ModelResponseStream(**data)
         for index, other in finished.items():
-            first, last_of_other = {"index": 0, "delta": {}}, {"index": index, "delta": {}, "finish_reason": other}
-            yield ModelResponseStream(**{**data, "choices": [first, last_of_other]})
+            choices = [{"index": 0, "delta": {}}, {"index": index, "delta": {}, "finish_reason": other}]
+            yield ModelResponseStream(**{**data, "choices": choices})
     last = {"text": "", "is_finished": True, "finish_reason": reason, "usage": usage, "index": 0, "tool_use": None}
     yield cast("GenericStreamingChunk", last)
 

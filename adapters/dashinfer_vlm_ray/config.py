@@ -13,7 +13,7 @@ from typing_extensions import Self
 from dashinfer_vlm_core.cli.config_file import option_values
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import ConfigError
-from dashinfer_vlm_core.protocol.validation_messages import validation_message
+from dashinfer_vlm_core.protocol.validation_errors import validation_message
 from dashinfer_vlm_server.help import Option, SectionedCommand
 from dashinfer_vlm_server.plugin import APPLICATION_OPTIONS, create_settings
 from dashinfer_vlm_server.settings import Settings

@@ -6,14 +6,13 @@ import hashlib
 import json
 from typing import TYPE_CHECKING
 
-from dashinfer_vlm_core.protocol.messages import EncodedEmbeddings
+from dashinfer_vlm_core.protocol import EncodedEmbeddings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from dashinfer_vlm_core.protocol import ChatRequest
+    from dashinfer_vlm_core.protocol import ChatRequest, MediaPart
     from dashinfer_vlm_core.protocol.client import Client
-    from dashinfer_vlm_core.protocol.messages import MediaPart
 
 
 def session_id(request: ChatRequest, client: Client) -> str:

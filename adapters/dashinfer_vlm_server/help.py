@@ -14,7 +14,7 @@ from dashinfer_vlm_core.cli.command import EngineCommand
 from dashinfer_vlm_core.cli.config_file import FileOption
 from dashinfer_vlm_core.cli.options import EngineOption, option_attributes
 from dashinfer_vlm_core.config import variable
-from dashinfer_vlm_core.protocol.validation_messages import validation_message
+from dashinfer_vlm_core.protocol.validation_errors import validation_message
 
 from .logs import errors_as_records
 

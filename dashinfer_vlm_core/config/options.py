@@ -10,7 +10,7 @@ from pydantic import ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from ..errors import ConfigError, PluginError
-from ..protocol.validation_messages import validation_message
+from ..protocol.validation_errors import validation_message
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo

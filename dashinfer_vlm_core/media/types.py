@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image as PILImage
 
-from ..protocol.messages import join_path
+from ..protocol.media_part import join_path
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
 Kind: TypeAlias = Literal["image", "video"]

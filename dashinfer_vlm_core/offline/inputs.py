@@ -13,7 +13,7 @@ from ..media.types import Kind
 from ..media.video_objects import has_metadata
 from ..protocol import LoRARequest, MediaPart, OfflineRequest
 from ..protocol.fields import NO_AUDIO
-from ..protocol.validation_errors import show
+from ..protocol.validation_errors import invalid, show
 from .media import is_object, media_part, to_json_part
 from .params import SamplingParams
 
@@ -115,7 +115,8 @@ def _is_ids(value: object) -> bool:
 
 
 def _raw_prompt(given: Mapping[str, Any]) -> str | tuple[int, ...]:
-    text, ids = given.get("prompt"), given.get("prompt_token_ids")
+    text = given.get("prompt")
+    ids = given.get("prompt_token_ids")
     if isinstance(text, str) and ids is None:
         return text
     if text is None and _is_ids(ids):
@@ -127,7 +128,6 @@ def _raw_prompt(given: Mapping[str, Any]) -> str | tuple[int, ...]:
 
 
 def _media_parts(given: Mapping[str, Any]) -> tuple[MediaPart, ...]:
-    """Return the images, then the videos."""
     data = _by_kind(given, "multi_modal_data")
     uuids = _by_kind(given, "multi_modal_uuids")
     return tuple(part for kind in _KINDS for part in _parts_of_kind(kind, data.get(kind), uuids.get(kind)))
@@ -136,7 +136,7 @@ def _media_parts(given: Mapping[str, Any]) -> tuple[MediaPart, ...]:
 def _by_kind(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     value = given.get(name) or {}
     if not isinstance(value, Mapping):
-        raise InvalidParameter(f"`{name}` must be an object with `image` and `video`.", param=name)
+        raise invalid(name, "must be an object with `image` and `video`.")
     for kind in value:
         if kind not in _KINDS:
             step = NO_AUDIO if kind == "audio" else "Its keys are image and video."
@@ -147,16 +147,13 @@ def _by_kind(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def _parts_of_kind(kind: Kind, value: object, uuids: object) -> list[MediaPart]:
     names = [uuids] if isinstance(uuids, str) else uuids
     if names is not None and not isinstance(names, (list, tuple)):
-        raise InvalidParameter(
-            f"`multi_modal_uuids.{kind}` must be a list of strings and None.", param=f"multi_modal_uuids.{kind}"
-        )
+        raise invalid(f"multi_modal_uuids.{kind}", "must be a list of strings and None.")
     items: Sequence[object] = [None] * len(names or ()) if value is None else _items(kind, value)
     names = [None] * len(items) if names is None else names
     if len(names) != len(items):
-        raise InvalidParameter(
-            f"`multi_modal_uuids.{kind}` has {len(names)} entries for {len(items)} items of `multi_modal_data.{kind}`."
-            " Pass one for each item, or None.",
-            param=f"multi_modal_uuids.{kind}",
+        raise invalid(
+            f"multi_modal_uuids.{kind}",
+            f"has {len(names)} entries for {len(items)} items of `multi_modal_data.{kind}`. Pass one for each item.",
         )
     return [
         media_part(kind, item, name, f"multi_modal_data.{kind}[{index}]")
@@ -187,11 +184,11 @@ def _message(message: object, path: str, contents: dict[str, Any]) -> object:
 
 
 def _part(part: object, path: str, contents: dict[str, Any]) -> object:
-    """Convert a part to its JSON form. An object in it is stored in `contents`, by the part's path."""
     name = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(part, Mapping) or not isinstance(name, str) or name not in _OBJECT_PARTS or _is_text(part):
         return part
-    value, kind = part.get(name), _OBJECT_PARTS[name]
+    kind = _OBJECT_PARTS[name]
+    value = part.get(name)
     if is_object(value):
         contents[path] = value
     options = {key: option for key, option in part.items() if key not in {"type", name, "uuid"}}
@@ -199,7 +196,6 @@ def _part(part: object, path: str, contents: dict[str, Any]) -> object:
 
 
 def _is_text(part: Mapping[str, Any]) -> bool:
-    """Return whether these are embeddings in their JSON form, base64 text."""
     rows = part.get("image_embeds")
     rows = rows.get("image_embeds") if isinstance(rows, Mapping) else rows
     return part["type"] == "image_embeds" and (rows is None or isinstance(rows, str))

@@ -9,11 +9,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ..errors import InvalidParameter, UnsupportedParameter
+from ..errors import InvalidParameter
 from ..media.types import Kind
 from ..protocol import EncodedEmbeddings, MediaPart
 from ..protocol.messages import Part
-from ..protocol.validation_errors import explain, show
+from ..protocol.validation_errors import explain, invalid, show, unsupported
 
 OPTIONS: Mapping[Kind, Mapping[str, str]] = {
     "image": {"min_pixels": "min_pixels", "max_pixels": "max_pixels"},
@@ -48,13 +48,9 @@ def to_json_part(kind: Kind, value: object, options: Mapping[str, Any], uuid: st
     """
     for name in options:
         if name not in OPTIONS[kind]:
-            raise InvalidParameter(
-                f"`{path}` has no option {show(name)}. Its options are {', '.join(OPTIONS[kind])}.", param=path
-            )
+            raise invalid(path, f"has no option {show(name)}. Its options are {', '.join(OPTIONS[kind])}.")
         if isinstance(value, (Mapping, EncodedEmbeddings)):
-            raise UnsupportedParameter(
-                f"`{path}` contains embeddings, whose size is fixed. Remove `{name}`.", param=f"{path}.{name}"
-            )
+            raise unsupported(f"{path}.{name}", "is not available for embeddings, whose size is fixed. Remove it.")
     source = {OPTIONS[kind][name]: option for name, option in options.items()}
     if value is not None:
         source["url"] = _OBJECT_URL if is_object(value) else _url(value)

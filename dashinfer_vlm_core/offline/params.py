@@ -4,46 +4,39 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, TypeAlias, TypeVar
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
-from ..errors import UnsupportedParameter
 from ..protocol import ChatRequest
-from ..protocol.fields import REJECTED_FIELDS
+from ..protocol.fields import REJECTED_FIELDS, RejectedFields, reject_fields
 from ..protocol.output import REJECTED_OPTIONS
-from ..protocol.validation_errors import show
 
 T = TypeVar("T")
 
 _ANY_MESSAGE = {"role": "user", "content": "Hello"}
-_Unsupported: TypeAlias = Mapping[str, tuple[tuple[object, ...], str]]
-"""Parameters of vLLM that are not available, with the values that have no effect, and the next step for others."""
 
-_SAMPLING: _Unsupported = {
+_SAMPLING: RejectedFields = {
     **REJECTED_FIELDS,
     "detokenize": ((True,), "Outputs always have text and token IDs. Remove it."),
     "guided_decoding": ((), "Use `structured_outputs`, its name in newer versions of vLLM."),
     "spaces_between_special_tokens": ((True, False), "Completions never contain special tokens. Remove it."),
 }
-_STRUCTURED_OUTPUTS: _Unsupported = {
-    **{name: ((False,), next_step) for name, next_step in REJECTED_OPTIONS.items()},
+_STRUCTURED_OUTPUTS: RejectedFields = {
+    **REJECTED_OPTIONS,
     "disable_fallback": ((True, False), "Every schema is enforced. Remove it."),
 }
 
 
-def explain_unsupported(unsupported: _Unsupported) -> Callable[[type[T]], type[T]]:
+def explain_unsupported(rejected: RejectedFields) -> Callable[[type[T]], type[T]]:
     """Let a dataclass accept parameters of vLLM that have no effect, and reject others with the next step."""
 
     def decorate(cls: type[T]) -> type[T]:
-        init, known = cls.__init__, {field.name for field in fields(cls)}  # type: ignore[arg-type]  # a dataclass
+        init = cls.__init__
 
         @functools.wraps(init)
         def checked_init(self: T, **given: Any) -> None:
-            for name in given.keys() & (unsupported.keys() - known):
-                value, (neutral, next_step) = given.pop(name), unsupported[name]
-                if value is not None and not any(type(value) is type(other) and value == other for other in neutral):
-                    raise UnsupportedParameter(f"`{name}` is not supported, got {show(value)}. {next_step}", param=name)
-            init(self, **given)
+            reject_fields(given, rejected)
+            init(self, **{name: value for name, value in given.items() if name not in rejected})
 
         cls.__init__ = checked_init  # type: ignore[assignment]  # the same parameters, for type checkers
         return cls

@@ -6,12 +6,12 @@ import difflib
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..config import MIB, EngineConfig
-from ..errors import ConfigError, UnsupportedParameter
+from ..errors import ConfigError
 from ..plugins import load_plugins
-from ..protocol.validation_errors import show
+from ..protocol.fields import RejectedFields, reject_fields, rejection
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -31,75 +31,65 @@ _GENERATES = "The models generate text. Use another package for embeddings, scor
 _FROM_CHECKPOINT = "It is read from the checkpoint. Remove it, or change the files of a copy of the checkpoint."
 
 
-class _Rejected(NamedTuple):
-    """An argument that is accepted only with values that change nothing.
-
-    Attributes:
-        neutral: these values.
-        next_step: what to do instead of other values.
-    """
-
-    neutral: tuple[object, ...]
-    next_step: str
-
-
-REJECTED: Mapping[str, _Rejected] = MappingProxyType(
+REJECTED: RejectedFields = MappingProxyType(
     {
-        "compilation_config": _Rejected((None, 0, {}), "Nothing is compiled with torch.compile. Remove it."),
-        "config_format": _Rejected(("auto", "hf"), _FROM_CHECKPOINT),
-        "convert": _Rejected(("auto", "none"), _GENERATES),
-        "cpu_offload_gb": _Rejected((0,), "Weights stay on one device. Use `quantization` to reduce their size."),
-        "data_parallel_size": _Rejected((1,), _ONE_PROCESS),
-        "decode_context_parallel_size": _Rejected((1,), _ONE_PROCESS),
-        "distributed_executor_backend": _Rejected((None, "uni", "mp"), _ONE_PROCESS),
-        "download_dir": _Rejected((None,), "Models are in the cache of Hugging Face. Set its variable HF_HOME."),
-        "enable_chunked_prefill": _Rejected(
-            (None, True), "Prompts are always computed in chunks. Set `prefill_chunk`, the size of a chunk in tokens."
+        "compilation_config": ((0, {}), "Nothing is compiled with torch.compile. Remove it."),
+        "config_format": (("auto", "hf"), _FROM_CHECKPOINT),
+        "convert": (("auto", "none"), _GENERATES),
+        "cpu_offload_gb": ((0, 0.0), "Weights stay on one device. Use `quantization` to reduce their size."),
+        "data_parallel_size": ((1,), _ONE_PROCESS),
+        "decode_context_parallel_size": ((1,), _ONE_PROCESS),
+        "distributed_executor_backend": (("uni", "mp"), _ONE_PROCESS),
+        "download_dir": ((), "Models are in the cache of Hugging Face. Set its variable HF_HOME."),
+        "enable_chunked_prefill": (
+            (True,),
+            "Prompts are always computed in chunks. Set `prefill_chunk`, the size of a chunk in tokens.",
         ),
-        "enable_sleep_mode": _Rejected((False,), "Use `close` to free the memory."),
-        "generation_config": _Rejected(("auto", "vllm"), "Set the values in `SamplingParams`."),
-        "gpu_memory_utilization": _Rejected(
-            (None, 0.9),
+        "enable_sleep_mode": ((False,), "Use `close` to free the memory."),
+        "generation_config": (("auto", "vllm"), "Set the values in `SamplingParams`."),
+        "gpu_memory_utilization": (
+            (0.9,),
             "Memory is not reserved in advance: the KV cache grows on demand. Set its maximum size, `kv_cache_mib`.",
         ),
-        "hf_config_path": _Rejected((None,), _FROM_CHECKPOINT),
-        "hf_overrides": _Rejected((None, {}), _FROM_CHECKPOINT),
-        "hf_token": _Rejected((None, False), "Set the variable HF_TOKEN."),
-        "load_format": _Rejected(("auto", "safetensors"), "Weights are loaded from safetensors files. Remove it."),
-        "logits_processors": _Rejected((None, []), "Use a response format, or `logit_bias`."),
-        "max_logprobs": _Rejected(tuple(range(21)), "At most 20 log probabilities per token are available. Remove it."),
-        "num_gpu_blocks_override": _Rejected((None,), "Set the size of the KV cache, `kv_cache_mib`."),
-        "override_generation_config": _Rejected((None, {}), "Set the values in `SamplingParams`."),
-        "pipeline_parallel_size": _Rejected((1,), _ONE_PROCESS),
-        "pooler_config": _Rejected((None,), _GENERATES),
-        "rope_scaling": _Rejected((None, {}), _FROM_CHECKPOINT),
-        "rope_theta": _Rejected((None,), _FROM_CHECKPOINT),
-        "runner": _Rejected(("auto", "generate"), _GENERATES),
-        "skip_tokenizer_init": _Rejected((False,), "The tokenizer is always used. Remove it."),
-        "speculative_config": _Rejected(
-            (None, {}), "Set `speculative_method`: `ngram` (the default) needs no other option, and `none` disables it."
+        "hf_config_path": ((), _FROM_CHECKPOINT),
+        "hf_overrides": (({},), _FROM_CHECKPOINT),
+        "hf_token": ((False,), "Set the variable HF_TOKEN."),
+        "load_format": (("auto", "safetensors"), "Weights are loaded from safetensors files. Remove it."),
+        "logits_processors": (([],), "Use a response format, or `logit_bias`."),
+        "max_logprobs": (tuple(range(21)), "At most 20 log probabilities per token are available. Remove it."),
+        "num_gpu_blocks_override": ((), "Set the size of the KV cache, `kv_cache_mib`."),
+        "override_generation_config": (({},), "Set the values in `SamplingParams`."),
+        "pipeline_parallel_size": ((1,), _ONE_PROCESS),
+        "pooler_config": ((), _GENERATES),
+        "rope_scaling": (({},), _FROM_CHECKPOINT),
+        "rope_theta": ((), _FROM_CHECKPOINT),
+        "runner": (("auto", "generate"), _GENERATES),
+        "skip_tokenizer_init": ((False,), "The tokenizer is always used. Remove it."),
+        "speculative_config": (
+            ({},),
+            "Set `speculative_method`: `ngram` (the default) needs no other option, and `none` disables it.",
         ),
-        "task": _Rejected((None, "auto", "generate"), _GENERATES),
-        "tensor_parallel_size": _Rejected((1,), _ONE_PROCESS),
-        "tokenizer": _Rejected((None,), _FROM_CHECKPOINT),
-        "tokenizer_mode": _Rejected(("auto", "hf"), _FROM_CHECKPOINT),
-        "tokenizer_revision": _Rejected((None,), _FROM_CHECKPOINT),
-        "video_pruning_rate": _Rejected((None, 0), "Visual tokens are not pruned. Use `max_pixels` or `fps`."),
+        "task": (("auto", "generate"), _GENERATES),
+        "tensor_parallel_size": ((1,), _ONE_PROCESS),
+        "tokenizer": ((), _FROM_CHECKPOINT),
+        "tokenizer_mode": (("auto", "hf"), _FROM_CHECKPOINT),
+        "tokenizer_revision": ((), _FROM_CHECKPOINT),
+        "video_pruning_rate": ((0, 0.0), "Visual tokens are not pruned. Use `max_pixels` or `fps`."),
     }
 )
 """Arguments that cannot be mapped, unless they have a neutral value."""
 
 _RENDERED = "Render the prompt with `get_tokenizer().apply_chat_template`, and use `generate`."
 
-REJECTED_IN_CALLS: Mapping[str, _Rejected] = MappingProxyType(
+REJECTED_IN_CALLS: RejectedFields = MappingProxyType(
     {
-        "add_generation_prompt": _Rejected((True,), _RENDERED),
-        "chat_template": _Rejected((None,), "Set `chat_template` of VLM, or use `chat_template_kwargs`."),
-        "chat_template_content_format": _Rejected(("auto", "openai"), _RENDERED),
-        "continue_final_message": _Rejected((False,), _RENDERED),
-        "priority": _Rejected((None, 0), "Requests are served in their order. Remove it."),
-        "tokenization_kwargs": _Rejected((None, {}), "Prompts are never truncated. Remove it."),
-        "tools": _Rejected((None, []), _RENDERED),
+        "add_generation_prompt": ((True,), _RENDERED),
+        "chat_template": ((), "Set `chat_template` of VLM, or use `chat_template_kwargs`."),
+        "chat_template_content_format": (("auto", "openai"), _RENDERED),
+        "continue_final_message": ((False,), _RENDERED),
+        "priority": ((0,), "Requests are served in their order. Remove it."),
+        "tokenization_kwargs": (({},), "Prompts are never truncated. Remove it."),
+        "tools": (([],), _RENDERED),
     }
 )
 """Arguments of vLLM's `generate` and `chat` that are accepted only with a neutral value."""
@@ -129,6 +119,7 @@ WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
 _OWN = ("engine", "media_io_kwargs", "mm_processor_kwargs", "seed")
 """Arguments of `VLM` that are not options of an engine."""
 
+_NONE_IS_DEFAULT = EngineConfig.model_fields.keys() - {"allowed_local_media_path"}  # None allows no folder
 _DTYPES = {"half": "float16", "float": "float32"}
 _STORED_FORMATS = frozenset(
     {"awq", "awq_marlin", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "gptq_marlin", "modelopt", "torchao"}
@@ -151,7 +142,7 @@ def to_engine_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
         if name in WITHOUT_EFFECT:
             ignored.append(f"`{name}` ({WITHOUT_EFFECT[name]})")
         elif name in REJECTED:
-            _check_neutral(name, value, arguments)
+            _check_rejected(name, value, arguments)
         else:
             _add(options, name, value, arguments)
     if ignored:
@@ -170,7 +161,7 @@ def _add(options: dict[str, Any], name: str, value: Any, arguments: Mapping[str,
     ours = RENAMED.get(name, name)
     if ours != name and ours in arguments:
         raise ConfigError(f"`{name}` is vLLM's name of `{ours}`. Pass one of them.", param=name)
-    if value is None and name in _NONE_IS_DEFAULT:
+    if value is None and ours in _NONE_IS_DEFAULT:
         return
     try:
         options[ours] = _CONVERTERS[name](value) if name in _CONVERTERS else value
@@ -185,32 +176,17 @@ def check_call_arguments(arguments: Mapping[str, Any]) -> None:
         UnsupportedParameter: the value of an argument would change something.
         TypeError: vLLM does not have the argument either.
     """
-    for name, value in arguments.items():
-        if name not in REJECTED_IN_CALLS:
-            raise TypeError(f"unexpected keyword argument {name!r}")
-        neutral, next_step = REJECTED_IN_CALLS[name]
-        if not _is_one_of(value, neutral):
-            message = f"`{name}` of vLLM is not available here, got {show(value)}. {next_step}"
-            raise UnsupportedParameter(message, param=name)
+    if unknown := arguments.keys() - REJECTED_IN_CALLS.keys():
+        raise TypeError(f"unexpected keyword argument {min(unknown)!r}")
+    reject_fields(arguments, REJECTED_IN_CALLS)
 
 
-def _check_neutral(name: str, value: object, arguments: Mapping[str, Any]) -> None:
-    neutral, next_step = REJECTED[name]
+def _check_rejected(name: str, value: object, arguments: Mapping[str, Any]) -> None:
     same_as = {"tokenizer": "model", "tokenizer_revision": "revision"}.get(name)
-    if _is_one_of(value, neutral):
+    if same_as and str(value) == str(arguments.get(same_as)):
         return
-    if same_as is None or str(value) != str(arguments.get(same_as)):
-        raise ConfigError(f"`{name}` of vLLM is not available here, got {value!r}. {next_step}", param=name)
-
-
-def _is_one_of(value: object, neutral: Iterable[object]) -> bool:
-    return any(type(value) is type(other) and value == other for other in _with_floats(neutral))
-
-
-def _with_floats(values: Iterable[object]) -> list[object]:
-    """Add the float of each integer: 1 and 1.0 are the same, but True is another value."""
-    given = list(values)
-    return [*given, *(float(value) for value in given if type(value) is int)]
+    if reason := rejection(name, value, REJECTED):
+        raise ConfigError(f"`{name}` {reason}", param=name)
 
 
 def _dtype(value: object) -> str:
@@ -248,10 +224,3 @@ _CONVERTERS: Mapping[str, Callable[[Any], object]] = MappingProxyType(
         "quantization": _quantization,
     }
 )
-
-_NONE_IS_DEFAULT = frozenset(
-    {
-        *RENAMED, "allowed_media_domains", "chat_template", "kv_cache_dtype", "limit_mm_per_prompt", "max_model_len",
-        "quantization", "revision", "served_model_name",
-    }
-)  # fmt: skip

@@ -8,13 +8,13 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from ..config import EngineConfig, variable, variables_set
 from ..engine import Engine
-from ..errors import ConfigError, DashInferVLMError, InvalidParameter
+from ..errors import ConfigError, DashInferVLMError
 from ..protocol import LoRARequest, OfflineRequest
-from ..protocol.validation_errors import show
+from ..protocol.validation_errors import invalid, show
 from .batch import BatchResult, OfflineBatch, RequestFactory
 from .inputs import MediaDefaults, from_messages, from_prompt, is_single_conversation, is_single_prompt, prompt_text
 from .outputs import RequestOutput, to_request_output
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
     from typing_extensions import Self
+
+T = TypeVar("T")
 
 LOOK_AHEAD = 8
 """Number of requests that are preprocessed while a full batch is being decoded."""
@@ -205,10 +207,10 @@ class VLM:
             return from_messages(conversation, sampling, options, lora)
 
         if isinstance(messages, (str, Mapping)):
-            raise InvalidParameter(
-                '`messages` must be a list of messages, such as [{"role": "user", "content": "Hello"}], or a list of'
-                f" such lists, got {show(messages)}.",
-                param="messages",
+            raise invalid(
+                "messages",
+                'must be a list of messages, such as [{"role": "user", "content": "Hello"}], or a list of such lists,'
+                f" got {show(messages)}.",
             )
         single = is_single_conversation(messages)
         items = [messages] if single else messages
@@ -271,8 +273,9 @@ class VLM:
         started: list[tuple[str | None, LoRARequest | None]] = []
 
         def factories() -> Iterator[RequestFactory]:
-            adapters = _adapter_per_item(lora_request, items)
-            for item, params, lora in zip(items, _params_per_item(sampling, items), adapters, strict=False):
+            loras = _per_item("lora_request", lora_request, None, items, kinds=(LoRARequest, type(None)))
+            all_params = _per_item("sampling_params", sampling, SamplingParams(), items, kinds=(SamplingParams,))
+            for item, params, lora in zip(items, all_params, loras, strict=False):
                 started.append((prompt_text(item), lora))
                 yield functools.partial(make, item, self._with_seed(params), lora)
 
@@ -290,14 +293,12 @@ class VLM:
         return to_request_output(number, text, lora, result)
 
     def _with_seed(self, params: SamplingParams) -> SamplingParams:
-        """Set the next seed of this object, if it has any and the parameters have none."""
         if self._seeds is None or params.seed is not None:
             return params
         return replace(params, seed=self._seeds.getrandbits(63))
 
     @property
     def _limit(self) -> int:
-        """Maximum number of concurrent requests; never more than the engine has slots."""
         config = self.engine.config
         return config.max_batch_size + min(LOOK_AHEAD, config.max_waiting)
 
@@ -309,28 +310,13 @@ def _engine_config(arguments: Mapping[str, Any]) -> EngineConfig:
     return EngineConfig(**options)
 
 
-def _params_per_item(sampling: SamplingParamsArg, items: Iterable[object]) -> Iterable[SamplingParams]:
-    if sampling is None or isinstance(sampling, SamplingParams):
-        return itertools.repeat(sampling or SamplingParams())
-    if not isinstance(sampling, Sequence) or not all(isinstance(params, SamplingParams) for params in sampling):
-        raise InvalidParameter(
-            f"`sampling_params` must be SamplingParams, or a list of them, got {show(sampling)}.",
-            param="sampling_params",
-        )
-    if not isinstance(items, Sized) or len(items) != len(sampling):
-        raise InvalidParameter(
-            f"`sampling_params` has {len(sampling)} entries. Pass one for all prompts, or a list of the same length.",
-            param="sampling_params",
-        )
-    return sampling
-
-
-def _adapter_per_item(given: LoRARequestArg, items: Iterable[object]) -> Iterable[LoRARequest | None]:
-    if given is None or isinstance(given, LoRARequest):
-        return itertools.repeat(given)
+def _per_item(
+    name: str, given: T | Sequence[T] | None, default: T, items: Iterable[object], *, kinds: tuple[type, ...]
+) -> Iterable[T]:
+    if given is None or isinstance(given, kinds):
+        return itertools.repeat(default if given is None else cast("T", given))
+    if not isinstance(given, Sequence) or not all(isinstance(each, kinds) for each in given):
+        raise invalid(name, f"must be {kinds[0].__name__}, or a list of them, got {show(given)}.")
     if not isinstance(items, Sized) or len(items) != len(given):
-        raise InvalidParameter(
-            f"`lora_request` has {len(given)} entries. Pass one for all prompts, or a list of the same length.",
-            param="lora_request",
-        )
+        raise invalid(name, f"has {len(given)} entries. Pass one for all prompts, or a list of the same length.")
     return given

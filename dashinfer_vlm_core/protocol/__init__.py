@@ -7,9 +7,9 @@ rejected. A misspelled field of the request is rejected, too. `null` means absen
 strings are not converted to numbers.
 """
 
-from .lora import LoRARequest
-from .messages import LOW_DETAIL_PIXELS, EncodedEmbeddings, MediaPart
-from .request import DEFAULT_MAX_TOKENS, DEFAULT_MODEL, ChatRequest, OfflineRequest
+from .media_part import EncodedEmbeddings, MediaPart
+from .request import DEFAULT_MAX_TOKENS, DEFAULT_MODEL, ChatRequest, LoRARequest, OfflineRequest
+from .sources import LOW_DETAIL_PIXELS
 from .tokens import DetokenizeRequest, TokenizeChat, TokenizePrompt, parse_tokenize
 
 __all__ = [

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, ClassVar, TypeAlias
+from typing import Annotated, ClassVar, TypeAlias, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Strict, Tag, model_validator
 
 from .text_slices import split_into_slices
 
@@ -52,32 +52,40 @@ Label: TypeAlias = Annotated[str, Field(min_length=1, max_length=128), AfterVali
 Count: TypeAlias = Annotated[int, Field(ge=1, le=LARGEST)]
 
 
-def _string_or_array(value: object) -> str | None:
+def _shape(value: object) -> str | None:
     if isinstance(value, str):
         return "string"
-    return "array" if isinstance(value, (list, tuple)) else None
-
-
-STRING_OR_ARRAY = Discriminator(
-    _string_or_array, custom_error_type="string_or_array", custom_error_message="must be a string or an array"
-)
-"""Selects the member of a union by the value's type, so that pydantic reports an error once, at its location."""
+    if isinstance(value, (list, tuple)):
+        return "array"
+    return "object" if isinstance(value, (dict, BaseModel)) else None
 
 
 def _number_or_array(value: object) -> str:
     return "array" if isinstance(value, (list, tuple)) else "number"
 
 
-NUMBER_OR_ARRAY = Discriminator(_number_or_array)
-"""Like `STRING_OR_ARRAY`; a value that is neither is reported as an invalid number."""
-
-
 def string_or_object(get_tag: Callable[[object], str | None]) -> Discriminator:
-    """Return a discriminator like `STRING_OR_ARRAY`, for a union whose tag `get_tag` returns."""
+    """Return a discriminator for a union whose tag `get_tag` returns."""
     return Discriminator(
         get_tag, custom_error_type="string_or_object", custom_error_message="must be a string or an object"
     )
 
 
-TAGS = frozenset({"string", "array", "object", "part", "number", "subset"})
+FirstT = TypeVar("FirstT")
+SecondT = TypeVar("SecondT")
+
+# Pydantic selects the member of these unions by the value's type, so that it reports an error once, at its location.
+Array: TypeAlias = Annotated[tuple[FirstT, ...], Strict(False), Field(fail_fast=True)]
+StringOrArray: TypeAlias = Annotated[
+    Annotated[FirstT, Tag("string")] | Annotated[SecondT, Tag("array")],
+    Discriminator(_shape, custom_error_type="string_or_array", custom_error_message="must be a string or an array"),
+]
+StringOrObject: TypeAlias = Annotated[
+    Annotated[FirstT, Tag("string")] | Annotated[SecondT, Tag("object")], string_or_object(_shape)
+]
+NumberOrArray: TypeAlias = Annotated[
+    Annotated[FirstT, Tag("number")] | Annotated[SecondT, Tag("array")], Discriminator(_number_or_array)
+]
+
+TAGS = frozenset({"string", "array", "object", "number", "subset"})
 """Tags of union members, which pydantic's locations contain although the request does not."""

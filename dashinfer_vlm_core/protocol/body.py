@@ -9,8 +9,8 @@ from pydantic import ValidationError, model_validator
 from typing_extensions import Self
 
 from .base import RequestModel
+from .fields import RejectedFields, reject_fields
 from .unknown_fields import handle_unknown_fields
-from .unsupported import reject_fields
 from .validation_errors import explain
 
 
@@ -38,24 +38,19 @@ class CheckedBody(RequestBody):
     """Base class of requests whose unsupported and misspelled fields are rejected, and unknown ones logged.
 
     Attributes:
-        _rejected_fields: for each unsupported field, the values without effect and the next step for other values.
+        _rejected_fields: the unsupported fields.
         _accepted_fields: further fields that may be set.
     """
 
-    _rejected_fields: ClassVar[Mapping[str, tuple[tuple[object, ...], str]]]
+    _rejected_fields: ClassVar[RejectedFields]
     _accepted_fields: ClassVar[Collection[str]]
 
     @model_validator(mode="before")
     @classmethod
-    def _check_unknown(cls, data: object) -> object:
+    def _check_names(cls, data: object) -> object:
         given = data if isinstance(data, dict) else {}
+        reject_fields(given, cls._rejected_fields)
         known = {*cls.model_fields, *cls._rejected_fields, *cls._accepted_fields}
         unknown = [name for name, value in given.items() if value is not None and name not in known]
         handle_unknown_fields(unknown, cls.model_fields)
-        return data
-
-    @model_validator(mode="before")
-    @classmethod
-    def _reject_unsupported(cls, data: object) -> object:
-        reject_fields(data, cls._rejected_fields)
         return data

@@ -1,9 +1,16 @@
-"""The fields of OpenAI's request: each is supported, ignored or rejected; and rejected fields of other servers."""
+"""The fields of OpenAI's request: each is supported, ignored or rejected; and rejected fields of other programs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import TypeAlias
+
+from .validation_errors import show, unsupported
+
+RejectedFields: TypeAlias = Mapping[str, tuple[tuple[object, ...], str]]
+"""Names that are not supported, each with the values that have no effect, as null has none, and the next step for other
+values."""
 
 SUPPORTED_FIELDS = frozenset(
     {
@@ -28,9 +35,9 @@ _NO_GRAMMAR = "Use `response_format` with a JSON schema."
 NO_CUSTOM_GRAMMAR = "Grammars cannot be sent. Use a JSON schema, `regex` or `choice` of `structured_outputs`."
 _NO_TEMPLATE = "Requests cannot change the engine's chat template. Remove it."
 
-REJECTED_FIELDS: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
+REJECTED_FIELDS: RejectedFields = MappingProxyType(
     {
-        # OpenAI's fields, each with the values that have no effect, and the next step for other values.
+        # OpenAI's fields.
         "audio": ((), NO_AUDIO),
         "function_call": (("none",), _NO_FUNCTIONS),
         "functions": (([],), _NO_FUNCTIONS),
@@ -64,8 +71,6 @@ REJECTED_FIELDS: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType
         "use_beam_search": ((False,), "Use `temperature` 0 for greedy decoding."),
     }
 )
-"""Unsupported fields, rejected unless their value has no effect."""
-
 REJECTED_PARTS: Mapping[str, str] = MappingProxyType(
     {
         "input_audio": NO_AUDIO,
@@ -78,3 +83,24 @@ REJECTED_IN_MESSAGES: Mapping[str, str] = MappingProxyType(
     {"audio": NO_AUDIO, "function_call": "It is deprecated. Use `tool_calls`."}
 )
 """Fields of a message whose contents the model would not receive."""
+
+
+def reject_fields(given: Mapping[str, object], rejected: RejectedFields, *, prefix: str = "") -> None:
+    """Raise UnsupportedParameter for the first rejected field whose value has an effect.
+
+    Args:
+        given: the values by their names.
+        rejected: the rejected names.
+        prefix: what the path of each field begins with.
+    """
+    for name in rejected:
+        if reason := rejection(name, given.get(name), rejected):
+            raise unsupported(prefix + name, reason)
+
+
+def rejection(name: str, value: object, rejected: RejectedFields) -> str | None:
+    """Return why a value is rejected, as the predicate of a sentence; None if it has no effect."""
+    neutral, next_step = rejected[name]
+    if value is None or any(type(value) is type(other) and value == other for other in neutral):
+        return None
+    return f"is not supported, got {show(value)}. {next_step}"

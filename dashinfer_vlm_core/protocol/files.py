@@ -6,18 +6,18 @@ import mimetypes
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
-
-from ..errors import UnsupportedParameter
 from .base import Label, RequestModel, Text
+from .media_part import MediaPart
+from .sources import ImageURL, Kind, MediaSource, Rate, VideoURL, check_url
 from .text_slices import copy_text
+from .validation_errors import unsupported
 
 _MAX_NAME = 256
 """Number of characters of a URL or file name that are examined."""
 
-_BASE64: Mapping[str, str] = MappingProxyType({"image": "data:image/png;base64,", "video": "data:video/mp4;base64,"})
+_BASE64: Mapping[Kind, str] = MappingProxyType({"image": "data:image/png;base64,", "video": "data:video/mp4;base64,"})
 """Prefixes for base64; the format is detected from the content, not from this type."""
 
 _DATA_TYPE = re.compile(r"data:([\w.+-]+/[\w.+-]+)", re.IGNORECASE)
@@ -25,10 +25,10 @@ _URL = re.compile(r"(data|https?):", re.IGNORECASE)
 
 
 class VideoMetadata(RequestModel):
-    fps: Annotated[float, Field(gt=0, le=1000)] | None = None
+    fps: Rate | None = None
 
 
-class FileSource(RequestModel):
+class FileSource(MediaSource):
     """A file: a data: URL or base64 as `file_data`.
 
     The other fields are LiteLLM's: a URL as `file_id`, the media type `format`, and options of an image or a video.
@@ -41,58 +41,54 @@ class FileSource(RequestModel):
     detail: Literal["auto", "low", "high"] | None = None
     video_metadata: VideoMetadata | None = None
 
-    def check(self, path: str) -> None:
-        if self.kind is None or not (self.file_data or self._is_url):
-            raise UnsupportedParameter(
-                f"`{path}.{self.source_field}` must be an image or a video: a data: URL in `file_data`, or base64 with"
-                " a `filename` such as photo.png. Documents are not supported, and files are not stored. Send the pages"
-                " of a document as images, or its text.",
-                param=f"{path}.{self.source_field}",
+    @property
+    def kind(self) -> Kind:
+        return "video" if self._general_type == "video" else "image"
+
+    @property
+    def content_field(self) -> str:
+        return "file_id" if self.file_id and not self.file_data else "file_data"
+
+    def check(self, path: str, content_path: str, *, optional: bool) -> None:
+        if self._general_type not in {"image", "video"} or not (self.file_data or self._is_url):
+            raise unsupported(
+                content_path,
+                "must be an image or a video: a data: URL in `file_data`, or base64 with a `filename` such as"
+                " photo.png. Documents are not supported, and files are not stored. Send the pages of a document as"
+                " images, or its text.",
             )
-        for kind, option in (("image", "detail"), ("video", "video_metadata")):
-            if kind != self.kind and getattr(self, option) is not None:
-                raise UnsupportedParameter(
-                    f"`{path}.{option}` is not available for a file of the kind {self.kind}. Remove it.",
-                    param=f"{path}.{option}",
-                )
+        option = "detail" if self.kind == "video" else "video_metadata"
+        if getattr(self, option) is not None:
+            raise unsupported(f"{path}.{option}", f"is not available for a file of the kind {self.kind}. Remove it.")
         if self.video_metadata and self.video_metadata.model_extra:
-            raise UnsupportedParameter(
-                f"`{path}.video_metadata` has other options than `fps`. Remove them.", param=f"{path}.video_metadata"
-            )
+            raise unsupported(f"{path}.video_metadata", "has other options than `fps`. Remove them.")
+        check_url(self._content, content_path)
+
+    def media(self, path: str, content_field: str, uuid: str | None) -> MediaPart:
+        url = self._content
+        if not self._is_url:
+            url = copy_text(_BASE64[self.kind], url, 0, len(url))
+        fps = self.video_metadata.fps if self.video_metadata else None
+        is_video = self.kind == "video"
+        source = VideoURL(url=url, fps=fps) if is_video else ImageURL(url=url, detail=self.detail or "auto")
+        return source.media(path, content_field, uuid)
 
     @property
-    def kind(self) -> Literal["image", "video"] | None:
-        """What it contains; None for anything else."""
-        kind = self._media_type().partition("/")[0].lower()
-        if kind == "image":
-            return "image"
-        return "video" if kind == "video" else None
-
-    @property
-    def source(self) -> str:
+    def _content(self) -> str:
         return self.file_data or self.file_id or ""
 
     @property
-    def source_field(self) -> str:
-        """The name of the field with the content."""
-        return "file_id" if self.file_id and not self.file_data else "file_data"
-
-    @property
-    def fps(self) -> float | None:
-        return self.video_metadata.fps if self.video_metadata else None
-
-    def url(self) -> str:
-        """Return the URL of an image or a video."""
-        return self.source if self._is_url else copy_text(_BASE64[self.kind or ""], self.source, 0, len(self.source))
+    def _general_type(self) -> str:
+        return self._media_type().partition("/")[0].lower()
 
     @property
     def _is_url(self) -> bool:
-        return _URL.match(self.source) is not None
+        return _URL.match(self._content) is not None
 
     def _media_type(self) -> str:
         if self.format:
             return self.format
-        if declared := _DATA_TYPE.match(self.source, 0, _MAX_NAME):
+        if declared := _DATA_TYPE.match(self._content, 0, _MAX_NAME):
             return declared[1]
-        name = self.filename or ("" if self.file_data else self.source)
+        name = self.filename or ("" if self.file_data else self._content)
         return mimetypes.guess_type(name[-_MAX_NAME:], strict=False)[0] or ""

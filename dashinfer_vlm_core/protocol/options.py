@@ -7,16 +7,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Annotated
 
-from pydantic import Field, Strict, Tag
+from pydantic import Field, Strict
 
 from ..errors import InvalidParameter
-from .base import NUMBER_OR_ARRAY, ClosedModel, Count
-from .messages import MAX_PARTS, MediaPart
+from .base import Array, ClosedModel, Count, NumberOrArray
+from .media_part import MediaPart
+from .messages import MAX_PARTS
+from .sources import Rate
+from .validation_errors import invalid
 
 _Level = Annotated[int, Field(ge=0, le=255)]
-_Rate = Annotated[float, Field(gt=0, le=1000)]
-_Rates = Annotated[tuple[_Rate, ...], Strict(False), Field(max_length=MAX_PARTS, fail_fast=True)]
-_RateOrRates = Annotated[Annotated[_Rate, Tag("number")] | Annotated[_Rates, Tag("array")], NUMBER_OR_ARRAY]
 
 
 class ImageIO(ClosedModel):
@@ -28,7 +28,7 @@ class ImageIO(ClosedModel):
 class VideoIO(ClosedModel):
     """How video files are sampled."""
 
-    fps: _Rate | None = None
+    fps: Rate | None = None
     num_frames: Count | None = None
 
 
@@ -55,7 +55,7 @@ class ProcessorOptions(ClosedModel):
     max_pixels: Count | None = None
     size: Edges = Edges()
     total_pixels: Count | None = None
-    fps: _RateOrRates | None = None
+    fps: NumberOrArray[Rate, Annotated[Array[Rate], Field(max_length=MAX_PARTS)]] | None = None
     num_frames: Count | None = None
     do_sample_frames: bool | None = None
 
@@ -70,24 +70,29 @@ class MediaOptions:
     def __init__(self, reading: MediaIO, processing: ProcessorOptions) -> None:
         self._reading = reading
         self._processing = processing
+        self._min_pixels = processing.min_pixels or processing.size.shortest_edge
+        self._max_pixels = processing.max_pixels or processing.size.longest_edge
+        self._num_frames = processing.num_frames or reading.video.num_frames
 
-    def find_conflicts(self) -> Iterator[InvalidParameter]:
-        """Yield an error for each conflict between options."""
-        video, processing, size = self._reading.video, self._processing, self._processing.size
+    def check(self) -> None:
+        """Raise InvalidParameter if options contradict each other."""
+        video = self._reading.video
+        processing = self._processing
+        size = processing.size
+        single_rate = None if isinstance(processing.fps, tuple) else processing.fps
         for name, one, other, two in (
             ("mm_processor_kwargs.size.shortest_edge", size.shortest_edge, "min_pixels", processing.min_pixels),
             ("mm_processor_kwargs.size.longest_edge", size.longest_edge, "max_pixels", processing.max_pixels),
-            ("media_io_kwargs.video.fps", video.fps, "fps", self._single_rate),
+            ("media_io_kwargs.video.fps", video.fps, "fps", single_rate),
             ("media_io_kwargs.video.num_frames", video.num_frames, "num_frames", processing.num_frames),
         ):
             if one is not None and two is not None and one != two:
-                message = f"`{name}` is {one}, but `mm_processor_kwargs.{other}` is {two}. Pass one of them."
-                yield InvalidParameter(message, param=name)
-        if self._fps and self._num_frames is not None:
+                raise invalid(name, f"is {one}, but `mm_processor_kwargs.{other}` is {two}. Pass one of them.")
+        if (processing.fps or video.fps) and self._num_frames is not None:
             name = "mm_processor_kwargs.num_frames" if processing.num_frames else "media_io_kwargs.video.num_frames"
-            yield InvalidParameter(f"`{name}` cannot be combined with `fps`. Pass one of them.", param=name)
+            raise invalid(name, "cannot be combined with `fps`. Pass one of them.")
         if self._min_pixels is not None and self._max_pixels is not None and self._min_pixels > self._max_pixels:
-            yield InvalidParameter(
+            raise InvalidParameter(
                 f"`mm_processor_kwargs` sets a minimum of {self._min_pixels} pixels, more than its maximum,"
                 f" {self._max_pixels}.",
                 param="mm_processor_kwargs.min_pixels" if processing.min_pixels else "mm_processor_kwargs.size",
@@ -124,15 +129,13 @@ class MediaOptions:
         return replace(part, fps=rate)
 
     def _rates(self, videos: int) -> Iterator[float | None]:
-        """Return the rate of each video."""
         fps = self._processing.fps
         if not isinstance(fps, tuple):
             return itertools.repeat(fps, videos)
         if len(fps) != videos:
-            raise InvalidParameter(
-                f"`mm_processor_kwargs.fps` has {len(fps)} values, but the request has {videos} videos. Pass one value,"
-                " or one for each video.",
-                param="mm_processor_kwargs.fps",
+            raise invalid(
+                "mm_processor_kwargs.fps",
+                f"has {len(fps)} values, but the request has {videos} videos. Pass one value, or one for each video.",
             )
         return iter(fps)
 
@@ -142,28 +145,7 @@ class MediaOptions:
         if wanted is None or wanted == part.is_sampled or not part.has_source:
             return
         reason = "a video file is always sampled" if part.is_sampled else "all frames of a list are used"
-        raise InvalidParameter(
-            f"`mm_processor_kwargs.do_sample_frames` is {str(wanted).lower()}, but `{part.path}` is different:"
-            f" {reason}. Remove it.",
-            param="mm_processor_kwargs.do_sample_frames",
+        raise invalid(
+            "mm_processor_kwargs.do_sample_frames",
+            f"is {str(wanted).lower()}, but `{part.path}` is different: {reason}. Remove it.",
         )
-
-    @property
-    def _min_pixels(self) -> int | None:
-        return self._processing.min_pixels or self._processing.size.shortest_edge
-
-    @property
-    def _max_pixels(self) -> int | None:
-        return self._processing.max_pixels or self._processing.size.longest_edge
-
-    @property
-    def _fps(self) -> object:
-        return self._processing.fps or self._reading.video.fps
-
-    @property
-    def _single_rate(self) -> float | None:
-        return None if isinstance(self._processing.fps, tuple) else self._processing.fps
-
-    @property
-    def _num_frames(self) -> int | None:
-        return self._processing.num_frames or self._reading.video.num_frames

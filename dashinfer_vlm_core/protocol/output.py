@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, Field, Strict, Tag
+from pydantic import AfterValidator, BeforeValidator, Field, Tag, model_validator
+from typing_extensions import Self
 
-from ..errors import InvalidParameter, RequestError, UnsupportedParameter
-from .base import ClosedModel, RequestModel, Text, encodable, string_or_object
-from .fields import NO_CUSTOM_GRAMMAR
-from .validation_errors import show
+from .base import Array, ClosedModel, RequestModel, Text, encodable, string_or_object
+from .fields import NO_CUSTOM_GRAMMAR, RejectedFields, reject_fields
+from .validation_errors import invalid, show
 
 MAX_TOOLS = 128
 MAX_SCHEMA_BYTES = 64 * 1024
@@ -75,9 +75,7 @@ GuidedSchema: TypeAlias = Annotated[
 GuidedText: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_GUIDED_CHARACTERS), AfterValidator(encodable)]
 """A regular expression, or a text to choose."""
 
-GuidedTexts: TypeAlias = Annotated[
-    tuple[GuidedText, ...], Strict(False), Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)
-]
+GuidedTexts: TypeAlias = Annotated[Array[GuidedText], Field(min_length=1, max_length=MAX_CHOICES)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,12 +117,13 @@ class ResponseFormat(RequestModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaFormat | None = None
 
-    def find_conflicts(self) -> Iterator[InvalidParameter]:
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         if self.type == "json_schema" and self.json_schema is None:
-            yield InvalidParameter(
-                "`response_format.json_schema` is required with this type. Pass an object with `name` and `schema`.",
-                param="response_format.json_schema",
+            raise invalid(
+                "response_format.json_schema", "is required with this type. Pass an object with `name` and `schema`."
             )
+        return self
 
     def constraints(self) -> Iterator[OutputConstraint]:
         if self.json_schema is not None and self.type == "json_schema":
@@ -152,16 +151,12 @@ class StructuredOutputs(ClosedModel):
     disable_additional_properties: bool = False
     whitespace_pattern: Text | None = None
 
-    def find_conflicts(self) -> Iterator[RequestError]:
-        for name, next_step in REJECTED_OPTIONS.items():
-            if getattr(self, name):
-                param = f"structured_outputs.{name}"
-                yield UnsupportedParameter(f"`{param}` is not supported. {next_step}", param=param)
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        reject_fields(vars(self), REJECTED_OPTIONS, prefix="structured_outputs.")
         if not list(self.constraints()):
-            yield InvalidParameter(
-                "`structured_outputs` needs one of `json`, `regex`, `choice` and `json_object`. Pass one of them.",
-                param="structured_outputs",
-            )
+            raise invalid("structured_outputs", "needs one of `json`, `regex`, `choice` and `json_object`.")
+        return self
 
     def constraints(self) -> Iterator[OutputConstraint]:
         yield from guided_constraints(
@@ -171,16 +166,17 @@ class StructuredOutputs(ClosedModel):
             yield OutputConstraint(kind="json_object", param="structured_outputs.json_object")
 
 
-REJECTED_OPTIONS: Mapping[str, str] = MappingProxyType(
+_NO_WHITESPACE = "JSON has at most one space after commas and colons. Remove it."
+REJECTED_OPTIONS: RejectedFields = MappingProxyType(
     {
-        "grammar": NO_CUSTOM_GRAMMAR,
-        "structural_tag": "Use `tools` for calls, or a JSON schema.",
-        "disable_any_whitespace": "JSON has at most one space after commas and colons. Remove it.",
-        "disable_additional_properties": 'Set "additionalProperties": false in the schema.',
-        "whitespace_pattern": "JSON has at most one space after commas and colons. Remove it.",
+        "grammar": ((), NO_CUSTOM_GRAMMAR),
+        "structural_tag": ((), "Use `tools` for calls, or a JSON schema."),
+        "disable_any_whitespace": ((False,), _NO_WHITESPACE),
+        "disable_additional_properties": ((False,), 'Set "additionalProperties": false in the schema.'),
+        "whitespace_pattern": ((), _NO_WHITESPACE),
     }
 )
-"""Options of `structured_outputs` that are not supported, with the next step."""
+"""Options of `structured_outputs` that are not supported."""
 
 
 def guided_constraints(
@@ -193,15 +189,6 @@ def guided_constraints(
         yield OutputConstraint(kind="regex", param=f"{prefix}regex", regex=regex)
     if choices is not None:
         yield OutputConstraint(kind="choice", param=f"{prefix}choice", choices=choices)
-
-
-def find_output_conflicts(constraints: Iterable[OutputConstraint]) -> Iterator[InvalidParameter]:
-    """Yield an error if a request defines its output more than once."""
-    params = [constraint.param for constraint in constraints]
-    if len(params) > 1:
-        yield InvalidParameter(
-            f"`{params[0]}` and `{params[1]}` both define the output. Pass one of them.", param=params[1]
-        )
 
 
 class ToolFunction(RequestModel):
@@ -238,7 +225,7 @@ class ToolSubset(RequestModel):
     """The tools that may be called, or one of which must be called."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[tuple[NamedTool, ...], Strict(False), Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+    tools: Annotated[Array[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
 
     @property
     def names(self) -> frozenset[str]:
@@ -264,31 +251,26 @@ ToolChoice: TypeAlias = Annotated[
     | Annotated[NamedTool, Tag("object")],
     string_or_object(_choice_tag),
 ]
-Tools: TypeAlias = Annotated[tuple[Tool, ...], Strict(False), Field(max_length=MAX_TOOLS, fail_fast=True)]
+Tools: TypeAlias = Annotated[Array[Tool], Field(max_length=MAX_TOOLS)]
 
 
-def find_tool_conflicts(tools: Tools, choice: ToolChoice | None, parallel: bool | None) -> Iterator[InvalidParameter]:
-    """Yield an error for each conflict between the fields for tools."""
+def check_tools(tools: Tools, choice: ToolChoice | None, parallel: bool | None) -> None:
+    """Raise InvalidParameter if the fields for tools contradict each other."""
     names: set[str] = set()
     for index, tool in enumerate(tools):
         if tool.function.name in names:
             path = f"tools[{index}].function.name"
-            yield InvalidParameter(
-                f"`{path}` {show(tool.function.name)} is used twice. Rename one of the tools.", param=path
-            )
+            raise invalid(path, f"is {show(tool.function.name)}, which another tool has, too. Rename one of them.")
         names.add(tool.function.name)
     if not tools and (parallel is not None or choice not in {None, "none", "auto"}):
         name = "parallel_tool_calls" if parallel is not None else "tool_choice"
-        yield InvalidParameter(f"`{name}` requires `tools`. Remove it, or pass tools.", param=name)
+        raise invalid(name, "requires `tools`. Remove it, or pass tools.")
     for path, chosen in _chosen_tools(choice):
         if chosen.function.name not in names:
-            yield InvalidParameter(
-                f"`{path}` is {show(chosen.function.name)}, which is not one of `tools`.", param=path
-            )
+            raise invalid(path, f"is {show(chosen.function.name)}, which is not one of `tools`.")
 
 
 def _chosen_tools(choice: ToolChoice | None) -> Iterator[tuple[str, NamedTool]]:
-    """Yield the tools that a choice names, each with the path of its name."""
     if isinstance(choice, NamedTool):
         yield "tool_choice.function.name", choice
     elif isinstance(choice, AllowedTools):

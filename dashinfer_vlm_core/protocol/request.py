@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, InstanceOf, Strict, Tag, model_validator
+from pydantic import AfterValidator, Field, InstanceOf, model_validator
 
-from ..errors import InvalidParameter, RequestError
-from .base import LARGEST, STRING_OR_ARRAY, Count, Label, Name, RequestModel, Text, encodable
+from .base import LARGEST, Array, Count, Label, Name, RequestModel, StringOrArray, Text, encodable
 from .body import CheckedBody
-from .fields import IGNORED_FIELDS, REJECTED_FIELDS
-from .lora import LoRARequest
-from .messages import MediaPart, Message
+from .fields import IGNORED_FIELDS, REJECTED_FIELDS, RejectedFields
+from .media_part import MediaPart
+from .messages import Message, check_tool_arguments
 from .options import MediaIO, MediaOptions, ProcessorOptions
 from .output import (
     AllowedTools,
@@ -28,12 +27,11 @@ from .output import (
     Tool,
     ToolChoice,
     Tools,
-    find_output_conflicts,
-    find_tool_conflicts,
+    check_tools,
     guided_constraints,
 )
 from .sampling import GREEDY_BELOW, Sampling
-from .tool_arguments import check_tool_arguments
+from .validation_errors import invalid
 
 DEFAULT_MODEL = "model"
 """Model name of requests without `model`."""
@@ -53,7 +51,28 @@ _TokenKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS), AfterValidator(encodable)]
 _TemplateValue = bool | Annotated[int, Field(ge=-LARGEST, le=LARGEST)] | float | Label
-_Stops = Annotated[tuple[_Stop, ...], Strict(False), Field(max_length=4, fail_fast=True)]
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """A LoRA adapter of a request from code in this process, as vLLM's `LoRARequest`.
+
+    Attributes:
+        lora_name: the adapter's name. An adapter that was loaded under this name is used again.
+        lora_int_id: a positive number, for compatibility with vLLM. The name alone identifies the adapter.
+        lora_path: its folder or Hugging Face ID; empty for an adapter of `EngineConfig.lora`.
+    """
+
+    lora_name: str
+    lora_int_id: int = 1
+    lora_path: str = ""
+
+    def __post_init__(self) -> None:
+        """Raise InvalidParameter if a value is invalid."""
+        if not isinstance(self.lora_name, str) or not self.lora_name:
+            raise invalid("lora_name", f"must be a name, got {self.lora_name!r}.")
+        if isinstance(self.lora_int_id, bool) or not isinstance(self.lora_int_id, int) or self.lora_int_id < 1:
+            raise invalid("lora_int_id", f"must be at least 1, got {self.lora_int_id!r}.")
 
 
 class StreamOptions(RequestModel):
@@ -74,12 +93,10 @@ class ChatRequest(CheckedBody):
     `guided_choice` are vLLM's. The module `fields` lists ignored and rejected fields.
     """
 
-    _rejected_fields: ClassVar[Mapping[str, tuple[tuple[object, ...], str]]] = REJECTED_FIELDS
+    _rejected_fields: ClassVar[RejectedFields] = REJECTED_FIELDS
     _accepted_fields: ClassVar[Collection[str]] = IGNORED_FIELDS
 
-    messages: Annotated[
-        tuple[Message, ...], Strict(False), Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
-    ]
+    messages: Annotated[Array[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     model: Name = DEFAULT_MODEL
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -93,10 +110,8 @@ class ChatRequest(CheckedBody):
     presence_penalty: _Penalty = 0.0
     repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] = 1.0  # logits are divided by it: 1e-300 would overflow
     logit_bias: Annotated[dict[_TokenKey, _Bias], Field(max_length=MAX_LISTED_TOKENS)] = Field(default_factory=dict)
-    stop: Annotated[Annotated[_Stop, Tag("string")] | Annotated[_Stops, Tag("array")], STRING_OR_ARRAY] | None = None
-    stop_token_ids: Annotated[
-        tuple[_TokenId, ...], Strict(False), Field(max_length=MAX_LISTED_TOKENS, fail_fast=True)
-    ] = ()
+    stop: StringOrArray[_Stop, Annotated[Array[_Stop], Field(max_length=4)]] | None = None
+    stop_token_ids: Annotated[Array[_TokenId], Field(max_length=MAX_LISTED_TOKENS)] = ()
     ignore_eos: bool = False
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     logprobs: bool = False
@@ -124,45 +139,34 @@ class ChatRequest(CheckedBody):
         for index, message in enumerate(self.messages):
             message.check(f"messages[{index}]")
         check_tool_arguments(self.messages)
-        for error in self._find_conflicts():
-            raise error
+        self._media_options.check()
+        check_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
+        outputs = [constraint.param for constraint in self._output_constraints()]
+        if len(outputs) > 1:
+            raise invalid(outputs[1], f"and `{outputs[0]}` both define the output. Pass one of them.")
+        self._check_combinations()
         return self
 
-    def _find_conflicts(self) -> Iterator[RequestError]:
-        yield from self._media_options.find_conflicts()
-        yield from find_tool_conflicts(self.tools, self.tool_choice, self.parallel_tool_calls)
-        if self.response_format:
-            yield from self.response_format.find_conflicts()
-        if self.structured_outputs:
-            yield from self.structured_outputs.find_conflicts()
-        yield from find_output_conflicts(self._output_constraints())
+    def _check_combinations(self) -> None:
         if self.coordinates == "original" and self.logprobs:
-            yield InvalidParameter(
-                '`logprobs` cannot be combined with `coordinates` "original": the text is not that of the tokens.'
-                " Remove one of them.",
-                param="logprobs",
+            raise invalid(
+                "logprobs",
+                'cannot be combined with `coordinates` "original": the text is not that of the tokens. Remove one of'
+                " them.",
             )
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
-            yield InvalidParameter(
-                "`max_tokens` and `max_completion_tokens` are synonyms but have different values. Pass one of them.",
-                param="max_tokens",
+            raise invalid(
+                "max_tokens", "and `max_completion_tokens` are synonyms but have different values. Pass one of them."
             )
         if self.min_tokens > (self._token_limit or LARGEST):
-            yield InvalidParameter(
-                f"`min_tokens` is {self.min_tokens}, more than the maximum number of completion tokens,"
-                f" {self._token_limit}.",
-                param="min_tokens",
+            raise invalid(
+                "min_tokens",
+                f"is {self.min_tokens}, more than the maximum number of completion tokens, {self._token_limit}.",
             )
         if self.top_logprobs is not None and not self.logprobs:
-            yield InvalidParameter(
-                "`top_logprobs` requires `logprobs`. Set `logprobs` to true, or remove `top_logprobs`.",
-                param="top_logprobs",
-            )
+            raise invalid("top_logprobs", "requires `logprobs`. Set `logprobs` to true, or remove `top_logprobs`.")
         if self.stream_options and not self.stream:
-            yield InvalidParameter(
-                "`stream_options` requires `stream`. Set `stream` to true, or remove `stream_options`.",
-                param="stream_options",
-            )
+            raise invalid("stream_options", "requires `stream`. Set `stream` to true, or remove `stream_options`.")
 
     @property
     def _token_limit(self) -> int | None:
@@ -291,11 +295,9 @@ class OfflineRequest(ChatRequest):
         lora_request: the LoRA adapter to use.
     """
 
-    messages: Annotated[tuple[Message, ...], Strict(False), Field(max_length=MAX_MESSAGES)] = ()
+    messages: Annotated[Array[Message], Field(max_length=MAX_MESSAGES)] = ()
     contents: Mapping[str, Any] = Field(default_factory=dict, repr=False)
-    prompt: (
-        Annotated[Annotated[Text, Tag("string")] | Annotated[tuple[int, ...], Tag("array")], STRING_OR_ARRAY] | None
-    ) = None
+    prompt: StringOrArray[Text, tuple[int, ...]] | None = None
     attached: tuple[InstanceOf[MediaPart], ...] = ()
     lora_request: InstanceOf[LoRARequest] | None = None
 

@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import ConfigDict, Field, Strict, Tag
+from pydantic import ConfigDict, Field
 
-from ..errors import InvalidParameter, UnsupportedParameter
-from .base import STRING_OR_ARRAY, Name, RequestModel, Text
+from .base import Array, Name, RequestModel, StringOrArray, Text
 from .fields import NO_AUDIO
 from .messages import MAX_PARTS
-from .validation_errors import show
+from .validation_errors import invalid, show, unsupported
 
 REFERENCE = "item_reference"
 
@@ -53,65 +52,51 @@ class ItemPart(_StoredModel):
         """
         for name in ("file_id", "file_url"):
             if getattr(self, name) is not None:
-                raise UnsupportedParameter(
-                    f"`{path}.{name}` is not supported: files are not stored or fetched. Send images as `image_url`,"
-                    " videos as `video_url`, or a data: URL in `file_data`.",
-                    param=f"{path}.{name}",
+                raise unsupported(
+                    f"{path}.{name}",
+                    "is not supported: files are not stored or fetched. Send images as `image_url`, videos as"
+                    " `video_url`, or a data: URL in `file_data`.",
                 )
         if self.type == "input_audio":
-            raise UnsupportedParameter(f"`{path}` has the type 'input_audio'. {NO_AUDIO}", param=f"{path}.type")
-        convert = _PART_CONVERTERS.get(self.type)
-        if convert is None:
-            raise InvalidParameter(
-                f"`{path}.type` must be one of {', '.join(_PART_CONVERTERS)}; got {show(self.type)}.",
-                param=f"{path}.type",
-            )
-        part = convert(self, path)
-        return part if self.uuid is None else {**part, "uuid": self.uuid}
+            raise unsupported(f"{path}.type", f"is 'input_audio'. {NO_AUDIO}")
+        if self.type not in _CHAT_TYPES:
+            raise invalid(f"{path}.type", f"must be one of {', '.join(_CHAT_TYPES)}; got {show(self.type)}.")
+        values = {
+            "text": self.text,
+            "refusal": self.refusal,
+            "image_url": self._image(),
+            "video_url": self.video_url,
+            "file": {"file_data": self.file_data, "filename": self.filename},
+        }
+        chat_type = _CHAT_TYPES[self.type]
+        return {"type": chat_type, chat_type: values[chat_type], "uuid": self.uuid}
+
+    def _image(self) -> Any:
+        # A URL, or, as in chat requests, an object with a URL and options.
+        source = {"url": self.image_url} if isinstance(self.image_url, str) else self.image_url
+        if self.detail is not None and isinstance(source, dict):
+            return {"detail": "high" if self.detail == "original" else self.detail, **source}
+        return source
 
     @property
     def is_text(self) -> bool:
         return self.type in _TEXT_TYPES
 
 
-def _text(part: ItemPart, path: str) -> dict[str, Any]:
-    return {"type": "text", "text": part.text}
-
-
-def _refusal(part: ItemPart, path: str) -> dict[str, Any]:
-    return {"type": "refusal", "refusal": part.refusal}
-
-
-def _image(part: ItemPart, path: str) -> dict[str, Any]:
-    """Convert an image: a URL, or, as in chat requests, an object with a URL and options."""
-    source = {"url": part.image_url} if isinstance(part.image_url, str) else part.image_url
-    if part.detail is not None and isinstance(source, dict):
-        source = {"detail": "high" if part.detail == "original" else part.detail, **source}
-    return {"type": "image_url", "image_url": source}
-
-
-def _video(part: ItemPart, path: str) -> dict[str, Any]:
-    """Convert a video: a URL, or, as in chat requests, an object with a URL or a list of frames, and options."""
-    return {"type": "video_url", "video_url": part.video_url}
-
-
-def _file(part: ItemPart, path: str) -> dict[str, Any]:
-    return {"type": "file", "file": {"file_data": part.file_data, "filename": part.filename}}
-
-
 _TEXT_TYPES = ("input_text", "output_text", "text")
-_PART_CONVERTERS: Mapping[str, Callable[[ItemPart, str], dict[str, Any]]] = MappingProxyType(
+_CHAT_TYPES: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(_TEXT_TYPES, _text),
-        "input_image": _image,
-        "input_video": _video,
-        "input_file": _file,
-        "refusal": _refusal,
+        **dict.fromkeys(_TEXT_TYPES, "text"),
+        "input_image": "image_url",
+        "input_video": "video_url",
+        "input_file": "file",
+        "refusal": "refusal",
     }
 )
+"""Types of content parts in chat requests, each also the name of the field with the value."""
 
-_Parts: TypeAlias = Annotated[tuple[ItemPart, ...], Strict(False), Field(max_length=MAX_PARTS, fail_fast=True)]
-_Content: TypeAlias = Annotated[Annotated[Text, Tag("string")] | Annotated[_Parts, Tag("array")], STRING_OR_ARRAY]
+_Parts: TypeAlias = Annotated[Array[ItemPart], Field(max_length=MAX_PARTS)]
+_Content: TypeAlias = StringOrArray[Text, _Parts]
 
 
 class InputItem(_StoredModel):
@@ -185,10 +170,7 @@ class ItemConverter:
         """
         add = _ITEM_CONVERTERS.get(item.type)
         if add is None:
-            raise UnsupportedParameter(
-                f"`{path}.type` must be one of {', '.join(_ITEM_CONVERTERS)}; got {show(item.type)}.",
-                param=f"{path}.type",
-            )
+            raise unsupported(f"{path}.type", f"must be one of {', '.join(_ITEM_CONVERTERS)}; got {show(item.type)}.")
         add(self, item, path)
 
     def add_message(self, item: InputItem, path: str) -> None:
@@ -225,10 +207,10 @@ class ItemConverter:
     def add_output(self, item: InputItem, path: str) -> None:
         call_id = _required(item, "call_id", path)
         if call_id not in self._call_ids:
-            raise InvalidParameter(
-                f"`{path}.call_id` is {show(call_id)}, but no earlier tool call has this ID. Send the `function_call`"
-                " item too, or the `previous_response_id` of the response that contains it.",
-                param=f"{path}.call_id",
+            raise invalid(
+                f"{path}.call_id",
+                f"is {show(call_id)}, but no earlier tool call has this ID. Send the `function_call` item too, or the"
+                " `previous_response_id` of the response that contains it.",
             )
         content = _content(item.output, f"{path}.output", join=False)
         body = {"role": "tool", "tool_call_id": call_id, "content": content}
@@ -237,9 +219,9 @@ class ItemConverter:
     def add_compaction(self, item: InputItem, path: str) -> None:
         summary = _decode_summary(_required(item, "encrypted_content", path))
         if summary is None:
-            param = f"{path}.encrypted_content"
-            raise InvalidParameter(
-                f"`{param}` is not a summary that this API created. Send the items of the conversation.", param=param
+            raise invalid(
+                f"{path}.encrypted_content",
+                "is not a summary that this API created. Send the items of the conversation.",
             )
         content = f"Summary of the earlier conversation:\n{summary}"
         self.messages.append(ConvertedMessage({"role": "system", "content": content}, [("", path)]))
@@ -270,7 +252,6 @@ def encode_summary(summary: str) -> str:
 
 
 def _decode_summary(content: str) -> str | None:
-    """Return the summary in a compaction item; None if `encode_summary` did not create it."""
     if not content.startswith(_SUMMARY_MARK):
         return None
     try:
@@ -282,7 +263,7 @@ def _decode_summary(content: str) -> str | None:
 def _content(content: str | tuple[ItemPart, ...] | None, path: str, *, join: bool) -> str | list[dict[str, Any]]:
     """Convert the content of an item; with `join`, text becomes one string, as chat templates expect of most roles."""
     if content is None:
-        raise InvalidParameter(f"`{path}` is required. Pass a string or an array of parts.", param=path)
+        raise invalid(path, "is required. Pass a string or an array of parts.")
     if isinstance(content, str):
         return content
     if join and all(part.is_text for part in content):
@@ -293,14 +274,12 @@ def _content(content: str | tuple[ItemPart, ...] | None, path: str, *, join: boo
 def _texts(parts: Iterable[ItemPart], path: str) -> Iterator[str]:
     for index, part in enumerate(parts):
         if part.text is None:
-            raise InvalidParameter(f"`{path}[{index}].text` is required.", param=f"{path}[{index}].text")
+            raise invalid(f"{path}[{index}].text", "is required.")
         yield part.text
 
 
 def _required(item: InputItem, name: str, path: str) -> Any:
     value = getattr(item, name)
     if value is None:
-        raise InvalidParameter(
-            f"`{path}.{name}` is required in items of the type {item.type!r}.", param=f"{path}.{name}"
-        )
+        raise invalid(f"{path}.{name}", f"is required in items of the type {item.type!r}.")
     return value

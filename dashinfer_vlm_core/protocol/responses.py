@@ -10,23 +10,24 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import Field, Strict, Tag, model_validator
+from openai.types.responses import ResponseIncludable
+from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from ..errors import InvalidParameter, RequestError, UnsupportedParameter
-from .base import STRING_OR_ARRAY, Count, Name, RequestModel, Text, string_or_object
+from ..errors import RequestError
+from .base import Array, Count, Name, RequestModel, StringOrArray, StringOrObject, Text
 from .body import CheckedBody, RequestBody
-from .fields import IGNORED_FIELDS, REJECTED_FIELDS
+from .fields import IGNORED_FIELDS, REJECTED_FIELDS, RejectedFields, reject_fields
 from .output import MAX_TOOLS, JsonSchema
 from .request import DEFAULT_MODEL, MAX_MESSAGES, ChatRequest, StreamOptions
 from .response_items import ConvertedMessage, InputItem, ItemConverter
-from .validation_errors import show
+from .validation_errors import invalid
 
 LOGPROBS = "message.output_text.logprobs"
 
-REJECTED_IN_RESPONSES: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
+REJECTED_IN_RESPONSES: RejectedFields = MappingProxyType(
     {
-        # OpenAI's fields, each with the values that have no effect, and the next step for other values.
+        # OpenAI's fields.
         "access_programs": (({"cyber": "standard"},), "There are no access programs. Remove it."),
         "background": ((False,), "Responses are not created in the background. Remove it, or use `stream`."),
         "background_options": (
@@ -53,7 +54,22 @@ REJECTED_IN_RESPONSES: Mapping[str, tuple[tuple[object, ...], str]] = MappingPro
         "verbosity": ((), "Use `text.verbosity`."),
     }
 )
-"""Unsupported fields, rejected unless their value has no effect."""
+_NO_SUMMARY = 'Reasoning is not summarized, it is returned as a whole. Use "auto", or remove it.'
+_REJECTED_IN_REASONING: RejectedFields = MappingProxyType(
+    {
+        "summary": (("auto",), _NO_SUMMARY),
+        "generate_summary": (("auto",), _NO_SUMMARY),
+        "context": (("auto",), "Remove it."),
+        "mode": (("standard",), "Remove it."),
+    }
+)
+_REJECTED_IN_TEXT: RejectedFields = MappingProxyType(
+    {"verbosity": (("medium",), "The models cannot control it. Describe the desired length in `instructions`.")}
+)
+_REJECTED_TYPES: RejectedFields = MappingProxyType({"type": (("function",), "Only functions are available.")})
+_REJECTED_CHOICES: RejectedFields = MappingProxyType(
+    {"type": (("function", "allowed_tools"), "Only functions are available.")}
+)
 
 SUMMARY_PROMPT = (
     "Summarize this conversation so that it can be continued from the summary alone. Include every fact, name, number"
@@ -77,10 +93,8 @@ class TextFormat(RequestModel):
     strict: Any = None
 
     def to_chat(self) -> dict[str, Any]:
-        if self.type != "json_schema":
-            return {"type": self.type}
-        schema = {"name": self.name, "schema": self.json_schema, "description": self.description, "strict": self.strict}
-        return {"type": self.type, "json_schema": schema}
+        schema = self.model_dump(exclude={"type"})
+        return {"type": self.type, "json_schema": schema if self.type == "json_schema" else None}
 
 
 class TextConfig(RequestModel):
@@ -108,8 +122,7 @@ class FunctionTool(RequestModel):
     strict: bool | None = None
 
     def to_chat(self) -> dict[str, Any]:
-        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
-        return {"type": "function", "function": {**function, "strict": self.strict}}
+        return {"type": "function", "function": self.model_dump(exclude={"type"})}
 
 
 class ToolReference(RequestModel):
@@ -126,19 +139,10 @@ class ToolSelection(RequestModel):
     type: Text
     name: Name | None = None
     mode: Literal["auto", "required"] = "auto"
-    tools: Annotated[tuple[ToolReference, ...], Strict(False), Field(max_length=MAX_TOOLS, fail_fast=True)] = ()
+    tools: Annotated[Array[ToolReference], Field(max_length=MAX_TOOLS)] = ()
 
 
-def _choice_tag(value: object) -> str | None:
-    if isinstance(value, str):
-        return "string"
-    return "object" if isinstance(value, (dict, ToolSelection)) else None
-
-
-_Items: TypeAlias = Annotated[
-    tuple[InputItem, ...], Strict(False), Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
-]
-_Input: TypeAlias = Annotated[Annotated[Text, Tag("string")] | Annotated[_Items, Tag("array")], STRING_OR_ARRAY]
+_Input: TypeAlias = StringOrArray[Text, Annotated[Array[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]]
 _MetadataKey = Annotated[Text, Field(max_length=64)]
 _MetadataValue = Annotated[Text, Field(max_length=512)]
 
@@ -149,7 +153,7 @@ class ResponsesRequest(CheckedBody):
     Fields that only chat requests of this package define, such as `top_k`, are passed to the chat request.
     """
 
-    _rejected_fields: ClassVar[Mapping[str, tuple[tuple[object, ...], str]]] = REJECTED_IN_RESPONSES
+    _rejected_fields: ClassVar[RejectedFields] = REJECTED_IN_RESPONSES
     _accepted_fields: ClassVar[Collection[str]] = _PASSED_ON
 
     input: _Input
@@ -166,31 +170,12 @@ class ResponsesRequest(CheckedBody):
     frequency_penalty: float | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
     text: TextConfig = TextConfig()
-    tools: Annotated[tuple[FunctionTool, ...], Strict(False), Field(max_length=MAX_TOOLS, fail_fast=True)] = ()
-    tool_choice: Annotated[
-        Annotated[Literal["none", "auto", "required"], Tag("string")] | Annotated[ToolSelection, Tag("object")],
-        string_or_object(_choice_tag),
-    ] = "auto"
+    tools: Annotated[Array[FunctionTool], Field(max_length=MAX_TOOLS)] = ()
+    tool_choice: StringOrObject[Literal["none", "auto", "required"], ToolSelection] = "auto"
     parallel_tool_calls: bool = True
     max_tool_calls: Count | None = None
     reasoning: ReasoningConfig = ReasoningConfig()
-    include: Annotated[
-        tuple[
-            Literal[
-                "message.output_text.logprobs",
-                "reasoning.encrypted_content",
-                "message.input_image.image_url",
-                "file_search_call.results",
-                "web_search_call.results",
-                "web_search_call.action.sources",
-                "computer_call_output.output.image_url",
-                "code_interpreter_call.outputs",
-            ],
-            ...,
-        ],
-        Strict(False),
-        Field(max_length=16),
-    ] = ()
+    include: Annotated[Array[ResponseIncludable], Field(max_length=16)] = ()
     truncation: Literal["auto", "disabled"] = "disabled"
     metadata: Annotated[dict[_MetadataKey, _MetadataValue], Field(max_length=16)] = Field(default_factory=dict)
     user: Text | None = None
@@ -199,42 +184,20 @@ class ResponsesRequest(CheckedBody):
 
     @model_validator(mode="after")
     def _check_consistency(self) -> ResponsesRequest:
-        for error in self._find_conflicts():
-            raise error
-        return self
-
-    def _find_conflicts(self) -> Iterator[RequestError]:
         for index, item in enumerate(self.items()):
             if item.is_reference and not item.id:
-                yield InvalidParameter(f"`input[{index}].id` is required.", param=f"input[{index}].id")
+                raise invalid(f"input[{index}].id", "is required.")
         for index, tool in enumerate(self.tools):
-            if tool.type != "function":
-                yield _unsupported(f"tools[{index}].type", tool.type, "Only functions are available.")
-        choice = self.tool_choice
-        if isinstance(choice, ToolSelection):
-            if choice.type not in {"function", "allowed_tools"}:
-                yield _unsupported("tool_choice.type", choice.type, "Only functions are available.")
-            if choice.type == "function" and choice.name is None:
-                yield InvalidParameter("`tool_choice.name` is required.", param="tool_choice.name")
-        if self.text.verbosity != "medium":
-            next_step = "The models cannot control it. Describe the desired length in `instructions`."
-            yield _unsupported("text.verbosity", self.text.verbosity, next_step)
-        yield from self._find_reasoning_conflicts()
+            reject_fields(vars(tool), _REJECTED_TYPES, prefix=f"tools[{index}].")
+        if isinstance(self.tool_choice, ToolSelection):
+            reject_fields(vars(self.tool_choice), _REJECTED_CHOICES, prefix="tool_choice.")
+            if self.tool_choice.type == "function" and self.tool_choice.name is None:
+                raise invalid("tool_choice.name", "is required.")
+        reject_fields(vars(self.text), _REJECTED_IN_TEXT, prefix="text.")
+        reject_fields(vars(self.reasoning), _REJECTED_IN_REASONING, prefix="reasoning.")
         if self.stream_options and not self.stream:
-            yield InvalidParameter(
-                "`stream_options` requires `stream`. Set `stream` to true, or remove `stream_options`.",
-                param="stream_options",
-            )
-
-    def _find_reasoning_conflicts(self) -> Iterator[RequestError]:
-        reasoning = self.reasoning
-        for name in ("summary", "generate_summary"):
-            if (value := getattr(reasoning, name)) not in {None, "auto"}:
-                next_step = 'Reasoning is not summarized, it is returned as a whole. Use "auto", or remove it.'
-                yield _unsupported(f"reasoning.{name}", value, next_step)
-        for name, neutral in (("context", "auto"), ("mode", "standard")):
-            if (value := getattr(reasoning, name)) not in {None, neutral}:
-                yield _unsupported(f"reasoning.{name}", value, "Remove it.")
+            raise invalid("stream_options", "requires `stream`. Set `stream` to true, or remove `stream_options`.")
+        return self
 
     @property
     def wants_logprobs(self) -> bool:
@@ -327,7 +290,7 @@ class CompactRequest(RequestBody):
         """Validate a request from JSON. Raises the same errors as `ResponsesRequest.parse`."""
         request = super().parse(data)
         if request.input is None and request.previous_response_id is None:
-            raise InvalidParameter("`input` or `previous_response_id` is required.", param="input")
+            raise invalid("input", "or `previous_response_id` is required.")
         return request
 
     def to_summary_request(self) -> ResponsesRequest:
@@ -413,11 +376,6 @@ def _rename(path: str, renames: Sequence[tuple[str, str]]) -> str:
 
 
 def _without_turns(messages: Sequence[ConvertedMessage], dropped: int) -> list[ConvertedMessage]:
-    """Return the messages without the oldest turns; instructions stay."""
     starts = [index for index, message in enumerate(messages) if message.body["role"] == "user"]
     first = starts[dropped] if dropped else 0
     return [message for index, message in enumerate(messages) if index >= first or message.is_instruction]
-
-
-def _unsupported(path: str, value: object, next_step: str) -> UnsupportedParameter:
-    return UnsupportedParameter(f"`{path}` is not supported, got {show(value)}. {next_step}", param=path)

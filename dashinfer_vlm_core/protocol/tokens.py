@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, Strict
+from pydantic import Field
 
 from ..errors import InvalidParameter
-from .base import LARGEST, Name, Text
+from .base import LARGEST, Array, Name, Text
 from .body import RequestBody
 from .request import ChatRequest
 
@@ -39,9 +39,7 @@ class TokenizeChat(ChatRequest):
 class DetokenizeRequest(RequestBody):
     """Token ids to convert to text, including special tokens."""
 
-    tokens: Annotated[
-        tuple[Annotated[int, Field(ge=0, le=LARGEST)], ...], Strict(False), Field(max_length=MAX_TOKENS, fail_fast=True)
-    ]
+    tokens: Annotated[Array[Annotated[int, Field(ge=0, le=LARGEST)]], Field(max_length=MAX_TOKENS)]
     model: Name | None = None
 
 

@@ -77,5 +77,4 @@ def _letters(name: str) -> str:
 
 
 def _without_a_letter(letters: str) -> list[str]:
-    """Return the word, and the words that result from deleting one letter."""
     return [letters, *(letters[:index] + letters[index + 1 :] for index in range(len(letters)))]

@@ -1,4 +1,4 @@
-"""Convert pydantic's validation errors of a request to `InvalidParameter`."""
+"""Errors of fields: their messages, also those of pydantic's errors, which become `InvalidParameter`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from types import MappingProxyType
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from ..errors import InvalidParameter
+from ..errors import InvalidParameter, UnsupportedParameter
 from .base import TAGS
-from .validation_messages import validation_message
 
 SHOWN_CHARACTERS = 60
 
@@ -33,6 +32,39 @@ _NEXT_STEPS: Mapping[str, str] = MappingProxyType(
 )
 
 
+_MESSAGES: Mapping[str, str] = MappingProxyType(
+    {
+        "missing": "is required",
+        "string_type": "must be a string",
+        "int_type": "must be an integer",
+        "int_parsing": "must be an integer",
+        "int_from_float": "must be an integer",
+        "float_type": "must be a finite number",
+        "float_parsing": "must be a number",
+        "finite_number": "must be a finite number",
+        "bool_type": "must be true or false",
+        "bool_parsing": "must be true or false",
+        "tuple_type": "must be an array",
+        "dict_type": "must be an object",
+        "model_type": "must be an object",
+        "string_or_array": "must be a string or an array",
+        "string_or_object": "must be a string or an object",
+        "greater_than": "must be above {gt}",
+        "greater_than_equal": "must be at least {ge}",
+        "less_than_equal": "must be at most {le}",
+        "literal_error": "must be {expected}",
+        "too_short": "must not be empty",
+        "too_long": "must have at most {max_length} entries",
+        "string_too_short": "must not be empty",
+        "string_too_long": "must have at most {max_length} characters",
+        "string_unicode": "must be valid Unicode, without lone surrogates",
+        "string_pattern_mismatch": "must map token IDs to numbers",
+        "value_error": "{error}",
+        "extra_forbidden": "is not a known option",
+        "unexpected_keyword_argument": "is not a known key",
+    }
+)
+
 _SHAPE_ERRORS = frozenset({"missing", "model_type", "string_or_object", "tuple_type", "too_short"})
 
 _UNQUOTED: Mapping[str, re.Pattern[str]] = MappingProxyType(
@@ -43,6 +75,26 @@ _UNQUOTED: Mapping[str, re.Pattern[str]] = MappingProxyType(
     }
 )
 """Strings that would be valid without their quotes, by error type."""
+
+
+def validation_message(error: ErrorDetails) -> str:
+    """Return the message for an error, a predicate whose subject is the name of the value."""
+    bounds = {name: _as_integer(value) for name, value in error.get("ctx", {}).items()}
+    return _MESSAGES.get(error["type"], "has the wrong type or shape").format(**bounds)
+
+
+def _as_integer(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def invalid(path: str, predicate: str) -> InvalidParameter:
+    """Return the error for a field; `predicate` continues the sentence that its path begins."""
+    return InvalidParameter(f"`{path}` {predicate}", param=path)
+
+
+def unsupported(path: str, predicate: str) -> UnsupportedParameter:
+    """Return the error for a field whose feature is not available, like `invalid`."""
+    return UnsupportedParameter(f"`{path}` {predicate}", param=path)
 
 
 def explain(error: ValidationError) -> InvalidParameter:
@@ -64,14 +116,13 @@ def _next_step(details: ErrorDetails, param: str) -> str:
 
 
 def _example(param: str) -> str:
-    """Return an example for a field, by its full path or by its last name."""
     pattern = _INDEX.sub("[]", param)
     return _NEXT_STEPS.get(pattern) or _NEXT_STEPS.get(param.rpartition(".")[2], "")
 
 
 def _unquote_hint(details: ErrorDetails) -> str:
-    """Return the next step for a number or boolean that was sent as a string, which is a common mistake."""
-    value, plain = details["input"], _UNQUOTED.get(details["type"])
+    value = details["input"]
+    plain = _UNQUOTED.get(details["type"])
     meant = plain is not None and isinstance(value, str) and plain.fullmatch(value)
     return " Write it without quotes." if meant else ""
 

@@ -139,7 +139,6 @@ class ResponseBuilder:
 
     @property
     def _single_call_complete(self) -> bool:
-        """Whether the only tool call that the request allows is complete."""
         return self._single_call and self._tool_parser.complete > 0
 
     def add_token(self, token: Token) -> list[ChatCompletionChunk]:
@@ -234,7 +233,6 @@ class ResponseBuilder:
         )
 
     def _completion_details(self, builders: Sequence[ResponseBuilder]) -> dict[str, CompletionTokensDetails]:
-        """Return the number of reasoning tokens, for a model that reasons."""
         if self._reasoning_parser is None:
             return {}
         tokens = sum(builder.reasoning_tokens for builder in builders)
@@ -248,7 +246,8 @@ class ResponseBuilder:
         return "stop" if self._stop_strings.matched else self._reason or "stop"
 
     def _flush(self) -> list[ChatCompletionChunk]:
-        text, chunks = self._detokenizer.flush(), list[ChatCompletionChunk]()
+        text = self._detokenizer.flush()
+        chunks: list[ChatCompletionChunk] = []
         if self._reasoning_parser is not None:
             reasoning = [*self._reasoning_parser.feed(text), *self._reasoning_parser.flush()]
             chunks = self._chunks_for_reasoning(reasoning)
@@ -275,7 +274,6 @@ class ResponseBuilder:
                 yield event
 
     def _held_content(self) -> Iterator[ContentDelta]:
-        """Yield what is no stop string, since the content ends there."""
         if held := self._stop_strings.flush():
             yield ContentDelta(begin=self._content_end - len(held), text=held)
 

@@ -9,62 +9,36 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, TypeVar
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 from openai.types import CompletionUsage
 from openai.types.chat import ChatCompletionChunk
 from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaToolCall, ChoiceLogprobs
 from openai.types.responses import (
-    FunctionTool,
     Response,
-    ResponseCompletedEvent,
-    ResponseContentPartAddedEvent,
-    ResponseContentPartDoneEvent,
-    ResponseCreatedEvent,
     ResponseError,
-    ResponseErrorEvent,
-    ResponseFailedEvent,
-    ResponseFormatTextConfig,
-    ResponseFormatTextJSONSchemaConfig,
-    ResponseFunctionCallArgumentsDeltaEvent,
-    ResponseFunctionCallArgumentsDoneEvent,
     ResponseFunctionToolCall,
-    ResponseIncompleteEvent,
-    ResponseInProgressEvent,
     ResponseOutputItem,
-    ResponseOutputItemAddedEvent,
-    ResponseOutputItemDoneEvent,
     ResponseOutputMessage,
-    ResponseOutputText,
     ResponseReasoningItem,
-    ResponseReasoningTextDeltaEvent,
-    ResponseReasoningTextDoneEvent,
     ResponseStreamEvent,
-    ResponseTextConfig,
-    ResponseTextDeltaEvent,
-    ResponseTextDoneEvent,
     ResponseUsage,
-    ToolChoiceAllowed,
-    ToolChoiceFunction,
 )
-from openai.types.responses.response import IncompleteDetails, ToolChoice
-from openai.types.responses.response_content_part_added_event import PartReasoningText
-from openai.types.responses.response_reasoning_item import Content as ReasoningContent
+from openai.types.responses.response import IncompleteDetails
 from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
-from openai.types.shared import Reasoning, ResponseFormatJSONObject, ResponseFormatText
 from pydantic import ValidationError
 
 from ..errors import EngineError
 from ..protocol.request import ChatRequest
-from ..protocol.responses import ResponsesRequest, ToolSelection
+from ..protocol.responses import ResponsesRequest
+from .echoed_fields import echoed_fields
 
-_RESPONSE_EVENTS = (
-    ResponseCreatedEvent,
-    ResponseInProgressEvent,
-    ResponseCompletedEvent,
-    ResponseIncompleteEvent,
-    ResponseFailedEvent,
+_EVENT_CLASSES: Mapping[str, Callable[..., ResponseStreamEvent]] = MappingProxyType(
+    {get_args(kind.model_fields["type"].annotation)[0]: kind for kind in get_args(get_args(ResponseStreamEvent)[0])}
 )
+"""OpenAI's classes, by the `type` of their events."""
+
 ItemT = TypeVar("ItemT", bound="_Item")
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 ResponseState = Literal["in_progress", "completed", "incomplete", "failed"]
@@ -84,9 +58,10 @@ def response_to_json(response: Response) -> dict[str, Any]:
 
 def event_to_json(event: ResponseStreamEvent) -> str:
     """Return an event as JSON text."""
-    if not isinstance(event, _RESPONSE_EVENTS):
+    response = getattr(event, "response", None)
+    if response is None:
         return event.model_dump_json(exclude_unset=True, by_alias=True)
-    fields = event.model_dump(mode="json", exclude={"response"}) | {"response": response_to_json(event.response)}
+    fields = event.model_dump(mode="json", exclude={"response"}) | {"response": response_to_json(response)}
     return json.dumps(fields, ensure_ascii=False)
 
 
@@ -95,9 +70,10 @@ def build_types() -> None:
     """Let pydantic build its validators of OpenAI's types before their first use: that takes a quarter of a second."""
     fields: dict[str, Any] = {"id": "", "created_at": 0, "model": "", "object": "response", "tool_choice": "auto"}
     response = Response(**fields, output=[], parallel_tool_calls=True, tools=[])
-    for event_class in (*_RESPONSE_EVENTS, ResponseOutputItemAddedEvent, ResponseOutputItemDoneEvent):
+    states = ("created", "in_progress", "completed", "incomplete", "failed", "output_item.added", "output_item.done")
+    for state in states:
         with contextlib.suppress(ValidationError):
-            event_class.model_validate({"response": response})
+            _EVENT_CLASSES[f"response.{state}"](response=response)
 
 
 class ResponseEventBuilder:
@@ -123,7 +99,7 @@ class ResponseEventBuilder:
         stored: bool,
     ) -> None:
         self.id = id
-        self._fields = _echoed_fields(request, chat) | {"id": id, "store": stored}
+        self._fields = echoed_fields(request, chat) | {"id": id, "store": stored}
         self._streamed = request.stream
         self._wants_logprobs = request.wants_logprobs
         self._has_text = not chat.must_call
@@ -139,9 +115,10 @@ class ResponseEventBuilder:
     def add_chunk(self, chunk: ChatCompletionChunk) -> list[ResponseStreamEvent]:
         """Add the next chunk; return its events."""
         if not self._model:
-            self._model, self._created = chunk.model, chunk.created
-            self.emit(ResponseCreatedEvent, "response.created", response=self._response("in_progress"))
-            self.emit(ResponseInProgressEvent, "response.in_progress", response=self._response("in_progress"))
+            self._model = chunk.model
+            self._created = chunk.created
+            self.emit("response.created", response=self._response("in_progress"))
+            self.emit("response.in_progress", response=self._response("in_progress"))
         if chunk.usage is not None:
             self._usage = _usage(chunk.usage)
         for choice in chunk.choices:
@@ -159,14 +136,13 @@ class ResponseEventBuilder:
             raise EngineError("The stream ended before the response was complete. Try again.")
         if self._open is None and not self._closed and self._has_text:
             self._current(_Message)
-        is_complete = self._finish_reason != "length"
-        self._close_item("completed" if is_complete else "incomplete")
-        if is_complete:
-            response = self._response("completed", completed_at=int(time.time()))
-            self.emit(ResponseCompletedEvent, "response.completed", response=response)
+        status: ItemStatus = "incomplete" if self._finish_reason == "length" else "completed"
+        self._close_item(status)
+        if status == "completed":
+            response = self._response(status, completed_at=int(time.time()))
         else:
-            response = self._response("incomplete", incomplete_details=IncompleteDetails(reason="max_output_tokens"))
-            self.emit(ResponseIncompleteEvent, "response.incomplete", response=response)
+            response = self._response(status, incomplete_details=IncompleteDetails(reason="max_output_tokens"))
+        self.emit(f"response.{status}", response=response)
         return self._take_events(), response
 
     def fail(self, error: Mapping[str, Any]) -> list[ResponseStreamEvent]:
@@ -179,18 +155,19 @@ class ResponseEventBuilder:
             error: OpenAI's error object: `message`, `type`, `param` and `code`.
         """
         fields = {name: error[name] for name in ("code", "message", "param")}
-        self.emit(ResponseErrorEvent, "error", **fields, error=dict(error))
+        self.emit("error", **fields, error=dict(error))
         if self._open is not None:
             self._closed.append(self._open.item("incomplete"))
             self._open = None
         cause = ResponseError(code="server_error", message=error["message"])
-        self.emit(ResponseFailedEvent, "response.failed", response=self._response("failed", error=cause))
+        self.emit("response.failed", response=self._response("failed", error=cause))
         return self._take_events()
 
-    def emit(self, event_class: Callable[..., ResponseStreamEvent], event_type: str, **fields: Any) -> None:
+    def emit(self, event_type: str, **fields: Any) -> None:
         """Add an event with the next sequence number, if the response is streamed."""
         if not self._streamed:
             return
+        event_class = _EVENT_CLASSES[event_type]
         self._events.append(event_class(type=event_type, sequence_number=self._num_events, **fields))
         self._num_events += 1
 
@@ -212,7 +189,6 @@ class ResponseEventBuilder:
             self._open.add(function.arguments)
 
     def _current(self, kind: type[ItemT]) -> ItemT:
-        """Return the open item of a kind, after closing one of another kind."""
         if isinstance(self._open, kind):
             return self._open
         self._close_item("completed")
@@ -225,7 +201,8 @@ class ResponseEventBuilder:
             self._open = None
 
     def _take_events(self) -> list[ResponseStreamEvent]:
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         return events
 
     def _response(self, status: ResponseState, **fields: Any) -> Response:
@@ -250,17 +227,13 @@ class _Item(ABC):
         return "".join(self._pieces)
 
     def _begin(self, item: ResponseOutputItem) -> None:
-        self._builder.emit(
-            ResponseOutputItemAddedEvent, "response.output_item.added", item=item, output_index=self._index
-        )
+        self._builder.emit("response.output_item.added", item=item, output_index=self._index)
 
     def close(self, status: ItemStatus) -> ResponseOutputItem:
         """End the item; return it."""
         item = self.item(status)
         self._emit_done()
-        self._builder.emit(
-            ResponseOutputItemDoneEvent, "response.output_item.done", item=item, output_index=self._index
-        )
+        self._builder.emit("response.output_item.done", item=item, output_index=self._index)
         return item
 
     @abstractmethod
@@ -268,78 +241,84 @@ class _Item(ABC):
         """Return the item so far."""
 
     @abstractmethod
-    def _emit_done(self) -> None:
-        """Emit the events that precede the end of the item."""
+    def _emit_done(self) -> None: ...
 
-    def _emit(self, event_class: Callable[..., ResponseStreamEvent], event_type: str, **fields: Any) -> None:
-        self._builder.emit(event_class, event_type, item_id=self.id, output_index=self._index, **fields)
+    def _emit(self, event_type: str, **fields: Any) -> None:
+        self._builder.emit(event_type, item_id=self.id, output_index=self._index, **fields)
 
 
-class _Message(_Item):
-    """The text of the assistant."""
+class _TextItem(_Item):
+    """An item whose content is one part."""
 
-    prefix: ClassVar[str] = "msg"
+    events: ClassVar[str]
 
     def __init__(self, builder: ResponseEventBuilder, index: int) -> None:
         super().__init__(builder, index)
+        self._begin(self._item([], "in_progress"))
+        self._emit_part("added")
+
+    def item(self, status: ItemStatus) -> ResponseOutputItem:
+        return self._item([self._part()], status)
+
+    @abstractmethod
+    def _item(self, content: list[Any], status: ItemStatus) -> ResponseOutputItem: ...
+
+    @abstractmethod
+    def _part(self) -> dict[str, Any]:
+        """Return the content part so far, which OpenAI's types of items and events validate."""
+
+    def _emit_text(self, step: str, **fields: Any) -> None:
+        self._emit(f"{self.events}.{step}", content_index=0, **fields)
+
+    def _emit_part(self, step: str) -> None:
+        self._emit(f"response.content_part.{step}", content_index=0, part=self._part())
+
+
+class _Message(_TextItem):
+    """The text of the assistant."""
+
+    prefix: ClassVar[str] = "msg"
+    events: ClassVar[str] = "response.output_text"
+
+    def __init__(self, builder: ResponseEventBuilder, index: int) -> None:
         self._logprobs: list[dict[str, Any]] = []
-        self._begin(self._message([], "in_progress"))
-        self._emit(ResponseContentPartAddedEvent, "response.content_part.added", content_index=0, part=self._part())
+        super().__init__(builder, index)
 
     def add(self, text: str, logprobs: list[dict[str, Any]]) -> None:
         self._pieces.append(text)
         self._logprobs += logprobs
-        self._emit(ResponseTextDeltaEvent, "response.output_text.delta", content_index=0, delta=text, logprobs=logprobs)
+        self._emit_text("delta", delta=text, logprobs=logprobs)
 
     def _emit_done(self) -> None:
-        part = self._part()
-        self._emit(
-            ResponseTextDoneEvent,
-            "response.output_text.done",
-            content_index=0,
-            text=part.text,
-            logprobs=self._logprobs,
-        )
-        self._emit(ResponseContentPartDoneEvent, "response.content_part.done", content_index=0, part=part)
+        self._emit_text("done", text=self._text, logprobs=self._logprobs)
+        self._emit_part("done")
 
-    def item(self, status: ItemStatus) -> ResponseOutputMessage:
-        return self._message([self._part()], status)
-
-    def _message(self, content: list[Any], status: ItemStatus) -> ResponseOutputMessage:
+    def _item(self, content: list[Any], status: ItemStatus) -> ResponseOutputMessage:
         return ResponseOutputMessage(id=self.id, content=content, role="assistant", status=status, type="message")
 
-    def _part(self) -> ResponseOutputText:
-        logprobs: list[Any] = self._logprobs
-        return ResponseOutputText(annotations=[], logprobs=logprobs, text=self._text, type="output_text")
+    def _part(self) -> dict[str, Any]:
+        return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": self._logprobs}
 
 
-class _Reasoning(_Item):
+class _Reasoning(_TextItem):
     """The reasoning. It is not summarized."""
 
     prefix: ClassVar[str] = "rs"
-
-    def __init__(self, builder: ResponseEventBuilder, index: int) -> None:
-        super().__init__(builder, index)
-        self._begin(self._reasoning([], "in_progress"))
-        self._emit(ResponseContentPartAddedEvent, "response.content_part.added", content_index=0, part=self._part())
+    events: ClassVar[str] = "response.reasoning_text"
 
     def add(self, text: str) -> None:
         self._pieces.append(text)
-        self._emit(ResponseReasoningTextDeltaEvent, "response.reasoning_text.delta", content_index=0, delta=text)
+        self._emit_text("delta", delta=text)
 
     def _emit_done(self) -> None:
-        part = self._part()
-        self._emit(ResponseReasoningTextDoneEvent, "response.reasoning_text.done", content_index=0, text=part.text)
-        self._emit(ResponseContentPartDoneEvent, "response.content_part.done", content_index=0, part=part.model_dump())
+        self._emit_text("done", text=self._text)
+        self._emit_part("done")
 
-    def item(self, status: ItemStatus) -> ResponseReasoningItem:
-        return self._reasoning([ReasoningContent(text=self._text, type="reasoning_text")], status)
-
-    def _reasoning(self, content: list[ReasoningContent], status: ItemStatus) -> ResponseReasoningItem:
+    def _item(self, content: list[Any], status: ItemStatus) -> ResponseReasoningItem:
         return ResponseReasoningItem(id=self.id, summary=[], type="reasoning", content=content, status=status)
 
-    def _part(self) -> PartReasoningText:
-        return PartReasoningText(text=self._text, type="reasoning_text")
+    def _part(self) -> dict[str, Any]:
+        return {"type": "reasoning_text", "text": self._text}
 
 
 class _FunctionCall(_Item):
@@ -355,15 +334,10 @@ class _FunctionCall(_Item):
 
     def add(self, arguments: str) -> None:
         self._pieces.append(arguments)
-        self._emit(ResponseFunctionCallArgumentsDeltaEvent, "response.function_call_arguments.delta", delta=arguments)
+        self._emit("response.function_call_arguments.delta", delta=arguments)
 
     def _emit_done(self) -> None:
-        self._emit(
-            ResponseFunctionCallArgumentsDoneEvent,
-            "response.function_call_arguments.done",
-            arguments=self._text,
-            name=self._name,
-        )
+        self._emit("response.function_call_arguments.done", arguments=self._text, name=self._name)
 
     def item(self, status: ItemStatus) -> ResponseFunctionToolCall:
         return ResponseFunctionToolCall(
@@ -376,74 +350,10 @@ class _FunctionCall(_Item):
         )
 
 
-def _echoed_fields(request: ResponsesRequest, chat: ChatRequest) -> dict[str, Any]:
-    """Return the fields of a response that repeat its request. Clients expect all of them, so nulls are explicit."""
-    return {
-        "object": "response",
-        "background": False,
-        "frequency_penalty": chat.frequency_penalty,
-        "instructions": request.instructions,
-        "max_output_tokens": request.max_output_tokens,
-        "max_tool_calls": request.max_tool_calls,
-        "metadata": dict(request.metadata),
-        "parallel_tool_calls": request.parallel_tool_calls,
-        "presence_penalty": chat.presence_penalty,
-        "previous_response_id": request.previous_response_id,
-        "prompt_cache_key": request.prompt_cache_key,
-        "reasoning": Reasoning(effort=chat.reasoning_effort, summary=request.reasoning.summary),
-        "safety_identifier": request.safety_identifier,
-        "service_tier": "default",
-        "temperature": chat.temperature,
-        "text": ResponseTextConfig(format=_text_format(request), verbosity=request.text.verbosity),
-        "tool_choice": _tool_choice(request.tool_choice),
-        "tools": _tools(request),
-        "top_logprobs": request.top_logprobs,
-        "top_p": chat.top_p,
-        "truncation": request.truncation,
-        "user": request.user,
-    }
-
-
-def _tools(request: ResponsesRequest) -> list[FunctionTool]:
-    return [
-        FunctionTool(
-            type="function",
-            name=tool.name,
-            description=tool.description,
-            parameters=tool.parameters,
-            strict=tool.strict or False,
-        )
-        for tool in request.tools
-    ]
-
-
-def _tool_choice(choice: str | ToolSelection) -> ToolChoice:
-    if not isinstance(choice, ToolSelection):
-        return choice  # type: ignore[return-value]  # the literals of the request are OpenAI's
-    if choice.type == "function":
-        return ToolChoiceFunction(type="function", name=choice.name or "")
-    tools: list[dict[str, object]] = [{"type": tool.type, "name": tool.name} for tool in choice.tools]
-    return ToolChoiceAllowed(type="allowed_tools", mode=choice.mode, tools=tools)
-
-
-def _text_format(request: ResponsesRequest) -> ResponseFormatTextConfig:
-    text_format = request.text.format
-    if text_format.type == "text":
-        return ResponseFormatText(type="text")
-    if text_format.type == "json_object":
-        return ResponseFormatJSONObject(type="json_object")
-    return ResponseFormatTextJSONSchemaConfig(
-        type="json_schema",
-        name=text_format.name,
-        schema=text_format.json_schema,
-        description=text_format.description,
-        strict=text_format.strict or False,
-    )
-
-
 def _usage(usage: CompletionUsage) -> ResponseUsage:
     """Convert the usage of a chat completion; the counts of visual tokens are an addition to OpenAI's fields."""
-    prompt, completion = usage.prompt_tokens_details, usage.completion_tokens_details
+    prompt = usage.prompt_tokens_details
+    completion = usage.completion_tokens_details
     visual = {name: getattr(prompt, name) for name in ("image_tokens", "video_tokens") if hasattr(prompt, name)}
     return ResponseUsage(
         input_tokens=usage.prompt_tokens,

@@ -61,7 +61,7 @@ def test_sets_without_the_quantization_are_left_out(tune):
 
 
 def test_options_that_no_set_supports_are_rejected(tune):
-    with pytest.raises(ConfigError, match="`quantization` int8"):
+    with pytest.raises(ConfigError, match="`quantization` 'int8'"):
         tune("--quantization", "int8", "--dtype", "float32")
 
 

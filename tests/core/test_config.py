@@ -136,8 +136,8 @@ def test_only_config_reads_environment():
         if re.search(r"os\.environ|getenv|environb", path.read_text(encoding="utf-8")) and "demo" not in path.parts[-2]
     }
     # Processes for DashInfer (environment.py) and the fork server get a few variables; the worker sets defaults for
-    # DashInfer, whose installation asks where pyenv is; discovery.py reads which plugins may be imported, before options
-    # exist; build.py reads CC.
+    # DashInfer, whose installation asks where pyenv is; discovery.py reads which plugins may be imported, before there
+    # are options; build.py reads CC.
     assert readers <= {
         *(
             "options.py",

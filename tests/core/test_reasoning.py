@@ -10,7 +10,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from dashinfer_vlm_core.errors import InvalidParameter, UnsupportedParameter
-from dashinfer_vlm_core.response.reasoning_parser import ReasoningDelta, ReasoningParser, TextDelta
+from dashinfer_vlm_core.response.reasoning_parser import ReasoningDelta, ReasoningParser
+from dashinfer_vlm_core.structured_output.tool_parser import ContentDelta
 from dashinfer_vlm_core.testing import scripted_engine
 from dashinfer_vlm_core.tokenization.conversation import HERMES
 
@@ -54,7 +55,7 @@ def parse(text, *, started=True, pieces=None):
     """Feed `text` in pieces; return the reasoning, and the text after it, whose position is checked."""
     parser, fed = ReasoningParser(HERMES, started=started), pieces or [text]
     events = [*(event for piece in fed for event in parser.feed(piece)), *parser.flush()]
-    after = [event for event in events if isinstance(event, TextDelta)]
+    after = [event for event in events if isinstance(event, ContentDelta)]
     for event in after:
         assert text[event.begin : event.begin + len(event.text)] == event.text
     reasoning = "".join(event.text for event in events if isinstance(event, ReasoningDelta))

@@ -20,9 +20,9 @@ from pydantic import ValidationError
 from dashinfer_vlm_core.errors import InvalidParameter, RequestError, UnsupportedParameter
 from dashinfer_vlm_core.protocol import LOW_DETAIL_PIXELS, ChatRequest, MediaPart, unknown_fields
 from dashinfer_vlm_core.protocol.fields import IGNORED_FIELDS, REJECTED_FIELDS, SUPPORTED_FIELDS
-from dashinfer_vlm_core.protocol.messages import JPEG_FRAMES
 from dashinfer_vlm_core.protocol.name_log import MAX_LOGGED, NameLog
 from dashinfer_vlm_core.protocol.sampling import Sampling
+from dashinfer_vlm_core.protocol.sources import JPEG_FRAMES
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 VIDEO = {"type": "video_url", "video_url": {"url": "https://example.com/a.mp4"}}

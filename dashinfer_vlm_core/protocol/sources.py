@@ -1,0 +1,259 @@
+"""Sources of images and videos in content parts: URLs, base64, lists of frames and embeddings, with their options."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field
+from typing_extensions import Self
+
+from .base import LARGEST, Array, Count, RequestModel, StringOrArray, StringOrObject, Text
+from .media_part import EncodedEmbeddings, MediaPart
+from .text_slices import copy_text, count_occurrences, find_character
+from .validation_errors import invalid
+
+LOW_DETAIL_PIXELS = 256 * 28 * 28
+"""Maximum number of pixels of an image with `detail: "low"`: 256 visual tokens of 28 x 28 pixels."""
+
+JPEG_FRAMES = "data:video/jpeg;base64,"
+"""Prefix of a URL that contains the frames of a video in order: JPEG files in base64, separated by commas."""
+
+_JPEG_FRAME = "data:image/jpeg;base64,"
+_DATA = "data:"
+_VIDEO_FILE = "data:video/mp4;base64,"
+"""Prefix for a file in base64; the format is detected from the content, not from this type."""
+
+MAX_FRAMES = 4096
+
+Kind: TypeAlias = Literal["image", "video"]
+Rate: TypeAlias = Annotated[float, Field(gt=0, le=1000)]
+
+
+class MediaSource(RequestModel, ABC):
+    """The field of a content part that contains an image or a video, or says where it is."""
+
+    @classmethod
+    def from_string(cls, content: str | None) -> Self:
+        """Return the source that a client writes as a string, or omits because the content has a `uuid`."""
+        return cls.model_validate({cls().content_field: content})
+
+    @property
+    def kind(self) -> Kind:
+        return "image"
+
+    @property
+    def content_field(self) -> str:
+        """The name of the field with the content."""
+        return "url"
+
+    @abstractmethod
+    def check(self, path: str, content_path: str, *, optional: bool) -> None:
+        """Check the consistency between fields.
+
+        Args:
+            path: the path of the source in the request.
+            content_path: the path of its content.
+            optional: whether the content can be omitted.
+
+        Raises:
+            InvalidParameter, UnsupportedParameter: a value is missing, or cannot be combined with another one.
+        """
+
+    @abstractmethod
+    def media(self, path: str, content_field: str, uuid: str | None) -> MediaPart:
+        """Return the image or video of the content part at `path`."""
+
+
+class URLSource(MediaSource):
+    """A source with a URL and bounds on the size of the image or frames; DashInfer-VLM spells these without the `s`."""
+
+    min_pixels: Count | None = None
+    max_pixels: Count | None = None
+    min_pixel: Count | None = None
+    max_pixel: Count | None = None
+
+    @property
+    def lower_bound(self) -> int | None:
+        return self.min_pixels or self.min_pixel
+
+    @property
+    def upper_bound(self) -> int | None:
+        return self.max_pixels or self.max_pixel
+
+    def check_size(self, path: str) -> None:
+        for old, new in (("min_pixel", "min_pixels"), ("max_pixel", "max_pixels")):
+            if len({getattr(self, old), getattr(self, new)} - {None}) > 1:
+                raise invalid(f"{path}.{old}", f"and `{new}` are synonyms but have different values. Pass one of them.")
+        if (self.lower_bound or 0) > (self.upper_bound or math.inf):
+            name = "min_pixels" if self.min_pixels else "min_pixel"
+            raise invalid(
+                f"{path}.{name}",
+                f"is {self.lower_bound}, more than the maximum number of pixels, {self.upper_bound}.",
+            )
+
+    def media(self, path: str, content_field: str, uuid: str | None) -> MediaPart:
+        return MediaPart(
+            kind=self.kind,
+            path=path,
+            url=self.urls(),
+            uuid=uuid,
+            min_pixels=self.lower_bound,
+            max_pixels=self.upper_bound,
+            url_field=content_field,
+        )
+
+    @abstractmethod
+    def urls(self) -> str | tuple[str, ...] | None:
+        """Return the URL, or those of the frames of a video."""
+
+
+class ImageURL(URLSource):
+    """The source of an image.
+
+    `detail` limits the image's size unless the request sets `max_pixels`: "low" to `LOW_DETAIL_PIXELS`, "auto" and
+    "high" to the server's limit.
+    """
+
+    url: Text | None = None
+    detail: Literal["auto", "low", "high"] = "auto"
+
+    @property
+    def upper_bound(self) -> int | None:
+        upper = super().upper_bound
+        return max(LOW_DETAIL_PIXELS, self.lower_bound or 0) if upper is None and self.detail == "low" else upper
+
+    def check(self, path: str, content_path: str, *, optional: bool) -> None:
+        self.check_size(path)
+        check_url(self.url, content_path, optional=optional)
+
+    def urls(self) -> str | None:
+        return self.url or None
+
+
+class Frame(ImageURL):
+    """A frame of a video: the source of an image, or a complete content part that contains it."""
+
+    type: Literal["image_url"] = "image_url"
+    image_url: ImageURL | None = None
+
+    @property
+    def image(self) -> ImageURL:
+        return self.image_url or self
+
+    def check_frame(self, path: str) -> None:
+        path = path if self.image_url is None else f"{path}.image_url"
+        if self.image.lower_bound or self.image.upper_bound:
+            raise invalid(
+                path, "sets a size, but all frames of a video have the same size. Set it next to `url` of the video."
+            )
+        check_url(self.image.url, f"{path}.url")
+
+
+_Frames: TypeAlias = Annotated[Array[StringOrObject[Text, Frame]], Field(min_length=1, max_length=MAX_FRAMES)]
+
+
+class VideoURL(URLSource):
+    """The source of a video: a file, or its frames in order."""
+
+    url: StringOrArray[Text, _Frames] | None = None
+    fps: Rate | None = None
+    num_frames: Count | None = None
+    total_pixels: Count | None = None
+
+    @property
+    def kind(self) -> Kind:
+        return "video"
+
+    def check(self, path: str, content_path: str, *, optional: bool) -> None:
+        self.check_size(path)
+        if self.num_frames is not None and self.fps is not None:
+            raise invalid(f"{path}.num_frames", f"and `{path}.fps` cannot be combined. Pass one of them.")
+        if not isinstance(self.url, tuple):
+            check_url(self.url, content_path, optional=optional)
+            return
+        if self.num_frames is not None:
+            raise invalid(f"{path}.num_frames", "applies to video files only, not to lists of frames. Remove it.")
+        for index, frame in enumerate(self.url):
+            if isinstance(frame, str):
+                check_url(frame, f"{content_path}[{index}]")
+            else:
+                frame.check_frame(f"{content_path}[{index}]")
+
+    def media(self, path: str, content_field: str, uuid: str | None) -> MediaPart:
+        part = super().media(path, content_field, uuid)
+        return replace(part, total_pixels=self.total_pixels, fps=self.fps, num_frames=self.num_frames)
+
+    def urls(self) -> str | tuple[str, ...] | None:
+        if isinstance(self.url, tuple):
+            return tuple(frame if isinstance(frame, str) else frame.image.url or "" for frame in self.url)
+        if self.url and is_jpeg_frames(self.url):
+            return tuple(_split_jpeg_frames(self.url))
+        return self.url or None
+
+
+class InputVideo(VideoURL):
+    """The source of a video as llama.cpp's clients send it: a file in base64 as `data`, or what `VideoURL` has."""
+
+    data: Text | None = None
+
+    @property
+    def content_field(self) -> str:
+        return "url" if self.data is None else "data"
+
+    def check(self, path: str, content_path: str, *, optional: bool) -> None:
+        super().check(path, content_path, optional=optional or self.data is not None)
+        if self.data is not None and self.url is not None:
+            raise invalid(f"{path}.data", f"and `{path}.url` cannot be combined. Pass one of them.")
+        if self.data == "":
+            raise invalid(f"{path}.data", "is empty. Pass a video file in base64.")
+
+    def urls(self) -> str | tuple[str, ...] | None:
+        if not self.data:
+            return super().urls()
+        is_url = self.data[: len(_DATA)].lower() == _DATA
+        return self.data if is_url else copy_text(_VIDEO_FILE, self.data, 0, len(self.data))
+
+
+class ImageEmbeds(MediaSource):
+    """Visual tokens in place of an image."""
+
+    image_embeds: Text | None = None
+    image_grid_thw: (
+        StringOrArray[Text, Annotated[Array[Annotated[int, Field(ge=1, le=LARGEST)]], Field(max_length=3)]] | None
+    ) = None
+
+    @property
+    def content_field(self) -> str:
+        return "image_embeds"
+
+    def check(self, path: str, content_path: str, *, optional: bool) -> None:
+        if not self.image_embeds and not optional:
+            raise invalid(content_path, "is empty. Pass embeddings in base64.")
+
+    def media(self, path: str, content_field: str, uuid: str | None) -> MediaPart:
+        content = EncodedEmbeddings(rows=self.image_embeds, grid=self.image_grid_thw) if self.image_embeds else None
+        return MediaPart(kind="image", path=path, content=content, uuid=uuid, url_field=content_field)
+
+
+def check_url(url: str | None, path: str, *, optional: bool = False) -> None:
+    """Raise InvalidParameter if a URL is missing, or has too many frames, which are counted before it is split."""
+    if not url and not optional:
+        raise invalid(path, f"is {'required' if url is None else 'empty'}. Pass a `data:` or `https:` URL.")
+    if url and is_jpeg_frames(url) and count_occurrences(url, ",") > MAX_FRAMES:
+        raise invalid(path, f"must have at most {MAX_FRAMES} frames.")
+
+
+def is_jpeg_frames(url: str) -> bool:
+    return url[: len(JPEG_FRAMES)].lower() == JPEG_FRAMES
+
+
+def _split_jpeg_frames(url: str) -> Iterator[str]:
+    start = len(JPEG_FRAMES)
+    while (comma := find_character(url, ",", start)) >= 0:
+        yield copy_text(_JPEG_FRAME, url, start, comma)
+        start = comma + 1
+    yield copy_text(_JPEG_FRAME, url, start, len(url))
