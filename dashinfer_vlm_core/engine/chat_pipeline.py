@@ -7,29 +7,30 @@ import contextlib
 import functools
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ..concurrency.streams import merge_streams
 from ..decoders import GUIDED_DECODING, CompiledGrammar, DecodeRequest, Token, VisualSpan
 from ..decoders.supervisor import Supervisor
 from ..errors import InvalidParameter
-from ..media import MediaLoader
+from ..media.loader import MediaLoader
+from ..media.types import Embeddings, VisualInput
 from ..media_workers import MediaExecutor, TokenBudget
 from ..models.coordinates import ImageCoordinates
-from ..models.interface import ImageProcessor, VisualTokens
-from ..preprocessing.preview import MediaPreview, Preview, preview_media
+from ..models.interface import ImageProcessor, Patches, VisualTokens
+from ..preprocessing.preview import Preview, preview_media
 from ..preprocessing.prompt import Prompt, PromptBuilder
-from ..protocol import DEFAULT_MAX_TOKENS, ChatRequest, MediaPart
+from ..protocol import DEFAULT_MAX_TOKENS, ChatRequest
 from ..protocol.client import current_client
 from ..protocol.sampling import Sampling
 from ..response.response_builder import PromptCounts, ResponseBuilder
 from ..structured_output.request_grammars import RequestGrammars
-from ..vision import CachedMedia, Item, Processed, VisionService
+from ..vision import VisionService
 from ..vision.media_uuids import MediaUuidCache
 from .adapters import ActiveAdapter, AdapterManager
-from .coordinates import ImageSizes, find_coordinates
+from .coordinates import find_coordinates
 from .generation import Generation
 from .internal_errors import hide_internal_errors
 from .limiter import ConcurrencyLimiter
@@ -41,21 +42,6 @@ if TYPE_CHECKING:
 
     from ..models.lora import LoraAdapter
     from ..models.spec import ModelSpec
-
-
-class _LoadedMedia(NamedTuple):
-    """An image or video of a request, and its width and height before resizing in pixels; None for embeddings."""
-
-    item: Item
-    source_size: tuple[int, int] | None
-
-    @classmethod
-    def from_cache(cls, item: CachedMedia) -> _LoadedMedia:
-        return cls(item, item.source_size)
-
-    @classmethod
-    def from_request(cls, processed: Processed) -> _LoadedMedia:
-        return cls(processed.item, processed.source_size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -143,25 +129,23 @@ class ChatPipeline:
             check_request(request, self.spec, self.decoder, self.prompts)
             parts = await asyncio.to_thread(request.media)
             require_media_data(parts)
-            budget = self._token_budget()
-
-            async def process_and_preview(part: MediaPart, data: Sequence[bytes]) -> MediaPreview:
-                item, _, source_size = await self.media_executor.process(part, data, budget)
-                return await asyncio.to_thread(preview_media, item, self.processor, source_size, self.spec.coordinates)
-
-            items = await self.media.load(parts, process_and_preview)
-            coordinates = find_coordinates(request, self.spec, ((item.source_size, item.size) for item in items))
+            process = functools.partial(self.media_executor.process, budget=self._token_budget())
+            items = await self.media.load(parts, process)
+            coordinates = find_coordinates(request, self.spec, items, self.processor)
             prompt = await asyncio.to_thread(self.prompts.build, request, items, coordinates)
-            return Preview(items=items, prompt_tokens=len(prompt), max_model_len=self.prompts.max_model_len)
+            previews = [
+                await asyncio.to_thread(preview_media, item, self.processor, self.spec.coordinates) for item in items
+            ]
+            return Preview(items=tuple(previews), prompt_tokens=len(prompt), max_model_len=self.prompts.max_model_len)
 
     async def tokenize(self, request: ChatRequest) -> list[int]:
         """Return the prompt's token ids, with placeholders for images and videos, which are not encoded."""
         async with self._admit(request) as adapter:
             check_request(request, self.spec, self.decoder, self.prompts)
             request = _in_client_namespace(request)
-            loaded = await self._load_media(request, adapter)
-            coordinates = find_coordinates(request, self.spec, self._sizes(loaded))
-            prompt = await self._build_prompt(request, [media.item for media in loaded], coordinates)
+            items = await self._load_media(request, adapter)
+            coordinates = find_coordinates(request, self.spec, items, self.processor)
+            prompt = await self._build_prompt(request, items, coordinates)
             ids: list[int] = prompt.token_ids.tolist()
             return ids
 
@@ -193,9 +177,8 @@ class ChatPipeline:
         sampling = check_request(request, self.spec, self.decoder, self.prompts)
         request = _in_client_namespace(request)
         grammar = await self._compile_grammar(request)
-        loaded = await self._load_media(request, adapter)
-        items = [media.item for media in loaded]
-        coordinates = find_coordinates(request, self.spec, self._sizes(loaded))
+        items = await self._load_media(request, adapter)
+        coordinates = find_coordinates(request, self.spec, items, self.processor)
         prompt = await self._build_prompt(request, items, coordinates)
         self.observer.prompt_built(len(prompt))
         visual = await self._encode_media(request, items, adapter)
@@ -206,11 +189,6 @@ class ChatPipeline:
             request, prompt, visual, sampling, grammar, adapter=lora, response_id=response_id
         )
 
-    def _sizes(self, loaded: Sequence[_LoadedMedia]) -> Iterator[ImageSizes]:
-        for item, source_size in loaded:
-            shape = self.processor.shape(item.grid)
-            yield source_size, (shape.width, shape.height)
-
     async def _compile_grammar(self, request: ChatRequest) -> CompiledGrammar | None:
         """Compile the grammar that the response has to follow; None if it is unconstrained."""
         with self.observer.stage("grammar"):
@@ -219,7 +197,9 @@ class ChatPipeline:
                 return None
             return await self.grammars.compile(request, self.prompts.opens_reasoning)
 
-    async def _load_media(self, request: ChatRequest, adapter: ActiveAdapter | None) -> list[_LoadedMedia]:
+    async def _load_media(
+        self, request: ChatRequest, adapter: ActiveAdapter | None
+    ) -> list[Patches | Embeddings | VisualTokens]:
         """Load and process the request's images and videos; look up those referenced by `uuid` alone."""
         with self.observer.stage("media"):
             parts = await asyncio.to_thread(request.media)  # may have to split megabytes of video frames
@@ -228,28 +208,26 @@ class ChatPipeline:
             cached = self.media_uuids.get(parts, cache_salt=request.cache_salt or "", adapter=vision)
             budget = self._token_budget(sum(item.tokens for item in cached.values()))
             given = [part for part in parts if part.has_source]
-            processed = await self.media.load(given, functools.partial(self.media_executor.process, budget=budget))
-            self.media_uuids.bind(given, processed, cache_salt=request.cache_salt or "")
-            loaded = iter(processed)
-            return [
-                _LoadedMedia.from_cache(cached[part.path])
-                if part.path in cached
-                else _LoadedMedia.from_request(next(loaded))
-                for part in parts
-            ]
+            items = await self.media.load(given, functools.partial(self.media_executor.process, budget=budget))
+            self.media_uuids.bind(given, items, cache_salt=request.cache_salt or "")
+            loaded = iter(items)
+            return [cached[part.path] if part.path in cached else next(loaded) for part in parts]
 
     def _token_budget(self, tokens: int = 0) -> TokenBudget:
         """Return a budget of visual tokens for one request, of which `tokens` are used."""
         return TokenBudget(self.prompts.check_media, self.prompts.max_model_len - 1, tokens)
 
     async def _build_prompt(
-        self, request: ChatRequest, items: Sequence[Item], coordinates: ImageCoordinates | None
+        self, request: ChatRequest, items: Sequence[VisualInput], coordinates: ImageCoordinates | None
     ) -> Prompt:
         with self.observer.stage("prompt"):
             return await asyncio.to_thread(self.prompts.build, request, items, coordinates)
 
     async def _encode_media(
-        self, request: ChatRequest, items: Sequence[Item], adapter: ActiveAdapter | None
+        self,
+        request: ChatRequest,
+        items: Sequence[Patches | Embeddings | VisualTokens],
+        adapter: ActiveAdapter | None,
     ) -> Sequence[VisualTokens]:
         with self.observer.stage("vision"):
             vision = adapter.vision if adapter else None

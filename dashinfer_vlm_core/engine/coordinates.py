@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ..errors import InvalidParameter
 from ..models.coordinates import ImageCoordinates
 from ..protocol import ChatRequest
 
 if TYPE_CHECKING:
+    from ..media.types import VisualInput
+    from ..models.interface import ImageProcessor
     from ..models.spec import ModelSpec
 
-ImageSizes: TypeAlias = tuple[tuple[int, int] | None, tuple[int, int]]
-"""Width and height of an image before resizing, None for embeddings, and after it, in pixels."""
 
-
-def find_coordinates(request: ChatRequest, spec: ModelSpec, sizes: Iterable[ImageSizes]) -> ImageCoordinates | None:
+def find_coordinates(
+    request: ChatRequest, spec: ModelSpec, items: Sequence[VisualInput], processor: ImageProcessor
+) -> ImageCoordinates | None:
     """Return the coordinates of all images of a request; None if none are to be converted.
 
     Raises:
@@ -25,10 +26,11 @@ def find_coordinates(request: ChatRequest, spec: ModelSpec, sizes: Iterable[Imag
     if request.coordinates == "model" or spec.coordinates is None:
         return None
     found: set[ImageCoordinates] = set()
-    for source_size, size in sizes:
-        if source_size is None:
+    for item in items:
+        if item.source_size is None:
             raise _error("images, since embeddings have no original size. Remove it.")
-        found.add(spec.coordinates.for_image(source_size, size))
+        shape = processor.shape(item.grid)
+        found.add(spec.coordinates.for_image(item.source_size, (shape.width, shape.height)))
     if not found:
         raise _error("an image. Send one, or remove `coordinates`.")
     if len(found) > 1:

@@ -9,7 +9,20 @@ if TYPE_CHECKING:
     from .fetch import FetchStats
     from .loader import MediaLoader
     from .readers import READERS, DecordReader, PyAVReader
-    from .types import Embeddings, Image, Kind, Media, OpenVideo, Pixels, StopCheck, Video, VideoInfo, VideoReader
+    from .types import (
+        Embeddings,
+        Grid,
+        Image,
+        Kind,
+        Media,
+        OpenVideo,
+        Pixels,
+        StopCheck,
+        Video,
+        VideoInfo,
+        VideoReader,
+        VisualInput,
+    )
     from .url_policy import Resolver
 
 __all__ = [
@@ -17,6 +30,7 @@ __all__ = [
     "DecordReader",
     "Embeddings",
     "FetchStats",
+    "Grid",
     "Image",
     "Kind",
     "Media",
@@ -29,6 +43,7 @@ __all__ = [
     "Video",
     "VideoInfo",
     "VideoReader",
+    "VisualInput",
 ]
 
 # Names are imported on first use: the built-in plugin registers READERS whenever the command line starts, even for

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image as PILImage
@@ -35,7 +35,7 @@ class MediaDecoder:
     def decode(
         self, part: MediaPart, data: Sequence[bytes], check_stop: StopCheck, resizer: ResizerFactory | None = None
     ) -> Media:
-        """Decode a part; one with a `uuid` gets its `source_digest`.
+        """Decode a part.
 
         Args:
             part: the part.
@@ -51,9 +51,7 @@ class MediaDecoder:
         check_stop()
         media = self._decode(part, data, check_stop, resizer)
         check_stop()
-        if part.uuid is None:
-            return media
-        return replace(media, source_digest=digest_files(data) if data else digest_media(media))
+        return media
 
     def _decode(
         self, part: MediaPart, data: Sequence[bytes], check_stop: StopCheck, resizer: ResizerFactory | None
@@ -100,6 +98,11 @@ class MediaDecoder:
     def _image(self, data: bytes, part: MediaPart, path: str) -> PILImage.Image:
         background = part.background or self.config.rgba_background
         return decode_image(data, path=path, max_pixels=self.config.max_decoded_pixels, background=background)
+
+
+def digest_source(data: Sequence[bytes], media: Media) -> bytes:
+    """Return `VisualInput.source_digest` of media that were decoded from `data`, or from a Python object."""
+    return digest_files(data) if data else digest_media(media)
 
 
 def digest_files(data: Sequence[bytes]) -> bytes:

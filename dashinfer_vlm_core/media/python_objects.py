@@ -94,7 +94,7 @@ def _embeddings(content: Mapping[Any, Any] | EncodedEmbeddings, part: MediaPart,
             )
         rows = as_rows(_as_array(content[names[0]], part.path), path=part.path)
         grid = as_grid(_as_grid_array(content[names[1]], part.path), path=part.path)
-    return Embeddings(rows=rows, grid=grid, kind=part.kind, path=part.path)
+    return Embeddings(kind=part.kind, path=part.path, grid=grid, tokens=len(rows), rows=rows)
 
 
 def _video(

@@ -24,10 +24,10 @@ import safetensors
 from ..errors import InvalidParameter, MediaUndecodable
 from ..protocol import EncodedEmbeddings
 from .source import check_base64, from_base64
+from .types import Grid
 
 Array: TypeAlias = npt.NDArray[Any]
 Rows: TypeAlias = npt.NDArray[np.float32]
-Grid: TypeAlias = tuple[int, int, int]
 
 ROWS = "image_embeds"
 GRID = "image_grid_thw"
@@ -138,8 +138,7 @@ def as_grid(array: Array | None, *, path: str) -> Grid:
             " positive integers.",
             param=path,
         )
-    time, height, width = sizes
-    return time, height, width
+    return Grid(*sizes)
 
 
 def _read(text: str, names: set[str], *, path: str, max_bytes: int) -> dict[str, Array]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,6 @@ class Image:
     Attributes:
         image: a Pillow image of mode RGB with 8 bits per channel, so that resizing starts without a copy.
         path: its path in the request, such as `messages[0].content[1]`.
-        source_digest: digest of the encoded data, or of the pixels of a Python object; empty if the part has no `uuid`.
         min_pixels: minimum pixels after resizing that the request sets.
         max_pixels: maximum pixels after resizing that the request sets.
         options_field: the field of the part that has these options; empty if the part has them itself.
@@ -31,7 +30,6 @@ class Image:
 
     image: PILImage.Image
     path: str
-    source_digest: bytes = b""
     min_pixels: int | None = None
     max_pixels: int | None = None
     options_field: str = "image_url"
@@ -51,7 +49,6 @@ class Video:
         path: its path in the request.
         times: timestamp of each frame in seconds.
         sampled_fps: number of frames divided by the duration of the video in seconds; None if it is not known.
-        source_digest: as in `Image`.
         min_pixels: minimum pixels of a frame after resizing that the request sets.
         max_pixels: maximum pixels of a frame after resizing that the request sets.
         total_pixels: maximum pixels of all frames together that the request sets.
@@ -63,7 +60,6 @@ class Video:
     path: str
     times: tuple[float, ...] = ()
     sampled_fps: float | None = None
-    source_digest: bytes = b""
     min_pixels: int | None = None
     max_pixels: int | None = None
     total_pixels: int | None = None
@@ -76,23 +72,64 @@ class Video:
         return join_path(self.path, self.options_field)
 
 
+class Grid(NamedTuple):
+    """Number of patches of one image or video along time, height and width."""
+
+    t: int
+    h: int
+    w: int
+
+    @property
+    def patches(self) -> int:
+        return self.t * self.h * self.w
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Embeddings:
+class VisualInput:
+    """One image or video as input of the model: all that the prompt depends on.
+
+    The subclasses add its values: `Patches` its pixels, `Embeddings` and `VisualTokens` its embedding.
+
+    Attributes:
+        kind: image or video.
+        path: the path of its field in the request.
+        grid: patches along time, height and width, at least 1 each.
+        tokens: number of visual tokens.
+        digest: 32 bytes; equal if and only if kind, grid and values are equal. The engine sets it: an image processor
+            runs in a process that opens untrusted files, and must not choose the key of a shared cache.
+        times: timestamps of a video's frames in seconds, without padding; empty for an image, or if they are not known.
+            They are not part of the digest: the same frames at other times have the same embedding but a different
+            prompt.
+        sampled_fps: number of a video's frames, without padding, divided by its duration in seconds; None for an image,
+            or if it is not known. Not part of the digest either.
+        source_size: width and height before resizing, in pixels, which the engine sets; None for embeddings.
+        source_digest: digest of the encoded data, or of a Python object's pixels; empty if the part has no `uuid`.
+    """
+
+    kind: Kind
+    path: str
+    grid: Grid
+    tokens: int
+    digest: bytes = b""
+    times: tuple[float, ...] = ()
+    sampled_fps: float | None = None
+    source_size: tuple[int, int] | None = None
+    source_digest: bytes = b""
+
+    def shared_fields(self) -> dict[str, Any]:
+        """Return the fields that all subclasses have."""
+        return {field.name: getattr(self, field.name) for field in fields(VisualInput)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Embeddings(VisualInput):
     """Visual tokens that the request contains instead of pixels.
 
     Attributes:
-        rows: float32 [tokens, hidden size]; only the type and the number of axes are checked.
-        grid: patches along time, height and width, at least 1 each.
-        kind: whether they encode an image or a video.
-        path: their path in the request.
-        source_digest: as in `Image`.
+        rows: float32 [tokens, hidden size].
     """
 
     rows: npt.NDArray[np.float32]
-    grid: tuple[int, int, int]
-    kind: Kind
-    path: str
-    source_digest: bytes = b""
 
 
 Media: TypeAlias = Image | Video | Embeddings

@@ -98,11 +98,11 @@ def error_to_json(error: RequestError) -> dict[str, Any]:
     return {"type": type(error).__name__, "message": error.message, "param": error.param, "code": error.code}
 
 
-def patches_to_json(patches: Patches, source_size: tuple[int, int]) -> dict[str, Any]:
+def patches_to_json(patches: Patches) -> dict[str, Any]:
     return {
         "shape": list(patches.pixels.shape),
         "grid": list(patches.grid),
         "times": list(patches.times),
         "sampled_fps": patches.sampled_fps,
-        "source_size": list(source_size),
+        "source_size": patches.source_size,
     }

@@ -15,13 +15,15 @@ from typing import Any, Literal
 
 from ..errors import EngineClosed, EngineError, MediaUndecodable
 from ..media.image import deadline_error
-from ..models.interface import Grid, ImageProcessor, Patches
+from ..media.types import Grid
+from ..models.interface import ImageProcessor, Patches
 from ..models.patches import with_digest
 from ..models.spec import PixelSpec
 from ..protocol import MediaPart
 from . import wire
 from .fork_server import FORK_SERVER, START_SECONDS
 from .shared_memory import SharedMemory
+from .threads import TokenBudget
 from .wire import Disconnected
 from .worker_responses import PatchesResponse, Started, WorkerResponse
 
@@ -53,29 +55,14 @@ class Job:
     Attributes:
         part: the part.
         data: its encoded file, or one per frame of a list.
-        max_tokens: an item with more visual tokens is not processed.
+        budget: counts the visual tokens of the request, before anything is resized.
         seconds: the time after which the worker is killed.
     """
 
     part: MediaPart
     data: Sequence[bytes]
-    max_tokens: int
+    budget: TokenBudget
     seconds: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class JobResult:
-    """The result of a job.
-
-    Attributes:
-        tokens: number of visual tokens.
-        patches: None if the item has more than the job's `max_tokens`.
-        source_size: width and height before resizing, in pixels.
-    """
-
-    tokens: int
-    patches: Patches | None = None
-    source_size: tuple[int, int] = (0, 0)
 
 
 class MediaWorker:
@@ -129,13 +116,14 @@ class MediaWorker:
             self.kill()
             raise _start_error(started.failed)
 
-    def run(self, job: Job) -> JobResult:
+    def run(self, job: Job) -> Patches:
         """Process one item, and block until it is complete.
 
         Raises:
             MediaTooLarge: it needs more time or memory than is allowed, or exceeds another limit.
             MediaUndecodable: it is damaged, or the worker crashed.
             InvalidParameter: an option of the part does not apply to it.
+            ContextLengthExceeded: the request has more visual tokens than its budget.
             EngineClosed: `kill` was called.
             EngineError: a worker could not be started, or failed in another way.
         """
@@ -181,7 +169,8 @@ class MediaWorker:
             self._sock.close()
         self._memory.close()
 
-    def _run(self, job: Job) -> JobResult:
+    def _run(self, job: Job) -> Patches:
+        max_tokens = max(job.budget.remaining, 1)
         if self._sock is None:
             raise Disconnected
         sock, end = self._sock, time.monotonic() + job.seconds
@@ -189,12 +178,12 @@ class MediaWorker:
         head = {
             "part": wire.part_to_json(job.part),
             "sizes": [len(item) for item in job.data],
-            "max_tokens": job.max_tokens,
+            "max_tokens": max_tokens,
         }
         wire.send(sock, head, job.data)
         self._wait(sock, end)
         sock.settimeout(max(end - time.monotonic(), 0.001))
-        return self._result(WorkerResponse.model_validate_json(wire.receive_head(sock)), job)
+        return self._result(WorkerResponse.model_validate_json(wire.receive_head(sock)), job, max_tokens)
 
     def _wait(self, sock: socket.socket, end: float) -> None:
         """Wait for the response. A long job goes on at low priority, so that short ones are not delayed."""
@@ -207,7 +196,7 @@ class MediaWorker:
         if not poll.poll(1000 * max(0.0, end - time.monotonic())):
             raise TimeoutError
 
-    def _result(self, response: WorkerResponse, job: Job) -> JobResult:
+    def _result(self, response: WorkerResponse, job: Job, max_tokens: int) -> Patches:
         for text in response.logs:
             logger.warning("%s: %s", job.part.path, text)
         if response.error is not None:
@@ -219,13 +208,14 @@ class MediaWorker:
                 code="internal_error",
             )
         if response.patches is not None:
-            patches = self._patches(response.patches, job)
-            return JobResult(tokens=patches.tokens, patches=patches, source_size=response.patches.source_size)
-        if response.tokens is None or response.tokens <= job.max_tokens:
-            raise ValueError("the response is empty")
-        return JobResult(tokens=response.tokens)
+            patches = self._patches(response.patches, job.part, max_tokens)
+            job.budget.add(patches.tokens)
+            return patches
+        if response.tokens is not None and response.tokens > max_tokens:
+            job.budget.add(response.tokens)
+        raise ValueError("the response is empty")
 
-    def _patches(self, response: PatchesResponse, job: Job) -> Patches:
+    def _patches(self, response: PatchesResponse, part: MediaPart, max_tokens: int) -> Patches:
         """Copy a worker's patches.
 
         Raises:
@@ -236,17 +226,18 @@ class MediaWorker:
         tokens = self._config.processor.shape(grid).tokens
         if rows != grid.patches or columns != 3 * spec.temporal_patch_size * spec.patch_size**2:
             raise ValueError("the patches have another shape than the grid")
-        if tokens > job.max_tokens or (job.part.kind == "image" and grid.t != 1):
+        if tokens > max_tokens or (part.kind == "image" and grid.t != 1):
             raise ValueError("the item has too many tokens")
         return with_digest(
             Patches(
                 pixels=self._memory.read((rows, columns)),
                 grid=grid,
                 tokens=tokens,
-                kind=job.part.kind,
-                path=job.part.path,
+                kind=part.kind,
+                path=part.path,
                 times=response.times,
                 sampled_fps=response.sampled_fps,
+                source_size=response.source_size,
             )
         )
 

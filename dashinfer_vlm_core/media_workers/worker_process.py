@@ -43,7 +43,7 @@ from .header_memory import HeaderLimitedReader
 from .sandbox import Sandbox, readable_paths
 from .self_test import prepare_tested_sandbox
 from .shared_memory import SharedMemory
-from .threads import source_size
+from .threads import process_media
 from .wire import (
     Disconnected,
     error_to_json,
@@ -265,9 +265,9 @@ def _process(
     tokens = setup.processor.count_tokens(media)
     if tokens > max_tokens:
         return {"tokens": tokens}
-    patches = setup.processor.process(media)
+    patches = process_media(setup.processor, media)
     memory.write(patches.pixels)
-    return {"patches": patches_to_json(patches, source_size(media) or (0, 0))}
+    return {"patches": patches_to_json(patches)}
 
 
 class _LogCollector(logging.Handler):

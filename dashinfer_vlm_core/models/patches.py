@@ -13,34 +13,27 @@ from PIL import Image as PILImage
 
 from ..errors import InvalidParameter
 from ..media.image import MAX_ASPECT
-from ..media.types import Embeddings, Image, Pixels, Video
-from .interface import Embedded, Grid, GridShape, ImageProcessor, Patches
+from ..media.types import Embeddings, Grid, Image, Pixels, Video
+from .interface import GridShape, ImageProcessor, Patches
 from .spec import ModelSpec, PixelSpec
 
 MAX_EMBEDDING_MAGNITUDE = 65504.0
 """The largest finite float16, which a model may compute in."""
 
 
-def validate_embeddings(media: Embeddings, spec: ModelSpec, processor: ImageProcessor) -> Embedded:
-    """Validate precomputed embeddings of a request.
+def validate_embeddings(media: Embeddings, spec: ModelSpec, processor: ImageProcessor) -> Embeddings:
+    """Validate precomputed embeddings of a request; return them with their digest.
 
     Raises:
         InvalidParameter: the width is not the model's, the number of rows is not the grid's number of visual tokens, or
             a value is not finite or larger in magnitude than `MAX_EMBEDDING_MAGNITUDE`.
     """
-    grid = Grid(*media.grid)
-    _check_rows(media, grid, spec, processor)
-    return Embedded(
-        rows=media.rows,
-        grid=grid,
-        tokens=len(media.rows),
-        kind=media.kind,
-        path=media.path,
-        digest=content_digest(f"{media.kind} embeddings", grid, media.rows),
-    )
+    _check_rows(media, spec, processor)
+    return replace(media, digest=content_digest(f"{media.kind} embeddings", media.grid, media.rows))
 
 
-def _check_rows(media: Embeddings, grid: Grid, spec: ModelSpec, processor: ImageProcessor) -> None:
+def _check_rows(media: Embeddings, spec: ModelSpec, processor: ImageProcessor) -> None:
+    grid = media.grid
     rows = media.rows
     if rows.ndim != 2 or rows.shape[1] != spec.visual_width:
         raise InvalidParameter(

@@ -15,8 +15,9 @@ import tokenizers
 
 from ..config import EngineConfig
 from ..errors import ContextLengthExceeded, InvalidParameter, UnsupportedParameter
+from ..media.types import VisualInput
 from ..models.coordinates import ImageCoordinates
-from ..models.interface import Placeholder, PlaceholderSpan, PromptLayout, Visual
+from ..models.interface import Placeholder, PlaceholderSpan, PromptLayout
 from ..models.spec import ModelSpec
 from ..protocol import ChatRequest
 from ..tokenization.chat_template import ChatTemplate, read_chat_template, template_config_error
@@ -119,7 +120,7 @@ class PromptBuilder:
         return builder
 
     def build(
-        self, request: ChatRequest, visuals: Sequence[Visual], coordinates: ImageCoordinates | None = None
+        self, request: ChatRequest, visuals: Sequence[VisualInput], coordinates: ImageCoordinates | None = None
     ) -> Prompt:
         """Render and tokenize one request, expand its placeholders and compute positions.
 
@@ -296,7 +297,7 @@ class PromptBuilder:
             yield _Segment([self._special_tokens[piece]]) if index % 2 else _Segment(next(plain).ids, piece)
 
     def _expand(
-        self, segments: Iterable[_Segment], visuals: Sequence[Visual]
+        self, segments: Iterable[_Segment], visuals: Sequence[VisualInput]
     ) -> tuple[list[npt.NDArray[np.int64]], list[PlaceholderSpan]]:
         """Replace each placeholder by the tokens of the next image or video of its kind."""
         ids: list[npt.NDArray[np.int64]] = []

@@ -8,8 +8,8 @@ import math
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import InvalidParameter
 from dashinfer_vlm_core.media.image import MAX_ASPECT
-from dashinfer_vlm_core.media.types import FrameResizer, Image, Pixels, Video
-from dashinfer_vlm_core.models.interface import Grid, GridShape, Patches
+from dashinfer_vlm_core.media.types import FrameResizer, Grid, Image, Pixels, Video
+from dashinfer_vlm_core.models.interface import GridShape, Patches
 from dashinfer_vlm_core.models.patches import frames_shape, grid_for_size, grid_shape, patchify, resize, resize_frame
 from dashinfer_vlm_core.models.qwen2_vl.image_processor import Qwen2VLImageProcessor
 from dashinfer_vlm_core.models.spec import ModelSpec, PixelSpec

@@ -20,7 +20,7 @@ from ...kernels import Kernels
 from ...kernels.cuda import CudaKernels
 from ...kernels.graphs import CudaGraphRecorder, Recorder
 from ...kernels.streams import copy_to_device
-from ..interface import Grid
+from ...media.types import Grid
 
 logger: logging.Logger = logging.getLogger(__name__)
 

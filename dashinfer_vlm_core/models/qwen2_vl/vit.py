@@ -23,7 +23,8 @@ from ...kernels import INT8, Activation, Kernels, KernelSelector, KVSpan, KVSpan
 from ...kernels.linears import create_linear
 from ...kernels.quantization import QuantizedWeight
 from ...kernels.streams import LOW_PRIORITY, stream_executor, to_device
-from ..interface import Grid, Patches
+from ...media.types import Grid
+from ..interface import Patches
 from ..lora import LoraAdapter, VisionMerge
 from ..placement import quantizes_vision_encoder, resolve_device, resolve_dtype
 from ..spec import ModelSpec, PixelSpec
