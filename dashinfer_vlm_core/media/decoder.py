@@ -15,7 +15,7 @@ from .frame_sampling import VideoSamplingPolicy
 from .image import count_pixels, decode_image
 from .python_objects import digest_media, load_object
 from .types import Image, Media, Pixels, ResizerFactory, StopCheck, Video, VideoReader
-from .video import available_readers, check_total, decode_video, frame_path, stack_frames
+from .video import FrameTimes, available_readers, check_total, decode_video, frame_path, of_one_size, stack_frames
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,14 +70,7 @@ class MediaDecoder:
                 check_stop=check_stop,
                 resizer=resizer,
             )
-        image = self._image(data[0], part, part.path)
-        return Image(
-            image=image,
-            path=part.path,
-            min_pixels=part.min_pixels,
-            max_pixels=part.max_pixels,
-            options_field=part.options_field,
-        )
+        return Image.of(part, self._image(data[0], part, part.path))
 
     def _frames(
         self, part: MediaPart, data: Sequence[bytes], check_stop: StopCheck, resizer: ResizerFactory | None
@@ -93,7 +86,8 @@ class MediaDecoder:
                 check_stop()
                 yield np.asarray(self._image(encoded, part, path))
 
-        return stack_frames(decoded(), len(frames), part, self.policy, resizer)
+        times = FrameTimes.of_list(len(frames), part, self.policy)
+        return stack_frames(of_one_size(decoded(), part), part, times, resizer)
 
     def _image(self, data: bytes, part: MediaPart, path: str) -> PILImage.Image:
         background = part.background or self.config.rgba_background

@@ -32,7 +32,7 @@ from .frame_sampling import VideoSamplingPolicy
 from .image import check_size, convert_image
 from .tensors import Array, as_grid, as_rows, read_embeddings
 from .types import Embeddings, Image, Media, Pixels, StopCheck, Video
-from .video import FrameTimes, check_frames, check_total, frame_path, sample_video, stack_frames
+from .video import FrameTimes, check_frames, check_total, frame_path, of_one_size, sample_video, stack_frames
 from .video_objects import DecordReaderVideo, Metadata, has_metadata, is_decord_reader, read_metadata
 
 _Frame: TypeAlias = PILImage.Image | Array
@@ -58,13 +58,7 @@ def load_object(part: MediaPart, config: EngineConfig, policy: VideoSamplingPoli
     frame = _frame(part.content, part.path, config)
     _check_scale([frame], part.path)
     image = PILImage.fromarray(_to_uint8(frame)) if isinstance(frame, np.ndarray) else frame
-    return Image(
-        image=_convert(image, part, part.path, config),
-        path=part.path,
-        min_pixels=part.min_pixels,
-        max_pixels=part.max_pixels,
-        options_field=part.options_field,
-    )
+    return Image.of(part, _convert(image, part, part.path, config))
 
 
 def digest_media(media: Media) -> bytes:
@@ -114,7 +108,7 @@ def _video(
             "A video must be an array of shape [frames, height, width, 3] or a list of images.", param=part.path
         )
     check_frames(len(items), part=part, policy=policy)
-    times = None if metadata is None else _times(metadata, len(items), part)
+    times = FrameTimes.of_list(len(items), part, policy) if metadata is None else _times(metadata, len(items), part)
     frames = [_frame(frame, frame_path(part, index), config) for index, frame in enumerate(items)]
     check_total(sum(width * height for width, height in map(_size, frames)), part=part, config=config)
     _check_scale(frames, frame_path(part, 0))
@@ -124,7 +118,7 @@ def _video(
             check_stop()
             yield _rgb(frame, part, frame_path(part, index), config)
 
-    return stack_frames(pixels(), len(frames), part, policy, times=times)
+    return stack_frames(of_one_size(pixels(), part), part, times)
 
 
 def _times(metadata: Metadata, count: int, part: MediaPart) -> FrameTimes:

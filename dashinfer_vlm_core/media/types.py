@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
@@ -10,29 +11,27 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image as PILImage
 
-from ..protocol.messages import join_path
+from ..protocol.messages import MediaPart, join_path
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
 Kind: TypeAlias = Literal["image", "video"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Image:
-    """One decoded image, upright, in RGB.
+class DecodedMedia:
+    """What images and videos have in common: the options of their part.
 
     Attributes:
-        image: a Pillow image of mode RGB with 8 bits per channel, so that resizing starts without a copy.
         path: its path in the request, such as `messages[0].content[1]`.
-        min_pixels: minimum pixels after resizing that the request sets.
-        max_pixels: maximum pixels after resizing that the request sets.
+        min_pixels: minimum pixels after resizing, of each frame of a video.
+        max_pixels: maximum pixels after resizing, of each frame of a video.
         options_field: the field of the part that has these options; empty if the part has them itself.
     """
 
-    image: PILImage.Image
     path: str
     min_pixels: int | None = None
     max_pixels: int | None = None
-    options_field: str = "image_url"
+    options_field: str = ""
 
     @property
     def options_path(self) -> str:
@@ -41,35 +40,44 @@ class Image:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Video:
+class Image(DecodedMedia):
+    """One decoded image, upright, in RGB.
+
+    Attributes:
+        image: a Pillow image of mode RGB with 8 bits per channel, so that resizing starts without a copy.
+    """
+
+    image: PILImage.Image
+
+    @classmethod
+    def of(cls, part: MediaPart, image: PILImage.Image) -> Image:
+        """Return the image of a part."""
+        return cls(
+            image=image,
+            path=part.path,
+            min_pixels=part.min_pixels,
+            max_pixels=part.max_pixels,
+            options_field=part.options_field,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Video(DecodedMedia):
     """The sampled frames of one video, upright, in RGB, all of one size.
 
     Attributes:
         frames: uint8 [frames, height, width, 3], at least one.
-        path: its path in the request.
         times: timestamp of each frame in seconds.
         sampled_fps: number of frames divided by the duration of the video in seconds; None if it is not known.
-        min_pixels: minimum pixels of a frame after resizing that the request sets.
-        max_pixels: maximum pixels of a frame after resizing that the request sets.
         total_pixels: maximum pixels of all frames together that the request sets.
         source_size: height and width before resizing, in pixels, if the frames were resized while they were decoded.
-        options_field: as in `Image`.
     """
 
     frames: Pixels
-    path: str
     times: tuple[float, ...] = ()
     sampled_fps: float | None = None
-    min_pixels: int | None = None
-    max_pixels: int | None = None
     total_pixels: int | None = None
     source_size: tuple[int, int] | None = None
-    options_field: str = "video_url"
-
-    @property
-    def options_path(self) -> str:
-        """The path of the object that has the options."""
-        return join_path(self.path, self.options_field)
 
 
 class Grid(NamedTuple):
@@ -162,17 +170,16 @@ class VideoInfo:
 
 
 class OpenVideo(Protocol):
-    """An open video file.
-
-    It may also have `iterate(indices, check_stop) -> Iterator[Pixels]`, which yields the frames one by one. Each frame
-    is then resized before the next one is decoded, so that the video is never in memory at full size.
-    """
+    """An open video file."""
 
     @property
     def info(self) -> VideoInfo: ...
 
-    def frames(self, indices: list[int], check_stop: StopCheck) -> Pixels:
-        """Decode the frames at `indices` (ascending) to uint8 [len(indices), height, width, 3].
+    def frames(self, indices: list[int], check_stop: StopCheck) -> Iterable[Pixels]:
+        """Decode the frames at `indices` (ascending), each uint8 [height, width, 3].
+
+        Each frame is resized before the next one is decoded, so that a generator never has a video at full size in
+        memory.
 
         Args:
             indices: frame indices, starting at 0.
@@ -183,28 +190,34 @@ class OpenVideo(Protocol):
         """
 
 
-class VideoReader(Protocol):
+class VideoReader(ABC):
     """Opens video files; plugins register readers with `register_video_readers`.
 
     A reader receives any bytes that a request declares a video, so it must check the signature of its formats before it
     calls a library. After `MediaUndecodable`, the next reader is tried. Other `RequestError` and `EngineError`
     exceptions propagate. Any other exception is logged, and the next reader is tried.
 
-    A reader whose library can crash has the attribute `may_crash = True`. It is used only in media workers, and only
-    if the option `video_reader` names it. `preload()`, if a reader has it, imports the library before workers are
-    forked; it must start no threads. `extra` is the extra of this package that installs the library.
-
     Attributes:
         name: shown by `dashinfer-vlm plugins`, and selected by `video_reader`.
         priority: readers are tried from the highest priority to the lowest.
+        extra: the extra of this package that installs the library; empty if none does.
+        may_crash: whether a damaged file can crash the process. Such a reader is used only in media workers, and only
+            if the option `video_reader` names it.
     """
 
     name: str
     priority: int
+    extra: str = ""
+    may_crash: bool = False
 
+    @abstractmethod
     def available(self) -> bool:
         """Whether the reader's library is installed."""
 
+    def preload(self) -> None:  # noqa: B027  not every library needs it
+        """Import the library before workers are forked; this must start no threads."""
+
+    @abstractmethod
     def open(self, data: bytes) -> OpenVideo:
         """Open an encoded video in memory. In a media worker, this can allocate 128 MiB and the size of the file.
 

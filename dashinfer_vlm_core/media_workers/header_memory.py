@@ -10,7 +10,7 @@ HEADER_BYTES = 128 << 20
 opened in 16 MiB."""
 
 
-class HeaderLimitedReader:
+class HeaderLimitedReader(VideoReader):
     """A video reader that opens files in little memory, and decodes their frames in all memory of the worker.
 
     Args:

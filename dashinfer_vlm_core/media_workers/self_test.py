@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ..media.image import decode_image
 from ..media.types import VideoReader
+from ..media.video import undecodable_error
 from .sandbox import Sandbox
 from .seccomp import build_filter, has_list
 
@@ -80,7 +81,8 @@ def _decoders(readers: Sequence[VideoReader]) -> Mapping[str, Callable[[], objec
 
 def _decode_video(reader: VideoReader, data: bytes) -> None:
     video = reader.open(data)
-    video.frames([0, video.info.frames - 1], lambda: None)
+    if len(list(video.frames([0, video.info.frames - 1], lambda: None))) < 2:
+        raise undecodable_error()
 
 
 def _run(sandbox: Sandbox, decoders: Mapping[str, Callable[[], object]], output: int) -> None:

@@ -185,9 +185,8 @@ def _tested_sandbox(readers: Sequence[Sequence[str]]) -> tuple[Sandbox, str]:
     """Return `prepare_tested_sandbox` for the installed readers, once for the same packages."""
     installed = [reader for reader in map(resolve_reference, readers) if reader.available()]
     for reader in installed:
-        if hasattr(reader, "preload"):
-            with contextlib.suppress(ImportError, OSError):  # reported for the first video
-                reader.preload()
+        with contextlib.suppress(ImportError, OSError):  # reported for the first video
+            reader.preload()
     key = (tuple(map(tuple, readers)), tuple(readable_paths()))
     if key not in _SANDBOXES:
         _SANDBOXES[key] = prepare_tested_sandbox(installed)
