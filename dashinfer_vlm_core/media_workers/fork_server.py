@@ -14,7 +14,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .wire import Disconnected, receive_head
+from .wire import Disconnected, Started, receive_head
 
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]);"
@@ -65,7 +65,7 @@ class ForkServer:
             theirs.close()
             ours.settimeout(START_SECONDS)
             try:
-                return str(json.loads(receive_head(ours))["warning"])
+                return Started.model_validate_json(receive_head(ours)).warning
             except Disconnected:
                 raise OSError("the process that decodes media ended") from None
 

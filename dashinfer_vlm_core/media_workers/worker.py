@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -24,8 +24,7 @@ from . import wire
 from .fork_server import FORK_SERVER, START_SECONDS
 from .shared_memory import SharedMemory
 from .threads import TokenBudget
-from .wire import Disconnected
-from .worker_responses import PatchesResponse, Started, WorkerResponse
+from .wire import Disconnected, JobRequest, PatchesResponse, Started, WorkerResponse
 
 PATIENCE_SECONDS = 1.0
 """How long a job runs at normal priority."""
@@ -155,7 +154,8 @@ class MediaWorker:
     def kill(self) -> None:
         """End the process at once; a running job raises EngineClosed."""
         with self._lock:
-            self._killed, self.reusable = True, False
+            self._killed = True
+            self.reusable = False
             if self._sock is None:
                 return
             FORK_SERVER.kill(self._id)
@@ -173,14 +173,11 @@ class MediaWorker:
         max_tokens = max(job.budget.remaining, 1)
         if self._sock is None:
             raise Disconnected
-        sock, end = self._sock, time.monotonic() + job.seconds
+        sock = self._sock
+        end = time.monotonic() + job.seconds
         sock.settimeout(job.seconds)
-        head = {
-            "part": wire.part_to_json(job.part),
-            "sizes": [len(item) for item in job.data],
-            "max_tokens": max_tokens,
-        }
-        wire.send(sock, head, job.data)
+        sizes = tuple(map(len, job.data))
+        wire.send(sock, JobRequest(part=_without_sources(job.part), sizes=sizes, max_tokens=max_tokens), job.data)
         self._wait(sock, end)
         sock.settimeout(max(end - time.monotonic(), 0.001))
         return self._result(WorkerResponse.model_validate_json(wire.receive_head(sock)), job, max_tokens)
@@ -219,18 +216,17 @@ class MediaWorker:
         """Copy a worker's patches.
 
         Raises:
-            ValueError: they do not have the shape of this model's patches.
+            ValueError: the grid is not valid for the model or the job, or there are fewer patches.
         """
-        grid, spec = Grid(*response.grid), self._config.pixels
-        rows, columns = response.shape
+        grid = Grid(*response.grid)
+        spec = self._config.pixels
+        values = 3 * spec.temporal_patch_size * spec.patch_size**2
         tokens = self._config.processor.shape(grid).tokens
-        if rows != grid.patches or columns != 3 * spec.temporal_patch_size * spec.patch_size**2:
-            raise ValueError("the patches have another shape than the grid")
         if tokens > max_tokens or (part.kind == "image" and grid.t != 1):
             raise ValueError("the item has too many tokens")
         return with_digest(
             Patches(
-                pixels=self._memory.read((rows, columns)),
+                pixels=self._memory.read((grid.patches, values)),
                 grid=grid,
                 tokens=tokens,
                 kind=part.kind,
@@ -248,8 +244,19 @@ def _warn_once(text: str) -> None:
 
 
 def _indent(text: str) -> str:
-    """Indent a traceback, so that no line of it looks like one of the log."""
-    return "\n".join(f"    {line}" for line in text.split("\n"))
+    """Indent a traceback and escape its control characters, so that no line of it looks like one of the log."""
+    lines = ("".join(map(_escape, line)) for line in text.split("\n"))
+    return "\n".join(f"    {line}" for line in lines)
+
+
+def _escape(character: str) -> str:
+    return character if character.isprintable() else character.encode("unicode_escape").decode()
+
+
+def _without_sources(part: MediaPart) -> MediaPart:
+    """Return what decoding depends on: of the sources, only whether they are a list, and how long."""
+    url = ("",) * len(part.url) if isinstance(part.url, tuple) else ""
+    return replace(part, url=url, uuid=None)
 
 
 def _crash_error(part: MediaPart) -> MediaUndecodable:
