@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dashinfer_vlm_core.media import MediaLoader
 from dashinfer_vlm_core.media.decoder import MediaDecoder
 from dashinfer_vlm_core.media.frame_sampling import VideoSamplingPolicy
+from dashinfer_vlm_core.media.loader import MediaLoader
 from dashinfer_vlm_core.media_workers import MediaThreads
 
 

@@ -18,8 +18,9 @@ from ..decoders.supervisor import Supervisor
 from ..errors import DecoderFailed, EngineClosed, SetupError
 from ..kernels.choice import KernelSelector
 from ..kernels.workload import VISION_ENCODER, vision_workload
-from ..media import FetchStats, MediaLoader
 from ..media.decoder import MediaDecoder
+from ..media.fetch import FetchStats
+from ..media.loader import MediaLoader
 from ..media.video import select_readers
 from ..media_workers import MediaWorkerStats, create_executor
 from ..models.checkpoint import find_model

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import ssl
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import anyio
@@ -168,13 +168,11 @@ class Fetcher:
     async def _request(self, url: httpx.URL, path: str) -> httpx.Response:
         """Send one hop's request to the first address that accepts a connection; the body is not read yet."""
         addresses = await resolve_addresses(url, self._resolve, path=path, config=self._config)
-        return await self._send_to_first(url, addresses[:MAX_ADDRESSES])
-
-    async def _send_to_first(self, url: httpx.URL, addresses: Sequence[str]) -> httpx.Response:
-        for address in addresses[:-1]:
+        *first, last = addresses[:MAX_ADDRESSES]
+        for address in first:
             with contextlib.suppress(httpx.ConnectError, httpx.ConnectTimeout):
                 return await self._transport.handle_async_request(_request_to(address, url))
-        return await self._transport.handle_async_request(_request_to(addresses[-1], url))
+        return await self._transport.handle_async_request(_request_to(last, url))
 
     async def _read_body(self, response: httpx.Response, kind: Kind, path: str, budget: ByteBudget) -> bytes:
         if response.status_code != httpx.codes.OK:
@@ -207,7 +205,8 @@ def _default_certificates() -> ssl.SSLContext:
 
 
 async def _read(response: httpx.Response, limit: int, path: str, budget: ByteBudget) -> bytes:
-    chunks, size = [], 0
+    chunks = []
+    size = 0
     async for chunk in response.aiter_raw():
         size += len(chunk)
         budget.consume(len(chunk), path)
