@@ -75,7 +75,6 @@ class MediaDecoder:
     def _frames(
         self, part: MediaPart, data: Sequence[bytes], check_stop: StopCheck, resizer: ResizerFactory | None
     ) -> Video:
-        """Decode a list of frames to a video; all headers are checked before the first frame is decoded."""
         limit = self.config.max_decoded_pixels
         frames = [(encoded, frame_path(part, i)) for i, encoded in enumerate(data)]
         pixels = sum(count_pixels(encoded, path=path, max_pixels=limit) for encoded, path in frames)

@@ -191,7 +191,6 @@ def _sources(part: MediaPart, config: EngineConfig, policy: VideoSamplingPolicy)
 
 
 def _share_equal(sources: list[list[Source]]) -> list[list[Source]]:
-    """Replace equal sources by the first of them."""
     if sum(map(len, sources)) < 2:
         return sources
     known: dict[Hashable, Source] = {}
@@ -199,7 +198,6 @@ def _share_equal(sources: list[list[Source]]) -> list[list[Source]]:
 
 
 async def _check_bytes(frames: Iterable[Awaitable[bytes]], part: MediaPart, config: EngineConfig) -> None:
-    """Wait for the frames of a list, and reject it as soon as those received are too large for one video."""
     size = 0
     for frame in asyncio.as_completed(frames):
         size += len(await frame)
@@ -224,7 +222,6 @@ def closed_error() -> EngineClosed:
 
 
 async def _gather(awaitables: Iterable[Awaitable[T]], fetches: Iterable[asyncio.Future[Any]] = ()) -> list[T]:
-    """Return all results in order; on failure or cancellation, cancel the rest of `awaitables` and `fetches`."""
     tasks = [asyncio.ensure_future(item) for item in awaitables]
     try:
         return await asyncio.gather(*tasks)

@@ -63,15 +63,16 @@ def load_object(part: MediaPart, config: EngineConfig, policy: VideoSamplingPoli
 
 def digest_media(media: Media) -> bytes:
     """Hash media to 32 bytes; equal if and only if kind and contents are equal."""
-    digest = hashlib.sha256(type(media).__name__.encode())
-    shape: tuple[int, ...]
+    grid: tuple[int, ...] = ()
+    data: Array
     if isinstance(media, Image):
-        data, shape = np.asarray(media.image), (media.image.height, media.image.width)
+        data = np.asarray(media.image)
     elif isinstance(media, Video):
-        data, shape = media.frames, media.frames.shape[:3]
+        data = media.frames
     else:
-        data, shape = media.rows, (*media.grid, len(media.rows))
-    digest.update(repr(tuple(map(int, shape))).encode())
+        data = media.rows
+        grid = media.grid
+    digest = hashlib.sha256(f"{type(media).__name__} {data.shape} {tuple(grid)}".encode())
     digest.update(np.ascontiguousarray(data).data)
     return digest.digest()
 
@@ -156,7 +157,6 @@ def _frame(content: object, path: str, config: EngineConfig) -> _Frame:
 
 
 def _is_in_range(array: Array) -> bool:
-    """Return whether an array has floats from 0 to 255 only."""
     return array.dtype.kind == "f" and bool(array.min(initial=0) >= 0 and array.max(initial=0) <= 255)
 
 
@@ -190,7 +190,6 @@ def _size(frame: _Frame) -> tuple[int, int]:
 
 
 def _rgb(frame: _Frame, part: MediaPart, path: str, config: EngineConfig) -> Pixels:
-    """Convert a frame to uint8 [height, width, 3]."""
     if isinstance(frame, np.ndarray):
         frame = _to_uint8(frame)
         if frame.shape[2:] == (3,):
@@ -206,10 +205,7 @@ def _convert(image: PILImage.Image, part: MediaPart, path: str, config: EngineCo
 
 
 def _as_array(value: Any, path: str) -> Array | None:
-    """Convert a numpy array or torch tensor to a numpy array; return None for anything else.
-
-    Floating-point tensors become float32, because numpy has no bfloat16.
-    """
+    # Floating-point tensors become float32, because numpy has no bfloat16.
     if isinstance(value, np.ndarray):
         return value
     if not (hasattr(value, "detach") and hasattr(value, "is_floating_point")):  # file objects have `detach` too

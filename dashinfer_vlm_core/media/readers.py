@@ -108,7 +108,7 @@ class _PyAVVideo:
                 yield self._upright(frame)
 
     def _upright(self, frame: Any) -> Pixels:
-        """Return a rotated frame; reject one whose size differs from the header's, on which the limits were checked."""
+        # The limits were checked for the size in the header.
         if (frame.width, frame.height) != (self.info.width, self.info.height):
             raise undecodable_error()
         pixels: Pixels = frame.to_ndarray(format="rgb24")
@@ -161,7 +161,7 @@ def _import_decord() -> Any:
 
 @contextmanager
 def _decord_errors() -> Iterator[None]:
-    """Convert the exceptions of decord; its Python code raises the last three."""
+    # decord's Python code raises the last three.
     decord = _import_decord()
     try:
         yield

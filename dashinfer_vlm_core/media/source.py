@@ -161,7 +161,6 @@ def _inline(text: str, limit: int, path: str) -> InlineSource:
 
 
 def _declares_base64(text: str, end: int) -> bool:
-    """Whether the header of a data: URL, `text[:end]`, has the parameter `;base64` at its end."""
     end = end_without_spaces(text, end)
     return text[max(0, end - len(_BASE64)) : end].lower() == _BASE64
 

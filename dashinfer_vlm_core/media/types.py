@@ -48,6 +48,7 @@ class Image(DecodedMedia):
     """
 
     image: PILImage.Image
+    options_field: str = "image_url"
 
     @classmethod
     def of(cls, part: MediaPart, image: PILImage.Image) -> Image:
@@ -78,6 +79,7 @@ class Video(DecodedMedia):
     sampled_fps: float | None = None
     total_pixels: int | None = None
     source_size: tuple[int, int] | None = None
+    options_field: str = "video_url"
 
 
 class Grid(NamedTuple):

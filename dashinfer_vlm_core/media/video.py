@@ -292,7 +292,6 @@ def sample_video(
 
 
 def _check_header(info: VideoInfo, part: MediaPart, config: EngineConfig) -> None:
-    """Reject a file with an invalid header or one that exceeds the limits, before decoding."""
     if min(info.frames, info.height, info.width) < 1 or not 0 < info.fps < math.inf:
         raise undecodable_error(part.path)
     if info.height * info.width > config.max_decoded_pixels:

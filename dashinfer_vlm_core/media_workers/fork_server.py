@@ -101,7 +101,6 @@ class ForkServer:
             self._close()
 
     def _request(self, message: Mapping[str, Any], files: Sequence[int]) -> None:
-        """Send a message; start the process if it does not run."""
         packet = json.dumps(message).encode()
         with self._lock:
             try:
@@ -149,7 +148,6 @@ class ForkServer:
         self._control = self._process = None
 
     def _forget(self) -> None:
-        """Forget the process, which belongs to the parent of a fork."""
         self._lock = threading.Lock()
         if self._control is not None:
             self._control.close()

@@ -122,7 +122,6 @@ class MediaWorkerPool:
             worker.close()
 
     async def _run(self, worker: MediaWorker, job: Job) -> Patches:
-        """Run a job in a thread that waits for the worker; a cancellation kills the worker."""
         running = asyncio.get_running_loop().run_in_executor(self._threads, _run_job, worker, job)
         try:
             return await asyncio.shield(running)
@@ -136,7 +135,7 @@ class MediaWorkerPool:
             del running  # its exception refers to this frame: the cycle would keep the media
 
     def _limit(self, client: Client) -> int:
-        """How many workers one client may use: with API keys, one stays available for others."""
+        # With API keys, one worker stays available for others.
         limit = self._size if not client.id else max(1, self._size - 1)
         return limit if client.media_workers is None else min(client.media_workers, limit)
 

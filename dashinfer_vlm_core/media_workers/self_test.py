@@ -63,7 +63,6 @@ def undecodable_samples(sandbox: Sandbox, readers: Sequence[VideoReader]) -> set
 
 
 def _decoders(readers: Sequence[VideoReader]) -> Mapping[str, Callable[[], object]]:
-    """Return a function for each sample, and for each reader if it is a video, that decodes it."""
     found: dict[str, Callable[[], object]] = {}
     for file in sorted(SAMPLES.iterdir()):
         data = file.read_bytes()
@@ -81,7 +80,6 @@ def _decode_video(reader: VideoReader, data: bytes) -> None:
 
 
 def _run(sandbox: Sandbox, decoders: Mapping[str, Callable[[], object]], output: int) -> None:
-    """Write the names of the samples that are decoded, and end the process."""
     signal.alarm(MAX_SECONDS)  # its default action ends the process
     try:
         sandbox.restrict([output], memory_bytes=MEMORY_BYTES)

@@ -132,8 +132,7 @@ class MediaThreads:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _process(self, media: Media, budget: TokenBudget) -> Patches | Embeddings:
-        """Process an image, a video or embeddings; media that can never fit the context are rejected before they are
-        resized."""
+        # Media that can never fit the context are rejected before they are resized.
         if isinstance(media, Embeddings):
             budget.add(len(media.rows))
             return validate_embeddings(media, self._spec, self._processor)

@@ -213,11 +213,6 @@ class MediaWorker:
         raise ValueError("the response is empty")
 
     def _patches(self, response: PatchesResponse, part: MediaPart, max_tokens: int) -> Patches:
-        """Copy a worker's patches.
-
-        Raises:
-            ValueError: the grid is not valid for the model or the job, or there are fewer patches.
-        """
         grid = Grid(*response.grid)
         spec = self._config.pixels
         values = 3 * spec.temporal_patch_size * spec.patch_size**2
@@ -254,7 +249,7 @@ def _escape(character: str) -> str:
 
 
 def _without_sources(part: MediaPart) -> MediaPart:
-    """Return what decoding depends on: of the sources, only whether they are a list, and how long."""
+    # Decoding depends on whether the source is a list, and on its length.
     url = ("",) * len(part.url) if isinstance(part.url, tuple) else ""
     return replace(part, url=url, uuid=None)
 

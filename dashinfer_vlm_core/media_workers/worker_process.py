@@ -145,7 +145,7 @@ class _ForkServer:
             os.kill(pid, signal.SIGKILL)
 
     def _reap(self) -> None:
-        """Forget the children that ended. A process id stays reserved until here, so `_handle` reaches no other one."""
+        # A process id stays reserved until here, so `_handle` reaches no other process.
         for worker, pid in list(self._children.items()):
             if os.waitpid(pid, os.WNOHANG)[0]:
                 del self._children[worker]
@@ -209,7 +209,6 @@ def _load_setup(setup: Mapping[str, Any]) -> WorkerSetup:
 
 
 def _tested_sandbox(readers: Sequence[Sequence[str]]) -> tuple[Sandbox, str]:
-    """Return `prepare_tested_sandbox` for the installed readers, once for the same packages."""
     installed = [reader for reader in map(resolve_reference, readers) if reader.available()]
     for reader in installed:
         with contextlib.suppress(ImportError, OSError):  # reported for the first video
@@ -247,7 +246,6 @@ def reference_to(item: object) -> tuple[str, str, str] | None:
 
 
 def _run_worker(sock: socket.socket, memory: SharedMemory, setup: WorkerSetup) -> None:
-    """Serve jobs until the engine closes the connection, then end the process."""
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

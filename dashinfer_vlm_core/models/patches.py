@@ -148,7 +148,7 @@ def resize_frame(frame: Pixels, size: tuple[int, int]) -> Pixels:
 
 
 def _scaled(image: PILImage.Image, size: tuple[int, int]) -> Pixels:
-    """Return uint8 [*size, 3]; an image that already has this size is not resampled."""
+    # Pillow does not resample an image that already has this size.
     height, width = size
     return np.asarray(image.resize((width, height), PILImage.Resampling.BICUBIC))
 
@@ -159,7 +159,9 @@ def patchify(frames: Pixels, spec: PixelSpec) -> tuple[Pixels, Grid]:
     The patches of a merge unit, which the vision encoder merges, are consecutive: rows are ordered by (time, unit row,
     unit column, row in the unit, column in the unit), and the values within a row by (channel, frame, y, x).
     """
-    span, side, merge = spec.temporal_patch_size, spec.patch_size, spec.merge_size
+    span = spec.temporal_patch_size
+    side = spec.patch_size
+    merge = spec.merge_size
     count, height, width, _ = frames.shape
     grid = grid_for_size(count, height, width, spec)
     padded = np.concatenate([frames, np.repeat(frames[-1:], grid.t * span - count, axis=0)])
@@ -170,7 +172,9 @@ def patchify(frames: Pixels, spec: PixelSpec) -> tuple[Pixels, Grid]:
 
 def unpatchify(pixels: Pixels, grid: Grid, spec: PixelSpec) -> Pixels:
     """Restore the frames from rows as in `Patches.pixels`: uint8 [frames, height, width, 3], including padding."""
-    span, side, merge = spec.temporal_patch_size, spec.patch_size, spec.merge_size
+    span = spec.temporal_patch_size
+    side = spec.patch_size
+    merge = spec.merge_size
     blocks = pixels.reshape(grid.t, grid.h // merge, grid.w // merge, merge, merge, 3, span, side, side)
     ordered = blocks.transpose(0, 6, 1, 3, 7, 2, 4, 8, 5)
     frames: Pixels = ordered.reshape(grid.t * span, grid.h * side, grid.w * side, 3)
