@@ -49,13 +49,6 @@ class MediaDecoder:
             InvalidParameter: an option of the part does not apply to them, or their shape is not supported.
         """
         check_stop()
-        media = self._decode(part, data, check_stop, resizer)
-        check_stop()
-        return media
-
-    def _decode(
-        self, part: MediaPart, data: Sequence[bytes], check_stop: StopCheck, resizer: ResizerFactory | None
-    ) -> Media:
         if part.content is not None:
             return load_object(part, self.config, self.policy, check_stop)
         if isinstance(part.url, tuple):

@@ -120,6 +120,7 @@ class MediaThreads:
 
         def decode_and_process() -> Patches | Embeddings:
             media = self._decoder.decode(part, data, check_stop, resizer)
+            check_stop()
             item = self._process(media, budget)
             return item if part.uuid is None else replace(item, source_digest=digest_source(data, media))
 
