@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
-from dashinfer_vlm_core.media import MediaLoader
 from dashinfer_vlm_core.media.decoder import MediaDecoder
 from dashinfer_vlm_core.media.frame_sampling import VideoSamplingPolicy
+from dashinfer_vlm_core.media.loader import MediaLoader
 from dashinfer_vlm_core.media_workers import MediaThreads
+
+
+class FullSize:
+    """An image processor that resizes no frames."""
+
+    frame_resizer = None
+
+
+class _DecodingThreads(MediaThreads):
+    """Threads that return `then(media)` instead of patches."""
+
+    def __init__(self, decoder):
+        super().__init__(decoder, processor=FullSize(), spec=None)
+
+    def _process(self, media, then):
+        return then(media)
 
 
 class DecodingLoader:
@@ -13,11 +29,11 @@ class DecodingLoader:
         self.loader = MediaLoader(config, readers, resolve=resolve)
         policy = VideoSamplingPolicy().with_config(config)
         decoder = MediaDecoder(config=config, readers=readers, policy=policy)
-        self.threads = MediaThreads(decoder, processor=None, spec=None)
+        self.threads = _DecodingThreads(decoder)
 
     async def load(self, parts, then):
         """Load and decode the parts, and return `then(media)` for each."""
-        return await self.loader.load(parts, lambda part, data: self.threads.decode(part, data, then))
+        return await self.loader.load(parts, lambda part, data: self.threads.process(part, data, then))
 
     async def close(self):
         await self.loader.close()

@@ -6,7 +6,8 @@ import hashlib
 
 import numpy as np
 
-from dashinfer_vlm_core.models.interface import Grid, Patches
+from dashinfer_vlm_core.media import Grid
+from dashinfer_vlm_core.models.interface import Patches
 
 
 def random_patches(

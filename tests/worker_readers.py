@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dashinfer_vlm_core.media import VideoInfo
+from dashinfer_vlm_core.media import VideoInfo, VideoReader
 
 
 class Frames:
@@ -155,7 +155,7 @@ ACTIONS = {
 }
 
 
-class ActionReader:
+class ActionReader(VideoReader):
     name, priority = "action", 99
 
     def available(self):

@@ -15,18 +15,19 @@ from ..concurrency.streams import merge_streams
 from ..decoders import GUIDED_DECODING, DecodeRequest, GrammarMatcher, Token, VisualSpan
 from ..decoders.supervisor import Supervisor
 from ..errors import InvalidParameter
-from ..media import MediaLoader
+from ..media.loader import MediaLoader
+from ..media.types import Embeddings
 from ..media_workers import MediaExecutor, TokenBudget
 from ..models.coordinates import ImageCoordinates
-from ..models.interface import ImageProcessor, VisualTokens
-from ..preprocessing.preview import MediaPreview, Preview, preview_media
+from ..models.interface import ImageProcessor, Patches, VisualTokens
+from ..preprocessing.preview import Preview, preview_media
 from ..preprocessing.prompt import Prompt, PromptBuilder
-from ..protocol import DEFAULT_MAX_TOKENS, ChatRequest, MediaPart
+from ..protocol import DEFAULT_MAX_TOKENS, ChatRequest
 from ..protocol.client import current_client
 from ..protocol.sampling import Sampling
 from ..response.response_builder import PromptCounts, ResponseBuilder
 from ..structured_output.request_grammars import RequestGrammars
-from ..vision import CachedMedia, Item, Processed, VisionService
+from ..vision import VisionService
 from ..vision.media_uuids import MediaUuidCache
 from .adapters import ActiveAdapter, AdapterManager
 from .admission import ConcurrencyLimiter, hide_internal_errors
@@ -61,7 +62,7 @@ class Generation:
 class _Inputs(NamedTuple):
     """What the model gets for a request."""
 
-    items: Sequence[Item]
+    items: Sequence[Patches | Embeddings | VisualTokens]
     coordinates: ImageCoordinates | None
     prompt: Prompt
 
@@ -153,16 +154,14 @@ class ChatPipeline:
             check_request(request, self.spec, self.decoder, self.prompts)
             parts = await asyncio.to_thread(request.media)
             require_media_data(parts)
-            budget = self._token_budget()
-
-            async def process_and_preview(part: MediaPart, data: Sequence[bytes]) -> MediaPreview:
-                item, _, source_size = await self.media_executor.process(part, data, budget)
-                return await asyncio.to_thread(preview_media, item, self.processor, source_size, self.spec.coordinates)
-
-            items = await self.media.load(parts, process_and_preview)
-            coordinates = find_coordinates(request, self.spec, ((item.source_size, item.size) for item in items))
+            process = functools.partial(self.media_executor.process, budget=self._token_budget())
+            items = await self.media.load(parts, process)
+            coordinates = find_coordinates(request, self.spec, items, self.processor)
             prompt = await asyncio.to_thread(self.prompts.build, request, items, coordinates)
-            return Preview(items=items, prompt_tokens=len(prompt), max_model_len=self.prompts.max_model_len)
+            previews = [
+                await asyncio.to_thread(preview_media, item, self.processor, self.spec.coordinates) for item in items
+            ]
+            return Preview(items=tuple(previews), prompt_tokens=len(prompt), max_model_len=self.prompts.max_model_len)
 
     async def tokenize(self, request: ChatRequest) -> list[int]:
         """Return the prompt's token ids, with placeholders for images and videos, which are not encoded."""
@@ -218,11 +217,8 @@ class ChatPipeline:
         return builders, [first, *others]
 
     async def _load_inputs(self, request: ChatRequest, adapter: ActiveAdapter | None) -> _Inputs:
-        loaded = await self._load_media(request, adapter)
-        items = [media if isinstance(media, CachedMedia) else media.item for media in loaded]
-        shapes = (self.processor.shape(item.grid) for item in items)
-        sizes = ((media.source_size, (shape.width, shape.height)) for media, shape in zip(loaded, shapes, strict=True))
-        coordinates = find_coordinates(request, self.spec, sizes)
+        items = await self._load_media(request, adapter)
+        coordinates = find_coordinates(request, self.spec, items, self.processor)
         with self.observer.stage("prompt"):
             prompt = await asyncio.to_thread(self.prompts.build, request, items, coordinates)
         return _Inputs(items, coordinates, prompt)
@@ -234,7 +230,9 @@ class ChatPipeline:
                 return None
             return await self.grammars.compile(request, self.prompts.opens_reasoning)
 
-    async def _load_media(self, request: ChatRequest, adapter: ActiveAdapter | None) -> list[CachedMedia | Processed]:
+    async def _load_media(
+        self, request: ChatRequest, adapter: ActiveAdapter | None
+    ) -> list[Patches | Embeddings | VisualTokens]:
         with self.observer.stage("media"):
             parts = await asyncio.to_thread(request.media)  # may have to split megabytes of video frames
             self.media.check(parts)
@@ -242,9 +240,9 @@ class ChatPipeline:
             cached = self.media_uuids.get(parts, cache_salt=request.cache_salt or "", adapter=vision)
             budget = self._token_budget(sum(item.tokens for item in cached.values()))
             given = [part for part in parts if part.has_source]
-            processed = await self.media.load(given, functools.partial(self.media_executor.process, budget=budget))
-            self.media_uuids.bind(given, processed, cache_salt=request.cache_salt or "")
-            loaded = iter(processed)
+            items = await self.media.load(given, functools.partial(self.media_executor.process, budget=budget))
+            self.media_uuids.bind(given, items, cache_salt=request.cache_salt or "")
+            loaded = iter(items)
             return [cached[part.path] if part.path in cached else next(loaded) for part in parts]
 
     def _token_budget(self, tokens: int = 0) -> TokenBudget:

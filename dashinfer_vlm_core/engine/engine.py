@@ -15,7 +15,7 @@ from ..concurrency.loop import LoopThread, engine_closed
 from ..config import EngineConfig
 from ..decoders import GUIDED_DECODING, DecoderStats
 from ..errors import DecoderFailed, EngineClosed
-from ..media import FetchStats
+from ..media.fetch import FetchStats
 from ..media_workers import MediaWorkerStats
 from ..plugins import Registry, load_plugins
 from ..protocol import ChatRequest

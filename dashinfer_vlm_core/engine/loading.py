@@ -12,8 +12,8 @@ from ..decoders import LORA, DecoderFactory, DecoderSupport
 from ..decoders.supervisor import Supervisor
 from ..errors import SetupError
 from ..kernels.choice import KernelSelector
-from ..media import MediaLoader
 from ..media.decoder import MediaDecoder
+from ..media.loader import MediaLoader
 from ..media.video import select_readers
 from ..media_workers import create_executor
 from ..models.checkpoint import find_model

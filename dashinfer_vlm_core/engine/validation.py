@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ..decoders.supervisor import Supervisor
 from ..errors import InvalidParameter, UnsupportedParameter
@@ -13,10 +13,9 @@ from ..protocol import ChatRequest, MediaPart
 from ..protocol.sampling import Sampling
 
 if TYPE_CHECKING:
+    from ..media.types import VisualInput
+    from ..models.interface import ImageProcessor
     from ..models.spec import ModelSpec
-
-ImageSizes: TypeAlias = tuple[tuple[int, int] | None, tuple[int, int]]
-"""Width and height of an image before resizing, None for embeddings, and after it, in pixels."""
 
 
 def check_request(request: ChatRequest, spec: ModelSpec, decoder: Supervisor, prompts: PromptBuilder) -> Sampling:
@@ -93,7 +92,9 @@ def require_media_data(parts: Sequence[MediaPart]) -> None:
             )
 
 
-def find_coordinates(request: ChatRequest, spec: ModelSpec, sizes: Iterable[ImageSizes]) -> ImageCoordinates | None:
+def find_coordinates(
+    request: ChatRequest, spec: ModelSpec, items: Sequence[VisualInput], processor: ImageProcessor
+) -> ImageCoordinates | None:
     """Return the coordinates of all images of a request; None if none are to be converted.
 
     Raises:
@@ -102,10 +103,11 @@ def find_coordinates(request: ChatRequest, spec: ModelSpec, sizes: Iterable[Imag
     if request.coordinates == "model" or spec.coordinates is None:
         return None
     found: set[ImageCoordinates] = set()
-    for source_size, size in sizes:
-        if source_size is None:
+    for item in items:
+        if item.source_size is None:
             raise _coordinates_error("images, since embeddings have no original size. Remove it.")
-        found.add(spec.coordinates.for_image(source_size, size))
+        shape = processor.shape(item.grid)
+        found.add(spec.coordinates.for_image(item.source_size, (shape.width, shape.height)))
     if not found:
         raise _coordinates_error("an image. Send one, or remove `coordinates`.")
     if len(found) > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image as PILImage
@@ -15,7 +15,7 @@ from .frame_sampling import VideoSamplingPolicy
 from .image import count_pixels, decode_image
 from .python_objects import digest_media, load_object
 from .types import Image, Media, Pixels, ResizerFactory, StopCheck, Video, VideoReader
-from .video import available_readers, check_total, decode_video, frame_path, stack_frames
+from .video import FrameTimes, available_readers, check_total, decode_video, frame_path, of_one_size, stack_frames
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,7 @@ class MediaDecoder:
     def decode(
         self, part: MediaPart, data: Sequence[bytes], check_stop: StopCheck, resizer: ResizerFactory | None = None
     ) -> Media:
-        """Decode a part; one with a `uuid` gets its `source_digest`.
+        """Decode a part.
 
         Args:
             part: the part.
@@ -49,15 +49,6 @@ class MediaDecoder:
             InvalidParameter: an option of the part does not apply to them, or their shape is not supported.
         """
         check_stop()
-        media = self._decode(part, data, check_stop, resizer)
-        check_stop()
-        if part.uuid is None:
-            return media
-        return replace(media, source_digest=digest_files(data) if data else digest_media(media))
-
-    def _decode(
-        self, part: MediaPart, data: Sequence[bytes], check_stop: StopCheck, resizer: ResizerFactory | None
-    ) -> Media:
         if part.content is not None:
             return load_object(part, self.config, self.policy, check_stop)
         if isinstance(part.url, tuple):
@@ -72,19 +63,11 @@ class MediaDecoder:
                 check_stop=check_stop,
                 resizer=resizer,
             )
-        image = self._image(data[0], part, part.path)
-        return Image(
-            image=image,
-            path=part.path,
-            min_pixels=part.min_pixels,
-            max_pixels=part.max_pixels,
-            options_field=part.options_field,
-        )
+        return Image.of(part, self._image(data[0], part, part.path))
 
     def _frames(
         self, part: MediaPart, data: Sequence[bytes], check_stop: StopCheck, resizer: ResizerFactory | None
     ) -> Video:
-        """Decode a list of frames to a video; all headers are checked before the first frame is decoded."""
         limit = self.config.limits.max_decoded_pixels
         frames = [(encoded, frame_path(part, i)) for i, encoded in enumerate(data)]
         pixels = sum(count_pixels(encoded, path=path, max_pixels=limit) for encoded, path in frames)
@@ -95,11 +78,17 @@ class MediaDecoder:
                 check_stop()
                 yield np.asarray(self._image(encoded, part, path))
 
-        return stack_frames(decoded(), len(frames), part, self.policy, resizer)
+        times = FrameTimes.of_list(len(frames), part, self.policy)
+        return stack_frames(of_one_size(decoded(), part), part, times, resizer)
 
     def _image(self, data: bytes, part: MediaPart, path: str) -> PILImage.Image:
         background = part.background or self.config.rgba_background
         return decode_image(data, path=path, max_pixels=self.config.limits.max_decoded_pixels, background=background)
+
+
+def digest_source(data: Sequence[bytes], media: Media) -> bytes:
+    """Return `VisualInput.source_digest` of media that were decoded from `data`, or from a Python object."""
+    return digest_files(data) if data else digest_media(media)
 
 
 def digest_files(data: Sequence[bytes]) -> bytes:

@@ -103,10 +103,9 @@ def convert_image(
 def count_pixels(data: bytes, *, path: str, max_pixels: int) -> int:
     """Count an image's pixels from its header, without decoding it. Raises the same errors as `decode_image`."""
     with _errors(path), _open(data, path) as image:
-        width, height = size = (int(image.width), int(image.height))
-        check_size(size, max_pixels, path)
+        check_size(image.size, max_pixels, path)
         _check_coding(image, path)
-        return width * height
+        return int(image.width * image.height)
 
 
 def check_size(size: tuple[int, int], max_pixels: int, path: str) -> None:
@@ -163,7 +162,9 @@ def _count_jpeg_segments(data: bytes) -> tuple[int, int]:
 
     Markers are found as Pillow and libjpeg do: other bytes before them are skipped.
     """
-    position, segments, padding = 2, 0, 0
+    position = 2
+    segments = 0
+    padding = 0
     while segments <= MAX_JPEG_SEGMENTS and padding <= MAX_JPEG_PADDING:
         start = data.find(b"\xff", position)
         marker = data[start + 1 : start + 2]
@@ -207,7 +208,7 @@ def _to_rgb(image: PILImage.Image, background: tuple[int, int, int]) -> PILImage
 
 
 def _to_8_bits(image: PILImage.Image) -> PILImage.Image:
-    """Convert 16-bit gray to 8-bit gray with alpha; 8 bits alone cannot represent the transparent level (tRNS)."""
+    # 8 bits alone cannot represent the transparent level (tRNS).
     levels = np.asarray(image)
     alpha = np.where(levels == image.info.get("transparency", -1), 0, 255)
     return PILImage.fromarray(np.stack([levels >> 8, alpha], axis=-1).astype(np.uint8))
@@ -220,10 +221,6 @@ def _compose(image: PILImage.Image, background: tuple[int, int, int]) -> PILImag
 
 
 def _orientation(image: PILImage.Image) -> int:
-    """Read the EXIF orientation; return 1 (upright) if it is missing or unreadable.
-
-    Damaged metadata does not invalidate an image.
-    """
     try:
         return int(image.getexif().get(_ORIENTATION, 1))
     except Exception:  # noqa: BLE001  Pillow's EXIF parser raises arbitrary exceptions on damaged data
@@ -236,7 +233,6 @@ def _upright(image: PILImage.Image, orientation: int) -> PILImage.Image:
 
 @contextmanager
 def _errors(path: str) -> Iterator[None]:
-    """Convert Pillow's exceptions to this package's errors."""
     try:
         yield
     except DashInferVLMError:

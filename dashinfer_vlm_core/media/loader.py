@@ -127,14 +127,16 @@ class MediaLoader:
         fetched = {
             source: asyncio.ensure_future(self._get(source, slots, budget)) for source in dict.fromkeys(chain(*sources))
         }
-        items = [
-            self._load_part(part, part_sources, fetched, process)
+        tasks = [
+            asyncio.ensure_future(self._load_part(part, part_sources, fetched, process))
             for part, part_sources in zip(parts, sources, strict=True)
         ]
         try:
-            return tuple(await _gather(items, fetched.values()))
+            return tuple(await asyncio.gather(*tasks))
         finally:
-            fetched.clear()  # breaks reference cycles as in `_gather`
+            await _cancel([*tasks, *fetched.values()])
+            tasks.clear()  # their exceptions refer to this frame: the cycle would keep the media
+            fetched.clear()
 
     def _locate(self, parts: Sequence[MediaPart]) -> list[list[Source]]:
         """Return the sources of each part: one, or one per frame of a list, or none for a Python object.
@@ -191,7 +193,6 @@ def _sources(part: MediaPart, config: EngineConfig, policy: VideoSamplingPolicy)
 
 
 def _share_equal(sources: list[list[Source]]) -> list[list[Source]]:
-    """Replace equal sources by the first of them."""
     if sum(map(len, sources)) < 2:
         return sources
     known: dict[Hashable, Source] = {}
@@ -199,7 +200,6 @@ def _share_equal(sources: list[list[Source]]) -> list[list[Source]]:
 
 
 async def _check_bytes(frames: Iterable[Awaitable[bytes]], part: MediaPart, config: EngineConfig) -> None:
-    """Wait for the frames of a list, and reject it as soon as those received are too large for one video."""
     size = 0
     for frame in asyncio.as_completed(frames):
         size += len(await frame)
@@ -221,16 +221,6 @@ def _check_embeddings(parts: Sequence[MediaPart], config: EngineConfig) -> None:
 
 def closed_error() -> EngineClosed:
     return EngineClosed("The engine was closed. Start it again, or send the request to another engine.")
-
-
-async def _gather(awaitables: Iterable[Awaitable[T]], fetches: Iterable[asyncio.Future[Any]] = ()) -> list[T]:
-    """Return all results in order; on failure or cancellation, cancel the rest of `awaitables` and `fetches`."""
-    tasks = [asyncio.ensure_future(item) for item in awaitables]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        await _cancel([*tasks, *fetches])
-        tasks.clear()  # their exceptions refer to this frame: the cycle would keep the media
 
 
 async def _cancel(futures: Sequence[asyncio.Future[Any]]) -> None:

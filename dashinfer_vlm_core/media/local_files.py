@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import os
 import re
 import stat
-import struct
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,8 +20,7 @@ _BARE_BASE64 = re.compile(r"[A-Za-z0-9+/]{256}")  # and no dot: the path of an i
 
 # O_NONBLOCK does not wait for a pipe; O_NOFOLLOW rejects a link that replaced the file after the check.
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-_OPENAT2 = 437
-_RESOLVE_BENEATH = 0x08
+_FOLDER_FLAGS = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_PATH if sys.platform == "linux" else os.O_RDONLY)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,30 +93,19 @@ def read(source: LocalSource) -> bytes:
 
 
 def _open_beneath(folder: Path, name: Path) -> int:
-    """Open a file in a folder for reading. On Linux 5.6 and newer, it is not outside, even if somebody replaces folders
-    by links after the check."""
-    if sys.platform != "linux":
-        return os.open(folder / name, _FLAGS)
-    opened = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    sys.audit("open", str(folder / name), None, _FLAGS)  # as `os.open` does
+    """Open a file in a folder for reading.
+
+    No link is followed: the name has none, unless somebody has replaced a part of it after the check.
+    """
+    opened = os.open(folder, _FOLDER_FLAGS)
     try:
-        return _openat2(opened, os.fsencode(name))
-    except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.EPERM):  # an older kernel; a container's filter of system calls
-            raise
-        return os.open(folder / name, _FLAGS)
+        for part in name.parts[:-1]:
+            parent = opened
+            opened = os.open(part, _FOLDER_FLAGS, dir_fd=parent)
+            os.close(parent)
+        return os.open(name.name, _FLAGS, dir_fd=opened)
     finally:
         os.close(opened)
-
-
-def _openat2(folder: int, name: bytes) -> int:
-    how = struct.pack("=QQQ", _FLAGS, 0, _RESOLVE_BENEATH)
-    libc = ctypes.CDLL(None, use_errno=True)
-    file = int(libc.syscall(_OPENAT2, folder, ctypes.c_char_p(name), ctypes.c_char_p(how), ctypes.c_size_t(len(how))))
-    if file < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-    return file
 
 
 def _path_from_url(text: str) -> str:

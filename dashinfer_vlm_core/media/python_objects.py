@@ -32,7 +32,7 @@ from .frame_sampling import VideoSamplingPolicy
 from .image import check_size, convert_image
 from .tensors import Array, as_grid, as_rows, read_embeddings
 from .types import Embeddings, Image, Media, Pixels, StopCheck, Video
-from .video import FrameTimes, check_frames, check_total, frame_path, sample_video, stack_frames
+from .video import FrameTimes, check_frames, check_total, frame_path, of_one_size, sample_video, stack_frames
 from .video_objects import DecordReaderVideo, Metadata, has_metadata, is_decord_reader, read_metadata
 
 _Frame: TypeAlias = PILImage.Image | Array
@@ -58,26 +58,21 @@ def load_object(part: MediaPart, config: EngineConfig, policy: VideoSamplingPoli
     frame = _frame(part.content, part.path, config)
     _check_scale([frame], part.path)
     image = PILImage.fromarray(_to_uint8(frame)) if isinstance(frame, np.ndarray) else frame
-    return Image(
-        image=_convert(image, part, part.path, config),
-        path=part.path,
-        min_pixels=part.min_pixels,
-        max_pixels=part.max_pixels,
-        options_field=part.options_field,
-    )
+    return Image.of(part, _convert(image, part, part.path, config))
 
 
 def digest_media(media: Media) -> bytes:
     """Hash media to 32 bytes; equal if and only if kind and contents are equal."""
-    digest = hashlib.sha256(type(media).__name__.encode())
-    shape: tuple[int, ...]
+    grid: tuple[int, ...] = ()
+    data: Array
     if isinstance(media, Image):
-        data, shape = np.asarray(media.image), (media.image.height, media.image.width)
+        data = np.asarray(media.image)
     elif isinstance(media, Video):
-        data, shape = media.frames, media.frames.shape[:3]
+        data = media.frames
     else:
-        data, shape = media.rows, (*media.grid, len(media.rows))
-    digest.update(repr(tuple(map(int, shape))).encode())
+        data = media.rows
+        grid = media.grid
+    digest = hashlib.sha256(f"{type(media).__name__} {data.shape} {tuple(grid)}".encode())
     digest.update(np.ascontiguousarray(data).data)
     return digest.digest()
 
@@ -94,7 +89,7 @@ def _embeddings(content: Mapping[Any, Any] | EncodedEmbeddings, part: MediaPart,
             )
         rows = as_rows(_as_array(content[names[0]], part.path), path=part.path)
         grid = as_grid(_as_grid_array(content[names[1]], part.path), path=part.path)
-    return Embeddings(rows=rows, grid=grid, kind=part.kind, path=part.path)
+    return Embeddings(kind=part.kind, path=part.path, grid=grid, tokens=len(rows), rows=rows)
 
 
 def _video(
@@ -114,7 +109,7 @@ def _video(
             "A video must be an array of shape [frames, height, width, 3] or a list of images.", param=part.path
         )
     check_frames(len(items), part=part, policy=policy)
-    times = None if metadata is None else _times(metadata, len(items), part)
+    times = FrameTimes.of_list(len(items), part, policy) if metadata is None else _times(metadata, len(items), part)
     frames = [_frame(frame, frame_path(part, index), config) for index, frame in enumerate(items)]
     check_total(sum(width * height for width, height in map(_size, frames)), part=part, config=config)
     _check_scale(frames, frame_path(part, 0))
@@ -124,7 +119,7 @@ def _video(
             check_stop()
             yield _rgb(frame, part, frame_path(part, index), config)
 
-    return stack_frames(pixels(), len(frames), part, policy, times=times)
+    return stack_frames(of_one_size(pixels(), part), part, times)
 
 
 def _times(metadata: Metadata, count: int, part: MediaPart) -> FrameTimes:
@@ -162,7 +157,6 @@ def _frame(content: object, path: str, config: EngineConfig) -> _Frame:
 
 
 def _is_in_range(array: Array) -> bool:
-    """Return whether an array has floats from 0 to 255 only."""
     return array.dtype.kind == "f" and bool(array.min(initial=0) >= 0 and array.max(initial=0) <= 255)
 
 
@@ -196,7 +190,6 @@ def _size(frame: _Frame) -> tuple[int, int]:
 
 
 def _rgb(frame: _Frame, part: MediaPart, path: str, config: EngineConfig) -> Pixels:
-    """Convert a frame to uint8 [height, width, 3]."""
     if isinstance(frame, np.ndarray):
         frame = _to_uint8(frame)
         if frame.shape[2:] == (3,):
@@ -212,10 +205,7 @@ def _convert(image: PILImage.Image, part: MediaPart, path: str, config: EngineCo
 
 
 def _as_array(value: Any, path: str) -> Array | None:
-    """Convert a numpy array or torch tensor to a numpy array; return None for anything else.
-
-    Floating-point tensors become float32, because numpy has no bfloat16.
-    """
+    # Floating-point tensors become float32, because numpy has no bfloat16.
     if isinstance(value, np.ndarray):
         return value
     if not (hasattr(value, "detach") and hasattr(value, "is_floating_point")):  # file objects have `detach` too

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .types import OpenVideo, Pixels, StopCheck, VideoInfo, VideoReader
-from .video import stack, undecodable_error
+from .video import undecodable_error
 
 if TYPE_CHECKING:
     from av.container import InputContainer
@@ -38,7 +38,7 @@ _FAULT_TOLERANCE = 1e-9
 """Share of frames that decord may replace by the previous one, which it does by default; it ignores 0."""
 
 
-class PyAVReader:
+class PyAVReader(VideoReader):
     """Video reader that uses PyAV, Python bindings of FFmpeg."""
 
     name = "pyav"
@@ -56,7 +56,7 @@ class PyAVReader:
         return _PyAVVideo(data)
 
 
-class DecordReader:
+class DecordReader(VideoReader):
     """Video reader that uses decord, the library of qwen-vl-utils, for MP4, Matroska and AVI.
 
     PyAV reads the header, because decord reports a frame's size only by decoding one, and decodes rotated videos, which
@@ -89,16 +89,13 @@ class _PyAVVideo:
         with _open(data) as container:
             self.info = _read_header(container, is_fragmented=b"moof" in data)
 
-    def frames(self, indices: list[int], check_stop: StopCheck) -> Pixels:
-        return _stack_all(self.iterate(indices, check_stop), len(indices))
-
     def is_rotated(self) -> bool:
         """Decode the first frame, which may have a display matrix in addition to the container's."""
         with _open(self._data) as container:
             frame = next(container.decode(video=0), None)
             return frame is not None and frame.rotation != 0
 
-    def iterate(self, indices: list[int], check_stop: StopCheck) -> Iterator[Pixels]:
+    def frames(self, indices: list[int], check_stop: StopCheck) -> Iterator[Pixels]:
         with _open(self._data) as container:
             container.streams.video[0].thread_type = "AUTO"
             yield from self._decode(container, indices, check_stop)
@@ -111,7 +108,7 @@ class _PyAVVideo:
                 yield self._upright(frame)
 
     def _upright(self, frame: Any) -> Pixels:
-        """Return a rotated frame; reject one whose size differs from the header's, on which the limits were checked."""
+        # The limits were checked for the size in the header.
         if (frame.width, frame.height) != (self.info.width, self.info.height):
             raise undecodable_error()
         pixels: Pixels = frame.to_ndarray(format="rgb24")
@@ -124,12 +121,9 @@ class _DecordVideo:
         self._pyav = _PyAVVideo(data)
         self.info = self._pyav.info
 
-    def frames(self, indices: list[int], check_stop: StopCheck) -> Pixels:
-        return _stack_all(self.iterate(indices, check_stop), len(indices))
-
-    def iterate(self, indices: list[int], check_stop: StopCheck) -> Iterator[Pixels]:
+    def frames(self, indices: list[int], check_stop: StopCheck) -> Iterator[Pixels]:
         if self._pyav.is_rotated():
-            yield from self._pyav.iterate(indices, check_stop)
+            yield from self._pyav.frames(indices, check_stop)
             return
         check_stop()
         video = self._open()
@@ -167,19 +161,12 @@ def _import_decord() -> Any:
 
 @contextmanager
 def _decord_errors() -> Iterator[None]:
-    """Convert the exceptions of decord; its Python code raises the last three."""
+    # decord's Python code raises the last three.
     decord = _import_decord()
     try:
         yield
     except (decord.DECORDError, RuntimeError, IndexError, AssertionError) as error:
         raise undecodable_error() from error
-
-
-def _stack_all(frames: Iterator[Pixels], count: int) -> Pixels:
-    stacked = stack(frames, count)
-    if len(stacked) < count:
-        raise undecodable_error()
-    return stacked
 
 
 def _check_decord_container(data: bytes) -> None:

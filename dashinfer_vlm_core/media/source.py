@@ -32,11 +32,8 @@ MAX_KEY_CHARS = 1024 * 1024
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*):", re.IGNORECASE)
 _SPACE = b" \t\r\n"
 # Only the percent-escapes that base64 in a URL can need: general unquoting uses a hundred times the text's memory.
-_ESCAPES = tuple(
-    (b"%" + code, character)
-    for codes, character in (("2B 2b", b"+"), ("2F 2f", b"/"), ("3D 3d", b"="), ("0A 0a 0D 0d 20 09", b""))
-    for code in codes.encode().split()
-)
+_ESCAPES = tuple(f"%{code}" for code in ["2B", "2b", "2F", "2f", "3D", "3d", "0A", "0a", "0D", "0d", "20", "09"])
+_ESCAPE = re.compile(b"%(2B|2F|3D|0A|0D|20|09)", re.IGNORECASE)
 _BASE64 = ";base64"
 _URL_SAFE = bytes.maketrans(b"-_", b"+/")
 
@@ -99,7 +96,7 @@ def decode(source: InlineSource) -> bytes:
     Raises:
         MediaUndecodable: the data is not base64.
     """
-    return _decode_base64(source.url, source.start, path=source.path)
+    return from_base64(source.url, source.start, path=source.path)
 
 
 def key(source: Source) -> Hashable:
@@ -109,25 +106,48 @@ def key(source: Source) -> Hashable:
     return source.url if len(source.url) <= MAX_KEY_CHARS else digest_text(source.url)
 
 
-def from_base64(payload: str, *, path: str) -> bytes:
-    """Decode base64 text.
+def from_base64(text: str, start: int = 0, *, path: str, slice_chars: int = SLICE) -> bytes:
+    """Decode the base64 text from index `start` on.
 
     White space, the URL-safe alphabet, percent-escapes and missing padding are accepted, because common encoders write
     them; any other character outside of base64 is an error.
 
+    Args:
+        text: contains the base64 text.
+        start: where it starts.
+        path: the path of the part in the request.
+        slice_chars: the size of a step, at least 1.
+
     Raises:
         MediaUndecodable: the text is not base64.
     """
-    return _decode_base64(payload, 0, path=path)
+    pieces = (piece.encode("ascii") for piece in split_into_slices(text, start, slice_chars=slice_chars))
+    if find_character(text, "%", start, slice_chars=slice_chars) >= 0:
+        pieces = _unescape(pieces)
+    data = io.BytesIO()  # grows by moving its pages, and returns its content without a copy
+    try:
+        for quads in _split_into_quads(pieces):
+            data.write(base64.b64decode(quads, validate=True))
+    except (binascii.Error, UnicodeEncodeError) as error:
+        raise MediaUndecodable("The data is not valid base64. Encode it again.", param=path) from error
+    return data.getvalue()
 
 
-def check_base64(payload: str, *, limit: int, path: str) -> None:
-    """Check the size of base64 text without decoding it.
+def check_base64(text: str, start: int = 0, *, limit: int, path: str, slice_chars: int = SLICE) -> None:
+    """Check the size of the base64 text from index `start` on, without decoding it.
 
     Raises:
         MediaTooLarge: the data has more than `limit` bytes.
     """
-    _check_base64(payload, 0, limit=limit, path=path)
+
+    def count(pattern: str) -> int:
+        return count_occurrences(text, pattern, start, slice_chars=slice_chars)
+
+    has_escapes = find_character(text, "%", start, slice_chars=slice_chars) >= 0
+    escaped = sum(map(count, _ESCAPES)) if has_escapes else 0
+    characters = len(text) - start - 2 * escaped - sum(map(count, " \t\r\n="))
+    if characters * 3 // 4 > limit:
+        raise MediaTooLarge(f"The media exceeds {limit} bytes. Send a smaller file.", param=path)
 
 
 def _inline(text: str, limit: int, path: str) -> InlineSource:
@@ -136,69 +156,29 @@ def _inline(text: str, limit: int, path: str) -> InlineSource:
         raise MediaUndecodable(
             "The data: URL is not base64. It must have the form `data:image/png;base64,...`.", param=path
         )
-    _check_base64(text, comma + 1, limit=limit, path=path)
+    check_base64(text, comma + 1, limit=limit, path=path)
     return InlineSource(url=text, start=comma + 1, path=path)
 
 
 def _declares_base64(text: str, end: int) -> bool:
-    """Whether the header of a data: URL, `text[:end]`, has the parameter `;base64` at its end."""
     end = end_without_spaces(text, end)
     return text[max(0, end - len(_BASE64)) : end].lower() == _BASE64
 
 
-def _check_base64(text: str, start: int, *, limit: int, path: str, slice_chars: int = SLICE) -> None:
-    """Check the size of the base64 text from index `start` on; `slice_chars` is the size of a step."""
-
-    def count(pattern: str) -> int:
-        return count_occurrences(text, pattern, start, slice_chars=slice_chars)
-
-    has_escapes = find_character(text, "%", start, slice_chars=slice_chars) >= 0
-    escaped = sum(count(escape.decode()) for escape, _ in _ESCAPES) if has_escapes else 0
-    characters = len(text) - start - 2 * escaped - sum(map(count, " \t\r\n="))
-    if characters * 3 // 4 > limit:
-        raise MediaTooLarge(f"The media exceeds {limit} bytes. Send a smaller file.", param=path)
-
-
-def _decode_base64(text: str, start: int, *, path: str, slice_chars: int = SLICE) -> bytes:
-    """Decode the base64 text from index `start` on; `slice_chars` is the size of a step, at least 1."""
-    try:
-        if len(text) - start <= slice_chars:
-            return _decode_at_once(text[start:])
-        return _decode_in_slices(text, start, slice_chars)
-    except (binascii.Error, UnicodeEncodeError) as error:
-        raise MediaUndecodable("The data is not valid base64. Encode it again.", param=path) from error
-
-
-def _decode_at_once(text: str) -> bytes:
-    raw = text.encode("ascii")
-    for escape, character in _ESCAPES if b"%" in raw else ():
-        raw = raw.replace(escape, character)
-    raw = raw.translate(_URL_SAFE, delete=_SPACE).rstrip(b"=")
-    return base64.b64decode(raw + b"=" * (-len(raw) % 4), validate=True)
-
-
-def _decode_in_slices(text: str, start: int, slice_chars: int) -> bytes:
-    """Return what `_decode_at_once` returns for `text[start:]`, or raise an error if it does."""
-    pieces = (piece.encode("ascii") for piece in split_into_slices(text, start, slice_chars=slice_chars))
-    if find_character(text, "%", start, slice_chars=slice_chars) >= 0:
-        for escape, character in _ESCAPES:
-            pieces = _replace(pieces, escape, character)
-    data = io.BytesIO()  # grows by moving its pages, and returns its content without a copy
-    for quads in _split_into_quads(pieces):
-        data.write(base64.b64decode(quads, validate=True))
-    return data.getvalue()
-
-
-def _replace(pieces: Iterable[bytes], escape: bytes, character: bytes) -> Generator[bytes, None, None]:
-    """Replace an escape sequence of three bytes in a text that is given in pieces."""
-    incomplete = b""
+def _unescape(pieces: Iterable[bytes]) -> Generator[bytes, None, None]:
+    """Replace percent-escapes; the beginning of one at the end of a piece is left to the next piece."""
+    rest = b""
     for piece in pieces:
-        text = incomplete + piece
-        length = 2 if text.endswith(escape[:2]) else 1 if text.endswith(escape[:1]) else 0
-        end = len(text) - length
-        incomplete = text[end:]
-        yield text[:end].replace(escape, character)
-    yield incomplete
+        text = rest + piece
+        begun = text.find(b"%", max(0, len(text) - 2))
+        end = len(text) if begun < 0 else begun
+        rest = text[end:]
+        yield _ESCAPE.sub(_unescape_character, text[:end])
+    yield rest
+
+
+def _unescape_character(escape: re.Match[bytes]) -> bytes:
+    return bytes.fromhex(escape[1].decode())
 
 
 def _split_into_quads(pieces: Iterable[bytes]) -> Iterator[bytes]:
@@ -207,7 +187,8 @@ def _split_into_quads(pieces: Iterable[bytes]) -> Iterator[bytes]:
     Raises:
         binascii.Error: there is padding before the end.
     """
-    rest, is_padded = b"", False
+    rest = b""
+    is_padded = False
     for piece in pieces:
         characters = piece.translate(_URL_SAFE, delete=_SPACE)
         unpadded = characters.rstrip(b"=")

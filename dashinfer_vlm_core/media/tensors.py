@@ -24,10 +24,10 @@ import safetensors
 from ..errors import InvalidParameter, MediaUndecodable
 from ..protocol import EncodedEmbeddings
 from .source import check_base64, from_base64
+from .types import Grid
 
 Array: TypeAlias = npt.NDArray[Any]
 Rows: TypeAlias = npt.NDArray[np.float32]
-Grid: TypeAlias = tuple[int, int, int]
 
 ROWS = "image_embeds"
 GRID = "image_grid_thw"
@@ -138,13 +138,11 @@ def as_grid(array: Array | None, *, path: str) -> Grid:
             " positive integers.",
             param=path,
         )
-    time, height, width = sizes
-    return time, height, width
+    return Grid(*sizes)
 
 
 def _read(text: str, names: set[str], *, path: str, max_bytes: int) -> dict[str, Array]:
-    """Read arrays by name; only `names` are allowed. A `torch.save` file holds the rows if `names` has them, else the
-    grid."""
+    # A `torch.save` file has the rows if these are in `names`, else the grid.
     check_base64(text, limit=max_bytes, path=path)
     data = from_base64(text, path=path)
     try:
@@ -185,7 +183,8 @@ def _read_torch_save(data: bytes) -> _Tensor:
         match = _PLAIN_TENSOR.fullmatch(" ".join(_opcodes(pickled)))
         if match is None:
             raise ValueError("the pickle is not a plain dense tensor")
-        shape, strides = _parse_ints(match["shape"]), _parse_ints(match["strides"])
+        shape = _parse_ints(match["shape"])
+        strides = _parse_ints(match["strides"])
         if int(match["size"]) != math.prod(shape) or not _is_contiguous(shape, strides):
             raise ValueError("the tensor is a view of another tensor")
         return _Tensor(
@@ -194,7 +193,7 @@ def _read_torch_save(data: bytes) -> _Tensor:
 
 
 def _read_stored(archive: zipfile.ZipFile, name: str, default: bytes | None = None) -> bytes:
-    """Read an uncompressed file of an archive, which is never larger than the archive."""
+    # An uncompressed file is never larger than the archive.
     if default is not None and name not in archive.namelist():
         return default
     info = archive.getinfo(name)
@@ -204,7 +203,6 @@ def _read_stored(archive: zipfile.ZipFile, name: str, default: bytes | None = No
 
 
 def _opcodes(pickled: bytes) -> Iterator[str]:
-    """Format the opcodes of a pickle, except the protocol version and unused memo entries."""
     for opcode, argument, _ in pickletools.genops(pickled):
         if opcode.name not in _IGNORED_OPCODES:
             name = "INT" if opcode.name in _INT_OPCODES else opcode.name

@@ -2,97 +2,144 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image as PILImage
 
-from ..protocol.media_part import join_path
+from ..protocol.media_part import MediaPart, join_path
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
 Kind: TypeAlias = Literal["image", "video"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Image:
+class DecodedMedia:
+    """What images and videos have in common: the options of their part.
+
+    Attributes:
+        path: its path in the request, such as `messages[0].content[1]`.
+        min_pixels: minimum pixels after resizing, of each frame of a video.
+        max_pixels: maximum pixels after resizing, of each frame of a video.
+        options_field: the field of the part that has these options; empty if the part has them itself.
+    """
+
+    path: str
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    options_field: str = ""
+
+    @property
+    def options_path(self) -> str:
+        """The path of the object that has the options."""
+        return join_path(self.path, self.options_field)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Image(DecodedMedia):
     """One decoded image, upright, in RGB.
 
     Attributes:
         image: a Pillow image of mode RGB with 8 bits per channel, so that resizing starts without a copy.
-        path: its path in the request, such as `messages[0].content[1]`.
-        source_digest: digest of the encoded data, or of the pixels of a Python object; empty if the part has no `uuid`.
-        min_pixels: minimum pixels after resizing that the request sets.
-        max_pixels: maximum pixels after resizing that the request sets.
-        options_field: the field of the part that has these options; empty if the part has them itself.
     """
 
     image: PILImage.Image
-    path: str
-    source_digest: bytes = b""
-    min_pixels: int | None = None
-    max_pixels: int | None = None
     options_field: str = "image_url"
 
-    @property
-    def options_path(self) -> str:
-        """The path of the object that has the options."""
-        return join_path(self.path, self.options_field)
+    @classmethod
+    def of(cls, part: MediaPart, image: PILImage.Image) -> Image:
+        """Return the image of a part."""
+        return cls(
+            image=image,
+            path=part.path,
+            min_pixels=part.min_pixels,
+            max_pixels=part.max_pixels,
+            options_field=part.options_field,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Video:
+class Video(DecodedMedia):
     """The sampled frames of one video, upright, in RGB, all of one size.
 
     Attributes:
         frames: uint8 [frames, height, width, 3], at least one.
-        path: its path in the request.
         times: timestamp of each frame in seconds.
         sampled_fps: number of frames divided by the duration of the video in seconds; None if it is not known.
-        source_digest: as in `Image`.
-        min_pixels: minimum pixels of a frame after resizing that the request sets.
-        max_pixels: maximum pixels of a frame after resizing that the request sets.
         total_pixels: maximum pixels of all frames together that the request sets.
         source_size: height and width before resizing, in pixels, if the frames were resized while they were decoded.
-        options_field: as in `Image`.
     """
 
     frames: Pixels
-    path: str
     times: tuple[float, ...] = ()
     sampled_fps: float | None = None
-    source_digest: bytes = b""
-    min_pixels: int | None = None
-    max_pixels: int | None = None
     total_pixels: int | None = None
     source_size: tuple[int, int] | None = None
     options_field: str = "video_url"
 
+
+class Grid(NamedTuple):
+    """Number of patches of one image or video along time, height and width."""
+
+    t: int
+    h: int
+    w: int
+
     @property
-    def options_path(self) -> str:
-        """The path of the object that has the options."""
-        return join_path(self.path, self.options_field)
+    def patches(self) -> int:
+        return self.t * self.h * self.w
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Embeddings:
+class VisualInput:
+    """One image or video as input of the model: all that the prompt depends on.
+
+    The subclasses add its values: `Patches` its pixels, `Embeddings` and `VisualTokens` its embedding.
+
+    Attributes:
+        kind: image or video.
+        path: the path of its field in the request.
+        grid: patches along time, height and width, at least 1 each.
+        tokens: number of visual tokens.
+        digest: 32 bytes; equal if and only if kind, grid and values are equal. The engine sets it: an image processor
+            runs in a process that opens untrusted files, and must not choose the key of a shared cache.
+        times: timestamps of a video's frames in seconds, without padding; empty for an image, or if they are not known.
+            They are not part of the digest: the same frames at other times have the same embedding but a different
+            prompt.
+        sampled_fps: number of a video's frames, without padding, divided by its duration in seconds; None for an image,
+            or if it is not known. Not part of the digest either.
+        source_size: width and height before resizing, in pixels, which the engine sets; None for embeddings.
+        source_digest: digest of the encoded data, or of a Python object's pixels; empty if the part has no `uuid`.
+    """
+
+    kind: Kind
+    path: str
+    grid: Grid
+    tokens: int
+    digest: bytes = b""
+    times: tuple[float, ...] = ()
+    sampled_fps: float | None = None
+    source_size: tuple[int, int] | None = None
+    source_digest: bytes = b""
+
+    def shared_fields(self) -> dict[str, Any]:
+        """Return the fields that all subclasses have."""
+        return {field.name: getattr(self, field.name) for field in fields(VisualInput)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Embeddings(VisualInput):
     """Visual tokens that the request contains instead of pixels.
 
     Attributes:
-        rows: float32 [tokens, hidden size]; only the type and the number of axes are checked.
-        grid: patches along time, height and width, at least 1 each.
-        kind: whether they encode an image or a video.
-        path: their path in the request.
-        source_digest: as in `Image`.
+        rows: float32 [tokens, hidden size].
     """
 
     rows: npt.NDArray[np.float32]
-    grid: tuple[int, int, int]
-    kind: Kind
-    path: str
-    source_digest: bytes = b""
 
 
 Media: TypeAlias = Image | Video | Embeddings
@@ -125,17 +172,16 @@ class VideoInfo:
 
 
 class OpenVideo(Protocol):
-    """An open video file.
-
-    It may also have `iterate(indices, check_stop) -> Iterator[Pixels]`, which yields the frames one by one. Each frame
-    is then resized before the next one is decoded, so that the video is never in memory at full size.
-    """
+    """An open video file."""
 
     @property
     def info(self) -> VideoInfo: ...
 
-    def frames(self, indices: list[int], check_stop: StopCheck) -> Pixels:
-        """Decode the frames at `indices` (ascending) to uint8 [len(indices), height, width, 3].
+    def frames(self, indices: list[int], check_stop: StopCheck) -> Iterable[Pixels]:
+        """Decode the frames at `indices` (ascending), each uint8 [height, width, 3].
+
+        Each frame is resized before the next one is decoded, so that a generator never has a video at full size in
+        memory.
 
         Args:
             indices: frame indices, starting at 0.
@@ -146,28 +192,34 @@ class OpenVideo(Protocol):
         """
 
 
-class VideoReader(Protocol):
+class VideoReader(ABC):
     """Opens video files; plugins register readers with `register_video_readers`.
 
     A reader receives any bytes that a request declares a video, so it must check the signature of its formats before it
     calls a library. After `MediaUndecodable`, the next reader is tried. Other `RequestError` and `EngineError`
     exceptions propagate. Any other exception is logged, and the next reader is tried.
 
-    A reader whose library can crash has the attribute `may_crash = True`. It is used only in media workers, and only
-    if the option `video_reader` names it. `preload()`, if a reader has it, imports the library before workers are
-    forked; it must start no threads. `extra` is the extra of this package that installs the library.
-
     Attributes:
         name: shown by `dashinfer-vlm plugins`, and selected by `video_reader`.
         priority: readers are tried from the highest priority to the lowest.
+        extra: the extra of this package that installs the library; empty if none does.
+        may_crash: whether a damaged file can crash the process. Such a reader is used only in media workers, and only
+            if the option `video_reader` names it.
     """
 
     name: str
     priority: int
+    extra: str = ""
+    may_crash: bool = False
 
+    @abstractmethod
     def available(self) -> bool:
         """Whether the reader's library is installed."""
 
+    def preload(self) -> None:  # noqa: B027  not every library needs it
+        """Import the library before workers are forked; this must start no threads."""
+
+    @abstractmethod
     def open(self, data: bytes) -> OpenVideo:
         """Open an encoded video in memory. In a media worker, this can allocate 128 MiB and the size of the file.
 

@@ -145,7 +145,7 @@ def _look_up(host: str, port: int) -> list[str]:
 
 
 def _parse(text: str, base: httpx.URL | None) -> httpx.URL | None:
-    """Parse a URL; return None if two parsers could interpret it differently."""
+    # URLs that two parsers could interpret differently are rejected.
     if len(text) > MAX_URL_CHARS or not text.isprintable() or " " in text or "\\" in text:
         return None
     try:
@@ -162,7 +162,7 @@ def _is_plain(host: str) -> bool:
 
 
 def _is_canonical(host: str) -> bool:
-    """Whether an IP address is canonical: `getaddrinfo` also accepts decimal, octal, hexadecimal and shortened ones."""
+    # `getaddrinfo` also accepts decimal, octal, hexadecimal and shortened addresses.
     try:
         return bool(ip_address(host))
     except ValueError:
@@ -174,7 +174,7 @@ def _host(url: httpx.URL) -> str:
 
 
 def _names(url: httpx.URL) -> set[str]:
-    """Return the host in punycode and in Unicode."""
+    # in punycode and in Unicode
     return {_host(url), url.host}
 
 

@@ -43,6 +43,12 @@ class FrameTimes:
     times: tuple[float, ...]
     sampled_fps: float
 
+    @classmethod
+    def of_list(cls, count: int, part: MediaPart, policy: VideoSamplingPolicy) -> FrameTimes:
+        """Return the times of a list of frames, which were sampled at `part.fps`, or else `policy.fps`."""
+        fps = part.fps or policy.fps
+        return cls(times=policy.even_times(count, fps=fps), sampled_fps=fps)
+
 
 def frame_count(total: int, video_fps: float, *, part: MediaPart, policy: VideoSamplingPolicy) -> int:
     """Return how many frames of a file to sample: the policy's count, or `part.num_frames` rounded to a multiple
@@ -106,36 +112,51 @@ def decode_video(
 
 
 def stack_frames(
-    frames: Iterable[Pixels],
-    count: int,
-    part: MediaPart,
-    policy: VideoSamplingPolicy,
-    resizer: ResizerFactory | None = None,
-    *,
-    times: FrameTimes | None = None,
+    frames: Iterable[Pixels], part: MediaPart, times: FrameTimes, resizer: ResizerFactory | None = None
 ) -> Video:
-    """Stack `count` decoded frames, which must have one size, into a video; with `resizer`, each is resized first.
-
-    By default, they were sampled at `part.fps`, or else `policy.fps`, frames per second.
+    """Stack decoded frames of one size into a video; with `resizer`, each is resized first.
 
     Raises:
-        InvalidParameter: a frame has another size; `param` names the frame.
+        MediaUndecodable: there are fewer frames than times.
     """
-    fps = part.fps or policy.fps
-    times = times or FrameTimes(times=policy.even_times(count, fps=fps), sampled_fps=fps)
-    video = _stack_video(_of_one_size(frames, part), count, part, times.times, resizer)
-    return replace(video, sampled_fps=times.sampled_fps)
-
-
-def stack(frames: Iterable[Pixels], count: int) -> Pixels:
-    """Copy up to `count` frames of one size into one array, without holding all frames a second time."""
-    stacked, filled = np.empty((0, 0, 0, 3), np.uint8), 0
-    for frame in frames:
+    count = len(times.times)
+    iterator = iter(frames)
+    first = next(iterator, None)
+    if first is None:
+        raise undecodable_error(part.path)
+    # Zeros without memory: only their shape is used.
+    shape = _video(np.broadcast_to(np.zeros((), np.uint8), (count, *first.shape)), part, times)
+    resize = resizer(shape) if resizer else None
+    stacked = np.empty(0, np.uint8)
+    filled = 0
+    for frame in chain([first], iterator):
+        resized = resize(frame) if resize else frame
         if not filled:
-            stacked = np.empty((count, *frame.shape), np.uint8)
-        stacked[filled] = frame
+            stacked = np.empty((count, *resized.shape), np.uint8)
+        stacked[filled] = resized
         filled += 1
-    return stacked[:filled]
+    if filled < count:
+        raise undecodable_error(part.path)
+    video = _video(stacked, part, times)
+    return replace(video, source_size=(first.shape[0], first.shape[1])) if resizer else video
+
+
+def of_one_size(frames: Iterable[Pixels], part: MediaPart) -> Iterator[Pixels]:
+    """Yield the frames of a list.
+
+    Raises:
+        InvalidParameter: a frame has another size than the first; `param` names it.
+    """
+    shape: tuple[int, ...] | None = None
+    for i, frame in enumerate(frames):
+        shape = shape or frame.shape
+        if frame.shape != shape:
+            raise InvalidParameter(
+                f"All frames of a video must have the size of the first, {shape[1]} x {shape[0]} pixels, got"
+                f" {frame.shape[1]} x {frame.shape[0]}.",
+                param=frame_path(part, i),
+            )
+        yield frame
 
 
 def frame_path(part: MediaPart, index: int) -> str:
@@ -187,7 +208,7 @@ def select_readers(readers: Mapping[str, VideoReader], config: EngineConfig) -> 
     """
     name = config.video_reader
     if name == "auto":
-        return tuple(reader for reader in readers.values() if not may_crash(reader))
+        return tuple(reader for reader in readers.values() if not reader.may_crash)
     if name not in readers:
         raise ConfigError(
             f"video_reader: no video reader is named {name!r}; available: {', '.join(['auto', *sorted(readers)])}.",
@@ -195,8 +216,7 @@ def select_readers(readers: Mapping[str, VideoReader], config: EngineConfig) -> 
         )
     reader = readers[name]
     if not reader.available():
-        extra = getattr(reader, "extra", "")
-        fix = f"pip install 'dashinfer-vlm-adapters[{extra}]'" if extra else "install the library that it uses"
+        fix = f"pip install 'dashinfer-vlm-adapters[{reader.extra}]'" if reader.extra else "install its library"
         raise MissingDependency(f"video_reader: {name!r} is not installed: {fix}.", param="video_reader")
     if config.media_workers == 0:
         check_without_workers([reader])
@@ -210,17 +230,12 @@ def check_without_workers(readers: Iterable[VideoReader]) -> None:
         ConfigError: a damaged file could end the process.
     """
     for reader in readers:
-        if may_crash(reader):
+        if reader.may_crash:
             raise ConfigError(
                 f"video_reader: {reader.name!r} needs media workers, because a damaged file can crash it and would end"
                 " the engine. Use `pyav`, or remove `media_workers=0` (worker processes need Linux).",
                 param="video_reader",
             )
-
-
-def may_crash(reader: VideoReader) -> bool:
-    """Whether a damaged file can crash the reader's process. `VideoReader` has no such attribute in older plugins."""
-    return bool(getattr(reader, "may_crash", False))
 
 
 def available_readers(readers: Sequence[VideoReader]) -> tuple[VideoReader, ...]:
@@ -243,19 +258,6 @@ def undecodable_error(path: str | None = None) -> MediaUndecodable:
         "The video is incomplete or its format is not supported here. Send H.264 in an MP4 file, or a list of frames.",
         param=path,
     )
-
-
-def _of_one_size(frames: Iterable[Pixels], part: MediaPart) -> Iterator[Pixels]:
-    shape: tuple[int, ...] | None = None
-    for i, frame in enumerate(frames):
-        shape = shape or frame.shape
-        if frame.shape != shape:
-            raise InvalidParameter(
-                f"All frames of a video must have the size of the first, {shape[1]} x {shape[0]} pixels, got"
-                f" {frame.shape[1]} x {frame.shape[0]}.",
-                param=frame_path(part, i),
-            )
-        yield frame
 
 
 def _with_deadline(check_stop: StopCheck, part: MediaPart, config: EngineConfig) -> StopCheck:
@@ -285,14 +287,11 @@ def sample_video(
     count = frame_count(info.frames, info.fps, part=part, policy=policy)
     check_total(count * info.height * info.width, part=part, config=config)
     indices = policy.indices(info.frames, count)
-    times = tuple(index / info.fps for index in indices)
-    decode = getattr(video, "iterate", None) or video.frames
-    stacked = _stack_video(decode(indices, check_stop), count, part, times, resizer)
-    return replace(stacked, sampled_fps=count / info.frames * info.fps)
+    times = FrameTimes(times=tuple(index / info.fps for index in indices), sampled_fps=count / info.frames * info.fps)
+    return stack_frames(video.frames(indices, check_stop), part, times, resizer)
 
 
 def _check_header(info: VideoInfo, part: MediaPart, config: EngineConfig) -> None:
-    """Reject a file with an invalid header or one that exceeds the limits, before decoding."""
     if min(info.frames, info.height, info.width) < 1 or not 0 < info.fps < math.inf:
         raise undecodable_error(part.path)
     if info.height * info.width > config.limits.max_decoded_pixels:
@@ -306,39 +305,11 @@ def _check_header(info: VideoInfo, part: MediaPart, config: EngineConfig) -> Non
         )
 
 
-def _stack_video(
-    frames: Iterable[Pixels],
-    count: int,
-    part: MediaPart,
-    times: tuple[float, ...],
-    resizer: ResizerFactory | None,
-) -> Video:
-    """Stack `count` frames of one size into a video.
-
-    Raises:
-        MediaUndecodable: there are fewer frames.
-    """
-    if resizer is None or not count:
-        stacked = frames if isinstance(frames, np.ndarray) else stack(frames, count)
-        if len(stacked) < count:
-            raise undecodable_error(part.path)
-        return _video(stacked, part, times)
-    iterator = iter(frames)
-    first = next(iterator, None)
-    if first is None:
-        raise undecodable_error(part.path)
-    # Zeros without memory: only their shape is used.
-    resize = resizer(_video(np.broadcast_to(np.zeros((), np.uint8), (count, *first.shape)), part, times))
-    resized = stack((resize(frame) for frame in chain([first], iterator)), count)
-    if len(resized) < count:
-        raise undecodable_error(part.path)
-    return replace(_video(resized, part, times), source_size=(first.shape[0], first.shape[1]))
-
-
-def _video(frames: Pixels, part: MediaPart, times: tuple[float, ...]) -> Video:
+def _video(frames: Pixels, part: MediaPart, times: FrameTimes) -> Video:
     return Video(
         frames=frames,
-        times=times,
+        times=times.times,
+        sampled_fps=times.sampled_fps,
         path=part.path,
         min_pixels=part.min_pixels,
         max_pixels=part.max_pixels,

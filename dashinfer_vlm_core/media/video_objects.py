@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -60,22 +60,25 @@ class DecordReaderVideo:
     """An `OpenVideo` that reads frames with a `decord.VideoReader` of the caller; `path` is for errors."""
 
     def __init__(self, reader: Any, path: str) -> None:
-        self._reader, self._path = reader, path
-        height, width = self._read([0]).shape[1:3] if len(reader) else (0, 0)
+        self._reader = reader
+        self._path = path
+        height, width = self._read(0).shape[:2] if len(reader) else (0, 0)
         self.info = VideoInfo(frames=len(reader), fps=float(reader.get_avg_fps()), width=width, height=height)
 
-    def frames(self, indices: list[int], check_stop: StopCheck) -> Pixels:
-        check_stop()
-        return self._read(indices)
+    def frames(self, indices: list[int], check_stop: StopCheck) -> Iterator[Pixels]:
+        for index in indices:
+            check_stop()
+            yield self._read(index)
 
-    def _read(self, indices: Sequence[int]) -> Pixels:
-        """Read frames. They are an `NDArray` of decord, or a tensor if `decord.bridge` was set to PyTorch."""
+    def _read(self, index: int) -> Pixels:
         try:
             with _LOCKS[id(self._reader) % len(_LOCKS)]:
-                batch = self._reader.get_batch(list(indices))
+                batch = self._reader.get_batch([index])
         except Exception as error:  # decord has several classes, and cannot be imported here
             raise undecodable_error(self._path) from error
-        return np.asarray(batch.asnumpy() if hasattr(batch, "asnumpy") else batch, np.uint8)
+        # An `NDArray` of decord, or a tensor if `decord.bridge` was set to PyTorch.
+        frame: Pixels = np.asarray(batch.asnumpy() if hasattr(batch, "asnumpy") else batch, np.uint8)[0]
+        return frame
 
 
 def _positive(value: Any, path: str) -> float:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .wire import Disconnected, receive_head
+from .wire import Disconnected, Started, receive_head
 
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]);"
@@ -65,7 +65,7 @@ class ForkServer:
             theirs.close()
             ours.settimeout(START_SECONDS)
             try:
-                return str(json.loads(receive_head(ours))["warning"])
+                return Started.model_validate_json(receive_head(ours)).warning
             except Disconnected:
                 raise OSError("the process that decodes media ended") from None
 
@@ -101,7 +101,6 @@ class ForkServer:
             self._close()
 
     def _request(self, message: Mapping[str, Any], files: Sequence[int]) -> None:
-        """Send a message; start the process if it does not run."""
         packet = json.dumps(message).encode()
         with self._lock:
             try:
@@ -149,7 +148,6 @@ class ForkServer:
         self._control = self._process = None
 
     def _forget(self) -> None:
-        """Forget the process, which belongs to the parent of a fork."""
         self._lock = threading.Lock()
         if self._control is not None:
             self._control.close()

@@ -8,16 +8,21 @@ import struct
 from collections.abc import Iterable
 from pathlib import Path
 
-_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+from .seccomp import LIBC
+
+_CREATE_RULESET = 444
+_ADD_RULE = 445
+_RESTRICT_SELF = 446
 _RULE_PATH_BENEATH = 1
-_READ_FILE, _READ_DIR = 1 << 2, 1 << 3
+_READ_FILE = 1 << 2
+_READ_DIR = 1 << 3
 _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
 """Number of rights of the file system by version of the interface; versions from 5 on have one more."""
 
 
 def version() -> int:
     """Return the version of the kernel's interface; below 1 if it has none."""
-    return int(_libc().syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint(1)))
+    return int(LIBC.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint(1)))
 
 
 def create_ruleset(readable: Iterable[str]) -> int | None:
@@ -34,13 +39,8 @@ def create_ruleset(readable: Iterable[str]) -> int | None:
     network = 0b11 if supported >= 4 else 0
     scopes = 0b11 if supported >= 6 else 0
     attributes = struct.pack("<QQQ", rights, network, scopes)[: 24 if supported >= 6 else 16 if supported >= 4 else 8]
-    ruleset = int(
-        _libc().syscall(
-            _CREATE_RULESET, ctypes.c_char_p(attributes), ctypes.c_size_t(len(attributes)), ctypes.c_uint(0)
-        )
-    )
-    if ruleset < 0:
-        raise OSError(ctypes.get_errno(), "landlock_create_ruleset failed")
+    size = ctypes.c_size_t(len(attributes))
+    ruleset = _call(_CREATE_RULESET, ctypes.c_char_p(attributes), size, ctypes.c_uint(0))
     for path in readable:
         _allow_reading(ruleset, path)
     return ruleset
@@ -48,8 +48,7 @@ def create_ruleset(readable: Iterable[str]) -> int | None:
 
 def restrict_self(ruleset: int) -> None:
     """Apply rules to this thread and those that it starts, for the rest of their lives."""
-    if _libc().syscall(_RESTRICT_SELF, ruleset, ctypes.c_uint(0)):
-        raise OSError(ctypes.get_errno(), "landlock_restrict_self failed")
+    _call(_RESTRICT_SELF, ctypes.c_int(ruleset), ctypes.c_uint(0))
 
 
 def _allow_reading(ruleset: int, path: str) -> None:
@@ -59,10 +58,13 @@ def _allow_reading(ruleset: int, path: str) -> None:
         return  # this system has no such folder
     allowed = _READ_FILE | (_READ_DIR if Path(path).is_dir() else 0)
     rule = struct.pack("<Qi", allowed, opened)
-    if _libc().syscall(_ADD_RULE, ruleset, ctypes.c_int(_RULE_PATH_BENEATH), ctypes.c_char_p(rule), ctypes.c_uint(0)):
-        raise OSError(ctypes.get_errno(), "landlock_add_rule failed")
+    kind = ctypes.c_int(_RULE_PATH_BENEATH)
+    _call(_ADD_RULE, ctypes.c_int(ruleset), kind, ctypes.c_char_p(rule), ctypes.c_uint(0))
     os.close(opened)
 
 
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
+def _call(number: int, *arguments: ctypes.c_int | ctypes.c_uint | ctypes.c_size_t | ctypes.c_char_p) -> int:
+    result = int(LIBC.syscall(number, *arguments))
+    if result < 0:
+        raise OSError(ctypes.get_errno(), f"Landlock's system call {number} failed")
+    return result

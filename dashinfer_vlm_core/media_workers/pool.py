@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from ..concurrency.fair_slots import FairSlots
@@ -16,15 +17,15 @@ from ..config import MIB, EngineConfig
 from ..errors import ConfigError, EngineClosed, MediaUndecodable
 from ..media.decoder import MediaDecoder, digest_files
 from ..media.loader import closed_error
+from ..media.types import Embeddings
 from ..media.video import check_without_workers
-from ..models.interface import ImageProcessor, ModelFamily
+from ..models.interface import ImageProcessor, ModelFamily, Patches
 from ..models.spec import ModelSpec
 from ..protocol import MediaPart
 from ..protocol.client import Client, current_client
-from ..vision import Processed
 from .fork_server import FORK_SERVER
 from .threads import MediaExecutor, MediaThreads, MediaWorkerStats, TokenBudget
-from .worker import Job, JobResult, MediaWorker, WorkerConfig
+from .worker import Job, MediaWorker, WorkerConfig
 from .worker_process import reference_to
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -60,18 +61,15 @@ class MediaWorkerPool:
     def stats(self) -> MediaWorkerStats:
         return MediaWorkerStats(busy=len(self._busy), waiting=self._slots.waiting, started=self._started, **self._ended)
 
-    async def process(self, part: MediaPart, data: Sequence[bytes], budget: TokenBudget) -> Processed:
+    async def process(self, part: MediaPart, data: Sequence[bytes], budget: TokenBudget) -> Patches | Embeddings:
         if part.content is not None:
             return await self._local.process(part, data, budget)
         client = current_client.get()
         async with self._slots.slot(client.id, limit=self._limit(client)):
-            job = Job(part=part, data=data, max_tokens=max(budget.remaining, 1), seconds=self._seconds(part))
-            result, digest = await self._process(client.id, job)
-        budget.add(result.tokens)
-        assert result.patches is not None
-        return Processed(result.patches, digest, result.source_size)
+            job = Job(part=part, data=data, budget=budget, seconds=self._seconds(part))
+            return await self._process(client.id, job)
 
-    async def _process(self, client: str, job: Job) -> tuple[JobResult, bytes]:
+    async def _process(self, client: str, job: Job) -> Patches:
         """Run a job; again in another worker if one ends that was idle before: it may have been killed from outside."""
         while True:
             worker = self._take_worker(client)
@@ -123,8 +121,7 @@ class MediaWorkerPool:
         else:
             worker.close()
 
-    async def _run(self, worker: MediaWorker, job: Job) -> tuple[JobResult, bytes]:
-        """Run a job in a thread that waits for the worker; a cancellation kills the worker."""
+    async def _run(self, worker: MediaWorker, job: Job) -> Patches:
         running = asyncio.get_running_loop().run_in_executor(self._threads, _run_job, worker, job)
         try:
             return await asyncio.shield(running)
@@ -138,7 +135,7 @@ class MediaWorkerPool:
             del running  # its exception refers to this frame: the cycle would keep the media
 
     def _limit(self, client: Client) -> int:
-        """How many workers one client may use: with API keys, one stays available for others."""
+        # With API keys, one worker stays available for others.
         limit = self._size if not client.id else max(1, self._size - 1)
         return limit if client.media_workers is None else min(client.media_workers, limit)
 
@@ -147,8 +144,9 @@ class MediaWorkerPool:
         return limits.image_decode_timeout if part.kind == "image" else limits.video_decode_timeout
 
 
-def _run_job(worker: MediaWorker, job: Job) -> tuple[JobResult, bytes]:
-    return worker.run(job), digest_files(job.data) if job.part.uuid is not None else b""
+def _run_job(worker: MediaWorker, job: Job) -> Patches:
+    patches = worker.run(job)
+    return patches if job.part.uuid is None else replace(patches, source_digest=digest_files(job.data))
 
 
 def create_executor(

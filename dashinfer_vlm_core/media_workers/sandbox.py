@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import landlock
-from .seccomp import apply_filter, build_filter, has_filter, machines
+from .seccomp import LIBC, apply_filter, build_filter, has_filter, machines
 
 MAX_FILES = 64
 ADDRESS_SPACE_BYTES = 256 << 20
@@ -31,7 +31,8 @@ ADDRESS_SPACE_BYTES = 256 << 20
 _PR_SET_PDEATHSIG = 1
 _PR_CAPBSET_DROP = 24
 _PR_SET_NO_NEW_PRIVS = 38
-_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
+_PR_CAP_AMBIENT = 47
+_PR_CAP_AMBIENT_CLEAR_ALL = 4
 _CAPABILITY_VERSION = 0x20080522
 
 _SYSTEM_PATHS = (
@@ -59,7 +60,7 @@ class Sandbox:
         Args:
             by_list: as in `build_filter`.
         """
-        _libc().prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         _drop_inheritable_capabilities()
         return cls(ruleset=landlock.create_ruleset(readable_paths()), filter=build_filter(by_list=by_list))
 
@@ -70,7 +71,7 @@ class Sandbox:
             files: the only files that stay open, except for the standard streams.
             memory_bytes: how much memory it may allocate in addition to what it has.
         """
-        _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         _close_files(files if self.ruleset is None else [*files, self.ruleset])
         os.chdir("/")
         _limit_resources(memory_bytes)
@@ -133,12 +134,8 @@ def _package_paths(module: object) -> list[str]:
     return [path for path in getattr(module, "__path__", ()) if isinstance(path, str)]
 
 
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
-
-
 def _close_files(keep: Sequence[int]) -> None:
-    """Close all other files, and connect the standard streams to /dev/null: libraries print warnings there."""
+    # Libraries print warnings to the standard streams.
     null = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
         os.dup2(null, stream)
@@ -167,15 +164,13 @@ def _limit_resources(memory_bytes: int) -> None:
 
 def _drop_inheritable_capabilities() -> None:
     """Drop the capabilities that a program could get. Without a capability, it fails and there is nothing to drop."""
-    libc = _libc()
-    libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
+    LIBC.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
     for capability in range(64):
-        if libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0):
+        if LIBC.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0):
             break
 
 
 def _drop_capabilities() -> None:
-    """Drop all capabilities, which only a process of root has."""
     header = struct.pack("<Ii", _CAPABILITY_VERSION, 0)
-    if _libc().capset(header, bytes(24)):
+    if LIBC.capset(header, bytes(24)):
         raise OSError(ctypes.get_errno(), "capset failed")

@@ -12,7 +12,7 @@ import errno
 import platform
 import struct
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 from .system_calls import (
@@ -28,14 +28,29 @@ from .system_calls import (
     OPEN,
     WRITE_FLAGS,
     ArgumentRule,
+    Numbers,
 )
+
+LIBC = ctypes.CDLL(None, use_errno=True)
 
 _PR_SET_SECCOMP = 22
 _SECCOMP_MODE_FILTER = 2
 
-_LOAD, _JUMP_EQUAL, _JUMP_ANY_BIT, _JUMP_GREATER_EQUAL, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
-_ALLOW, _DENY, _MISSING, _KILL = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS, 0x80000000
-_NUMBER_OFFSET, _ARCHITECTURE_OFFSET, _ARGUMENTS_OFFSET = 0, 4, 16
+# operations
+_LOAD = 0x20
+_JUMP_EQUAL = 0x15
+_JUMP_ANY_BIT = 0x45
+_JUMP_GREATER_EQUAL = 0x35
+_RETURN = 0x06
+# what a filter returns
+_ALLOW = 0x7FFF0000
+_DENY = 0x00050000 | errno.EPERM
+_MISSING = 0x00050000 | errno.ENOSYS
+_KILL = 0x80000000
+# offsets in `struct seccomp_data`
+_NUMBER_OFFSET = 0
+_ARCHITECTURE_OFFSET = 4
+_ARGUMENTS_OFFSET = 16
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _X32_BIT = 0x40000000
 
@@ -72,7 +87,7 @@ def build_filter(machine: str = platform.machine(), *, by_list: bool) -> bytes:
 def apply_filter(code: bytes) -> None:
     """Filter the system calls of this thread and of those that it starts, for the rest of their lives."""
     program = _Program(len(code) // 8, code)
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0):
+    if LIBC.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0):
         number = ctypes.get_errno()
         if number != errno.EINVAL:  # a kernel without seccomp filters
             raise OSError(number, "prctl(PR_SET_SECCOMP) failed")
@@ -91,29 +106,27 @@ def _instructions(machine: str, by_list: bool) -> Iterator[_Instruction]:
         (_JUMP_GREATER_EQUAL, 0, 1, _X32_BIT),
         (_RETURN, 0, 0, _KILL),
     )
-    for number, rule in _rules(machine, by_list):
-        yield (_JUMP_EQUAL, 0, len(rule), number)
-        yield from rule
+    for numbers, rule in _rules(by_list):
+        number = numbers.on(machine)
+        if number is not None:
+            yield (_JUMP_EQUAL, 0, len(rule), number)
+            yield from rule
     yield (_RETURN, 0, 0, _MISSING if by_list else _ALLOW)
 
 
-def _rules(machine: str, by_list: bool) -> Iterator[tuple[int, Sequence[_Instruction]]]:
-    """Yield the number of a call, and the instructions that end the filter for it."""
+def _rules(by_list: bool) -> Iterator[tuple[Numbers, Sequence[_Instruction]]]:
+    # For each call, the instructions that end the filter.
     for numbers, index in OPEN.values():
-        yield from _rule(getattr(numbers, machine), _if_any_bit(index, WRITE_FLAGS, _DENY, _ALLOW))
-    yield from _rule(getattr(CLONE, machine), _if_any_bit(0, CLONE_THREAD, _ALLOW, _DENY))
-    yield from _rule(getattr(MMAP, machine), _if_all_bits(3, (MAP_SHARED, MAP_ANONYMOUS), _DENY, _ALLOW))
+        yield numbers, _if_any_bit(index, WRITE_FLAGS, _DENY, _ALLOW)
+    yield CLONE, _if_any_bit(0, CLONE_THREAD, _ALLOW, _DENY)
+    yield MMAP, _if_all_bits(3, (MAP_SHARED, MAP_ANONYMOUS), _DENY, _ALLOW)
     for argument in ARGUMENT_RULES.values():
-        yield from _rule(getattr(argument.numbers, machine), _if_allowed(argument, by_list))
+        yield argument.numbers, _if_allowed(argument, by_list)
     for number in ALLOWED.values() if by_list else ():
-        yield from _rule(number, [(_RETURN, 0, 0, _ALLOW)])
+        yield Numbers(number, None), [(_RETURN, 0, 0, _ALLOW)]
     for result, calls in ((_MISSING, MISSING), (_DENY, DENIED)):
         for numbers in calls.values():
-            yield from _rule(getattr(numbers, machine), [(_RETURN, 0, 0, result)])
-
-
-def _rule(number: int | None, rule: Sequence[_Instruction]) -> Iterable[tuple[int, Sequence[_Instruction]]]:
-    return () if number is None else ((number, rule),)
+            yield numbers, [(_RETURN, 0, 0, result)]
 
 
 def _if_allowed(rule: ArgumentRule, by_list: bool) -> Sequence[_Instruction]:

@@ -16,7 +16,8 @@ KEEP_BYTES = 16 << 20
 """How much memory a worker keeps for its next result; to allocate it again takes as long as resizing a small image."""
 
 _ADD_SEALS = 1033
-_SEAL_SEAL, _SEAL_SHRINK = 0x1, 0x2
+_SEAL_SEAL = 0x1
+_SEAL_SHRINK = 0x2
 
 
 class SharedMemory:
@@ -67,6 +68,5 @@ class SharedMemory:
         return view
 
     def _trim(self) -> None:
-        """Free the memory of a large result."""
         if self._mapped is not None and len(self._mapped) > KEEP_BYTES:
             self._mapped.madvise(mmap.MADV_REMOVE, KEEP_BYTES, len(self._mapped) - KEEP_BYTES)

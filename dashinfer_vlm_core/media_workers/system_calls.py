@@ -17,6 +17,10 @@ class Numbers(NamedTuple):
     x86_64: int | None
     aarch64: int | None
 
+    def on(self, machine: str) -> int | None:
+        """Return the number on a machine, as `platform.machine` names it."""
+        return {"x86_64": self.x86_64, "aarch64": self.aarch64}[machine]
+
 
 class ArgumentRule(NamedTuple):
     """A system call that is allowed with some values of an argument.

@@ -7,19 +7,16 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from ..errors import EngineClosed
-from ..media.decoder import MediaDecoder
-from ..media.types import Embeddings, Media, ResizerFactory
-from ..models.interface import ImageProcessor
+from ..media.decoder import MediaDecoder, digest_source
+from ..media.types import Embeddings, Image, Media, Video
+from ..models.interface import ImageProcessor, Patches
 from ..models.patches import frames_shape, validate_embeddings, with_digest
 from ..models.spec import ModelSpec
 from ..protocol import MediaPart
-from ..vision import Processed
-
-T = TypeVar("T")
 
 MEDIA_THREADS = "dashinfer-vlm-media"
 """What the names of the threads that decode media begin with."""
@@ -78,7 +75,7 @@ class MediaExecutor(Protocol):
     @property
     def stats(self) -> MediaWorkerStats: ...
 
-    async def process(self, part: MediaPart, data: Sequence[bytes], budget: TokenBudget) -> Processed:
+    async def process(self, part: MediaPart, data: Sequence[bytes], budget: TokenBudget) -> Patches | Embeddings:
         """Decode and process one part; canceling it stops the work.
 
         Args:
@@ -113,26 +110,19 @@ class MediaThreads:
     def stats(self) -> MediaWorkerStats:
         return MediaWorkerStats()
 
-    async def process(self, part: MediaPart, data: Sequence[bytes], budget: TokenBudget) -> Processed:
+    async def process(self, part: MediaPart, data: Sequence[bytes], budget: TokenBudget) -> Patches | Embeddings:
         resizer = None if part.content is not None else self._processor.frame_resizer
-        return await self.decode(part, data, lambda media: self._process(media, budget), resizer)
-
-    async def decode(
-        self,
-        part: MediaPart,
-        data: Sequence[bytes],
-        then: Callable[[Media], T],
-        resizer: ResizerFactory | None = None,
-    ) -> T:
-        """Decode a part and call `then` with the media in the same thread."""
         stop = threading.Event()
 
         def check_stop() -> None:
             if stop.is_set():
                 raise EngineClosed("The request was canceled.")
 
-        def decode_and_process() -> T:
-            return then(self._decoder.decode(part, data, check_stop, resizer))
+        def decode_and_process() -> Patches | Embeddings:
+            media = self._decoder.decode(part, data, check_stop, resizer)
+            check_stop()
+            item = self._process(media, budget)
+            return item if part.uuid is None else replace(item, source_digest=digest_source(data, media))
 
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, decode_and_process)
@@ -142,20 +132,16 @@ class MediaThreads:
     async def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _process(self, media: Media, budget: TokenBudget) -> Processed:
-        """Process an image, a video or embeddings; media that can never fit the context are rejected before they are
-        resized."""
+    def _process(self, media: Media, budget: TokenBudget) -> Patches | Embeddings:
+        # Media that can never fit the context are rejected before they are resized.
         if isinstance(media, Embeddings):
             budget.add(len(media.rows))
-            return Processed(validate_embeddings(media, self._spec, self._processor), media.source_digest, None)
+            return validate_embeddings(media, self._spec, self._processor)
         budget.add(self._processor.count_tokens(media))
-        item = with_digest(self._processor.process(media))
-        return Processed(item, media.source_digest, source_size(media))
+        return with_digest(process_media(self._processor, media))
 
 
-def source_size(media: Media) -> tuple[int, int] | None:
-    """Return width and height before resizing, in pixels; None for embeddings."""
-    if isinstance(media, Embeddings):
-        return None
+def process_media(processor: ImageProcessor, media: Image | Video) -> Patches:
+    """Return the patches of an image or video, with its size before resizing."""
     _, height, width = frames_shape(media)
-    return width, height
+    return replace(processor.process(media), source_size=(width, height))

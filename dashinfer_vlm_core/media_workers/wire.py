@@ -1,45 +1,131 @@
 """Messages between the engine and a media worker. They are JSON and bytes; nothing is unpickled.
 
-A message is: uint32 (little endian), the length of the head; the head, a JSON object in UTF-8; then the bytes that
-the head announces.
-
-    engine -> worker    {"part": fields of MediaPart, "sizes": [bytes per file, ...], "max_tokens": n}, then the files
-    worker -> engine    {"ready": process id, "warning": text}  once, when the worker accepts jobs
-                        {"failed": text}                        instead: the worker cannot be set up
-                        {"patches": {...}, "logs": [...]}       the pixels are in the shared memory
-                        {"error": {...}, "logs": [...]}         the request is invalid
-                        {"tokens": n, "logs": [...]}            the item has more than `max_tokens` visual tokens
-                        {"exception": text, "logs": [...]}      the worker failed in another way
-
-`worker_responses.py` validates what the engine receives.
+A message is: uint32 (little endian), the length of the head; the head, a model of this module as JSON in UTF-8; then
+the bytes that the head announces. The worker sends `Started` once, and then a `WorkerResponse` for each `JobRequest`.
+Responses are validated: a hostile file may have taken over the worker that sends them.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import socket
 import struct
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, ClassVar, Literal
 
-from ..errors import RequestError
-from ..models.interface import Patches
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, StringConstraints
+
+from ..errors import InvalidParameter, MediaTooLarge, MediaUndecodable
 from ..protocol import MediaPart
 
 LENGTH = struct.Struct("<I")
 MAX_HEAD_BYTES = 1 << 20
+MAX_SIDE = 1 << 30
 SMALL_BYTES = 1 << 18
 """Files up to this size in total are copied, to be sent with the head."""
+
+_Line = Annotated[str, StringConstraints(max_length=2000, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$")]
+_Traceback = Annotated[str, Field(max_length=10_000)]
+_Side = Annotated[PositiveInt, Field(le=MAX_SIDE)]
+_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_FramesPerSecond = Annotated[float, Field(ge=1e-9, allow_inf_nan=False)]
+
+_ERRORS = {kind.__name__: kind for kind in (InvalidParameter, MediaTooLarge, MediaUndecodable)}
 
 
 class Disconnected(Exception):
     """The other end was closed."""
 
 
-def send(sock: socket.socket, head: Mapping[str, Any], data: Sequence[bytes] = ()) -> None:
+class _Message(BaseModel):
+    model_config: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class JobRequest(_Message):
+    """One image or video to process; its files follow.
+
+    Attributes:
+        part: the part, whose sources only show how many files it has.
+        sizes: bytes of each file.
+        max_tokens: an item with more visual tokens is not processed.
+    """
+
+    part: MediaPart
+    sizes: tuple[int, ...]
+    max_tokens: int
+
+
+class ErrorResponse(_Message):
+    """The request is invalid."""
+
+    type: Literal["InvalidParameter", "MediaTooLarge", "MediaUndecodable"]
+    message: _Line
+    param: _Line
+    code: _Line | None
+
+    @classmethod
+    def of(cls, error: InvalidParameter | MediaTooLarge | MediaUndecodable) -> ErrorResponse:
+        return cls.model_validate(
+            {"type": type(error).__name__, "message": error.message, "param": error.param, "code": error.code}
+        )
+
+    def restore(self, path: str) -> InvalidParameter | MediaTooLarge | MediaUndecodable:
+        """Return the exception.
+
+        Args:
+            path: the part's path in the request, which its `param` must begin with.
+
+        Raises:
+            ValueError: it names another part.
+        """
+        if not self.param.startswith(path):
+            raise ValueError("the error names another part")
+        return _ERRORS[self.type](self.message, param=self.param, code=self.code)
+
+
+class PatchesResponse(_Message):
+    """The item was processed; its pixels are in the shared memory."""
+
+    grid: tuple[_Side, _Side, _Side]
+    times: tuple[_Seconds, ...]
+    sampled_fps: _FramesPerSecond | None
+    source_size: tuple[_Side, _Side]
+
+
+class WorkerResponse(_Message):
+    """The response to a job: one of the fields, and the worker's warnings.
+
+    Attributes:
+        error: the request is invalid.
+        patches: the item was processed.
+        tokens: the item has more visual tokens than the job allows.
+        exception: the traceback of an unexpected exception.
+        logs: warnings of the decoder.
+    """
+
+    error: ErrorResponse | None = None
+    patches: PatchesResponse | None = None
+    tokens: PositiveInt | None = None
+    exception: _Traceback | None = None
+    logs: Annotated[tuple[_Line, ...], Field(max_length=10)] = ()
+
+
+class Started(_Message):
+    """The first message of a worker: its process id, or why it cannot be set up.
+
+    Attributes:
+        ready: its process id.
+        warning: how its sandbox is less strict than it should be, if it is.
+        failed: why it cannot be set up.
+    """
+
+    ready: PositiveInt | None = None
+    warning: _Line = ""
+    failed: _Traceback = ""
+
+
+def send(sock: socket.socket, head: BaseModel, data: Sequence[bytes] = ()) -> None:
     """Send a message."""
-    body = json.dumps(head, allow_nan=False).encode()
+    body = head.model_dump_json().encode()
     message = LENGTH.pack(len(body)) + body
     if sum(map(len, data)) <= SMALL_BYTES:
         sock.sendall(b"".join([message, *data]))  # wakes the other end once
@@ -78,31 +164,3 @@ def receive(sock: socket.socket, size: int) -> bytes:
     if not data:
         raise Disconnected
     return b"".join(pieces)
-
-
-def part_to_json(part: MediaPart) -> dict[str, Any]:
-    """Return the fields that decoding depends on; the source itself is replaced by the number of its files."""
-    names = (field.name for field in dataclasses.fields(part) if field.name not in ("url", "content", "uuid"))
-    return {name: getattr(part, name) for name in names} | {
-        "frames": len(part.url) if isinstance(part.url, tuple) else None
-    }
-
-
-def part_from_json(fields: dict[str, Any]) -> MediaPart:
-    frames, background = fields.pop("frames"), fields.pop("background")
-    url = "data:" if frames is None else ("data:",) * frames
-    return MediaPart(**fields, url=url, background=tuple(background) if background else None)
-
-
-def error_to_json(error: RequestError) -> dict[str, Any]:
-    return {"type": type(error).__name__, "message": error.message, "param": error.param, "code": error.code}
-
-
-def patches_to_json(patches: Patches, source_size: tuple[int, int]) -> dict[str, Any]:
-    return {
-        "shape": list(patches.pixels.shape),
-        "grid": list(patches.grid),
-        "times": list(patches.times),
-        "sampled_fps": patches.sampled_fps,
-        "source_size": list(source_size),
-    }

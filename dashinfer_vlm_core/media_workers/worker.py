@@ -9,21 +9,22 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
 from ..errors import EngineClosed, EngineError, MediaUndecodable
 from ..media.image import deadline_error
-from ..models.interface import Grid, ImageProcessor, Patches
+from ..media.types import Grid
+from ..models.interface import ImageProcessor, Patches
 from ..models.patches import with_digest
 from ..models.spec import PixelSpec
 from ..protocol import MediaPart
 from . import wire
 from .fork_server import FORK_SERVER, START_SECONDS
 from .shared_memory import SharedMemory
-from .wire import Disconnected
-from .worker_responses import PatchesResponse, Started, WorkerResponse
+from .threads import TokenBudget
+from .wire import Disconnected, JobRequest, PatchesResponse, Started, WorkerResponse
 
 PATIENCE_SECONDS = 1.0
 """How long a job runs at normal priority."""
@@ -53,29 +54,14 @@ class Job:
     Attributes:
         part: the part.
         data: its encoded file, or one per frame of a list.
-        max_tokens: an item with more visual tokens is not processed.
+        budget: counts the visual tokens of the request, before anything is resized.
         seconds: the time after which the worker is killed.
     """
 
     part: MediaPart
     data: Sequence[bytes]
-    max_tokens: int
+    budget: TokenBudget
     seconds: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class JobResult:
-    """The result of a job.
-
-    Attributes:
-        tokens: number of visual tokens.
-        patches: None if the item has more than the job's `max_tokens`.
-        source_size: width and height before resizing, in pixels.
-    """
-
-    tokens: int
-    patches: Patches | None = None
-    source_size: tuple[int, int] = (0, 0)
 
 
 class MediaWorker:
@@ -129,13 +115,14 @@ class MediaWorker:
             self.kill()
             raise _start_error(started.failed)
 
-    def run(self, job: Job) -> JobResult:
+    def run(self, job: Job) -> Patches:
         """Process one item, and block until it is complete.
 
         Raises:
             MediaTooLarge: it needs more time or memory than is allowed, or exceeds another limit.
             MediaUndecodable: it is damaged, or the worker crashed.
             InvalidParameter: an option of the part does not apply to it.
+            ContextLengthExceeded: the request has more visual tokens than its budget.
             EngineClosed: `kill` was called.
             EngineError: a worker could not be started, or failed in another way.
         """
@@ -167,7 +154,8 @@ class MediaWorker:
     def kill(self) -> None:
         """End the process at once; a running job raises EngineClosed."""
         with self._lock:
-            self._killed, self.reusable = True, False
+            self._killed = True
+            self.reusable = False
             if self._sock is None:
                 return
             FORK_SERVER.kill(self._id)
@@ -181,20 +169,18 @@ class MediaWorker:
             self._sock.close()
         self._memory.close()
 
-    def _run(self, job: Job) -> JobResult:
+    def _run(self, job: Job) -> Patches:
+        max_tokens = max(job.budget.remaining, 1)
         if self._sock is None:
             raise Disconnected
-        sock, end = self._sock, time.monotonic() + job.seconds
+        sock = self._sock
+        end = time.monotonic() + job.seconds
         sock.settimeout(job.seconds)
-        head = {
-            "part": wire.part_to_json(job.part),
-            "sizes": [len(item) for item in job.data],
-            "max_tokens": job.max_tokens,
-        }
-        wire.send(sock, head, job.data)
+        sizes = tuple(map(len, job.data))
+        wire.send(sock, JobRequest(part=_without_sources(job.part), sizes=sizes, max_tokens=max_tokens), job.data)
         self._wait(sock, end)
         sock.settimeout(max(end - time.monotonic(), 0.001))
-        return self._result(WorkerResponse.model_validate_json(wire.receive_head(sock)), job)
+        return self._result(WorkerResponse.model_validate_json(wire.receive_head(sock)), job, max_tokens)
 
     def _wait(self, sock: socket.socket, end: float) -> None:
         """Wait for the response. A long job goes on at low priority, so that short ones are not delayed."""
@@ -207,7 +193,7 @@ class MediaWorker:
         if not poll.poll(1000 * max(0.0, end - time.monotonic())):
             raise TimeoutError
 
-    def _result(self, response: WorkerResponse, job: Job) -> JobResult:
+    def _result(self, response: WorkerResponse, job: Job, max_tokens: int) -> Patches:
         for text in response.logs:
             logger.warning("%s: %s", job.part.path, text)
         if response.error is not None:
@@ -219,34 +205,30 @@ class MediaWorker:
                 code="internal_error",
             )
         if response.patches is not None:
-            patches = self._patches(response.patches, job)
-            return JobResult(tokens=patches.tokens, patches=patches, source_size=response.patches.source_size)
-        if response.tokens is None or response.tokens <= job.max_tokens:
-            raise ValueError("the response is empty")
-        return JobResult(tokens=response.tokens)
+            patches = self._patches(response.patches, job.part, max_tokens)
+            job.budget.add(patches.tokens)
+            return patches
+        if response.tokens is not None and response.tokens > max_tokens:
+            job.budget.add(response.tokens)
+        raise ValueError("the response is empty")
 
-    def _patches(self, response: PatchesResponse, job: Job) -> Patches:
-        """Copy a worker's patches.
-
-        Raises:
-            ValueError: they do not have the shape of this model's patches.
-        """
-        grid, spec = Grid(*response.grid), self._config.pixels
-        rows, columns = response.shape
+    def _patches(self, response: PatchesResponse, part: MediaPart, max_tokens: int) -> Patches:
+        grid = Grid(*response.grid)
+        spec = self._config.pixels
+        values = 3 * spec.temporal_patch_size * spec.patch_size**2
         tokens = self._config.processor.shape(grid).tokens
-        if rows != grid.patches or columns != 3 * spec.temporal_patch_size * spec.patch_size**2:
-            raise ValueError("the patches have another shape than the grid")
-        if tokens > job.max_tokens or (job.part.kind == "image" and grid.t != 1):
+        if tokens > max_tokens or (part.kind == "image" and grid.t != 1):
             raise ValueError("the item has too many tokens")
         return with_digest(
             Patches(
-                pixels=self._memory.read((rows, columns)),
+                pixels=self._memory.read((grid.patches, values)),
                 grid=grid,
                 tokens=tokens,
-                kind=job.part.kind,
-                path=job.part.path,
+                kind=part.kind,
+                path=part.path,
                 times=response.times,
                 sampled_fps=response.sampled_fps,
+                source_size=response.source_size,
             )
         )
 
@@ -257,8 +239,19 @@ def _warn_once(text: str) -> None:
 
 
 def _indent(text: str) -> str:
-    """Indent a traceback, so that no line of it looks like one of the log."""
-    return "\n".join(f"    {line}" for line in text.split("\n"))
+    """Indent a traceback and escape its control characters, so that no line of it looks like one of the log."""
+    lines = ("".join(map(_escape, line)) for line in text.split("\n"))
+    return "\n".join(f"    {line}" for line in lines)
+
+
+def _escape(character: str) -> str:
+    return character if character.isprintable() else character.encode("unicode_escape").decode()
+
+
+def _without_sources(part: MediaPart) -> MediaPart:
+    # Decoding depends on whether the source is a list, and on its length.
+    url = ("",) * len(part.url) if isinstance(part.url, tuple) else ""
+    return replace(part, url=url, uuid=None)
 
 
 def _crash_error(part: MediaPart) -> MediaUndecodable:

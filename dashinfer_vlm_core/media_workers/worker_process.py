@@ -36,19 +36,19 @@ from ..config import EngineConfig
 from ..errors import InvalidParameter, MediaTooLarge, MediaUndecodable
 from ..media.decoder import MediaDecoder
 from ..media.image import load_codecs, out_of_memory_error
-from ..media.types import Image, Video
+from ..media.types import Image, OpenVideo, Video, VideoReader
 from ..models.interface import ImageProcessor
-from ..protocol import MediaPart
-from .header_memory import HeaderLimitedReader
-from .sandbox import Sandbox, readable_paths
+from .sandbox import Sandbox, lower_memory_limit, readable_paths
 from .self_test import prepare_tested_sandbox
 from .shared_memory import SharedMemory
-from .threads import source_size
+from .threads import process_media
 from .wire import (
     Disconnected,
-    error_to_json,
-    part_from_json,
-    patches_to_json,
+    ErrorResponse,
+    JobRequest,
+    PatchesResponse,
+    Started,
+    WorkerResponse,
     receive,
     receive_head,
     send,
@@ -58,6 +58,10 @@ MAX_PACKET_BYTES = 1 << 17
 IDLE_SECONDS = 60
 MAX_LOG_RECORDS = 5
 LOW_PRIORITY = 19
+HEADER_BYTES = 128 << 20
+"""Memory in which a video is opened, and the size of its file: tables of a few bytes can claim millions of samples.
+FFmpeg's tables of 3.5 million samples fit. A video of ten minutes has 144,000 at 240 frames per second; one in 8K is
+opened in 16 MiB."""
 
 _SANDBOXES: dict[object, tuple[Sandbox, str]] = {}
 """By the readers that were tested and the packages that were imported."""
@@ -80,6 +84,28 @@ class WorkerSetup:
     sandbox: Sandbox
     warning: str
     memory_bytes: int
+
+
+class HeaderLimitedReader(VideoReader):
+    """A video reader that opens files in little memory, and decodes their frames in all memory of the worker.
+
+    Args:
+        reader: opens the files.
+        memory_bytes: how much memory the worker may allocate.
+    """
+
+    def __init__(self, reader: VideoReader, memory_bytes: int) -> None:
+        self._reader = reader
+        self._memory_bytes = memory_bytes
+        self.name = reader.name
+        self.priority = reader.priority
+
+    def available(self) -> bool:
+        return self._reader.available()
+
+    def open(self, data: bytes) -> OpenVideo:
+        with lower_memory_limit(self._memory_bytes - HEADER_BYTES - len(data)):
+            return self._reader.open(data)
 
 
 def main(control: int) -> None:
@@ -119,14 +145,15 @@ class _ForkServer:
             os.kill(pid, signal.SIGKILL)
 
     def _reap(self) -> None:
-        """Forget the children that ended. A process id stays reserved until here, so `_handle` reaches no other one."""
+        # A process id stays reserved until here, so `_handle` reaches no other process.
         for worker, pid in list(self._children.items()):
             if os.waitpid(pid, os.WNOHANG)[0]:
                 del self._children[worker]
 
     def _handle(self, message: Mapping[str, Any], files: list[int]) -> None:
         if "fork" in message:
-            sock, memory = socket.socket(fileno=files[0]), SharedMemory(files[1])
+            sock = socket.socket(fileno=files[0])
+            memory = SharedMemory(files[1])
             try:
                 self._fork(message["fork"], message["setup"], sock, memory)
             finally:
@@ -137,7 +164,7 @@ class _ForkServer:
                 self._setup(message["prepare"])
         elif "test" in message:
             with socket.socket(fileno=files[0]) as sock:
-                send(sock, {"warning": _tested_sandbox(message["test"])[1]})
+                send(sock, Started(warning=_tested_sandbox(message["test"])[1]))
         elif (pid := self._children.get(message.get("kill", message.get("lower_priority")))) is None:
             pass  # it has ended
         elif "kill" in message:
@@ -149,7 +176,7 @@ class _ForkServer:
         try:
             made = self._setup(setup)
         except Exception:  # noqa: BLE001  reported to the engine
-            send(sock, {"failed": traceback.format_exc(limit=-3)[:4000]})
+            send(sock, Started(failed=traceback.format_exc(limit=-3)[:4000]))
             return
         pid = os.fork()
         if pid == 0:
@@ -182,12 +209,10 @@ def _load_setup(setup: Mapping[str, Any]) -> WorkerSetup:
 
 
 def _tested_sandbox(readers: Sequence[Sequence[str]]) -> tuple[Sandbox, str]:
-    """Return `prepare_tested_sandbox` for the installed readers, once for the same packages."""
     installed = [reader for reader in map(resolve_reference, readers) if reader.available()]
     for reader in installed:
-        if hasattr(reader, "preload"):
-            with contextlib.suppress(ImportError, OSError):  # reported for the first video
-                reader.preload()
+        with contextlib.suppress(ImportError, OSError):  # reported for the first video
+            reader.preload()
     key = (tuple(map(tuple, readers)), tuple(readable_paths()))
     if key not in _SANDBOXES:
         _SANDBOXES[key] = prepare_tested_sandbox(installed)
@@ -221,7 +246,6 @@ def reference_to(item: object) -> tuple[str, str, str] | None:
 
 
 def _run_worker(sock: socket.socket, memory: SharedMemory, setup: WorkerSetup) -> None:
-    """Serve jobs until the engine closes the connection, then end the process."""
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -229,7 +253,7 @@ def _run_worker(sock: socket.socket, memory: SharedMemory, setup: WorkerSetup) -
         logs = _LogCollector()
         logging.basicConfig(handlers=[logs], level=logging.WARNING, format="%(name)s: %(message)s", force=True)
         logging.captureWarnings(capture=True)
-        send(sock, {"ready": os.getpid(), "warning": setup.warning})
+        send(sock, Started(ready=os.getpid(), warning=setup.warning))
         while True:
             _serve_job(sock, memory, setup, logs)
     except (Disconnected, ConnectionError):
@@ -240,34 +264,37 @@ def _run_worker(sock: socket.socket, memory: SharedMemory, setup: WorkerSetup) -
 
 
 def _serve_job(sock: socket.socket, memory: SharedMemory, setup: WorkerSetup, logs: _LogCollector) -> None:
-    head = json.loads(receive_head(sock))
-    part = part_from_json(head["part"])
-    result: dict[str, Any]
+    job = JobRequest.model_validate_json(receive_head(sock))
     try:
-        data = [receive(sock, size) for size in head["sizes"]]
-        result = _process(part, data, head["max_tokens"], setup, memory)
+        data = [receive(sock, size) for size in job.sizes]
+        response = _process(job, data, setup, memory)
     except (InvalidParameter, MediaTooLarge, MediaUndecodable) as error:
-        result = {"error": error_to_json(error)}
+        response = WorkerResponse(error=ErrorResponse.of(error))
     except MemoryError:
-        result = {"error": error_to_json(out_of_memory_error(part.kind, part.path))}
+        response = WorkerResponse(error=ErrorResponse.of(out_of_memory_error(job.part.kind, job.part.path)))
     except (Disconnected, ConnectionError):
         raise
     except Exception:  # noqa: BLE001  reported to the engine
-        result = {"exception": traceback.format_exc(limit=-5)[:8000]}
-    send(sock, {**result, "logs": logs.take()})
+        response = WorkerResponse(exception=traceback.format_exc(limit=-5)[:8000])
+    send(sock, response.model_copy(update={"logs": logs.take()}))
 
 
-def _process(
-    part: MediaPart, data: Sequence[bytes], max_tokens: int, setup: WorkerSetup, memory: SharedMemory
-) -> dict[str, Any]:
-    media = setup.decoder.decode(part, data, lambda: None, setup.processor.frame_resizer)
+def _process(job: JobRequest, data: Sequence[bytes], setup: WorkerSetup, memory: SharedMemory) -> WorkerResponse:
+    media = setup.decoder.decode(job.part, data, lambda: None, setup.processor.frame_resizer)
     assert isinstance(media, (Image, Video))
     tokens = setup.processor.count_tokens(media)
-    if tokens > max_tokens:
-        return {"tokens": tokens}
-    patches = setup.processor.process(media)
+    if tokens > job.max_tokens:
+        return WorkerResponse(tokens=tokens)
+    patches = process_media(setup.processor, media)
     memory.write(patches.pixels)
-    return {"patches": patches_to_json(patches, source_size(media) or (0, 0))}
+    return WorkerResponse(
+        patches=PatchesResponse(
+            grid=patches.grid,
+            times=patches.times,
+            sampled_fps=patches.sampled_fps,
+            source_size=patches.source_size or (0, 0),
+        )
+    )
 
 
 class _LogCollector(logging.Handler):
@@ -285,8 +312,11 @@ class _LogCollector(logging.Handler):
         else:
             self._dropped += 1
 
-    def take(self) -> list[str]:
+    def take(self) -> tuple[str, ...]:
         """Return and forget the collected messages."""
-        records, dropped = self._records, self._dropped
-        self._records, self._dropped = [], 0
-        return [*records, *([f"{dropped} more warnings"] if dropped else [])]
+        records = self._records
+        if self._dropped:
+            records.append(f"{self._dropped} more warnings")
+        self._records = []
+        self._dropped = 0
+        return tuple(records)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..media.types import FrameResizer, Image, Kind, Pixels, Video
+from ..media.types import FrameResizer, Grid, Image, Kind, Pixels, Video, VisualInput
 from .spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -25,88 +25,15 @@ if TYPE_CHECKING:
     from .lora import LoraAdapter
 
 
-class Grid(NamedTuple):
-    """Number of patches of one image or video along time, height and width."""
-
-    t: int
-    h: int
-    w: int
-
-    @property
-    def patches(self) -> int:
-        return self.t * self.h * self.w
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Patches:
+class Patches(VisualInput):
     """One image or video, resized and split into patches. The vision encoder normalizes the pixels on its device.
 
     Attributes:
         pixels: uint8 [t * h * w, values per patch], in the order that the family's vision encoder expects.
-        grid: patches along time, height and width.
-        tokens: number of visual tokens that the vision encoder will produce.
-        kind: image or video.
-        path: the path of its field in the request.
-        digest: 32 bytes; equal if and only if kind, grid and pixels are equal. The engine sets it: an image processor
-            runs in a process that opens untrusted files, and must not choose the key of a shared cache.
-        times: timestamps of a video's frames in seconds, without padding; empty for an image. They are not part of the
-            digest: the same frames at other times have the same embedding but a different prompt.
-        sampled_fps: number of a video's frames, without padding, divided by its duration in seconds; None for an image,
-            or if it is not known. Not part of the digest either.
     """
 
     pixels: npt.NDArray[np.uint8]
-    grid: Grid
-    tokens: int
-    kind: Kind
-    path: str
-    digest: bytes = b""
-    times: tuple[float, ...] = ()
-    sampled_fps: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Embedded:
-    """Precomputed embeddings of one image or video, validated for the model.
-
-    Attributes:
-        rows: float32 [tokens, visual width], finite.
-        grid: patches along time, height and width.
-        tokens: number of rows.
-        kind: image or video.
-        path: the path of its field in the request.
-        digest: 32 bytes; equal if and only if kind, grid and rows are equal.
-        times: as in `Patches`; empty if the request does not specify them.
-        sampled_fps: as in `Patches`; None if the request does not specify it.
-    """
-
-    rows: npt.NDArray[np.float32]
-    grid: Grid
-    tokens: int
-    kind: Kind
-    path: str
-    digest: bytes
-    times: tuple[float, ...] = ()
-    sampled_fps: float | None = None
-
-
-class Visual(Protocol):
-    """The properties of an image or video that the prompt depends on."""
-
-    @property
-    def grid(self) -> Grid: ...
-
-    @property
-    def tokens(self) -> int: ...
-
-    @property
-    def kind(self) -> Kind: ...
-
-    @property
-    def times(self) -> tuple[float, ...]: ...
-
-    @property
-    def sampled_fps(self) -> float | None: ...
 
 
 class GridShape(NamedTuple):
@@ -226,7 +153,7 @@ class PromptLayout(Protocol):
 
     placeholders: Sequence[Placeholder]
 
-    def expand(self, item: Visual, encode: Callable[[str], Sequence[int]]) -> Expansion:
+    def expand(self, item: VisualInput, encode: Callable[[str], Sequence[int]]) -> Expansion:
         """Return the tokens of one item.
 
         Args:
@@ -235,7 +162,7 @@ class PromptLayout(Protocol):
         """
 
     def positions(
-        self, length: int, spans: Sequence[PlaceholderSpan], items: Sequence[Visual]
+        self, length: int, spans: Sequence[PlaceholderSpan], items: Sequence[VisualInput]
     ) -> npt.NDArray[np.int64]:
         """Return the positions of a prompt along time, height and width.
 
@@ -250,18 +177,21 @@ class PromptLayout(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class VisualTokens:
+class VisualTokens(VisualInput):
     """The visual tokens of one image or video, as the language model receives them.
+
+    With a cache salt, `digest` identifies the content and the salt.
 
     Attributes:
         embedding: [tokens, visual width] on the vision encoder's device and in its dtype; shared and read-only.
-        grid: patches along time, height and width.
-        digest: 32 bytes that identify the content; with a cache salt, the content and the salt.
     """
 
     embedding: torch.Tensor
-    grid: Grid
-    digest: bytes
+
+    @classmethod
+    def of(cls, item: VisualInput, embedding: torch.Tensor, *, digest: bytes) -> VisualTokens:
+        """Return the visual tokens of an item, which has this embedding."""
+        return cls(embedding=embedding, **item.shared_fields() | {"digest": digest})
 
 
 class VisionEncoder(Protocol):

@@ -13,34 +13,27 @@ from PIL import Image as PILImage
 
 from ..errors import InvalidParameter
 from ..media.image import MAX_ASPECT
-from ..media.types import Embeddings, Image, Pixels, Video
-from .interface import Embedded, Grid, GridShape, ImageProcessor, Patches
+from ..media.types import Embeddings, Grid, Image, Pixels, Video
+from .interface import GridShape, ImageProcessor, Patches
 from .spec import ModelSpec, PixelSpec
 
 MAX_EMBEDDING_MAGNITUDE = 65504.0
 """The largest finite float16, which a model may compute in."""
 
 
-def validate_embeddings(media: Embeddings, spec: ModelSpec, processor: ImageProcessor) -> Embedded:
-    """Validate precomputed embeddings of a request.
+def validate_embeddings(media: Embeddings, spec: ModelSpec, processor: ImageProcessor) -> Embeddings:
+    """Validate precomputed embeddings of a request; return them with their digest.
 
     Raises:
         InvalidParameter: the width is not the model's, the number of rows is not the grid's number of visual tokens, or
             a value is not finite or larger in magnitude than `MAX_EMBEDDING_MAGNITUDE`.
     """
-    grid = Grid(*media.grid)
-    _check_rows(media, grid, spec, processor)
-    return Embedded(
-        rows=media.rows,
-        grid=grid,
-        tokens=len(media.rows),
-        kind=media.kind,
-        path=media.path,
-        digest=content_digest(f"{media.kind} embeddings", grid, media.rows),
-    )
+    _check_rows(media, spec, processor)
+    return replace(media, digest=content_digest(f"{media.kind} embeddings", media.grid, media.rows))
 
 
-def _check_rows(media: Embeddings, grid: Grid, spec: ModelSpec, processor: ImageProcessor) -> None:
+def _check_rows(media: Embeddings, spec: ModelSpec, processor: ImageProcessor) -> None:
+    grid = media.grid
     rows = media.rows
     if rows.ndim != 2 or rows.shape[1] != spec.visual_width:
         raise InvalidParameter(
@@ -163,6 +156,7 @@ def resize_frame(frame: Pixels, size: tuple[int, int]) -> Pixels:
 
 
 def _scaled(image: PILImage.Image, size: tuple[int, int]) -> Pixels:
+    # Pillow does not resample an image that already has this size.
     height, width = size
     return np.asarray(image.resize((width, height), PILImage.Resampling.BICUBIC))
 
@@ -173,7 +167,9 @@ def patchify(frames: Pixels, spec: PixelSpec) -> tuple[Pixels, Grid]:
     The patches of a merge unit, which the vision encoder merges, are consecutive: rows are ordered by (time, unit row,
     unit column, row in the unit, column in the unit), and the values within a row by (channel, frame, y, x).
     """
-    span, side, merge = spec.temporal_patch_size, spec.patch_size, spec.merge_size
+    span = spec.temporal_patch_size
+    side = spec.patch_size
+    merge = spec.merge_size
     count, height, width, _ = frames.shape
     grid = grid_for_size(count, height, width, spec)
     padded = np.concatenate([frames, np.repeat(frames[-1:], grid.t * span - count, axis=0)])
@@ -184,7 +180,9 @@ def patchify(frames: Pixels, spec: PixelSpec) -> tuple[Pixels, Grid]:
 
 def unpatchify(pixels: Pixels, grid: Grid, spec: PixelSpec) -> Pixels:
     """Restore the frames from rows as in `Patches.pixels`: uint8 [frames, height, width, 3], including padding."""
-    span, side, merge = spec.temporal_patch_size, spec.patch_size, spec.merge_size
+    span = spec.temporal_patch_size
+    side = spec.patch_size
+    merge = spec.merge_size
     blocks = pixels.reshape(grid.t, grid.h // merge, grid.w // merge, merge, merge, 3, span, side, side)
     ordered = blocks.transpose(0, 6, 1, 3, 7, 2, 4, 8, 5)
     frames: Pixels = ordered.reshape(grid.t * span, grid.h * side, grid.w * side, 3)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image as PILImage
 
-from ..media.types import Kind, Pixels
+from ..media.types import Embeddings, Grid, Kind, Pixels
 from ..models.coordinates import CoordinateSpec, ImageCoordinates
-from ..models.interface import Embedded, Grid, ImageProcessor, Patches
+from ..models.interface import ImageProcessor, Patches
 
 MAX_FRAMES = 16
 """Maximum frames of one video in a preview."""
@@ -81,17 +81,13 @@ class Preview:
 
 
 def preview_media(
-    item: Patches | Embedded,
-    processor: ImageProcessor,
-    source_size: tuple[int, int] | None,
-    coordinates: CoordinateSpec | None = None,
+    item: Patches | Embeddings, processor: ImageProcessor, coordinates: CoordinateSpec | None = None
 ) -> MediaPreview:
     """Preview one image or video, reconstructed from its patches so that it shows the model's actual input.
 
     Args:
         item: its patches or embeddings.
         processor: the image processor that made the patches.
-        source_size: width and height before resizing, in pixels; None for embeddings.
         coordinates: how the model writes positions in images.
     """
     frames = processor.frames(item) if isinstance(item, Patches) else None
@@ -99,7 +95,7 @@ def preview_media(
     return MediaPreview(
         kind=item.kind,
         path=item.path,
-        source_size=source_size,
+        source_size=item.source_size,
         size=(shape.width, shape.height),
         grid=item.grid,
         cells=shape.cells,
@@ -108,8 +104,8 @@ def preview_media(
         times=item.times,
         sampled_fps=item.sampled_fps,
         frames=() if frames is None else _select_frames(frames),
-        coordinates=coordinates.for_image(source_size, (shape.width, shape.height))
-        if coordinates and source_size
+        coordinates=coordinates.for_image(item.source_size, (shape.width, shape.height))
+        if coordinates and item.source_size
         else None,
     )
 

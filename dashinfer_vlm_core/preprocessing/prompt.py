@@ -1,4 +1,7 @@
-"""Messages and media -> Prompt: chat template, placeholders, positions, context check. No torch."""
+"""Messages and media -> Prompt: chat template, placeholders, positions, context check. No torch.
+
+It is one file because the steps share the tokenizer's special tokens and the context length.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +18,19 @@ import tokenizers
 
 from ..config import EngineConfig
 from ..errors import ContextLengthExceeded, InvalidParameter, UnsupportedParameter
+from ..media.types import VisualInput
 from ..models.coordinates import ImageCoordinates
-from ..models.interface import Placeholder, PlaceholderSpan, PromptLayout, Visual
+from ..models.interface import Placeholder, PlaceholderSpan, PromptLayout
 from ..models.spec import ModelSpec
 from ..protocol import ChatRequest
 from ..tokenization.chat_template import ChatTemplate, read_chat_template, template_config_error
 from ..tokenization.hermes import parse_tool_arguments, render_tools_as_text
 from ..tokenization.tokenizer import CheckpointTokenizer, read_tokenizer
 from .coordinates import with_model_coordinates
+from .guarded_text import guard_text, strings_in, unused_mark
 
 MAX_TAG_TOKENS = 16
 """More than the tokens of a tag and the white space after it."""
-
-# Private-use characters. One that the messages do not contain is inserted into their text, so that no part of it is
-# parsed as a special token.
-MARKS = tuple(chr(code) for code in range(0xE000, 0xE100))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -119,7 +120,7 @@ class PromptBuilder:
         return builder
 
     def build(
-        self, request: ChatRequest, visuals: Sequence[Visual], coordinates: ImageCoordinates | None = None
+        self, request: ChatRequest, visuals: Sequence[VisualInput], coordinates: ImageCoordinates | None = None
     ) -> Prompt:
         """Render and tokenize one request, expand its placeholders and compute positions.
 
@@ -186,18 +187,14 @@ class PromptBuilder:
                 )
         effort = request.reasoning_effort
         if effort is not None and not self._reasoning_options(effort) and (effort != "none" or self.supports_reasoning):
+            reason = "the model does not have a reasoning phase"
+            if self.supports_reasoning:
+                reason = "the model's chat template cannot change how much the model reasons"
             raise UnsupportedParameter(
-                f"`reasoning_effort` is not supported, got {effort!r}: {self._no_effort()}. Remove it.",
-                param="reasoning_effort",
+                f"`reasoning_effort` is not supported, got {effort!r}: {reason}. Remove it.", param="reasoning_effort"
             )
 
-    def _no_effort(self) -> str:
-        if self.supports_reasoning:
-            return "the model's chat template cannot change how much the model reasons"
-        return "the model does not have a reasoning phase"
-
     def _reasoning_options(self, effort: str | None) -> dict[str, Any]:
-        """Return the variables of the template that express an effort; empty if it has none."""
         if effort is not None and "reasoning_effort" in self._template.options:
             return {"reasoning_effort": effort}
         if effort == "none" and "enable_thinking" in self._template.options:
@@ -251,7 +248,6 @@ class PromptBuilder:
         return self._template.render(render_tools_as_text(messages, tools, self._spec.conversation), (), options)
 
     def _segments(self, request: ChatRequest, coordinates: ImageCoordinates | None) -> Iterable[_Segment]:
-        """Tokenize a request."""
         prompt = request.raw_prompt
         if prompt is not None and not prompt:
             raise InvalidParameter("The prompt is empty; it needs at least one token.", param="prompt")
@@ -268,8 +264,8 @@ class PromptBuilder:
             messages = with_model_coordinates(messages, coordinates)
         # Arguments are parsed first, because JSON-escaped text in them must be guarded as well.
         given = [parse_tool_arguments(messages), tools, options]
-        mark = _unused_mark(given)
-        pieces = self._pieces(self.render(*(_guard(value, self._first_chars, mark) for value in given)), mark)
+        mark = unused_mark(given)
+        pieces = self._pieces(self.render(*(guard_text(value, self._first_chars, mark) for value in given)), mark)
         self._check_size(pieces)  # arguments of many short values are rendered as more text than their strings
         return self._encode(pieces)
 
@@ -284,7 +280,8 @@ class PromptBuilder:
 
     def _pieces(self, text: str, mark: str) -> list[str]:
         """Split text into special tokens (odd indices) and plain text (even indices, mark removed)."""
-        pieces, end = [], 0
+        pieces = []
+        end = 0
         for match in self._split.finditer(text):
             pieces += [text[end : match.start()].replace(mark, ""), match.group()]
             end = match.end()
@@ -296,15 +293,16 @@ class PromptBuilder:
             yield _Segment([self._special_tokens[piece]]) if index % 2 else _Segment(next(plain).ids, piece)
 
     def _expand(
-        self, segments: Iterable[_Segment], visuals: Sequence[Visual]
+        self, segments: Iterable[_Segment], visuals: Sequence[VisualInput]
     ) -> tuple[list[npt.NDArray[np.int64]], list[PlaceholderSpan]]:
-        """Replace each placeholder by the tokens of the next image or video of its kind."""
         ids: list[npt.NDArray[np.int64]] = []
         spans: list[PlaceholderSpan] = []
         waiting: dict[str, deque[int]] = {"image": deque(), "video": deque()}
         for index, item in enumerate(visuals):
             waiting[item.kind].append(index)
-        segments, length, position = [segment for segment in segments if segment.ids], 0, 0
+        segments = [segment for segment in segments if segment.ids]
+        length = 0
+        position = 0
         while position < len(segments):
             placeholder = self._placeholder_at(segments, position)
             if placeholder is None:
@@ -328,7 +326,6 @@ class PromptBuilder:
         return ids, spans
 
     def _placeholder_at(self, segments: Sequence[_Segment], position: int) -> Placeholder | None:
-        """Return the placeholder that begins at a segment; each token of a placeholder is a separate segment."""
         if len(segments[position].ids) != 1:
             return None
         for placeholder in self._placeholders.get(segments[position].ids[0], ()):
@@ -342,14 +339,13 @@ class PromptBuilder:
         return ids
 
     def _check_size(self, texts: Any) -> None:
-        """Reject text that is certainly too long before tokenizing it, by the maximum characters per token."""
-        min_tokens = sum(map(len, _strings(texts))) // self._max_token_chars
+        # A lower bound, before the text is tokenized.
+        min_tokens = sum(map(len, strings_in(texts))) // self._max_token_chars
         if min_tokens > self.max_model_len:
-            raise ContextLengthExceeded(
+            raise self._too_long(
                 f"The messages have at least {min_tokens} tokens, but the context length is {self.max_model_len},"
                 " completion included. Shorten them.",
-                prompt_tokens=min_tokens,
-                limit=self.max_model_len,
+                min_tokens,
             )
 
     def check_media(self, tokens: int) -> None:
@@ -359,20 +355,18 @@ class PromptBuilder:
             ContextLengthExceeded: the visual tokens alone exceed the context.
         """
         if tokens >= self.max_model_len:
-            raise ContextLengthExceeded(
+            raise self._too_long(
                 f"The images and videos have at least {tokens} tokens, but the context length is {self.max_model_len},"
                 " completion included. Send fewer, or lower `max_pixels`.",
-                prompt_tokens=tokens,
-                limit=self.max_model_len,
+                tokens,
             )
 
     def _check_length(self, prompt_tokens: int, request: ChatRequest) -> None:
         if prompt_tokens >= self.max_model_len:
-            raise ContextLengthExceeded(
+            raise self._too_long(
                 f"The prompt has {prompt_tokens} tokens, images and videos included, but the context length is"
                 f" {self.max_model_len}, completion included. Shorten the messages, or lower `max_pixels`.",
-                prompt_tokens=prompt_tokens,
-                limit=self.max_model_len,
+                prompt_tokens,
             )
         max_tokens = request.sampling().max_tokens
         if max_tokens is not None and prompt_tokens + max_tokens > self.max_model_len:
@@ -384,48 +378,15 @@ class PromptBuilder:
                 param="max_completion_tokens" if request.max_completion_tokens else "max_tokens",
             )
 
+    def _too_long(self, message: str, tokens: int) -> ContextLengthExceeded:
+        return ContextLengthExceeded(message, prompt_tokens=tokens, limit=self.max_model_len)
+
 
 def _to_prompt_spans(spans: Iterable[tuple[int, int]], start: int, item: int) -> Iterator[PlaceholderSpan]:
-    """Convert the spans of an item's expansion, which begins at token `start` of the prompt, to spans of the prompt."""
     row = 0
     for index, length in spans:
         yield PlaceholderSpan(start=start + index, length=length, item=item, row=row)
         row += length
-
-
-def _guard(value: Any, first_chars: Sequence[str], mark: str) -> Any:
-    """Copy `value` so that its strings contain no special tokens and form none with adjacent text."""
-    if isinstance(value, str):
-        for char in first_chars:
-            value = value.replace(char, char + mark)
-        return value
-    if isinstance(value, Mapping):
-        return {_guard(key, first_chars, mark): _guard(item, first_chars, mark) for key, item in value.items()}
-    if isinstance(value, Sequence):
-        return [_guard(item, first_chars, mark) for item in value]
-    return value
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _strings(key)
-            yield from _strings(item)
-    elif isinstance(value, Sequence):
-        for item in value:
-            yield from _strings(item)
-
-
-def _unused_mark(texts: Any) -> str:
-    text = "".join(_strings(texts))
-    for mark in MARKS:
-        if mark not in text:
-            return mark
-    raise InvalidParameter(
-        "The messages use every private-use character from U+E000 to U+E0FF. Remove at least one.", param="messages"
-    )
 
 
 class _PlaceholderMismatch(Exception):

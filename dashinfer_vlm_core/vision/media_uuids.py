@@ -7,16 +7,16 @@ uuid is rejected, as is a uuid whose item is not, or no longer, in the cache.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from cachetools import LRUCache
 
 from ..errors import InvalidParameter
-from ..media.types import Kind
-from ..models.interface import Embedded, Grid, Patches
+from ..media.types import Embeddings, Kind, VisualInput
+from ..models.interface import Patches, VisualTokens
 from ..protocol import MediaPart
-from .service import CachedMedia, Processed, VisionAdapter, VisionService
+from .service import VisionAdapter, VisionService
 
 MAX_VARIANTS = 8
 """Variants of one item, processed with different options, that are cached per uuid."""
@@ -26,30 +26,18 @@ _Options: TypeAlias = tuple[object, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _CachedItem:
-    """One item, processed with one set of options."""
-
-    digest: bytes
-    grid: Grid
-    tokens: int
-    times: tuple[float, ...]
-    sampled_fps: float | None
-    source_size: tuple[int, int] | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class _UuidEntry:
     """The item of one uuid.
 
     Attributes:
-        source: digest of the encoded data.
-        items: processed items by the options that limited their pixels and frames.
+        source_digest: digest of the encoded data.
+        items: without their values, by the options that limited their pixels and frames.
     """
 
     source_digest: bytes
-    items: LRUCache[_Options, _CachedItem] = field(default_factory=lambda: LRUCache(MAX_VARIANTS))
+    items: LRUCache[_Options, VisualInput] = field(default_factory=lambda: LRUCache(MAX_VARIANTS))
 
-    def find(self, part: MediaPart) -> _CachedItem | None:
+    def find(self, part: MediaPart) -> VisualInput | None:
         """Return the item processed with the part's options; options that did not affect it are ignored."""
         variants = (
             self.items.get(options)
@@ -72,8 +60,8 @@ class MediaUuidCache:
 
     def get(
         self, parts: Sequence[MediaPart], *, cache_salt: str = "", adapter: VisionAdapter | None = None
-    ) -> dict[str, CachedMedia]:
-        """Return the cached media of the parts that have only a uuid, by their path in the request.
+    ) -> dict[str, VisualTokens]:
+        """Return the visual tokens of the parts that have only a uuid, by their path in the request.
 
         Those that were encoded with another adapter are not found.
 
@@ -82,21 +70,21 @@ class MediaUuidCache:
         """
         return {part.path: self._get(part, cache_salt, adapter) for part in parts if not part.has_source}
 
-    def bind(self, parts: Sequence[MediaPart], processed: Sequence[Processed], *, cache_salt: str = "") -> None:
+    def bind(self, parts: Sequence[MediaPart], items: Sequence[Patches | Embeddings], *, cache_salt: str = "") -> None:
         """Bind the uuids of parts to their items.
 
         Args:
             parts: the parts of one request that have content.
-            processed: the processed items, in the same order.
+            items: their patches or embeddings, in the same order.
             cache_salt: the request's cache salt.
 
         Raises:
             InvalidParameter: a uuid is already bound to different data.
         """
-        for part, media in zip(parts, processed, strict=True):
+        for part, item in zip(parts, items, strict=True):
             if part.uuid is not None:
-                entry = self._bind(part, part.uuid, media.source_digest, cache_salt)
-                entry.items[_applied_options(part, media.item)] = _content(media)
+                entry = self._bind(part, part.uuid, item.source_digest, cache_salt)
+                entry.items[_applied_options(part, item)] = VisualInput(**item.shared_fields())
 
     def _bind(self, part: MediaPart, uuid: str, source: bytes, cache_salt: str) -> _UuidEntry:
         key = (cache_salt, part.kind, uuid)
@@ -111,44 +99,22 @@ class MediaUuidCache:
             self._entries[key] = entry
         return entry
 
-    def _get(self, part: MediaPart, cache_salt: str, adapter: VisionAdapter | None) -> CachedMedia:
+    def _get(self, part: MediaPart, cache_salt: str, adapter: VisionAdapter | None) -> VisualTokens:
         entry = self._entries.get((cache_salt, part.kind, part.uuid or ""))
-        content = entry.find(part) if entry else None
-        visual = None
-        if content:
-            visual = self._vision.find(content.digest, content.grid, cache_salt=cache_salt, adapter=adapter)
-        if content is None or visual is None:
+        item = entry.find(part) if entry else None
+        tokens = self._vision.find(item, cache_salt=cache_salt, adapter=adapter) if item else None
+        if tokens is None:
             raise InvalidParameter(
                 f"`{part.path}.uuid` is not cached with these options: send the content with it.",
                 param=f"{part.path}.uuid",
                 code="uuid_not_cached",
             )
-        return CachedMedia(
-            visual=visual,
-            tokens=content.tokens,
-            kind=part.kind,
-            path=part.path,
-            times=content.times,
-            sampled_fps=content.sampled_fps,
-            source_size=content.source_size,
-        )
+        return replace(tokens, path=part.path)
 
 
-def _content(media: Processed) -> _CachedItem:
-    item = media.item
-    return _CachedItem(
-        digest=item.digest,
-        grid=item.grid,
-        tokens=item.tokens,
-        times=item.times,
-        sampled_fps=item.sampled_fps,
-        source_size=media.source_size,
-    )
-
-
-def _applied_options(part: MediaPart, item: Patches | Embedded) -> _Options:
+def _applied_options(part: MediaPart, item: VisualInput) -> _Options:
     """Return the options that affected a part's content: none for embeddings; sampling only for video files."""
-    if isinstance(item, Embedded):
+    if isinstance(item, Embeddings):
         return _NO_OPTIONS
     if part.is_sampled:
         return _sampling_options(part)

@@ -13,14 +13,14 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from cachetools import LRUCache
 
 from ..embedding_store.client import EmbeddingStoreClient, EmbeddingStoreStats, Lookup
 from ..errors import EngineClosed, EngineError
-from ..media.types import Kind
-from ..models.interface import Embedded, Grid, Patches, VisionEncoder, VisualTokens
+from ..media.types import Embeddings, VisualInput
+from ..models.interface import Patches, VisionEncoder, VisualTokens
 
 if TYPE_CHECKING:
     import torch
@@ -35,51 +35,6 @@ FIRST_BUDGET = 0.25
 
 SMOOTHING = 0.2
 """Weight of the last pass in the average time per patch."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class CachedMedia:
-    """An image or video sent before; the reference keeps its visual tokens alive even if the cache evicts them.
-
-    Attributes:
-        visual: the visual tokens.
-        tokens: number of visual tokens.
-        kind: whether it is an image or a video.
-        path: its location in the request.
-        times: as in `Patches`.
-        sampled_fps: as in `Patches`.
-        source_size: width and height before resizing, in pixels; None for embeddings.
-    """
-
-    visual: VisualTokens
-    tokens: int
-    kind: Kind
-    path: str
-    times: tuple[float, ...] = ()
-    sampled_fps: float | None = None
-    source_size: tuple[int, int] | None = None
-
-    @property
-    def grid(self) -> Grid:
-        return self.visual.grid
-
-
-class Processed(NamedTuple):
-    """A processed image or video.
-
-    Attributes:
-        item: the patches or embeddings, with their digest.
-        source_digest: see `Image.source_digest`.
-        source_size: width and height before resizing, in pixels; None for embeddings.
-    """
-
-    item: Patches | Embedded
-    source_digest: bytes
-    source_size: tuple[int, int] | None = None
-
-
-Item: TypeAlias = Patches | Embedded | CachedMedia
-"""An image or video of a request, as input to the prompt and the vision encoder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,7 +121,11 @@ class VisionService:
         )
 
     async def embed(
-        self, items: Sequence[Item], *, cache_salt: str = "", adapter: VisionAdapter | None = None
+        self,
+        items: Sequence[Patches | Embeddings | VisualTokens],
+        *,
+        cache_salt: str = "",
+        adapter: VisionAdapter | None = None,
     ) -> tuple[VisualTokens, ...]:
         """Return the visual tokens of each item, in order.
 
@@ -193,12 +152,12 @@ class VisionService:
                 self._release(job)
 
     def find(
-        self, digest: bytes, grid: Grid, *, cache_salt: str = "", adapter: VisionAdapter | None = None
+        self, item: VisualInput, *, cache_salt: str = "", adapter: VisionAdapter | None = None
     ) -> VisualTokens | None:
-        """Return the cached visual tokens of the content with this digest (as in `Patches`), or None."""
-        salted = _salted(digest, cache_salt)
+        """Return the visual tokens of an item, or None if they are not cached."""
+        salted = _salted(item.digest, cache_salt)
         embedding = self._cache.get(self._key(salted, adapter))
-        return None if embedding is None else VisualTokens(embedding=embedding, grid=grid, digest=salted)
+        return None if embedding is None else VisualTokens.of(item, embedding, digest=salted)
 
     def _store(self, key: bytes, embedding: torch.Tensor) -> None:
         if key not in self._cache and _size(embedding) <= self._cache.maxsize:
@@ -224,21 +183,23 @@ class VisionService:
         return self._model_key + (adapter.key if adapter else b"") + salted
 
     async def _tokens(
-        self, item: Item, encoding: Iterator[_Job], cache_salt: str, adapter: VisionAdapter | None
+        self,
+        item: Patches | Embeddings | VisualTokens,
+        encoding: Iterator[_Job],
+        cache_salt: str,
+        adapter: VisionAdapter | None,
     ) -> VisualTokens:
-        if isinstance(item, CachedMedia):
+        if isinstance(item, VisualTokens):
             self._hits += 1
-            return item.visual
-        if isinstance(item, Embedded):
-            return await self._adopt(item, _salted(item.digest, cache_salt), adapter)
-        return await next(encoding).tokens(item.path)
-
-    async def _adopt(self, item: Embedded, salted: bytes, adapter: VisionAdapter | None) -> VisualTokens:
-        # In the encoder's thread, between passes; cached for later requests by uuid.
-        loop = asyncio.get_running_loop()
-        embedding = await loop.run_in_executor(self._thread, self._encoder.adopt, item.rows)
-        self._store(self._key(salted, adapter), embedding)
-        return VisualTokens(embedding=embedding, grid=item.grid, digest=salted)
+            return item
+        salted = _salted(item.digest, cache_salt)
+        if isinstance(item, Patches):
+            embedding = await next(encoding).embedding(item.path)
+        else:  # converted in the encoder's thread, between passes, and cached for later requests by uuid
+            loop = asyncio.get_running_loop()
+            embedding = await loop.run_in_executor(self._thread, self._encoder.adopt, item.rows)
+            self._store(self._key(salted, adapter), embedding)
+        return VisualTokens.of(item, embedding, digest=salted)
 
     def _job(self, item: Patches, cache_salt: str, adapter: VisionAdapter | None) -> _Job:
         """Return the job for this item: a finished one if it is cached, else the pending one, else a new one."""
@@ -248,14 +209,14 @@ class VisionService:
         stored = hashlib.sha256(b"adapter" + adapter.key + salted).digest() if adapter else salted
         if (embedding := self._cache.get(key)) is not None:
             self._hits += 1
-            job = _Job(key, salted, item, encoder, stored)
+            job = _Job(key, item, encoder, stored)
             job.started = True
             job.finish(embedding)
         elif key in self._jobs:
             self._joins += 1
             job = self._jobs[key]
         else:
-            job = self._jobs[key] = _Job(key, salted, item, encoder, stored)
+            job = self._jobs[key] = _Job(key, item, encoder, stored)
         job.callers += 1
         return job
 
@@ -375,7 +336,6 @@ class _Job:
 
     Attributes:
         key: cache key.
-        digest: salted digest of the content.
         patches: the item.
         encoder: the encoder to use.
         stored_digest: what identifies its embedding in the store: the salted digest, and the adapter if there is one.
@@ -384,7 +344,6 @@ class _Job:
     """
 
     key: bytes
-    digest: bytes
     patches: Patches
     encoder: VisionEncoder
     stored_digest: bytes
@@ -402,7 +361,7 @@ class _Job:
         self._outcome = outcome
         self._done.set()
 
-    async def tokens(self, path: str) -> VisualTokens:
+    async def embedding(self, path: str) -> torch.Tensor:
         """Wait for the result; `path` is the item's location in the caller's request, used in errors."""
         await self._done.wait()
         assert self._outcome is not None
@@ -411,7 +370,7 @@ class _Job:
         if isinstance(self._outcome, Exception):
             message = "The vision encoder failed on this image or video. Try again; the engine's log has the cause."
             raise EngineError(message, param=path, code="vision_failed") from self._outcome
-        return VisualTokens(embedding=self._outcome, grid=self.patches.grid, digest=self.digest)
+        return self._outcome
 
 
 def _closed_error() -> EngineClosed:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from dashinfer_vlm_core import hookimpl
 from dashinfer_vlm_core.errors import MediaUndecodable
-from dashinfer_vlm_core.media import StopCheck, VideoInfo
+from dashinfer_vlm_core.media import StopCheck, VideoInfo, VideoReader
 
 dashinfer_vlm_api = 1
 """The plugin API version that this plugin uses."""
@@ -24,16 +24,14 @@ class Slideshow:
         seconds = (image.info.get("duration") or 100) / 1000
         self.info = VideoInfo(frames=image.n_frames, fps=1 / seconds, width=image.width, height=image.height)
 
-    def frames(self, indices: list[int], check_stop: StopCheck) -> np.ndarray:
-        return np.stack([self._frame(index, check_stop) for index in indices])
-
-    def _frame(self, index: int, check_stop: StopCheck) -> np.ndarray:
-        check_stop()  # raises if the request was canceled
-        self._image.seek(index)
-        return np.asarray(self._image.convert("RGB"))
+    def frames(self, indices: list[int], check_stop: StopCheck) -> Iterator[np.ndarray]:
+        for index in indices:
+            check_stop()  # raises if the request was canceled
+            self._image.seek(index)
+            yield np.asarray(self._image.convert("RGB"))
 
 
-class SlideshowReader:
+class SlideshowReader(VideoReader):
     """Reads animated images that PyAV, which has a higher priority, cannot read."""
 
     name = "slideshow"

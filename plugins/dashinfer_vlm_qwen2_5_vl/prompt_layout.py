@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from dashinfer_vlm_core.models.interface import PlaceholderSpan, Visual
+from dashinfer_vlm_core.media.types import VisualInput
+from dashinfer_vlm_core.models.interface import PlaceholderSpan
 from dashinfer_vlm_core.models.qwen2_vl.prompt_layout import Qwen2VLPromptLayout, mrope_positions
 from dashinfer_vlm_core.models.spec import ModelSpec
 
@@ -27,7 +28,7 @@ class Qwen25VLPromptLayout(Qwen2VLPromptLayout):
         self._tokens_per_second = read_vision_config(spec.folder).tokens_per_second
 
     def positions(
-        self, length: int, spans: Sequence[PlaceholderSpan], items: Sequence[Visual]
+        self, length: int, spans: Sequence[PlaceholderSpan], items: Sequence[VisualInput]
     ) -> npt.NDArray[np.int64]:
         visuals = [items[span.item] for span in spans]
         return mrope_positions(
@@ -38,7 +39,7 @@ class Qwen25VLPromptLayout(Qwen2VLPromptLayout):
             times=[self._times(visual) for visual in visuals],
         )
 
-    def _times(self, visual: Visual) -> npt.NDArray[np.int64]:
+    def _times(self, visual: VisualInput) -> npt.NDArray[np.int64]:
         """Return the temporal position of each step of the grid: `tokens_per_second` times its seconds; images count 1.
 
         The product is rounded down in float32 like the published positions; in another precision, whole numbers could

@@ -17,7 +17,7 @@ import torch
 from dashinfer_vlm_core.concurrency.compute import executor_for
 from dashinfer_vlm_core.kernels.streams import to_device
 from dashinfer_vlm_core.kernels.types import Activation, KVSpan, KVSpans, Linear, Norm
-from dashinfer_vlm_core.models.interface import Grid
+from dashinfer_vlm_core.media.types import Grid
 from dashinfer_vlm_core.models.qwen2_vl.rope import rotary_tables
 from dashinfer_vlm_core.models.qwen2_vl.vit import (
     Merger,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dashinfer_vlm_core.models.interface import Grid
+from dashinfer_vlm_core.media.types import Grid
 
 
 class WindowOrder(NamedTuple):

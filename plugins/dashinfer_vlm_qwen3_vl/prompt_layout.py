@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from dashinfer_vlm_core.models.interface import Expansion, Placeholder, PlaceholderSpan, Visual
+from dashinfer_vlm_core.media.types import VisualInput
+from dashinfer_vlm_core.models.interface import Expansion, Placeholder, PlaceholderSpan
 from dashinfer_vlm_core.models.qwen2_vl.prompt_layout import mrope_positions
 from dashinfer_vlm_core.models.spec import ModelSpec
 
@@ -36,7 +37,7 @@ class Qwen3VLPromptLayout:
             Placeholder("video", (spec.tokens.video,)),
         )
 
-    def expand(self, item: Visual, encode: Callable[[str], Sequence[int]]) -> Expansion:
+    def expand(self, item: VisualInput, encode: Callable[[str], Sequence[int]]) -> Expansion:
         """Return the placeholders of an image, or for each pair of frames of a video its time, then its placeholders
         between the tokens that begin and end visual tokens. The first time is the leading text."""
         if item.kind == "image":
@@ -51,7 +52,7 @@ class Qwen3VLPromptLayout:
             token_ids += [*[self._tokens.video] * count, self._end]
         return Expansion(np.array(token_ids, np.int64), tuple(spans), leading_text=texts[0])
 
-    def timestamps(self, item: Visual) -> list[float]:
+    def timestamps(self, item: VisualInput) -> list[float]:
         """Return the time of each temporal patch in seconds: the mean of its first and last frame.
 
         Without timestamps, the frames are assumed to be sampled at the model's rate.
@@ -62,7 +63,7 @@ class Qwen3VLPromptLayout:
         return [(times[index] + times[index + span - 1]) / 2 for index in range(0, len(times), span)]
 
     def positions(
-        self, length: int, spans: Sequence[PlaceholderSpan], items: Sequence[Visual]
+        self, length: int, spans: Sequence[PlaceholderSpan], items: Sequence[VisualInput]
     ) -> npt.NDArray[np.int64]:
         """Return positions by the published rule; each span of a video is an image of its own."""
         grids = [items[span.item].grid._replace(t=1) for span in spans]

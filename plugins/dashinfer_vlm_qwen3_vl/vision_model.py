@@ -15,7 +15,7 @@ import torch
 
 from dashinfer_vlm_core.concurrency.compute import executor_for
 from dashinfer_vlm_core.kernels.types import Activation, Linear
-from dashinfer_vlm_core.models.interface import Grid
+from dashinfer_vlm_core.media.types import Grid
 from dashinfer_vlm_core.models.qwen2_vl.vit import (
     AttentionInputs,
     Block,

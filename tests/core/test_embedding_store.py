@@ -33,7 +33,7 @@ from dashinfer_vlm_core.engine.vision_store import open_vision_store
 from dashinfer_vlm_core.errors import ConfigError, EngineClosed
 from dashinfer_vlm_core.kernels.choice import KernelSelector, this_machine
 from dashinfer_vlm_core.kernels.factories import TorchKernelFactory
-from dashinfer_vlm_core.models.interface import Embedded
+from dashinfer_vlm_core.media import Embeddings
 from dashinfer_vlm_core.models.qwen2_vl import Qwen2VL
 from dashinfer_vlm_core.models.vision_key import vision_key
 from dashinfer_vlm_core.plugins import load_plugins
@@ -562,7 +562,7 @@ def test_embeddings_of_requests_are_not_stored():
     async def scenario(store, new_service):
         _, service = new_service()
         rows = np.ones((4, WIDTH), np.float32)
-        await service.embed([Embedded(rows=rows, grid=A.grid, tokens=4, kind="image", path="x", digest=KEY)])
+        await service.embed([Embeddings(rows=rows, grid=A.grid, tokens=4, kind="image", path="x", digest=KEY)])
         assert (store.values, store.lookups) == ({}, [])
 
     run(scenario)

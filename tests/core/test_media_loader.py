@@ -22,7 +22,7 @@ from dashinfer_vlm_core.errors import (
     MediaUnreachable,
     MissingDependency,
 )
-from dashinfer_vlm_core.media import READERS, Image, Video, VideoInfo
+from dashinfer_vlm_core.media import READERS, Image, Video, VideoInfo, VideoReader
 from dashinfer_vlm_core.protocol import MediaPart
 from tests.decoding_loader import DecodingLoader
 from tests.samples import data_url, encode, encode_video, image_url, noise
@@ -312,7 +312,7 @@ def test_error_in_then_callback_fails_request():
     assert caught.value.param == "messages[0].content[3]"
 
 
-class Endless:
+class Endless(VideoReader):
     """A reader whose video is decoded until it is stopped."""
 
     name, priority = "endless", 99

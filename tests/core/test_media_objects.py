@@ -20,6 +20,7 @@ from dashinfer_vlm_core.media.frame_sampling import VideoSamplingPolicy
 from dashinfer_vlm_core.media.python_objects import digest_media, load_object
 from dashinfer_vlm_core.protocol import EncodedEmbeddings, MediaPart
 from tests.decoding_loader import DecodingLoader
+from tests.media_pool import budget, run_with_pool
 from tests.samples import data_url, encode, encode_video, image_url, label, noise
 
 PART = "messages[0].content[1]"
@@ -394,7 +395,6 @@ def test_loader_accepts_objects_and_urls_in_order():
     url = MediaPart(kind="image", path="a", url=image_url())
     found = load(url, part(RGB), part(FRAMES, "video"), part({"image_embeds": ROWS, "image_grid_thw": (1, 4, 6)}))
     assert [type(media).__name__ for media in found] == ["Image", "Image", "Video", "Embeddings"]
-    assert [media.source_digest for media in found] == [b""] * 4
 
 
 def test_loader_counts_objects():
@@ -402,8 +402,13 @@ def test_loader_counts_objects():
         load(part(RGB), part(RGB), limit_mm_per_prompt={"image": 1})
 
 
-def test_object_with_uuid_has_source():
-    (one,), (same,), (other,) = (load(part(content, uuid="x")) for content in (RGB, RGB.copy(), RGB[::-1]))
-    assert one.source_digest == same.source_digest != other.source_digest
-    (file,) = load(MediaPart(kind="image", path="a", url=data_url(encode(RGB)), uuid="x"))
-    assert len(file.source_digest) == len(one.source_digest) == 32
+def test_object_with_uuid_has_source(tiny_checkpoint):
+    def source_digest(content, **options):
+        return run_with_pool(
+            tiny_checkpoint, lambda pool: pool.process(part(content, **options), [], budget()), media_workers=0
+        ).source_digest
+
+    one, same, other = (source_digest(content, uuid="x") for content in (RGB, RGB.copy(), RGB[::-1]))
+    assert one == same != other
+    assert len(one) == 32
+    assert source_digest(RGB) == b""

@@ -15,8 +15,15 @@ from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import InvalidParameter, MediaTooLarge, MediaUndecodable, MissingDependency
 from dashinfer_vlm_core.media import READERS, PyAVReader
 from dashinfer_vlm_core.media.frame_sampling import VideoSamplingPolicy
-from dashinfer_vlm_core.media.types import VideoInfo
-from dashinfer_vlm_core.media.video import available_readers, decode_video, frame_count, stack_frames
+from dashinfer_vlm_core.media.types import VideoInfo, VideoReader
+from dashinfer_vlm_core.media.video import (
+    FrameTimes,
+    available_readers,
+    decode_video,
+    frame_count,
+    of_one_size,
+    stack_frames,
+)
 from dashinfer_vlm_core.protocol import MediaPart
 from tests.samples import encode_video, noise, video_frame
 from tests.web import body, serve
@@ -48,7 +55,7 @@ def with_display_matrix(data, matrix):
     return data[:start] + struct.pack(">9i", *matrix) + data[start + 36 :]
 
 
-class HeaderOnlyReader:
+class HeaderOnlyReader(VideoReader):
     """A reader of videos that consist of a header only; it records the requested frames."""
 
     name, priority = "film", 1
@@ -107,9 +114,9 @@ def test_requested_frames_are_returned(container):
     data = encode_video(30, container=container)
     by_pyav = PyAVReader().open(data)
     assert (by_pyav.info.frames, by_pyav.info.fps, by_pyav.info.width, by_pyav.info.height) == (30, 10.0, 64, 48)
-    every = by_pyav.frames(list(range(30)), go_on)
+    every = np.stack(list(by_pyav.frames(list(range(30)), go_on)))
     for indices in ([0], [29], [3, 4, 5], [0, 7, 22, 29]):
-        frames = by_pyav.frames(indices, go_on)
+        frames = np.stack(list(by_pyav.frames(indices, go_on)))
         assert frames.dtype == np.uint8
         np.testing.assert_array_equal(frames, every[indices])
 
@@ -142,7 +149,7 @@ def test_rotated_video_is_displayed_upright(matrix, turns):
 def test_readers_are_tried_in_order_of_priority():
     tried = []
 
-    class Reader:
+    class Reader(VideoReader):
         def __init__(self, name, priority):
             self.name, self.priority = name, priority
 
@@ -201,10 +208,10 @@ def test_decoding_can_be_stopped_at_every_frame():
             raise Stopped
 
     video = PyAVReader().open(encode_video(3))
-    video.frames([0, 1], stop_at_the_third)
+    list(video.frames([0, 1], stop_at_the_third))
     calls.clear()
     with pytest.raises(Stopped):
-        video.frames([0, 1, 2], stop_at_the_third)
+        list(video.frames([0, 1, 2], stop_at_the_third))
 
 
 def test_missing_reader_error_names_package_to_install():
@@ -293,7 +300,7 @@ def test_damaged_video_is_decoded_or_rejected(container):
 @pytest.mark.parametrize("is_resized", [False, True])
 def test_file_with_fewer_frames_than_its_header_is_undecodable(found, is_resized):
     class Truncated(HeaderOnlyReader):
-        def iterate(self, indices, check_stop):
+        def frames(self, indices, check_stop):
             yield from super().frames(indices[:found], check_stop)
 
     with pytest.raises(MediaUndecodable) as caught:
@@ -321,14 +328,15 @@ def test_truncated_file_is_undecodable():
 
 def test_frame_list_becomes_video():
     frames = [noise(4, 6, seed) for seed in range(3)]
-    stacked = stack_frames(frames, 3, video(min_pixels=1, max_pixels=2, total_pixels=3), POLICY)
+    part = video(min_pixels=1, max_pixels=2, total_pixels=3)
+    stacked = stack_frames(frames, part, FrameTimes.of_list(3, part, POLICY))
     np.testing.assert_array_equal(stacked.frames, frames)
     assert (stacked.min_pixels, stacked.max_pixels, stacked.total_pixels) == (1, 2, 3)
 
 
 def test_frame_of_another_size_is_named():
     with pytest.raises(InvalidParameter, match="6 x 4") as caught:
-        stack_frames([noise(4, 6), noise(4, 6), noise(6, 4)], 3, video(), POLICY)
+        list(of_one_size([noise(4, 6), noise(4, 6), noise(6, 4)], video()))
     assert caught.value.param == f"{PART}.video_url.url[2]"
 
 

@@ -9,7 +9,8 @@ import torch
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import CheckpointError, ConfigError, ContextLengthExceeded, InvalidParameter
-from dashinfer_vlm_core.models.interface import Grid, Patches, PlaceholderSpan
+from dashinfer_vlm_core.media import Grid
+from dashinfer_vlm_core.models.interface import Patches, PlaceholderSpan
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
 from dashinfer_vlm_core.models.qwen2_vl.prompt_layout import Qwen2VLPromptLayout, mrope_positions
 from dashinfer_vlm_core.preprocessing.prompt import PromptBuilder

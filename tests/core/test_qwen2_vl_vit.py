@@ -15,7 +15,8 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import get_vision_position_i
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import CheckpointError, ConfigError
-from dashinfer_vlm_core.models.interface import Grid, Patches
+from dashinfer_vlm_core.media import Grid
+from dashinfer_vlm_core.models.interface import Patches
 from dashinfer_vlm_core.models.qwen2_vl import Qwen2VL, vit
 from dashinfer_vlm_core.models.qwen2_vl.rope import patch_positions
 from tests.kernels import needs_native, selector

@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 
 from dashinfer_vlm_core import hookimpl
 from dashinfer_vlm_core.errors import InvalidParameter
-from dashinfer_vlm_core.media import Image
+from dashinfer_vlm_core.media import Grid, Image
 from dashinfer_vlm_core.media.frame_sampling import VideoSamplingPolicy
-from dashinfer_vlm_core.models.interface import Expansion, Grid, GridShape, Patches, Placeholder
+from dashinfer_vlm_core.models.interface import Expansion, GridShape, Patches, Placeholder
 from dashinfer_vlm_core.models.spec import ModelSpec, PixelSpec, Profile, TokenSpec
 from dashinfer_vlm_core.models.weights import Weights
 from dashinfer_vlm_core.text_spec import RotarySpec, TextModelSpec, TextWeightNames

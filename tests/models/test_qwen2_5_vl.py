@@ -20,11 +20,11 @@ from transformers.vision_utils import get_vision_window_index
 
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.errors import CheckpointError
-from dashinfer_vlm_core.media import READERS, Image
+from dashinfer_vlm_core.media import READERS, Grid, Image
 from dashinfer_vlm_core.media.frame_sampling import VideoSamplingPolicy
 from dashinfer_vlm_core.media.video import decode_video
 from dashinfer_vlm_core.models.coordinates import CoordinateSpec
-from dashinfer_vlm_core.models.interface import Grid, Patches, PlaceholderSpan
+from dashinfer_vlm_core.models.interface import Patches, PlaceholderSpan
 from dashinfer_vlm_core.models.patches import normalize
 from dashinfer_vlm_core.models.qwen2_vl import vit
 from dashinfer_vlm_core.models.qwen2_vl.config import PREPROCESSOR

@@ -13,7 +13,8 @@ from transformers import DynamicCache, Qwen2VLConfig, Qwen2VLForConditionalGener
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.decoders import DecodeRequest, VisualSpan
-from dashinfer_vlm_core.models.interface import Grid, VisualTokens
+from dashinfer_vlm_core.media import Grid
+from dashinfer_vlm_core.models.interface import VisualTokens
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
 from dashinfer_vlm_core.protocol.sampling import Sampling
 from dashinfer_vlm_torch.decoder import TorchDecoder
@@ -169,7 +170,14 @@ def visual(*parts: int | tuple[int, int, int], width: int, content: int = 0, **s
             size = int(np.prod(part))
             rows = torch.from_numpy(random.normal(size=(size, width), scale=0.5).astype(np.float32))
             name = hashlib.sha256(rows.numpy().tobytes()).digest()
-            tokens = VisualTokens(embedding=rows, grid=Grid(part[0], 2 * part[1], 2 * part[2]), digest=name)
+            tokens = VisualTokens(
+                kind="image" if part[0] == 1 else "video",
+                path="",
+                grid=Grid(part[0], 2 * part[1], 2 * part[2]),
+                tokens=size,
+                digest=name,
+                embedding=rows,
+            )
             spans.append(VisualSpan(start=len(ids), tokens=tokens))
             ids += [IMAGE if part[0] == 1 else VIDEO] * size
             positions.append(np.indices(part).reshape(3, -1) + after)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dashinfer_vlm_core.decoders import DecodeRequest
 from dashinfer_vlm_core.errors import QueueFull
-from dashinfer_vlm_core.models.interface import Grid
+from dashinfer_vlm_core.media import Grid
 from dashinfer_vlm_core.models.qwen2_vl.config import read_text_model
 from dashinfer_vlm_torch.kv_allocator import KVAllocation, KVAllocator
 from dashinfer_vlm_torch.kv_cache import KVCache

@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers.video_utils import VideoMetadata
 
-from dashinfer_vlm_core.models.interface import Grid, Patches, PlaceholderSpan
+from dashinfer_vlm_core.media import Grid
+from dashinfer_vlm_core.models.interface import Patches, PlaceholderSpan
 from dashinfer_vlm_qwen3_vl import Qwen3VL
 
 from .tiny_qwen3 import IDS

@@ -89,8 +89,7 @@ class Prompt:
     def request(self, embeddings: Sequence[torch.Tensor], sampling: Sampling) -> DecodeRequest:
         """Return a request for a completion; `embeddings` are the visual tokens of the items."""
         visual = [
-            VisualTokens(embedding=rows, grid=item.grid, digest=item.digest)
-            for item, rows in zip(self.items, embeddings, strict=True)
+            VisualTokens.of(item, rows, digest=item.digest) for item, rows in zip(self.items, embeddings, strict=True)
         ]
         spans = tuple(
             VisualSpan(start=span.start, tokens=visual[span.item], row=span.row, length=span.length)

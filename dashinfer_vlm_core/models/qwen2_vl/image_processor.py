@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from ...config import EngineConfig
 from ...errors import ConfigError, InvalidParameter
-from ...media.types import FrameResizer, Image, Kind, Pixels, Video
-from ..interface import Grid, GridShape, Patches
+from ...media.types import FrameResizer, Grid, Image, Kind, Pixels, Video
+from ..interface import GridShape, Patches
 from ..patches import (
     frames_shape,
     grid_for_size,

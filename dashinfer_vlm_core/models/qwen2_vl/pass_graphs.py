@@ -20,7 +20,7 @@ from ...kernels.cuda import CudaKernels
 from ...kernels.graphs import CudaGraphRecorder, Recorder
 from ...kernels.streams import copy_to_device
 from ...kernels.types import Kernels
-from ..interface import Grid
+from ...media.types import Grid
 
 logger: logging.Logger = logging.getLogger(__name__)
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ..interface import Expansion, Grid, Placeholder, PlaceholderSpan, Visual
+from ...media.types import Grid, VisualInput
+from ..interface import Expansion, Placeholder, PlaceholderSpan
 from ..spec import ModelSpec
 
 
@@ -22,11 +23,11 @@ class Qwen2VLPromptLayout:
             Placeholder("video", (spec.tokens.video,)),
         )
 
-    def expand(self, item: Visual, encode: Callable[[str], Sequence[int]]) -> Expansion:
+    def expand(self, item: VisualInput, encode: Callable[[str], Sequence[int]]) -> Expansion:
         return Expansion(np.full(item.tokens, self._token[item.kind], np.int64), ((0, item.tokens),))
 
     def positions(
-        self, length: int, spans: Sequence[PlaceholderSpan], items: Sequence[Visual]
+        self, length: int, spans: Sequence[PlaceholderSpan], items: Sequence[VisualInput]
     ) -> npt.NDArray[np.int64]:
         return mrope_positions(length, spans, [items[span.item].grid for span in spans], merge=self._merge)
 

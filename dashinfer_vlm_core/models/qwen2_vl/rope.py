@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ...kernels.streams import to_device
-from ..interface import Grid
+from ...media.types import Grid
 from .config import VISION_ROPE_THETA
 
 

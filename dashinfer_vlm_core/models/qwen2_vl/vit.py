@@ -24,7 +24,8 @@ from ...kernels.linears import create_linear
 from ...kernels.quantization import INT8, QuantizedWeight
 from ...kernels.streams import LOW_PRIORITY, stream_executor, to_device
 from ...kernels.types import Activation, Kernels, KVSpan, KVSpans, Linear, Norm
-from ..interface import Grid, Patches
+from ...media.types import Grid
+from ..interface import Patches
 from ..lora import LoraAdapter, VisionMerge
 from ..placement import quantizes_vision_encoder, resolve_device, resolve_dtype
 from ..spec import ModelSpec, PixelSpec
