@@ -12,7 +12,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from .json_body import parse_object
-from .large_json import parse_large_object
 
 if TYPE_CHECKING:
     from fastapi import Request
@@ -70,7 +69,7 @@ async def read_request(
 
 def _parse_large(body: bytearray, parse: Callable[[object], T]) -> T:
     """Parse a large body, and release its memory, which also takes milliseconds, in the same thread."""
-    value = parse_large_object(body)
+    value = parse_object(body)
     body.clear()
     return parse(value)
 

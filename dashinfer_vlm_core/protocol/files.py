@@ -12,7 +12,6 @@ from pydantic import Field
 
 from ..errors import UnsupportedParameter
 from .base import Label, RequestModel, Text
-from .text_slices import copy_text
 
 _MAX_NAME = 256
 """Number of characters of a URL or file name that are examined."""
@@ -83,7 +82,7 @@ class FileSource(RequestModel):
 
     def url(self) -> str:
         """Return the URL of an image or a video."""
-        return self.source if self._is_url else copy_text(_BASE64[self.kind or ""], self.source, 0, len(self.source))
+        return self.source if self._is_url else _BASE64[self.kind or ""] + self.source
 
     @property
     def _is_url(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -13,7 +12,6 @@ from ..errors import InvalidParameter, UnsupportedParameter
 from .base import LARGEST, STRING_OR_ARRAY, Count, Label, Name, RequestModel, Text, string_or_object
 from .fields import REJECTED_IN_MESSAGES, REJECTED_PARTS
 from .files import FileSource
-from .text_slices import copy_text, count_occurrences, find_character
 from .validation_errors import show
 
 LOW_DETAIL_PIXELS = 256 * 28 * 28
@@ -236,7 +234,8 @@ class VideoURL(PixelBounds):
         if isinstance(self.url, tuple):
             return tuple(map(_frame_url, self.url))
         if self.url and _is_jpeg_frames(self.url):
-            return tuple(_split_jpeg_frames(self.url))
+            frames = self.url[len(JPEG_FRAMES) :].split(",")
+            return tuple(_JPEG_FRAME + frame for frame in frames)
         return self.url or None
 
 
@@ -260,7 +259,7 @@ class InputVideo(VideoURL):
         if not self.data:
             return super().urls()
         is_url = self.data[: len(_DATA)].lower() == _DATA
-        return self.data if is_url else copy_text(_VIDEO_FILE, self.data, 0, len(self.data))
+        return self.data if is_url else _VIDEO_FILE + self.data
 
 
 def _video_tag(value: object) -> str | None:
@@ -275,17 +274,8 @@ def _is_jpeg_frames(url: str) -> bool:
 
 def _check_jpeg_frames(url: str, path: str) -> None:
     """Check the number of frames before the URL is split."""
-    if _is_jpeg_frames(url) and count_occurrences(url, ",") > MAX_FRAMES:
+    if _is_jpeg_frames(url) and url.count(",") > MAX_FRAMES:
         raise InvalidParameter(f"`{path}` must have at most {MAX_FRAMES} frames.", param=path)
-
-
-def _split_jpeg_frames(url: str) -> Iterator[str]:
-    """Yield a data: URL for each frame."""
-    start = len(JPEG_FRAMES)
-    while (comma := find_character(url, ",", start)) >= 0:
-        yield copy_text(_JPEG_FRAME, url, start, comma)
-        start = comma + 1
-    yield copy_text(_JPEG_FRAME, url, start, len(url))
 
 
 class ImageEmbeds(RequestModel):
