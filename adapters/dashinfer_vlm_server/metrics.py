@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Protocol, get_args, runtime_checkable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
@@ -36,33 +36,18 @@ TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 
 
-@runtime_checkable
-class ObservableEngine(Protocol):
-    """An engine in this process, which provides statistics and accepts observers; a remote engine does not."""
-
-    def stats(self) -> EngineStats | None: ...
-
-    def add_observer(self, observer: RequestObserver) -> None: ...
-
-
-@runtime_checkable
-class ReplicatedEngine(Protocol):
-    """An engine that consists of replicas in other processes, which measure themselves."""
-
-    def replica_metrics(self) -> Mapping[str, Iterable[Metric]]:
-        """Return the last known metrics of each replica by its name."""
-        ...
-
-
 class Metrics(RequestObserver):
     """The metrics of one application, in a separate registry.
 
     Args:
         engine: the observed engine; its statistics are read on every scrape.
+        replica_metrics: returns the last known metrics of other processes of the engine by their name.
     """
 
-    def __init__(self, engine: ChatEngine) -> None:
-        self._engine = engine
+    def __init__(
+        self, engine: ChatEngine, replica_metrics: Callable[[], Mapping[str, Iterable[Metric]]] = dict
+    ) -> None:
+        self._replica_metrics = replica_metrics
         self._registry = CollectorRegistry()
         self._requests = self._counter("requests", "Requests by route and outcome.", ["route", "outcome"])
         self._rate_limited = self._counter(
@@ -101,8 +86,7 @@ class Metrics(RequestObserver):
         self._visual_tokens = self._counter("visual_tokens", "Prompt tokens of images and videos.", ["kind"])
         self._registry.register(_EngineCollector(engine))
         ProcessCollector(registry=self._registry)
-        if isinstance(engine, ObservableEngine):
-            engine.add_observer(self)
+        engine.add_observer(self)
 
     def count_request(self, route: str, outcome: str) -> None:
         """Count a request that has ended."""
@@ -115,9 +99,18 @@ class Metrics(RequestObserver):
     def text(self, accept: str) -> tuple[bytes, str]:
         """Return all metrics in a format that the Accept header lists, and its content type."""
         encode, content_type = choose_encoder(accept)
-        if isinstance(self._engine, ReplicatedEngine):
-            return encode(_ReplicaCollector(self._registry, self._engine)), content_type
-        return encode(self._registry), content_type
+        return encode(self), content_type
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the metrics, and those of replicas with the label `replica`; called by the encoder."""
+        metrics = {metric.name: metric for metric in self._registry.collect()}
+        for replica, collected in self._replica_metrics().items():
+            for source in collected:
+                empty = Metric(source.name, source.documentation, source.type, source.unit)
+                metrics.setdefault(source.name, empty).samples += [
+                    sample._replace(labels={**sample.labels, "replica": replica}) for sample in source.samples
+                ]
+        return metrics.values()
 
     def collect_for_engine(self) -> list[Metric]:
         """Return the metrics of the engine and its process, without those of HTTP requests."""
@@ -157,26 +150,6 @@ class Metrics(RequestObserver):
         return Histogram(PREFIX + name, text, buckets=buckets, registry=self._registry)
 
 
-class _ReplicaCollector(Collector):
-    """The metrics of the application, and those of its replicas with the label `replica`."""
-
-    def __init__(self, registry: CollectorRegistry, engine: ReplicatedEngine) -> None:
-        self._registry = registry
-        self._engine = engine
-
-    def collect(self) -> Iterable[Metric]:
-        metrics = {metric.name: metric for metric in self._registry.collect()}
-        for replica, collected in self._engine.replica_metrics().items():
-            for source in collected:
-                target = metrics.setdefault(
-                    source.name, Metric(source.name, source.documentation, source.type, source.unit)
-                )
-                target.samples += [
-                    sample._replace(labels={**sample.labels, "replica": replica}) for sample in source.samples
-                ]
-        return metrics.values()
-
-
 class _EngineCollector(Collector):
     """Statistics of the engine, read on every scrape."""
 
@@ -188,8 +161,6 @@ class _EngineCollector(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        if not isinstance(self._engine, ObservableEngine):
-            return  # a remote engine's status would take a request
         status = self._engine.status()
         labels = [__version__, status.model, status.decoder]
         info = GaugeMetricFamily(

@@ -22,11 +22,10 @@ from dashinfer_vlm_core.hooks import hookimpl
 
 from .api_key_file import MAX_LIMIT, KeyLimits
 from .api_keys import KEY_VARIABLE, KEYS_VARIABLE, ApiKeys
-from .cross_origin import is_host_name, normalize_allowed_host
 from .help import IntegerRange, NumberRange, Option, SectionedCommand
 from .logs import LogFormat, set_format
 from .settings import Settings
-from .sockets import Address, TlsConfig
+from .sockets import Address, TlsConfig, is_host_name, normalize_allowed_host
 
 if TYPE_CHECKING:
     from .tracing import Tracer

@@ -6,10 +6,9 @@ that is canceled has therefore used what was computed for it.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
-from collections.abc import AsyncGenerator, Callable, Collection
+from collections.abc import Callable, Collection
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -19,9 +18,6 @@ from starlette.exceptions import HTTPException
 from dashinfer_vlm_core.engine.observers import RequestObserver
 
 if TYPE_CHECKING:
-    from openai.types import CompletionUsage
-    from openai.types.chat import ChatCompletionChunk
-
     from .api_keys import ApiKey
 
 Clock = Callable[[], float]
@@ -182,29 +178,6 @@ class KeyLimiter(RequestObserver):
         meter = _current_meter.get()
         if meter is not None and meter.limiter is self:
             meter.add(num_tokens)
-
-
-def charge(usage: CompletionUsage | None) -> None:
-    """Count the tokens of a response, for engines that do not notify observers."""
-    meter = _current_meter.get()
-    if meter is not None and usage is not None:
-        meter.add(usage.total_tokens)
-
-
-async def count_usage(chunks: AsyncGenerator[ChatCompletionChunk, None]) -> AsyncGenerator[ChatCompletionChunk, None]:
-    """Yield the chunks of a stream and count its tokens, for engines that do not notify observers.
-
-    A chunk counts as one token until the usage is known, which only the last chunk contains, and only on request.
-    """
-    meter = _current_meter.get()
-    counted = 0
-    async with contextlib.aclosing(chunks):
-        async for chunk in chunks:
-            total = chunk.usage.total_tokens if chunk.usage else counted + 1
-            if meter is not None:
-                meter.add(total - counted)
-            counted = total
-            yield chunk
 
 
 def _seconds_until_available(meter: TokenMeter) -> int:

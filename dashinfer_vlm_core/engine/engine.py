@@ -15,7 +15,7 @@ from ..concurrency.loop import LoopThread, engine_closed
 from ..config import MIB, EngineConfig
 from ..decoders import GUIDED_DECODING, LORA, DecoderFactory, DecoderStats, DecoderSupport
 from ..decoders.supervisor import Supervisor
-from ..errors import DecoderFailed, EngineClosed, SetupError
+from ..errors import DecoderFailed, EngineClosed, SetupError, UnsupportedParameter
 from ..kernels.choice import KernelSelector
 from ..kernels.workload import VISION_ENCODER, vision_workload
 from ..media import FetchStats, MediaLoader
@@ -57,7 +57,10 @@ State = Literal["closed", "loading", "ready", "restarting", "failed"]
 
 
 class ChatEngine(Protocol):
-    """What adapters require from an engine, in this process or remote."""
+    """What adapters require from an engine, in this process or remote.
+
+    A subclass inherits that it has no tokenizer, shows no media, has no statistics and notifies no observers.
+    """
 
     def chat(self, request: Request) -> ChatCompletion: ...
 
@@ -68,6 +71,40 @@ class ChatEngine(Protocol):
     def astream(self, request: Request) -> AsyncGenerator[ChatCompletionChunk, None]: ...
 
     def status(self) -> EngineStatus: ...
+
+    async def atokenize(self, request: Request) -> list[int]:
+        """Return the token ids of a request's prompt."""
+        raise _unsupported("tokenize")
+
+    async def aencode(self, text: str) -> list[int]:
+        """Return the token ids of a text."""
+        raise _unsupported("tokenize")
+
+    async def adecode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids."""
+        raise _unsupported("detokenize")
+
+    async def aconvert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
+        """Return the tokens as written in the vocabulary."""
+        raise _unsupported("return the tokens' strings")
+
+    async def apreview(self, request: Request) -> Preview:
+        """Return the media as the model would see them."""
+        raise _unsupported("preview media")
+
+    def stats(self) -> EngineStats | None:
+        """Return the counters of the engine in this process, if there is one."""
+        return None
+
+    def add_observer(self, observer: RequestObserver) -> None:
+        """Notify `observer` of requests from now on."""
+
+
+def _unsupported(work: str) -> UnsupportedParameter:
+    return UnsupportedParameter(
+        f"This engine forwards requests to another server and cannot {work}. Send the request to that server.",
+        code="not_supported",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -29,7 +29,8 @@ from ..errors import (
 )
 from ..protocol import DEFAULT_MODEL, ChatRequest
 from ..protocol.client import current_client
-from .engine import EngineStatus, Request, State
+from .engine import ChatEngine, EngineStatus, Request, State
+from .observers import ObserverList, RequestObserver
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -70,12 +71,12 @@ DRAINING = "draining"
 """The status that our server reports while it shuts down."""
 
 
-class RemoteEngine:
+class RemoteEngine(ChatEngine):
     """Sends requests to a server instead of an engine in this process; safe for concurrent threads and event loops.
 
     Requests are sent unchanged, except for `cache_salt`, which the client's cache namespace is joined with. The server
     validates them. There are no retries. Canceling a caller or closing a stream closes the connection, which cancels
-    the request on the server.
+    the request on the server. Observers are notified of built prompts and decoded tokens only.
 
     Args:
         api_base: the URL up to and including `/v1`, such as `http://127.0.0.1:8000/v1`.
@@ -100,6 +101,7 @@ class RemoteEngine:
         )
         self._client.organization = self._client.project = None  # set from the environment too
         self._loop = LoopThread("dashinfer-vlm-remote")
+        self._observers = ObserverList()
         self._closed = False
 
     # Requests
@@ -139,7 +141,9 @@ class RemoteEngine:
 
         The server must have `/tokenize`, in vLLM's format. Raises the same errors as `chat`.
         """
-        return await self._loop.acall(self._tokenize(self._body(request, stream=False)))
+        body = self._body(request, stream=False)
+        body.pop("stream_options", None)  # of a request whose response is streamed
+        return await self._loop.acall(self._tokenize(body))
 
     async def aencode(self, text: str) -> list[int]:
         """Return the token ids of a text, in which special tokens are recognized.
@@ -147,6 +151,10 @@ class RemoteEngine:
         Raises the same errors as `atokenize`.
         """
         return await self._loop.acall(self._tokenize({"prompt": text, **({"model": self.model} if self.model else {})}))
+
+    def add_observer(self, observer: RequestObserver) -> None:
+        """Notify `observer` of the prompts and tokens of requests from now on."""
+        self._observers.add(observer)
 
     def status(self) -> EngineStatus:
         """Return the status that the server reports; `failed`, with the reason, if it does not respond."""
@@ -175,10 +183,15 @@ class RemoteEngine:
             )
             if not isinstance(completion, ChatCompletion) or not completion.choices:
                 raise _not_compatible()
+            if completion.usage:
+                self._observers.prompt_built(completion.usage.prompt_tokens)
+                for _ in range(completion.usage.completion_tokens):
+                    self._observers.token_decoded()
             return completion
 
     async def _stream(self, request: Request) -> AsyncGenerator[ChatCompletionChunk, None]:
         finished = False
+        counted = 0
         with _translate_errors():
             chunks = await self._client.post(
                 "/chat/completions",
@@ -190,6 +203,12 @@ class RemoteEngine:
             async with chunks:
                 async for chunk in chunks:
                     finished = finished or any(choice.finish_reason for choice in chunk.choices)
+                    # A chunk counts as one token until the usage is known, which is sent last, and only on request.
+                    if chunk.usage:
+                        self._observers.prompt_built(chunk.usage.total_tokens - counted)
+                    else:
+                        counted += 1
+                        self._observers.token_decoded()
                     yield chunk
             if not finished:
                 raise EngineError("The server ended the stream before the response was complete. Try again.")

@@ -27,8 +27,8 @@ from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_core.testing import Script, scripted_registry
 from dashinfer_vlm_server import create_app
 from dashinfer_vlm_server.api_keys import ApiKeys
+from dashinfer_vlm_server.endpoints.page import FILES
 from dashinfer_vlm_server.http_protocol import MAX_HEAD_BYTES
-from dashinfer_vlm_server.page import FILES
 from tests.samples import image_url
 from tests.security.conftest import LEAKS
 from tests.server.conftest import serving

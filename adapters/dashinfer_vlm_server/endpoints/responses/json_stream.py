@@ -12,11 +12,10 @@ from fastapi.responses import StreamingResponse
 
 from dashinfer_vlm_core.concurrency.fair_slots import FairSlots
 
+from ...request_context import SLICE_BYTES
+
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
-
-SLICE_BYTES = 64 * 1024
-"""Size of a slice, and of the write buffer from which on asyncio waits for the client."""
 
 
 class JsonStream(StreamingResponse):

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from dashinfer_vlm_core.errors import InvalidParameter
 from dashinfer_vlm_core.protocol.response_items import InputItem
 
-from .errors import item_not_found
+from ...errors import ApiError
 
 Json: TypeAlias = dict[str, Any]
 Order: TypeAlias = Literal["asc", "desc"]
@@ -88,7 +88,13 @@ def find_references(
     found = find(ids)
     for item_id in ids:
         if item_id not in found:
-            raise item_not_found(item_id)
+            raise ApiError(
+                404,
+                f"Item with id {item_id[:80]!r} not found. Items are not persisted when `store` is set to false, and"
+                " are removed to store newer ones. Send the item itself.",
+                code="item_not_found",
+                param="input",
+            )
         if uses[item_id] > 1:
             raise InvalidParameter(
                 f"Duplicate item found with id {item_id[:80]!r}. Remove duplicate items from your input, and those that"
