@@ -5,7 +5,6 @@ from __future__ import annotations
 import http
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from fastapi.responses import Response
@@ -16,7 +15,7 @@ from starlette.routing import BaseRoute, Match
 if TYPE_CHECKING:
     from starlette.types import Scope
 
-Responses: TypeAlias = Mapping[int, Mapping[str, Any]]
+Responses: TypeAlias = dict[int | str, dict[str, Any]]
 """Descriptions of responses by status, in OpenAPI's format; `model` is the model of the body."""
 
 ENGINE_STATUSES = (400, 401, 403, 404, 408, 413, 415, 429, 500, 501, 503, 504)
@@ -55,7 +54,6 @@ class Endpoint(APIRoute):
         response: the model of the body of a response with status 200.
         errors: statuses of errors.
         responses: descriptions of other responses.
-        parameters: descriptions of query parameters, in OpenAPI's format.
         public: whether it requires no API key.
         any_host: whether it accepts any `Host` on a server without API keys, as process supervisors need.
         generates: whether its requests use tokens.
@@ -73,8 +71,7 @@ class Endpoint(APIRoute):
         body: Sequence[type[BaseModel]] = (),
         response: type[BaseModel] | None = None,
         errors: Sequence[int] = (),
-        responses: Responses = MappingProxyType({}),
-        parameters: Sequence[Mapping[str, Any]] = (),
+        responses: Responses | None = None,
         public: bool = False,
         any_host: bool = False,
         generates: bool = False,
@@ -82,7 +79,8 @@ class Endpoint(APIRoute):
         listed: bool = True,
         include_in_schema: bool = True,
     ) -> None:
-        super().__init__(path, handler, methods=[method], response_model=None, include_in_schema=include_in_schema)
+        methods = ["GET", "HEAD"] if method == "GET" else [method]
+        super().__init__(path, handler, methods=methods, response_model=None, include_in_schema=include_in_schema)
         self.method = method
         self.body_models = body
         self.public = public
@@ -90,9 +88,7 @@ class Endpoint(APIRoute):
         self.generates = generates
         self.quiet = quiet
         self.listed = listed
-        if method == "GET":
-            self.methods.add("HEAD")
-        described = {200: {"model": response}} if response else {}
+        described: Responses = {200: {"model": response}} if response else {}
         described |= {status: {"model": ErrorBody, "description": http.HTTPStatus(status).phrase} for status in errors}
         self._documented = partial(
             APIRoute,
@@ -101,8 +97,8 @@ class Endpoint(APIRoute):
             methods=[method],
             response_model=None,
             include_in_schema=include_in_schema,
-            responses={**described, **responses},
-            openapi_extra=_describe_input(body, parameters),
+            responses=described | (responses or {}),
+            openapi_extra=_describe_body(body) if body else None,
         )
 
     def documented(self) -> APIRoute:
@@ -114,12 +110,10 @@ class Endpoint(APIRoute):
         return self._documented()
 
 
-def _describe_input(body: Sequence[type[BaseModel]], parameters: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    refs = [{"$ref": REF.format(model=model.__name__)} for model in body]
+def _describe_body(models: Sequence[type[BaseModel]]) -> dict[str, Any]:
+    refs = [{"$ref": REF.format(model=model.__name__)} for model in models]
     schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
-    content = {"application/json": {"schema": schema}}
-    request_body = {"requestBody": {"required": True, "content": content}} if body else {}
-    return {**request_body, **({"parameters": parameters} if parameters else {})}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def find_endpoint(routes: Iterable[BaseRoute], scope: Scope) -> Endpoint | None:

@@ -8,12 +8,15 @@ from types import MappingProxyType
 from typing import Any
 
 from fastapi import Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute
 
-from dashinfer_vlm_core.errors import DashInferVLMError, SetupError
+from dashinfer_vlm_core.errors import DashInferVLMError, InvalidParameter, SetupError
+from dashinfer_vlm_core.protocol.validation_errors import show
+from dashinfer_vlm_core.protocol.validation_messages import validation_message
 
 from .endpoint import Endpoint
 from .errors import CLIENT_CLOSED_REQUEST, ApiError, error_response
@@ -56,6 +59,15 @@ async def send_error(request: Request, error: Exception) -> Response:
     return error_response(error)
 
 
+async def send_validation_error(_request: Request, error: Exception) -> Response:
+    """Handle an invalid parameter of the path or the query."""
+    assert isinstance(error, RequestValidationError), "it is registered for this class"
+    details = error.errors()[0]
+    name = str(details["loc"][-1])
+    message = f"`{name}` {validation_message(details)}, got {show(details['input'])}."
+    return error_response(InvalidParameter(message, param=name))
+
+
 async def send_nothing(_request: Request, _error: Exception) -> Response:
     """Handle a disconnected client."""
     return Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -64,6 +76,7 @@ async def send_nothing(_request: Request, _error: Exception) -> Response:
 HANDLERS: Mapping[type[Exception], Callable[[Request, Exception], Coroutine[Any, Any, Response]]] = {
     DashInferVLMError: send_error,
     HTTPException: send_error,
+    RequestValidationError: send_validation_error,
     ClientDisconnect: send_nothing,
 }
 

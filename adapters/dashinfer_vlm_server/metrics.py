@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from dashinfer_vlm_core.embedding_store import EmbeddingStoreStats
     from dashinfer_vlm_core.engine import ChatEngine, EngineStats
 
-PREFIX = "dashinfer_vlm_"
+NAMESPACE = "dashinfer_vlm"
+PREFIX = f"{NAMESPACE}_"
 
 HTTP_METRICS = frozenset({f"{PREFIX}requests", f"{PREFIX}rate_limited_requests", f"{PREFIX}requests_in_flight"})
 """The metrics of the application itself, which its engine does not have."""
@@ -49,41 +51,37 @@ class Metrics(RequestObserver):
     ) -> None:
         self._replica_metrics = replica_metrics
         self._registry = CollectorRegistry()
-        self._requests = self._counter("requests", "Requests by route and outcome.", ["route", "outcome"])
-        self._rate_limited = self._counter(
+        counter = partial(Counter, namespace=NAMESPACE, registry=self._registry)
+        histogram = partial(Histogram, namespace=NAMESPACE, registry=self._registry)
+        self._requests = counter("requests", "Requests by route and outcome.", ["route", "outcome"])
+        self._rate_limited = counter(
             "rate_limited_requests", "Requests rejected by a limit of their API key.", ["reason"]
         )
         for reason in get_args(RejectionReason):
             self._rate_limited.labels(reason)
         self.in_flight: Gauge = Gauge(
-            f"{PREFIX}requests_in_flight", "HTTP requests being processed.", registry=self._registry
+            "requests_in_flight", "HTTP requests being processed.", namespace=NAMESPACE, registry=self._registry
         )
-        self._time_to_first_token = self._histogram(
-            "time_to_first_token_seconds", "Time from a request to its first token.", SECONDS
+        self._time_to_first_token = histogram(
+            "time_to_first_token_seconds", "Time from a request to its first token.", buckets=SECONDS
         )
-        self._inter_token_latency = self._histogram(
-            "inter_token_latency_seconds", "Time between two tokens of a completion.", TOKEN_SECONDS
+        self._inter_token_latency = histogram(
+            "inter_token_latency_seconds", "Time between two tokens of a completion.", buckets=TOKEN_SECONDS
         )
-        self._e2e_latency = self._histogram(
-            "e2e_request_latency_seconds", "Time from a request to the end of its response.", SECONDS
+        self._e2e_latency = histogram(
+            "e2e_request_latency_seconds", "Time from a request to the end of its response.", buckets=SECONDS
         )
-        self._stages = Histogram(
-            f"{PREFIX}stage_seconds",
-            "Time in each stage of a request.",
-            ["stage"],
-            buckets=SECONDS,
-            registry=self._registry,
+        self._stages = histogram("stage_seconds", "Time in each stage of a request.", ["stage"], buckets=SECONDS)
+        self._request_prompt_tokens = histogram(
+            "request_prompt_tokens", "Prompt tokens per successful request.", buckets=TOKENS
         )
-        self._request_prompt_tokens = self._histogram(
-            "request_prompt_tokens", "Prompt tokens per successful request.", TOKENS
+        self._request_generation_tokens = histogram(
+            "request_generation_tokens", "Generated tokens per successful request.", buckets=TOKENS
         )
-        self._request_generation_tokens = self._histogram(
-            "request_generation_tokens", "Generated tokens per successful request.", TOKENS
-        )
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of successful requests.", [])
-        self._generation_tokens = self._counter("generation_tokens", "Generated tokens of successful requests.", [])
-        self._cached_tokens = self._counter("cached_prompt_tokens", "Prompt tokens reused from the prefix cache.", [])
-        self._visual_tokens = self._counter("visual_tokens", "Prompt tokens of images and videos.", ["kind"])
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of successful requests.")
+        self._generation_tokens = counter("generation_tokens", "Generated tokens of successful requests.")
+        self._cached_tokens = counter("cached_prompt_tokens", "Prompt tokens reused from the prefix cache.")
+        self._visual_tokens = counter("visual_tokens", "Prompt tokens of images and videos.", ["kind"])
         self._registry.register(_EngineCollector(engine))
         ProcessCollector(registry=self._registry)
         engine.add_observer(self)
@@ -143,12 +141,6 @@ class Metrics(RequestObserver):
             self._visual_tokens.labels("image").inc(getattr(details, "image_tokens", 0))
             self._visual_tokens.labels("video").inc(getattr(details, "video_tokens", 0))
 
-    def _counter(self, name: str, text: str, labels: list[str]) -> Counter:
-        return Counter(PREFIX + name, text, labels, registry=self._registry)
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(PREFIX + name, text, buckets=buckets, registry=self._registry)
-
 
 class _EngineCollector(Collector):
     """Statistics of the engine, read on every scrape."""
@@ -156,17 +148,11 @@ class _EngineCollector(Collector):
     def __init__(self, engine: ChatEngine) -> None:
         self._engine = engine
 
-    def describe(self) -> list[Metric]:
-        """Return nothing: the engine may not have started at registration."""
-        return []
-
     def collect(self) -> Iterator[Metric]:
         status = self._engine.status()
-        labels = [__version__, status.model, status.decoder]
-        info = GaugeMetricFamily(
-            f"{PREFIX}info", "Version, model and decoder; always 1.", labels=["version", "model", "decoder"]
-        )
-        info.add_metric(labels, 1)
+        labels = {"version": __version__, "model": status.model, "decoder": status.decoder}
+        info = GaugeMetricFamily(f"{PREFIX}info", "Version, model and decoder; always 1.", labels=list(labels))
+        info.add_metric(list(labels.values()), 1)
         yield info
         yield _gauge("ready", "1 if requests can be served, otherwise 0.", status.state == "ready")
         if stats := self._engine.stats():
@@ -176,8 +162,9 @@ class _EngineCollector(Collector):
 
 
 def _requests(stats: EngineStats) -> Iterator[Metric]:
-    active, limit = stats.active_requests, stats.max_active_requests
+    active = stats.active_requests
     yield _gauge("active_requests", "Completions that run or wait; a request with n=2 counts twice.", active)
+    limit = stats.max_active_requests
     yield _gauge("max_active_requests", "Maximum number of completions that run or wait; more are rejected.", limit)
     yield _count("decoder_restarts", "Decoder restarts.", stats.restarts)
     yield _count("media_fetches", "Images and videos fetched.", stats.fetches.fetched)
@@ -187,12 +174,8 @@ def _requests(stats: EngineStats) -> Iterator[Metric]:
     yield _gauge("media_workers_busy", "Media workers that process an image or video.", workers.busy)
     yield _gauge("media_waiting", "Images and videos that wait for a media worker.", workers.waiting)
     yield _count("media_workers_started", "Media workers started.", workers.started)
-    ended = CounterMetricFamily(
-        f"{PREFIX}media_workers_ended", "Media workers that were killed or crashed.", labels=["reason"]
-    )
-    for reason in ("timed_out", "crashed", "canceled"):
-        ended.add_metric([reason], getattr(workers, reason))
-    yield ended
+    reasons = {"timed_out": workers.timed_out, "crashed": workers.crashed, "canceled": workers.canceled}
+    yield _counts("media_workers_ended", "Media workers that were killed or crashed.", "reason", reasons)
 
 
 def _vision(stats: EngineStats) -> Iterator[Metric]:
@@ -213,25 +196,17 @@ def _vision(stats: EngineStats) -> Iterator[Metric]:
 
 
 def _embedding_store(store: EmbeddingStoreStats) -> Iterator[Metric]:
-    lookups = CounterMetricFamily(
-        f"{PREFIX}embedding_store_lookups", "Images and videos looked up in the embedding store.", labels=["result"]
-    )
-    for result, count in (
-        ("hit", store.hits),
-        ("miss", store.misses),
-        ("timeout", store.timeouts),
-        ("error", store.errors),
-        ("invalid", store.invalid),
-        ("skipped", store.skipped),
-    ):
-        lookups.add_metric([result], count)
-    yield lookups
-    writes = CounterMetricFamily(
-        f"{PREFIX}embedding_store_writes", "Images and videos written to the embedding store.", labels=["result"]
-    )
-    for result, count in (("success", store.writes), ("error", store.write_errors), ("dropped", store.dropped)):
-        writes.add_metric([result], count)
-    yield writes
+    lookups = {
+        "hit": store.hits,
+        "miss": store.misses,
+        "timeout": store.timeouts,
+        "error": store.errors,
+        "invalid": store.invalid,
+        "skipped": store.skipped,
+    }
+    yield _counts("embedding_store_lookups", "Images and videos looked up in the embedding store.", "result", lookups)
+    writes = {"success": store.writes, "error": store.write_errors, "dropped": store.dropped}
+    yield _counts("embedding_store_writes", "Images and videos written to the embedding store.", "result", writes)
     yield _gauge("embedding_store_pending_bytes", "Memory of embeddings that wait to be written.", store.pending_bytes)
     yield _gauge("embedding_store_available", "1 unless lookups pause after failures.", store.available)
 
@@ -265,6 +240,14 @@ def _gauge(name: str, text: str, value: float) -> Metric:
 
 def _count(name: str, text: str, value: float) -> Metric:
     return CounterMetricFamily(PREFIX + name, text, value=value)
+
+
+def _counts(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    """Return a counter with a value for each value of its label."""
+    counts = CounterMetricFamily(PREFIX + name, text, labels=[label])
+    for key, value in values.items():
+        counts.add_metric([key], value)
+    return counts
 
 
 def _summary(name: str, text: str, count: int, total: float) -> Metric:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from fastapi.responses import Response
 from pydantic import BaseModel, Field
 
-from ...endpoint import Endpoint, json_response
+from ...endpoint import Endpoint, Responses, json_response
 from ...errors import RETRY_AFTER_SECONDS
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
             return json_response(health)
         return json_response(health, status=503, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
 
-    unready = {503: {"model": Health, "description": "Requests cannot be served now"}}
+    unready: Responses = {503: {"model": Health, "description": "Requests cannot be served now"}}
     probe = partial(Endpoint, response=Health, public=True, any_host=True, quiet=True)
     return [probe("/health", health), probe("/health/ready", ready, responses=unready)]
 

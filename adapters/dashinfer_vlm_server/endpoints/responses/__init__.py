@@ -10,9 +10,9 @@ import uuid
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import Request
+from fastapi import Query, Request
 from fastapi.responses import JSONResponse, Response
 from openai.types.responses import CompactedResponse, ResponseCompactionItem
 from openai.types.responses import Response as ResponseObject
@@ -30,10 +30,10 @@ from dashinfer_vlm_core.response.response_events import (
     response_to_json,
 )
 
-from ...endpoint import ENGINE_STATUSES, Endpoint
+from ...endpoint import ENGINE_STATUSES, Endpoint, Responses
 from ...errors import ApiError, error_body
 from ...sse import format_event
-from .input_items import QUERY_PARAMETERS, find_references, list_items, to_stored_item
+from .input_items import ItemQuery, find_references, list_items, to_stored_item
 from .json_stream import JsonStream
 from .response_store import ResponseStore, StoredResponse
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 STORED_STATUSES = (400, 401, 403, 404, 415, 429, 500)
 """The statuses of errors of endpoints for stored responses."""
 
-RESPONSE_OBJECT: Mapping[int, Mapping[str, Any]] = {
+RESPONSE_OBJECT: Responses = {
     200: {"description": "A response object", "content": {"application/json": {"schema": {"type": "object"}}}}
 }
 """The description of OpenAI's response object. Its schema has hundreds of types and would take long to build."""
@@ -77,7 +77,7 @@ def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
         post("/v1/responses/input_tokens", responses.count_input_tokens, body=[ResponsesRequest]),
         stored(path, responses.retrieve),
         stored(path, responses.delete, method="DELETE"),
-        stored(f"{path}/input_items", responses.list_input_items, parameters=QUERY_PARAMETERS),
+        stored(f"{path}/input_items", responses.list_input_items),
         stored(f"{path}/cancel", responses.cancel, method="POST"),
     ]
 
@@ -134,12 +134,12 @@ class _Responses:
             )
         return Response(self._stored(response_id).body, media_type="application/json")
 
-    async def list_input_items(self, request: Request, response_id: str) -> Response:
+    async def list_input_items(self, response_id: str, query: Annotated[ItemQuery, Query()]) -> Response:
         """Return a page of the items that a stored response was generated from, those of earlier responses included."""
         client = current_client.get().id
         async with self.page_slots.slot(client, limit=1):
             stored = self._stored(response_id)  # not before: what waits for a slot holds no items
-            page = await asyncio.to_thread(lambda: list_items(stored.context(), request.query_params))
+            page = await asyncio.to_thread(lambda: list_items(stored.context(), query))
         stream = JsonStream(dict(page), slots=self.page_slots, client=client)  # may contain megabytes of images
         if not self.store.add_reader(client, response_id, stream):
             raise _response_not_found(response_id)
