@@ -67,7 +67,6 @@ def create_app(
 
 
 def _add_middleware(app: FastAPI, server: ServerContext) -> None:
-    """Add the middleware, the innermost first."""
     settings = server.settings
     if settings.tracer:
         server.engine.add_observer(settings.tracer)

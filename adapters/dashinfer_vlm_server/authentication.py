@@ -86,7 +86,8 @@ class ApiKeyReloader:
             return
         self.keys = keys
         self._signature = keys.signature
-        added, removed = len(keys.ids - previous.ids), len(previous.ids - keys.ids)
+        added = len(keys.ids - previous.ids)
+        removed = len(previous.ids - keys.ids)
         logger.info("The API keys were read again: %d keys, %d added, %d removed.", len(keys), added, removed)
 
 
@@ -149,24 +150,16 @@ class ApiKeyMiddleware:
         client = Client(id=key.id, cache_namespace=namespace, media_workers=key.limits.media_workers)
         token = current_client.set(client)
         try:
-            if scope["method"] == "POST":
-                await self._serve_limited(key, scope, receive, send)
-            else:
+            if scope["method"] != "POST":
                 await self._app(scope, receive, send)
+                return
+            endpoint = get_request_context(scope).endpoint
+            with self._limiter.admit(key, generates=endpoint is not None and endpoint.generates) as meter:
+                await self._app(scope, receive, _with_rate_limit_headers(send, meter) if meter else send)
+        except HTTPException as error:  # of `admit`: the application handles those of endpoints
+            await error_response(error)(scope, receive, send)
         finally:
             current_client.reset(token)
-
-    async def _serve_limited(self, key: ApiKey, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            endpoint = get_request_context(scope).endpoint
-            request = self._limiter.admit(key, generates=endpoint is not None and endpoint.generates)
-        except HTTPException as error:
-            await error_response(error)(scope, receive, send)
-            return
-        try:
-            await self._app(scope, receive, _with_rate_limit_headers(send, request.meter) if request.meter else send)
-        finally:
-            request.release()
 
 
 def _find_key(keys: ApiKeys, scope: Scope) -> ApiKey | None:

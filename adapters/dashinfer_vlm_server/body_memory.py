@@ -112,7 +112,6 @@ class BodyMemoryBudget:
             self._assign()
 
     def _assign(self) -> None:
-        """Give memory to the clients that wait, first to that which has least, as far as there is enough."""
         for client in sorted(self._waiting, key=self._used.__getitem__):
             queue = self._waiting[client]
             while queue and self._is_decided(queue[0]):
@@ -147,7 +146,6 @@ class BodyMemoryBudget:
         body.size = 0
 
     def _reject_larger(self, size: int) -> None:
-        """Reject incomplete bodies, the largest first, of clients that have more than their share."""
         if size <= self._available:
             return
         clients = [client for client in self._receiving if not self._is_within_share(client, 0)]
@@ -160,7 +158,6 @@ class BodyMemoryBudget:
                 body.scope.cancel()
 
     def _is_within_share(self, client: str, size: int) -> bool:
-        """Whether a client that gets `size` bytes more has at most an equal share."""
         clients = {*self._used, *self._waiting, client}
         return self._used[client] + size <= self._limit // len(clients)
 

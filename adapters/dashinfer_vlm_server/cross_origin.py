@@ -130,7 +130,6 @@ def _is_address(name: str) -> bool:
 
 
 def _header(scope: Scope, name: bytes) -> str:
-    """Return the value of a header; empty if it is missing or repeated."""
     values = _headers(scope, name)
     return values[0] if len(values) == 1 else ""
 

@@ -82,7 +82,6 @@ HANDLERS: Mapping[type[Exception], Callable[[Request, Exception], Coroutine[Any,
 
 
 def _unknown_url(routes: Iterable[BaseRoute], path: str) -> HTTPException:
-    """Return the error for a path that no route matches, with the next step, or a list of the routes."""
     endpoints = [route for route in routes if isinstance(route, Endpoint)]
     paths = {endpoint.path for endpoint in endpoints}
     steps = [text for known, text in _NEXT_STEPS.items() if f"{path}/".startswith(f"{known}/") and known not in paths]

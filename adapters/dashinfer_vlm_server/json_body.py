@@ -36,7 +36,6 @@ def parse_object(body: bytes | bytearray) -> dict[str, Any]:
 
 
 def _explain(error: json.JSONDecodeError) -> str:
-    """Describe the error and its fix. Python's own messages vary by version and suggest none."""
     location = f"line {error.lineno}, column {error.colno}"
     rest = error.doc[error.pos : error.pos + 20]
     if not error.doc.strip():

@@ -243,7 +243,6 @@ def _count(name: str, text: str, value: float) -> Metric:
 
 
 def _counts(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-    """Return a counter with a value for each value of its label."""
     counts = CounterMetricFamily(PREFIX + name, text, labels=[label])
     for key, value in values.items():
         counts.add_metric([key], value)
@@ -251,5 +250,4 @@ def _counts(name: str, text: str, label: str, values: Mapping[str, float]) -> Me
 
 
 def _summary(name: str, text: str, count: int, total: float) -> Metric:
-    """Return a summary with a sum and a count, whose rates give the mean."""
     return SummaryMetricFamily(PREFIX + name, text, count_value=count, sum_value=total)

@@ -186,7 +186,6 @@ class RequestContextMiddleware:
 
 
 def _slices(message: Message) -> Iterator[Message]:
-    """Split the body of a message: the server waits for the client between messages."""
     body = message.get("body", b"")
     if len(body) <= SLICE_BYTES:
         yield message
@@ -197,6 +196,5 @@ def _slices(message: Message) -> Iterator[Message]:
 
 
 def _request_id(scope: Scope) -> str:
-    """Return the ID that the client sent, if it is safe in any log; otherwise a new one."""
     value = next((value for name, value in scope["headers"] if name == HEADER.lower().encode()), b"")
     return value.decode() if _VALID_ID.fullmatch(value) else f"req-{uuid.uuid4().hex}"

@@ -111,7 +111,7 @@ def test_security_17_keys_are_compared_by_digest_in_constant_time(monkeypatch):
     for sent in (KEY, KEY[:-1] + "x", "x" * len(KEY), "other"):
         for decision in (True, False):
             compared.clear()
-            assert keys.is_valid(b"Bearer " + sent.encode()) is decision
+            assert (keys.find(b"Bearer " + sent.encode()) is not None) is decision
             assert {one for one, _ in compared} == {hashlib.sha256(sent.encode()).digest()}
             assert {other for _, other in compared} == known
 

@@ -238,7 +238,6 @@ class _Creation:
         return "".join(map(_format, self._builder.fail(error_body(error)["error"])))
 
     async def _check_summary(self) -> None:
-        """Reject what OpenAI's API rejects for models that do not reason, if this model is known to be one."""
         if not self.request.wants_summary:
             return
         status = await asyncio.to_thread(self._engine.status)
@@ -253,7 +252,8 @@ class _Creation:
         if self.request.truncation == "disabled" or await self._fits(call):
             return call
         # The smallest number of turns without which the rest fits, or all but one.
-        low, high = 1, max(0, call.turns - 1)
+        low = 1
+        high = max(0, call.turns - 1)
         while low < high:
             middle = (low + high) // 2
             call = await asyncio.to_thread(self.request.to_chat, history, dropped_turns=middle)
@@ -261,7 +261,6 @@ class _Creation:
         return await asyncio.to_thread(self.request.to_chat, history, dropped_turns=high)
 
     def _convert(self, previous: StoredResponse | None) -> tuple[Sequence[InputItem], ChatCall]:
-        """Return the items of the conversation so far, and the chat request, after references are resolved."""
         build_types()
         items = () if previous is None else previous.conversation()
         self._references = find_references(self.request.items(), items, self._routes.find_items)
@@ -271,7 +270,6 @@ class _Creation:
         return history, self.request.to_chat(history)
 
     async def _fits(self, call: ChatCall) -> bool:
-        """Return whether a request fits into the context."""
         try:
             with call.renamed_errors():
                 await self._engine.atokenize(call.chat)
@@ -301,7 +299,6 @@ def _format(event: ResponseStreamEvent) -> str:
 
 
 def _response_not_found(response_id: str) -> ApiError:
-    """Return the error for a stored response that does not exist, or belongs to another API key."""
     return ApiError(
         404,
         f"Response with id {response_id[:80]!r} not found. It was not stored, was deleted, or has been removed to store"

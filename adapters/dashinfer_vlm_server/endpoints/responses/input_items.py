@@ -134,7 +134,6 @@ def _start(items: Sequence[Mapping[str, Any]], after: str | None) -> int:
 
 
 def _to_openai(item: Mapping[str, Any]) -> Json:
-    """Return an item in the form in which OpenAI's API lists it: with a status, and text of messages as parts."""
     fields: Json = dict(item)
     if fields["type"] == "reasoning":
         return {"summary": [], **fields}

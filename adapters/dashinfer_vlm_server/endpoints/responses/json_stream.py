@@ -62,7 +62,6 @@ class _Discarded(Exception):
 
 
 def _slices(value: object) -> Iterator[bytes]:
-    """Join pieces until they have at least half the size of a slice."""
     joined = bytearray()
     for piece in _pieces(value):
         joined += piece.encode("utf-8", "backslashreplace")  # lone surrogates, as in JSON
