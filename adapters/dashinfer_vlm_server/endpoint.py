@@ -79,7 +79,7 @@ class Endpoint(APIRoute):
         listed: bool = True,
         include_in_schema: bool = True,
     ) -> None:
-        methods = ["GET", "HEAD"] if method == "GET" else [method]
+        methods: list[str] = ["GET", "HEAD"] if method == "GET" else [method]
         super().__init__(path, handler, methods=methods, response_model=None, include_in_schema=include_in_schema)
         self.method = method
         self.body_models = body
