@@ -63,10 +63,11 @@ def routes(app) -> list[tuple[str, str]]:
 
 def test_security_17_routes_require_the_key(tiny_checkpoint):
     with scripted_server(tiny_checkpoint, "Fine.", keys=ApiKeys([KEY])) as (_, client, _, engine):
+        files = [("GET", path) for path in FILES]
         known = routes(create_app(engine))
         assert len(known) >= 10
-        for method, path in [*known, ("GET", "/nothing"), ("GET", "/health/../metrics"), ("GET", "//health/x")]:
-            public = path in {"/health", "/health/ready", *FILES}
+        for method, path in [*known, *files, ("GET", "/nothing"), ("GET", "/health/../metrics"), ("GET", "//health/x")]:
+            public = path in {"/health", "/health/ready", "/page/{name}", *FILES}
             for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}, {"X-Api-Key": KEY}):
                 reply = client.request(method, path, headers=headers)
                 assert (reply.status_code != 401) == public, (method, path, reply.text)

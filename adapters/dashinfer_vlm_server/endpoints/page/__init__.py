@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
 
 from dashinfer_vlm_core.protocol import ChatRequest
 
@@ -73,24 +75,30 @@ HEADERS: Mapping[str, str] = MappingProxyType(
 def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
     if not server.settings.page:
         return []
+    contents = {path: file.read_bytes() for path, file in FILES.items()}  # no request can reach other files
+
+    def respond(path: str) -> Response:
+        if path not in contents:
+            raise HTTPException(404)
+        return Response(contents[path], media_type=MEDIA_TYPES[FILES[path].suffix], headers=HEADERS)
+
+    async def index() -> Response:
+        return respond("/")
+
+    async def file(name: str) -> Response:
+        return respond(f"/page/{name}")
 
     async def preview(request: Request) -> Response:
         """Show the images and videos of a chat completion request as the model sees them."""
         chat = await server.read(request, ChatRequest.parse)
         return JSONResponse(_as_json(await server.run(request, server.engine.apreview(chat))))
 
-    preview_endpoint = Endpoint("/v1/media/preview", preview, method="POST", body=[ChatRequest], errors=ENGINE_STATUSES)
-    return [*(_file_endpoint(path, file) for path, file in FILES.items()), preview_endpoint]
-
-
-def _file_endpoint(path: str, file: Path) -> Endpoint:
-    """Return the endpoint of one file. It stays in memory, so no request can reach other files."""
-    content = file.read_bytes()
-
-    async def serve() -> Response:
-        return Response(content, media_type=MEDIA_TYPES[file.suffix], headers=HEADERS)
-
-    return Endpoint(path, serve, public=True, listed=path == "/", include_in_schema=False)
+    page = partial(Endpoint, public=True, include_in_schema=False)
+    return [
+        page("/", index),
+        page("/page/{name}", file, listed=False),
+        Endpoint("/v1/media/preview", preview, method="POST", body=[ChatRequest], errors=ENGINE_STATUSES),
+    ]
 
 
 def _as_json(preview: Preview) -> dict[str, Any]:
