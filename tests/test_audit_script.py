@@ -112,7 +112,7 @@ def test_files_in_the_wheel_have_a_license(script, wheel_files):
 
 
 def test_file_without_license_is_found(script):
-    name = "adapters/dashinfer_vlm_server/static/vendor/library.js"
+    name = "adapters/dashinfer_vlm_server/endpoints/page/static/vendor/library.js"
     assert script.files_without_license([name], script.settings()) == [name]
 
 

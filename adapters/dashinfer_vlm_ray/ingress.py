@@ -37,7 +37,8 @@ class Ingress:
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         """Create the application on the event loop that will run it."""
         self._watching = asyncio.create_task(self._engine.watch(), name="replica-status")
-        return without_request_id(create_app(self._engine, self._settings))
+        app = create_app(self._engine, self._settings, replica_metrics=self._engine.replica_metrics)
+        return without_request_id(app)
 
 
 def without_request_id(app: ASGIApp) -> ASGIApp:

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequenc
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from dashinfer_vlm_core.engine import EngineStatus
+from dashinfer_vlm_core.engine import ChatEngine, EngineStatus
 from dashinfer_vlm_core.engine.observers import ObserverList, RequestObserver
 from dashinfer_vlm_core.errors import DashInferVLMError
 from dashinfer_vlm_core.protocol import ChatRequest
@@ -36,7 +36,7 @@ NOT_READY_SECONDS = 0.5
 REPORT_TIMEOUT = 5.0
 
 
-class RayEngine:
+class RayEngine(ChatEngine):
     """Sends requests to the replicas of the engine deployment; implements `ChatEngine`.
 
     A request waits until a replica can serve it. There are no retries: a request that makes a replica crash must not
@@ -142,9 +142,6 @@ class RayEngine:
     def add_observer(self, observer: RequestObserver) -> None:
         """Notify `observer` of the prompts and tokens of requests from now on."""
         self._observers.add(observer)
-
-    def stats(self) -> None:
-        """Return None: each replica has its own counters, in `replica_metrics`."""
 
     def replica_metrics(self) -> Mapping[str, Iterable[Metric]]:
         """Return the last reported metrics of each replica by its name."""

@@ -132,11 +132,11 @@ def _parse_line(words: list[str], defaults: KeyLimits, location: str) -> KeyEntr
         if name in values:
             raise ConfigError(f"{location}: `{name}` is given twice. Remove one.")
         values[name] = value
-    has_name, name = "name" in values, values.pop("name", "")
-    if has_name and not _NAME.fullmatch(name):
-        raise ConfigError(f"{location}: `name` must have 1 to 64 characters of A-Z a-z 0-9 . _ -, got {name[:64]!r}.")
+    label = values.pop("name", None)
+    if label is not None and not _NAME.fullmatch(label):
+        raise ConfigError(f"{location}: `name` must have 1 to 64 characters of A-Z a-z 0-9 . _ -, got {label[:64]!r}.")
     limits = {option: _limit(option, value, location) for option, value in values.items()}
-    return KeyEntry(key=key, name=name, limits=replace(defaults, **limits), location=location)
+    return KeyEntry(key=key, name=label or "", limits=replace(defaults, **limits), location=location)
 
 
 def _limit(option: str, value: str, location: str) -> int | None:

@@ -116,13 +116,9 @@ class ApiKeys:
         matches = [known for known in self._keys if hmac.compare_digest(digest, known.digest)]  # no early exit
         return matches[0] if matches and scheme.lower() == b"bearer" else None
 
-    def is_valid(self, authorization: bytes) -> bool:
-        """Return whether an Authorization header has a valid key, in constant time for values of the same length."""
-        return self.find(authorization) is not None
-
     def _with_file(self, file: Path) -> ApiKeys:
-        keys = ApiKeys()
-        keys._given, keys._limits = self._given, self._limits
+        keys = ApiKeys(limits=self._limits)
+        keys._given = self._given
         keys.signature = file_signature(file)  # before the file is read, so that a change in between is noticed
         entries = read_entries(file, self._limits)
         from_file = [
@@ -138,7 +134,6 @@ def _from_digest(digest: bytes, name: str, limits: KeyLimits) -> ApiKey:
 
 
 def _unique(keys: Iterable[ApiKey]) -> tuple[ApiKey, ...]:
-    """Remove duplicates; the last one of equal keys is kept, since a line in the file can have limits."""
     return tuple({key.digest: key for key in keys}.values())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from starlette.datastructures import MutableHeaders
@@ -16,15 +16,13 @@ from dashinfer_vlm_core.protocol.client import Client, current_client
 
 from .api_key_file import file_signature
 from .errors import error_response, unauthorized
-from .request_context import set_client_name
-from .routes import GENERATING_ROUTES, PUBLIC_ROUTES, route_path
+from .request_context import get_request_context
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from .api_keys import ApiKey, ApiKeys
     from .rate_limits import KeyLimiter, TokenMeter
-    from .response_store import ResponseStore
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -88,7 +86,8 @@ class ApiKeyReloader:
             return
         self.keys = keys
         self._signature = keys.signature
-        added, removed = len(keys.ids - previous.ids), len(previous.ids - keys.ids)
+        added = len(keys.ids - previous.ids)
+        removed = len(previous.ids - keys.ids)
         logger.info("The API keys were read again: %d keys, %d added, %d removed.", len(keys), added, removed)
 
 
@@ -104,9 +103,8 @@ class ApiKeyMiddleware:
         reloader: the present keys.
         limiter: applies the limits of keys.
         isolated: whether keys share no cached media and prompts.
-        store: the stored responses; those of a key are removed with it.
+        on_keys_changed: called with the ids of the valid keys when a key was added or removed.
         namespace_secret: see `Settings`.
-        public_routes: paths that require no key.
     """
 
     def __init__(
@@ -116,59 +114,52 @@ class ApiKeyMiddleware:
         reloader: ApiKeyReloader,
         limiter: KeyLimiter,
         isolated: bool,
-        store: ResponseStore,
-        namespace_secret: bytes = b"",
-        public_routes: frozenset[str] = PUBLIC_ROUTES,
+        on_keys_changed: Sequence[Callable[[Collection[str]], None]],
+        namespace_secret: bytes,
     ) -> None:
         self._app = app
         self._reloader = reloader
         self._limiter = limiter
         self._isolated = isolated
-        self._store = store
+        self._on_keys_changed = on_keys_changed
         self._namespace_secret = namespace_secret
-        self._public_routes = public_routes
         self._keys = reloader.keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or route_path(scope) in self._public_routes:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        context = get_request_context(scope)
+        if context.endpoint and context.endpoint.public:
             await self._app(scope, receive, send)
             return
         keys = await self._reloader.refresh()
         if keys is not self._keys:
             self._keys = keys
-            self._limiter.discard_except(keys.ids)
-            self._store.discard_except(keys.ids)
-        if not len(keys):
-            await self._app(scope, receive, send)
-        elif key := _find_key(keys, scope):
+            for notify in self._on_keys_changed:
+                notify(keys.ids)
+        if key := _find_key(keys, scope):
+            context.client_name = key.name
             await self._serve(key, scope, receive, send)
         else:
             await error_response(unauthorized())(scope, receive, send)
 
     async def _serve(self, key: ApiKey, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request of a key under its limits. Only POST requests use the engine, so only they are limited."""
-        set_client_name(scope, key.name)
         namespace = key.cache_namespace(self._namespace_secret) if self._isolated else ""
         client = Client(id=key.id, cache_namespace=namespace, media_workers=key.limits.media_workers)
         token = current_client.set(client)
         try:
-            if scope["method"] == "POST":
-                await self._serve_limited(key, scope, receive, send)
-            else:
+            if scope["method"] != "POST":
                 await self._app(scope, receive, send)
+                return
+            endpoint = get_request_context(scope).endpoint
+            with self._limiter.admit(key, generates=endpoint is not None and endpoint.generates) as meter:
+                await self._app(scope, receive, _with_rate_limit_headers(send, meter) if meter else send)
+        except HTTPException as error:  # of `admit`: the application handles those of endpoints
+            await error_response(error)(scope, receive, send)
         finally:
             current_client.reset(token)
-
-    async def _serve_limited(self, key: ApiKey, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            request = self._limiter.admit(key, generates=route_path(scope) in GENERATING_ROUTES)
-        except HTTPException as error:
-            await error_response(error)(scope, receive, send)
-            return
-        try:
-            await self._app(scope, receive, _with_rate_limit_headers(send, request.meter) if request.meter else send)
-        finally:
-            request.release()
 
 
 def _find_key(keys: ApiKeys, scope: Scope) -> ApiKey | None:

@@ -18,26 +18,45 @@ WAIT_SECONDS = 5.0
 """How long a client that has less than its share waits for memory."""
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
-class _Body:
-    """A body.
+class BodyMemory:
+    """The memory of one request's body, from its reception to the end of the request.
+
+    Args:
+        budget: the limit on all bodies together.
 
     Attributes:
         client: the id of its client.
-        scope: ends its reception.
         size: the reserved bytes.
+        scope: ends its reception.
     """
 
-    client: str
-    scope: anyio.CancelScope
-    size: int = 0
+    def __init__(self, budget: BodyMemoryBudget) -> None:
+        self.client = ""
+        self.size = 0
+        self.scope = anyio.CancelScope()
+        self._budget = budget
+
+    @contextlib.contextmanager
+    def receiving(self) -> Iterator[Callable[[int], Awaitable[None]]]:
+        """Receive the body, for the current client; yields `BodyMemoryBudget.reserve` of this body.
+
+        Other clients can take its memory until it is complete. Raises QueueFull if one did.
+        """
+        self.client = current_client.get().id
+        with self.scope, self._budget.receiving(self):
+            yield partial(self._budget.reserve, self)
+        if self.scope.cancel_called:
+            raise _no_memory()
+
+    def release(self) -> None:
+        self._budget.release(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Waiter:
     """A body that waits for memory; the result of `granted` is whether it got it."""
 
-    body: _Body
+    body: BodyMemory
     size: int
     granted: asyncio.Future[bool]
 
@@ -57,9 +76,9 @@ class BodyMemoryBudget:
         self._limit = limit
         self._used: Counter[str] = Counter()
         self._waiting: dict[str, deque[_Waiter]] = {}
-        self._receiving: defaultdict[str, set[_Body]] = defaultdict(set)
+        self._receiving: defaultdict[str, set[BodyMemory]] = defaultdict(set)
 
-    async def reserve(self, body: _Body, size: int) -> None:
+    async def reserve(self, body: BodyMemory, size: int) -> None:
         """Reserve bytes for a body; the client waits for them if it has less than its share.
 
         Raises:
@@ -79,25 +98,21 @@ class BodyMemoryBudget:
         if waiter.granted.cancelled() or not waiter.granted.result():
             raise _no_memory()
 
-    def release(self, body: _Body) -> None:
+    def release(self, body: BodyMemory) -> None:
         """Release the memory of a body. Its client has no more of it."""
         self._free(body)
         self._assign()
 
     @contextlib.contextmanager
-    def receiving(self, client: str) -> Iterator[_Body]:
-        """Let other clients take the memory of a body until it is complete. Raises QueueFull if one did."""
-        with anyio.CancelScope() as scope:
-            body = _Body(client=client, scope=scope)
-            self._receiving[client].add(body)
-            try:
-                yield body
-            finally:
-                self._receiving[client].discard(body)
-                if not self._receiving[client]:
-                    del self._receiving[client]
-        if scope.cancel_called:
-            raise _no_memory()
+    def receiving(self, body: BodyMemory) -> Iterator[None]:
+        """Let other clients take the memory of a body."""
+        self._receiving[body.client].add(body)
+        try:
+            yield
+        finally:
+            self._receiving[body.client].discard(body)
+            if not self._receiving[body.client]:
+                del self._receiving[body.client]
 
     def _enqueue(self, waiter: _Waiter) -> None:
         queue = self._waiting.setdefault(waiter.body.client, deque())
@@ -112,7 +127,6 @@ class BodyMemoryBudget:
             self._assign()
 
     def _assign(self) -> None:
-        """Give memory to the clients that wait, first to that which has least, as far as there is enough."""
         for client in sorted(self._waiting, key=self._used.__getitem__):
             queue = self._waiting[client]
             while queue and self._is_decided(queue[0]):
@@ -132,7 +146,7 @@ class BodyMemoryBudget:
         waiter.granted.set_result(is_within_share)
         return True
 
-    def _take(self, body: _Body, size: int) -> bool:
+    def _take(self, body: BodyMemory, size: int) -> bool:
         others_wait = bool(self._waiting.keys() - {body.client})
         if size > self._available or (others_wait and not self._is_within_share(body.client, size)):
             return False
@@ -140,14 +154,13 @@ class BodyMemoryBudget:
         body.size += size
         return True
 
-    def _free(self, body: _Body) -> None:
+    def _free(self, body: BodyMemory) -> None:
         self._used[body.client] -= body.size
         if not self._used[body.client]:
             del self._used[body.client]
         body.size = 0
 
     def _reject_larger(self, size: int) -> None:
-        """Reject incomplete bodies, the largest first, of clients that have more than their share."""
         if size <= self._available:
             return
         clients = [client for client in self._receiving if not self._is_within_share(client, 0)]
@@ -160,36 +173,12 @@ class BodyMemoryBudget:
                 body.scope.cancel()
 
     def _is_within_share(self, client: str, size: int) -> bool:
-        """Whether a client that gets `size` bytes more has at most an equal share."""
         clients = {*self._used, *self._waiting, client}
         return self._used[client] + size <= self._limit // len(clients)
 
     @property
     def _available(self) -> int:
         return self._limit - self._used.total()
-
-
-class BodyMemory:
-    """The memory of one request's body, from its reception to the end of the request."""
-
-    def __init__(self, budget: BodyMemoryBudget) -> None:
-        self._budget = budget
-        self._body: _Body | None = None
-
-    @property
-    def size(self) -> int:
-        """The reserved bytes."""
-        return self._body.size if self._body else 0
-
-    @contextlib.contextmanager
-    def receiving(self) -> Iterator[Callable[[int], Awaitable[None]]]:
-        """Receive the body, for the current client; yields `BodyMemoryBudget.reserve` of this body."""
-        with self._budget.receiving(current_client.get().id) as self._body:
-            yield partial(self._budget.reserve, self._body)
-
-    def release(self) -> None:
-        if self._body:
-            self._budget.release(self._body)
 
 
 def _no_memory() -> QueueFull:

@@ -19,24 +19,22 @@ import ipaddress
 import re
 from typing import TYPE_CHECKING
 
-from dashinfer_vlm_core.errors import ConfigError
+from starlette.exceptions import HTTPException
 
-from .routes import PUBLIC_ROUTES, find_route, route_path
+from .endpoint import Endpoint
+from .errors import ApiError, error_response
+from .request_context import get_request_context
+from .sockets import ANY
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
-    from starlette.exceptions import HTTPException
-    from starlette.routing import BaseRoute
     from starlette.types import ASGIApp, Receive, Scope, Send
-
-ANY = "*"
 
 _SHOWN_CHARACTERS = 100
 """How much of a header's value an error message repeats."""
 
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^\[\]:@/\s]+)(?P<port>:[0-9]*)?")
-_HOST_NAME = re.compile(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?", re.IGNORECASE)
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
@@ -45,22 +43,13 @@ class CrossOriginMiddleware:
 
     Args:
         app: the wrapped application.
-        routes: the application's routes; a request to another path reads no body, and gets a 404.
         allowed_hosts: host names in lowercase that clients may use, in addition to loopback names and IP addresses:
             `name`, `*.domain` for its subdomains, or `*` for all.
         allowed_origins: origins whose pages may send requests, in addition to the server's own; `*` for all.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        routes: Sequence[BaseRoute],
-        allowed_hosts: Iterable[str] = (),
-        allowed_origins: Iterable[str] = (),
-    ) -> None:
+    def __init__(self, app: ASGIApp, *, allowed_hosts: Iterable[str], allowed_origins: Iterable[str]) -> None:
         self._app = app
-        self._routes = routes
         self._allowed_hosts = frozenset(allowed_hosts)
         self._allowed_origins = frozenset(allowed_origins)
 
@@ -69,31 +58,26 @@ class CrossOriginMiddleware:
         if error is None:
             await self._app(scope, receive, send)
             return
-        from .errors import error_response
-
         await error_response(error)(scope, receive, send)
 
     def _error(self, scope: Scope) -> HTTPException | None:
-        from .errors import foreign_host, foreign_origin, unsupported_media_type
-
+        endpoint = get_request_context(scope).endpoint
         host = _header(scope, b"host")
-        if not self._is_host_exempt(scope) and not self._is_host_allowed(host):
-            return foreign_host(host[:_SHOWN_CHARACTERS])
+        if not self._is_host_exempt(scope, endpoint) and not self._is_host_allowed(host):
+            return _foreign_host(host[:_SHOWN_CHARACTERS])
         for origin in _headers(scope, b"origin"):
             if not self._is_origin_allowed(origin, host):
-                return foreign_origin(origin[:_SHOWN_CHARACTERS])
-        if _has_body(scope) and not _is_json(scope) and find_route(self._routes, scope):
-            return unsupported_media_type()
+                return _foreign_origin(origin[:_SHOWN_CHARACTERS])
+        if endpoint and _has_body(scope) and not _is_json(scope):  # a request to another path reads no body
+            return HTTPException(415, "The body must be JSON. Send the header `Content-Type: application/json`.")
         return None
 
-    def _is_host_exempt(self, scope: Scope) -> bool:
+    def _is_host_exempt(self, scope: Scope, endpoint: Endpoint | None) -> bool:
         """Return whether any host is accepted: clients of Unix sockets send arbitrary ones, and probes use any name."""
-        if ANY in self._allowed_hosts:
+        if ANY in self._allowed_hosts or (endpoint and endpoint.any_host):
             return True
         server = scope.get("server")
-        if server is not None and server[1] is None:  # a Unix socket (ASGI specification, "server")
-            return True
-        return route_path(scope) in PUBLIC_ROUTES
+        return server is not None and server[1] is None  # a Unix socket (ASGI specification, "server")
 
     def _is_host_allowed(self, host: str) -> bool:
         match = _HOST.fullmatch(host.lower())
@@ -119,22 +103,22 @@ class CrossOriginMiddleware:
         return authority.removesuffix(port) == host.lower().removesuffix(port)
 
 
-def normalize_allowed_host(host: str) -> str:
-    """Return a host name for `CrossOriginMiddleware` in lowercase.
-
-    Raises:
-        ConfigError: it is not a host name, `*.domain` or `*`; for example, it contains a port.
-    """
-    name = host.lower().removesuffix(".")
-    if name != ANY and not is_host_name(name.removeprefix("*.")):
-        raise ConfigError(
-            f"--allowed-hosts must list host names without scheme and port, such as vision.example.com, got {host!r}."
-        )
-    return name
+def _foreign_host(host: str) -> ApiError:
+    return ApiError(
+        403,
+        f"The host name {host!r} is not allowed on a server without API keys. Use the server's IP address, or start"
+        " the server with this name in `--allowed-hosts`.",
+        code="host_not_allowed",
+    )
 
 
-def is_host_name(text: str) -> bool:
-    return _HOST_NAME.fullmatch(text) is not None
+def _foreign_origin(origin: str) -> ApiError:
+    return ApiError(
+        403,
+        f"Web pages of the origin {origin!r} are not allowed to send requests to a server without API keys. Start the"
+        " server with this origin in `--allowed-origins`.",
+        code="origin_not_allowed",
+    )
 
 
 def _is_address(name: str) -> bool:
@@ -146,7 +130,6 @@ def _is_address(name: str) -> bool:
 
 
 def _header(scope: Scope, name: bytes) -> str:
-    """Return the value of a header; empty if it is missing or repeated."""
     values = _headers(scope, name)
     return values[0] if len(values) == 1 else ""
 

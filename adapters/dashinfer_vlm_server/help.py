@@ -71,7 +71,6 @@ class Option(FileOption):
             raise click.BadParameter(f"{error.message} {self._fix_hint(str(value))}", ctx, self) from error
 
     def _fix_hint(self, value: str) -> str:
-        """Describe how to fix an invalid value from the environment."""
         if value.startswith("tcp://"):
             cause = f"Kubernetes sets {self.envvar} for a Service of that name"
             return f"{cause}. Add `enableServiceLinks: false` to the pod's spec, or set {self.opts[0]}."
@@ -133,7 +132,6 @@ class SectionedCommand(EngineCommand):
 
 
 def _section(parameter: click.Parameter, previous: str) -> str:
-    """Return the title under which an option is listed: its own, or that of the preceding option."""
     if isinstance(parameter, Option):
         return parameter.section
     if isinstance(parameter, EngineOption) and parameter.plugin:

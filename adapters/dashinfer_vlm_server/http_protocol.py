@@ -8,12 +8,11 @@ import http
 import json
 import re
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
-
-from .lingering import LingeringTransport
 
 HEAD_SECONDS = 20.0
 """Maximum time to receive the head of a request (request line and headers), from the connection or its first byte."""
@@ -88,6 +87,58 @@ def _is_ambiguous(request: h11.Request, received: bytes) -> bool:
         return False
     lengths = _LENGTHS.findall(received, 0, end)
     return len(lengths) > 1 or any(b"," in length for length in lengths)
+
+
+class LingeringTransport(asyncio.Transport):
+    """A transport whose `close` only ends the response while the client is still sending: nginx's lingering close.
+
+    Closing a socket that has unread data resets the connection, and the client can lose the response (RFC 9112, section
+    9.6). The protocol has to discard what arrives after that, and to call `abort`.
+
+    Args:
+        transport: the connection.
+        is_receiving: returns whether the client may still be sending.
+        on_linger: called when `close` left the connection open.
+    """
+
+    def __init__(
+        self, transport: asyncio.Transport, *, is_receiving: Callable[[], bool], on_linger: Callable[[], None]
+    ) -> None:
+        super().__init__()
+        self._transport = transport
+        self._is_receiving = is_receiving
+        self._on_linger = on_linger
+        self._lingering = False
+
+    def close(self) -> None:
+        if self.is_closing():
+            return
+        if not self._is_receiving():
+            self._transport.close()
+            return
+        self._lingering = True
+        if self._transport.can_write_eof():  # not with TLS
+            self._transport.write_eof()
+        self._transport.resume_reading()
+        self._on_linger()
+
+    def is_closing(self) -> bool:
+        return self._lingering or self._transport.is_closing()
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
+        self._transport.write(data)
+
+    def pause_reading(self) -> None:
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._transport.resume_reading()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._transport.get_extra_info(name, default)
 
 
 class TimeoutH11Protocol(H11Protocol):
@@ -167,7 +218,6 @@ class TimeoutH11Protocol(H11Protocol):
         self._reject(400, "The request is not valid HTTP/1.1, or its headers are too large.", "invalid_http")
 
     def _is_receiving(self) -> bool:
-        """Whether the client may be sending a body, or what is not a body, and can read a response."""
         return self.conn.their_state in (h11.SEND_BODY, h11.ERROR) and self.conn.our_state is not h11.ERROR
 
     def _start_discarding(self) -> None:

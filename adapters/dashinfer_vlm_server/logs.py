@@ -30,8 +30,8 @@ class TextFormatter(logging.Formatter):
     """Text lines that end with the request ID, if there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
-        line, request = super().format(record), REQUEST_ID.get()
-        return f"{line} [{request}]" if request else line
+        request = REQUEST_ID.get()
+        return super().format(record) + (f" [{request}]" if request else "")
 
 
 class JsonFormatter(logging.Formatter):

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Protocol, get_args, runtime_checkable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from dashinfer_vlm_core.embedding_store.client import EmbeddingStoreStats
     from dashinfer_vlm_core.engine import ChatEngine, EngineStats
 
-PREFIX = "dashinfer_vlm_"
+NAMESPACE = "dashinfer_vlm"
+PREFIX = f"{NAMESPACE}_"
 
 HTTP_METRICS = frozenset({f"{PREFIX}requests", f"{PREFIX}rate_limited_requests", f"{PREFIX}requests_in_flight"})
 """The metrics of the application itself, which its engine does not have."""
@@ -36,73 +38,53 @@ TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 
 
-@runtime_checkable
-class ObservableEngine(Protocol):
-    """An engine in this process, which provides statistics and accepts observers; a remote engine does not."""
-
-    def stats(self) -> EngineStats | None: ...
-
-    def add_observer(self, observer: RequestObserver) -> None: ...
-
-
-@runtime_checkable
-class ReplicatedEngine(Protocol):
-    """An engine that consists of replicas in other processes, which measure themselves."""
-
-    def replica_metrics(self) -> Mapping[str, Iterable[Metric]]:
-        """Return the last known metrics of each replica by its name."""
-        ...
-
-
 class Metrics(RequestObserver):
     """The metrics of one application, in a separate registry.
 
     Args:
         engine: the observed engine; its statistics are read on every scrape.
+        replica_metrics: returns the last known metrics of other processes of the engine by their name.
     """
 
-    def __init__(self, engine: ChatEngine) -> None:
-        self._engine = engine
+    def __init__(
+        self, engine: ChatEngine, replica_metrics: Callable[[], Mapping[str, Iterable[Metric]]] = dict
+    ) -> None:
+        self._replica_metrics = replica_metrics
         self._registry = CollectorRegistry()
-        self._requests = self._counter("requests", "Requests by route and outcome.", ["route", "outcome"])
-        self._rate_limited = self._counter(
+        counter = partial(Counter, namespace=NAMESPACE, registry=self._registry)
+        histogram = partial(Histogram, namespace=NAMESPACE, registry=self._registry)
+        self._requests = counter("requests", "Requests by route and outcome.", ["route", "outcome"])
+        self._rate_limited = counter(
             "rate_limited_requests", "Requests rejected by a limit of their API key.", ["reason"]
         )
         for reason in get_args(RejectionReason):
             self._rate_limited.labels(reason)
         self.in_flight: Gauge = Gauge(
-            f"{PREFIX}requests_in_flight", "HTTP requests being processed.", registry=self._registry
+            "requests_in_flight", "HTTP requests being processed.", namespace=NAMESPACE, registry=self._registry
         )
-        self._time_to_first_token = self._histogram(
-            "time_to_first_token_seconds", "Time from a request to its first token.", SECONDS
+        self._time_to_first_token = histogram(
+            "time_to_first_token_seconds", "Time from a request to its first token.", buckets=SECONDS
         )
-        self._inter_token_latency = self._histogram(
-            "inter_token_latency_seconds", "Time between two tokens of a completion.", TOKEN_SECONDS
+        self._inter_token_latency = histogram(
+            "inter_token_latency_seconds", "Time between two tokens of a completion.", buckets=TOKEN_SECONDS
         )
-        self._e2e_latency = self._histogram(
-            "e2e_request_latency_seconds", "Time from a request to the end of its response.", SECONDS
+        self._e2e_latency = histogram(
+            "e2e_request_latency_seconds", "Time from a request to the end of its response.", buckets=SECONDS
         )
-        self._stages = Histogram(
-            f"{PREFIX}stage_seconds",
-            "Time in each stage of a request.",
-            ["stage"],
-            buckets=SECONDS,
-            registry=self._registry,
+        self._stages = histogram("stage_seconds", "Time in each stage of a request.", ["stage"], buckets=SECONDS)
+        self._request_prompt_tokens = histogram(
+            "request_prompt_tokens", "Prompt tokens per successful request.", buckets=TOKENS
         )
-        self._request_prompt_tokens = self._histogram(
-            "request_prompt_tokens", "Prompt tokens per successful request.", TOKENS
+        self._request_generation_tokens = histogram(
+            "request_generation_tokens", "Generated tokens per successful request.", buckets=TOKENS
         )
-        self._request_generation_tokens = self._histogram(
-            "request_generation_tokens", "Generated tokens per successful request.", TOKENS
-        )
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of successful requests.", [])
-        self._generation_tokens = self._counter("generation_tokens", "Generated tokens of successful requests.", [])
-        self._cached_tokens = self._counter("cached_prompt_tokens", "Prompt tokens reused from the prefix cache.", [])
-        self._visual_tokens = self._counter("visual_tokens", "Prompt tokens of images and videos.", ["kind"])
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of successful requests.")
+        self._generation_tokens = counter("generation_tokens", "Generated tokens of successful requests.")
+        self._cached_tokens = counter("cached_prompt_tokens", "Prompt tokens reused from the prefix cache.")
+        self._visual_tokens = counter("visual_tokens", "Prompt tokens of images and videos.", ["kind"])
         self._registry.register(_EngineCollector(engine))
         ProcessCollector(registry=self._registry)
-        if isinstance(engine, ObservableEngine):
-            engine.add_observer(self)
+        engine.add_observer(self)
 
     def count_request(self, route: str, outcome: str) -> None:
         """Count a request that has ended."""
@@ -115,9 +97,18 @@ class Metrics(RequestObserver):
     def text(self, accept: str) -> tuple[bytes, str]:
         """Return all metrics in a format that the Accept header lists, and its content type."""
         encode, content_type = choose_encoder(accept)
-        if isinstance(self._engine, ReplicatedEngine):
-            return encode(_ReplicaCollector(self._registry, self._engine)), content_type
-        return encode(self._registry), content_type
+        return encode(self), content_type
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the metrics, and those of replicas with the label `replica`; called by the encoder."""
+        metrics = {metric.name: metric for metric in self._registry.collect()}
+        for replica, collected in self._replica_metrics().items():
+            for source in collected:
+                empty = Metric(source.name, source.documentation, source.type, source.unit)
+                metrics.setdefault(source.name, empty).samples += [
+                    sample._replace(labels={**sample.labels, "replica": replica}) for sample in source.samples
+                ]
+        return metrics.values()
 
     def collect_for_engine(self) -> list[Metric]:
         """Return the metrics of the engine and its process, without those of HTTP requests."""
@@ -150,32 +141,6 @@ class Metrics(RequestObserver):
             self._visual_tokens.labels("image").inc(getattr(details, "image_tokens", 0))
             self._visual_tokens.labels("video").inc(getattr(details, "video_tokens", 0))
 
-    def _counter(self, name: str, text: str, labels: list[str]) -> Counter:
-        return Counter(PREFIX + name, text, labels, registry=self._registry)
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(PREFIX + name, text, buckets=buckets, registry=self._registry)
-
-
-class _ReplicaCollector(Collector):
-    """The metrics of the application, and those of its replicas with the label `replica`."""
-
-    def __init__(self, registry: CollectorRegistry, engine: ReplicatedEngine) -> None:
-        self._registry = registry
-        self._engine = engine
-
-    def collect(self) -> Iterable[Metric]:
-        metrics = {metric.name: metric for metric in self._registry.collect()}
-        for replica, collected in self._engine.replica_metrics().items():
-            for source in collected:
-                target = metrics.setdefault(
-                    source.name, Metric(source.name, source.documentation, source.type, source.unit)
-                )
-                target.samples += [
-                    sample._replace(labels={**sample.labels, "replica": replica}) for sample in source.samples
-                ]
-        return metrics.values()
-
 
 class _EngineCollector(Collector):
     """Statistics of the engine, read on every scrape."""
@@ -183,19 +148,11 @@ class _EngineCollector(Collector):
     def __init__(self, engine: ChatEngine) -> None:
         self._engine = engine
 
-    def describe(self) -> list[Metric]:
-        """Return nothing: the engine may not have started at registration."""
-        return []
-
     def collect(self) -> Iterator[Metric]:
-        if not isinstance(self._engine, ObservableEngine):
-            return  # a remote engine's status would take a request
         status = self._engine.status()
-        labels = [__version__, status.model, status.decoder]
-        info = GaugeMetricFamily(
-            f"{PREFIX}info", "Version, model and decoder; always 1.", labels=["version", "model", "decoder"]
-        )
-        info.add_metric(labels, 1)
+        labels = {"version": __version__, "model": status.model, "decoder": status.decoder}
+        info = GaugeMetricFamily(f"{PREFIX}info", "Version, model and decoder; always 1.", labels=list(labels))
+        info.add_metric(list(labels.values()), 1)
         yield info
         yield _gauge("ready", "1 if requests can be served, otherwise 0.", status.state == "ready")
         if stats := self._engine.stats():
@@ -205,8 +162,9 @@ class _EngineCollector(Collector):
 
 
 def _requests(stats: EngineStats) -> Iterator[Metric]:
-    active, limit = stats.active_requests, stats.max_active_requests
+    active = stats.active_requests
     yield _gauge("active_requests", "Completions that run or wait; a request with n=2 counts twice.", active)
+    limit = stats.max_active_requests
     yield _gauge("max_active_requests", "Maximum number of completions that run or wait; more are rejected.", limit)
     yield _count("decoder_restarts", "Decoder restarts.", stats.restarts)
     yield _count("media_fetches", "Images and videos fetched.", stats.fetches.fetched)
@@ -216,12 +174,8 @@ def _requests(stats: EngineStats) -> Iterator[Metric]:
     yield _gauge("media_workers_busy", "Media workers that process an image or video.", workers.busy)
     yield _gauge("media_waiting", "Images and videos that wait for a media worker.", workers.waiting)
     yield _count("media_workers_started", "Media workers started.", workers.started)
-    ended = CounterMetricFamily(
-        f"{PREFIX}media_workers_ended", "Media workers that were killed or crashed.", labels=["reason"]
-    )
-    for reason in ("timed_out", "crashed", "canceled"):
-        ended.add_metric([reason], getattr(workers, reason))
-    yield ended
+    reasons = {"timed_out": workers.timed_out, "crashed": workers.crashed, "canceled": workers.canceled}
+    yield _counts("media_workers_ended", "Media workers that were killed or crashed.", "reason", reasons)
 
 
 def _vision(stats: EngineStats) -> Iterator[Metric]:
@@ -242,25 +196,17 @@ def _vision(stats: EngineStats) -> Iterator[Metric]:
 
 
 def _embedding_store(store: EmbeddingStoreStats) -> Iterator[Metric]:
-    lookups = CounterMetricFamily(
-        f"{PREFIX}embedding_store_lookups", "Images and videos looked up in the embedding store.", labels=["result"]
-    )
-    for result, count in (
-        ("hit", store.hits),
-        ("miss", store.misses),
-        ("timeout", store.timeouts),
-        ("error", store.errors),
-        ("invalid", store.invalid),
-        ("skipped", store.skipped),
-    ):
-        lookups.add_metric([result], count)
-    yield lookups
-    writes = CounterMetricFamily(
-        f"{PREFIX}embedding_store_writes", "Images and videos written to the embedding store.", labels=["result"]
-    )
-    for result, count in (("success", store.writes), ("error", store.write_errors), ("dropped", store.dropped)):
-        writes.add_metric([result], count)
-    yield writes
+    lookups = {
+        "hit": store.hits,
+        "miss": store.misses,
+        "timeout": store.timeouts,
+        "error": store.errors,
+        "invalid": store.invalid,
+        "skipped": store.skipped,
+    }
+    yield _counts("embedding_store_lookups", "Images and videos looked up in the embedding store.", "result", lookups)
+    writes = {"success": store.writes, "error": store.write_errors, "dropped": store.dropped}
+    yield _counts("embedding_store_writes", "Images and videos written to the embedding store.", "result", writes)
     yield _gauge("embedding_store_pending_bytes", "Memory of embeddings that wait to be written.", store.pending_bytes)
     yield _gauge("embedding_store_available", "1 unless lookups pause after failures.", store.available)
 
@@ -296,6 +242,12 @@ def _count(name: str, text: str, value: float) -> Metric:
     return CounterMetricFamily(PREFIX + name, text, value=value)
 
 
+def _counts(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    counts = CounterMetricFamily(PREFIX + name, text, labels=[label])
+    for key, value in values.items():
+        counts.add_metric([key], value)
+    return counts
+
+
 def _summary(name: str, text: str, count: int, total: float) -> Metric:
-    """Return a summary with a sum and a count, whose rates give the mean."""
     return SummaryMetricFamily(PREFIX + name, text, count_value=count, sum_value=total)

@@ -18,11 +18,10 @@ from dashinfer_vlm_core.errors import extra_required
 from dashinfer_vlm_core.hooks import hookimpl
 
 from .api_keys import KEY_VARIABLE, KEYS_VARIABLE
-from .cross_origin import is_host_name
 from .help import Option, SectionedCommand, from_options, options_of
 from .logs import LogFormat, set_format
 from .settings import ApplicationOptions, KeyOptions, ProcessOptions, Settings
-from .sockets import Address
+from .sockets import Address, is_host_name
 
 if TYPE_CHECKING:
     from .tracing import Tracer

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import AsyncGenerator, Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -19,9 +19,6 @@ from starlette.exceptions import HTTPException
 from dashinfer_vlm_core.engine.observers import RequestObserver
 
 if TYPE_CHECKING:
-    from openai.types import CompletionUsage
-    from openai.types.chat import ChatCompletionChunk
-
     from .api_keys import ApiKey
 
 Clock = Callable[[], float]
@@ -64,17 +61,12 @@ class TokenBucket:
         self._updated_at = now
 
 
+@dataclass(slots=True, eq=False)
 class _KeyState:
-    """What one key uses now.
+    """What one key uses now: its tokens of the last minute, and the number of its running requests."""
 
-    Attributes:
-        running: number of running requests.
-        tokens: the tokens of the last minute.
-    """
-
-    def __init__(self, clock: Clock) -> None:
-        self.running = 0
-        self.tokens = TokenBucket(clock)
+    tokens: TokenBucket
+    running: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -90,9 +82,6 @@ class TokenMeter:
     limiter: KeyLimiter
     bucket: TokenBucket
     limit: int
-
-    def add(self, num_tokens: int) -> None:
-        self.bucket.add(num_tokens, self.limit)
 
     def headers(self) -> dict[str, str]:
         """Return OpenAI's response headers about tokens per minute.
@@ -112,25 +101,6 @@ RATE_LIMIT_HEADERS = ("x-ratelimit-limit-tokens", "x-ratelimit-remaining-tokens"
 _current_meter: ContextVar[TokenMeter | None] = ContextVar("dashinfer_vlm_token_meter", default=None)
 
 
-class AdmittedRequest:
-    """A running request of a key, until `release`.
-
-    Attributes:
-        meter: counts its tokens; None if its key has no limit on tokens.
-    """
-
-    def __init__(self, state: _KeyState, meter: TokenMeter | None) -> None:
-        self._state = state
-        self.meter = meter
-        self._token = _current_meter.set(meter)
-        state.running += 1
-
-    def release(self) -> None:
-        """End the request; called once, in the context in which it was admitted."""
-        self._state.running -= 1
-        _current_meter.reset(self._token)
-
-
 class KeyLimiter(RequestObserver):
     """Applies the limits of API keys. Except for counting tokens, it belongs to the server's event loop.
 
@@ -144,8 +114,9 @@ class KeyLimiter(RequestObserver):
         self._on_rejection = on_rejection
         self._states: dict[str, _KeyState] = {}
 
-    def admit(self, key: ApiKey, *, generates: bool) -> AdmittedRequest:
-        """Count a request of a key from now on.
+    @contextlib.contextmanager
+    def admit(self, key: ApiKey, *, generates: bool) -> Iterator[TokenMeter | None]:
+        """Count a request of a key while the context is active; yields what counts its tokens, if they are limited.
 
         Args:
             key: the key of the request.
@@ -154,17 +125,24 @@ class KeyLimiter(RequestObserver):
         Raises:
             HTTPException: 429, the key exceeds a limit.
         """
-        state = self._states.setdefault(key.id, _KeyState(self._clock))
-        limits, meter = key.limits, None
-        if limits.max_requests is not None and state.running >= limits.max_requests:
+        state = self._states.setdefault(key.id, _KeyState(TokenBucket(self._clock)))
+        limit = key.limits.max_requests
+        if limit is not None and state.running >= limit:
             self._on_rejection("max_requests")
-            raise _too_many_requests(limits.max_requests)
-        if generates and limits.tokens_per_minute is not None:
-            meter = TokenMeter(limiter=self, bucket=state.tokens, limit=limits.tokens_per_minute)
+            raise _too_many_requests(limit)
+        meter = None
+        if generates and key.limits.tokens_per_minute is not None:
+            meter = TokenMeter(limiter=self, bucket=state.tokens, limit=key.limits.tokens_per_minute)
             if seconds := _seconds_until_available(meter):
                 self._on_rejection("tokens_per_minute")
                 raise _too_many_tokens(meter, seconds)
-        return AdmittedRequest(state, meter)
+        token = _current_meter.set(meter)
+        state.running += 1
+        try:
+            yield meter
+        finally:
+            state.running -= 1
+            _current_meter.reset(token)
 
     def discard_except(self, ids: Collection[str]) -> None:
         """Discard what keys other than those with these ids have used."""
@@ -173,42 +151,15 @@ class KeyLimiter(RequestObserver):
     # RequestObserver: called on the engine's event loop, with the context variables of the request
 
     def prompt_built(self, num_tokens: int) -> None:
-        self._add(num_tokens)
-
-    def token_decoded(self) -> None:
-        self._add(1)
-
-    def _add(self, num_tokens: int) -> None:
         meter = _current_meter.get()
         if meter is not None and meter.limiter is self:
-            meter.add(num_tokens)
+            meter.bucket.add(num_tokens, meter.limit)
 
-
-def charge(usage: CompletionUsage | None) -> None:
-    """Count the tokens of a response, for engines that do not notify observers."""
-    meter = _current_meter.get()
-    if meter is not None and usage is not None:
-        meter.add(usage.total_tokens)
-
-
-async def count_usage(chunks: AsyncGenerator[ChatCompletionChunk, None]) -> AsyncGenerator[ChatCompletionChunk, None]:
-    """Yield the chunks of a stream and count its tokens, for engines that do not notify observers.
-
-    A chunk counts as one token until the usage is known, which only the last chunk contains, and only on request.
-    """
-    meter = _current_meter.get()
-    counted = 0
-    async with contextlib.aclosing(chunks):
-        async for chunk in chunks:
-            total = chunk.usage.total_tokens if chunk.usage else counted + 1
-            if meter is not None:
-                meter.add(total - counted)
-            counted = total
-            yield chunk
+    def token_decoded(self) -> None:
+        self.prompt_built(1)
 
 
 def _seconds_until_available(meter: TokenMeter) -> int:
-    """Return the number of whole seconds until at least one token is available; 0 if one is."""
     excess = meter.bucket.used(meter.limit) - (meter.limit - 1)
     return math.ceil(excess * MINUTE / meter.limit) if excess > _ROUNDING else 0
 
@@ -236,7 +187,6 @@ def _too_many_tokens(meter: TokenMeter, seconds: int) -> HTTPException:
 
 
 def _duration(seconds: float) -> str:
-    """Format a duration as OpenAI does: `20ms`, `1s`, `6m0s`."""
     if 0 < seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
     minutes, rest = divmod(math.ceil(seconds), 60)

@@ -12,7 +12,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from .json_body import parse_object
-from .large_json import parse_large_object
 
 if TYPE_CHECKING:
     from fastapi import Request
@@ -70,7 +69,7 @@ async def read_request(
 
 def _parse_large(body: bytearray, parse: Callable[[object], T]) -> T:
     """Parse a large body, and release its memory, which also takes milliseconds, in the same thread."""
-    value = parse_large_object(body)
+    value = parse_object(body)
     body.clear()
     return parse(value)
 
@@ -100,7 +99,8 @@ async def _read_body(request: Request, max_bytes: int, max_pause: float, memory:
     if declared.isdecimal() and int(declared) > max_bytes:
         raise _too_large(max_bytes)
     body = bytearray()
-    chunks, clock = request.stream(), asyncio.get_running_loop().time
+    chunks = request.stream()
+    clock = asyncio.get_running_loop().time
     deadline = clock() + max_pause
     with memory.receiving() as reserve:
         while (chunk := await _next_chunk(chunks, max_pause, deadline - clock())) is not None:
@@ -114,7 +114,6 @@ async def _read_body(request: Request, max_bytes: int, max_pause: float, memory:
 
 
 async def _next_chunk(chunks: AsyncGenerator[bytes, None], max_pause: float, time_left: float) -> bytes | None:
-    """Return the next chunk of a body; None at its end."""
     try:
         # `asyncio.wait_for` can lose a cancellation, see `deadline.py`.
         with anyio.fail_after(min(max_pause, time_left)):

@@ -18,10 +18,9 @@ from starlette.requests import ClientDisconnect
 from dashinfer_vlm_core.concurrency.memory import trim_memory
 
 from .body_memory import BodyMemory, BodyMemoryBudget
+from .endpoint import Endpoint, find_endpoint
 from .errors import CLIENT_CLOSED_REQUEST, error_response, status_for
-from .json_stream import SLICE_BYTES
 from .logs import REQUEST_ID
-from .routes import find_route
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -35,8 +34,9 @@ if TYPE_CHECKING:
 logger: logging.Logger = logging.getLogger(__name__)
 
 HEADER = "X-Request-Id"
-QUIET_ROUTES = frozenset({"/health", "/health/ready", "/metrics"})
-"""Routes that are polled every few seconds. Their requests are logged at level DEBUG."""
+
+SLICE_BYTES = 64 * 1024
+"""Size of a slice of a response, and of the write buffer from which on asyncio waits for the client."""
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"})
 """Methods that are logged by name; a client without a key can send any other text of 64 KiB."""
@@ -68,7 +68,7 @@ class RequestContext:
         method: its method; `other` if it is not one of HTTP's.
         body_memory: the memory of its body.
         status: the status of the response; 499 (the client disconnected) until there is one.
-        route: the pattern of the path; `other` if no route matches.
+        endpoint: the endpoint for its path, if there is one.
         client_name: the name of the API key; empty if it has none.
     """
 
@@ -76,9 +76,14 @@ class RequestContext:
     method: str
     body_memory: BodyMemory
     status: int = CLIENT_CLOSED_REQUEST
-    route: str = "other"
+    endpoint: Endpoint | None = None
     client_name: str = ""
     start: float = field(default_factory=time.monotonic)
+
+    @property
+    def route(self) -> str:
+        """The pattern of the path; `other` if there is no endpoint."""
+        return self.endpoint.path if self.endpoint else "other"
 
     @property
     def outcome(self) -> str:
@@ -95,19 +100,12 @@ def get_request_context(scope: Scope) -> RequestContext:
     return context
 
 
-def set_client_name(scope: Scope, name: str) -> None:
-    """Set the name of the client in the log, if the request has a context."""
-    if _SCOPE_KEY in scope:
-        get_request_context(scope).client_name = name
-
-
 class RequestContextMiddleware:
     """The outermost ASGI middleware: creates the `RequestContext`.
 
     Args:
         app: the wrapped application.
-        routes: the application's routes, by which requests that another middleware rejects are counted.
-        metrics, budget, tracer: the application's.
+        routes, metrics, budget, tracer: the application's.
     """
 
     def __init__(
@@ -130,7 +128,10 @@ class RequestContextMiddleware:
             await self._app(scope, receive, send)
             return
         context = scope[_SCOPE_KEY] = RequestContext(
-            id=_request_id(scope), method=_method(scope), body_memory=BodyMemory(self._budget)
+            id=_request_id(scope),
+            method=scope["method"] if scope["method"] in METHODS else "other",
+            body_memory=BodyMemory(self._budget),
+            endpoint=find_endpoint(self._routes, scope),
         )
         token = REQUEST_ID.set(context.id)
         try:
@@ -141,7 +142,7 @@ class RequestContextMiddleware:
             context.body_memory.release()
             if is_large:
                 asyncio.get_running_loop().run_in_executor(None, trim_memory)
-            self._record(context, scope)
+            self._record(context)
             REQUEST_ID.reset(token)
 
     def _span(self, scope: Scope, context: RequestContext) -> AbstractContextManager[None]:
@@ -167,13 +168,8 @@ class RequestContextMiddleware:
                 raise  # closes the connection, the only way to signal that the response is incomplete
             logger.exception("Request failed.")
             await error_response(error)(scope, receive, send_with_id)
-        finally:
-            context.route = self._route(scope)
 
-    def _route(self, scope: Scope) -> str:
-        return getattr(scope.get("route") or find_route(self._routes, scope), "path", "other")
-
-    def _record(self, context: RequestContext, scope: Scope) -> None:
+    def _record(self, context: RequestContext) -> None:
         self._metrics.count_request(context.route, context.outcome)
         fields: dict[str, Any] = {
             "method": context.method,
@@ -184,12 +180,12 @@ class RequestContextMiddleware:
         }
         if context.client_name:
             fields["client"] = context.client_name
-        level = logging.DEBUG if context.route in QUIET_ROUTES and context.status != 401 else logging.INFO
+        is_quiet = context.endpoint is not None and context.endpoint.quiet and context.status != 401
+        level = logging.DEBUG if is_quiet else logging.INFO
         logger.log(level, "%s", " ".join(map(str, fields.values())), extra={"fields": fields})
 
 
 def _slices(message: Message) -> Iterator[Message]:
-    """Split the body of a message: the server waits for the client between messages."""
     body = message.get("body", b"")
     if len(body) <= SLICE_BYTES:
         yield message
@@ -199,11 +195,6 @@ def _slices(message: Message) -> Iterator[Message]:
         yield {**message, "body": body[start:end], "more_body": message.get("more_body", False) or end < len(body)}
 
 
-def _method(scope: Scope) -> str:
-    return scope["method"] if scope["method"] in METHODS else "other"
-
-
 def _request_id(scope: Scope) -> str:
-    """Return the ID that the client sent, if it is safe in any log; otherwise a new one."""
     value = next((value for name, value in scope["headers"] if name == HEADER.lower().encode()), b"")
     return value.decode() if _VALID_ID.fullmatch(value) else f"req-{uuid.uuid4().hex}"

@@ -79,7 +79,8 @@ def run(
         SetupError: the model cannot be loaded.
     """
     _on_signal(exit_immediately)
-    drain_state, engine = DrainState(), Engine(config)
+    drain_state = DrainState()
+    engine = Engine(config)
     with open_listener(address) as listener:
         detect_lost_peers(listener)
         application = create_app(engine, settings, tracer=tracer, drain_state=drain_state)
@@ -181,7 +182,8 @@ class Server(uvicorn.Server):
         """Reject new requests, wait for running ones, and terminate those that exceed the grace period."""
         self._drain_state.draining = True
         if self.signal is not None:
-            running, name = len(self.server_state.tasks), signal.Signals(self.signal).name
+            name = signal.Signals(self.signal).name
+            running = len(self.server_state.tasks)
             logger.info("%s: waiting for %d running requests, up to %g seconds.", name, running, self._grace)
         if self._loading is not None:
             self._loading.cancel()
@@ -212,8 +214,10 @@ class Server(uvicorn.Server):
         self.should_exit: bool = True
 
     async def _load(self) -> None:
+        # Neither the event loop nor an exit while the model is loaded waits for a thread of this executor.
+        executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="dashinfer-vlm-load")
         try:
-            await _run_in_daemon_thread(self._engine.start)
+            await asyncio.get_running_loop().run_in_executor(executor, self._engine.start)
         except Exception as error:  # noqa: BLE001 - `run` raises it
             self.error = error
             self.should_exit = True
@@ -266,27 +270,10 @@ def _finish(engine: Engine, server: Server) -> int:
 
 
 def _close(engine: Engine) -> None:
-    """Close the engine. A hung step is logged, but does not prevent the exit."""
     try:
         engine.close()
     except DecoderFailed as error:
         logger.error("%s", error.message)  # noqa: TRY400 - the message is for the operator
-
-
-async def _run_in_daemon_thread(work: Callable[[], object]) -> None:
-    """Run blocking work in a thread that does not delay an exit."""
-    done: concurrent.futures.Future[None] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - raised by the caller that awaits the future
-            done.set_exception(error)
-        else:
-            done.set_result(None)
-
-    threading.Thread(target=run, name="dashinfer-vlm-load", daemon=True).start()
-    await asyncio.shield(asyncio.wrap_future(done))
 
 
 def _ready(url: str, address: Address, settings: Settings, engine: Engine) -> None:
@@ -308,7 +295,6 @@ def _announce(url: str, address: Address, settings: Settings, engine: Engine) ->
 
 
 def _curl(url: str, *, keyed: bool) -> str:
-    """Return a curl command with a sample request, which reads the API key from the environment."""
     key = f'-H "Authorization: Bearer ${KEY_VARIABLE}" ' if keyed else ""
     return f"curl {url}/chat/completions {key}-H 'Content-Type: application/json' -d '{SAMPLE_REQUEST}'"
 

@@ -1,9 +1,10 @@
-"""The socket of the server: a TCP address or a Unix socket, with or without TLS."""
+"""The socket of the server: a TCP address or a Unix socket, with or without TLS; and the names of its host."""
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import socket
 import stat
 from collections.abc import Iterator
@@ -18,7 +19,12 @@ from dashinfer_vlm_core.errors import ConfigError
 
 from .help import OPTIONS
 
+ANY = "*"
+"""In a list of allowed hosts or origins: all of them."""
+
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+
+_HOST_NAME = re.compile(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?", re.IGNORECASE)
 
 
 @dataclass(config=OPTIONS, frozen=True, kw_only=True, slots=True)
@@ -128,3 +134,21 @@ def _remove_stale_socket(path: Path) -> None:
     if in_use:
         raise ConfigError(f"Cannot listen on {path}: the file exists and is in use. Choose another --uds.")
     path.unlink()
+
+
+def normalize_allowed_host(host: str) -> str:
+    """Return a host name for `CrossOriginMiddleware` in lowercase.
+
+    Raises:
+        ConfigError: it is not a host name, `*.domain` or `*`; for example, it contains a port.
+    """
+    name = host.lower().removesuffix(".")
+    if name != ANY and not is_host_name(name.removeprefix("*.")):
+        raise ConfigError(
+            f"--allowed-hosts must list host names without scheme and port, such as vision.example.com, got {host!r}."
+        )
+    return name
+
+
+def is_host_name(text: str) -> bool:
+    return _HOST_NAME.fullmatch(text) is not None

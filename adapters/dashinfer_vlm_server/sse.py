@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -13,15 +12,11 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import AsyncContentStream
 
 from dashinfer_vlm_core.errors import DashInferVLMError
-from dashinfer_vlm_core.response.response_events import event_to_json
 
-from .errors import error_body
 from .request_body import cancel_on_disconnect
 from .request_context import RequestContext, get_request_context
 
 if TYPE_CHECKING:
-    from openai.types.chat import ChatCompletionChunk
-    from openai.types.responses import ResponseStreamEvent
     from starlette.types import Receive, Scope, Send
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -87,22 +82,8 @@ class EventStream(StreamingResponse, Generic[T]):
             yield DONE
 
 
-def chat_event(chunk: ChatCompletionChunk) -> str:
-    """Format a chunk of a chat completion."""
-    return _event(chunk.model_dump_json(exclude_unset=True))
-
-
-def chat_error_event(error: Exception) -> str:
-    """Format an error in the stream of a chat completion."""
-    return _event(json.dumps(error_body(error)))
-
-
-def response_event(event: ResponseStreamEvent) -> str:
-    """Format an event of the Responses API, whose type is also the event's name."""
-    return f"event: {event.type}\n{_event(event_to_json(event))}"
-
-
-def _event(data: str) -> str:
+def format_event(data: str) -> str:
+    """Format JSON text as an event."""
     if not data.isascii():
         data = data.translate(_LINE_BREAKS)
     return f"data: {data}\n\n"

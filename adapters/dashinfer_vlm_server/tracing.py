@@ -31,7 +31,9 @@ class ServedRequest(Protocol):
     id: str
     method: str
     status: int
-    route: str
+
+    @property
+    def route(self) -> str: ...
 
     @property
     def outcome(self) -> str: ...

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from ..concurrency.loop import LoopThread, engine_closed
 from ..config import EngineConfig
 from ..decoders import GUIDED_DECODING, DecoderStats
-from ..errors import DecoderFailed, EngineClosed
+from ..errors import DecoderFailed, EngineClosed, UnsupportedParameter
 from ..media.fetch import FetchStats
 from ..media_workers import MediaWorkerStats
 from ..plugins import Registry, load_plugins
@@ -42,7 +42,10 @@ State = Literal["closed", "loading", "ready", "restarting", "failed"]
 
 
 class ChatEngine(Protocol):
-    """What adapters require from an engine, in this process or remote."""
+    """What adapters require from an engine, in this process or remote.
+
+    A subclass inherits that it has no tokenizer, shows no media, has no statistics and notifies no observers.
+    """
 
     def chat(self, request: Request) -> ChatCompletion: ...
 
@@ -54,8 +57,42 @@ class ChatEngine(Protocol):
 
     def status(self) -> EngineStatus: ...
 
+    async def atokenize(self, request: Request) -> list[int]:
+        """Return the token ids of a request's prompt."""
+        raise _unsupported("tokenize")
 
-class LoopEngine(ABC):
+    async def aencode(self, text: str) -> list[int]:
+        """Return the token ids of a text."""
+        raise _unsupported("tokenize")
+
+    async def adecode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids."""
+        raise _unsupported("detokenize")
+
+    async def aconvert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
+        """Return the tokens as written in the vocabulary."""
+        raise _unsupported("return the tokens' strings")
+
+    async def apreview(self, request: Request) -> Preview:
+        """Return the media as the model would see them."""
+        raise _unsupported("preview media")
+
+    def stats(self) -> EngineStats | None:
+        """Return the counters of the engine in this process, if there is one."""
+        return None
+
+    def add_observer(self, observer: RequestObserver) -> None:
+        """Notify `observer` of requests from now on."""
+
+
+def _unsupported(work: str) -> UnsupportedParameter:
+    return UnsupportedParameter(
+        f"This engine forwards requests to another server and cannot {work}. Send the request to that server.",
+        code="not_supported",
+    )
+
+
+class LoopEngine(ChatEngine, ABC):
     """Serves requests on an event loop in its own thread, for callers in any thread and any event loop."""
 
     @property

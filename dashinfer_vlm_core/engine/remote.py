@@ -31,6 +31,7 @@ from ..errors import (
 from ..protocol import DEFAULT_MODEL, ChatRequest
 from ..protocol.client import current_client
 from .engine import EngineStatus, LoopEngine, Request
+from .observers import ObserverList, RequestObserver
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -75,7 +76,7 @@ class RemoteEngine(LoopEngine):
 
     Requests are sent unchanged, except for `cache_salt`, which the client's cache namespace is joined with. The server
     validates them. There are no retries. Canceling a caller or closing a stream closes the connection, which cancels
-    the request on the server.
+    the request on the server. Observers are notified of built prompts and decoded tokens only.
 
     Args:
         api_base: the URL up to and including `/v1`, such as `http://127.0.0.1:8000/v1`.
@@ -101,6 +102,7 @@ class RemoteEngine(LoopEngine):
         )
         self._client.organization = self._client.project = None  # set from the environment too
         self._loop_thread = LoopThread("dashinfer-vlm-remote")
+        self._observers = ObserverList()
         self._closed = False
 
     @property
@@ -112,7 +114,9 @@ class RemoteEngine(LoopEngine):
 
         The server must have `/tokenize`, in vLLM's format. Raises the same errors as `chat`.
         """
-        return await self._loop.acall(self._tokenize(self._body(request, stream=False)))
+        body = self._body(request, stream=False)
+        body.pop("stream_options", None)  # of a request whose response is streamed
+        return await self._loop.acall(self._tokenize(body))
 
     async def aencode(self, text: str) -> list[int]:
         """Return the token ids of a text, in which special tokens are recognized.
@@ -121,6 +125,10 @@ class RemoteEngine(LoopEngine):
         """
         body = {"prompt": text, "model": self.model} if self.model else {"prompt": text}
         return await self._loop.acall(self._tokenize(body))
+
+    def add_observer(self, observer: RequestObserver) -> None:
+        """Notify `observer` of the prompts and tokens of requests from now on."""
+        self._observers.add(observer)
 
     def status(self) -> EngineStatus:
         """Return the status that the server reports; `failed`, with the reason, if it does not respond."""
@@ -147,10 +155,15 @@ class RemoteEngine(LoopEngine):
             )
             if not isinstance(completion, ChatCompletion) or not completion.choices:
                 raise _not_compatible()
+            if completion.usage:
+                self._observers.prompt_built(completion.usage.prompt_tokens)
+                for _ in range(completion.usage.completion_tokens):
+                    self._observers.token_decoded()
             return completion
 
     async def _stream(self, request: Request) -> AsyncGenerator[ChatCompletionChunk, None]:
         finished = False
+        counted = 0
         with _translate_errors():
             chunks = await self._client.post(
                 "/chat/completions",
@@ -162,6 +175,12 @@ class RemoteEngine(LoopEngine):
             async with chunks:
                 async for chunk in chunks:
                     finished = finished or any(choice.finish_reason for choice in chunk.choices)
+                    # A chunk counts as one token until the usage is known, which is sent last, and only on request.
+                    if chunk.usage:
+                        self._observers.prompt_built(chunk.usage.total_tokens - counted)
+                    else:
+                        counted += 1
+                        self._observers.token_decoded()
                     yield chunk
             if not finished:
                 raise EngineError("The server ended the stream before the response was complete. Try again.")

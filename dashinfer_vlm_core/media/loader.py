@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from itertools import chain
@@ -18,7 +18,7 @@ from ..protocol.client import current_client
 from .fetch import ByteBudget, Fetcher, FetchStats
 from .frame_sampling import VideoSamplingPolicy
 from .local_files import LocalSource, read
-from .source import InlineSource, Source, decode, key, locate
+from .source import InlineSource, Source, decode, locate
 from .types import VideoReader
 from .url_policy import Resolver
 from .video import available_readers, check_frames, frame_path
@@ -141,7 +141,7 @@ class MediaLoader:
     def _locate(self, parts: Sequence[MediaPart]) -> list[list[Source]]:
         """Return the sources of each part: one, or one per frame of a list, or none for a Python object.
 
-        Equal sources are returned as one object: texts of many megabytes are compared only here, in a thread.
+        Equal sources are returned as one object: texts of many megabytes are hashed only here, in a thread.
         """
         if any(part.kind == "video" and isinstance(part.url, str) for part in parts):
             available_readers(self._readers)
@@ -193,10 +193,9 @@ def _sources(part: MediaPart, config: EngineConfig, policy: VideoSamplingPolicy)
 
 
 def _share_equal(sources: list[list[Source]]) -> list[list[Source]]:
-    if sum(map(len, sources)) < 2:
-        return sources
-    known: dict[Hashable, Source] = {}
-    return [[known.setdefault(key(source), source) for source in group] for group in sources]
+    """Replace equal sources by the first of them."""
+    known: dict[Source, Source] = {}
+    return [[known.setdefault(source, source) for source in group] for group in sources]
 
 
 async def _check_bytes(frames: Iterable[Awaitable[bytes]], part: MediaPart, config: EngineConfig) -> None:

@@ -6,7 +6,6 @@ import base64
 import binascii
 import io
 import re
-from collections.abc import Generator, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -14,35 +13,27 @@ import httpx
 
 from ..config import EngineConfig
 from ..errors import MediaRefused, MediaTooLarge, MediaUndecodable
-from ..protocol.text_slices import (
-    SLICE,
-    count_occurrences,
-    digest_text,
-    end_without_spaces,
-    find_character,
-    split_into_slices,
-)
 from .local_files import LocalSource, find_file
 from .types import Kind
 from .url_policy import check_url
 
-MAX_KEY_CHARS = 1024 * 1024
-"""Maximum length of a data: URL that is compared as text, in less than a millisecond."""
+SLICE = 256 * 1024
+"""Number of base64 characters that one call decodes: it holds the global interpreter lock for about a millisecond."""
 
-_SCHEME = re.compile(r"([a-z][a-z0-9+.-]*):", re.IGNORECASE)
-_SPACE = b" \t\r\n"
+_SCHEME = re.compile(r"([a-z][a-z0-9+.-]{0,31}):", re.IGNORECASE)
 # Only the percent-escapes that base64 in a URL can need: general unquoting uses a hundred times the text's memory.
-_ESCAPES = tuple(f"%{code}" for code in ["2B", "2b", "2F", "2f", "3D", "3d", "0A", "0a", "0D", "0d", "20", "09"])
-_ESCAPE = re.compile(b"%(2B|2F|3D|0A|0D|20|09)", re.IGNORECASE)
-_BASE64 = ";base64"
-_URL_SAFE = bytes.maketrans(b"-_", b"+/")
+_ESCAPES = tuple(
+    ("%" + code, character)
+    for codes, character in (("2B 2b", "+"), ("2F 2f", "/"), ("3D 3d", "="), ("0A 0a 0D 0d 20 09", ""))
+    for code in codes.split()
+)
+_STANDARD = str.maketrans("-_", "+/", " \t\r\n")
+"""Converts the URL-safe alphabet, and removes white space."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class InlineSource:
     """A data: URL within the size limit, not decoded yet.
-
-    It is equal only to itself, because comparing texts of many megabytes holds the global interpreter lock; see `key`.
 
     Attributes:
         url: the whole URL.
@@ -52,7 +43,7 @@ class InlineSource:
 
     url: str = field(repr=False)
     start: int
-    path: str
+    path: str = field(compare=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +56,7 @@ class RemoteSource:
 
 
 Source: TypeAlias = InlineSource | LocalSource | RemoteSource
-"""Files and remote URLs are equal if they have the same path or URL; the part that uses them does not matter."""
+"""Sources are equal if they have the same path or URL; the part that uses them does not matter."""
 
 
 def locate(text: str, *, kind: Kind, path: str, config: EngineConfig) -> Source:
@@ -77,7 +68,7 @@ def locate(text: str, *, kind: Kind, path: str, config: EngineConfig) -> Source:
         MediaUndecodable: a data: URL that is not base64.
         MediaUnreachable: a path that is too long.
     """
-    scheme = match.group(1).lower() if (match := _SCHEME.match(text, 0, SLICE)) else "file"
+    scheme = match.group(1).lower() if (match := _SCHEME.match(text)) else "file"
     limit = config.image_max_bytes if kind == "image" else config.video_max_bytes
     if scheme == "data":
         return _inline(text, limit, path)
@@ -99,14 +90,7 @@ def decode(source: InlineSource) -> bytes:
     return from_base64(source.url, source.start, path=source.path)
 
 
-def key(source: Source) -> Hashable:
-    """Return a value that is equal for sources with the same URL or file."""
-    if not isinstance(source, InlineSource):
-        return source
-    return source.url if len(source.url) <= MAX_KEY_CHARS else digest_text(source.url)
-
-
-def from_base64(text: str, start: int = 0, *, path: str, slice_chars: int = SLICE) -> bytes:
+def from_base64(text: str, start: int = 0, *, path: str) -> bytes:
     """Decode the base64 text from index `start` on.
 
     White space, the URL-safe alphabet, percent-escapes and missing padding are accepted, because common encoders write
@@ -121,83 +105,53 @@ def from_base64(text: str, start: int = 0, *, path: str, slice_chars: int = SLIC
     Raises:
         MediaUndecodable: the text is not base64.
     """
-    pieces = (piece.encode("ascii") for piece in split_into_slices(text, start, slice_chars=slice_chars))
-    if find_character(text, "%", start, slice_chars=slice_chars) >= 0:
-        pieces = _unescape(pieces)
-    data = io.BytesIO()  # grows by moving its pages, and returns its content without a copy
     try:
-        for quads in _split_into_quads(pieces):
-            data.write(base64.b64decode(quads, validate=True))
-    except (binascii.Error, UnicodeEncodeError) as error:
+        try:
+            return _decode(text, start)
+        except binascii.Error:
+            return _decode(_normalize(text[start:]), 0)
+    except ValueError as error:
         raise MediaUndecodable("The data is not valid base64. Encode it again.", param=path) from error
-    return data.getvalue()
 
 
-def check_base64(text: str, start: int = 0, *, limit: int, path: str, slice_chars: int = SLICE) -> None:
-    """Check the size of the base64 text from index `start` on, without decoding it.
+def check_base64(text: str, start: int = 0, *, limit: int, path: str) -> None:
+    """Check the size of the base64 text from index `start` on without decoding it.
 
     Raises:
         MediaTooLarge: the data has more than `limit` bytes.
     """
-
-    def count(pattern: str) -> int:
-        return count_occurrences(text, pattern, start, slice_chars=slice_chars)
-
-    has_escapes = find_character(text, "%", start, slice_chars=slice_chars) >= 0
-    escaped = sum(map(count, _ESCAPES)) if has_escapes else 0
-    characters = len(text) - start - 2 * escaped - sum(map(count, " \t\r\n="))
-    if characters * 3 // 4 > limit:
+    characters = len(text) - start
+    if characters * 3 // 4 <= limit:
+        return
+    escaped = sum(text.count(escape, start) for escape, _ in _ESCAPES)
+    ignored = sum(text.count(character, start) for character in " \t\r\n=")
+    if (characters - 2 * escaped - ignored) * 3 // 4 > limit:
         raise MediaTooLarge(f"The media exceeds {limit} bytes. Send a smaller file.", param=path)
 
 
 def _inline(text: str, limit: int, path: str) -> InlineSource:
-    comma = find_character(text, ",")
-    if comma < 0 or not _declares_base64(text, comma):
+    start = text.find(",") + 1
+    if not text[:start].removesuffix(",").rstrip().lower().endswith(";base64"):
         raise MediaUndecodable(
             "The data: URL is not base64. It must have the form `data:image/png;base64,...`.", param=path
         )
-    check_base64(text, comma + 1, limit=limit, path=path)
-    return InlineSource(url=text, start=comma + 1, path=path)
+    check_base64(text, start, limit=limit, path=path)
+    return InlineSource(url=text, start=start, path=path)
 
 
-def _declares_base64(text: str, end: int) -> bool:
-    end = end_without_spaces(text, end)
-    return text[max(0, end - len(_BASE64)) : end].lower() == _BASE64
+def _decode(text: str, start: int) -> bytes:
+    """Decode standard base64. Raises ValueError if it is not."""
+    if text.find("=", start, len(text) - 2) >= 0:
+        raise binascii.Error("padding before the end")
+    data = io.BytesIO()  # grows by moving its pages, and returns its content without a copy
+    for position in range(start, len(text), SLICE):
+        data.write(base64.b64decode(text[position : position + SLICE], validate=True))
+    return data.getvalue()
 
 
-def _unescape(pieces: Iterable[bytes]) -> Generator[bytes, None, None]:
-    """Replace percent-escapes; the beginning of one at the end of a piece is left to the next piece."""
-    rest = b""
-    for piece in pieces:
-        text = rest + piece
-        begun = text.find(b"%", max(0, len(text) - 2))
-        end = len(text) if begun < 0 else begun
-        rest = text[end:]
-        yield _ESCAPE.sub(_unescape_character, text[:end])
-    yield rest
-
-
-def _unescape_character(escape: re.Match[bytes]) -> bytes:
-    return bytes.fromhex(escape[1].decode())
-
-
-def _split_into_quads(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield base64 text in pieces of 4 n bytes, in the standard alphabet, without white space, and padded.
-
-    Raises:
-        binascii.Error: there is padding before the end.
-    """
-    rest = b""
-    is_padded = False
-    for piece in pieces:
-        characters = piece.translate(_URL_SAFE, delete=_SPACE)
-        unpadded = characters.rstrip(b"=")
-        if b"=" in unpadded or (is_padded and unpadded):
-            raise binascii.Error("padding before the end")
-        is_padded = is_padded or len(unpadded) < len(characters)
-        rest += unpadded
-        end = len(rest) - len(rest) % 4
-        yield rest[:end]
-        rest = rest[end:]
-    if rest:
-        yield rest + b"=" * (-len(rest) % 4)
+def _normalize(text: str) -> str:
+    """Convert what `from_base64` accepts to standard base64."""
+    for escape, character in _ESCAPES if "%" in text else ():
+        text = text.replace(escape, character)
+    text = text.translate(_STANDARD).rstrip("=")
+    return text + "=" * (-len(text) % 4)

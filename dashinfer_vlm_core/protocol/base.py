@@ -7,8 +7,6 @@ from typing import Annotated, ClassVar, TypeAlias, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Strict, Tag, model_validator
 
-from .text_slices import split_into_slices
-
 LARGEST = 2**31 - 1
 """Maximum of counts, sizes and token IDs in a request."""
 
@@ -39,8 +37,7 @@ def encodable(text: str) -> str:
     """Reject lone surrogates, which JSON can express but no tokenizer can encode."""
     if not text.isascii():  # reads a flag of the string, so that megabytes of base64 are not scanned
         try:
-            for piece in split_into_slices(text):
-                piece.encode()
+            text.encode()
         except UnicodeEncodeError:
             raise ValueError("must be valid Unicode, without lone surrogates") from None
     return text

@@ -11,7 +11,6 @@ from typing import Literal
 from .base import Label, RequestModel, Text
 from .media_part import MediaPart
 from .sources import ImageURL, Kind, MediaSource, Rate, VideoURL, check_url
-from .text_slices import copy_text
 from .validation_errors import unsupported
 
 _MAX_NAME = 256
@@ -67,7 +66,7 @@ class FileSource(MediaSource):
     def media(self, path: str, content_field: str, uuid: str | None) -> MediaPart:
         url = self._content
         if not self._is_url:
-            url = copy_text(_BASE64[self.kind], url, 0, len(url))
+            url = _BASE64[self.kind] + url
         fps = self.video_metadata.fps if self.video_metadata else None
         is_video = self.kind == "video"
         source = VideoURL(url=url, fps=fps) if is_video else ImageURL(url=url, detail=self.detail or "auto")

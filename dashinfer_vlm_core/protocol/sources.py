@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Literal, TypeAlias
 
@@ -13,7 +12,6 @@ from typing_extensions import Self
 
 from .base import LARGEST, Array, Count, RequestModel, StringOrArray, StringOrObject, Text
 from .media_part import EncodedEmbeddings, MediaPart
-from .text_slices import copy_text, count_occurrences, find_character
 from .validation_errors import invalid
 
 LOW_DETAIL_PIXELS = 256 * 28 * 28
@@ -191,7 +189,7 @@ class VideoURL(URLSource):
         if isinstance(self.url, tuple):
             return tuple(frame if isinstance(frame, str) else frame.image.url or "" for frame in self.url)
         if self.url and is_jpeg_frames(self.url):
-            return tuple(_split_jpeg_frames(self.url))
+            return tuple(_JPEG_FRAME + frame for frame in self.url[len(JPEG_FRAMES) :].split(","))
         return self.url or None
 
 
@@ -215,7 +213,7 @@ class InputVideo(VideoURL):
         if not self.data:
             return super().urls()
         is_url = self.data[: len(_DATA)].lower() == _DATA
-        return self.data if is_url else copy_text(_VIDEO_FILE, self.data, 0, len(self.data))
+        return self.data if is_url else _VIDEO_FILE + self.data
 
 
 class ImageEmbeds(MediaSource):
@@ -243,17 +241,9 @@ def check_url(url: str | None, path: str, *, optional: bool = False) -> None:
     """Raise InvalidParameter if a URL is missing, or has too many frames, which are counted before it is split."""
     if not url and not optional:
         raise invalid(path, f"is {'required' if url is None else 'empty'}. Pass a `data:` or `https:` URL.")
-    if url and is_jpeg_frames(url) and count_occurrences(url, ",") > MAX_FRAMES:
+    if url and is_jpeg_frames(url) and url.count(",") > MAX_FRAMES:
         raise invalid(path, f"must have at most {MAX_FRAMES} frames.")
 
 
 def is_jpeg_frames(url: str) -> bool:
     return url[: len(JPEG_FRAMES)].lower() == JPEG_FRAMES
-
-
-def _split_jpeg_frames(url: str) -> Iterator[str]:
-    start = len(JPEG_FRAMES)
-    while (comma := find_character(url, ",", start)) >= 0:
-        yield copy_text(_JPEG_FRAME, url, start, comma)
-        start = comma + 1
-    yield copy_text(_JPEG_FRAME, url, start, len(url))

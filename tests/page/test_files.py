@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from dashinfer_vlm_core.testing import scripted_engine
-from dashinfer_vlm_server.page import FILES, STATIC
+from dashinfer_vlm_server.endpoints.page import FILES, STATIC
 from tests.conversations import as_openai, blurred_image, user
 from tests.server.conftest import serving
 
@@ -93,6 +93,6 @@ def test_preview_errors_match_chat_errors(http):
 def test_wheel_contains_the_page(tmp_path):
     from hatchling.builders.wheel import WheelBuilder
 
-    (wheel,) = WheelBuilder(str(STATIC.parents[2])).build(directory=str(tmp_path), versions=["standard"])
+    (wheel,) = WheelBuilder(str(STATIC.parents[4])).build(directory=str(tmp_path), versions=["standard"])
     names = zipfile.ZipFile(wheel).namelist()
-    assert {f"dashinfer_vlm_server/static/{file.name}" for file in STATIC.iterdir()} <= set(names)
+    assert {f"dashinfer_vlm_server/endpoints/page/static/{file.name}" for file in STATIC.iterdir()} <= set(names)

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from dashinfer_vlm_core.errors import QueueFull
 from dashinfer_vlm_core.structured_output.grammar.schema_shape import NOT_GUARANTEED
 from dashinfer_vlm_server.api_keys import ApiKeys
-from dashinfer_vlm_server.page import STATIC
+from dashinfer_vlm_server.endpoints.page import STATIC
 from dashinfer_vlm_server.settings import Settings
 from tests.core.test_reasoning import TEMPLATE
 from tests.page.conftest import IMAGES

@@ -14,7 +14,7 @@ import pytest
 from dashinfer_vlm_core.concurrency.fair_slots import FairSlots
 from dashinfer_vlm_core.testing import scripted_engine
 from dashinfer_vlm_server.body_memory import BodyMemoryBudget
-from dashinfer_vlm_server.json_stream import SLICE_BYTES, JsonStream
+from dashinfer_vlm_server.endpoints.responses.json_stream import SLICE_BYTES, JsonStream
 from dashinfer_vlm_server.metrics import Metrics
 from dashinfer_vlm_server.request_context import RequestContextMiddleware
 from tests.samples import data_url, encode, noise

@@ -12,8 +12,9 @@ import yaml
 from click.testing import CliRunner
 
 from dashinfer_vlm_core.testing import scripted_engine
-from dashinfer_vlm_server import openapi, plugin
+from dashinfer_vlm_server import plugin
 from dashinfer_vlm_server.app import create_app
+from dashinfer_vlm_server.endpoints.openapi import document
 from dashinfer_vlm_server.metrics import PREFIX
 from dashinfer_vlm_server.request_context import OUTCOMES
 from dashinfer_vlm_server.serving import DECODER_FAILED, GRACE_SECONDS
@@ -38,7 +39,7 @@ def test_documented_metrics_match_the_code(tiny_checkpoint):
 
 def test_documented_routes_match_openapi(tiny_checkpoint):
     documented = re.findall(r"`(?:DELETE|GET|POST) (/[^`]*)`", page_text("http.md") + page_text("responses.md"))
-    paths = openapi.document(create_app(scripted_engine("Fine.", model=str(tiny_checkpoint))))["paths"]
+    paths = document(create_app(scripted_engine("Fine.", model=str(tiny_checkpoint))))["paths"]
     assert {path.replace("{name}", "{model}") for path in paths} | {"/", "/metrics", "/openapi.json"} == set(documented)
 
 

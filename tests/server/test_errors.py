@@ -9,7 +9,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
-from dashinfer_vlm_core import EngineStatus, errors
+from dashinfer_vlm_core import ChatEngine, EngineStatus, errors
 from dashinfer_vlm_core.testing import scripted_engine
 from dashinfer_vlm_server.errors import INTERNAL_ERROR, error_body, error_response, status_for
 from tests.server.conftest import serving
@@ -170,7 +170,7 @@ def chunk(text):
     return ChatCompletionChunk(id="1", created=1, model="tiny", object="chat.completion.chunk", choices=[choice])
 
 
-class FailingEngine:
+class FailingEngine(ChatEngine):
     """An engine that raises an unexpected error after `chunks` chunks."""
 
     def __init__(self, chunks):

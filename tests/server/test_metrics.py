@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 
@@ -10,10 +11,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dashinfer_vlm_core import Engine, EngineConfig, errors
 from dashinfer_vlm_core.testing import scripted_engine
+from dashinfer_vlm_server import create_app
 from dashinfer_vlm_server.api_keys import ApiKeys
 from dashinfer_vlm_server.metrics import PREFIX, Metrics
 from tests.samples import image_url
-from tests.server.conftest import serving
+from tests.server.conftest import RunningServer, serving
 from tests.waiting import HANG, until
 from tests.web import serve
 
@@ -191,25 +193,11 @@ def test_metric_names_have_a_prefix(tiny_checkpoint):
     assert len(names) == len(set(names))
 
 
-class TwoReplicas:
-    """An engine whose replicas have metrics, like those of Ray Serve; both are the engine itself here."""
-
-    def __init__(self, engine):
-        self._engine = engine
-        self._metrics = Metrics(engine)
-        self.status, self.chat, self.stream = engine.status, engine.chat, engine.stream
-        self.achat, self.astream = engine.achat, engine.astream
-
-    def replica_metrics(self):
-        return {name: self._metrics.collect_for_engine() for name in ("one", "two")}
-
-
 def test_metrics_of_replicas_are_labeled_and_listed_once(tiny_checkpoint):
-    with (
-        scripted_engine("Yes.", model=str(tiny_checkpoint)) as engine,
-        serving(TwoReplicas(engine)) as server,
-        server.http() as client,
-    ):
+    with scripted_engine("Yes.", model=str(tiny_checkpoint)) as engine, contextlib.ExitStack() as stack:
+        metrics = Metrics(engine)  # of both replicas, which are the engine itself here
+        app = create_app(engine, replica_metrics=lambda: dict.fromkeys(("one", "two"), metrics.collect_for_engine()))
+        client = stack.enter_context(stack.enter_context(RunningServer(app).running()).http())
         client.post(CHAT, json=HELLO)
         text = client.get("/metrics").text
         for replica in ("one", "two"):

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import json
 import re
 import resource
 import socket
+import threading
 from pathlib import Path
 
 import pytest
+from starlette.requests import Request
 
 from dashinfer_vlm_core.errors import InvalidParameter
 from dashinfer_vlm_server.api_keys import ApiKeys
+from dashinfer_vlm_server.body_memory import BodyMemory, BodyMemoryBudget
 from dashinfer_vlm_server.json_body import parse_object
-from dashinfer_vlm_server.request_body import INLINE_PARSE_BYTES, MIN_BYTES_PER_SECOND
+from dashinfer_vlm_server.request_body import (
+    EXCLUSIVE_PARSE_BYTES,
+    INLINE_PARSE_BYTES,
+    MIN_BYTES_PER_SECOND,
+    read_request,
+)
 from dashinfer_vlm_server.request_context import TRIM_BODY_BYTES
 from tests.waiting import HANG, until
 
@@ -103,6 +112,34 @@ def test_content_type_is_ignored_with_keys(scripted, kind):
         client.headers["Authorization"] = "Bearer right"
         response = client.post("/v1/chat/completions", content=json.dumps(HELLO), headers={"Content-Type": kind})
     assert response.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("size", "is_inline"),
+    [(100, True), (INLINE_PARSE_BYTES, True), (INLINE_PARSE_BYTES + 1, False), (EXCLUSIVE_PARSE_BYTES + 1, False)],
+)
+def test_security_32_large_body_is_parsed_outside_of_the_event_loop(size, is_inline):
+    body = b'{"a": ""}'.replace(b'""', b'"' + b"x" * (size - 9) + b'"')
+    assert len(body) == size
+
+    async def receive():
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def threads():
+        request = Request({"type": "http", "headers": []}, receive)
+        parsed_in = await read_request(
+            request,
+            lambda value: (threading.current_thread(), len(value["a"])),
+            max_bytes=size,
+            max_pause=60,
+            memory=BodyMemory(BodyMemoryBudget(size)),
+            parse_slot=asyncio.Semaphore(1),
+        )
+        return threading.current_thread(), parsed_in
+
+    loop_thread, (parse_thread, length) = asyncio.run(threads())
+    assert (parse_thread is loop_thread) == is_inline
+    assert length == size - 9
 
 
 def test_large_body_is_parsed_in_a_thread(scripted):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from dashinfer_vlm_server.response_store import ResponseStore, StoredResponse
+from dashinfer_vlm_server.endpoints.responses.response_store import ResponseStore, StoredResponse
 
 KIB = 1024
 

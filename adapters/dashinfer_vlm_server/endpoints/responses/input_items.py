@@ -8,15 +8,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from dashinfer_vlm_core.errors import InvalidParameter
 from dashinfer_vlm_core.protocol.response_items import InputItem
 
-from .errors import item_not_found
+from ...errors import ApiError
 
 Json: TypeAlias = dict[str, Any]
-Order: TypeAlias = Literal["asc", "desc"]
 
 MAX_ITEMS = 100
 DEFAULT_ITEMS = 20
@@ -31,22 +30,19 @@ _PREFIXES: Mapping[str, str] = MappingProxyType(
     }
 )
 
-QUERY_PARAMETERS: Sequence[Json] = (
-    {"name": "after", "in": "query", "required": False, "schema": {"type": "string"}},
-    {
-        "name": "limit",
-        "in": "query",
-        "required": False,
-        "schema": {"type": "integer", "minimum": 1, "maximum": MAX_ITEMS, "default": DEFAULT_ITEMS},
-    },
-    {
-        "name": "order",
-        "in": "query",
-        "required": False,
-        "schema": {"type": "string", "enum": ["asc", "desc"], "default": "desc"},
-    },
-)
-"""The OpenAPI description of the query parameters of `list_items`."""
+
+class ItemQuery(BaseModel):
+    """OpenAI's query parameters of a list of items. `include` has no effect: items are complete.
+
+    Attributes:
+        after: the ID of the item before the page.
+        limit: the maximum number of items.
+        order: whether the oldest or the newest item is the first.
+    """
+
+    after: str | None = None
+    limit: int = Field(DEFAULT_ITEMS, ge=1, le=MAX_ITEMS)
+    order: Literal["asc", "desc"] = "desc"
 
 
 class ItemList(BaseModel):
@@ -88,7 +84,13 @@ def find_references(
     found = find(ids)
     for item_id in ids:
         if item_id not in found:
-            raise item_not_found(item_id)
+            raise ApiError(
+                404,
+                f"Item with id {item_id[:80]!r} not found. Items are not persisted when `store` is set to false, and"
+                " are removed to store newer ones. Send the item itself.",
+                code="item_not_found",
+                param="input",
+            )
         if uses[item_id] > 1:
             raise InvalidParameter(
                 f"Duplicate item found with id {item_id[:80]!r}. Remove duplicate items from your input, and those that"
@@ -98,44 +100,25 @@ def find_references(
     return found
 
 
-def list_items(items: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> ItemList:
+def list_items(items: Sequence[Mapping[str, Any]], query: ItemQuery) -> ItemList:
     """Return a page of items.
 
     Args:
         items: the items in the order of the conversation, as `to_stored_item` returns them, or output items.
-        query: OpenAI's query parameters. `limit` is the maximum number of items, 20 by default; `order` is `asc` or
-            `desc`, the default; `after` is the ID of the item before the page. `include` has no effect: items are
-            complete.
+        query: which of them.
 
     Raises:
-        InvalidParameter: `limit`, `order` or `after` is invalid.
+        InvalidParameter: `after` is not the ID of an item.
     """
-    limit, order = _limit(query.get("limit")), _order(query.get("order"))
-    ordered = items if order == "asc" else items[::-1]
-    start = _start(ordered, query.get("after"))
-    page = [_to_openai(item) for item in ordered[start : start + limit]]
+    ordered = items if query.order == "asc" else items[::-1]
+    start = _start(ordered, query.after)
+    page = [_to_openai(item) for item in ordered[start : start + query.limit]]
     return ItemList(
         data=page,
         first_id=page[0]["id"] if page else None,
         last_id=page[-1]["id"] if page else None,
-        has_more=start + limit < len(ordered),
+        has_more=start + query.limit < len(ordered),
     )
-
-
-def _limit(value: str | None) -> int:
-    if value is None:
-        return DEFAULT_ITEMS
-    if not (value.isascii() and value.isdigit() and len(value) <= len(str(MAX_ITEMS)) and 1 <= int(value) <= MAX_ITEMS):
-        raise InvalidParameter(f"`limit` must be an integer from 1 to {MAX_ITEMS}, got {value[:20]!r}.", param="limit")
-    return int(value)
-
-
-def _order(value: str | None) -> Order:
-    if value is None or value == "desc":
-        return "desc"
-    if value != "asc":
-        raise InvalidParameter(f"`order` must be asc or desc, got {value[:20]!r}.", param="order")
-    return "asc"
 
 
 def _start(items: Sequence[Mapping[str, Any]], after: str | None) -> int:
@@ -151,7 +134,6 @@ def _start(items: Sequence[Mapping[str, Any]], after: str | None) -> int:
 
 
 def _to_openai(item: Mapping[str, Any]) -> Json:
-    """Return an item in the form in which OpenAI's API lists it: with a status, and text of messages as parts."""
     fields: Json = dict(item)
     if fields["type"] == "reasoning":
         return {"summary": [], **fields}

@@ -12,11 +12,10 @@ from fastapi.responses import StreamingResponse
 
 from dashinfer_vlm_core.concurrency.fair_slots import FairSlots
 
+from ...request_context import SLICE_BYTES
+
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
-
-SLICE_BYTES = 64 * 1024
-"""Size of a slice, and of the write buffer from which on asyncio waits for the client."""
 
 
 class JsonStream(StreamingResponse):
@@ -63,7 +62,6 @@ class _Discarded(Exception):
 
 
 def _slices(value: object) -> Iterator[bytes]:
-    """Join pieces until they have at least half the size of a slice."""
     joined = bytearray()
     for piece in _pieces(value):
         joined += piece.encode("utf-8", "backslashreplace")  # lone surrogates, as in JSON

@@ -1,4 +1,4 @@
-"""The routes of the Responses API."""
+"""The Responses API: `POST /v1/responses`, and the endpoints for stored responses."""
 
 from __future__ import annotations
 
@@ -7,56 +7,51 @@ import contextlib
 import json
 import secrets
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import FastAPI, Request
+from fastapi import Query, Request
 from fastapi.responses import JSONResponse, Response
 from openai.types.responses import CompactedResponse, ResponseCompactionItem
 from openai.types.responses import Response as ResponseObject
 from pydantic import BaseModel
 
-from dashinfer_vlm_core.concurrency.deadline import stream_with_timeout
 from dashinfer_vlm_core.concurrency.fair_slots import FairSlots
 from dashinfer_vlm_core.errors import ContextLengthExceeded, InvalidParameter, UnsupportedParameter
 from dashinfer_vlm_core.protocol.client import current_client
 from dashinfer_vlm_core.protocol.response_items import InputItem, encode_summary
 from dashinfer_vlm_core.protocol.responses import ChatCall, CompactRequest, ResponsesRequest
-from dashinfer_vlm_core.response.response_events import ResponseEventBuilder, build_types, response_to_json
+from dashinfer_vlm_core.response.response_events import (
+    ResponseEventBuilder,
+    build_types,
+    event_to_json,
+    response_to_json,
+)
 
-from . import openapi
-from .errors import error_body, response_not_found
-from .input_items import QUERY_PARAMETERS, find_references, list_items, to_stored_item
+from ...endpoint import ENGINE_STATUSES, Endpoint, Responses
+from ...errors import ApiError, error_body
+from ...sse import format_event
+from .input_items import ItemQuery, find_references, list_items, to_stored_item
 from .json_stream import JsonStream
 from .response_store import ResponseStore, StoredResponse
-from .sse import EventStream, response_event
-from .tokens import SupportsTokenization, tokenizer_of
 
 if TYPE_CHECKING:
-    from openai.types.chat import ChatCompletionChunk
     from openai.types.responses import ResponseStreamEvent
 
-    from dashinfer_vlm_core.engine import ChatEngine
-    from dashinfer_vlm_core.protocol import ChatRequest
+    from ...server_context import ServerContext
 
-T = TypeVar("T")
+STORED_STATUSES = (400, 401, 403, 404, 415, 429, 500)
+"""The statuses of errors of endpoints for stored responses."""
+
+RESPONSE_OBJECT: Responses = {
+    200: {"description": "A response object", "content": {"application/json": {"schema": {"type": "object"}}}}
+}
+"""The description of OpenAI's response object. Its schema has hundreds of types and would take long to build."""
 
 ID_BYTES = 24
 """Random bytes of a response's id: a client with the same API key that knows it can read the response."""
-
-
-class ReadRequest(Protocol):
-    """Reads and parses a request under the application's limits."""
-
-    async def __call__(self, request: Request, parse: Callable[[object], T], /) -> T: ...
-
-
-class RunWithLimits(Protocol):
-    """Awaits work with the application's timeout, and cancels it when the client disconnects."""
-
-    def __call__(self, request: Request, work: Coroutine[Any, Any, T], /) -> Awaitable[T]: ...
 
 
 class DeletedResponse(BaseModel):
@@ -67,73 +62,56 @@ class DeletedResponse(BaseModel):
     deleted: bool
 
 
+def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
+    settings = server.settings
+    store = ResponseStore(max_responses=settings.max_stored_responses, max_bytes=settings.max_stored_bytes)
+    server.on_keys_changed.append(store.discard_except)
+    responses = _Responses(server=server, store=store)
+    object_endpoint = partial(Endpoint, responses=RESPONSE_OBJECT)
+    post = partial(object_endpoint, method="POST", errors=ENGINE_STATUSES)
+    stored = partial(object_endpoint, errors=STORED_STATUSES)
+    path = "/v1/responses/{response_id}"
+    return [
+        post("/v1/responses", responses.create, body=[ResponsesRequest], generates=True),
+        post("/v1/responses/compact", responses.compact, body=[CompactRequest], generates=True),
+        post("/v1/responses/input_tokens", responses.count_input_tokens, body=[ResponsesRequest]),
+        stored(path, responses.retrieve),
+        stored(path, responses.delete, method="DELETE"),
+        stored(f"{path}/input_items", responses.list_input_items),
+        stored(f"{path}/cancel", responses.cancel, method="POST"),
+    ]
+
+
 @dataclass(frozen=True, kw_only=True)
-class ResponseRoutes:
-    """Creates, retrieves and deletes responses.
+class _Responses:
+    """The handlers.
 
     Attributes:
-        engine: the application's engine.
         store: the stored responses.
-        read, run: the application's limits.
-        stream: streams the chunks of a chat request, and counts its tokens.
-        timeout: seconds for a streamed response; None for no limit.
         page_slots: clients share the time in which pages of items are made.
     """
 
-    engine: ChatEngine
+    server: ServerContext
     store: ResponseStore
-    read: ReadRequest
-    run: RunWithLimits
-    stream: Callable[[ChatRequest], AsyncGenerator[ChatCompletionChunk, None]]
-    timeout: float | None
     page_slots: FairSlots = field(default_factory=partial(FairSlots, 1))
 
-    def add_to(self, app: FastAPI) -> None:
-        """Add the routes, with their OpenAPI descriptions."""
-
-        def add(
-            path: str, endpoint: Callable[..., Any], method: str, statuses: tuple[int, ...], **options: Any
-        ) -> None:
-            app.add_api_route(
-                path,
-                endpoint,
-                methods=[method],
-                response_model=None,
-                responses={**openapi.error_responses(statuses), **openapi.RESPONSE_OBJECT},
-                **options,
-            )
-
-        body, one = openapi.request_body(ResponsesRequest), "/v1/responses/{response_id}"
-        add("/v1/responses", self.create, "POST", openapi.CHAT_STATUSES, openapi_extra=body)
-        compact = openapi.request_body(CompactRequest)
-        add("/v1/responses/compact", self.compact, "POST", openapi.CHAT_STATUSES, openapi_extra=compact)
-        add("/v1/responses/input_tokens", self.count_input_tokens, "POST", openapi.TOKEN_STATUSES, openapi_extra=body)
-        add(one, self.retrieve, "GET", openapi.RESPONSE_STATUSES)
-        add(one, self.delete, "DELETE", openapi.RESPONSE_STATUSES)
-        query = {"parameters": [*QUERY_PARAMETERS]}
-        add(f"{one}/input_items", self.list_input_items, "GET", openapi.RESPONSE_STATUSES, openapi_extra=query)
-        add(f"{one}/cancel", self.cancel, "POST", openapi.RESPONSE_STATUSES)
-
     async def create(self, request: Request) -> Response:
-        creation = _Creation(self, await self.read(request, ResponsesRequest.parse))
+        creation = _Creation(self, await self.server.read(request, ResponsesRequest.parse))
         if creation.request.stream:
-            return EventStream(
-                stream_with_timeout(creation.events(), seconds=self.timeout, first=None),
-                encode=response_event,
-                encode_error=creation.error_events,
-            )
-        return _json(await self.run(request, creation.complete()))
+            return self.server.stream(creation.events(), encode=_format, encode_error=creation.error_events)
+        response = await self.server.run(request, creation.complete())
+        return Response(_to_json(response), media_type="application/json")
 
     async def count_input_tokens(self, request: Request) -> Response:
         """Count the tokens of a request's prompt, including those of its images and videos; nothing is generated."""
-        creation = _Creation(self, await self.read(request, ResponsesRequest.parse))
-        count = await self.run(request, creation.count_input_tokens())
+        creation = _Creation(self, await self.server.read(request, ResponsesRequest.parse))
+        count = await self.server.run(request, creation.count_input_tokens())
         return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
 
     async def compact(self, request: Request) -> Response:
         """Let the model summarize a conversation; return the summary as an item for later requests."""
-        compact = await self.read(request, CompactRequest.parse)
-        summary = await self.run(request, _Creation(self, compact.to_summary_request()).complete())
+        compact = await self.server.read(request, CompactRequest.parse)
+        summary = await self.server.run(request, _Creation(self, compact.to_summary_request()).complete())
         assert summary.usage is not None, "the usage was requested"
         item = ResponseCompactionItem(
             id=f"cmp_{uuid.uuid4().hex}", type="compaction", encrypted_content=encode_summary(summary.output_text)
@@ -156,21 +134,21 @@ class ResponseRoutes:
             )
         return Response(self._stored(response_id).body, media_type="application/json")
 
-    async def list_input_items(self, request: Request, response_id: str) -> Response:
+    async def list_input_items(self, response_id: str, query: Annotated[ItemQuery, Query()]) -> Response:
         """Return a page of the items that a stored response was generated from, those of earlier responses included."""
         client = current_client.get().id
         async with self.page_slots.slot(client, limit=1):
             stored = self._stored(response_id)  # not before: what waits for a slot holds no items
-            page = await asyncio.to_thread(lambda: list_items(stored.context(), request.query_params))
+            page = await asyncio.to_thread(lambda: list_items(stored.context(), query))
         stream = JsonStream(dict(page), slots=self.page_slots, client=client)  # may contain megabytes of images
         if not self.store.add_reader(client, response_id, stream):
-            raise response_not_found(response_id)
+            raise _response_not_found(response_id)
         return stream
 
     async def delete(self, response_id: str) -> Response:
         """Delete a stored response. Responses that continue it keep its items."""
         if not self.store.delete(current_client.get().id, response_id):
-            raise response_not_found(response_id)
+            raise _response_not_found(response_id)
         return JSONResponse(DeletedResponse(id=response_id, object="response", deleted=True).model_dump())
 
     async def cancel(self, response_id: str) -> Response:
@@ -200,7 +178,7 @@ class ResponseRoutes:
 
     def _stored(self, response_id: str) -> StoredResponse:
         if (found := self.store.get(current_client.get().id, response_id)) is None:
-            raise response_not_found(response_id)
+            raise _response_not_found(response_id)
         return found
 
 
@@ -211,8 +189,9 @@ class _Creation:
         request: the request; from `_convert` on, with the items that it refers to.
     """
 
-    def __init__(self, routes: ResponseRoutes, request: ResponsesRequest) -> None:
+    def __init__(self, routes: _Responses, request: ResponsesRequest) -> None:
         self.request = request
+        self._engine = routes.server.engine
         self._routes = routes
         self._references: Mapping[str, Mapping[str, Any]] = {}
         self._builder: ResponseEventBuilder | None = None
@@ -237,7 +216,7 @@ class _Creation:
         builder = ResponseEventBuilder(id=response_id, request=self.request, chat=call.chat, stored=stored)
         self._builder = builder
         with call.renamed_errors():
-            async with contextlib.aclosing(self._routes.stream(call.chat)) as chunks:
+            async with contextlib.aclosing(self._engine.astream(call.chat)) as chunks:
                 async for chunk in chunks:
                     for event in builder.add_chunk(chunk):
                         yield event
@@ -248,22 +227,20 @@ class _Creation:
             yield event
 
     async def count_input_tokens(self) -> int:
-        """Return the number of tokens of the prompt. Raises like `events`, and HTTPException: there is no tokenizer."""
-        tokenizer = tokenizer_of(self._routes.engine)
+        """Return the number of tokens of the prompt. Raises like `events`."""
         call = await self._chat_call(self._routes.previous(self.request))
         with call.renamed_errors():
-            return len(await tokenizer.atokenize(call.chat))
+            return len(await self._engine.atokenize(call.chat))
 
     def error_events(self, error: Exception) -> str:
         """Format an error after the first event."""
         assert self._builder is not None, "there was an event"
-        return "".join(map(response_event, self._builder.fail(error_body(error)["error"])))
+        return "".join(map(_format, self._builder.fail(error_body(error)["error"])))
 
     async def _check_summary(self) -> None:
-        """Reject what OpenAI's API rejects for models that do not reason, if this model is known to be one."""
         if not self.request.wants_summary:
             return
-        status = await asyncio.to_thread(self._routes.engine.status)
+        status = await asyncio.to_thread(self._engine.status)
         if status.supports_reasoning is False:
             raise UnsupportedParameter(
                 "`reasoning.summary` is not supported: the model does not have a reasoning phase. Remove it.",
@@ -275,7 +252,8 @@ class _Creation:
         if self.request.truncation == "disabled" or await self._fits(call):
             return call
         # The smallest number of turns without which the rest fits, or all but one.
-        low, high = 1, max(0, call.turns - 1)
+        low = 1
+        high = max(0, call.turns - 1)
         while low < high:
             middle = (low + high) // 2
             call = await asyncio.to_thread(self.request.to_chat, history, dropped_turns=middle)
@@ -283,7 +261,6 @@ class _Creation:
         return await asyncio.to_thread(self.request.to_chat, history, dropped_turns=high)
 
     def _convert(self, previous: StoredResponse | None) -> tuple[Sequence[InputItem], ChatCall]:
-        """Return the items of the conversation so far, and the chat request, after references are resolved."""
         build_types()
         items = () if previous is None else previous.conversation()
         self._references = find_references(self.request.items(), items, self._routes.find_items)
@@ -293,17 +270,9 @@ class _Creation:
         return history, self.request.to_chat(history)
 
     async def _fits(self, call: ChatCall) -> bool:
-        """Return whether a request fits into the context."""
-        engine = self._routes.engine
-        if not isinstance(engine, SupportsTokenization):
-            raise UnsupportedParameter(
-                "`truncation` cannot be 'auto': this server forwards requests to another one and has no tokenizer."
-                " Remove it.",
-                param="truncation",
-            )
         try:
             with call.renamed_errors():
-                await engine.atokenize(call.chat)
+                await self._engine.atokenize(call.chat)
         except ContextLengthExceeded:
             return False
         return True
@@ -325,5 +294,14 @@ def _to_json(response: ResponseObject) -> str:
     return json.dumps(response_to_json(response), ensure_ascii=False)
 
 
-def _json(response: ResponseObject) -> Response:
-    return Response(_to_json(response), media_type="application/json")
+def _format(event: ResponseStreamEvent) -> str:
+    return f"event: {event.type}\n{format_event(event_to_json(event))}"
+
+
+def _response_not_found(response_id: str) -> ApiError:
+    return ApiError(
+        404,
+        f"Response with id {response_id[:80]!r} not found. It was not stored, was deleted, or has been removed to store"
+        " newer ones.",
+        code="response_not_found",
+    )

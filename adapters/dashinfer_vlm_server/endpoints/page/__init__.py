@@ -7,22 +7,24 @@ requires one, the page prompts for it.
 from __future__ import annotations
 
 import base64
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
 
 from dashinfer_vlm_core.protocol import ChatRequest
 
-from . import openapi
+from ...endpoint import ENGINE_STATUSES, Endpoint
 
 if TYPE_CHECKING:
-    from dashinfer_vlm_core.engine import Request as ChatRequestLike
     from dashinfer_vlm_core.preprocessing.preview import MediaPreview, Preview
+
+    from ...server_context import ServerContext
 
 STATIC = Path(__file__).with_name("static")
 
@@ -70,65 +72,33 @@ HEADERS: Mapping[str, str] = MappingProxyType(
 )
 
 
-@runtime_checkable
-class Previewer(Protocol):
-    """An engine that can preview media; a remote engine cannot."""
+def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
+    if not server.settings.page:
+        return []
+    contents = {path: file.read_bytes() for path, file in FILES.items()}  # no request can reach other files
 
-    async def apreview(self, request: ChatRequestLike) -> Preview: ...
+    def respond(path: str) -> Response:
+        if path not in contents:
+            raise HTTPException(404)
+        return Response(contents[path], media_type=MEDIA_TYPES[FILES[path].suffix], headers=HEADERS)
 
+    async def index() -> Response:
+        return respond("/")
 
-ReadRequest: TypeAlias = Callable[[Request], Awaitable[ChatRequest]]
-RunPreview: TypeAlias = "Callable[[Request, Coroutine[Any, Any, Preview]], Awaitable[Preview]]"
+    async def file(name: str) -> Response:
+        return respond(f"/page/{name}")
 
-
-def add_page(app: FastAPI, engine: object, *, read: ReadRequest, run: RunPreview) -> None:
-    """Add `GET /`, the page's files under `/page/` and, if the engine supports it, `POST /v1/media/preview`.
-
-    Args:
-        app: the application with the API.
-        engine: the application's engine.
-        read: reads and parses a request under the application's limits.
-        run: awaits the preview with the application's timeout, and cancels it when the client disconnects.
-    """
-    for path, file in FILES.items():
-        app.add_api_route(path, _File.read(file).serve, response_model=None, include_in_schema=False)
-    if isinstance(engine, Previewer):
-        route = _PreviewRoute(engine=engine, read=read, run=run)
-        app.add_api_route(
-            "/v1/media/preview",
-            route.preview,
-            methods=["POST"],
-            response_model=None,
-            responses=openapi.error_responses(openapi.CHAT_STATUSES),
-            openapi_extra=openapi.request_body(ChatRequest),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _File:
-    """A file of the page. Each has a separate route and stays in memory, so no request can reach other files."""
-
-    content: bytes
-    media_type: str
-
-    @classmethod
-    def read(cls, path: Path) -> _File:
-        return cls(content=path.read_bytes(), media_type=MEDIA_TYPES[path.suffix])
-
-    async def serve(self) -> Response:
-        return Response(self.content, media_type=self.media_type, headers=HEADERS)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _PreviewRoute:
-    engine: Previewer
-    read: ReadRequest
-    run: RunPreview
-
-    async def preview(self, request: Request) -> Response:
+    async def preview(request: Request) -> Response:
         """Show the images and videos of a chat completion request as the model sees them."""
-        chat = await self.read(request)
-        return JSONResponse(_as_json(await self.run(request, self.engine.apreview(chat))))
+        chat = await server.read(request, ChatRequest.parse)
+        return JSONResponse(_as_json(await server.run(request, server.engine.apreview(chat))))
+
+    page = partial(Endpoint, public=True, include_in_schema=False)
+    return [
+        page("/", index),
+        page("/page/{name}", file, listed=False),
+        Endpoint("/v1/media/preview", preview, method="POST", body=[ChatRequest], errors=ENGINE_STATUSES),
+    ]
 
 
 def _as_json(preview: Preview) -> dict[str, Any]:

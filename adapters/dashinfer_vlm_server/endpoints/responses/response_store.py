@@ -234,7 +234,8 @@ def _hold(response: StoredResponse) -> _Held:
 
 def _num_bytes(value: object) -> int:
     """Return the memory of a JSON value and of what it contains; of objects that it shares, more than that."""
-    total, values = 0, [value]
+    total = 0
+    values = [value]
     while values:
         part = values.pop()
         total += sys.getsizeof(part)

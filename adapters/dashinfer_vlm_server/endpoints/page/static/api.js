@@ -37,7 +37,7 @@ export async function preview(messages, signal) {
   try {
     return await (await call("v1/media/preview", { body: { messages }, signal })).json();
   } catch (error) {
-    if (error instanceof ApiError && error.code === "unknown_url") return null;
+    if (error instanceof ApiError && error.code === "not_supported") return null;
     throw error;
   }
 }

@@ -1,0 +1,131 @@
+"""Routes with their OpenAPI descriptions, and what the middleware does with their requests."""
+
+from __future__ import annotations
+
+import http
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+from starlette.routing import BaseRoute, Match
+
+if TYPE_CHECKING:
+    from starlette.types import Scope
+
+Responses: TypeAlias = dict[int | str, dict[str, Any]]
+"""Descriptions of responses by status, in OpenAPI's format; `model` is the model of the body."""
+
+ENGINE_STATUSES = (400, 401, 403, 404, 408, 413, 415, 429, 500, 501, 503, 504)
+"""The statuses of errors of endpoints that read a body and use the engine."""
+
+PLAIN_STATUSES = (401, 403, 404, 500)
+"""The statuses of errors of endpoints that do neither."""
+
+
+REF = "#/components/schemas/{model}"
+
+
+class ErrorObject(BaseModel):
+    """An error; `param` names the field of the request that caused it."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """OpenAI's error body."""
+
+    error: ErrorObject
+
+
+class Endpoint(APIRoute):
+    """A route of the server. One for GET supports HEAD too (RFC 9110, 9.1); the HTTP server omits the body.
+
+    Args:
+        path: the path, which can have parameters.
+        handler: a function with the request, or the parameters of the path, that returns the response.
+        method: the method.
+        body: the models that the body must match one of.
+        response: the model of the body of a response with status 200.
+        errors: statuses of errors.
+        responses: descriptions of other responses.
+        public: whether it requires no API key.
+        any_host: whether it accepts any `Host` on a server without API keys, as process supervisors need.
+        generates: whether its requests use tokens.
+        quiet: whether it is polled every few seconds, so that its requests are logged at level DEBUG.
+        listed: whether the error for unknown URLs lists it.
+        include_in_schema: whether the OpenAPI document describes it.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        handler: Callable[..., Coroutine[Any, Any, Response]],
+        *,
+        method: Literal["DELETE", "GET", "POST"] = "GET",
+        body: Sequence[type[BaseModel]] = (),
+        response: type[BaseModel] | None = None,
+        errors: Sequence[int] = (),
+        responses: Responses | None = None,
+        public: bool = False,
+        any_host: bool = False,
+        generates: bool = False,
+        quiet: bool = False,
+        listed: bool = True,
+        include_in_schema: bool = True,
+    ) -> None:
+        methods: list[str] = ["GET", "HEAD"] if method == "GET" else [method]
+        super().__init__(path, handler, methods=methods, response_model=None, include_in_schema=include_in_schema)
+        self.method = method
+        self.body_models = body
+        self.public = public
+        self.any_host = any_host
+        self.generates = generates
+        self.quiet = quiet
+        self.listed = listed
+        described: Responses = {200: {"model": response}} if response else {}
+        described |= {status: {"model": ErrorBody, "description": http.HTTPStatus(status).phrase} for status in errors}
+        self._documented = partial(
+            APIRoute,
+            path,
+            handler,
+            methods=[method],
+            response_model=None,
+            include_in_schema=include_in_schema,
+            responses=described | (responses or {}),
+            openapi_extra=_describe_body(body) if body else None,
+        )
+
+    def documented(self) -> APIRoute:
+        """Return the route for the OpenAPI document: without HEAD, and with the models of its responses.
+
+        FastAPI builds a validator for each model. That would take most of the time of creating an application, and no
+        response is validated.
+        """
+        return self._documented()
+
+
+def _describe_body(models: Sequence[type[BaseModel]]) -> dict[str, Any]:
+    refs = [{"$ref": REF.format(model=model.__name__)} for model in models]
+    schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def find_endpoint(routes: Iterable[BaseRoute], scope: Scope) -> Endpoint | None:
+    """Return the endpoint of a request, or one for its path and another method; None if there is none."""
+    for match in (Match.FULL, Match.PARTIAL):
+        for route in routes:
+            if isinstance(route, Endpoint) and route.matches(scope)[0] is match:
+                return route
+    return None
+
+
+def json_response(body: BaseModel, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Serialize as OpenAI does: fields that were set to None are null, fields that were not set are omitted."""
+    text = body.model_dump_json(exclude_unset=True)
+    return Response(text, status_code=status, headers=headers, media_type="application/json")

@@ -1,0 +1,50 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from fastapi import Request
+from fastapi.responses import Response
+from openai.types.chat import ChatCompletion
+
+from dashinfer_vlm_core.protocol import ChatRequest
+
+from ...endpoint import ENGINE_STATUSES, Endpoint, json_response
+from ...errors import error_body
+from ...sse import format_event
+
+if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletionChunk
+
+    from ...server_context import ServerContext
+
+
+def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
+    async def chat_completions(request: Request) -> Response:
+        chat = await server.read(request, ChatRequest.parse)
+        if chat.stream:
+            return server.stream(server.engine.astream(chat), encode=_chunk_event, encode_error=_error_event)
+        return json_response(await server.run(request, server.engine.achat(chat)))
+
+    return [
+        Endpoint(
+            "/v1/chat/completions",
+            chat_completions,
+            method="POST",
+            body=[ChatRequest],
+            response=ChatCompletion,
+            errors=ENGINE_STATUSES,
+            generates=True,
+        )
+    ]
+
+
+def _chunk_event(chunk: ChatCompletionChunk) -> str:
+    return format_event(chunk.model_dump_json(exclude_unset=True))
+
+
+def _error_event(error: Exception) -> str:
+    return format_event(json.dumps(error_body(error)))

@@ -1,0 +1,63 @@
+"""`GET /health` and `GET /health/ready`: the status of the server, for process supervisors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from fastapi.responses import Response
+from pydantic import BaseModel, Field
+
+from ...endpoint import Endpoint, Responses, json_response
+from ...errors import RETRY_AFTER_SECONDS
+
+if TYPE_CHECKING:
+    from ...server_context import ServerContext
+
+
+class Health(BaseModel):
+    """The status of the server and its engine."""
+
+    status: str
+    model: str
+    decoder: str
+    decoder_reason: str
+    max_model_len: int
+    supports_reasoning: bool | None = Field(
+        default=None, description="Whether the model can reason before it responds; absent if unknown."
+    )
+    fatal_error: str | None = Field(default=None, description="Why the engine failed; absent unless it did.")
+
+
+def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
+    async def health() -> Response:
+        """Report the status. Returns 200 while the process serves, even if its engine failed."""
+        return json_response(_health(server))
+
+    async def ready() -> Response:
+        """Report whether requests are served: 200 if they are, otherwise 503."""
+        health = _health(server)
+        if health.status == "ready":
+            return json_response(health)
+        return json_response(health, status=503, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
+
+    unready: Responses = {503: {"model": Health, "description": "Requests cannot be served now"}}
+    probe = partial(Endpoint, response=Health, public=True, any_host=True, quiet=True)
+    return [probe("/health", health), probe("/health/ready", ready, responses=unready)]
+
+
+def _health(server: ServerContext) -> Health:
+    status = server.engine.status()
+    health = Health(
+        status="draining" if server.drain_state.draining else status.state,
+        model=status.model,
+        decoder=status.decoder,
+        decoder_reason=status.decoder_reason,
+        max_model_len=status.max_model_len,
+    )
+    if status.supports_reasoning is not None:
+        health.supports_reasoning = status.supports_reasoning
+    if status.fatal_error:
+        health.fatal_error = status.fatal_error
+    return health

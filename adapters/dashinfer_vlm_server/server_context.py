@@ -1,0 +1,77 @@
+"""What the endpoints of one application share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from dashinfer_vlm_core.concurrency.deadline import stream_with_timeout, with_timeout
+from dashinfer_vlm_core.errors import EngineClosed
+
+from .errors import DRAINING
+from .request_body import cancel_on_disconnect, read_request
+from .request_context import get_request_context
+from .settings import DrainState, Settings
+from .sse import EventStream
+
+if TYPE_CHECKING:
+    from fastapi import Request
+
+    from dashinfer_vlm_core.engine import ChatEngine
+
+    from .metrics import Metrics
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ServerContext:
+    """What the endpoints of one application share.
+
+    Attributes:
+        engine: the engine.
+        settings: the limits.
+        drain_state: whether new requests are rejected.
+        metrics: the metrics.
+        on_keys_changed: functions that are called with the ids of the valid API keys when a key was added or removed.
+        parse_slot: limits how many large bodies are parsed at the same time.
+    """
+
+    engine: ChatEngine
+    settings: Settings
+    drain_state: DrainState
+    metrics: Metrics
+    on_keys_changed: list[Callable[[Collection[str]], None]] = field(default_factory=list)
+    parse_slot: asyncio.Semaphore = field(default_factory=partial(asyncio.Semaphore, 1))
+
+    async def read(self, request: Request, parse: Callable[[object], T]) -> T:
+        """Read the body of a request under the limits, and convert the JSON object with `parse`.
+
+        Raises:
+            EngineClosed: the server is shutting down.
+            HTTPException, QueueFull, RequestError, ClientDisconnect: see `read_request`.
+        """
+        if self.drain_state.draining:
+            raise EngineClosed("The server is shutting down. Try again later, or use another server.", code=DRAINING)
+        return await read_request(
+            request,
+            parse,
+            max_bytes=self.settings.max_body_bytes,
+            max_pause=self.settings.max_body_pause,
+            memory=get_request_context(request.scope).body_memory,
+            parse_slot=self.parse_slot,
+        )
+
+    async def run(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
+        """Await `work` under the timeout, and cancel it when the client disconnects."""
+        return await cancel_on_disconnect(request.receive, with_timeout(work, self.settings.request_timeout))
+
+    def stream(
+        self, items: AsyncGenerator[T, None], *, encode: Callable[[T], str], encode_error: Callable[[Exception], str]
+    ) -> EventStream[T]:
+        """Return a response that streams items as events, under the timeout."""
+        timed = stream_with_timeout(items, seconds=self.settings.request_timeout, first=None)
+        return EventStream(timed, encode=encode, encode_error=encode_error)
