@@ -29,8 +29,8 @@ from ..response.response_builder import PromptCounts, ResponseBuilder
 from ..structured_output.request_grammars import RequestGrammars
 from ..vision import VisionService
 from ..vision.media_uuids import MediaUuidCache
-from .adapters import ActiveAdapter, AdapterManager
 from .admission import ConcurrencyLimiter, hide_internal_errors
+from .loras import ActiveLora, LoraManager
 from .observers import RequestObserver, RequestStateStats, RequestTimer
 from .validation import check_request, find_coordinates, reject_structured_output, require_media_data
 
@@ -75,7 +75,7 @@ class ChatPipeline:
         name: the model's name in responses.
         decoder_reason: why this decoder was selected.
         limiter: bounds the completions, from arrival to the end of the response.
-        adapters: the LoRA adapters that requests can use.
+        loras: the LoRA adapters that requests can use.
         observer: is notified of stages, tokens and completed requests.
     """
 
@@ -91,7 +91,7 @@ class ChatPipeline:
     media_uuids: MediaUuidCache
     grammars: RequestGrammars
     decoder: Supervisor
-    adapters: AdapterManager
+    loras: LoraManager
     observer: RequestObserver
 
     async def chat(self, request: ChatRequest) -> ChatCompletion:
@@ -99,9 +99,9 @@ class ChatPipeline:
 
     async def generate(self, request: ChatRequest) -> Generation:
         """Serve a request; return the complete response with its tokens."""
-        async with self._admit(request, n=request.n) as adapter:
+        async with self._admit(request, n=request.n) as lora:
             timer = RequestTimer(self.observer, n=request.n)
-            builders, decode_requests = await self._prepare(request, adapter)
+            builders, decode_requests = await self._prepare(request, lora)
             timer.queued()
             token_ids: list[list[int]] = [[] for _ in builders]
             async with contextlib.aclosing(self._decode(builders, decode_requests, timer)) as tokens:
@@ -129,9 +129,9 @@ class ChatPipeline:
 
     async def stream(self, request: ChatRequest) -> AsyncGenerator[ChatCompletionChunk, None]:
         """Serve a request; yield the response as chunks."""
-        async with self._admit(request, n=request.n) as adapter:
+        async with self._admit(request, n=request.n) as lora:
             timer = RequestTimer(self.observer, n=request.n)
-            builders, decode_requests = await self._prepare(request, adapter)
+            builders, decode_requests = await self._prepare(request, lora)
             async with contextlib.aclosing(self._decode(builders, decode_requests, timer)) as tokens:
                 async for index, token in tokens:
                     builder = builders[index]
@@ -165,9 +165,9 @@ class ChatPipeline:
 
     async def tokenize(self, request: ChatRequest) -> list[int]:
         """Return the prompt's token ids, with placeholders for images and videos, which are not encoded."""
-        async with self._admit(request) as adapter:
+        async with self._admit(request) as lora:
             check_request(request, self.spec, self.decoder, self.prompts)
-            inputs = await self._load_inputs(_in_client_namespace(request), adapter)
+            inputs = await self._load_inputs(_in_client_namespace(request), lora)
             ids: list[int] = inputs.prompt.token_ids.tolist()
             return ids
 
@@ -186,23 +186,23 @@ class ChatPipeline:
             await self.media_executor.close()
 
     @contextlib.asynccontextmanager
-    async def _admit(self, request: ChatRequest, *, n: int = 1) -> AsyncIterator[ActiveAdapter | None]:
+    async def _admit(self, request: ChatRequest, *, n: int = 1) -> AsyncIterator[ActiveLora | None]:
         with hide_internal_errors(), self.limiter.slots(n):
-            async with self.adapters.use(request) as adapter:
-                yield adapter
+            async with self.loras.use(request) as lora:
+                yield lora
 
     async def _prepare(
-        self, request: ChatRequest, adapter: ActiveAdapter | None
+        self, request: ChatRequest, lora: ActiveLora | None
     ) -> tuple[list[ResponseBuilder], list[DecodeRequest]]:
         sampling = check_request(request, self.spec, self.decoder, self.prompts)
         request = _in_client_namespace(request)
         grammar = await self._compile_grammar(request)
-        inputs = await self._load_inputs(request, adapter)
+        inputs = await self._load_inputs(request, lora)
         self.observer.prompt_built(len(inputs.prompt))
         with self.observer.stage("vision"):
-            vision = adapter.vision if adapter else None
-            visual = await self.vision.embed(inputs.items, cache_salt=request.cache_salt or "", adapter=vision)
-        builders = self._response_builders(request, inputs, adapter, guided=grammar is not None)
+            vision = lora.vision if lora else None
+            visual = await self.vision.embed(inputs.items, cache_salt=request.cache_salt or "", lora=vision)
+        builders = self._response_builders(request, inputs, lora, guided=grammar is not None)
         first = DecodeRequest(
             id=builders[0].id,
             token_ids=inputs.prompt.token_ids,
@@ -211,13 +211,13 @@ class ChatPipeline:
             sampling=self._limited(sampling, len(inputs.prompt)),
             grammar=grammar,
             cache_salt=request.cache_salt or "",
-            adapter=adapter.adapter if adapter else None,
+            lora=lora.weights if lora else None,
         )
         others = (replace(first, id=f"{first.id}-{i}", sampling=first.sampling.seeded(i)) for i in range(1, request.n))
         return builders, [first, *others]
 
-    async def _load_inputs(self, request: ChatRequest, adapter: ActiveAdapter | None) -> _Inputs:
-        items = await self._load_media(request, adapter)
+    async def _load_inputs(self, request: ChatRequest, lora: ActiveLora | None) -> _Inputs:
+        items = await self._load_media(request, lora)
         coordinates = find_coordinates(request, self.spec, items, self.processor)
         with self.observer.stage("prompt"):
             prompt = await asyncio.to_thread(self.prompts.build, request, items, coordinates)
@@ -231,13 +231,13 @@ class ChatPipeline:
             return await self.grammars.compile(request, self.prompts.opens_reasoning)
 
     async def _load_media(
-        self, request: ChatRequest, adapter: ActiveAdapter | None
+        self, request: ChatRequest, lora: ActiveLora | None
     ) -> list[Patches | Embeddings | VisualTokens]:
         with self.observer.stage("media"):
             parts = await asyncio.to_thread(request.media)  # may have to split megabytes of video frames
             self.media.check(parts)
-            vision = adapter.vision if adapter else None
-            cached = self.media_uuids.get(parts, cache_salt=request.cache_salt or "", adapter=vision)
+            vision = lora.vision if lora else None
+            cached = self.media_uuids.get(parts, cache_salt=request.cache_salt or "", lora=vision)
             budget = self._token_budget(sum(item.tokens for item in cached.values()))
             given = [part for part in parts if part.has_source]
             items = await self.media.load(given, functools.partial(self.media_executor.process, budget=budget))
@@ -261,7 +261,7 @@ class ChatPipeline:
                         await streams[index].aclose()
 
     def _response_builders(
-        self, request: ChatRequest, inputs: _Inputs, adapter: ActiveAdapter | None, *, guided: bool
+        self, request: ChatRequest, inputs: _Inputs, lora: ActiveLora | None, *, guided: bool
     ) -> list[ResponseBuilder]:
         prompt = inputs.prompt
         counts = PromptCounts(
@@ -275,7 +275,7 @@ class ChatPipeline:
                 request=request,
                 id=response_id,
                 created=created,
-                model=adapter.adapter.name if adapter else self.name,
+                model=lora.weights.name if lora else self.name,
                 counts=counts,
                 index=index,
                 guided=guided,

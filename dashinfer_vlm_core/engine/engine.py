@@ -20,10 +20,10 @@ from ..media_workers import MediaWorkerStats
 from ..plugins import Registry, load_plugins
 from ..protocol import ChatRequest
 from ..vision import VisionStats
-from .adapters import AdapterStatus
 from .capabilities import Capabilities
 from .chat_pipeline import ChatPipeline, Generation
 from .loading import load_pipeline
+from .loras import LoraStatus
 from .observers import ObserverList, RequestObserver
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class EngineStatus:
         max_model_len: the maximum number of tokens of prompt and completion together; 0 while closed.
         fatal_error: why a `failed` engine cannot continue; it must be started again.
         supports_reasoning: whether the model can reason before it responds; None if unknown, as of a closed engine.
-        adapters: the LoRA adapters that requests can name as their model.
+        loras: the LoRA adapters that requests can name as their model.
     """
 
     state: State
@@ -159,7 +159,7 @@ class EngineStatus:
     max_model_len: int = 0
     fatal_error: str = ""
     supports_reasoning: bool | None = None
-    adapters: tuple[AdapterStatus, ...] = ()
+    loras: tuple[LoraStatus, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -321,7 +321,7 @@ class Engine(LoopEngine):
             max_model_len=running.pipeline.prompts.max_model_len,
             fatal_error=decoder.fatal_error,
             supports_reasoning=running.pipeline.prompts.supports_reasoning,
-            adapters=running.pipeline.adapters.statuses,
+            loras=running.pipeline.loras.statuses,
         )
 
     # Start and close

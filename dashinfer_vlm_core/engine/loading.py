@@ -24,9 +24,9 @@ from ..structured_output.request_grammars import RequestGrammars
 from ..tokenization.detokenizer import IncrementalDetokenizer
 from ..vision import VisionService
 from ..vision.media_uuids import MediaUuidCache
-from .adapters import AdapterManager
 from .admission import ConcurrencyLimiter
 from .chat_pipeline import ChatPipeline
+from .loras import LoraManager
 from .observers import RequestObserver
 from .vision_store import open_vision_store
 
@@ -46,7 +46,7 @@ async def load_pipeline(config: EngineConfig, registry: Registry, observer: Requ
     pipeline = await asyncio.to_thread(_create_pipeline, registry.resolve_options(config), registry, observer)
     try:
         await pipeline.decoder.start()
-        await pipeline.adapters.load_all(config)
+        await pipeline.loras.load_all(config)
     except BaseException:
         await pipeline.close()
         raise
@@ -83,15 +83,15 @@ def _create_pipeline(config: EngineConfig, registry: Registry, observer: Request
         media_uuids=MediaUuidCache(vision, limit=config.limits.max_media_ids),
         grammars=RequestGrammars(prompts.tokenizer, spec),
         decoder=decoder,
-        adapters=_adapter_manager(family, spec, config, kernels, decoder),
+        loras=_lora_manager(family, spec, config, kernels, decoder),
         observer=observer,
     )
 
 
-def _adapter_manager(
+def _lora_manager(
     family: ModelFamily, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector, decoder: Supervisor
-) -> AdapterManager:
-    return AdapterManager(
+) -> LoraManager:
+    return LoraManager(
         model=config.name,
         names=frozenset({config.name, config.model, DEFAULT_MODEL}),
         spec=spec,

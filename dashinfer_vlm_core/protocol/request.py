@@ -250,7 +250,7 @@ class ChatRequest(CheckedBody):
         return None
 
     @property
-    def adapter_request(self) -> LoRARequest | None:
+    def requested_lora(self) -> LoRARequest | None:
         """The LoRA adapter to use instead of one that `model` names; always None for requests from JSON."""
         return None
 
@@ -310,7 +310,7 @@ class OfflineRequest(ChatRequest):
         return self.prompt
 
     @property
-    def adapter_request(self) -> LoRARequest | None:
+    def requested_lora(self) -> LoRARequest | None:
         return self.lora_request
 
     def _parts(self) -> Iterable[MediaPart]:

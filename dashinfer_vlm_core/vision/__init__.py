@@ -1,9 +1,9 @@
 """Patches -> visual tokens, and the uuids of media sent before."""
 
-from .service import VisionAdapter, VisionService, VisionStats
+from .service import VisionLora, VisionService, VisionStats
 
 __all__ = [
-    "VisionAdapter",
+    "VisionLora",
     "VisionService",
     "VisionStats",
 ]

@@ -16,7 +16,7 @@ from ..errors import InvalidParameter
 from ..media.types import Embeddings, Kind, VisualInput
 from ..models.interface import Patches, VisualTokens
 from ..protocol import MediaPart
-from .service import VisionAdapter, VisionService
+from .service import VisionLora, VisionService
 
 MAX_VARIANTS = 8
 """Variants of one item, processed with different options, that are cached per uuid."""
@@ -59,7 +59,7 @@ class MediaUuidCache:
         self._entries: LRUCache[_UuidKey, _UuidEntry] = LRUCache(limit)
 
     def get(
-        self, parts: Sequence[MediaPart], *, cache_salt: str = "", adapter: VisionAdapter | None = None
+        self, parts: Sequence[MediaPart], *, cache_salt: str = "", lora: VisionLora | None = None
     ) -> dict[str, VisualTokens]:
         """Return the visual tokens of the parts that have only a uuid, by their path in the request.
 
@@ -68,7 +68,7 @@ class MediaUuidCache:
         Raises:
             InvalidParameter: a uuid is unknown, or its item is no longer cached.
         """
-        return {part.path: self._get(part, cache_salt, adapter) for part in parts if not part.has_source}
+        return {part.path: self._get(part, cache_salt, lora) for part in parts if not part.has_source}
 
     def bind(self, parts: Sequence[MediaPart], items: Sequence[Patches | Embeddings], *, cache_salt: str = "") -> None:
         """Bind the uuids of parts to their items.
@@ -99,10 +99,10 @@ class MediaUuidCache:
             self._entries[key] = entry
         return entry
 
-    def _get(self, part: MediaPart, cache_salt: str, adapter: VisionAdapter | None) -> VisualTokens:
+    def _get(self, part: MediaPart, cache_salt: str, lora: VisionLora | None) -> VisualTokens:
         entry = self._entries.get((cache_salt, part.kind, part.uuid or ""))
         item = entry.find(part) if entry else None
-        tokens = self._vision.find(item, cache_salt=cache_salt, adapter=adapter) if item else None
+        tokens = self._vision.find(item, cache_salt=cache_salt, lora=lora) if item else None
         if tokens is None:
             raise InvalidParameter(
                 f"`{part.path}.uuid` is not cached with these options: send the content with it.",

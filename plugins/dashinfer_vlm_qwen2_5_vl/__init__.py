@@ -10,7 +10,7 @@ from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.hooks import hookimpl
 from dashinfer_vlm_core.kernels.choice import KernelSelector
 from dashinfer_vlm_core.models.interface import ImageProcessor, ModelFamily, PromptLayout, VisionEncoder
-from dashinfer_vlm_core.models.lora import LoraAdapter
+from dashinfer_vlm_core.models.lora import LoraWeights
 from dashinfer_vlm_core.models.spec import ModelSpec
 
 from .config import MODEL_TYPE, read_spec, read_vision_config
@@ -38,7 +38,7 @@ class Qwen25VL:
         return Qwen25VLPromptLayout(spec)
 
     def load_vision_encoder(
-        self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector, lora: LoraAdapter | None = None
+        self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector, lora: LoraWeights | None = None
     ) -> VisionEncoder:
         from dashinfer_vlm_core.models.qwen2_vl.vit import load_encoder
 

@@ -32,12 +32,12 @@ from dashinfer_vlm_core.kernels.types import (
     LMHead,
     Norm,
 )
-from dashinfer_vlm_core.models.lora import LoraAdapter
+from dashinfer_vlm_core.models.lora import LoraWeights
 from dashinfer_vlm_core.models.weights import Weights
 from dashinfer_vlm_core.text_spec import ExpertsSpec, RotarySpec, TextModelSpec
 
-from .adapters import AdapterReader, HeadChange, TextAdapter, as_halves
 from .key_balance import balance_norms, balance_projection
+from .lora import HeadChange, LoraReader, TextLora, as_halves
 
 
 class TextQuantization(NamedTuple):
@@ -101,7 +101,7 @@ class TextModel:
         self._layers = decoder_layers(kernels, layers, shape, converts_cache=cache_dtype not in (None, dtype))
         self.loops_over_experts: bool = any(isinstance(layer.experts, MixtureOfExperts) for layer in layers)
         self._adapted_layers = self._layers
-        if not self._layers.supports_adapters:
+        if not self._layers.supports_lora:
             self._adapted_layers = ReferenceDecoderLayers(kernels, layers, shape)
         self._norm = read.norm(names.norm, config.hidden_size)
         self._head = run(lambda: read._replace(quantization=quantization.head).head(self._embedding))
@@ -114,7 +114,7 @@ class TextModel:
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """Compute hidden states after the last layer, without the final norm, which `logits` applies; see
         `DecoderLayers`."""
-        layers = self._adapted_layers if batch.adapters else self._layers
+        layers = self._adapted_layers if batch.loras else self._layers
         return layers(x, batch)
 
     def logits(self, x: Tensor, heads: Sequence[tuple[slice, HeadChange]] = ()) -> Tensor:
@@ -130,7 +130,7 @@ class TextModel:
         """Return int64 [rows], the token of each row's largest logit; None if the caller has to use `logits`."""
         return self._head.argmax(self._normalize(x))
 
-    def load_adapter(self, adapter: LoraAdapter) -> TextAdapter:
+    def load_lora(self, lora: LoraWeights) -> TextLora:
         """Read the text model's part of an adapter.
 
         Raises:
@@ -142,8 +142,8 @@ class TextModel:
                 f"`lora` is not supported by the kernels {self.kernels.name!r}. Set `cpu_kernels` to torch.",
                 param="lora",
             )
-        reader = AdapterReader(
-            adapter=adapter,
+        reader = LoraReader(
+            lora=lora,
             spec=self.config,
             kernels=self.kernels,
             device=self.device,

@@ -19,14 +19,14 @@ from torch import Tensor
 from dashinfer_vlm_core.concurrency.compute import Executor
 from dashinfer_vlm_core.errors import DecoderFailed
 from dashinfer_vlm_core.kernels.streams import HostCopy, to_device
-from dashinfer_vlm_core.kernels.types import AdapterRows, Additions, ForwardBatch, KVSpan, KVSpans, TokenSampling
-from dashinfer_vlm_core.models.lora import LoraAdapter
+from dashinfer_vlm_core.kernels.types import Additions, ForwardBatch, KVSpan, KVSpans, LoraRows, TokenSampling
+from dashinfer_vlm_core.models.lora import LoraWeights
 
-from .adapters import HeadChange, TextAdapter
 from .decode_graphs import DecodeGraphs
 from .kernel_sampler import KernelSampler
 from .kv_cache import KVCache
 from .kv_cache_manager import KVCopy
+from .lora import HeadChange, TextLora
 from .model import TextModel
 from .proposer import Draft
 from .sampler import LaunchedArgmax, LaunchedSample, LogitsRow, is_greedy, launch_sample
@@ -98,9 +98,9 @@ class ModelRunner:
         return self.executor.waiting > 0 or not self.executor.is_shared
 
     @torch.inference_mode()
-    def load_adapter(self, adapter: LoraAdapter) -> TextAdapter:
+    def load_lora(self, lora: LoraWeights) -> TextLora:
         """Read the text model's part of an adapter; see `TextModel.load_adapter`."""
-        return self._model.load_adapter(adapter)
+        return self._model.load_lora(lora)
 
     def check_device(self) -> None:
         """Check with a trivial computation that the device works.
@@ -129,7 +129,7 @@ class ModelRunner:
             chunks: the chunks; with `previous`, one token each, as `Scheduler.schedule_ahead` returns them.
             previous: the step that samples these tokens, which has not been read.
         """
-        chunks = _by_adapter(chunks)
+        chunks = _by_lora(chunks)
         batch = _lay_out(chunks, previous)
         x = self._replay(batch)
         if x is None:
@@ -137,7 +137,7 @@ class ModelRunner:
         num_rows = [len(rows) for rows in batch.rows]
         if not batch.last:
             return LaunchedStep(chunks, num_rows, None)
-        heads = [(tokens.last, tokens.adapter.head) for tokens in batch.adapted if tokens.adapter.head]
+        heads = [(tokens.last, tokens.lora.head) for tokens in batch.adapted if tokens.lora.head]
         return LaunchedStep(chunks, num_rows, self._sample(x, [row for rows in batch.rows for row in rows], heads))
 
     @torch.inference_mode()
@@ -159,9 +159,9 @@ class ModelRunner:
             inputs[0].copy_(step.token_ids)
         ids = inputs[0]
         x = self._model.embed(ids)
-        for adapter, start, stop, _ in step.adapted:
-            if adapter.embedding:
-                adapter.embedding.apply(ids[start:stop], x[start:stop])
+        for lora, start, stop, _ in step.adapted:
+            if lora.embedding:
+                lora.embedding.apply(ids[start:stop], x[start:stop])
         cos, sin = self._model.rotary(inputs[1:4])
         batch = ForwardBatch(
             cos,
@@ -173,10 +173,10 @@ class ModelRunner:
             cache=self._cache.pool,
             additions=_merge_visual_tokens(x, step.chunks),
             cache_scales=self._cache.scales,
-            adapters=tuple(
-                AdapterRows(adapter.layers, start, stop, last.start, last.stop)
-                for adapter, start, stop, last in step.adapted
-                if adapter.layers
+            loras=tuple(
+                LoraRows(lora.layers, start, stop, last.start, last.stop)
+                for lora, start, stop, last in step.adapted
+                if lora.layers
             ),
         )
         self.executor.run_deferred()
@@ -260,24 +260,24 @@ class _AdaptedTokens(NamedTuple):
     """The tokens of a batch that an adapter applies to.
 
     Attributes:
-        adapter: the adapter.
+        lora: the adapter.
         start: index of the first token.
         stop: index after the last token.
         last: their part of `ForwardBatch.last`.
     """
 
-    adapter: TextAdapter
+    lora: TextLora
     start: int
     stop: int
     last: slice
 
 
-def _by_adapter(chunks: Sequence[ScheduledChunk]) -> Sequence[ScheduledChunk]:
+def _by_lora(chunks: Sequence[ScheduledChunk]) -> Sequence[ScheduledChunk]:
     # Chunks without an adapter are first, and those of each adapter are adjacent.
     order: dict[int, int] = {id(None): 0}
     for chunk in chunks:
-        order.setdefault(id(chunk.sequence.adapter), len(order))
-    return chunks if len(order) == 1 else sorted(chunks, key=lambda chunk: order[id(chunk.sequence.adapter)])
+        order.setdefault(id(chunk.sequence.lora), len(order))
+    return chunks if len(order) == 1 else sorted(chunks, key=lambda chunk: order[id(chunk.sequence.lora)])
 
 
 def _adapted_tokens(
@@ -288,15 +288,15 @@ def _adapted_tokens(
     for chunk, span, chunk_rows in zip(chunks, spans, rows, strict=True):
         start_last = stop_last
         stop_last += len(chunk_rows)
-        adapter = chunk.sequence.adapter
-        if adapter is None:
+        lora = chunk.sequence.lora
+        if lora is None:
             continue
         start = span.first_query
-        if adapted and adapted[-1].adapter is adapter:  # the chunks of an adapter are adjacent
+        if adapted and adapted[-1].lora is lora:  # the chunks of an adapter are adjacent
             _, start, _, last = adapted.pop()
             start_last = last.start
         stop = span.first_query + span.num_queries
-        adapted.append(_AdaptedTokens(adapter, start, stop, slice(start_last, stop_last)))
+        adapted.append(_AdaptedTokens(lora, start, stop, slice(start_last, stop_last)))
     return adapted
 
 
@@ -351,7 +351,7 @@ def _needs_forward(chunk: ScheduledChunk) -> bool:
     has_visual_tokens = any(
         max(chunk.start, span.start) < min(chunk.stop, span.stop) for span in chunk.sequence.request.spans
     )
-    return has_visual_tokens or chunk.sequence.adapter is not None
+    return has_visual_tokens or chunk.sequence.lora is not None
 
 
 def _merge_visual_tokens(x: Tensor, chunks: Sequence[ScheduledChunk]) -> Additions | None:

@@ -16,7 +16,7 @@ from .prefix_hash import PrefixHash
 from .proposer import Draft, DraftProposer
 
 if TYPE_CHECKING:
-    from .adapters import TextAdapter
+    from .lora import TextLora
 
 SEED_BITS = 64
 
@@ -44,7 +44,7 @@ class SequenceState:
     Args:
         request: the request to decode.
         stop: the stop tokens of the model.
-        adapter: the LoRA adapter of its request; None for the model itself.
+        lora: the LoRA adapter of its request; None for the model itself.
 
     Attributes:
         max_len: the most rows of the pool that it may need.
@@ -65,11 +65,11 @@ class SequenceState:
             again, they do not count as cached.
     """
 
-    def __init__(self, request: DecodeRequest, stop: Iterable[int], adapter: TextAdapter | None = None) -> None:
+    def __init__(self, request: DecodeRequest, stop: Iterable[int], lora: TextLora | None = None) -> None:
         sampling = request.sampling
         assert sampling.max_tokens is not None
         self.request = request
-        self.adapter = adapter
+        self.lora = lora
         self.prompt_length: int = len(request.token_ids)
         self.max_tokens: int = sampling.max_tokens
         self.max_len: int = self.prompt_length + self.max_tokens

@@ -26,7 +26,7 @@ from ...kernels.streams import LOW_PRIORITY, stream_executor, to_device
 from ...kernels.types import Activation, Kernels, KVSpan, KVSpans, Linear, Norm
 from ...media.types import Grid
 from ..interface import Patches
-from ..lora import LoraAdapter, VisionMerge
+from ..lora import LoraWeights, VisionMerge
 from ..placement import quantizes_vision_encoder, resolve_device, resolve_dtype
 from ..spec import ModelSpec, PixelSpec
 from ..weights import Weights, torch_dtype
@@ -281,7 +281,7 @@ def load_encoder(
     spec: ModelSpec,
     config: EngineConfig,
     kernels: KernelSelector,
-    lora: LoraAdapter | None,
+    lora: LoraWeights | None,
     load_model: Callable[[VisionWeights], PackedVisionModel[Any]],
 ) -> Qwen2VLEncoder:
     """Load a checkpoint's vision encoder, whose model `load_model` reads; see `ModelFamily.load_vision_encoder`."""
@@ -306,7 +306,7 @@ class VisionWeights(NamedTuple):
     @classmethod
     @contextmanager
     def open(
-        cls, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector, lora: LoraAdapter | None
+        cls, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector, lora: LoraWeights | None
     ) -> Iterator[VisionWeights]:
         """Open a checkpoint, with the device, dtype and kernels that the configuration selects.
 

@@ -81,5 +81,5 @@ class _Tokenizer:
 
     def _check_model(self, name: str | None) -> None:
         status = self.engine.status()
-        if name not in {None, status.model, DEFAULT_MODEL, *(adapter.name for adapter in status.adapters)}:
+        if name not in {None, status.model, DEFAULT_MODEL, *(lora.name for lora in status.loras)}:
             raise ModelNotFound(f"The model {name!r} is not served here. Use {status.model!r}.", param="model")

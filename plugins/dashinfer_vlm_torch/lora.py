@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dashinfer_vlm_core.concurrency.compute import Executor
-from dashinfer_vlm_core.kernels.types import AdapterLayer, AdapterLayers, Kernels, Linear, LMHead, LowRank, LowRankPart
-from dashinfer_vlm_core.models.lora import LoraAdapter
+from dashinfer_vlm_core.kernels.types import Kernels, Linear, LMHead, LoraLayer, LoraLayers, LowRank, LowRankPart
+from dashinfer_vlm_core.models.lora import LoraWeights
 from dashinfer_vlm_core.models.lora_weights import Factors, read_factors, read_tensor
 from dashinfer_vlm_core.text_spec import TextModelSpec
 
@@ -62,7 +62,7 @@ class HeadChange(NamedTuple):
             logits += part.up(self.low_rank.down(x))
 
 
-class TextAdapter(NamedTuple):
+class TextLora(NamedTuple):
     """An adapter of the text model.
 
     Attributes:
@@ -71,17 +71,17 @@ class TextAdapter(NamedTuple):
         head: what it changes in the output layer; None if nothing.
     """
 
-    layers: AdapterLayers | None
+    layers: LoraLayers | None
     embedding: EmbeddingChange | None
     head: HeadChange | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class AdapterReader:
+class LoraReader:
     """Reads the text model's part of an adapter.
 
     Attributes:
-        adapter: the adapter.
+        lora: the adapter.
         spec: the text model.
         kernels: the kernels that run the model.
         device: torch's name of the device.
@@ -90,14 +90,14 @@ class AdapterReader:
             multiplied when they were loaded; missing if they were not.
     """
 
-    adapter: LoraAdapter
+    lora: LoraWeights
     spec: TextModelSpec
     kernels: Kernels
     device: str
     dtype: torch.dtype
     qkv_scales: Mapping[int, Tensor]
 
-    def read(self, executor: Executor) -> TextAdapter:
+    def read(self, executor: Executor) -> TextLora:
         """Read the adapter on `executor`, where other tasks can run between its parts.
 
         Raises:
@@ -105,10 +105,10 @@ class AdapterReader:
         """
         run = executor.run
         layers = [run(functools.partial(self._layer, number)) for number in range(self.spec.num_hidden_layers)]
-        adapted = AdapterLayers(layers) if any(any(layer) for layer in layers) else None
-        return TextAdapter(adapted, run(self._embedding), run(self._head))
+        adapted = LoraLayers(layers) if any(any(layer) for layer in layers) else None
+        return TextLora(adapted, run(self._embedding), run(self._head))
 
-    def _layer(self, number: int) -> AdapterLayer:
+    def _layer(self, number: int) -> LoraLayer:
         spec = self.spec
         names = spec.weights
         prefix = names.layer.format(number)
@@ -119,7 +119,7 @@ class AdapterReader:
             return [self._factors(f"{prefix}.{name}") for name in modules]
 
         qkv = self._as_loaded(number, read(names.query, names.key, names.value))
-        return AdapterLayer(
+        return LoraLayer(
             qkv=self._low_rank(qkv, (query, key, key)),
             output=self._low_rank(read(names.output), (spec.hidden_size,)),
             gate_up=self._low_rank(read(names.gate, names.up), (inner, inner)),
@@ -174,12 +174,12 @@ class AdapterReader:
         return HeadChange(head, low_rank) if head or low_rank else None
 
     def _saved(self, name: str) -> Tensor | None:
-        stored = self.adapter.saved.get(f"{name}.weight")
-        return None if stored is None else read_tensor(self.adapter, stored).to(self.device, self.dtype)
+        stored = self.lora.saved.get(f"{name}.weight")
+        return None if stored is None else read_tensor(self.lora, stored).to(self.device, self.dtype)
 
     def _factors(self, name: str) -> Factors | None:
-        found = self.adapter.text.get(name)
-        return read_factors(self.adapter, found) if found else None
+        found = self.lora.text.get(name)
+        return read_factors(self.lora, found) if found else None
 
 
 def _padded(factors: Factors) -> Factors:
