@@ -121,14 +121,13 @@ def test_published_layout(published):
     )
     assert read_vision_config(published) == VisionConfig(
         depth=32,
-        embed_dim=1280,
-        hidden_size=1536,
+        hidden_size=1280,
+        intermediate_size=5120,
+        output_size=1536,
         num_heads=16,
-        mlp_ratio=4,
         patch_size=14,
         temporal_patch_size=2,
         spatial_merge_size=2,
-        in_channels=3,
         hidden_act="quick_gelu",
     )
 
