@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from ..errors import CheckpointError, ConfigError
 from ..kernels import mmap_buffer
 from ..kernels.quantization import QuantizedWeight, concatenate
-from .files import read_header, stored_headers, stored_tensors, unreadable_file_error
+from .files import open_tensors, read_header, stored_headers, stored_tensors
 from .formats.detection import quantized_modules
 from .formats.interface import ExpertsReader, ModuleReader
 from .headers import TensorHeader
@@ -210,11 +209,8 @@ class Weights:
 
     def _with_file(self, name: str, use: Callable[[Any, Path, str], T]) -> T:
         file, stored_name = self._locate(name)
-        try:
-            with safe_open(file, framework="pt") as opened:
-                return use(opened, file, stored_name)
-        except (OSError, SafetensorError) as error:
-            raise unreadable_file_error(file, error) from error
+        with open_tensors(file, "pt") as opened:
+            return use(opened, file, stored_name)
 
     def close(self) -> None:
         """Release the files; no tensor can be read afterwards. Idempotent."""

@@ -26,7 +26,7 @@ from dashinfer_vlm_core.models.qwen2_vl.config import (
     shared_vision_config,
     text_fields,
 )
-from dashinfer_vlm_core.models.spec import ModelSpec, PixelSpec, Profile
+from dashinfer_vlm_core.models.spec import ModelSpec, PixelLimits, PixelSpec, Profile
 from dashinfer_vlm_core.text_spec import ExpertsSpec, TextModelSpec
 from dashinfer_vlm_core.tokenization.chat_template import template_mentions
 from dashinfer_vlm_core.tokenization.conversation import HERMES
@@ -58,14 +58,6 @@ class Qwen3VLVisionConfig(VisionConfig):
     deepstack_layers: tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VideoPixels:
-    """Limits of the pixels (height times width) of all frames of a video together, after resizing."""
-
-    min_pixels: int
-    max_pixels: int
-
-
 def read_spec(folder: Path) -> ModelSpec:
     """Read the `ModelSpec` of the checkpoint in `folder`.
 
@@ -92,14 +84,15 @@ def read_vision_config(folder: Path) -> Qwen3VLVisionConfig:
     return _vision_config(read_config(folder, *MODEL_TYPES))
 
 
-def read_video_pixels(folder: Path, pixels: PixelSpec) -> VideoPixels:
-    """Read the limits of resized videos of the checkpoint in `folder`, whose images are processed as in `pixels`.
+def read_video_pixels(folder: Path, pixels: PixelSpec) -> PixelLimits:
+    """Read the limits of all frames together of a resized video; the images of the checkpoint are processed as in
+    `pixels`.
 
     Raises:
         CheckpointError: their file is missing or invalid, or contradicts `pixels`.
     """
     fields = _video_fields(folder, pixels)
-    return VideoPixels(
+    return PixelLimits(
         min_pixels=pixel_limit(fields, "min_pixels", "shortest_edge"),
         max_pixels=pixel_limit(fields, "max_pixels", "longest_edge"),
     )

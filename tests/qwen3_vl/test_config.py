@@ -13,11 +13,10 @@ from dashinfer_vlm_core.decoders.dashinfer import DashInferFactory
 from dashinfer_vlm_core.errors import CheckpointError
 from dashinfer_vlm_core.media.frame_sampling import VideoSamplingPolicy
 from dashinfer_vlm_core.models.coordinates import CoordinateSpec
-from dashinfer_vlm_core.models.spec import PixelSpec
+from dashinfer_vlm_core.models.spec import PixelLimits, PixelSpec
 from dashinfer_vlm_core.text_spec import ExpertsSpec
 from dashinfer_vlm_qwen3_vl.config import (
     Qwen3VLVisionConfig,
-    VideoPixels,
     read_spec,
     read_video_pixels,
     read_vision_config,
@@ -129,7 +128,7 @@ def test_published_layout(published):
     assert (text.qkv_bias, text.qk_norm, text.tie_word_embeddings, text.experts) == (False, True, True, None)
     assert (text.visual_levels, spec.visual_width) == (3, 4 * 2560)
     assert text.rotary.theta == 5e6
-    assert read_video_pixels(published, spec.pixels) == VideoPixels(min_pixels=4096, max_pixels=25165824)
+    assert read_video_pixels(published, spec.pixels) == PixelLimits(min_pixels=4096, max_pixels=25165824)
     assert read_vision_config(published) == Qwen3VLVisionConfig(
         depth=24,
         hidden_size=1024,
