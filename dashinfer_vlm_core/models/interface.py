@@ -38,24 +38,22 @@ class Grid(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Patches:
-    """One image or video, resized and split into patches. The vision encoder normalizes the pixels on its device.
+class MediaItem:
+    """What the engine knows of one image or video before it is encoded; a `Visual`.
 
     Attributes:
-        pixels: uint8 [t * h * w, values per patch], in the order that the family's vision encoder expects.
         grid: patches along time, height and width.
-        tokens: number of visual tokens that the vision encoder will produce.
+        tokens: number of visual tokens.
         kind: image or video.
         path: the path of its field in the request.
-        digest: 32 bytes; equal if and only if kind, grid and pixels are equal. The engine sets it: an image processor
-            runs in a process that opens untrusted files, and must not choose the key of a shared cache.
-        times: timestamps of a video's frames in seconds, without padding; empty for an image. They are not part of the
-            digest: the same frames at other times have the same embedding but a different prompt.
+        digest: 32 bytes; equal if and only if kind, grid and content are equal.
+        times: timestamps of a video's frames in seconds, without padding; empty for an image, or if they are not known.
+            They are not part of the digest: the same frames at other times have the same embedding but a different
+            prompt.
         sampled_fps: number of a video's frames, without padding, divided by its duration in seconds; None for an image,
             or if it is not known. Not part of the digest either.
     """
 
-    pixels: npt.NDArray[np.uint8]
     grid: Grid
     tokens: int
     kind: Kind
@@ -66,28 +64,28 @@ class Patches:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Embedded:
-    """Precomputed embeddings of one image or video, validated for the model.
+class Patches(MediaItem):
+    """An image or video, resized and split into patches. The vision encoder normalizes the pixels on its device.
+
+    The engine sets the digest: an image processor runs in a process that opens untrusted files, and must not choose the
+    key of a shared cache.
+
+    Attributes:
+        pixels: uint8 [t * h * w, values per patch], in the order that the family's vision encoder expects.
+    """
+
+    pixels: npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Embedded(MediaItem):
+    """Precomputed embeddings of an image or video, validated for the model.
 
     Attributes:
         rows: float32 [tokens, visual width], finite.
-        grid: patches along time, height and width.
-        tokens: number of rows.
-        kind: image or video.
-        path: the path of its field in the request.
-        digest: 32 bytes; equal if and only if kind, grid and rows are equal.
-        times: as in `Patches`; empty if the request does not specify them.
-        sampled_fps: as in `Patches`; None if the request does not specify it.
     """
 
     rows: npt.NDArray[np.float32]
-    grid: Grid
-    tokens: int
-    kind: Kind
-    path: str
-    digest: bytes
-    times: tuple[float, ...] = ()
-    sampled_fps: float | None = None
 
 
 class Visual(Protocol):
@@ -313,7 +311,7 @@ class ModelFamily(Protocol):
     ) -> VisionEncoder:
         """Load the vision encoder on the configuration's device and in its dtype, both of which may be `auto`.
 
-        `Weights.open` merges the changes of an adapter into the tensors that it reads.
+        `Weights` merges the changes of an adapter into the tensors that it reads.
 
         `placement.quantizes_vision_encoder` decides whether its weights are quantized. A family whose encoder cannot be
         quantized rejects `vision_quantization` int8.

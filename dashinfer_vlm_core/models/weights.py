@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -43,26 +43,11 @@ class Weights:
 
     def __init__(
         self,
-        stored: Mapping[str, tuple[Path, str]],
-        reader: ModuleReader | None = None,
-        merge: VisionMerge | None = None,
-    ) -> None:
-        """Use `open` instead. `stored` maps a name to the file and the stored name."""
-        self._stored = dict(stored)
-        self._merge = merge
-        self.names: frozenset[str] = frozenset(self._stored)
-        self.reader = reader
-        self._quantized = quantized_modules(self.names, reader) if reader else frozenset[str]()
-        self.widened: list[str] = []
-
-    @classmethod
-    def open(
-        cls,
         folder: Path,
         renames: Iterable[tuple[str, str]] = (),
         quantization: ModuleReader | None = None,
         merge: VisionMerge | None = None,
-    ) -> Weights:
+    ) -> None:
         """List the tensors of the checkpoint in `folder`; `renames` and `quantization` as in `ModelSpec`.
 
         With `merge`, the tensors have the changes of an adapter.
@@ -70,7 +55,12 @@ class Weights:
         Raises:
             CheckpointError: there are no safetensors files, a shard is missing, or a file is damaged.
         """
-        return cls(stored_tensors(folder, renames), quantization, merge)
+        self._stored = stored_tensors(folder, renames)
+        self._merge = merge
+        self.names: frozenset[str] = frozenset(self._stored)
+        self.reader = quantization
+        self._quantized = quantized_modules(self.names, quantization) if quantization else frozenset[str]()
+        self.widened: list[str] = []
 
     def tensor(self, name: str, shape: Sequence[int], *, device: str, dtype: torch.dtype) -> torch.Tensor:
         """Load a tensor of `shape` into newly allocated memory on `device`, converted to `dtype`.

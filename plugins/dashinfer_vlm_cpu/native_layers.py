@@ -94,9 +94,6 @@ class CForwardBatch(ctypes.Structure):
 class NativeLayers:
     """See `DecoderLayers`. The KV cache is bfloat16, or int8 with scales."""
 
-    converts_cache = True
-    supports_adapters = True
-
     def __init__(self, library: ctypes.CDLL, layers: Sequence[DecoderLayer], shape: DecoderShape) -> None:
         self._library = library
         self._layers = tuple(layers)

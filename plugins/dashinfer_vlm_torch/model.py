@@ -15,9 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dashinfer_vlm_core.concurrency.compute import Executor
-from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_core.kernels.experts import Expert, GroupedExperts, MixtureOfExperts
-from dashinfer_vlm_core.kernels.layers import ReferenceDecoderLayers, decoder_layers
 from dashinfer_vlm_core.kernels.linears import create_head, create_linear
 from dashinfer_vlm_core.kernels.quantization import Quantization, QuantizedWeight, has_8_bits
 from dashinfer_vlm_core.kernels.streams import HIGH_PRIORITY, stream_executor
@@ -124,11 +122,8 @@ class TextModel:
             config.norm_eps,
             config.visual_levels,
         )
-        self._layers = decoder_layers(kernels, layers, shape, converts_cache=cache_dtype not in (None, dtype))
+        self._layers = kernels.decoder_layers(layers, shape)
         self.loops_over_experts: bool = any(isinstance(layer.experts, MixtureOfExperts) for layer in layers)
-        self._adapted_layers = self._layers
-        if not self._layers.supports_adapters:
-            self._adapted_layers = ReferenceDecoderLayers(kernels, layers, shape)
         self._norm = read.norm(names.norm, hidden)
         self._head = run(lambda: _read_head(read.quantized(quantization.head), config, self._embedding))
         self._rotary = Rotary(config.rotary, config.head_dim, device)
@@ -141,9 +136,8 @@ class TextModel:
         """Compute hidden states after the last layer, without the final norm, which `logits` applies; see
         `DecoderLayers`."""
         cos, sin = self._rotary(batch.positions)
-        layers = self._adapted_layers if batch.adapters else self._layers
         forward = ForwardBatch(cos, sin, *batch[1:5], cache.pool, batch.additions, cache.scales, batch.adapters)
-        return layers(x, forward)
+        return self._layers(x, forward)
 
     def logits(self, x: Tensor, heads: Sequence[tuple[slice, HeadChange]] = ()) -> Tensor:
         """Compute float32 [rows, vocab_size] from hidden states [rows, hidden_size]; `heads` are the rows for which an
@@ -163,13 +157,7 @@ class TextModel:
 
         Raises:
             CheckpointError: the adapter's file is damaged.
-            ConfigError: the kernels do not support adapters.
         """
-        if not self.kernels.supports_row_bias:
-            raise ConfigError(
-                f"`lora` is not supported by the kernels {self.kernels.name!r}. Set `cpu_kernels` to torch.",
-                param="lora",
-            )
         neighbors = self.config.rotary.pairs == "neighbors"
         reader = AdapterReader(
             adapter,

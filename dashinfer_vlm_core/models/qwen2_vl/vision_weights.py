@@ -58,7 +58,7 @@ class VisionWeights(NamedTuple):
         merge = VisionMerge(lora) if lora else None
         device = resolve_device(config.device)
         dtype = torch_dtype(resolve_dtype(config.dtype, spec.dtype, device, quantized=spec.quantization is not None))
-        with Weights.open(spec.folder, spec.tensor_renames, spec.quantization, merge) as weights:
+        with Weights(spec.folder, spec.tensor_renames, spec.quantization, merge) as weights:
             chosen = kernels.choose(device, dtype)
             yield cls(weights, chosen, device, dtype, quantizes_vision_encoder(config, chosen))
         if merge:
