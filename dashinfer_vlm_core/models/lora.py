@@ -206,7 +206,8 @@ class _FolderReader:
                 raise CheckpointError(
                     f"{self._file}: {given!r} has no counterpart lora_{kind}. Copy or download the adapter again."
                 )
-        a, b = tensors["A"], tensors["B"]
+        a = tensors["A"]
+        b = tensors["B"]
         path = a.removeprefix(PREFIX).partition(".lora_")[0]
         if len(inputs) != 1:
             raise CheckpointError(
@@ -214,15 +215,11 @@ class _FolderReader:
                 " the adapter."
             )
         rank = self._config.rank_of(path)
-        if f"{module}.weight" == self._embedding:  # PEFT stores the factors of an embedding table transposed
+        if f"{module}.weight" == next(iter(self._text)):  # PEFT stores the factors of an embedding table transposed
             outputs, inputs = inputs[0], [outputs]
         self._check_shape(a, (rank, *inputs))
         self._check_shape(b, (outputs, rank))
         return LoraFactors(a, b, rank, self._config.scale_of(path, rank))
-
-    @property
-    def _embedding(self) -> str:
-        return next(iter(self._text))
 
     def _expected_shape(self, name: str, stored: str) -> Sequence[int]:
         if name in self._text:

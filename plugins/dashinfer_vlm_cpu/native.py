@@ -33,12 +33,10 @@ from dashinfer_vlm_core.kernels.types import (
 from .build import AMX, LIBRARY, Variant
 from .library import LibraryError, load_library
 from .native_layers import NativeLayers
-from .native_linear import NativeLinear, NativeLMHead, quantize_int4
+from .native_linear import C_TYPES, NativeLinear, NativeLMHead, fields, quantize_int4
 
 MAX_HEADS_PER_KV_HEAD = 192
 """Maximum number of query heads per key head: their queries of one token are processed together."""
-
-_LONG, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 SIGNATURES = {
     "pack_bf16": "pllipi",
@@ -61,19 +59,16 @@ SIGNATURES = {
     "argmax_workspace_size": "lll->l",
     "attend_workspace_size": "l->l",
 }
-"""The arguments of each C function, and its result if it has one: pointer, long (int64), int (int32) or float."""
-
-TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
+"""The arguments of each C function, and its result if it has one, in the letters of `C_TYPES`."""
 
 
 class AttentionArgs(ctypes.Structure):
     """`AttentionArgs` in C."""
 
-    _fields_ = (
-        ("q", _POINTER), ("k", _POINTER), ("v", _POINTER), ("out", _POINTER), ("q_token", _LONG), ("q_head", _LONG),
-        ("kv_token", _LONG), ("kv_head", _LONG), ("out_token", _LONG), ("heads", _LONG), ("kv_heads", _LONG),
-        ("width", _LONG), ("scale", _FLOAT), ("k_scales", _POINTER), ("v_scales", _POINTER), ("scale_head", _LONG),
-    )  # fmt: skip
+    _fields_ = fields(
+        "p q k v out, l q_token q_head kv_token kv_head out_token heads kv_heads width, f scale,"
+        " p k_scales v_scales, l scale_head"
+    )
 
 
 class NativeKernels(TorchKernels):
@@ -162,7 +157,8 @@ class NativeKernels(TorchKernels):
         out = torch.empty(rows, heads * width, dtype=q.dtype)
         threads = _threads()
         workspace = torch.empty(threads * self._library.attend_workspace_size(width), dtype=torch.uint8)
-        k_scales, v_scales, scale_head = None, None, 0
+        k_scales = v_scales = None
+        scale_head = 0
         if scales is not None:
             assert scales.stride(1) == 1
             k_scales = scales.data_ptr()
@@ -224,8 +220,8 @@ def load_variant(variant: Variant, path: Path = LIBRARY) -> LoadedKernels:
         return LoadedKernels(None, "the system does not permit this process to use AMX", "use Linux 5.16 or newer")
     for name, signature in SIGNATURES.items():
         arguments, _, result = signature.partition("->")
-        getattr(library, name).argtypes = [TYPES[letter] for letter in arguments]
-        getattr(library, name).restype = TYPES.get(result)
+        getattr(library, name).argtypes = [C_TYPES[letter] for letter in arguments]
+        getattr(library, name).restype = C_TYPES.get(result)
     return LoadedKernels(NativeKernels(library, variant.name))
 
 

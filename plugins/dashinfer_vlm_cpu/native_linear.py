@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,17 +24,25 @@ the LM head two thirds more expensive."""
 MAX_NORM = 1e18
 """Maximum norm of a row of weights; with larger ones, a logit could overflow float32."""
 
-_INT, _LONG, _FLOAT, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+C_TYPES: dict[str, type[ctypes._SimpleCData[Any]]] = {
+    "p": ctypes.c_void_p,
+    "l": ctypes.c_int64,
+    "i": ctypes.c_int32,
+    "f": ctypes.c_float,
+}
+"""Letters of C types: pointer, long (int64), int (int32) and float."""
+
+
+def fields(layout: str) -> list[tuple[str, type[ctypes._SimpleCData[Any]]]]:
+    """Return the fields of a C struct from a layout such as `p data, l rows columns`, with the letters of `C_TYPES`."""
+    groups = (group.split() for group in layout.split(","))
+    return [(name, C_TYPES[letter]) for letter, *names in groups for name in names]
 
 
 class Matrix(ctypes.Structure):
     """`Matrix` in C."""
 
-    _fields_ = (
-        ("packed", _POINTER), ("scales", _POINTER), ("codes", _POINTER), ("bias", _POINTER), ("outputs", _LONG),
-        ("inputs", _LONG), ("columns", _LONG), ("activation", _INT), ("fp32_output", _INT), ("group", _INT),
-        ("order", _POINTER),
-    )  # fmt: skip
+    _fields_ = fields("p packed scales codes bias, l outputs inputs columns, i activation fp32_output group, p order")
 
 
 class PackedWeights(NamedTuple):
@@ -200,7 +208,7 @@ def quantize_int4(library: ctypes.CDLL, weight: Tensor, group: int) -> Quantized
         group,
     )
     library.quantize_int4(
-        weight.data_ptr(), outputs, inputs, group, (_FLOAT * len(CLIPPING))(*CLIPPING), len(CLIPPING),
+        weight.data_ptr(), outputs, inputs, group, (ctypes.c_float * len(CLIPPING))(*CLIPPING), len(CLIPPING),
         result.codes.data_ptr(), result.scales.data_ptr(), result.zeros.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return result._replace(scales=result.scales.bfloat16().float())
@@ -209,7 +217,7 @@ def quantize_int4(library: ctypes.CDLL, weight: Tensor, group: int) -> Quantized
 class ArgmaxBounds(ctypes.Structure):
     """`ArgmaxBounds` in C."""
 
-    _fields_ = (("exact", _POINTER), ("quantized", _POINTER), ("norms", _POINTER), ("errors", _POINTER))
+    _fields_ = fields("p exact quantized norms errors")
 
 
 class NativeLMHead(NativeLinear):

@@ -81,8 +81,5 @@ def _full_attention_blocks(vision: JsonFields) -> frozenset[int]:
     value = vision.get("fullatt_block_indexes")
     depth = vision.integer("depth")
     if not isinstance(value, list) or not all(type(index) is int and 0 <= index < depth for index in value):
-        vision.fail(
-            "fullatt_block_indexes",
-            "is missing" if value is None else f"must be a list of blocks from 0 to {depth - 1}, got {value!r}",
-        )
+        vision.fail_value("fullatt_block_indexes", f"must be a list of blocks from 0 to {depth - 1}")
     return frozenset(value)

@@ -179,9 +179,7 @@ def _vision_config(config: JsonFields) -> Qwen3VLVisionConfig:
 def _deepstack_layers(vision: JsonFields, text_layers: int) -> tuple[int, ...]:
     layers = vision.get("deepstack_visual_indexes")
     if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
-        vision.fail(
-            "deepstack_visual_indexes", "is missing" if layers is None else f"must be indices of layers, got {layers!r}"
-        )
+        vision.fail_value("deepstack_visual_indexes", "must be indices of layers")
     if layers != sorted(set(layers)) or not all(0 <= layer < vision.integer("depth") for layer in layers):
         vision.fail("deepstack_visual_indexes", f"must be ascending indices below `depth`, got {layers}")
     if len(layers) >= text_layers:

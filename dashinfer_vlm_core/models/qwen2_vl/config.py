@@ -315,7 +315,7 @@ def stop_tokens(folder: Path, config: JsonFields) -> tuple[int, ...]:
     value = fields.get("eos_token_id")
     tokens = value if isinstance(value, list) else [value]
     if not tokens or not all(type(token) is int and token >= 0 for token in tokens):
-        fields.fail("eos_token_id", "is missing" if value is None else f"must be token ids, got {value!r}")
+        fields.fail_value("eos_token_id", "must be token ids")
     return tuple(tokens)
 
 
