@@ -102,14 +102,12 @@ def smart_resize(
 
 
 def _shrink(height: int, width: int, divisor: float, factor: int) -> tuple[int, int]:
-    """Divide both sides, rounded down to multiples of `factor`, but not to 0."""
     rows = max(factor, math.floor(height / divisor / factor) * factor)
     columns = max(factor, math.floor(width / divisor / factor) * factor)
     return rows, columns
 
 
 def _grow(height: int, width: int, scale: float, factor: int) -> tuple[int, int]:
-    """Multiply both sides, rounded up to multiples of `factor`."""
     return math.ceil(height * scale / factor) * factor, math.ceil(width * scale / factor) * factor
 
 

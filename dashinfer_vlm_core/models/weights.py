@@ -14,7 +14,7 @@ from ..kernels import mmap_buffer
 from ..kernels.quantization import QuantizedWeight, concatenate
 from .files import open_tensors, read_header, stored_headers, stored_tensors
 from .formats.detection import quantized_modules
-from .formats.interface import ExpertsReader, ModuleReader
+from .formats.interface import ExpertsReader, ModuleReader, StoredWeight
 from .headers import TensorHeader
 from .lora import VisionMerge
 from .lora_weights import merge_tensor
@@ -74,7 +74,7 @@ class Weights:
 
     def matrix(
         self, modules: Sequence[str], outputs: Sequence[int], inputs: int, *, device: str, dtype: torch.dtype
-    ) -> torch.Tensor | QuantizedWeight:
+    ) -> StoredWeight:
         """Load the weights of linear layers, whose outputs are concatenated.
 
         Quantized weights stay quantized if those of all modules are, in a compatible way; otherwise, they are
@@ -99,9 +99,7 @@ class Weights:
         parts = [self._part(*named, device=device, dtype=dtype) for named in zip(modules, shapes, strict=True)]
         return self._join(modules, parts, inputs, device=device, dtype=dtype)
 
-    def _part(
-        self, module: str, shape: tuple[int, int], *, device: str, dtype: torch.dtype
-    ) -> torch.Tensor | QuantizedWeight:
+    def _part(self, module: str, shape: tuple[int, int], *, device: str, dtype: torch.dtype) -> StoredWeight:
         if self.reader is None or module not in self._quantized:
             return self.tensor(f"{module}.weight", shape, device=device, dtype=dtype)
         tensors = ModuleTensors(self._with_file, self._stored, module, device)
@@ -120,14 +118,8 @@ class Weights:
         return tensor if self._merge is None else merge_tensor(self._merge, name, tensor)
 
     def _join(
-        self,
-        modules: Sequence[str],
-        parts: Sequence[torch.Tensor | QuantizedWeight],
-        inputs: int,
-        *,
-        device: str,
-        dtype: torch.dtype,
-    ) -> torch.Tensor | QuantizedWeight:
+        self, modules: Sequence[str], parts: Sequence[StoredWeight], inputs: int, *, device: str, dtype: torch.dtype
+    ) -> StoredWeight:
         if len(parts) == 1:
             return parts[0]
         quantized = [part for part in parts if isinstance(part, QuantizedWeight)]

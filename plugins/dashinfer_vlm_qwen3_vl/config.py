@@ -66,7 +66,7 @@ def read_spec(folder: Path) -> ModelSpec:
             feature.
     """
     config = read_config(folder, *MODEL_TYPES)
-    spec = model_spec(config, _text_model(config), _vision_config(config), coordinates=CoordinateSpec(extent=1000))
+    spec = model_spec(config, _text_model(config), read_vision_config(folder), coordinates=CoordinateSpec(extent=1000))
     return replace(
         spec,
         video=_sampling_policy(_video_fields(folder, spec.pixels)),
@@ -81,7 +81,16 @@ def read_vision_config(folder: Path) -> Qwen3VLVisionConfig:
     Raises:
         CheckpointError: `config.json` is missing or invalid, or requires an unsupported feature.
     """
-    return _vision_config(read_config(folder, *MODEL_TYPES))
+    config = read_config(folder, *MODEL_TYPES)
+    vision = config.section("vision_config")
+    spec = Qwen3VLVisionConfig(
+        **asdict(shared_vision_config(vision, VISION_ACTIVATIONS)),
+        table_side=isqrt(vision.integer("num_position_embeddings")),
+        deepstack_layers=_deepstack_layers(vision, text_fields(config).integer("num_hidden_layers")),
+    )
+    if spec.table_side**2 != vision.get("num_position_embeddings"):
+        vision.fail("num_position_embeddings", f"must be a square, got {vision.get('num_position_embeddings')}")
+    return spec
 
 
 def read_video_pixels(folder: Path, pixels: PixelSpec) -> PixelLimits:
@@ -161,18 +170,6 @@ def _experts(text: JsonFields, layers: int) -> ExpertsSpec:
     )
     if spec.experts_per_token > spec.num_experts:
         text.fail("num_experts_per_tok", f"is above `num_experts` {spec.num_experts}")
-    return spec
-
-
-def _vision_config(config: JsonFields) -> Qwen3VLVisionConfig:
-    vision = config.section("vision_config")
-    spec = Qwen3VLVisionConfig(
-        **asdict(shared_vision_config(vision, VISION_ACTIVATIONS)),
-        table_side=isqrt(vision.integer("num_position_embeddings")),
-        deepstack_layers=_deepstack_layers(vision, text_fields(config).integer("num_hidden_layers")),
-    )
-    if spec.table_side**2 != vision.get("num_position_embeddings"):
-        vision.fail("num_position_embeddings", f"must be a square, got {vision.get('num_position_embeddings')}")
     return spec
 
 

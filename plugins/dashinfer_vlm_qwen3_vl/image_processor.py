@@ -48,43 +48,19 @@ class Qwen3VLImageProcessor(Qwen2VLImageProcessor):
         frames, height, width = frames_shape(video)
         frame_max = min(video.max_pixels or self._frame_max, self._frame_max)
         check_order(PixelLimits(video.min_pixels or 0, frame_max), video)
+        spec = self._spec
+        span = spec.temporal_patch_size
         total = min(video.total_pixels or self._video_max, self._video_max)
-        frames = max(frames, self._spec.temporal_patch_size)
+        frames = max(frames, span)
         least = max(int(self._video_min * 1.05), video.min_pixels or 0)
-        return resized_video(
-            frames,
-            height,
-            width,
-            spec=self._spec,
+        scale = max(1, spec.factor / min(height, width))
+        return smart_resize(
+            int(height * scale),
+            int(width * scale),
+            factor=spec.factor,
             min_pixels=max(self._video_min, (video.min_pixels or 0) * frames),
             max_pixels=max(min(frame_max, total // frames), least) * frames,
             path=video.path,
+            frames=frames,
+            padded_frames=round(frames / span) * span,
         )
-
-
-def resized_video(
-    frames: int, height: int, width: int, *, spec: PixelSpec, min_pixels: int, max_pixels: int, path: str | None = None
-) -> tuple[int, int]:
-    """Compute the size that the frames of a video are resized to.
-
-    Both sides are divisible by `spec.factor`, the pixels of all frames are within the limits, and the aspect ratio is
-    nearly preserved. The rule, including its order of rounding, is `smart_resize` of transformers' Qwen3-VL processor.
-
-    Returns:
-        (height, width) in pixels.
-
-    Raises:
-        InvalidParameter: one side is more than 200 times the other; `path` is the error's `param`.
-    """
-    span = spec.temporal_patch_size
-    scale = max(1, spec.factor / min(height, width))
-    return smart_resize(
-        int(height * scale),
-        int(width * scale),
-        factor=spec.factor,
-        min_pixels=min_pixels,
-        max_pixels=max_pixels,
-        path=path,
-        frames=frames,
-        padded_frames=round(frames / span) * span,
-    )

@@ -64,15 +64,6 @@ class VisionConfig:
         return self.hidden_size * self.spatial_merge_size**2
 
 
-def read_text_model(folder: Path) -> TextModelSpec:
-    """Read the text model's configuration of the checkpoint in `folder`.
-
-    Raises:
-        CheckpointError: `config.json` is missing or invalid, or requires an unsupported feature.
-    """
-    return text_model_spec(read_config(folder, MODEL_TYPE))
-
-
 def text_model_spec(config: JsonFields) -> TextModelSpec:
     """Return the text model that `config.json` describes: Qwen2, in either layout.
 
