@@ -92,7 +92,7 @@ class NativeLayers:
         self._layers = tuple(layers)
         linears = [part for layer in layers for part in layer if isinstance(part, NativeLinear)]
         self._workspace_users = list({linear.workspace_key: linear for linear in linears}.values())
-        self._table = (CLayer * len(layers))(*(CLayer(*map(_address, layer[:8])) for layer in layers))
+        self._table = (CLayer * len(layers))(*map(_c_layer, layers))
         self._shape = CDecoderShape(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim**-0.5, shape.eps)
         self._adapters: WeakKeyDictionary[AdapterLayers, _NativeAdapter] = WeakKeyDictionary()
         self._kept_workspaces: tuple[tuple[int, int, int], list[Tensor]] | None = None
@@ -232,6 +232,10 @@ def _c_additions(additions: Additions | None) -> tuple[int | None, ...]:
     assert values.dtype == torch.bfloat16
     levels, count, _ = values.shape
     return values.data_ptr(), rows.data_ptr(), count, levels, values.stride(0), values.stride(1)
+
+
+def _c_layer(layer: DecoderLayer) -> CLayer:
+    return CLayer(**{name: _address(getattr(layer, name)) for name, *_ in CLayer._fields_})
 
 
 def _address(part: Norm | Linear | None) -> int | None:
