@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,15 +21,12 @@ from .lora import VisionMerge
 from .lora_weights import merge_tensor
 from .module_tensors import ModuleTensors
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 T = TypeVar("T")
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class Weights:
+class Weights(AbstractContextManager["Weights"]):
     """The tensors of a checkpoint folder, in a single safetensors file or in the shards of an index.
 
     A file is opened for one tensor at a time. While a file stays mapped, every page that was read counts in addition to
@@ -68,7 +66,7 @@ class Weights:
         Raises:
             CheckpointError: the tensor is missing or has another shape, or its file is damaged.
         """
-        tensor = self.empty(shape, device=device, dtype=dtype)
+        tensor = mmap_buffer.empty(shape, dtype, device)
         self.read(name, tensor)
         return tensor
 
@@ -91,7 +89,7 @@ class Weights:
             CheckpointError: a tensor is missing or has another shape, or a file is damaged.
         """
         if self._quantized.isdisjoint(modules):
-            joined = self.empty([sum(outputs), inputs], device=device, dtype=dtype)
+            joined = mmap_buffer.empty([sum(outputs), inputs], dtype, device)
             for module, part in zip(modules, torch.split(joined, list(outputs)), strict=True):
                 self.read(f"{module}.weight", part)
             return joined
@@ -126,7 +124,7 @@ class Weights:
         if len(quantized) == len(parts) and (together := concatenate(quantized)):
             return together
         counts = [len(part.codes if isinstance(part, QuantizedWeight) else part) for part in parts]
-        joined = self.empty([sum(counts), inputs], device=device, dtype=dtype)
+        joined = mmap_buffer.empty([sum(counts), inputs], dtype, device)
         for module, part, into in zip(modules, parts, torch.split(joined, counts), strict=True):
             if isinstance(part, QuantizedWeight):
                 part.dequantize_into(into)
@@ -134,11 +132,6 @@ class Weights:
             else:
                 into.copy_(part)
         return joined
-
-    @staticmethod
-    def empty(shape: Sequence[int], *, device: str, dtype: torch.dtype) -> torch.Tensor:
-        """Allocate a tensor to read weights into, often only briefly before they are packed into another layout."""
-        return mmap_buffer.empty(shape, dtype, device)
 
     def read(self, name: str, into: torch.Tensor) -> None:
         """Copy a stored tensor into `into`, which has the same shape and may be a view, with dtype conversion.
@@ -202,9 +195,6 @@ class Weights:
         if name not in self._stored:
             raise CheckpointError(f"The checkpoint has no tensor {name!r}. Copy or download its safetensors again.")
         return self._stored[name]
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

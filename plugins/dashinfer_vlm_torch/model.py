@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dashinfer_vlm_core.concurrency.compute import Executor
+from dashinfer_vlm_core.kernels import mmap_buffer
 from dashinfer_vlm_core.kernels.experts import Expert, GroupedExperts, MixtureOfExperts
 from dashinfer_vlm_core.kernels.linears import create_head, create_linear
 from dashinfer_vlm_core.kernels.quantization import Quantization, QuantizedWeight, has_8_bits
@@ -223,7 +224,7 @@ class _Reader(NamedTuple):
 
     def fused(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
         """Read the named tensors into one tensor, concatenated along the rows."""
-        fused = self.weights.empty([sum(rows), *columns], device=self.device, dtype=self.dtype)
+        fused = mmap_buffer.empty([sum(rows), *columns], self.dtype, self.device)
         for name, part in zip(names, torch.split(fused, list(rows)), strict=True):
             self.weights.read(name, part)
         return fused
@@ -236,7 +237,7 @@ class _Reader(NamedTuple):
         """Read the named weights of all experts, [experts, outputs, inputs]; published checkpoints store each of them
         transposed."""
         transposed = any(self.weights.shape(f"{name}.weight") != shape for name, shape in shapes.items())
-        tensors = [self.weights.empty(shape, device=self.device, dtype=self.dtype) for shape in shapes.values()]
+        tensors = [mmap_buffer.empty(shape, self.dtype, self.device) for shape in shapes.values()]
         for name, tensor in zip(shapes, tensors, strict=True):
             self.weights.read_experts(name, tensor, transposed=transposed)
         return tensors
