@@ -25,22 +25,22 @@ from dashinfer_vlm_core import EngineConfig
 from dashinfer_vlm_core.cli.command import EngineCommand
 from dashinfer_vlm_core.decoders import DecodeRequest, Sampling
 from dashinfer_vlm_core.kernels.choice import KernelSelector
-from dashinfer_vlm_core.models.lora import LoraAdapter, read_adapter, text_tensors
+from dashinfer_vlm_core.models.lora import LoraWeights, read_lora, text_tensors
 from dashinfer_vlm_core.models.qwen2_vl import Qwen2VL
 from dashinfer_vlm_core.models.spec import ModelSpec
 from dashinfer_vlm_core.plugins import load_plugins
-from dashinfer_vlm_torch.adapters import TextAdapter
 from dashinfer_vlm_torch.decoder import TorchDecoder
+from dashinfer_vlm_torch.lora import TextLora
 from dashinfer_vlm_torch.runner import ModelRunner
 from dashinfer_vlm_torch.scheduler import ScheduledChunk, Scheduler, SequenceState
 
 from .models import checkpoint
 
 PROMPT_TOKENS = 256
-ADAPTERS = 8
+LORAS = 8
 
 
-def write_adapter(folder: Path, spec: ModelSpec, rank: int) -> LoraAdapter:
+def write_lora(folder: Path, spec: ModelSpec, rank: int) -> LoraWeights:
     """Write an adapter with random weights to `folder`, and read it."""
     tensors = {}
     for name, (outputs, inputs) in list(text_tensors(spec.text).items())[
@@ -53,33 +53,33 @@ def write_adapter(folder: Path, spec: ModelSpec, rank: int) -> LoraAdapter:
     save_file(tensors, folder / "adapter_model.safetensors")
     settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank}
     (folder / "adapter_config.json").write_text(json.dumps(settings))
-    return read_adapter(folder.name, str(folder), spec)
+    return read_lora(folder.name, str(folder), spec)
 
 
 def chunks(
     spec: ModelSpec,
-    adapters: Sequence[TextAdapter | None],
+    loras: Sequence[TextLora | None],
     runner: ModelRunner,
     *,
     prefill: bool,
     prompt_tokens: int = PROMPT_TOKENS,
 ) -> Sequence[ScheduledChunk]:
     """Return the first step of sequences with these adapters, or the first one after their prompts."""
-    source, count = random.Random("lora"), len(adapters)
+    source, count = random.Random("lora"), len(loras)
     scheduler = Scheduler(
         kv_tokens=count * 2 * prompt_tokens,
         max_batch_size=count,
         max_waiting=count,
         prefill_chunk=count * prompt_tokens,
     )
-    for number, adapter in enumerate(adapters):
+    for number, lora in enumerate(loras):
         request = DecodeRequest(
             id=str(number),
             token_ids=np.array([source.randrange(spec.vocab_size // 2) for _ in range(prompt_tokens)], np.int64),
             positions=np.tile(np.arange(prompt_tokens), (3, 1)),
             sampling=Sampling(max_tokens=8, ignore_eos=True, temperature=0),
         )
-        scheduler.add(SequenceState.of(request, (), adapter))
+        scheduler.add(SequenceState.of(request, (), lora))
     first = scheduler.schedule().chunks
     if prefill:
         return first
@@ -92,17 +92,17 @@ async def measure(spec: ModelSpec, config: EngineConfig, rank: int, rounds: int)
     await decoder.start()
     runner = decoder._worker._runner  # noqa: SLF001 - the step is not part of the interface
     with tempfile.TemporaryDirectory() as folder:
-        files = [write_adapter(Path(folder) / str(number), spec, rank) for number in range(ADAPTERS)]
-        adapters = [runner.load_adapter(file) for file in files]
-    print(f"An adapter of rank {rank} needs {adapters[0].num_bytes / 2**20:.1f} MiB.\n")
+        files = [write_lora(Path(folder) / str(number), spec, rank) for number in range(LORAS)]
+        loras = [runner.load_lora(file) for file in files]
+    print(f"An adapter of rank {rank} needs {loras[0].num_bytes / 2**20:.1f} MiB.\n")
     print("| step | no adapter, ms | 1 of 8 sequences | one for all | one each |\n|---|---|---|---|---|")
     for name, count, prefill in (("decode, 1 sequence", 1, False), ("decode, 8 sequences", 8, False),
                                  ("prefill, 8 x 256 tokens", 8, True)):  # fmt: skip
-        variants: list[list[TextAdapter | None]] = [
+        variants: list[list[TextLora | None]] = [
             [None] * count,
-            [*[None] * (count - 1), adapters[0]],
-            [adapters[0]] * count,
-            list(adapters[:count]),
+            [*[None] * (count - 1), loras[0]],
+            [loras[0]] * count,
+            list(loras[:count]),
         ]
         steps = [chunks(spec, variant, runner, prefill=prefill) for variant in variants]
         seconds: list[list[float]] = [[] for _ in variants]

@@ -24,7 +24,7 @@ from .protocol.sampling import SAMPLING_PARAMETERS
 
 if TYPE_CHECKING:
     from .kernels.choice import KernelSelector
-    from .models.lora import LoraAdapter
+    from .models.lora import LoraWeights
     from .models.spec import ModelSpec
 
 EVERYTHING = SAMPLING_PARAMETERS | {GUIDED_DECODING, LORA}
@@ -85,7 +85,7 @@ class ScriptedDecoder(Decoder):
     async def close(self) -> None:
         self._closed = True
 
-    async def load_adapter(self, adapter: LoraAdapter) -> None:
+    async def load_lora(self, lora: LoraWeights) -> None:
         """Do nothing: adapters do not change a script."""
 
     async def decode(self, request: DecodeRequest) -> AsyncGenerator[Token, None]:

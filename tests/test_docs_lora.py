@@ -9,7 +9,7 @@ import pytest
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise, importing it downloads prices
 
 from dashinfer_vlm_core.engine.shared import close_shared
-from tests.adapters import ATTENTION, write_adapter
+from tests.lora_folders import ATTENTION, write_lora
 from tests.pages import page_programs
 
 
@@ -19,7 +19,7 @@ def test_examples_run(tiny_checkpoint, tmp_path):
 
     replaced = {"Qwen/Qwen2-VL-2B-Instruct": str(tiny_checkpoint)}
     for name in ("invoices", "charts"):
-        replaced[f"/models/{name}"] = str(write_adapter(tmp_path / name, tiny_checkpoint, ATTENTION))
+        replaced[f"/models/{name}"] = str(write_lora(tmp_path / name, tiny_checkpoint, ATTENTION))
     names: dict[str, object] = {}
     for program in page_programs("lora.md"):
         text = program

@@ -301,10 +301,7 @@ class _Routes:
         shared: dict[str, Any] = {"object": "model", "created": self.started, "owned_by": "dashinfer-vlm"}
         return [
             ServedModel(id=status.model, root=status.model, parent=None, **shared),
-            *(
-                ServedModel(id=adapter.name, root=adapter.source, parent=status.model, **shared)
-                for adapter in status.adapters
-            ),
+            *(ServedModel(id=lora.name, root=lora.source, parent=status.model, **shared) for lora in status.loras),
         ]
 
 

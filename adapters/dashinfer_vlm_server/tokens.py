@@ -79,5 +79,5 @@ def tokenizer_of(engine: ChatEngine) -> SupportsTokenization:
 
 def _check_model(engine: ChatEngine, name: str | None) -> None:
     status = engine.status()
-    if name not in {None, status.model, DEFAULT_MODEL, *(adapter.name for adapter in status.adapters)}:
+    if name not in {None, status.model, DEFAULT_MODEL, *(lora.name for lora in status.loras)}:
         raise ModelNotFound(f"The model {name!r} is not served here. Use {status.model!r}.", param="model")

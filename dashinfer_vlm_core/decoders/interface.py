@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..config import EngineConfig
     from ..kernels.choice import KernelSelector
     from ..models.interface import VisualTokens
-    from ..models.lora import LoraAdapter
+    from ..models.lora import LoraWeights
     from ..models.spec import ModelSpec
 
 __all__ = [
@@ -116,7 +116,7 @@ class DecodeRequest:
         grammar: masks tokens at each step, on a copy of this matcher, which several requests share; None for
             unconstrained output. Only decoders that support `GUIDED_DECODING` get one.
         cache_salt: separates prefix cache entries; a prompt cached with a salt is found only with the same salt.
-        adapter: the LoRA adapter to apply, which prefix cache entries depend on too. Only decoders that support `LORA`
+        lora: the LoRA adapter to apply, which prefix cache entries depend on too. Only decoders that support `LORA`
             get one.
     """
 
@@ -127,7 +127,7 @@ class DecodeRequest:
     sampling: Sampling = field(default_factory=Sampling)
     grammar: GrammarMatcher | None = None
     cache_salt: str = ""
-    adapter: LoraAdapter | None = None
+    lora: LoraWeights | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,7 +207,7 @@ class Decoder(Protocol):
         """Return the statistics; zeros by default."""
         return DecoderStats()
 
-    async def load_adapter(self, adapter: LoraAdapter) -> None:
+    async def load_lora(self, lora: LoraWeights) -> None:
         """Prepare an adapter before its first request.
 
         Raises:

@@ -13,7 +13,7 @@ from ..errors import DashInferVLMError, DecoderFailed, EngineClosed
 from .interface import Decoder, DecodeRequest, DecoderStats, RequestNotStarted, Token
 
 if TYPE_CHECKING:
-    from ..models.lora import LoraAdapter
+    from ..models.lora import LoraWeights
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -83,8 +83,8 @@ class Supervisor:
             if not self.fatal_error:  # otherwise it failed permanently because it cannot be closed
                 raise
 
-    async def load_adapter(self, adapter: LoraAdapter) -> None:
-        await (await self._wait_until_healthy()).load_adapter(adapter)
+    async def load_lora(self, lora: LoraWeights) -> None:
+        await (await self._wait_until_healthy()).load_lora(lora)
 
     async def decode(self, request: DecodeRequest) -> AsyncGenerator[Token, None]:
         while True:

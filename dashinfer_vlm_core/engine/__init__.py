@@ -1,14 +1,14 @@
 """The chat pipeline, and the engine that runs it."""
 
-from .adapters import AdapterStatus
 from .engine import ChatEngine, Engine, EngineStats, EngineStatus, Request, State, load_pipeline, select_decoder
+from .loras import LoraStatus
 
 __all__ = [
-    "AdapterStatus",
     "ChatEngine",
     "Engine",
     "EngineStats",
     "EngineStatus",
+    "LoraStatus",
     "Request",
     "State",
     "load_pipeline",

@@ -28,18 +28,18 @@ from ..response.response_builder import PromptCounts, ResponseBuilder
 from ..structured_output.request_grammars import RequestGrammars
 from ..vision import CachedMedia, Item, Processed, VisionService
 from ..vision.media_uuids import MediaUuidCache
-from .adapters import ActiveAdapter, AdapterManager
 from .coordinates import ImageSizes, find_coordinates
 from .generation import Generation
 from .internal_errors import hide_internal_errors
 from .limiter import ConcurrencyLimiter
+from .loras import ActiveLora, LoraManager
 from .observers import RequestObserver, RequestTimer
 from .validation import check_request, reject_structured_output, require_media_data
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-    from ..models.lora import LoraAdapter
+    from ..models.lora import LoraWeights
     from ..models.spec import ModelSpec
 
 
@@ -65,7 +65,7 @@ class ChatPipeline:
     Attributes:
         name: the model's name in responses.
         limiter: bounds the completions, from arrival to the end of the response.
-        adapters: the LoRA adapters that requests can use.
+        loras: the LoRA adapters that requests can use.
         observer: is notified of stages, tokens and completed requests.
     """
 
@@ -80,7 +80,7 @@ class ChatPipeline:
     media_uuids: MediaUuidCache
     grammars: RequestGrammars
     decoder: Supervisor
-    adapters: AdapterManager
+    loras: LoraManager
     observer: RequestObserver
 
     async def chat(self, request: ChatRequest) -> ChatCompletion:
@@ -88,9 +88,9 @@ class ChatPipeline:
 
     async def generate(self, request: ChatRequest) -> Generation:
         """Serve a request; return the complete response with its tokens."""
-        async with self._admit(request, n=request.n) as adapter:
+        async with self._admit(request, n=request.n) as lora:
             timer = RequestTimer(self.observer, n=request.n)
-            builders, decode_requests = await self._prepare(request, adapter)
+            builders, decode_requests = await self._prepare(request, lora)
             timer.queued()
             token_ids: list[list[int]] = [[] for _ in builders]
             async with contextlib.aclosing(self._decode(builders, decode_requests, timer)) as tokens:
@@ -118,9 +118,9 @@ class ChatPipeline:
 
     async def stream(self, request: ChatRequest) -> AsyncGenerator[ChatCompletionChunk, None]:
         """Serve a request; yield the response as chunks."""
-        async with self._admit(request, n=request.n) as adapter:
+        async with self._admit(request, n=request.n) as lora:
             timer = RequestTimer(self.observer, n=request.n)
-            builders, decode_requests = await self._prepare(request, adapter)
+            builders, decode_requests = await self._prepare(request, lora)
             async with contextlib.aclosing(self._decode(builders, decode_requests, timer)) as tokens:
                 async for index, token in tokens:
                     builder = builders[index]
@@ -156,10 +156,10 @@ class ChatPipeline:
 
     async def tokenize(self, request: ChatRequest) -> list[int]:
         """Return the prompt's token ids, with placeholders for images and videos, which are not encoded."""
-        async with self._admit(request) as adapter:
+        async with self._admit(request) as lora:
             check_request(request, self.spec, self.decoder, self.prompts)
             request = _in_client_namespace(request)
-            loaded = await self._load_media(request, adapter)
+            loaded = await self._load_media(request, lora)
             coordinates = find_coordinates(request, self.spec, self._sizes(loaded))
             prompt = await self._build_prompt(request, [media.item for media in loaded], coordinates)
             ids: list[int] = prompt.token_ids.tolist()
@@ -180,30 +180,30 @@ class ChatPipeline:
             await self.media_executor.close()
 
     @contextlib.asynccontextmanager
-    async def _admit(self, request: ChatRequest, *, n: int = 1) -> AsyncIterator[ActiveAdapter | None]:
+    async def _admit(self, request: ChatRequest, *, n: int = 1) -> AsyncIterator[ActiveLora | None]:
         """Hold `n` slots and the request's adapter, and hide internal errors."""
         with hide_internal_errors(), self.limiter.slots(n):
-            async with self.adapters.use(request) as adapter:
-                yield adapter
+            async with self.loras.use(request) as lora:
+                yield lora
 
     async def _prepare(
-        self, request: ChatRequest, adapter: ActiveAdapter | None
+        self, request: ChatRequest, lora: ActiveLora | None
     ) -> tuple[list[ResponseBuilder], list[DecodeRequest]]:
         """Run the stages before the decoder; return a response builder and a decode request per choice."""
         sampling = check_request(request, self.spec, self.decoder, self.prompts)
         request = _in_client_namespace(request)
         grammar = await self._compile_grammar(request)
-        loaded = await self._load_media(request, adapter)
+        loaded = await self._load_media(request, lora)
         items = [media.item for media in loaded]
         coordinates = find_coordinates(request, self.spec, self._sizes(loaded))
         prompt = await self._build_prompt(request, items, coordinates)
         self.observer.prompt_built(len(prompt))
-        visual = await self._encode_media(request, items, adapter)
-        builders = self._response_builders(request, prompt, coordinates, adapter, guided=grammar is not None)
-        lora = adapter.adapter if adapter else None
+        visual = await self._encode_media(request, items, lora)
+        builders = self._response_builders(request, prompt, coordinates, lora, guided=grammar is not None)
+        weights = lora.weights if lora else None
         response_id = builders[0].id
         return builders, self._decode_requests(
-            request, prompt, visual, sampling, grammar, adapter=lora, response_id=response_id
+            request, prompt, visual, sampling, grammar, lora=weights, response_id=response_id
         )
 
     def _sizes(self, loaded: Sequence[_LoadedMedia]) -> Iterator[ImageSizes]:
@@ -219,13 +219,13 @@ class ChatPipeline:
                 return None
             return await self.grammars.compile(request, self.prompts.opens_reasoning)
 
-    async def _load_media(self, request: ChatRequest, adapter: ActiveAdapter | None) -> list[_LoadedMedia]:
+    async def _load_media(self, request: ChatRequest, lora: ActiveLora | None) -> list[_LoadedMedia]:
         """Load and process the request's images and videos; look up those referenced by `uuid` alone."""
         with self.observer.stage("media"):
             parts = await asyncio.to_thread(request.media)  # may have to split megabytes of video frames
             self.media.check(parts)
-            vision = adapter.vision if adapter else None
-            cached = self.media_uuids.get(parts, cache_salt=request.cache_salt or "", adapter=vision)
+            vision = lora.vision if lora else None
+            cached = self.media_uuids.get(parts, cache_salt=request.cache_salt or "", lora=vision)
             budget = self._token_budget(sum(item.tokens for item in cached.values()))
             given = [part for part in parts if part.has_source]
             processed = await self.media.load(given, functools.partial(self.media_executor.process, budget=budget))
@@ -249,11 +249,11 @@ class ChatPipeline:
             return await asyncio.to_thread(self.prompts.build, request, items, coordinates)
 
     async def _encode_media(
-        self, request: ChatRequest, items: Sequence[Item], adapter: ActiveAdapter | None
+        self, request: ChatRequest, items: Sequence[Item], lora: ActiveLora | None
     ) -> Sequence[VisualTokens]:
         with self.observer.stage("vision"):
-            vision = adapter.vision if adapter else None
-            return await self.vision.embed(items, cache_salt=request.cache_salt or "", adapter=vision)
+            vision = lora.vision if lora else None
+            return await self.vision.embed(items, cache_salt=request.cache_salt or "", lora=vision)
 
     async def _decode(
         self, builders: Sequence[ResponseBuilder], requests: Sequence[DecodeRequest], timer: RequestTimer
@@ -276,7 +276,7 @@ class ChatPipeline:
         request: ChatRequest,
         prompt: Prompt,
         coordinates: ImageCoordinates | None,
-        adapter: ActiveAdapter | None,
+        lora: ActiveLora | None,
         *,
         guided: bool,
     ) -> list[ResponseBuilder]:
@@ -290,7 +290,7 @@ class ChatPipeline:
                 request=request,
                 id=response_id,
                 created=created,
-                model=adapter.adapter.name if adapter else self.name,
+                model=lora.weights.name if lora else self.name,
                 counts=counts,
                 index=index,
                 guided=guided,
@@ -310,7 +310,7 @@ class ChatPipeline:
         sampling: Sampling,
         grammar: GrammarMatcher | None,
         *,
-        adapter: LoraAdapter | None,
+        lora: LoraWeights | None,
         response_id: str,
     ) -> list[DecodeRequest]:
         max_tokens = min(sampling.max_tokens or DEFAULT_MAX_TOKENS, self.prompts.max_model_len - len(prompt))
@@ -331,7 +331,7 @@ class ChatPipeline:
             sampling=sampling,
             grammar=grammar,
             cache_salt=request.cache_salt or "",
-            adapter=adapter,
+            lora=lora,
         )
         others = range(1, request.n)
         return [first, *(replace(first, id=f"{first.id}-{i}", sampling=sampling.seeded(i)) for i in others)]

@@ -29,11 +29,11 @@ from ..structured_output.request_grammars import RequestGrammars
 from ..tokenization.detokenizer import IncrementalDetokenizer
 from ..vision import VisionService, VisionStats
 from ..vision.media_uuids import MediaUuidCache
-from .adapters import AdapterManager, AdapterStatus
 from .capabilities import Capabilities
 from .chat_pipeline import ChatPipeline
 from .generation import Generation
 from .limiter import ConcurrencyLimiter
+from .loras import LoraManager, LoraStatus
 from .observers import ObserverList, RequestObserver
 from .vision_store import open_vision_store
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from ..models.interface import ModelFamily, VisionEncoder
-    from ..models.lora import LoraAdapter
+    from ..models.lora import LoraWeights
     from ..models.spec import ModelSpec
     from ..preprocessing.preview import Preview
 
@@ -82,7 +82,7 @@ class EngineStatus:
         max_model_len: the maximum number of tokens of prompt and completion together; 0 while closed.
         fatal_error: why a `failed` engine cannot continue; it must be started again.
         supports_reasoning: whether the model can reason before it responds; None if unknown, as of a closed engine.
-        adapters: the LoRA adapters that requests can name as their model.
+        loras: the LoRA adapters that requests can name as their model.
     """
 
     state: State
@@ -92,7 +92,7 @@ class EngineStatus:
     max_model_len: int = 0
     fatal_error: str = ""
     supports_reasoning: bool | None = None
-    adapters: tuple[AdapterStatus, ...] = ()
+    loras: tuple[LoraStatus, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -279,7 +279,7 @@ class Engine:
             max_model_len=running.pipeline.prompts.max_model_len,
             fatal_error=decoder.fatal_error,
             supports_reasoning=running.pipeline.prompts.supports_reasoning,
-            adapters=running.pipeline.adapters.statuses,
+            loras=running.pipeline.loras.statuses,
         )
 
     # Start and close
@@ -390,7 +390,7 @@ async def load_pipeline(
     IncrementalDetokenizer(prompts.tokenizer)
     processor = family.image_processor(spec, config)
     vision = await asyncio.to_thread(_load_vision, family, spec, config, kernels, registry)
-    adapters = AdapterManager(
+    loras = LoraManager(
         model=config.name,
         aliases=frozenset({config.model}),
         spec=spec,
@@ -400,7 +400,7 @@ async def load_pipeline(
     )
     try:
         await decoder.start()
-        await adapters.load_all(config)
+        await loras.load_all(config)
         media_executor = create_executor(
             config,
             family=family,
@@ -425,7 +425,7 @@ async def load_pipeline(
         media_uuids=MediaUuidCache(vision, limit=config.limits.max_media_ids),
         grammars=RequestGrammars(prompts.tokenizer, spec),
         decoder=decoder,
-        adapters=adapters,
+        loras=loras,
         observer=observer,
     )
     return pipeline, reason
@@ -445,11 +445,11 @@ def _load_vision(
 
 
 def _load_adapted_encoder(
-    family: ModelFamily, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector, adapter: LoraAdapter
+    family: ModelFamily, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector, lora: LoraWeights
 ) -> VisionEncoder:
     """Load the vision encoder with the changes of an adapter."""
-    encoder = family.load_vision_encoder(spec, config, kernels, adapter)
-    logger.info("LoRA adapter %r changes the vision encoder: it needs the memory of another one.", adapter.name)
+    encoder = family.load_vision_encoder(spec, config, kernels, lora)
+    logger.info("LoRA adapter %r changes the vision encoder: it needs the memory of another one.", lora.name)
     return encoder
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from .kv_cache import attend_cached, write_rows
 from .low_rank import row_bias
 from .types import (
-    AdapterRows,
     DecoderLayer,
     DecoderShape,
     ForwardBatch,
@@ -18,6 +17,7 @@ from .types import (
     KVCacheLayer,
     KVSpans,
     Linear,
+    LoraRows,
     Norm,
 )
 
@@ -36,15 +36,15 @@ class ReferenceDecoderLayers:
         for number in range(final):
             queries = self._queries(number, x, batch)
             cache = batch.cache_layer(number)
-            self._add_attention_and_mlp(number, x, queries, batch.spans, cache, adapters=batch.adapters)
+            self._add_attention_and_mlp(number, x, queries, batch.spans, cache, loras=batch.loras)
             if batch.additions and number < levels:
                 x.index_add_(0, batch.additions.rows, batch.additions.values[number])
         queries = self._queries(final, x, batch)
         cache = batch.cache_layer(final)
         x = x[batch.last]
         if len(x):
-            adapters = tuple(rows.in_last() for rows in batch.adapters)
-            self._add_attention_and_mlp(final, x, queries[batch.last], batch.last_spans, cache, adapters=adapters)
+            loras = tuple(rows.in_last() for rows in batch.loras)
+            self._add_attention_and_mlp(final, x, queries[batch.last], batch.last_spans, cache, loras=loras)
         return x
 
     def _queries(self, number: int, x: Tensor, batch: ForwardBatch) -> Tensor:
@@ -52,7 +52,7 @@ class ReferenceDecoderLayers:
         layer = self._layers[number]
         heads = self._shape.heads
         normed = self._normalize(x, layer.input_norm)
-        bias = row_bias([(rows, rows.adapter.layers[number].qkv) for rows in batch.adapters], normed)
+        bias = row_bias([(rows, rows.lora.layers[number].qkv) for rows in batch.loras], normed)
         qkv = layer.qkv(normed, bias).view(len(x), -1, self._shape.head_dim)
         if layer.query_norm and layer.key_norm:
             qkv = torch.cat([
@@ -72,10 +72,10 @@ class ReferenceDecoderLayers:
         spans: KVSpans,
         cache: KVCacheLayer,
         *,
-        adapters: Sequence[AdapterRows],
+        loras: Sequence[LoraRows],
     ) -> None:
         layer = self._layers[number]
-        changes = [(rows, rows.adapter.layers[number]) for rows in adapters]
+        changes = [(rows, rows.lora.layers[number]) for rows in loras]
         mixed = attend_cached(self._kernels, queries, cache, spans)
         layer.output.add_to(x, mixed, row_bias([(rows, change.output) for rows, change in changes], mixed))
         normed = self._normalize(x, layer.mlp_norm)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .types import AdapterRows, LowRank
+from .types import LoraRows, LowRank
 
 
-def row_bias(additions: Sequence[tuple[AdapterRows, LowRank | None]], x: Tensor) -> Tensor | None:
+def row_bias(additions: Sequence[tuple[LoraRows, LowRank | None]], x: Tensor) -> Tensor | None:
     """Compute what adapters add to the products of a linear layer.
 
     A row's values do not depend on the other rows, if those of the adapters' linear layers do not.

@@ -202,7 +202,7 @@ class LowRank(NamedTuple):
     outputs: int
 
 
-class AdapterLayer(NamedTuple):
+class LoraLayer(NamedTuple):
     """What an adapter adds to a `DecoderLayer`; None for linear layers that it does not change."""
 
     qkv: LowRank | None = None
@@ -211,35 +211,35 @@ class AdapterLayer(NamedTuple):
     down: LowRank | None = None
 
 
-class AdapterLayers:
+class LoraLayers:
     """What an adapter adds to the layers of a decoder.
 
     Attributes:
         layers: one per layer.
     """
 
-    def __init__(self, layers: Sequence[AdapterLayer]) -> None:
-        self.layers: tuple[AdapterLayer, ...] = tuple(layers)
+    def __init__(self, layers: Sequence[LoraLayer]) -> None:
+        self.layers: tuple[LoraLayer, ...] = tuple(layers)
 
 
-class AdapterRows(NamedTuple):
+class LoraRows(NamedTuple):
     """The tokens of a batch that an adapter applies to, which are consecutive.
 
     Attributes:
-        adapter: the adapter.
+        lora: the adapter.
         start: index of the first token.
         stop: index after the last token.
         last_start: index of the first of these tokens in `ForwardBatch.last`.
         last_stop: index after the last of these tokens in `ForwardBatch.last`.
     """
 
-    adapter: AdapterLayers
+    lora: LoraLayers
     start: int
     stop: int
     last_start: int
     last_stop: int
 
-    def in_last(self) -> AdapterRows:
+    def in_last(self) -> LoraRows:
         """Return the same tokens as indices of `ForwardBatch.last`."""
         return self._replace(start=self.last_start, stop=self.last_stop)
 
@@ -302,7 +302,7 @@ class ForwardBatch(NamedTuple):
             hidden states, or int8 with scales.
         additions: rows to add to the hidden states of some tokens after the first layers.
         cache_scales: float32 [layers, 2 * kv_heads, rows] if `cache` is int8: the scale of each of its rows.
-        adapters: the tokens with an adapter, in order, after all tokens without one.
+        loras: the tokens with an adapter, in order, after all tokens without one.
     """
 
     cos: Tensor
@@ -314,7 +314,7 @@ class ForwardBatch(NamedTuple):
     cache: Tensor
     additions: Additions | None = None
     cache_scales: Tensor | None = None
-    adapters: tuple[AdapterRows, ...] = ()
+    loras: tuple[LoraRows, ...] = ()
 
     def cache_layer(self, number: int) -> KVCacheLayer:
         """Return one layer of the cache."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from ..config import EngineConfig
     from ..kernels.choice import KernelSelector
-    from .lora import LoraAdapter
+    from .lora import LoraWeights
 
 
 class Grid(NamedTuple):
@@ -307,7 +307,7 @@ class ModelFamily(Protocol):
         """Create the prompt layout for images and videos."""
 
     def load_vision_encoder(
-        self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector, lora: LoraAdapter | None = None
+        self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector, lora: LoraWeights | None = None
     ) -> VisionEncoder:
         """Load the vision encoder on the configuration's device and in its dtype, both of which may be `auto`.
 

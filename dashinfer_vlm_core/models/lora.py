@@ -46,7 +46,7 @@ class LoraFactors(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class LoraAdapter:
+class LoraWeights:
     """An adapter whose tensors have been checked for a model; they are read from its file when they are needed.
 
     Two adapters are equal only if they are the same object, which decoders use as a key.
@@ -86,7 +86,7 @@ class LoraAdapter:
         return bool(self.vision or self.saved_vision)
 
 
-def find_adapter(path: str) -> Path:
+def find_lora(path: str) -> Path:
     """Return the folder of an adapter; a Hugging Face ID that is not in the cache is downloaded.
 
     Raises:
@@ -103,7 +103,7 @@ def find_adapter(path: str) -> Path:
     )
 
 
-def read_adapter(name: str, path: str, spec: ModelSpec) -> LoraAdapter:
+def read_lora(name: str, path: str, spec: ModelSpec) -> LoraWeights:
     """Read an adapter's configuration and check its tensors against the model's; their values are not read.
 
     Args:
@@ -115,13 +115,13 @@ def read_adapter(name: str, path: str, spec: ModelSpec) -> LoraAdapter:
         CheckpointError: a file is missing or damaged, or the adapter requires an unsupported feature or another model;
             the message names the file and the field or tensor.
     """
-    folder = find_adapter(path)
+    folder = find_lora(path)
     config = read_lora_config(folder / CONFIG)
     file = _tensor_file(folder)
     reader = _FolderReader(file, _headers(file), config, spec)
     text, vision = reader.factors()
     saved = reader.saved()
-    return LoraAdapter(
+    return LoraWeights(
         name=name,
         source=path if not Path(path).expanduser().is_dir() else folder.resolve().name,
         file=file,
@@ -287,13 +287,13 @@ class VisionMerge:
     """Merges an adapter into the vision encoder's tensors while a family reads them.
 
     Attributes:
-        adapter: the adapter.
+        lora: the adapter.
         unused: names of the tensors that it changes and that were not read yet.
     """
 
-    def __init__(self, adapter: LoraAdapter) -> None:
-        self.adapter = adapter
-        self._changed = {f"{module}.weight" for module in adapter.vision} | set(adapter.saved_vision)
+    def __init__(self, lora: LoraWeights) -> None:
+        self.lora = lora
+        self._changed = {f"{module}.weight" for module in lora.vision} | set(lora.saved_vision)
         self.unused: set[str] = set(self._changed)
 
     def changes(self, name: str) -> bool:
@@ -308,6 +308,6 @@ class VisionMerge:
         """
         if self.unused:
             raise CheckpointError(
-                f"{self.adapter.file}: the vision encoder does not use {min(self.unused)!r}, which the adapter changes."
+                f"{self.lora.file}: the vision encoder does not use {min(self.unused)!r}, which the adapter changes."
                 " Merge the adapter into a checkpoint with PEFT's `merge_and_unload`, and serve that."
             )

@@ -271,8 +271,8 @@ class VLM:
         started: list[tuple[str | None, LoRARequest | None]] = []
 
         def factories() -> Iterator[RequestFactory]:
-            adapters = _adapter_per_item(lora_request, items)
-            for item, params, lora in zip(items, _params_per_item(sampling, items), adapters, strict=False):
+            requested = _lora_per_item(lora_request, items)
+            for item, params, lora in zip(items, _params_per_item(sampling, items), requested, strict=False):
                 started.append((prompt_text(item), lora))
                 yield functools.partial(make, item, self._with_seed(params), lora)
 
@@ -325,7 +325,7 @@ def _params_per_item(sampling: SamplingParamsArg, items: Iterable[object]) -> It
     return sampling
 
 
-def _adapter_per_item(given: LoRARequestArg, items: Iterable[object]) -> Iterable[LoRARequest | None]:
+def _lora_per_item(given: LoRARequestArg, items: Iterable[object]) -> Iterable[LoRARequest | None]:
     if given is None or isinstance(given, LoRARequest):
         return itertools.repeat(given)
     if not isinstance(items, Sized) or len(items) != len(given):

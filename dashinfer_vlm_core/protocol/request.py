@@ -246,7 +246,7 @@ class ChatRequest(CheckedBody):
         return None
 
     @property
-    def adapter_request(self) -> LoRARequest | None:
+    def requested_lora(self) -> LoRARequest | None:
         """The LoRA adapter to use instead of one that `model` names; always None for requests from JSON."""
         return None
 
@@ -308,7 +308,7 @@ class OfflineRequest(ChatRequest):
         return self.prompt
 
     @property
-    def adapter_request(self) -> LoRARequest | None:
+    def requested_lora(self) -> LoRARequest | None:
         return self.lora_request
 
     def _parts(self) -> Iterable[MediaPart]:

@@ -16,7 +16,7 @@ from ..errors import InvalidParameter
 from ..media.types import Kind
 from ..models.interface import Embedded, Grid, Patches
 from ..protocol import MediaPart
-from .service import CachedMedia, Processed, VisionAdapter, VisionService
+from .service import CachedMedia, Processed, VisionLora, VisionService
 
 MAX_VARIANTS = 8
 """Variants of one item, processed with different options, that are cached per uuid."""
@@ -71,7 +71,7 @@ class MediaUuidCache:
         self._entries: LRUCache[_UuidKey, _UuidEntry] = LRUCache(limit)
 
     def get(
-        self, parts: Sequence[MediaPart], *, cache_salt: str = "", adapter: VisionAdapter | None = None
+        self, parts: Sequence[MediaPart], *, cache_salt: str = "", lora: VisionLora | None = None
     ) -> dict[str, CachedMedia]:
         """Return the cached media of the parts that have only a uuid, by their path in the request.
 
@@ -80,7 +80,7 @@ class MediaUuidCache:
         Raises:
             InvalidParameter: a uuid is unknown, or its item is no longer cached.
         """
-        return {part.path: self._get(part, cache_salt, adapter) for part in parts if not part.has_source}
+        return {part.path: self._get(part, cache_salt, lora) for part in parts if not part.has_source}
 
     def bind(self, parts: Sequence[MediaPart], processed: Sequence[Processed], *, cache_salt: str = "") -> None:
         """Bind the uuids of parts to their items.
@@ -111,12 +111,12 @@ class MediaUuidCache:
             self._entries[key] = entry
         return entry
 
-    def _get(self, part: MediaPart, cache_salt: str, adapter: VisionAdapter | None) -> CachedMedia:
+    def _get(self, part: MediaPart, cache_salt: str, lora: VisionLora | None) -> CachedMedia:
         entry = self._entries.get((cache_salt, part.kind, part.uuid or ""))
         content = entry.find(part) if entry else None
         visual = None
         if content:
-            visual = self._vision.find(content.digest, content.grid, cache_salt=cache_salt, adapter=adapter)
+            visual = self._vision.find(content.digest, content.grid, cache_salt=cache_salt, lora=lora)
         if content is None or visual is None:
             raise InvalidParameter(
                 f"`{part.path}.uuid` is not cached with these options: send the content with it.",

@@ -104,7 +104,7 @@ class VisionStats:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class VisionAdapter:
+class VisionLora:
     """The vision encoder with the changes of a LoRA adapter.
 
     Attributes:
@@ -166,7 +166,7 @@ class VisionService:
         )
 
     async def embed(
-        self, items: Sequence[Item], *, cache_salt: str = "", adapter: VisionAdapter | None = None
+        self, items: Sequence[Item], *, cache_salt: str = "", lora: VisionLora | None = None
     ) -> tuple[VisualTokens, ...]:
         """Return the visual tokens of each item, in order.
 
@@ -175,7 +175,7 @@ class VisionService:
         Args:
             items: the items of one request.
             cache_salt: part of the cache key; cached items are shared only between requests with the same salt.
-            adapter: the encoder to use instead of the model's.
+            lora: the encoder to use instead of the model's.
 
         Raises:
             EngineError: the vision encoder failed on an item; `param` names it.
@@ -183,21 +183,21 @@ class VisionService:
         """
         if self._closed:
             raise EngineClosed("The engine was closed; start another one.")
-        jobs = [self._job(item, cache_salt, adapter) for item in items if isinstance(item, Patches)]
+        jobs = [self._job(item, cache_salt, lora) for item in items if isinstance(item, Patches)]
         self._start([job for job in dict.fromkeys(jobs) if not job.started])
         try:
             encoding = iter(jobs)
-            return tuple([await self._tokens(item, encoding, cache_salt, adapter) for item in items])
+            return tuple([await self._tokens(item, encoding, cache_salt, lora) for item in items])
         finally:
             for job in jobs:
                 self._release(job)
 
     def find(
-        self, digest: bytes, grid: Grid, *, cache_salt: str = "", adapter: VisionAdapter | None = None
+        self, digest: bytes, grid: Grid, *, cache_salt: str = "", lora: VisionLora | None = None
     ) -> VisualTokens | None:
         """Return the cached visual tokens of the content with this digest (as in `Patches`), or None."""
         salted = _salted(digest, cache_salt)
-        embedding = self._cache.get(self._key(salted, adapter))
+        embedding = self._cache.get(self._key(salted, lora))
         return None if embedding is None else VisualTokens(embedding=embedding, grid=grid, digest=salted)
 
     def _store(self, key: bytes, embedding: torch.Tensor) -> None:
@@ -219,33 +219,33 @@ class VisionService:
         self._thread.shutdown()
         self._cache.clear()
 
-    def _key(self, salted: bytes, adapter: VisionAdapter | None) -> bytes:
+    def _key(self, salted: bytes, lora: VisionLora | None) -> bytes:
         """Return a cache key; those with and without an adapter have different lengths."""
-        return self._model_key + (adapter.key if adapter else b"") + salted
+        return self._model_key + (lora.key if lora else b"") + salted
 
     async def _tokens(
-        self, item: Item, encoding: Iterator[_Job], cache_salt: str, adapter: VisionAdapter | None
+        self, item: Item, encoding: Iterator[_Job], cache_salt: str, lora: VisionLora | None
     ) -> VisualTokens:
         if isinstance(item, CachedMedia):
             self._hits += 1
             return item.visual
         if isinstance(item, Embedded):
-            return await self._adopt(item, _salted(item.digest, cache_salt), adapter)
+            return await self._adopt(item, _salted(item.digest, cache_salt), lora)
         return await next(encoding).tokens(item.path)
 
-    async def _adopt(self, item: Embedded, salted: bytes, adapter: VisionAdapter | None) -> VisualTokens:
+    async def _adopt(self, item: Embedded, salted: bytes, lora: VisionLora | None) -> VisualTokens:
         # In the encoder's thread, between passes; cached for later requests by uuid.
         loop = asyncio.get_running_loop()
         embedding = await loop.run_in_executor(self._thread, self._encoder.adopt, item.rows)
-        self._store(self._key(salted, adapter), embedding)
+        self._store(self._key(salted, lora), embedding)
         return VisualTokens(embedding=embedding, grid=item.grid, digest=salted)
 
-    def _job(self, item: Patches, cache_salt: str, adapter: VisionAdapter | None) -> _Job:
+    def _job(self, item: Patches, cache_salt: str, lora: VisionLora | None) -> _Job:
         """Return the job for this item: a finished one if it is cached, else the pending one, else a new one."""
         salted = _salted(item.digest, cache_salt)
-        key = self._key(salted, adapter)
-        encoder = adapter.encoder if adapter else self._encoder
-        stored = hashlib.sha256(b"adapter" + adapter.key + salted).digest() if adapter else salted
+        key = self._key(salted, lora)
+        encoder = lora.encoder if lora else self._encoder
+        stored = hashlib.sha256(b"adapter" + lora.key + salted).digest() if lora else salted
         if (embedding := self._cache.get(key)) is not None:
             self._hits += 1
             job = _Job(key, salted, item, encoder, stored)

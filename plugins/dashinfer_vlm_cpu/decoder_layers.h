@@ -32,12 +32,12 @@ typedef struct {                 /* see `LowRank` in types.py */
 
 typedef struct {
     LowRank qkv, output, gate_up, down;
-} AdapterLayer;
+} LoraLayer;
 
-typedef struct { /* see `AdapterRows` in types.py */
-    const AdapterLayer *layers;
+typedef struct { /* see `LoraRows` in types.py */
+    const LoraLayer *layers;
     int64_t start, stop, last_start, last_stop;
-} AdapterRows;
+} LoraRows;
 
 typedef struct { /* the new tokens of many requests, see `ForwardBatch` in types.py */
     bf16 *x;     /* [rows, hidden]; overwritten */
@@ -58,13 +58,13 @@ typedef struct { /* the new tokens of many requests, see `ForwardBatch` in types
     const bf16 *additions;        /* [levels, addition_count, hidden] */
     const int64_t *addition_rows; /* the row of `x` that each is added to */
     int64_t addition_count, levels, level_stride, addition_stride;
-    const AdapterRows *adapters;
-    int64_t adapter_count;
+    const LoraRows *loras;
+    int64_t lora_count;
     float *row_bias; /* [rows with an adapter, most outputs] */
     bf16 *ranks;     /* [rows, most ranks] */
     int64_t ranks_stride;
-    char *adapter_workspace;        /* for `linear` with the matrices of adapters, one for each thread */
-    int64_t adapter_workspace_size; /* of each */
+    char *lora_workspace;        /* for `linear` with the matrices of adapters, one for each thread */
+    int64_t lora_workspace_size; /* of each */
 } ForwardBatch;
 
 typedef struct {
@@ -129,12 +129,12 @@ static void select_last(const ForwardBatch *p, const DecoderShape *s)
     }
 }
 
-/* The linear layers of a decoder layer, as offsets in `AdapterLayer`. */
+/* The linear layers of a decoder layer, as offsets in `LoraLayer`. */
 enum {
-    QKV = offsetof(AdapterLayer, qkv),
-    OUTPUT = offsetof(AdapterLayer, output),
-    GATE_UP = offsetof(AdapterLayer, gate_up),
-    DOWN = offsetof(AdapterLayer, down),
+    QKV = offsetof(LoraLayer, qkv),
+    OUTPUT = offsetof(LoraLayer, output),
+    GATE_UP = offsetof(LoraLayer, gate_up),
+    DOWN = offsetof(LoraLayer, down),
 };
 
 typedef struct { /* one linear layer */
@@ -151,7 +151,7 @@ typedef struct {           /* the rows of one adapter, and what it adds to a lin
     ptrdiff_t start, stop;
 } Change;
 
-static Change find_change(const LinearCall *c, const AdapterRows *a)
+static Change find_change(const LinearCall *c, const LoraRows *a)
 {
     ptrdiff_t start = c->last ? a->last_start : a->start, stop = c->last ? a->last_stop : a->stop;
     const LowRank *change = (const LowRank *)((const char *)(a->layers + c->layer) + c->part);
@@ -162,7 +162,7 @@ static Change find_change(const LinearCall *c, const AdapterRows *a)
 static void multiply_low_rank(const LinearCall *c, const ForwardBatch *p, ptrdiff_t i, ptrdiff_t first, char *workspace,
                               int threads)
 {
-    Change found = find_change(c, p->adapters + i);
+    Change found = find_change(c, p->loras + i);
     const LowRank *l = found.change;
     if (!l) return;
     ptrdiff_t rows = found.stop - found.start, stride = p->ranks_stride;
@@ -178,30 +178,30 @@ static void multiply_low_rank(const LinearCall *c, const ForwardBatch *p, ptrdif
 /* Compute what the adapters add to a linear layer; returns the number of rows of the row bias. Few rows of several
  * adapters are divided among the threads by adapter, since starting a parallel region takes longer than such a product.
  */
-static ptrdiff_t multiply_adapters(const LinearCall *c, const ForwardBatch *p, int threads)
+static ptrdiff_t multiply_loras(const LinearCall *c, const ForwardBatch *p, int threads)
 {
     ptrdiff_t first = c->rows, count = 0;
-    for (ptrdiff_t i = p->adapter_count - 1; i >= 0; i--) {
-        Change found = find_change(c, p->adapters + i);
+    for (ptrdiff_t i = p->lora_count - 1; i >= 0; i--) {
+        Change found = find_change(c, p->loras + i);
         if (found.change) first = found.start, count++;
     }
     ptrdiff_t rows = c->rows - first;
     if (!count) return 0;
     memset(p->row_bias, 0, rows * c->m->outputs * sizeof *p->row_bias);
     if (count == 1 || rows > 16 * count) {
-        for (ptrdiff_t i = 0; i < p->adapter_count; i++)
-            multiply_low_rank(c, p, i, first, p->adapter_workspace, threads);
+        for (ptrdiff_t i = 0; i < p->lora_count; i++)
+            multiply_low_rank(c, p, i, first, p->lora_workspace, threads);
         return rows;
     }
 #pragma omp parallel for num_threads(threads)
-    for (ptrdiff_t i = 0; i < p->adapter_count; i++)
-        multiply_low_rank(c, p, i, first, p->adapter_workspace + omp_get_thread_num() * p->adapter_workspace_size, 1);
+    for (ptrdiff_t i = 0; i < p->lora_count; i++)
+        multiply_low_rank(c, p, i, first, p->lora_workspace + omp_get_thread_num() * p->lora_workspace_size, 1);
     return rows;
 }
 
 static void linear(const LinearCall *c, const ForwardBatch *p, bf16 *out, ptrdiff_t out_stride, int add, int threads)
 {
-    ptrdiff_t biased = multiply_adapters(c, p, threads);
+    ptrdiff_t biased = multiply_loras(c, p, threads);
     linear_biased(c->m, c->x, c->stride, c->rows, out, out_stride, add, p->row_bias, biased, p->linear_workspace,
                   threads);
 }

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from dashinfer_vlm_core.kernels.types import (
-    AdapterLayers,
-    AdapterRows,
     Additions,
     DecoderLayer,
     DecoderShape,
     ForwardBatch,
     Linear,
+    LoraLayers,
+    LoraRows,
     LowRank,
     Norm,
 )
@@ -59,14 +59,14 @@ class CLowRank(ctypes.Structure):
     )  # fmt: skip
 
 
-class CAdapterLayer(ctypes.Structure):
-    """`AdapterLayer` in C."""
+class CLoraLayer(ctypes.Structure):
+    """`LoraLayer` in C."""
 
     _fields_ = (("qkv", CLowRank), ("output", CLowRank), ("gate_up", CLowRank), ("down", CLowRank))
 
 
-class CAdapterRows(ctypes.Structure):
-    """`AdapterRows` in C."""
+class CLoraRows(ctypes.Structure):
+    """`LoraRows` in C."""
 
     _fields_ = fields("p layers, l start stop last_start last_stop")
 
@@ -94,7 +94,7 @@ class NativeLayers:
         self._workspace_users = list({linear.workspace_key: linear for linear in linears}.values())
         self._table = (CLayer * len(layers))(*map(_c_layer, layers))
         self._shape = CDecoderShape(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim**-0.5, shape.eps)
-        self._adapters: WeakKeyDictionary[AdapterLayers, _NativeAdapter] = WeakKeyDictionary()
+        self._loras: WeakKeyDictionary[LoraLayers, _NativeLora] = WeakKeyDictionary()
         self._kept_workspaces: tuple[tuple[int, int, int], list[Tensor]] | None = None
 
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
@@ -106,7 +106,7 @@ class NativeLayers:
         workspaces = self._kept_or_new_workspaces(rows, hidden)
         spans = batch.spans.table
         last_spans = batch.last_spans.table
-        adapters = self._adapter_arguments(batch.adapters, rows)
+        loras = self._lora_arguments(batch.loras, rows)
         description = CForwardBatch(
             x.data_ptr(), rows, hidden, batch.cos.data_ptr(), batch.sin.data_ptr(), batch.slots.data_ptr(),
             spans.data_ptr(), len(spans), batch.last.data_ptr(), len(batch.last), last_spans.data_ptr(),
@@ -114,38 +114,35 @@ class NativeLayers:
             None if batch.cache_scales is None else batch.cache_scales.data_ptr(), batch.cache.shape[2],
             *(workspace.data_ptr() for workspace in workspaces),
             *_c_additions(batch.additions),
-            *map(_pointer, adapters),
+            *map(_pointer, loras),
         )  # fmt: skip
         self._library.run_layers(
             self._table, len(self._table), ctypes.byref(self._shape), ctypes.byref(description), torch.get_num_threads()
         )
         return out
 
-    def _adapter_arguments(self, adapters: Sequence[AdapterRows], rows: int) -> tuple[Any, ...]:
-        if not adapters:
+    def _lora_arguments(self, loras: Sequence[LoraRows], rows: int) -> tuple[Any, ...]:
+        if not loras:
             return None, 0, None, None, 0, None, 0
-        found = [self._native_adapter(part.adapter) for part in adapters]
-        table = (CAdapterRows * len(adapters))(
-            *(
-                CAdapterRows(ctypes.addressof(adapter.table), *part[1:])
-                for part, adapter in zip(adapters, found, strict=True)
-            )
+        found = [self._native_lora(part.lora) for part in loras]
+        table = (CLoraRows * len(loras))(
+            *(CLoraRows(ctypes.addressof(lora.table), *part[1:]) for part, lora in zip(loras, found, strict=True))
         )
-        biased = rows - adapters[0].start
-        ranks = max(adapter.ranks for adapter in found)
-        users = [linear for adapter in found for linear in adapter.workspace_users]
+        biased = rows - loras[0].start
+        ranks = max(lora.ranks for lora in found)
+        users = [linear for lora in found for linear in lora.workspace_users]
         size = max((linear.workspace_bytes(rows) for linear in users), default=0)
         size = -(-size // ALIGNMENT) * ALIGNMENT
         return (
-            table, len(table), torch.empty(biased, max(adapter.outputs for adapter in found), dtype=torch.float32),
+            table, len(table), torch.empty(biased, max(lora.outputs for lora in found), dtype=torch.float32),
             torch.empty(rows, ranks, dtype=torch.bfloat16), ranks,
             torch.empty(torch.get_num_threads() * size, dtype=torch.uint8), size,
         )  # fmt: skip
 
-    def _native_adapter(self, adapter: AdapterLayers) -> _NativeAdapter:
-        if adapter not in self._adapters:
-            self._adapters[adapter] = _NativeAdapter.of(adapter)
-        return self._adapters[adapter]
+    def _native_lora(self, lora: LoraLayers) -> _NativeLora:
+        if lora not in self._loras:
+            self._loras[lora] = _NativeLora.of(lora)
+        return self._loras[lora]
 
     def _kept_or_new_workspaces(self, rows: int, hidden: int) -> list[Tensor]:
         key = rows, hidden, torch.get_num_threads()
@@ -170,7 +167,7 @@ class NativeLayers:
         ]
 
 
-class _NativeAdapter(NamedTuple):
+class _NativeLora(NamedTuple):
     """An adapter in C.
 
     Attributes:
@@ -180,19 +177,17 @@ class _NativeAdapter(NamedTuple):
         workspace_users: linear layers with different workspaces, of which the largest is needed.
     """
 
-    table: ctypes.Array[CAdapterLayer]
+    table: ctypes.Array[CLoraLayer]
     ranks: int
     outputs: int
     workspace_users: Sequence[NativeLinear]
 
     @classmethod
-    def of(cls, adapter: AdapterLayers) -> _NativeAdapter:
-        changes = [change for layer in adapter.layers for change in layer if change]
+    def of(cls, lora: LoraLayers) -> _NativeLora:
+        changes = [change for layer in lora.layers for change in layer if change]
         linears = {linear.workspace_key: linear for change in changes for linear in _linears(change)}
         return cls(
-            (CAdapterLayer * len(adapter.layers))(
-                *(CAdapterLayer(*map(_c_low_rank, layer)) for layer in adapter.layers)
-            ),
+            (CLoraLayer * len(lora.layers))(*(CLoraLayer(*map(_c_low_rank, layer)) for layer in lora.layers)),
             max((linear.columns for change in changes for linear in _linears(change, parts=False)), default=0),
             max((change.outputs for change in changes), default=0),
             list(linears.values()),

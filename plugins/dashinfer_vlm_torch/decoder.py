@@ -25,15 +25,15 @@ from dashinfer_vlm_core.kernels.linears import supported_bits
 from dashinfer_vlm_core.kernels.quantization import INT4, INT8
 from dashinfer_vlm_core.kernels.types import Int8CacheAttention, Kernels
 from dashinfer_vlm_core.models.formats.detection import weight_memory
-from dashinfer_vlm_core.models.lora import LoraAdapter
+from dashinfer_vlm_core.models.lora import LoraWeights
 from dashinfer_vlm_core.models.placement import resolve_device, resolve_dtype
 from dashinfer_vlm_core.models.spec import ModelSpec
 from dashinfer_vlm_core.models.weights import Weights, torch_dtype
 
-from .adapters import TextAdapter
 from .decode_graphs import DecodeGraphs, record_graphs, step_shapes
 from .host_memory import default_kv_mib, memory_limit
 from .kv_cache import KVCache
+from .lora import TextLora
 from .model import TextModel, TextQuantization
 from .runner import ModelRunner
 from .scheduler import Scheduler, SchedulerStats, SequenceState
@@ -83,8 +83,8 @@ class TorchDecoder:
         self._worker: Worker | None = None
         self._model: TextModel | None = None
         self._runner: ModelRunner | None = None
-        self._adapters: WeakKeyDictionary[LoraAdapter, TextAdapter] = WeakKeyDictionary()
-        self._adapter_lock = asyncio.Lock()
+        self._loras: WeakKeyDictionary[LoraWeights, TextLora] = WeakKeyDictionary()
+        self._lora_lock = asyncio.Lock()
 
     @property
     def stats(self) -> SchedulerStats:
@@ -115,7 +115,7 @@ class TorchDecoder:
     async def close(self) -> None:
         worker, self._worker, self._model = self._worker, None, None
         self._runner = None
-        self._adapters.clear()
+        self._loras.clear()
         if worker:
             await asyncio.to_thread(worker.stop)
 
@@ -124,8 +124,8 @@ class TorchDecoder:
         if worker is None:
             raise EngineClosed("The decoder is not running. Start the engine first.")
         check_request(request, self._spec, max_model_len=self.max_model_len)
-        adapter = await self._text_adapter(request.adapter) if request.adapter else None
-        sequence = SequenceState.of(request, self._spec.tokens.stop, adapter)
+        lora = await self._text_lora(request.lora) if request.lora else None
+        sequence = SequenceState.of(request, self._spec.tokens.stop, lora)
         output_queue = OutputQueue(asyncio.get_running_loop(), asyncio.Queue())
         worker.submit(sequence, output_queue)
         try:
@@ -139,25 +139,25 @@ class TorchDecoder:
         finally:
             worker.cancel(sequence)
 
-    async def load_adapter(self, adapter: LoraAdapter) -> None:
+    async def load_lora(self, lora: LoraWeights) -> None:
         """Prepare an adapter; it is freed when it is garbage-collected.
 
         Raises:
             CheckpointError: the adapter's file is damaged.
             ConfigError: the kernels do not support adapters.
         """
-        await self._text_adapter(adapter)
+        await self._text_lora(lora)
 
-    async def _text_adapter(self, adapter: LoraAdapter) -> TextAdapter:
-        async with self._adapter_lock:
-            loaded = self._adapters.get(adapter)
+    async def _text_lora(self, lora: LoraWeights) -> TextLora:
+        async with self._lora_lock:
+            loaded = self._loras.get(lora)
             if loaded is None:
                 if self._runner is None:
                     raise EngineClosed("The decoder is not running. Start the engine first.")
-                loaded = await asyncio.to_thread(self._runner.load_adapter, adapter)
-                self._adapters[adapter] = loaded
+                loaded = await asyncio.to_thread(self._runner.load_lora, lora)
+                self._loras[lora] = loaded
                 mib = loaded.num_bytes / MIB
-                logger.info("LoRA adapter %r from %s: %.1f MiB in the text model.", adapter.name, adapter.source, mib)
+                logger.info("LoRA adapter %r from %s: %.1f MiB in the text model.", lora.name, lora.source, mib)
             return loaded
 
     def _kv_pool_tokens(self, context: int) -> int:

@@ -22,7 +22,6 @@ from dashinfer_vlm_core.kernels.quantization import Quantization, QuantizedWeigh
 from dashinfer_vlm_core.kernels.streams import HIGH_PRIORITY, stream_executor
 from dashinfer_vlm_core.kernels.types import (
     Activation,
-    AdapterRows,
     Additions,
     DecoderLayer,
     DecoderShape,
@@ -32,15 +31,16 @@ from dashinfer_vlm_core.kernels.types import (
     KVSpans,
     Linear,
     LMHead,
+    LoraRows,
     Norm,
 )
-from dashinfer_vlm_core.models.lora import LoraAdapter
+from dashinfer_vlm_core.models.lora import LoraWeights
 from dashinfer_vlm_core.models.weights import Weights
 from dashinfer_vlm_core.text_spec import ExpertsSpec, RotarySpec, TextModelSpec
 
-from .adapters import AdapterReader, HeadChange, TextAdapter
 from .key_balance import balance_norms, balance_projection
 from .kv_cache import KVCache
+from .lora import HeadChange, LoraReader, TextLora
 
 
 class PackedBatch(NamedTuple):
@@ -56,7 +56,7 @@ class PackedBatch(NamedTuple):
     last: Tensor
     last_spans: KVSpans
     additions: Additions | None = None
-    adapters: tuple[AdapterRows, ...] = ()
+    loras: tuple[LoraRows, ...] = ()
 
 
 class TextQuantization(NamedTuple):
@@ -137,7 +137,7 @@ class TextModel:
         """Compute hidden states after the last layer, without the final norm, which `logits` applies; see
         `DecoderLayers`."""
         cos, sin = self._rotary(batch.positions)
-        forward = ForwardBatch(cos, sin, *batch[1:5], cache.pool, batch.additions, cache.scales, batch.adapters)
+        forward = ForwardBatch(cos, sin, *batch[1:5], cache.pool, batch.additions, cache.scales, batch.loras)
         return self._layers(x, forward)
 
     def logits(self, x: Tensor, heads: Sequence[tuple[slice, HeadChange]] = ()) -> Tensor:
@@ -153,15 +153,15 @@ class TextModel:
         """Return int64 [rows], the token of each row's largest logit; None if the caller has to use `logits`."""
         return self._head.argmax(self._normalize(x))
 
-    def load_adapter(self, adapter: LoraAdapter) -> TextAdapter:
+    def load_lora(self, lora: LoraWeights) -> TextLora:
         """Read the text model's part of an adapter.
 
         Raises:
             CheckpointError: the adapter's file is damaged.
         """
         neighbors = self.config.rotary.pairs == "neighbors"
-        reader = AdapterReader(
-            adapter,
+        reader = LoraReader(
+            lora,
             self.config,
             self.kernels,
             device=self.device,

@@ -33,8 +33,8 @@ class PrefixHash:
     def __init__(self, request: DecodeRequest) -> None:
         self._rows = bytearray(_describe(request).tobytes())
         self._salt = _digest(request.cache_salt.encode())
-        if request.adapter:
-            self._salt = _digest(self._salt, request.adapter.digest)
+        if request.lora:
+            self._salt = _digest(self._salt, request.lora.digest)
         self.digests: list[bytes] = []
         self._digest_blocks()
 

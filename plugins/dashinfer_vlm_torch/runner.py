@@ -19,14 +19,14 @@ from torch import Tensor
 from dashinfer_vlm_core.concurrency.compute import Executor
 from dashinfer_vlm_core.errors import DecoderFailed
 from dashinfer_vlm_core.kernels.streams import to_device
-from dashinfer_vlm_core.kernels.types import AdapterRows, Additions, KVSpan, KVSpans, TokenSampling
-from dashinfer_vlm_core.models.lora import LoraAdapter
+from dashinfer_vlm_core.kernels.types import Additions, KVSpan, KVSpans, LoraRows, TokenSampling
+from dashinfer_vlm_core.models.lora import LoraWeights
 
-from .adapters import HeadChange, TextAdapter
 from .decode_graphs import DecodeGraphs
 from .kernel_sampler import KernelSampler
 from .kv_cache import KVCache
 from .kv_cache_manager import KVCopy
+from .lora import HeadChange, TextLora
 from .model import PackedBatch, TextModel
 from .proposer import Draft
 from .sampler import LaunchedArgmax, LaunchedSample, LogitsRow, is_greedy, launch_sample
@@ -108,9 +108,9 @@ class ModelRunner:
         return self.other_work_waits or not self.executor.is_shared
 
     @torch.inference_mode()
-    def load_adapter(self, adapter: LoraAdapter) -> TextAdapter:
+    def load_lora(self, lora: LoraWeights) -> TextLora:
         """Read the text model's part of an adapter; see `TextModel.load_adapter`."""
-        return self._model.load_adapter(adapter)
+        return self._model.load_lora(lora)
 
     def check_device(self) -> None:
         """Check with a trivial computation that the device works.
@@ -139,7 +139,7 @@ class ModelRunner:
             chunks: the chunks; with `previous`, one token each, as `Scheduler.schedule_ahead` returns them.
             previous: the step that samples these tokens, which has not been read.
         """
-        ordered = chunks = _by_adapter(chunks)
+        ordered = chunks = _by_lora(chunks)
         token_ids = None
         if previous is not None:
             token_ids = previous.token_ids([chunk.sequence for chunk in chunks])
@@ -156,7 +156,7 @@ class ModelRunner:
         num_rows = [len(each) for each in rows]
         if not sampled:
             return LaunchedStep(ordered, num_rows, None)
-        heads = [(tokens.last, adapter.head) for adapter, tokens in adapted if adapter.head]
+        heads = [(tokens.last, lora.head) for lora, tokens in adapted if lora.head]
         return LaunchedStep(ordered, num_rows, self._sample(x, [row for each in rows for row in each], heads))
 
     @torch.inference_mode()
@@ -180,7 +180,7 @@ class ModelRunner:
         last: Sequence[int],
         last_spans: Sequence[KVSpan],
         *,
-        adapted: Sequence[tuple[TextAdapter, _AdaptedTokens]],
+        adapted: Sequence[tuple[TextLora, _AdaptedTokens]],
         token_ids: Tensor | None,
     ) -> Tensor:
         """Return the hidden states of the tokens `last`; `token_ids` replace those in `packed`."""
@@ -189,9 +189,9 @@ class ModelRunner:
             inputs[0].copy_(token_ids)
         ids, positions, slots = inputs[0], inputs[1:4], inputs[4]
         x = self._model.embed(ids)
-        for adapter, tokens in adapted:
-            if adapter.embedding:
-                adapter.embedding.apply(ids[tokens.start : tokens.stop], x[tokens.start : tokens.stop])
+        for lora, tokens in adapted:
+            if lora.embedding:
+                lora.embedding.apply(ids[tokens.start : tokens.stop], x[tokens.start : tokens.stop])
         additions = _merge_visual_tokens(x, chunks)
         batch = PackedBatch(
             positions,
@@ -201,9 +201,9 @@ class ModelRunner:
             KVSpans(last_spans, device=x.device),
             additions,
             tuple(
-                AdapterRows(adapter.layers, tokens.start, tokens.stop, tokens.last.start, tokens.last.stop)
-                for adapter, tokens in adapted
-                if adapter.layers
+                LoraRows(lora.layers, tokens.start, tokens.stop, tokens.last.start, tokens.last.stop)
+                for lora, tokens in adapted
+                if lora.layers
             ),
         )
         self.executor.run_deferred()
@@ -272,29 +272,29 @@ class _AdaptedTokens(NamedTuple):
     last: slice
 
 
-def _by_adapter(chunks: Sequence[ScheduledChunk]) -> Sequence[ScheduledChunk]:
+def _by_lora(chunks: Sequence[ScheduledChunk]) -> Sequence[ScheduledChunk]:
     """Order chunks so that those without an adapter are first, and those of each adapter are adjacent."""
     order: dict[int, int] = {id(None): 0}
     for chunk in chunks:
-        order.setdefault(id(chunk.sequence.adapter), len(order))
-    return chunks if len(order) == 1 else sorted(chunks, key=lambda chunk: order[id(chunk.sequence.adapter)])
+        order.setdefault(id(chunk.sequence.lora), len(order))
+    return chunks if len(order) == 1 else sorted(chunks, key=lambda chunk: order[id(chunk.sequence.lora)])
 
 
 def _adapted_rows(
     chunks: Sequence[ScheduledChunk], spans: Sequence[KVSpan], rows: Sequence[Sequence[LogitsRow]]
-) -> list[tuple[TextAdapter, _AdaptedTokens]]:
+) -> list[tuple[TextLora, _AdaptedTokens]]:
     """Return the adapters of ordered chunks, and the tokens that each applies to."""
     adapted = []
     first_last = 0
     parts = zip(chunks, spans, rows, strict=True)
-    for _, group in groupby(parts, key=lambda part: id(part[0].sequence.adapter)):
+    for _, group in groupby(parts, key=lambda part: id(part[0].sequence.lora)):
         members = list(group)
-        adapter = members[0][0].sequence.adapter
+        lora = members[0][0].sequence.lora
         stop_last = first_last + sum(len(rows) for _, _, rows in members)
-        if adapter is not None:
+        if lora is not None:
             start, last_span = members[0][1].first_query, members[-1][1]
             stop = last_span.first_query + last_span.num_queries
-            adapted.append((adapter, _AdaptedTokens(start, stop, slice(first_last, stop_last))))
+            adapted.append((lora, _AdaptedTokens(start, stop, slice(first_last, stop_last))))
         first_last = stop_last
     return adapted
 
@@ -352,7 +352,7 @@ def _needs_forward(chunk: ScheduledChunk) -> bool:
     has_visual_tokens = any(
         max(chunk.start, span.start) < min(chunk.stop, span.stop) for span in chunk.sequence.request.spans
     )
-    return has_visual_tokens or chunk.sequence.adapter is not None
+    return has_visual_tokens or chunk.sequence.lora is not None
 
 
 def _merge_visual_tokens(x: Tensor, chunks: Sequence[ScheduledChunk]) -> Additions | None:

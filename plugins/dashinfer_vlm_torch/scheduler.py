@@ -22,7 +22,7 @@ from .prefix_hash import BLOCK_SIZE, PrefixHash
 from .proposer import Draft, DraftProposer, StepCost, count_equal
 
 if TYPE_CHECKING:
-    from .adapters import TextAdapter
+    from .lora import TextLora
 
 SEED_BITS = 64
 
@@ -65,7 +65,7 @@ class SequenceState:
         matcher: the output's state in the request's grammar, if it has one.
         proposer: proposes its next tokens; None if each step adds one token.
         num_cached_tokens: tokens taken from the prefix cache before the first output token.
-        adapter: the LoRA adapter of its request; None for the model itself.
+        lora: the LoRA adapter of its request; None for the model itself.
         num_preempted_tokens: tokens that it had computed itself when it was preempted. If they are found in the cache
             again, they do not count as cached.
     """
@@ -82,11 +82,11 @@ class SequenceState:
     proposer: DraftProposer | None = None
     num_cached_tokens: int = 0
     num_preempted_tokens: int = 0
-    adapter: TextAdapter | None = None
+    lora: TextLora | None = None
 
     @classmethod
-    def of(cls, request: DecodeRequest, stop: Iterable[int], adapter: TextAdapter | None = None) -> SequenceState:
-        """Create the state of `request` for a model with the stop tokens `stop`; `adapter` is that of the request."""
+    def of(cls, request: DecodeRequest, stop: Iterable[int], lora: TextLora | None = None) -> SequenceState:
+        """Create the state of `request` for a model with the stop tokens `stop`; `lora` is that of the request."""
         sampling = request.sampling
         seed = secrets.randbits(SEED_BITS) if sampling.seed is None else sampling.seed % (1 << SEED_BITS)
         return cls(
@@ -96,7 +96,7 @@ class SequenceState:
             first_position=int(request.positions.max()) + 1,
             prefix=PrefixHash(request),
             matcher=request.grammar.copy() if request.grammar else None,
-            adapter=adapter,
+            lora=lora,
         )
 
     @property

@@ -174,7 +174,7 @@ def test_options_are_validated_when_set():
     assert conversation.options == {"temperature": 0.2}
 
 
-def test_set_model_selects_lora_adapter():
+def test_set_model_selects_lora():
     conversation = Conversation()
     conversation.set("model", "sql")
     assert conversation.request["model"] == "sql"

@@ -22,9 +22,6 @@ from dashinfer_vlm_core.kernels.quantization import INT4, INT8
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.kernels.types import (
     Activation,
-    AdapterLayer,
-    AdapterLayers,
-    AdapterRows,
     Additions,
     DecoderLayer,
     DecoderShape,
@@ -32,6 +29,9 @@ from dashinfer_vlm_core.kernels.types import (
     KVCacheLayer,
     KVSpan,
     KVSpans,
+    LoraLayer,
+    LoraLayers,
+    LoraRows,
     LowRank,
     LowRankPart,
     Norm,
@@ -791,7 +791,7 @@ def test_fused_layers_with_head_norms_and_additions_are_bit_exact(native, levels
     assert torch.equal(found, without) == (levels == 0)
 
 
-def adapter_layers(kernels, count, *, seed, rank=8):
+def lora_layers(kernels, count, *, seed, rank=8):
     """Return an adapter that changes some projections of `count` layers, and none of the last but one."""
     heads, keys = SHAPE.heads * SHAPE.head_dim, SHAPE.kv_heads * SHAPE.head_dim
 
@@ -810,7 +810,7 @@ def adapter_layers(kernels, count, *, seed, rank=8):
         return LowRank(kernels.linear(numbers(len(parts) * rank, inputs, seed=seed) / 4), tuple(parts), sum(outputs))
 
     layers = [
-        AdapterLayer(
+        LoraLayer(
             low_rank(HIDDEN, (heads, keys, keys), (0, 2), seed + 10 * number),
             low_rank(heads, (HIDDEN,), (0,), seed + 10 * number + 3) if number else None,
             low_rank(HIDDEN, (INNER, INNER), (0, 1) if number else (1,), seed + 10 * number + 4),
@@ -818,16 +818,16 @@ def adapter_layers(kernels, count, *, seed, rank=8):
         )
         for number in range(count)
     ]
-    layers[-2] = AdapterLayer()
-    return AdapterLayers(layers)
+    layers[-2] = LoraLayer()
+    return LoraLayers(layers)
 
 
 @needs_native
 @pytest.mark.parametrize("quantization", [None, INT8, INT4])
-def test_fused_layers_with_adapters_are_bit_exact_with_reference_layers(native, quantization):
+def test_fused_layers_with_lora_are_bit_exact_with_reference_layers(native, quantization):
     layers = [decoder_layer(native, number, quantization=quantization) for number in range(3)]
-    adapters = [adapter_layers(native, 3, seed=seed, rank=rank) for seed, rank in ((100, 8), (200, 20))]
-    rows = (AdapterRows(adapters[0], 230, 231, 1, 2), AdapterRows(adapters[1], 231, 251, 2, 2))
+    loras = [lora_layers(native, 3, seed=seed, rank=rank) for seed, rank in ((100, 8), (200, 20))]
+    rows = (LoraRows(loras[0], 230, 231, 1, 2), LoraRows(loras[1], 231, 251, 2, 2))
     results = []
     for run, adapted in (
         (native.decoder_layers(layers, SHAPE), rows),
@@ -835,7 +835,7 @@ def test_fused_layers_with_adapters_are_bit_exact_with_reference_layers(native, 
         (native.decoder_layers(layers, SHAPE), ()),
     ):
         cache = numbers(3, 2 * SHAPE.kv_heads, 320, SHAPE.head_dim, seed=9)
-        results.append((run(numbers(251, HIDDEN), forward_batch(cache)._replace(adapters=adapted)), cache))
+        results.append((run(numbers(251, HIDDEN), forward_batch(cache)._replace(loras=adapted)), cache))
     (found, cache), (expected, expected_cache), (plain, plain_cache) = results
     assert torch.equal(found, expected)
     assert torch.equal(cache, expected_cache)
@@ -847,10 +847,10 @@ def test_fused_layers_with_adapters_are_bit_exact_with_reference_layers(native, 
 
 @needs_native
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_adapters_in_one_batch_are_bit_exact_with_each_alone(native, tokens):
+def test_loras_in_one_batch_are_bit_exact_with_each_alone(native, tokens):
     """There are more adapters than threads; the first sequence has none."""
     layers = [decoder_layer(native, number) for number in range(3)]
-    adapters = [None, *(adapter_layers(native, 3, seed=100 * number, rank=8) for number in range(1, 9))]
+    loras = [None, *(lora_layers(native, 3, seed=100 * number, rank=8) for number in range(1, 9))]
     run, x = native.decoder_layers(layers, SHAPE), numbers(9 * tokens, HIDDEN)
     angles = torch.randn(9 * tokens, SHAPE.head_dim // 2, generator=torch.Generator().manual_seed(8))
 
@@ -859,16 +859,16 @@ def test_adapters_in_one_batch_are_bit_exact_with_each_alone(native, tokens):
         spans = [KVSpan(i * tokens, tokens, 20 * number, 9 + tokens, 9) for i, number in enumerate(chosen)]
         taken = torch.tensor([number * tokens + i for number in chosen for i in range(tokens)])
         rows = [
-            AdapterRows(adapters[number], i * tokens, (i + 1) * tokens, i, i + 1)
+            LoraRows(loras[number], i * tokens, (i + 1) * tokens, i, i + 1)
             for i, number in enumerate(chosen)
-            if adapters[number]
+            if loras[number]
         ]
         cache = numbers(3, 2 * SHAPE.kv_heads, 320, SHAPE.head_dim, seed=9)
         slots = torch.tensor([20 * number + 9 + i for number in chosen for i in range(tokens)])
         last = torch.tensor([(i + 1) * tokens - 1 for i in range(len(chosen))])
         last_spans = [KVSpan(i, 1, 20 * number, 9 + tokens, 8 + tokens) for i, number in enumerate(chosen)]
         cos, sin = angles[taken].cos(), angles[taken].sin()
-        forward = ForwardBatch(cos, sin, slots, KVSpans(spans), last, KVSpans(last_spans), cache, adapters=tuple(rows))
+        forward = ForwardBatch(cos, sin, slots, KVSpans(spans), last, KVSpans(last_spans), cache, loras=tuple(rows))
         return run(x[taken], forward)
 
     together = batch(range(9))

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from dashinfer_vlm_core.config import EngineConfig, LoraModule
 from dashinfer_vlm_core.errors import CheckpointError, ConfigError
-from dashinfer_vlm_core.models.lora import read_adapter
+from dashinfer_vlm_core.models.lora import read_lora
 from dashinfer_vlm_core.models.lora_weights import read_factors
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
-from tests.adapters import ATTENTION, MLP, PREFIX, write_adapter
+from tests.lora_folders import ATTENTION, MLP, PREFIX, write_lora
 
 QUERY = "model.layers.0.self_attn.q_proj"
 
@@ -27,13 +27,13 @@ def spec(tiny_checkpoint):
 @pytest.fixture
 def write(tmp_path, tiny_checkpoint):
     def write(targets=ATTENTION, name="adapter", **options):
-        return write_adapter(tmp_path / name, tiny_checkpoint, targets, **options)
+        return write_lora(tmp_path / name, tiny_checkpoint, targets, **options)
 
     return write
 
 
 def read(folder, spec):
-    return read_adapter("mine", str(folder), spec)
+    return read_lora("mine", str(folder), spec)
 
 
 def edit_config(folder, **changes):
@@ -51,15 +51,15 @@ def edit_tensors(folder, edit):
 @pytest.mark.parametrize("published_names", [False, True])
 def test_modules_of_text_model_and_vision_encoder(spec, write, published_names):
     """Folders name the modules as the version of transformers that the adapter was trained with."""
-    adapter = read(write((*ATTENTION, *MLP, "fc1"), published_names=published_names), spec)
+    lora = read(write((*ATTENTION, *MLP, "fc1"), published_names=published_names), spec)
     layers = {f"model.layers.{number}." for number in range(2)}
-    assert set(adapter.text) == {f"{layer}self_attn.{name}" for layer in layers for name in ATTENTION} | {
+    assert set(lora.text) == {f"{layer}self_attn.{name}" for layer in layers for name in ATTENTION} | {
         f"{layer}mlp.{name}" for layer in layers for name in MLP
     }
-    assert set(adapter.vision) == {f"visual.blocks.{number}.mlp.fc1" for number in range(2)}
-    assert adapter.changes_vision
-    assert (adapter.name, adapter.source) == ("mine", "adapter")
-    assert adapter.num_bytes == sum(tensor.nbytes for tensor in load_file(adapter.file).values())
+    assert set(lora.vision) == {f"visual.blocks.{number}.mlp.fc1" for number in range(2)}
+    assert lora.changes_vision
+    assert (lora.name, lora.source) == ("mine", "adapter")
+    assert lora.num_bytes == sum(tensor.nbytes for tensor in load_file(lora.file).values())
 
 
 @pytest.mark.parametrize(
@@ -75,26 +75,26 @@ def test_modules_of_text_model_and_vision_encoder(spec, write, published_names):
     ],
 )
 def test_scale(spec, write, config, scale):
-    adapter = read(write(rank=4, **config), spec)
-    assert adapter.text[QUERY].scale == pytest.approx(scale)
-    a, b = read_factors(adapter, adapter.text[QUERY])
-    stored = load_file(adapter.file)
-    assert torch.equal(a, stored[adapter.text[QUERY].a])
-    assert torch.allclose(b, stored[adapter.text[QUERY].b] * scale)
+    lora = read(write(rank=4, **config), spec)
+    assert lora.text[QUERY].scale == pytest.approx(scale)
+    a, b = read_factors(lora, lora.text[QUERY])
+    stored = load_file(lora.file)
+    assert torch.equal(a, stored[lora.text[QUERY].a])
+    assert torch.allclose(b, stored[lora.text[QUERY].b] * scale)
 
 
 def test_rank_pattern(spec, write):
-    adapter = read(write(rank=4, ranks={"v_proj": 6}, use_rslora=True, lora_alpha=1), spec)
-    value = adapter.text["model.layers.1.self_attn.v_proj"]
+    lora = read(write(rank=4, ranks={"v_proj": 6}, use_rslora=True, lora_alpha=1), spec)
+    value = lora.text["model.layers.1.self_attn.v_proj"]
     assert (value.rank, value.scale) == (6, pytest.approx(1 / math.sqrt(6)))
-    assert adapter.text[QUERY].rank == 4
+    assert lora.text[QUERY].rank == 4
 
 
 def test_saved_modules(spec, write):
-    adapter = read(write(saved=("lm_head", "embed_tokens", "ln_q")), spec)
-    assert adapter.saved_text == {"lm_head.weight", "model.embed_tokens.weight"}
-    assert set(adapter.saved_vision) == {"visual.merger.ln_q.weight", "visual.merger.ln_q.bias"}
-    assert adapter.changes_vision
+    lora = read(write(saved=("lm_head", "embed_tokens", "ln_q")), spec)
+    assert lora.saved_text == {"lm_head.weight", "model.embed_tokens.weight"}
+    assert set(lora.saved_vision) == {"visual.merger.ln_q.weight", "visual.merger.ln_q.bias"}
+    assert lora.changes_vision
     assert not read(write(name="other", saved=("lm_head",)), spec).changes_vision
 
 
@@ -102,7 +102,7 @@ def test_digest_depends_on_content_only(spec, write):
     same = [read(write(name=name), spec) for name in ("one", "two")]
     others = [read(write(name="three", seed=2), spec), read(write(name="four", lora_alpha=1), spec)]
     assert same[0].digest == same[1].digest
-    assert len({adapter.digest for adapter in (*same, *others)}) == 3
+    assert len({lora.digest for lora in (*same, *others)}) == 3
 
 
 @pytest.mark.parametrize(
@@ -183,9 +183,9 @@ def test_wrong_tensor_is_named(spec, write, edit, words):
 def test_nonfinite_tensor_is_named(spec, write):
     folder = write()
     edit_tensors(folder, lambda tensors: tensors[NAME].fill_(math.nan))
-    adapter = read(folder, spec)
+    lora = read(folder, spec)
     with pytest.raises(CheckpointError, match=r"q_proj\.lora_A\.weight' contains infinity or NaN"):
-        read_factors(adapter, adapter.text[QUERY])
+        read_factors(lora, lora.text[QUERY])
 
 
 def test_missing_and_truncated_files_are_named(spec, write, tmp_path):

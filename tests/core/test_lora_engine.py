@@ -14,7 +14,7 @@ from dashinfer_vlm_core.config import LoraModule
 from dashinfer_vlm_core.decoders import LORA
 from dashinfer_vlm_core.decoders.supervisor import Supervisor
 from dashinfer_vlm_core.engine import select_decoder
-from dashinfer_vlm_core.engine.adapters import AdapterManager
+from dashinfer_vlm_core.engine.loras import LoraManager
 from dashinfer_vlm_core.errors import (
     CheckpointError,
     InvalidParameter,
@@ -27,7 +27,7 @@ from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_core.protocol import OfflineRequest
 from dashinfer_vlm_core.testing import EVERYTHING, Script, ScriptedDecoder, scripted_registry
-from tests.adapters import ATTENTION, MLP, merge_adapter, write_adapter
+from tests.lora_folders import ATTENTION, MLP, merge_lora, write_lora
 from tests.tiny import write_qwen2_5_vl
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -46,9 +46,9 @@ def folders(base, tmp_path_factory):
     """Return an adapter of the text model, and one that also changes the vision encoder, as folders."""
     folder = tmp_path_factory.mktemp("adapters")
     return {
-        "text": write_adapter(folder / "text", base, ATTENTION),
+        "text": write_lora(folder / "text", base, ATTENTION),
         # The MLPs of text model and vision encoder have the same names, as in published adapters of Qwen2.5-VL.
-        "both": write_adapter(folder / "both", base, (*MLP, "qkv"), saved=("ln_q",), seed=2),
+        "both": write_lora(folder / "both", base, (*MLP, "qkv"), saved=("ln_q",), seed=2),
     }
 
 
@@ -80,7 +80,7 @@ def test_images_equal_merged_weights(engine, base, folders, tmp_path):
     found = tokens(vlm, [picture()] * 3, chosen)
     expected = [tokens(vlm, picture())]
     for name in ("text", "both"):
-        with VLM(merge_adapter(tmp_path / name, base, folders[name]), **OPTIONS) as merged:
+        with VLM(merge_lora(tmp_path / name, base, folders[name]), **OPTIONS) as merged:
             expected.append(tokens(merged, picture()))
     assert [found[:1], found[1:2], found[2:]] == expected
     assert len(set(map(tuple, found))) == 3
@@ -105,7 +105,7 @@ def test_media_uuid_is_not_found_under_another_encoder(engine):
     assert tokens(vlm, named, LoRARequest("both")) == tokens(vlm, again, LoRARequest("both"))
 
 
-def test_requests_name_adapter_as_model(engine):
+def test_requests_name_lora_as_model(engine):
     vlm = VLM(engine=engine)
     request = HELLO | {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
     by_model = {name: engine.chat({**request, "model": name}) for name in ("base", "both")}
@@ -114,7 +114,7 @@ def test_requests_name_adapter_as_model(engine):
     (output,) = vlm.chat(HELLO["messages"], GREEDY, use_tqdm=False, lora_request=LoRARequest("both"))
     assert output.lora_request == LoRARequest("both")
     assert output.outputs[0].text == texts["both"] != texts["base"]
-    assert [(adapter.name, adapter.source) for adapter in engine.status().adapters] == [("both", "both")]
+    assert [(lora.name, lora.source) for lora in engine.status().loras] == [("both", "both")]
 
 
 def test_unknown_name_is_not_found(engine, folders):
@@ -143,9 +143,9 @@ def test_lora_requests_that_contradict_loaded_ones(engine, folders):
         LoRARequest("", 1, "b")
 
 
-def test_least_recently_used_adapter_is_unloaded(tiny_checkpoint, tmp_path, caplog):
+def test_least_recently_used_lora_is_unloaded(tiny_checkpoint, tmp_path, caplog):
     caplog.set_level("INFO")
-    paths = {name: str(write_adapter(tmp_path / name, tiny_checkpoint, ("q_proj",))) for name in "abc"}
+    paths = {name: str(write_lora(tmp_path / name, tiny_checkpoint, ("q_proj",))) for name in "abc"}
 
     def unloaded():
         return [record.args[0] for record in caplog.records if record.message.endswith("is unloaded.")]
@@ -158,34 +158,34 @@ def test_least_recently_used_adapter_is_unloaded(tiny_checkpoint, tmp_path, capl
     assert len(sizes) == 4
 
 
-def test_adapters_in_use_are_not_unloaded(tiny_checkpoint, tmp_path):
+def test_loras_in_use_are_not_unloaded(tiny_checkpoint, tmp_path):
     spec, script = read_spec(tiny_checkpoint), Script("Yes.", supported_params=EVERYTHING)
 
     def request(name):
         path = tmp_path / name
         if not path.exists():
-            write_adapter(path, tiny_checkpoint, ("q_proj",))
+            write_lora(path, tiny_checkpoint, ("q_proj",))
         return OfflineRequest.parse({"prompt": "x", "lora_request": LoRARequest(name, 1, str(path))})
 
     async def use():
         decoder = Supervisor(lambda: ScriptedDecoder(script, spec=spec, config=EngineConfig()), restarts=0)
         await decoder.start()
-        manager = AdapterManager(
-            model="m", aliases=frozenset(), spec=spec, decoder=decoder, load_encoder=lambda adapter: None, limit=1
+        manager = LoraManager(
+            model="m", aliases=frozenset(), spec=spec, decoder=decoder, load_encoder=lambda lora: None, limit=1
         )
         async with manager.use(request("a")) as first, manager.use(request("a")) as second:
             assert first is second
             with pytest.raises(QueueFull, match="1 LoRA adapters are loaded and in use"):
                 await manager.use(request("b")).__aenter__()
         async with manager.use(request("b")) as other:
-            assert other.adapter.name == "b"
+            assert other.weights.name == "b"
         await decoder.close()
 
     asyncio.run(use())
 
 
-def test_damaged_adapter_fails_start(tiny_checkpoint, tmp_path):
-    folder = write_adapter(tmp_path / "a", tiny_checkpoint, ("q_proj",))
+def test_damaged_lora_fails_start(tiny_checkpoint, tmp_path):
+    folder = write_lora(tmp_path / "a", tiny_checkpoint, ("q_proj",))
     path = folder / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors cannot be read"):
@@ -199,14 +199,14 @@ def test_vision_change_that_a_family_does_not_read_is_reported(tiny_checkpoint, 
     weights = load_file(base / "model.safetensors")
     weights["visual.unused.weight"] = weights["visual.blocks.0.mlp.fc1.weight"].clone()
     save_file(weights, base / "model.safetensors")
-    folder = write_adapter(tmp_path / "a", base, ("unused",))
+    folder = write_lora(tmp_path / "a", base, ("unused",))
     with pytest.raises(CheckpointError, match=r"does not use 'visual\.unused\.weight'"):
         VLM(base, lora={"a": str(folder)}, **OPTIONS)
 
 
 @pytest.mark.supports("lora", backend="dashinfer-cpu", rejected=True)
 @pytest.mark.supports("lora", backend="dashinfer-cuda", rejected=True)
-def test_decoder_without_adapters_is_not_selected(tiny_checkpoint):
+def test_decoder_without_lora_is_not_selected(tiny_checkpoint):
     spec, registry = read_spec(tiny_checkpoint), load_plugins()
     config = EngineConfig(model=str(tiny_checkpoint), lora=(LoraModule("a", "/a"),))
     factory, reason = select_decoder(registry, spec, config)
@@ -216,7 +216,7 @@ def test_decoder_without_adapters_is_not_selected(tiny_checkpoint):
         select_decoder(registry, spec, config.model_copy(update={"decoder": "dashinfer"}))
 
 
-def test_lora_request_to_decoder_without_adapters(tiny_checkpoint):
+def test_lora_request_to_decoder_without_lora(tiny_checkpoint):
     script = Script("Yes.", supported_params=EVERYTHING - {LORA})
     config = EngineConfig(model=str(tiny_checkpoint), decoder="scripted")
     with (

@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dashinfer_vlm_core.models.lora import read_adapter
+from dashinfer_vlm_core.models.lora import read_lora
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
-from tests.adapters import ATTENTION, MLP
+from tests.lora_folders import ATTENTION, MLP
 from tests.plugins.oracle import Oracle, collect, decoding, ids, prompt, visual
 
 peft = pytest.importorskip("peft", reason="PEFT is not installed. Install `peft`.")
@@ -39,12 +39,12 @@ CONFIGS = {
 def test_logprobs_equal_peft(oracles, tmp_path, name):
     base = oracles("mha-untied")
     adapted = Oracle(base.folder, _train(base, tmp_path / "adapter", CONFIGS[name]))
-    adapter = read_adapter("a", str(tmp_path / "adapter"), read_spec(base.folder))
+    lora = read_lora("a", str(tmp_path / "adapter"), read_spec(base.folder))
     for request in (prompt(1, 20, logprobs=0), visual(5, (1, 4, 6), 7, width=base.width, logprobs=0)):
 
         async def decode(request=request):
             async with decoding(base.decoder()) as decoder:
-                return await collect(decoder, replace(request, adapter=adapter))
+                return await collect(decoder, replace(request, lora=lora))
 
         tokens = asyncio.run(decode())
         expected = adapted.greedy(request)

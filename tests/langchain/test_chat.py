@@ -26,7 +26,7 @@ from dashinfer_vlm_core.errors import (
 )
 from dashinfer_vlm_core.testing import SAMPLING_PARAMETERS, Script, scripted_engine, scripted_registry
 from dashinfer_vlm_langchain import ChatDashInferVLM
-from tests.adapters import write_adapter
+from tests.lora_folders import write_lora
 from tests.server.conftest import serving
 from tests.waiting import until
 
@@ -230,13 +230,13 @@ def test_field_of_chat_model_is_rejected_per_call(scripted, options):
     assert not provider.script.requests
 
 
-def test_lora_adapter_is_chosen_by_model_name(scripted, tiny_checkpoint, tmp_path):
-    folder = write_adapter(tmp_path / "trained", tiny_checkpoint, ("q_proj",))
+def test_lora_is_chosen_by_model_name(scripted, tiny_checkpoint, tmp_path):
+    folder = write_lora(tmp_path / "trained", tiny_checkpoint, ("q_proj",))
     options = {"model": str(tiny_checkpoint), "served_model_name": "base", "lora": {"sql": str(folder)}}
     provider = scripted("Yes.", model="sql", engine_options=options)
     responses = [provider.chat.invoke("?"), provider.chat.invoke("?", model="base")]
     assert [response.response_metadata["model_name"] for response in responses] == ["sql", "base"]
-    used = [request.adapter.name if request.adapter else None for request in provider.script.requests]
+    used = [request.lora.name if request.lora else None for request in provider.script.requests]
     assert used == ["sql", None]
 
 

@@ -16,8 +16,8 @@ from dashinfer_vlm_core import EngineConfig
 from dashinfer_vlm_core.engine.shared import SHARED
 from dashinfer_vlm_core.errors import DecoderFailed, QueueFull
 from dashinfer_vlm_core.testing import EVERYTHING
-from tests.adapters import write_adapter
 from tests.litellm.conftest import HELLO, complete, counts, stream, text_of
+from tests.lora_folders import write_lora
 from tests.samples import data_url, encode_video, image_url
 
 IMAGES = Path(__file__).parents[2] / "examples" / "pictures"
@@ -287,14 +287,14 @@ def test_model_name_can_differ_from_folder(scripted, tiny_checkpoint):
     assert response.choices[0].message.content == "Yes."
 
 
-def test_lora_adapter_is_chosen_by_model_name(scripted, tiny_checkpoint, tmp_path):
-    folder = write_adapter(tmp_path / "trained", tiny_checkpoint, ("q_proj",))
+def test_lora_is_chosen_by_model_name(scripted, tiny_checkpoint, tmp_path):
+    folder = write_lora(tmp_path / "trained", tiny_checkpoint, ("q_proj",))
     provider = scripted("Yes.", supported_params=EVERYTHING)
     name = provider.model.partition("/")[0]
     options = {"model": str(tiny_checkpoint), "served_model_name": "base", "lora": {"sql": str(folder)}}
     for model in ("sql", "base"):
         litellm.completion(f"{name}/{model}", messages=HELLO, engine_options=options)
-    used = [request.adapter.name if request.adapter else None for request in provider.script.requests]
+    used = [request.lora.name if request.lora else None for request in provider.script.requests]
     assert used == ["sql", None]
 
 

@@ -15,7 +15,7 @@ from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.decoders.dashinfer import DashInferFactory
 from dashinfer_vlm_core.errors import InvalidParameter, UnsupportedParameter
 from dashinfer_vlm_core.plugins import load_plugins
-from tests.adapters import merge_adapter, write_adapter
+from tests.lora_folders import merge_lora, write_lora
 from tests.models import contrast_vl
 from tests.models.reference_vl import Reference
 from tests.samples import data_url, encode, encode_video, noise
@@ -112,12 +112,12 @@ def test_batched_output_equals_reference(start, expected):
         assert dict(zip(REQUESTS, answers, strict=True)) == expected
 
 
-def test_lora_adapter_equals_merged_weights(start, folder, tmp_path):
+def test_lora_equals_merged_weights(start, folder, tmp_path):
     """This family stores queries and keys in another order than the kernels rotate them."""
-    adapter = write_adapter(tmp_path / "adapter", folder, ("query", "key", "value", "gate"))
-    merged = merge_adapter(tmp_path / "merged", folder, adapter)
+    lora = write_lora(tmp_path / "adapter", folder, ("query", "key", "value", "gate"))
+    merged = merge_lora(tmp_path / "merged", folder, lora)
     body = request(REQUESTS[min(REQUESTS)])
-    with start(lora={"mine": str(adapter)}) as engine, start(model=str(merged)) as other:
+    with start(lora={"mine": str(lora)}) as engine, start(model=str(merged)) as other:
         found = [generate(engine, {**body, "model": name}).token_ids for name in ("mine", folder.name)]
         assert found[0] == generate(other, body).token_ids != found[1]
 

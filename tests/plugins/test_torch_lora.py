@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import Qwen2VLForConditionalGeneration
 
-from dashinfer_vlm_core.models.lora import read_adapter
+from dashinfer_vlm_core.models.lora import read_lora
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
-from tests.adapters import ATTENTION, MLP, merge_adapter, write_adapter
+from tests.lora_folders import ATTENTION, MLP, merge_lora, write_lora
 
 from .oracle import Oracle, collect, decoding, ids, prompt, visual
 
-ADAPTERS = {
+LORAS = {
     "all linear layers": {"targets": (*ATTENTION, *MLP)},
     "query and value": {"targets": ("q_proj", "v_proj"), "rank": 8, "use_rslora": True},
     "one of two fused": {"targets": ("k_proj", "up_proj"), "rank": 3},  # not a multiple of four
@@ -38,12 +38,12 @@ def base(oracles):
 def adapted(base, tmp_path_factory):
     """Return the adapters by name, each with transformers and the merged weights as its reference."""
     made = {}
-    for seed, (name, options) in enumerate(ADAPTERS.items()):
+    for seed, (name, options) in enumerate(LORAS.items()):
         folder = tmp_path_factory.mktemp("adapter") / name
-        write_adapter(folder, base.folder, seed=seed, **options)
-        merged = merge_adapter(folder.parent / "merged", base.folder, folder)
+        write_lora(folder, base.folder, seed=seed, **options)
+        merged = merge_lora(folder.parent / "merged", base.folder, folder)
         model = Qwen2VLForConditionalGeneration.from_pretrained(merged, dtype="float32").eval()
-        made[name] = read_adapter(name, str(folder), read_spec(base.folder)), Oracle(merged, model)
+        made[name] = read_lora(name, str(folder), read_spec(base.folder)), Oracle(merged, model)
     return made
 
 
@@ -61,12 +61,12 @@ def run(decoder, requests):
     return asyncio.run(decode())
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("name", LORAS)
 @pytest.mark.supports("lora", backend="torch-cpu")
 def test_tokens_and_logprobs_equal_merged_weights(base, adapted, name):
-    adapter, merged = adapted[name]
+    lora, merged = adapted[name]
     given = requests(base.width, logprobs=0)
-    found = run(base.decoder(), [replace(request, adapter=adapter) for request in given])
+    found = run(base.decoder(), [replace(request, lora=lora) for request in given])
     for request, tokens in zip(given, found, strict=True):
         expected = merged.greedy(request)
         assert ids(tokens) == expected
@@ -86,37 +86,37 @@ def test_tokens_and_logprobs_equal_merged_weights(base, adapted, name):
     ],
     ids=str,
 )
-def test_adapters_and_model_share_a_batch(base, adapted, options):
+def test_loras_and_model_share_a_batch(base, adapted, options):
     """In float32, adapters and requests are in every order; prompts are cut between and within them."""
     given = requests(base.width)
-    mixed = [(request, adapter) for request in given for adapter in (*adapted.values(), (None, base))]
-    found = run(base.decoder(**options), [replace(request, adapter=adapter) for request, (adapter, _) in mixed])
+    mixed = [(request, lora) for request in given for lora in (*adapted.values(), (None, base))]
+    found = run(base.decoder(**options), [replace(request, lora=lora) for request, (lora, _) in mixed])
     assert [ids(tokens) for tokens in found] == [oracle.greedy(request) for request, (_, oracle) in mixed]
 
 
-def test_prefixes_are_shared_only_within_an_adapter(base, adapted):
+def test_prefixes_are_shared_only_within_a_lora(base, adapted):
     request = prompt(1, 40)
     chosen = [None, adapted["query and value"][0], adapted["bfloat16"][0]]
 
     async def decode():
         async with decoding(base.decoder()) as decoder:
-            return [await collect(decoder, replace(request, adapter=adapter)) for adapter in chosen * 2]
+            return [await collect(decoder, replace(request, lora=lora)) for lora in chosen * 2]
 
     found = asyncio.run(decode())
     assert [tokens[0].cached_tokens for tokens in found] == [0, 0, 0, 39, 39, 39]
     assert [ids(tokens) for tokens in found[:3]] == [ids(tokens) for tokens in found[3:]]
 
 
-def test_copies_of_an_adapter_share_prefixes(base, tmp_path):
+def test_copies_of_a_lora_share_prefixes(base, tmp_path):
     request = prompt(1, 40)
     copies = [
-        read_adapter(name, str(write_adapter(tmp_path / name, base.folder, ("q_proj",))), read_spec(base.folder))
+        read_lora(name, str(write_lora(tmp_path / name, base.folder, ("q_proj",))), read_spec(base.folder))
         for name in ("one", "two")
     ]
 
     async def decode():
         async with decoding(base.decoder()) as decoder:
-            return [await collect(decoder, replace(request, adapter=adapter)) for adapter in copies]
+            return [await collect(decoder, replace(request, lora=lora)) for lora in copies]
 
     first, second = asyncio.run(decode())
     assert second[0].cached_tokens == 39
@@ -133,30 +133,30 @@ def test_keys_balanced_for_int8_cache(base, adapted, tmp_path):
     (tmp_path / "base" / "preprocessor_config.json").write_bytes(
         (base.folder / "preprocessor_config.json").read_bytes()
     )
-    write_adapter(tmp_path / "adapter", tmp_path / "base", ATTENTION)
-    merged = merge_adapter(tmp_path / "merged", tmp_path / "base", tmp_path / "adapter")
-    adapter = read_adapter("a", str(tmp_path / "adapter"), read_spec(tmp_path / "base"))
+    write_lora(tmp_path / "adapter", tmp_path / "base", ATTENTION)
+    merged = merge_lora(tmp_path / "merged", tmp_path / "base", tmp_path / "adapter")
+    lora = read_lora("a", str(tmp_path / "adapter"), read_spec(tmp_path / "base"))
     request = prompt(1, 30, logprobs=0, max_tokens=1)
 
-    def logprob(folder, adapter=None, **options):
+    def logprob(folder, lora=None, **options):
         decoder = Oracle(folder, weights).decoder(**options)
-        return run(decoder, [replace(request, adapter=adapter)])[0][0].logprob
+        return run(decoder, [replace(request, lora=lora)])[0][0].logprob
 
     exact, rounded = logprob(merged), logprob(merged, kv_cache_dtype="int8")
-    found = logprob(tmp_path / "base", adapter, kv_cache_dtype="int8")
+    found = logprob(tmp_path / "base", lora, kv_cache_dtype="int8")
     assert found == pytest.approx(rounded, abs=5e-3)
     assert found == pytest.approx(exact, abs=5e-2)
 
 
-def test_adapter_is_freed_with_its_last_reference(base, tmp_path):
-    folder = write_adapter(tmp_path / "a", base.folder, ATTENTION)
+def test_lora_is_freed_with_its_last_reference(base, tmp_path):
+    folder = write_lora(tmp_path / "a", base.folder, ATTENTION)
 
     async def decode():
         async with decoding(base.decoder()) as decoder:
-            adapter = read_adapter("a", str(folder), read_spec(base.folder))
-            await collect(decoder, replace(prompt(1, 30), adapter=adapter))
-            reference = weakref.ref(adapter)
-            del adapter
+            lora = read_lora("a", str(folder), read_spec(base.folder))
+            await collect(decoder, replace(prompt(1, 30), lora=lora))
+            reference = weakref.ref(lora)
+            del lora
             gc.collect()
             return reference()
 

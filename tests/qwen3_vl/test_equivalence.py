@@ -18,9 +18,9 @@ from dashinfer_vlm_core.media import Image as DecodedImage
 from dashinfer_vlm_core.media.video import decode_video
 from dashinfer_vlm_core.protocol import MediaPart
 from dashinfer_vlm_qwen3_vl import Qwen3VL
-from tests.adapters import ATTENTION, MLP, merge_adapter, write_adapter
 from tests.conversations import CONVERSATIONS, as_openai, blurred_image, user
 from tests.kernels import needs_native, selector
+from tests.lora_folders import ATTENTION, MLP, merge_lora, write_lora
 from tests.recorder import Recorder
 from tests.samples import data_url, encode_video
 from tests.waiting import HANG
@@ -206,17 +206,17 @@ def test_int8_is_close_to_bfloat16(folder):
 
 
 @pytest.mark.supports("lora", backend="torch-cpu", family="qwen3_vl")
-def test_adapter_equals_merged_weights(dense, tmp_path):
+def test_lora_equals_merged_weights(dense, tmp_path):
     """It changes the text model and the vision encoder, with the mergers of all levels."""
-    adapter = write_adapter(tmp_path / "adapter", dense, (*ATTENTION, *MLP, "qkv", "linear_fc1", "linear_fc2"))
-    folder = merge_adapter(tmp_path / "merged", dense, adapter)
+    lora = write_lora(tmp_path / "adapter", dense, (*ATTENTION, *MLP, "qkv", "linear_fc1", "linear_fc2"))
+    folder = merge_lora(tmp_path / "merged", dense, lora)
     options = {"device": "cpu", "dtype": "float32", "media_workers": 0, "kv_cache_mib": 64}
 
     def tokens(engine, name, **fields):
         return list(engine.submit(body(name, **fields)).result(timeout=HANG).token_ids[0])
 
     with (
-        Engine(EngineConfig(model=str(dense), lora={"adapted": str(adapter)}, **options)) as engine,
+        Engine(EngineConfig(model=str(dense), lora={"adapted": str(lora)}, **options)) as engine,
         Engine(EngineConfig(model=str(folder), **options)) as merged,
     ):
         for name in ("one picture", "picture and video"):

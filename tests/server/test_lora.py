@@ -6,18 +6,18 @@ import openai
 import pytest
 
 from dashinfer_vlm_core.testing import EVERYTHING
-from tests.adapters import write_adapter
+from tests.lora_folders import write_lora
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
 @pytest.fixture
 def served(scripted, tiny_checkpoint, tmp_path):
-    folder = write_adapter(tmp_path / "trained", tiny_checkpoint, ("q_proj",))
+    folder = write_lora(tmp_path / "trained", tiny_checkpoint, ("q_proj",))
     return scripted("Yes.", "No.", supported_params=EVERYTHING, lora={"sql": str(folder)})
 
 
-def test_adapters_are_listed_with_their_parent(served):
+def test_loras_are_listed_with_their_parent(served):
     with served.server.http() as client:
         listed = client.get("/v1/models").json()["data"]
         assert client.get("/v1/models/sql").json() == listed[1]
@@ -27,13 +27,13 @@ def test_adapters_are_listed_with_their_parent(served):
     ]
 
 
-def test_request_names_adapter(served):
+def test_request_names_lora(served):
     with served.server.openai() as client:
         adapted = client.chat.completions.create(model="sql", messages=HELLO)
         plain = client.chat.completions.create(model="tiny", messages=HELLO)
         chunks = list(client.chat.completions.create(model="sql", messages=HELLO, stream=True))
     assert [adapted.model, plain.model, {chunk.model for chunk in chunks}] == ["sql", "tiny", {"sql"}]
-    used = [request.adapter.name if request.adapter else None for request in served.script.requests]
+    used = [request.lora.name if request.lora else None for request in served.script.requests]
     assert used == ["sql", None, "sql"]
 
 
@@ -49,10 +49,10 @@ def test_lora_request_is_ignored_in_json(served):
     body = {"messages": HELLO, "lora_request": {"lora_name": "x", "lora_int_id": 1, "lora_path": "/etc"}}
     with served.server.http() as client:
         assert client.post("/v1/chat/completions", json=body).status_code == 200
-    assert served.script.requests[0].adapter is None
+    assert served.script.requests[0].lora is None
 
 
-def test_tokenize_accepts_name_of_adapter(served):
+def test_tokenize_accepts_name_of_lora(served):
     with served.server.http() as client:
         whole = client.post("/tokenize", json={"model": "sql", "messages": HELLO}).json()
         plain = client.post("/tokenize", json={"model": "tiny", "messages": HELLO}).json()

@@ -10,7 +10,7 @@ from ...config import EngineConfig
 from ...hooks import hookimpl
 from ...kernels.choice import KernelSelector
 from ..interface import ImageProcessor, ModelFamily, PromptLayout, VisionEncoder
-from ..lora import LoraAdapter
+from ..lora import LoraWeights
 from ..spec import ModelSpec
 from .config import MODEL_TYPE, read_spec, read_vision_config
 
@@ -38,7 +38,7 @@ class Qwen2VL:
         return Qwen2VLPromptLayout(spec)
 
     def load_vision_encoder(
-        self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector, lora: LoraAdapter | None = None
+        self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector, lora: LoraWeights | None = None
     ) -> VisionEncoder:
         from .pass_graphs import pass_graphs
         from .vision_weights import VisionWeights

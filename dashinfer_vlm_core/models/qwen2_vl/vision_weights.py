@@ -15,7 +15,7 @@ from ...kernels.choice import KernelSelector
 from ...kernels.linears import create_linear
 from ...kernels.quantization import INT8
 from ...kernels.types import Activation, Kernels, Linear, Norm
-from ..lora import LoraAdapter, VisionMerge
+from ..lora import LoraWeights, VisionMerge
 from ..placement import quantizes_vision_encoder, resolve_device, resolve_dtype
 from ..spec import ModelSpec
 from ..weights import Weights, torch_dtype
@@ -48,7 +48,7 @@ class VisionWeights(NamedTuple):
     @classmethod
     @contextmanager
     def open(
-        cls, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector, lora: LoraAdapter | None
+        cls, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector, lora: LoraWeights | None
     ) -> Iterator[VisionWeights]:
         """Open a checkpoint, with the device, dtype and kernels that the configuration selects.
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dashinfer_vlm_core.concurrency.compute import Executor
-from dashinfer_vlm_core.kernels.types import AdapterLayer, AdapterLayers, Kernels, Linear, LMHead, LowRank, LowRankPart
-from dashinfer_vlm_core.models.lora import LoraAdapter
+from dashinfer_vlm_core.kernels.types import Kernels, Linear, LMHead, LoraLayer, LoraLayers, LowRank, LowRankPart
+from dashinfer_vlm_core.models.lora import LoraWeights
 from dashinfer_vlm_core.models.lora_weights import Factors, read_factors, read_tensor
 from dashinfer_vlm_core.text_spec import TextModelSpec
 
@@ -62,7 +62,7 @@ class HeadChange(NamedTuple):
             logits += self.up(self.down(x))
 
 
-class TextAdapter(NamedTuple):
+class TextLora(NamedTuple):
     """An adapter of the text model.
 
     Attributes:
@@ -72,17 +72,17 @@ class TextAdapter(NamedTuple):
         num_bytes: size of its weights before they are packed.
     """
 
-    layers: AdapterLayers | None
+    layers: LoraLayers | None
     embedding: EmbeddingChange | None
     head: HeadChange | None
     num_bytes: int
 
 
-class AdapterReader:
+class LoraReader:
     """Reads the text model's part of an adapter.
 
     Args:
-        adapter: the adapter.
+        lora: the adapter.
         spec: the text model.
         kernels: the kernels that run the model.
         device: torch's name of the device.
@@ -94,7 +94,7 @@ class AdapterReader:
 
     def __init__(
         self,
-        adapter: LoraAdapter,
+        lora: LoraWeights,
         spec: TextModelSpec,
         kernels: Kernels,
         *,
@@ -103,7 +103,7 @@ class AdapterReader:
         qkv_scales: Mapping[int, Tensor],
         as_halves: Callable[[Tensor], Tensor] | None,
     ) -> None:
-        self._adapter = adapter
+        self._lora = lora
         self._spec = spec
         self._kernels = kernels
         self._device = device
@@ -112,7 +112,7 @@ class AdapterReader:
         self._as_halves = as_halves
         self._num_bytes = 0
 
-    def read(self, executor: Executor) -> TextAdapter:
+    def read(self, executor: Executor) -> TextLora:
         """Read the adapter on `executor`, where other tasks can run between its parts.
 
         Raises:
@@ -120,23 +120,23 @@ class AdapterReader:
         """
         run, count = executor.run, self._spec.num_hidden_layers
         layers = [run(functools.partial(self._layer, number)) for number in range(count)]
-        adapted = AdapterLayers(layers) if any(any(layer) for layer in layers) else None
-        return TextAdapter(adapted, run(self._embedding), run(self._head), self._num_bytes)
+        adapted = LoraLayers(layers) if any(any(layer) for layer in layers) else None
+        return TextLora(adapted, run(self._embedding), run(self._head), self._num_bytes)
 
-    def _layer(self, number: int) -> AdapterLayer:
+    def _layer(self, number: int) -> LoraLayer:
         names, spec = self._spec.weights, self._spec
         query, key = (heads * spec.head_dim for heads in (spec.num_attention_heads, spec.num_key_value_heads))
         inner = spec.intermediate_size
         prefix = names.layer.format(number)
 
         def read(modules: Sequence[str], outputs: Sequence[int]) -> LowRank | None:
-            found = [self._adapter.text.get(f"{prefix}.{name}") for name in modules]
-            factors = [read_factors(self._adapter, part) if part else None for part in found]
+            found = [self._lora.text.get(f"{prefix}.{name}") for name in modules]
+            factors = [read_factors(self._lora, part) if part else None for part in found]
             if modules[0] == names.query:
                 factors = self._as_loaded(number, factors)
             return self._low_rank(factors, outputs)
 
-        return AdapterLayer(
+        return LoraLayer(
             qkv=read((names.query, names.key, names.value), (query, key, key)),
             output=read((names.output,), (spec.hidden_size,)),
             gate_up=read((names.gate, names.up), (inner, inner)),
@@ -197,16 +197,16 @@ class AdapterReader:
         return HeadChange(head, self._linear(a), self._linear(b, fp32_output=True))
 
     def _saved(self, name: str) -> Tensor | None:
-        stored = self._adapter.saved.get(f"{name}.weight")
+        stored = self._lora.saved.get(f"{name}.weight")
         if stored is None:
             return None
-        tensor = read_tensor(self._adapter, stored).to(self._device, self._dtype)
+        tensor = read_tensor(self._lora, stored).to(self._device, self._dtype)
         self._num_bytes += tensor.numel() * tensor.itemsize
         return tensor
 
     def _factors(self, name: str) -> Factors | None:
-        found = self._adapter.text.get(name)
-        return read_factors(self._adapter, found) if found else None
+        found = self._lora.text.get(name)
+        return read_factors(self._lora, found) if found else None
 
 
 def _padded(factors: Factors) -> Factors:

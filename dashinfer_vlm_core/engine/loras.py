@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from ..config import EngineConfig
 from ..decoders import LORA
 from ..errors import InvalidParameter, ModelNotFound, QueueFull, UnsupportedParameter
-from ..models.lora import LoraAdapter, read_adapter
+from ..models.lora import LoraWeights, read_lora
 from ..protocol import DEFAULT_MODEL, ChatRequest
-from ..vision import VisionAdapter
+from ..vision import VisionLora
 
 if TYPE_CHECKING:
     from ..decoders.supervisor import Supervisor
@@ -25,7 +25,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AdapterStatus:
+class LoraStatus:
     """A LoRA adapter that requests can use.
 
     Attributes:
@@ -38,26 +38,26 @@ class AdapterStatus:
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class ActiveAdapter:
+class ActiveLora:
     """A loaded adapter.
 
     Attributes:
-        adapter: the adapter.
+        weights: its weights.
         vision: the vision encoder with its changes; None if it does not change the vision encoder.
         path: the path that it was loaded from.
         permanent: whether it stays loaded while no request uses it.
         num_requests: number of running requests that use it.
     """
 
-    adapter: LoraAdapter
-    vision: VisionAdapter | None
+    weights: LoraWeights
+    vision: VisionLora | None
     path: str
     permanent: bool = False
     num_requests: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class AdapterManager:
+class LoraManager:
     """Loads the adapters of `EngineConfig.lora` at startup, and those of `LoRARequest` on first use.
 
     At most `limit` adapters are loaded. For another one, the least recently used one is unloaded that no request uses
@@ -76,9 +76,9 @@ class AdapterManager:
     aliases: frozenset[str]
     spec: ModelSpec
     decoder: Supervisor
-    load_encoder: Callable[[LoraAdapter], VisionEncoder]
+    load_encoder: Callable[[LoraWeights], VisionEncoder]
     limit: int
-    _loaded: dict[str, ActiveAdapter] = field(default_factory=dict)  # least recently used first
+    _loaded: dict[str, ActiveLora] = field(default_factory=dict)  # least recently used first
     _loading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def load_all(self, config: EngineConfig) -> None:
@@ -91,11 +91,11 @@ class AdapterManager:
             (await self._load(module.name, module.path)).permanent = True
 
     @property
-    def statuses(self) -> tuple[AdapterStatus, ...]:
+    def statuses(self) -> tuple[LoraStatus, ...]:
         """The adapters that requests can name, by name."""
         return tuple(
-            AdapterStatus(name=loaded.adapter.name, source=loaded.adapter.source)
-            for loaded in sorted(self._loaded.values(), key=lambda loaded: loaded.adapter.name)
+            LoraStatus(name=loaded.weights.name, source=loaded.weights.source)
+            for loaded in sorted(self._loaded.values(), key=lambda loaded: loaded.weights.name)
             if loaded.permanent
         )
 
@@ -107,7 +107,7 @@ class AdapterManager:
             UnsupportedParameter: the decoder does not support adapters.
             InvalidParameter: the request names an adapter like the model.
         """
-        given = request.adapter_request
+        given = request.requested_lora
         if given is None:
             self._find(request.model)
             return
@@ -121,7 +121,7 @@ class AdapterManager:
             raise InvalidParameter(f"`lora_name` {given.lora_name!r} is the model's name.", param="lora_request")
 
     @contextlib.asynccontextmanager
-    async def use(self, request: ChatRequest) -> AsyncIterator[ActiveAdapter | None]:
+    async def use(self, request: ChatRequest) -> AsyncIterator[ActiveLora | None]:
         """Keep the adapter of a request loaded in this context; None for requests to the model itself.
 
         Raises:
@@ -130,7 +130,7 @@ class AdapterManager:
             QueueFull: all loaded adapters are in use, and another one would exceed the limit.
         """
         self.check(request)
-        given = request.adapter_request
+        given = request.requested_lora
         active = self._find(request.model) if given is None else await self._load(given.lora_name, given.lora_path)
         if active is None:
             yield None
@@ -145,7 +145,7 @@ class AdapterManager:
     def _names(self) -> frozenset[str]:
         return self.aliases | {self.model, DEFAULT_MODEL}
 
-    def _find(self, name: str) -> ActiveAdapter | None:
+    def _find(self, name: str) -> ActiveLora | None:
         """Return the adapter with this name; None if it is a name of the model."""
         if name in self._names:
             return None
@@ -155,7 +155,7 @@ class AdapterManager:
             raise ModelNotFound(f"The model {name!r} is not served here. Use {known}.", param="model")
         return active
 
-    async def _load(self, name: str, path: str) -> ActiveAdapter:
+    async def _load(self, name: str, path: str) -> ActiveLora:
         """Return a loaded adapter, loading it if necessary; an empty path is that of an adapter that is loaded."""
         async with self._loading:
             active = self._loaded.get(name)
@@ -186,11 +186,11 @@ class AdapterManager:
         logger.info("LoRA adapter %r is unloaded.", name)
         del self._loaded[name]
 
-    async def _read(self, name: str, path: str) -> ActiveAdapter:
-        adapter = await asyncio.to_thread(read_adapter, name, path, self.spec)
+    async def _read(self, name: str, path: str) -> ActiveLora:
+        lora = await asyncio.to_thread(read_lora, name, path, self.spec)
         vision = None
-        if adapter.changes_vision:
-            encoder = await asyncio.to_thread(self.load_encoder, adapter)
-            vision = VisionAdapter(key=adapter.digest, encoder=encoder)
-        await self.decoder.load_adapter(adapter)
-        return ActiveAdapter(adapter=adapter, vision=vision, path=path)
+        if lora.changes_vision:
+            encoder = await asyncio.to_thread(self.load_encoder, lora)
+            vision = VisionLora(key=lora.digest, encoder=encoder)
+        await self.decoder.load_lora(lora)
+        return ActiveLora(weights=lora, vision=vision, path=path)

@@ -18,7 +18,7 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 PREFIX = "base_model.model."
 
 
-def write_adapter(
+def write_lora(
     folder: Path,
     base: Path,
     targets: Sequence[str],
@@ -84,11 +84,11 @@ def write_adapter(
     return folder
 
 
-def merge_adapter(folder: Path, base: Path, adapter: Path) -> Path:
+def merge_lora(folder: Path, base: Path, lora: Path) -> Path:
     """Write the checkpoint `base` with the adapter's weights, merged in float64, to `folder`."""
     shutil.copytree(base, folder)
-    settings = json.loads((adapter / "adapter_config.json").read_text())
-    weights, tensors = _weights(base), load_file(adapter / "adapter_model.safetensors")
+    settings = json.loads((lora / "adapter_config.json").read_text())
+    weights, tensors = _weights(base), load_file(lora / "adapter_model.safetensors")
     found = {key.removeprefix(PREFIX): value for key, value in tensors.items()}
     for name in weights:
         module, kind = name.rsplit(".", 1)
