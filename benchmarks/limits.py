@@ -75,28 +75,28 @@ def measure_rates() -> Rates:
 
 def qwen2_vision_flop(config: VisionConfig, patches: int) -> float:
     """Return the floating-point operations for one image of `patches` patches."""
-    width, merged = config.embed_dim, config.embed_dim * config.spatial_merge_size**2
-    columns = config.in_channels * config.temporal_patch_size * config.patch_size**2
-    matrices = width * (4 * width + 2 * int(width * config.mlp_ratio))
+    width, merged = config.hidden_size, config.merge_width
+    columns = 3 * config.temporal_patch_size * config.patch_size**2
+    matrices = width * (4 * width + 2 * config.intermediate_size)
     block = 2 * patches * matrices + 4 * patches**2 * width
-    merger = 2 * (patches // config.spatial_merge_size**2) * merged * (merged + config.hidden_size)
+    merger = 2 * (patches // config.spatial_merge_size**2) * merged * (merged + config.output_size)
     return float(config.depth * block + 2 * patches * columns * width + merger)
 
 
-def qwen2_5_vision_flop(config: qwen2_5_vl.VisionConfig, patches: int) -> float:
+def qwen2_5_vision_flop(config: qwen2_5_vl.Qwen25VLVisionConfig, patches: int) -> float:
     """Return the floating-point operations of Qwen2.5-VL for one image of `patches` patches, in whole windows."""
-    width, merged = config.hidden_size, config.hidden_size * config.spatial_merge_size**2
-    columns = config.in_channels * config.temporal_patch_size * config.patch_size**2
+    width, merged = config.hidden_size, config.merge_width
+    columns = 3 * config.temporal_patch_size * config.patch_size**2
     linear = config.depth * 2 * patches * width * (4 * width + 3 * config.intermediate_size)
     full = len(config.fullatt_block_indexes)
     keys = full * patches + (config.depth - full) * min(patches, (config.window * config.spatial_merge_size) ** 2)
-    merger = 2 * (patches // config.spatial_merge_size**2) * merged * (merged + config.out_hidden_size)
+    merger = 2 * (patches // config.spatial_merge_size**2) * merged * (merged + config.output_size)
     return float(linear + 4 * patches * keys * width + 2 * patches * columns * width + merger)
 
 
-def qwen3_vision_flop(config: qwen3_vl.VisionConfig, patches: int) -> float:
+def qwen3_vision_flop(config: qwen3_vl.Qwen3VLVisionConfig, patches: int) -> float:
     """Return the floating-point operations of Qwen3-VL for one image of `patches` patches, with all mergers."""
-    width, merged = config.hidden_size, config.hidden_size * config.spatial_merge_size**2
+    width, merged = config.hidden_size, config.merge_width
     columns = 3 * config.temporal_patch_size * config.patch_size**2
     block = 2 * patches * width * (4 * width + 2 * config.intermediate_size) + 4 * patches**2 * width
     merger = 2 * (patches // config.spatial_merge_size**2) * merged * (merged + config.output_size)

@@ -22,8 +22,8 @@ from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.models.qwen2_vl.config import VisionConfig
 from dashinfer_vlm_core.testing import scripted_engine
 from dashinfer_vlm_core.text_spec import ExpertsSpec, RotarySpec, TextModelSpec
-from dashinfer_vlm_qwen2_5_vl.config import VisionConfig as Qwen25VLVisionConfig
-from dashinfer_vlm_qwen3_vl.config import VisionConfig as Qwen3VLVisionConfig
+from dashinfer_vlm_qwen2_5_vl.config import Qwen25VLVisionConfig
+from dashinfer_vlm_qwen3_vl.config import Qwen3VLVisionConfig
 from tests.qwen3_vl import tiny_qwen3
 from tests.server.conftest import serving
 from tests.tiny import to_bfloat16, write_qwen2_5_vl
@@ -154,13 +154,13 @@ def test_limits_match_model_shape():
         rotary=RotarySpec(theta=1e6, axes=(0,) * 8 + (1,) * 12 + (2,) * 12), tie_word_embeddings=True,
     )  # fmt: skip
     vision = VisionConfig(
-        depth=16, embed_dim=640, hidden_size=896, num_heads=8, mlp_ratio=4, patch_size=14, temporal_patch_size=2,
-        spatial_merge_size=2, in_channels=3, hidden_act="quick_gelu",
+        depth=16, hidden_size=640, intermediate_size=2560, output_size=896, num_heads=8, patch_size=14,
+        temporal_patch_size=2, spatial_merge_size=2, hidden_act="quick_gelu",
     )  # fmt: skip
     assert limits.qwen2_vision_flop(vision, 1024) / 1e9 == pytest.approx(210.1, abs=0.1)
     windowed = Qwen25VLVisionConfig(
-        depth=32, hidden_size=1280, intermediate_size=3420, out_hidden_size=2048, num_heads=16, patch_size=14,
-        temporal_patch_size=2, spatial_merge_size=2, in_channels=3, window=4,
+        depth=32, hidden_size=1280, intermediate_size=3420, output_size=2048, num_heads=16, patch_size=14,
+        temporal_patch_size=2, spatial_merge_size=2, hidden_act="silu", window=4,
         fullatt_block_indexes=frozenset({7, 15, 23, 31}), tokens_per_second=2,
     )  # fmt: skip
     assert limits.qwen2_5_vision_flop(windowed, 1024) / 1e9 == pytest.approx(1342.9, abs=0.1)

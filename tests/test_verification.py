@@ -319,8 +319,8 @@ def test_model_is_complete_checkpoint(tmp_path):
     assert 2 * (counted.text + counted.head) == pytest.approx(step_bytes(text, packed=False), rel=0.01)
     assert counted.kv == 2 * text.num_key_value_heads * text.head_dim * text.num_hidden_layers
     config = read_vision_config(tmp_path)
-    attention = 4 * patches**2 * config.embed_dim * config.depth
-    merger = 2 * patches * 0.75 * 4 * config.embed_dim * (4 * config.embed_dim + config.hidden_size)
+    attention = 4 * patches**2 * config.hidden_size * config.depth
+    merger = 2 * patches * 0.75 * 4 * config.hidden_size * (4 * config.hidden_size + config.output_size)
     exact = qwen2_vision_flop(config, patches) - attention
     assert 2 * patches * counted.vision == pytest.approx(exact + merger, rel=0.01)
 

@@ -7,26 +7,16 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from ..hooks import hookimpl
+from .choice import KernelFactory, LoadedKernels
 
 if TYPE_CHECKING:
     import torch
 
     from ..text_spec import TextModelSpec
-    from .choice import KernelFactory, LoadedKernels
 
 
-class _PyTorchKernelFactory:
-    """A factory for kernels that consist of PyTorch's operators and run every text model; see `KernelFactory`."""
-
-    def unsupported_reason(self, text: TextModelSpec) -> str:
-        return ""
-
-    def identity(self) -> str:
-        return f"torch {version('torch')}"
-
-
-class TorchKernelFactory(_PyTorchKernelFactory):
-    """Factory for PyTorch's kernels, for any device and dtype."""
+class TorchKernelFactory:
+    """Factory for PyTorch's kernels, which run every text model, for any device and dtype."""
 
     name = "torch"
     priority = 0
@@ -34,14 +24,19 @@ class TorchKernelFactory(_PyTorchKernelFactory):
     def applies(self, device: str, dtype: torch.dtype) -> bool:
         return True
 
+    def unsupported_reason(self, text: TextModelSpec) -> str:
+        return ""
+
+    def identity(self) -> str:
+        return f"torch {version('torch')}"
+
     def load(self, device: str) -> LoadedKernels:
-        from .choice import LoadedKernels
         from .torch_kernels import TorchKernels
 
         return LoadedKernels(TorchKernels(device))
 
 
-class OneDnnKernelFactory(_PyTorchKernelFactory):
+class OneDnnKernelFactory(TorchKernelFactory):
     """Factory for PyTorch's kernels with weights in oneDNN's layout, for bfloat16 on a CPU."""
 
     name = "onednn"
@@ -51,14 +46,13 @@ class OneDnnKernelFactory(_PyTorchKernelFactory):
         return device.partition(":")[0] == "cpu" and str(dtype) == "torch.bfloat16"
 
     def load(self, device: str) -> LoadedKernels:
-        from .choice import LoadedKernels
         from .onednn import OneDnnKernels, unavailable_reason
 
         reason = unavailable_reason()
         return LoadedKernels(None, reason) if reason else LoadedKernels(OneDnnKernels(device))
 
 
-class CudaKernelFactory(_PyTorchKernelFactory):
+class CudaKernelFactory(TorchKernelFactory):
     """Factory for PyTorch's kernels with batched attention, for CUDA."""
 
     name = "cuda"
@@ -68,7 +62,6 @@ class CudaKernelFactory(_PyTorchKernelFactory):
         return device.partition(":")[0] == "cuda"
 
     def load(self, device: str) -> LoadedKernels:
-        from .choice import LoadedKernels
         from .cuda import CudaKernels
 
         return LoadedKernels(CudaKernels(device))

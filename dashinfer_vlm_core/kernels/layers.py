@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from .kv_cache import attend_cached, write_rows
-from .low_rank import apply, apply_to, row_bias
+from .low_rank import row_bias
 from .types import (
     DecoderLayer,
-    DecoderLayers,
     DecoderShape,
     ForwardBatch,
     Kernels,
@@ -26,13 +25,10 @@ from .types import (
 class ReferenceDecoderLayers:
     """See `DecoderLayers`. The KV cache may have any dtype."""
 
-    converts_cache = True
-
     def __init__(self, kernels: Kernels, layers: Sequence[DecoderLayer], shape: DecoderShape) -> None:
         self._kernels = kernels
         self._layers = layers
         self._shape = shape
-        self.supports_lora: bool = kernels.supports_row_bias
 
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         final = len(self._layers) - 1
@@ -57,7 +53,7 @@ class ReferenceDecoderLayers:
         heads = self._shape.heads
         normed = self._normalize(x, layer.input_norm)
         bias = row_bias([(rows, rows.lora.layers[number].qkv) for rows in batch.loras], normed)
-        qkv = apply(layer.qkv, normed, bias).view(len(x), -1, self._shape.head_dim)
+        qkv = layer.qkv(normed, bias).view(len(x), -1, self._shape.head_dim)
         if layer.query_norm and layer.key_norm:
             qkv = torch.cat([
                 self._normalize_heads(qkv[:, :heads], layer.query_norm),
@@ -81,7 +77,7 @@ class ReferenceDecoderLayers:
         layer = self._layers[number]
         changes = [(rows, rows.lora.layers[number]) for rows in loras]
         mixed = attend_cached(self._kernels, queries, cache, spans)
-        apply_to(x, layer.output, mixed, row_bias([(rows, change.output) for rows, change in changes], mixed))
+        layer.output.add_to(x, mixed, row_bias([(rows, change.output) for rows, change in changes], mixed))
         normed = self._normalize(x, layer.mlp_norm)
         if layer.experts:
             layer.experts.add_to(x, normed)
@@ -89,25 +85,14 @@ class ReferenceDecoderLayers:
         assert layer.gate_up
         assert layer.down
         bias = row_bias([(rows, change.gate_up) for rows, change in changes], normed)
-        inner = apply(layer.gate_up, normed, bias)
-        apply_to(x, layer.down, inner, row_bias([(rows, change.down) for rows, change in changes], inner))
+        inner = layer.gate_up(normed, bias)
+        layer.down.add_to(x, inner, row_bias([(rows, change.down) for rows, change in changes], inner))
 
     def _normalize(self, x: Tensor, norm: Norm) -> Tensor:
         return self._kernels.norm(x, norm.weight, norm.bias, self._shape.eps)
 
     def _normalize_heads(self, x: Tensor, norm: Norm) -> Tensor:
         return self._normalize(x.reshape(-1, x.shape[-1]), norm).view(x.shape)
-
-
-def decoder_layers(
-    kernels: Kernels, layers: Sequence[DecoderLayer], shape: DecoderShape, *, converts_cache: bool = False
-) -> DecoderLayers:
-    """Create decoder layers from `kernels`, or from their basic operations if the layers must convert the KV cache and
-    theirs do not; see `DecoderLayers.converts_cache`."""
-    fused = kernels.decoder_layers(layers, shape)
-    if converts_cache and not fused.converts_cache:
-        return ReferenceDecoderLayers(kernels, layers, shape)
-    return fused
 
 
 class FullLMHead:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .types import Linear, LoraRows, LowRank
+from .types import LoraRows, LowRank
 
 
 def row_bias(additions: Sequence[tuple[LoraRows, LowRank | None]], x: Tensor) -> Tensor | None:
@@ -34,16 +34,3 @@ def row_bias(additions: Sequence[tuple[LoraRows, LowRank | None]], x: Tensor) ->
             inputs = ranks[:, part.first_input : part.first_input + part.inputs]
             bias[rows.start - first : rows.stop - first, columns] = part.up(inputs)
     return bias
-
-
-def apply(linear: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the result of `linear` with `row_bias`, which kernels without `supports_row_bias` do not accept."""
-    return linear(x) if bias is None else linear(x, bias)
-
-
-def apply_to(total: Tensor, linear: Linear, x: Tensor, bias: Tensor | None) -> None:
-    """Add the result of `apply` to `total`."""
-    if bias is None:
-        linear.add_to(total, x)
-    else:
-        linear.add_to(total, x, bias)

@@ -20,7 +20,6 @@ class TorchKernels:
     name = "torch"
     supports_int8 = False
     supports_int4 = False
-    supports_row_bias = True
 
     def groups_experts(self, dtype: torch.dtype, inputs: Sequence[int]) -> bool:
         return False
@@ -74,7 +73,8 @@ class TorchKernels:
 
     def rotate_(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
         first, second = x.float().chunk(2, dim=-1)
-        cos, sin = cos[:, None], sin[:, None]
+        cos = cos[:, None]
+        sin = sin[:, None]
         rotated = torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)
         x.copy_(torch.cat(rotated, dim=-1))
 

@@ -34,8 +34,8 @@ class Linear(Protocol):
     def __call__(self, x: Tensor, row_bias: Tensor | None = None) -> Tensor:
         """Return [rows, outputs] for x [rows, inputs]; the last dimension of x is contiguous.
 
-        `row_bias` is given only if the kernels have `supports_row_bias`: float32 [count, outputs of the weights],
-        contiguous, which is added to the products of the last `count` rows before the activation.
+        `row_bias` is float32 [count, outputs of the weights], contiguous. It is added to the products of the last
+        `count` rows before the activation.
         """
 
     def add_to(self, total: Tensor, x: Tensor, row_bias: Tensor | None = None) -> None:
@@ -143,7 +143,8 @@ def _key_ranges(spans: Sequence[KVSpan], device: torch.device | str) -> KeyRange
     if not spans or not (is_causal or all(span.start < 0 for span in spans)):
         return None
     query_starts = [*(span.first_query for span in spans), spans[-1].first_query + spans[-1].num_queries]
-    first_keys, num_keys = [*(span.first_key for span in spans), 0], [*(span.num_keys for span in spans), 0]
+    first_keys = [*(span.first_key for span in spans), 0]
+    num_keys = [*(span.num_keys for span in spans), 0]
     rows = to_device(torch.tensor([query_starts, first_keys, num_keys], dtype=torch.int32), device)
     max_queries = max(span.num_queries for span in spans)
     return KeyRanges(rows[0], rows[1], rows[2, :-1], max_queries, max(num_keys), is_causal)
@@ -298,11 +299,10 @@ class ForwardBatch(NamedTuple):
         last: int64, increasing: the tokens whose hidden states are returned.
         last_spans: one per token of `last`.
         cache: [layers, 2 * kv_heads, rows, head_dim]: keys, then values, of all earlier tokens. In the dtype of the
-            hidden states, except for `DecoderLayers` with `converts_cache`.
+            hidden states, or int8 with scales.
         additions: rows to add to the hidden states of some tokens after the first layers.
         cache_scales: float32 [layers, 2 * kv_heads, rows] if `cache` is int8: the scale of each of its rows.
-        loras: the tokens with an adapter, in order, after all tokens without one. Only for `DecoderLayers` with
-            `supports_lora`.
+        loras: the tokens with an adapter, in order, after all tokens without one.
     """
 
     cos: Tensor
@@ -346,15 +346,7 @@ class Additions(NamedTuple):
 
 
 class DecoderLayers(Protocol):
-    """All layers of a decoder.
-
-    Attributes:
-        converts_cache: whether `ForwardBatch.cache` may have another dtype than `x`, or be int8 with scales.
-        supports_adapters: whether `ForwardBatch.adapters` may be given.
-    """
-
-    converts_cache: bool
-    supports_lora: bool
+    """All layers of a decoder."""
 
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """Return the hidden states after the last layer, and write the new tokens' keys and values to the cache.
@@ -375,13 +367,11 @@ class Kernels(Protocol):
         name: the name shown in logs and reports.
         supports_int8: whether 8-bit weights are kept in 8 bits; otherwise they are rounded and kept in their dtype.
         supports_int4: the same for 4-bit weights.
-        supports_row_bias: whether linear layers accept `row_bias`, which adapters need.
     """
 
     name: str
     supports_int8: bool
     supports_int4: bool
-    supports_row_bias: bool
 
     def linear(
         self,
@@ -494,6 +484,6 @@ class TokenSampling(Protocol):
             logits: float32 [.., vocab_size], with contiguous rows.
             rows: int64, the rows to sample from. All others have one element for each of them.
             temperatures: float32, positive.
-            floors: float32.
-            shares: float64, in [0, 1).
+            lower_bounds: float32.
+            uniforms: float64, in [0, 1).
         """

@@ -76,39 +76,39 @@ def download(repo_id: str, *, revision: str | None = None) -> Path:
             incomplete.
     """
     import httpx
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
+    from huggingface_hub import errors, snapshot_download
 
     try:
         return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(FILES)))
-    except RepositoryNotFoundError as error:
-        raise CheckpointError(
+    except (
+        OSError,
+        errors.HFValidationError,
+        httpx.TransportError,
+    ) as error:
+        raise CheckpointError(_download_problem(repo_id, error), param="model") from error
+
+
+def _download_problem(repo_id: str, error: Exception) -> str:
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
             f"The Hugging Face Hub has no model {repo_id!r}, or it is private. Check its name, or log in with"
-            " `hf auth login`.",
-            param="model",
-        ) from error
-    except LocalEntryNotFoundError as error:
-        raise CheckpointError(
+            " `hf auth login`."
+        )
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        return (
             f"The Hugging Face Hub cannot be reached and {repo_id!r} is not in the cache. Check the connection, or use"
-            " a folder.",
-            param="model",
-        ) from error
-    except (HfHubHTTPError, HFValidationError) as error:
-        raise CheckpointError(f"Downloading {repo_id!r} failed: {error}", param="model") from error
-    except httpx.TransportError as error:  # the Hub's client handles only some of these
-        raise CheckpointError(
-            f"The connection to the Hugging Face Hub was lost while {repo_id!r} was being downloaded ({error}). Try"
-            " again to resume the download.",
-            param="model",
-        ) from error
-    except OSError as error:
-        raise CheckpointError(
+            " a folder."
+        )
+    if isinstance(error, errors.HfHubHTTPError | errors.HFValidationError):
+        return f"Downloading {repo_id!r} failed: {error}"
+    if isinstance(error, OSError):
+        return (
             f"Downloading {repo_id!r} failed: {error.strerror or error}. Check that the Hugging Face cache folder"
-            " (HF_HOME) is writable and has free space.",
-            param="model",
-        ) from error
+            " (HF_HOME) is writable and has free space."
+        )
+    return (
+        f"The connection to the Hugging Face Hub was lost while {repo_id!r} was being downloaded ({error}). Try again"
+        " to resume the download."
+    )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,24 +29,7 @@ def stored_tensors(folder: Path, renames: Iterable[tuple[str, str]] = ()) -> dic
         CheckpointError: there are no safetensors files, a shard is missing, or a file is damaged.
     """
     rules = list(renames)
-    return {rename(name, rules): (file, name) for file in _files(folder) for name in _names(file)}
-
-
-def checked_headers(file: Path, dtypes: Collection[str]) -> dict[str, TensorHeader]:
-    """Read the headers of all tensors in a safetensors file.
-
-    Raises:
-        CheckpointError: the file is damaged, or a tensor's data type, as safetensors names it, is not in `dtypes`.
-    """
-    try:
-        with safe_open(file, framework="numpy") as opened:
-            headers = {name: read_header(opened, name) for name in opened.keys()}  # noqa: SIM118 - not a dict
-    except (OSError, SafetensorError) as error:
-        raise unreadable_file_error(file, error) from error
-    for name, (_, dtype) in headers.items():
-        if dtype not in dtypes:
-            raise CheckpointError(f"{file}: tensor {name!r} has the data type {dtype}. Use one of {', '.join(dtypes)}.")
-    return headers
+    return {rename(name, rules): (file, name) for file in _files(folder) for name in tensor_names(file)}
 
 
 def stored_headers(tensors: Mapping[str, tuple[Path, str]]) -> dict[str, TensorHeader]:
@@ -57,21 +41,31 @@ def stored_headers(tensors: Mapping[str, tuple[Path, str]]) -> dict[str, TensorH
     names: dict[Path, list[tuple[str, str]]] = {}
     for name, (file, stored) in tensors.items():
         names.setdefault(file, []).append((name, stored))
-    return {name: header for file, pairs in names.items() for name, header in _headers(file, pairs)}
-
-
-def _headers(file: Path, names: Iterable[tuple[str, str]]) -> list[tuple[str, TensorHeader]]:
-    try:
-        with safe_open(file, framework="numpy") as opened:
-            return [(name, read_header(opened, stored)) for name, stored in names]
-    except (OSError, SafetensorError) as error:
-        raise unreadable_file_error(file, error) from error
+    headers = {}
+    for file, pairs in names.items():
+        with open_tensors(file) as opened:
+            headers.update({name: read_header(opened, stored) for name, stored in pairs})
+    return headers
 
 
 def read_header(opened: Any, name: str) -> TensorHeader:
-    """Read the header of a tensor of a file that `safe_open` opened."""
+    """Read the header of a tensor of a file that `open_tensors` opened."""
     tensor = opened.get_slice(name)
     return TensorHeader(tuple(tensor.get_shape()), str(tensor.get_dtype()))
+
+
+@contextmanager
+def open_tensors(file: Path, framework: str = "numpy") -> Iterator[Any]:
+    """Open a safetensors file.
+
+    Raises:
+        CheckpointError: it cannot be read, also while it is open.
+    """
+    try:
+        with safe_open(file, framework=framework) as opened:
+            yield opened
+    except (OSError, SafetensorError) as error:
+        raise unreadable_file_error(file, error) from error
 
 
 def unreadable_file_error(file: Path, error: Exception) -> CheckpointError:
@@ -112,9 +106,11 @@ def _shards(folder: Path) -> list[Path]:
     return files
 
 
-def _names(file: Path) -> list[str]:
-    try:
-        with safe_open(file, framework="numpy") as opened:
-            return list(opened.keys())
-    except (OSError, SafetensorError) as error:
-        raise unreadable_file_error(file, error) from error
+def tensor_names(file: Path) -> list[str]:
+    """List the tensors of a safetensors file, by their names in it.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    with open_tensors(file) as opened:
+        return list(opened.keys())

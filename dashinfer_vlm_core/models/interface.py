@@ -243,7 +243,7 @@ class ModelFamily(Protocol):
     ) -> VisionEncoder:
         """Load the vision encoder on the configuration's device and in its dtype, both of which may be `auto`.
 
-        `Weights.open` merges the changes of an adapter into the tensors that it reads.
+        `Weights` merges the changes of an adapter into the tensors that it reads.
 
         `placement.quantizes_vision_encoder` decides whether its weights are quantized. A family whose encoder cannot be
         quantized rejects `vision_quantization` int8.

@@ -31,6 +31,11 @@ class JsonFields:
         """Raise a `CheckpointError` that names the file and the field."""
         raise CheckpointError(f"{self.file}: `{self.prefix}{name}` {problem}. {step}")
 
+    def fail_value(self, name: str, requirement: str) -> NoReturn:
+        """Raise a `CheckpointError` for a value that is missing, or does not meet a requirement (`must be true`)."""
+        value = self.get(name)
+        self.fail(name, "is missing" if value is None else f"{requirement}, got {value!r}")
+
     def get(self, name: str) -> Any:
         """Return the value, or None if it is absent or null."""
         return self.values.get(name)
@@ -39,21 +44,21 @@ class JsonFields:
         """Return a positive integer, or a token id of 0 or more."""
         value = default if self.get(name) is None else self.get(name)
         if type(value) is not int or value < (0 if name.endswith("_token_id") else 1):
-            self.fail(name, "is missing" if value is None else f"must be a positive integer, got {value!r}")
+            self.fail_value(name, "must be a positive integer")
         return value
 
     def number(self, name: str) -> float:
         """Return a positive finite number."""
         value = self.get(name)
         if type(value) not in (int, float) or not 0 < value < float("inf"):
-            self.fail(name, "is missing" if value is None else f"must be a positive number, got {value!r}")
+            self.fail_value(name, "must be a positive number")
         return float(value)
 
     def flag(self, name: str) -> bool:
         """Return a boolean, false if it is absent."""
         value = self.get(name)
         if value not in (None, True, False):
-            self.fail(name, f"must be true or false, got {value!r}")
+            self.fail_value(name, "must be true or false")
         return bool(value)
 
     def triple(self, name: str) -> tuple[Any, Any, Any]:
@@ -61,14 +66,14 @@ class JsonFields:
         value = self.get(name)
         numbers = isinstance(value, list) and all(type(item) in (int, float) and item > 0 for item in value)
         if not numbers or len(value) != 3:
-            self.fail(name, "is missing" if value is None else f"must be three positive numbers, got {value!r}")
+            self.fail_value(name, "must be three positive numbers")
         return value[0], value[1], value[2]
 
     def section(self, name: str) -> JsonFields:
         """Return a member that is an object."""
         value = self.get(name)
         if not isinstance(value, dict):
-            self.fail(name, "is missing" if value is None else f"must be an object, got {value!r}")
+            self.fail_value(name, "must be an object")
         return JsonFields(file=self.file, values=value, prefix=f"{self.prefix}{name}.")
 
 

@@ -14,17 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from safetensors import SafetensorError, safe_open
-
 from ..errors import CheckpointError
 from ..text_spec import TextModelSpec
 from .checkpoint import HUB_ID, download
-from .files import checked_headers, rename, stored_tensors, unreadable_file_error
+from .files import rename, stored_headers, stored_tensors, tensor_names
 from .headers import TensorHeader
 from .lora_config import LoraConfig, read_lora_config
 from .spec import ModelSpec
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 FLOATS = ("F32", "F16", "BF16")
 
@@ -119,7 +118,7 @@ def read_lora(name: str, path: str, spec: ModelSpec) -> LoraWeights:
     folder = find_lora(path)
     config = read_lora_config(folder / CONFIG)
     file = _tensor_file(folder)
-    reader = _FolderReader(file, checked_headers(file, FLOATS), config, spec)
+    reader = _FolderReader(file, _headers(file), config, spec)
     text, vision = reader.factors()
     saved = reader.saved()
     return LoraWeights(
@@ -207,7 +206,8 @@ class _FolderReader:
                 raise CheckpointError(
                     f"{self._file}: {given!r} has no counterpart lora_{kind}. Copy or download the adapter again."
                 )
-        a, b = tensors["A"], tensors["B"]
+        a = tensors["A"]
+        b = tensors["B"]
         path = a.removeprefix(PREFIX).partition(".lora_")[0]
         if len(inputs) != 1:
             raise CheckpointError(
@@ -215,23 +215,18 @@ class _FolderReader:
                 " the adapter."
             )
         rank = self._config.rank_of(path)
-        if f"{module}.weight" == self._embedding:  # PEFT stores the factors of an embedding table transposed
+        if f"{module}.weight" == next(iter(self._text)):  # PEFT stores the factors of an embedding table transposed
             outputs, inputs = inputs[0], [outputs]
         self._check_shape(a, (rank, *inputs))
         self._check_shape(b, (outputs, rank))
         return LoraFactors(a, b, rank, self._config.scale_of(path, rank))
-
-    @property
-    def _embedding(self) -> str:
-        return next(iter(self._text))
 
     def _expected_shape(self, name: str, stored: str) -> Sequence[int]:
         if name in self._text:
             return self._text[name]
         if self._text_only.match(name) or name not in self._checkpoint:
             raise self._unknown(stored)
-        file, original = self._checkpoint[name]
-        return _shape(file, original)
+        return stored_headers({name: self._checkpoint[name]})[name].shape
 
     def _check_shape(self, stored: str, expected: Sequence[int]) -> None:
         shape = self._shapes[stored]
@@ -273,12 +268,12 @@ def text_tensors(text: TextModelSpec) -> dict[str, tuple[int, int]]:
     return shapes
 
 
-def _shape(file: Path, name: str) -> tuple[int, ...]:
-    try:
-        with safe_open(file, framework="numpy") as opened:
-            return tuple(opened.get_slice(name).get_shape())
-    except (OSError, SafetensorError) as error:
-        raise unreadable_file_error(file, error) from error
+def _headers(file: Path) -> dict[str, TensorHeader]:
+    headers = stored_headers({name: (file, name) for name in tensor_names(file)})
+    for name, (_, dtype) in headers.items():
+        if dtype not in FLOATS:
+            raise CheckpointError(f"{file}: tensor {name!r} has the data type {dtype}. Use one of {', '.join(FLOATS)}.")
+    return headers
 
 
 def _digest(*files: Path) -> bytes:

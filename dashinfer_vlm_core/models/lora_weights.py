@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from ..errors import CheckpointError
-from .files import unreadable_file_error
+from .files import open_tensors
 from .lora import LoraFactors, LoraWeights, VisionMerge
 
 
@@ -39,11 +38,8 @@ def read_tensor(lora: LoraWeights, stored: str) -> torch.Tensor:
     Raises:
         CheckpointError: the file is damaged, or the tensor contains infinity or NaN.
     """
-    try:
-        with safe_open(lora.file, framework="pt") as opened:
-            tensor: torch.Tensor = opened.get_tensor(stored).float()
-    except (OSError, SafetensorError) as error:
-        raise unreadable_file_error(lora.file, error) from error
+    with open_tensors(lora.file, "pt") as opened:
+        tensor: torch.Tensor = opened.get_tensor(stored).float()
     if not tensor.isfinite().all():
         raise CheckpointError(f"{lora.file}: tensor {stored!r} contains infinity or NaN. Train the adapter again.")
     return tensor

@@ -59,9 +59,17 @@ def _check_rows(media: Embeddings, spec: ModelSpec, processor: ImageProcessor) -
 
 
 def smart_resize(
-    height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int, path: str | None = None
+    height: int,
+    width: int,
+    *,
+    factor: int,
+    min_pixels: int,
+    max_pixels: int,
+    path: str | None = None,
+    frames: int = 1,
+    padded_frames: int = 1,
 ) -> tuple[int, int]:
-    """Compute the size that an image is resized to.
+    """Compute the size that an image is resized to, or the frames of a video whose limits are those of all frames.
 
     Both sides are divisible by `factor`, the number of pixels is within the limits, and the aspect ratio is nearly
     preserved. The rule, including its order of rounding, is `smart_resize` of the published processor (transformers).
@@ -76,23 +84,23 @@ def smart_resize(
         raise InvalidParameter(
             f"One side of {width} x {height} pixels is more than {MAX_ASPECT} times the other; crop it.", param=path
         )
-    rows, columns = round(height / factor) * factor, round(width / factor) * factor
-    if rows * columns > max_pixels:
-        return shrink(height, width, math.sqrt((height * width) / max_pixels), factor)
-    if rows * columns < min_pixels:
-        return grow(height, width, math.sqrt(min_pixels / (height * width)), factor)
+    rows = round(height / factor) * factor
+    columns = round(width / factor) * factor
+    pixels = padded_frames * rows * columns
+    if pixels > max_pixels:
+        return _shrink(height, width, math.sqrt(frames * height * width / max_pixels), factor)
+    if pixels < min_pixels:
+        return _grow(height, width, math.sqrt(min_pixels / (frames * height * width)), factor)
     return rows, columns
 
 
-def shrink(height: int, width: int, divisor: float, factor: int) -> tuple[int, int]:
-    """Divide both sides, rounded down to multiples of `factor`, but not to 0."""
+def _shrink(height: int, width: int, divisor: float, factor: int) -> tuple[int, int]:
     rows = max(factor, math.floor(height / divisor / factor) * factor)
     columns = max(factor, math.floor(width / divisor / factor) * factor)
     return rows, columns
 
 
-def grow(height: int, width: int, scale: float, factor: int) -> tuple[int, int]:
-    """Multiply both sides, rounded up to multiples of `factor`."""
+def _grow(height: int, width: int, scale: float, factor: int) -> tuple[int, int]:
     return math.ceil(height * scale / factor) * factor, math.ceil(width * scale / factor) * factor
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..media.frame_sampling import VideoSamplingPolicy
 from ..text_spec import TextModelSpec
@@ -13,6 +13,13 @@ from .coordinates import CoordinateSpec
 
 if TYPE_CHECKING:
     from .formats.interface import ModuleReader
+
+
+class PixelLimits(NamedTuple):
+    """Minimum and maximum number of pixels (height times width) of a resized image or frame, or of all frames."""
+
+    min_pixels: int
+    max_pixels: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterator
@@ -37,24 +38,21 @@ def vision_key(spec: ModelSpec, config: EngineConfig, *, kernels: str, family: s
         repr(spec.pixels), spec.text.visual_width,
     )  # fmt: skip
     digest.update(json.dumps(fields).encode())
-    digest.update(hashlib.sha256(_read(spec.folder / "config.json")).digest())
-    for part in _vision_tensors(spec):
-        digest.update(part)
+    try:
+        digest.update(hashlib.sha256((spec.folder / "config.json").read_bytes()).digest())
+        for part in _vision_tensors(spec):
+            digest.update(part)
+    except OSError as error:
+        raise unreadable_file_error(spec.folder, error) from error
     return digest.digest()
 
 
 def _vision_tensors(spec: ModelSpec) -> Iterator[bytes]:
-    headers: dict[Path, tuple[dict[str, dict[str, object]], int]] = {}
+    read_header = functools.cache(_header)
     for name, (file, stored_name) in sorted(stored_tensors(spec.folder, spec.tensor_renames).items()):
-        if _is_of_text_model(name, spec.text.weights):
-            continue
-        try:
-            if file not in headers:
-                headers[file] = _header(file)
-            entries, data = headers[file]
+        if not _is_of_text_model(name, spec.text.weights):
+            entries, data = read_header(file)
             yield _tensor_digest(file, name, entries[stored_name], data)
-        except OSError as error:
-            raise unreadable_file_error(file, error) from error
 
 
 def _is_of_text_model(name: str, names: TextWeightNames) -> bool:
@@ -80,10 +78,3 @@ def _tensor_digest(file: Path, name: str, entry: dict[str, object], data: int) -
             digest.update(chunk)
             remaining -= len(chunk)
     return digest.digest()
-
-
-def _read(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise unreadable_file_error(file, error) from error

@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from ..errors import CheckpointError, ConfigError
 from ..kernels import mmap_buffer
 from ..kernels.quantization import QuantizedWeight, concatenate
-from .files import read_header, stored_headers, stored_tensors, unreadable_file_error
+from .files import open_tensors, read_header, stored_headers, stored_tensors
 from .formats.detection import quantized_modules
-from .formats.interface import ExpertsReader, ModuleReader
+from .formats.interface import ExpertsReader, ModuleReader, StoredWeight
 from .headers import TensorHeader
 from .lora import VisionMerge
 from .lora_weights import merge_tensor
 from .module_tensors import ModuleTensors
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 T = TypeVar("T")
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class Weights:
+class Weights(AbstractContextManager["Weights"]):
     """The tensors of a checkpoint folder, in a single safetensors file or in the shards of an index.
 
     A file is opened for one tensor at a time. While a file stays mapped, every page that was read counts in addition to
@@ -44,26 +41,11 @@ class Weights:
 
     def __init__(
         self,
-        stored: Mapping[str, tuple[Path, str]],
-        reader: ModuleReader | None = None,
-        merge: VisionMerge | None = None,
-    ) -> None:
-        """Use `open` instead. `stored` maps a name to the file and the stored name."""
-        self._stored = dict(stored)
-        self._merge = merge
-        self.names: frozenset[str] = frozenset(self._stored)
-        self.reader = reader
-        self._quantized = quantized_modules(self.names, reader) if reader else frozenset[str]()
-        self.widened: list[str] = []
-
-    @classmethod
-    def open(
-        cls,
         folder: Path,
         renames: Iterable[tuple[str, str]] = (),
         quantization: ModuleReader | None = None,
         merge: VisionMerge | None = None,
-    ) -> Weights:
+    ) -> None:
         """List the tensors of the checkpoint in `folder`; `renames` and `quantization` as in `ModelSpec`.
 
         With `merge`, the tensors have the changes of an adapter.
@@ -71,7 +53,12 @@ class Weights:
         Raises:
             CheckpointError: there are no safetensors files, a shard is missing, or a file is damaged.
         """
-        return cls(stored_tensors(folder, renames), quantization, merge)
+        self._stored = stored_tensors(folder, renames)
+        self._merge = merge
+        self.names: frozenset[str] = frozenset(self._stored)
+        self.reader = quantization
+        self._quantized = quantized_modules(self.names, quantization) if quantization else frozenset[str]()
+        self.widened: list[str] = []
 
     def tensor(self, name: str, shape: Sequence[int], *, device: str, dtype: torch.dtype) -> torch.Tensor:
         """Load a tensor of `shape` into newly allocated memory on `device`, converted to `dtype`.
@@ -79,13 +66,13 @@ class Weights:
         Raises:
             CheckpointError: the tensor is missing or has another shape, or its file is damaged.
         """
-        tensor = self.empty(shape, device=device, dtype=dtype)
+        tensor = mmap_buffer.empty(shape, dtype, device)
         self.read(name, tensor)
         return tensor
 
     def matrix(
         self, modules: Sequence[str], outputs: Sequence[int], inputs: int, *, device: str, dtype: torch.dtype
-    ) -> torch.Tensor | QuantizedWeight:
+    ) -> StoredWeight:
         """Load the weights of linear layers, whose outputs are concatenated.
 
         Quantized weights stay quantized if those of all modules are, in a compatible way; otherwise, they are
@@ -102,7 +89,7 @@ class Weights:
             CheckpointError: a tensor is missing or has another shape, or a file is damaged.
         """
         if self._quantized.isdisjoint(modules):
-            joined = self.empty([sum(outputs), inputs], device=device, dtype=dtype)
+            joined = mmap_buffer.empty([sum(outputs), inputs], dtype, device)
             for module, part in zip(modules, torch.split(joined, list(outputs)), strict=True):
                 self.read(f"{module}.weight", part)
             return joined
@@ -110,9 +97,7 @@ class Weights:
         parts = [self._part(*named, device=device, dtype=dtype) for named in zip(modules, shapes, strict=True)]
         return self._join(modules, parts, inputs, device=device, dtype=dtype)
 
-    def _part(
-        self, module: str, shape: tuple[int, int], *, device: str, dtype: torch.dtype
-    ) -> torch.Tensor | QuantizedWeight:
+    def _part(self, module: str, shape: tuple[int, int], *, device: str, dtype: torch.dtype) -> StoredWeight:
         if self.reader is None or module not in self._quantized:
             return self.tensor(f"{module}.weight", shape, device=device, dtype=dtype)
         tensors = ModuleTensors(self._with_file, self._stored, module, device)
@@ -131,21 +116,15 @@ class Weights:
         return tensor if self._merge is None else merge_tensor(self._merge, name, tensor)
 
     def _join(
-        self,
-        modules: Sequence[str],
-        parts: Sequence[torch.Tensor | QuantizedWeight],
-        inputs: int,
-        *,
-        device: str,
-        dtype: torch.dtype,
-    ) -> torch.Tensor | QuantizedWeight:
+        self, modules: Sequence[str], parts: Sequence[StoredWeight], inputs: int, *, device: str, dtype: torch.dtype
+    ) -> StoredWeight:
         if len(parts) == 1:
             return parts[0]
         quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
         if len(quantized) == len(parts) and (together := concatenate(quantized)):
             return together
         counts = [len(part.codes if isinstance(part, QuantizedWeight) else part) for part in parts]
-        joined = self.empty([sum(counts), inputs], device=device, dtype=dtype)
+        joined = mmap_buffer.empty([sum(counts), inputs], dtype, device)
         for module, part, into in zip(modules, parts, torch.split(joined, counts), strict=True):
             if isinstance(part, QuantizedWeight):
                 part.dequantize_into(into)
@@ -153,11 +132,6 @@ class Weights:
             else:
                 into.copy_(part)
         return joined
-
-    @staticmethod
-    def empty(shape: Sequence[int], *, device: str, dtype: torch.dtype) -> torch.Tensor:
-        """Allocate a tensor to read weights into, often only briefly before they are packed into another layout."""
-        return mmap_buffer.empty(shape, dtype, device)
 
     def read(self, name: str, into: torch.Tensor) -> None:
         """Copy a stored tensor into `into`, which has the same shape and may be a view, with dtype conversion.
@@ -210,11 +184,8 @@ class Weights:
 
     def _with_file(self, name: str, use: Callable[[Any, Path, str], T]) -> T:
         file, stored_name = self._locate(name)
-        try:
-            with safe_open(file, framework="pt") as opened:
-                return use(opened, file, stored_name)
-        except (OSError, SafetensorError) as error:
-            raise unreadable_file_error(file, error) from error
+        with open_tensors(file, "pt") as opened:
+            return use(opened, file, stored_name)
 
     def close(self) -> None:
         """Release the files; no tensor can be read afterwards. Idempotent."""
@@ -224,9 +195,6 @@ class Weights:
         if name not in self._stored:
             raise CheckpointError(f"The checkpoint has no tensor {name!r}. Copy or download its safetensors again.")
         return self._stored[name]
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

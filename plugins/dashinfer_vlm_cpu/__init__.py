@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 
 from dashinfer_vlm_core import hookimpl
 
+from .build import VARIANTS, Variant
+
 if TYPE_CHECKING:
     import torch
 
@@ -30,9 +32,10 @@ if TYPE_CHECKING:
 class NativeKernelFactory:
     """See `KernelFactory`. Text models whose layers have no fused C implementation use the individual kernels."""
 
-    def __init__(self, name: str, priority: int) -> None:
-        self.name = name
+    def __init__(self, variant: Variant, priority: int) -> None:
+        self.name: str = variant.name
         self.priority = priority
+        self._variant = variant
 
     def applies(self, device: str, dtype: torch.dtype) -> bool:
         return device.partition(":")[0] == "cpu" and str(dtype) == "torch.bfloat16"
@@ -43,11 +46,9 @@ class NativeKernelFactory:
         return ""
 
     def load(self, device: str) -> LoadedKernels:
-        from .build import VARIANTS
         from .native import load_variant
 
-        (variant,) = (variant for variant in VARIANTS if variant.name == self.name)
-        return load_variant(variant)
+        return load_variant(self._variant)
 
     def identity(self) -> str:
         return _identity()
@@ -63,8 +64,5 @@ def _identity() -> str:
 
 @hookimpl
 def register_kernels(register: Callable[[KernelFactory], None]) -> None:
-    register(NativeKernelFactory("amx", 20))
-    register(NativeKernelFactory("avx512", 10))
-    register(NativeKernelFactory("avx512_vnni", 7))
-    register(NativeKernelFactory("avx_vnni", 6))
-    register(NativeKernelFactory("avx2", 5))
+    for priority, variant in enumerate(reversed(VARIANTS), start=5):
+        register(NativeKernelFactory(variant, priority))

@@ -16,7 +16,6 @@ from torch import Tensor
 from dashinfer_vlm_core.kernels.choice import LoadedKernels
 from dashinfer_vlm_core.kernels.cpu import cpu_flags
 from dashinfer_vlm_core.kernels.kv_cache import attend_cached
-from dashinfer_vlm_core.kernels.layers import FullLMHead, ReferenceDecoderLayers
 from dashinfer_vlm_core.kernels.quantization import Quantization, QuantizedWeight
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.kernels.types import (
@@ -34,19 +33,10 @@ from dashinfer_vlm_core.kernels.types import (
 from .build import AMX, LIBRARY, Variant
 from .library import LibraryError, load_library
 from .native_layers import NativeLayers
-from .native_linear import (
-    NativeInt4Linear,
-    NativeInt8Linear,
-    NativeLinear,
-    NativeLMHead,
-    NativeStoredInt8Linear,
-    quantize_int4,
-)
+from .native_linear import C_TYPES, NativeLinear, NativeLMHead, fields, quantize_int4
 
 MAX_HEADS_PER_KV_HEAD = 192
 """Maximum number of query heads per key head: their queries of one token are processed together."""
-
-_LONG, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 SIGNATURES = {
     "pack_bf16": "pllipi",
@@ -69,32 +59,26 @@ SIGNATURES = {
     "argmax_workspace_size": "lll->l",
     "attend_workspace_size": "l->l",
 }
-"""The arguments of each C function, and its result if it has one: pointer, long (int64), int (int32) or float."""
-
-TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
+"""The arguments of each C function, and its result if it has one, in the letters of `C_TYPES`."""
 
 
 class AttentionArgs(ctypes.Structure):
     """`AttentionArgs` in C."""
 
-    _fields_ = (
-        ("q", _POINTER), ("k", _POINTER), ("v", _POINTER), ("out", _POINTER), ("q_token", _LONG), ("q_head", _LONG),
-        ("kv_token", _LONG), ("kv_head", _LONG), ("out_token", _LONG), ("heads", _LONG), ("kv_heads", _LONG),
-        ("width", _LONG), ("scale", _FLOAT), ("k_scales", _POINTER), ("v_scales", _POINTER), ("scale_head", _LONG),
-    )  # fmt: skip
+    _fields_ = fields(
+        "p q k v out, l q_token q_head kv_token kv_head out_token heads kv_heads width, f scale,"
+        " p k_scales v_scales, l scale_head"
+    )
 
 
-class NativeKernels:
+class NativeKernels(TorchKernels):
     """See `Kernels`. For bfloat16 on a CPU; the number of inputs is even."""
 
     supports_int8 = True
     supports_int4 = True
-    supports_row_bias = True
-
-    def groups_experts(self, dtype: torch.dtype, inputs: Sequence[int]) -> bool:
-        return False
 
     def __init__(self, library: ctypes.CDLL, name: str) -> None:
+        super().__init__("cpu")
         self._library = library
         self.name = name
 
@@ -110,11 +94,10 @@ class NativeKernels:
         weight = weight.contiguous()
         if quantization and quantization.bits == 4:
             quantized = quantize_int4(self._library, weight, quantization.group)
-            return NativeInt4Linear(self._library, quantized, bias, activation, fp32_output)
+            return NativeLinear(self._library, quantized, bias, activation, fp32_output)
         if weight.shape[1] % 4:  # weights are packed in groups of four inputs
-            return TorchKernels("cpu").linear(weight, bias, activation=activation, fp32_output=fp32_output)
-        linear_type = NativeInt8Linear if quantization else NativeLinear
-        return linear_type(self._library, weight, bias, activation, fp32_output)
+            return super().linear(weight, bias, activation=activation, fp32_output=fp32_output)
+        return NativeLinear(self._library, weight, bias, activation, fp32_output, int8=quantization is not None)
 
     def linear_quantized(
         self,
@@ -126,15 +109,13 @@ class NativeKernels:
         fp32_output: bool = False,
     ) -> Linear:
         weight.check()
-        if weight.bits == 4:
-            return NativeInt4Linear(self._library, weight, bias, activation, fp32_output)
-        if weight.is_symmetric_int8 and weight.codes.shape[1] % 4 == 0:
-            return NativeStoredInt8Linear(self._library, weight, bias, activation, fp32_output)
+        if weight.bits == 4 or (weight.is_symmetric_int8 and weight.codes.shape[1] % 4 == 0):
+            return NativeLinear(self._library, weight, bias, activation, fp32_output)
         return self.linear(weight.dequantize(torch.bfloat16), bias, activation=activation, fp32_output=fp32_output)
 
     def head(self, weight: Tensor, *, quantization: Quantization | None = None) -> LMHead:
         if quantization or weight.shape[1] % 4:
-            return FullLMHead(self.linear(weight, fp32_output=True, quantization=quantization))
+            return super().head(weight, quantization=quantization)
         return NativeLMHead(self._library, weight.contiguous())
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -158,7 +139,7 @@ class NativeKernels:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spans: KVSpans) -> Tensor:
         if not _supports_attention(q.shape[1], len(k), q.shape[2]):
-            return TorchKernels("cpu").attend(q, k, v, spans)
+            return super().attend(q, k, v, spans)
         return self._attend(q, k, v, spans)
 
     def attend_int8(self, q: Tensor, cache: KVCacheLayer, spans: KVSpans) -> Tensor:
@@ -176,7 +157,8 @@ class NativeKernels:
         out = torch.empty(rows, heads * width, dtype=q.dtype)
         threads = _threads()
         workspace = torch.empty(threads * self._library.attend_workspace_size(width), dtype=torch.uint8)
-        k_scales, v_scales, scale_head = None, None, 0
+        k_scales = v_scales = None
+        scale_head = 0
         if scales is not None:
             assert scales.stride(1) == 1
             k_scales = scales.data_ptr()
@@ -207,7 +189,7 @@ class NativeKernels:
     def decoder_layers(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> DecoderLayers:
         if all(map(_supports_layer, layers)) and _supports_attention(shape.heads, shape.kv_heads, shape.head_dim):
             return NativeLayers(self._library, layers, shape)
-        return ReferenceDecoderLayers(self, layers, shape)
+        return super().decoder_layers(layers, shape)
 
 
 def _supports_layer(layer: DecoderLayer) -> bool:
@@ -238,8 +220,8 @@ def load_variant(variant: Variant, path: Path = LIBRARY) -> LoadedKernels:
         return LoadedKernels(None, "the system does not permit this process to use AMX", "use Linux 5.16 or newer")
     for name, signature in SIGNATURES.items():
         arguments, _, result = signature.partition("->")
-        getattr(library, name).argtypes = [TYPES[letter] for letter in arguments]
-        getattr(library, name).restype = TYPES.get(result)
+        getattr(library, name).argtypes = [C_TYPES[letter] for letter in arguments]
+        getattr(library, name).restype = C_TYPES.get(result)
     return LoadedKernels(NativeKernels(library, variant.name))
 
 

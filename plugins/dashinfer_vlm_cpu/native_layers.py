@@ -25,24 +25,22 @@ from dashinfer_vlm_core.kernels.types import (
     Norm,
 )
 
-from .native_linear import NativeLinear
+from .native_linear import NativeLinear, fields
 
-_LONG, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+_LONG = ctypes.c_int64
+_POINTER = ctypes.c_void_p
 
 
 class CLayer(ctypes.Structure):
     """`DecoderLayer` in C."""
 
-    _fields_ = (
-        ("input_norm", _POINTER), ("qkv", _POINTER), ("output", _POINTER), ("mlp_norm", _POINTER),
-        ("gate_up", _POINTER), ("down", _POINTER), ("query_norm", _POINTER), ("key_norm", _POINTER),
-    )  # fmt: skip
+    _fields_ = fields("p input_norm qkv output mlp_norm gate_up down query_norm key_norm")
 
 
 class CDecoderShape(ctypes.Structure):
     """`DecoderShape` in C."""
 
-    _fields_ = (("heads", _LONG), ("kv_heads", _LONG), ("width", _LONG), ("scale", _FLOAT), ("eps", _FLOAT))
+    _fields_ = fields("l heads kv_heads width, f scale eps")
 
 
 MAX_KEPT_ROWS = 64
@@ -70,32 +68,24 @@ class CLoraLayer(ctypes.Structure):
 class CLoraRows(ctypes.Structure):
     """`LoraRows` in C."""
 
-    _fields_ = (
-        ("layers", _POINTER), ("start", _LONG), ("stop", _LONG), ("last_start", _LONG), ("last_stop", _LONG),
-    )  # fmt: skip
+    _fields_ = fields("p layers, l start stop last_start last_stop")
 
 
 class CForwardBatch(ctypes.Structure):
     """`ForwardBatch` in C."""
 
-    _fields_ = (
-        ("x", _POINTER), ("rows", _LONG), ("hidden", _LONG), ("cos", _POINTER), ("sin", _POINTER), ("slots", _POINTER),
-        ("spans", _POINTER), ("span_count", _LONG), ("last", _POINTER), ("last_count", _LONG), ("last_spans", _POINTER),
-        ("out", _POINTER), ("cache", _POINTER), ("cache_scales", _POINTER), ("cache_rows", _LONG), ("normed", _POINTER),
-        ("qkv", _POINTER), ("mixed", _POINTER), ("inner", _POINTER), ("linear_workspace", _POINTER),
-        ("attend_workspace", _POINTER),
-        ("additions", _POINTER), ("addition_rows", _POINTER), ("addition_count", _LONG), ("levels", _LONG),
-        ("level_stride", _LONG), ("addition_stride", _LONG),
-        ("loras", _POINTER), ("lora_count", _LONG), ("row_bias", _POINTER), ("ranks", _POINTER),
-        ("ranks_stride", _LONG), ("lora_workspace", _POINTER), ("lora_workspace_size", _LONG),
-    )  # fmt: skip
+    _fields_ = fields(
+        "p x, l rows hidden, p cos sin slots spans, l span_count, p last, l last_count,"
+        " p last_spans out cache cache_scales, l cache_rows,"
+        " p normed qkv mixed inner linear_workspace attend_workspace,"
+        " p additions addition_rows, l addition_count levels level_stride addition_stride,"
+        " p adapters, l adapter_count, p row_bias ranks, l ranks_stride,"
+        " p adapter_workspace, l adapter_workspace_size"
+    )
 
 
 class NativeLayers:
     """See `DecoderLayers`. The KV cache is bfloat16, or int8 with scales."""
-
-    converts_cache = True
-    supports_lora = True
 
     def __init__(self, library: ctypes.CDLL, layers: Sequence[DecoderLayer], shape: DecoderShape) -> None:
         self._library = library
@@ -114,7 +104,8 @@ class NativeLayers:
         rows, hidden = x.shape
         out = torch.empty(len(batch.last), hidden, dtype=x.dtype)
         workspaces = self._kept_or_new_workspaces(rows, hidden)
-        spans, last_spans = batch.spans.table, batch.last_spans.table
+        spans = batch.spans.table
+        last_spans = batch.last_spans.table
         loras = self._lora_arguments(batch.loras, rows)
         description = CForwardBatch(
             x.data_ptr(), rows, hidden, batch.cos.data_ptr(), batch.sin.data_ptr(), batch.slots.data_ptr(),
@@ -239,16 +230,7 @@ def _c_additions(additions: Additions | None) -> tuple[int | None, ...]:
 
 
 def _c_layer(layer: DecoderLayer) -> CLayer:
-    return CLayer(
-        input_norm=_address(layer.input_norm),
-        qkv=_address(layer.qkv),
-        output=_address(layer.output),
-        mlp_norm=_address(layer.mlp_norm),
-        gate_up=_address(layer.gate_up),
-        down=_address(layer.down),
-        query_norm=_address(layer.query_norm),
-        key_norm=_address(layer.key_norm),
-    )
+    return CLayer(**{name: _address(getattr(layer, name)) for name, *_ in CLayer._fields_})
 
 
 def _address(part: Norm | Linear | None) -> int | None:

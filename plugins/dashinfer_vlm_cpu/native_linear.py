@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,17 +24,25 @@ the LM head two thirds more expensive."""
 MAX_NORM = 1e18
 """Maximum norm of a row of weights; with larger ones, a logit could overflow float32."""
 
-_INT, _LONG, _FLOAT, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+C_TYPES: dict[str, type[ctypes._SimpleCData[Any]]] = {
+    "p": ctypes.c_void_p,
+    "l": ctypes.c_int64,
+    "i": ctypes.c_int32,
+    "f": ctypes.c_float,
+}
+"""Letters of C types: pointer, long (int64), int (int32) and float."""
+
+
+def fields(layout: str) -> list[tuple[str, type[ctypes._SimpleCData[Any]]]]:
+    """Return the fields of a C struct from a layout such as `p data, l rows columns`, with the letters of `C_TYPES`."""
+    groups = (group.split() for group in layout.split(","))
+    return [(name, C_TYPES[letter]) for letter, *names in groups for name in names]
 
 
 class Matrix(ctypes.Structure):
     """`Matrix` in C."""
 
-    _fields_ = (
-        ("packed", _POINTER), ("scales", _POINTER), ("codes", _POINTER), ("bias", _POINTER), ("outputs", _LONG),
-        ("inputs", _LONG), ("columns", _LONG), ("activation", _INT), ("fp32_output", _INT), ("group", _INT),
-        ("order", _POINTER),
-    )  # fmt: skip
+    _fields_ = fields("p packed scales codes bias, l outputs inputs columns, i activation fp32_output group, p order")
 
 
 class PackedWeights(NamedTuple):
@@ -44,29 +52,54 @@ class PackedWeights(NamedTuple):
         weights: the panels.
         scales: one scale per output of 4-bit and 8-bit weights.
         codes: the code tables of 12-bit weights.
+        group: number of inputs of a group of 4-bit weights.
+        order: int32 [inputs], as in `QuantizedWeight`.
     """
 
     weights: Tensor
     scales: Tensor | None = None
     codes: Tensor | None = None
+    group: int = 0
+    order: Tensor | None = None
 
 
 class NativeLinear:
-    """A linear layer with bfloat16 weights in panels, losslessly compressed to 12 bits where possible, otherwise 16
-    bits."""
+    """A linear layer with weights in panels.
+
+    They are bfloat16, losslessly compressed to 12 bits where possible; or they have 8 bits, with one scale per output;
+    or 4 bits, see `int4.h`. For 8 and 4 bits, activations are quantized to 8 bits with one scale per 128 inputs.
+
+    Args:
+        library: the C functions.
+        weight: bfloat16 [outputs, inputs]; or quantized weights, which have been checked and have 4 bits or are
+            `is_symmetric_int8`.
+        bias: bfloat16 [outputs].
+        activation: the activation to apply to the output.
+        fp32_output: return float32.
+        int8: round bfloat16 weights to 8 bits.
+    """
 
     def __init__(
-        self, library: ctypes.CDLL, weight: Tensor, bias: Tensor | None, activation: Activation, fp32_output: bool
+        self,
+        library: ctypes.CDLL,
+        weight: Tensor | QuantizedWeight,
+        bias: Tensor | None,
+        activation: Activation,
+        fp32_output: bool,
+        *,
+        int8: bool = False,
     ) -> None:
         self._library = library
-        outputs, inputs = weight.shape
+        outputs, inputs = (weight.codes if isinstance(weight, QuantizedWeight) else weight).shape
         gated = activation is Activation.SILU_GATE
         self.columns: int = outputs // 2 if gated else outputs
         self.inputs = inputs
-        self._tensors = (*self._pack(weight, gated), bias)
+        packed = self._pack(weight, gated, int8)
+        self._tensors = (packed.weights, packed.scales, packed.codes, bias)
+        self._order = packed.order
         self.matrix: Matrix = Matrix(
-            *(None if tensor is None else tensor.data_ptr() for tensor in self._tensors), outputs, inputs, self.columns,
-            activation, fp32_output,
+            *map(_address, self._tensors), outputs, inputs, self.columns, activation, fp32_output, packed.group,
+            _address(packed.order),
         )  # fmt: skip
 
     def __call__(self, x: Tensor, row_bias: Tensor | None = None) -> Tensor:
@@ -86,7 +119,22 @@ class NativeLinear:
         """What `workspace_bytes` depends on, in addition to the rows and threads."""
         return self.inputs, self.matrix.scales is None, self.matrix.group
 
-    def _pack(self, weight: Tensor, gated: bool) -> PackedWeights:
+    def _run(self, x: Tensor, out: Tensor, row_bias: Tensor | None, *, add: bool) -> None:
+        assert x.stride(1) == 1
+        assert row_bias is None or (row_bias.is_contiguous() and row_bias.shape[1] == self.matrix.outputs)
+        workspace = torch.empty(self.workspace_bytes(len(x)), dtype=torch.uint8)
+        bias, biased_rows = (None, 0) if row_bias is None else (row_bias.data_ptr(), len(row_bias))
+        self._library.linear_biased(
+            ctypes.byref(self.matrix), x.data_ptr(), x.stride(0), len(x), out.data_ptr(), out.stride(0), add,
+            bias, biased_rows, workspace.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+
+    def _pack(self, weight: Tensor | QuantizedWeight, gated: bool, int8: bool) -> PackedWeights:
+        if not isinstance(weight, QuantizedWeight):
+            return self._pack_int8(weight, gated) if int8 else self._pack_bf16(weight, gated)
+        return self._pack_int4(weight, gated) if weight.bits == 4 else self._pack_int8_codes(weight, gated)
+
+    def _pack_bf16(self, weight: Tensor, gated: bool) -> PackedWeights:
         panels = self._panels(weight, gated)
         outputs, inputs = weight.shape
         packed = huge_pages.empty(len(panels) // 2 * 3, torch.uint8)
@@ -104,24 +152,7 @@ class NativeLinear:
         self._library.pack_bf16(weight.data_ptr(), outputs, inputs, gated, panels.data_ptr(), torch.get_num_threads())
         return panels
 
-    def _run(self, x: Tensor, out: Tensor, row_bias: Tensor | None, *, add: bool) -> None:
-        assert x.stride(1) == 1
-        assert row_bias is None or (row_bias.is_contiguous() and row_bias.shape[1] == self.matrix.outputs)
-        workspace = torch.empty(self.workspace_bytes(len(x)), dtype=torch.uint8)
-        bias, biased_rows = (None, 0) if row_bias is None else (row_bias.data_ptr(), len(row_bias))
-        self._library.linear_biased(
-            ctypes.byref(self.matrix), x.data_ptr(), x.stride(0), len(x), out.data_ptr(), out.stride(0), add,
-            bias, biased_rows, workspace.data_ptr(), torch.get_num_threads(),
-        )  # fmt: skip
-
-
-class NativeInt8Linear(NativeLinear):
-    """A linear layer with 8-bit weights in panels.
-
-    Weights have one scale per output; activations are quantized to 8 bits with one scale per 128 inputs.
-    """
-
-    def _pack(self, weight: Tensor, gated: bool) -> PackedWeights:
+    def _pack_int8(self, weight: Tensor, gated: bool) -> PackedWeights:
         outputs, inputs = weight.shape
         packed = huge_pages.empty(_padded(outputs) * inputs, torch.uint8)
         scales = torch.empty(_padded(outputs), dtype=torch.float32)
@@ -130,75 +161,40 @@ class NativeInt8Linear(NativeLinear):
         )
         return PackedWeights(packed, scales)
 
-
-class NativeStoredInt8Linear(NativeInt8Linear):
-    """Like `NativeInt8Linear`, with weights that are quantized already."""
-
-    def __init__(
-        self,
-        library: ctypes.CDLL,
-        weight: QuantizedWeight,
-        bias: Tensor | None,
-        activation: Activation,
-        fp32_output: bool,
-    ) -> None:
-        """Pack `weight`, which has been checked and `is_symmetric_int8`."""
-        self._row_scales = weight.scales.float().contiguous()
-        super().__init__(library, weight.codes, bias, activation, fp32_output)
-        del self._row_scales
-
-    def _pack(self, weight: Tensor, gated: bool) -> PackedWeights:
-        outputs, inputs = weight.shape
-        codes = weight.contiguous()
+    def _pack_int8_codes(self, weight: QuantizedWeight, gated: bool) -> PackedWeights:
+        outputs, inputs = weight.codes.shape
+        codes = weight.codes.contiguous()
+        row_scales = weight.scales.float().contiguous()
         packed = huge_pages.empty(_padded(outputs) * inputs, torch.uint8)
         scales = torch.empty(_padded(outputs), dtype=torch.float32)
         self._library.pack_int8_codes(
-            codes.data_ptr(), self._row_scales.data_ptr(), outputs, inputs, gated, packed.data_ptr(), scales.data_ptr(),
+            codes.data_ptr(), row_scales.data_ptr(), outputs, inputs, gated, packed.data_ptr(), scales.data_ptr(),
             torch.get_num_threads(),
         )  # fmt: skip
         return PackedWeights(packed, scales)
 
-
-class NativeInt4Linear(NativeLinear):
-    """A linear layer with 4-bit weights in panels, see `int4.h`; activations are quantized as in `NativeInt8Linear`.
-
-    A group's scale is stored as fp16, relative to a power of two for its output: this is exact for scales of fp16 and
-    bfloat16 unless those of an output differ by more than a factor of 2^14.
-    """
-
-    def __init__(
-        self,
-        library: ctypes.CDLL,
-        weight: QuantizedWeight,
-        bias: Tensor | None,
-        activation: Activation,
-        fp32_output: bool,
-    ) -> None:
-        """Pack `weight`, which has been checked."""
-        self._quantized = weight
-        super().__init__(library, weight.codes, bias, activation, fp32_output)
-        del self._quantized
-        self.matrix.group = weight.group
-        self._order = None if weight.order is None else weight.order.to(torch.int32).contiguous()
-        if self._order is not None:
-            self.matrix.order = self._order.data_ptr()
-
-    def _pack(self, weight: Tensor, gated: bool) -> PackedWeights:
-        outputs, inputs = weight.shape
-        group = self._quantized.group
-        codes = weight.contiguous()
-        zeros = self._quantized.zeros.contiguous()
-        scales = self._quantized.scales.float()
+    def _pack_int4(self, weight: QuantizedWeight, gated: bool) -> PackedWeights:
+        # A group's scale is stored as fp16, relative to a power of two for its output: this is exact for scales of fp16
+        # and bfloat16 unless those of an output differ by more than a factor of 2^14.
+        outputs, inputs = weight.codes.shape
+        codes = weight.codes.contiguous()
+        zeros = weight.zeros.contiguous()
+        scales = weight.scales.float()
         exponents = torch.frexp(scales.abs().amax(dim=1)).exponent
         relative = torch.ldexp(scales, -exponents[:, None]).half().contiguous()
         row_scales = torch.ldexp(torch.ones(outputs), exponents)
-        packed = huge_pages.empty(self._library.int4_size(outputs, inputs, group), torch.uint8).zero_()
+        packed = huge_pages.empty(self._library.int4_size(outputs, inputs, weight.group), torch.uint8).zero_()
         column_scales = torch.empty(_padded(outputs), dtype=torch.float32)
         self._library.pack_int4(
-            codes.data_ptr(), relative.data_ptr(), zeros.data_ptr(), row_scales.data_ptr(), outputs, inputs, group,
-            gated, packed.data_ptr(), column_scales.data_ptr(), torch.get_num_threads(),
+            codes.data_ptr(), relative.data_ptr(), zeros.data_ptr(), row_scales.data_ptr(), outputs, inputs,
+            weight.group, gated, packed.data_ptr(), column_scales.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
-        return PackedWeights(packed, column_scales)
+        order = None if weight.order is None else weight.order.to(torch.int32).contiguous()
+        return PackedWeights(packed, column_scales, group=weight.group, order=order)
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def quantize_int4(library: ctypes.CDLL, weight: Tensor, group: int) -> QuantizedWeight:
@@ -212,7 +208,7 @@ def quantize_int4(library: ctypes.CDLL, weight: Tensor, group: int) -> Quantized
         group,
     )
     library.quantize_int4(
-        weight.data_ptr(), outputs, inputs, group, (_FLOAT * len(CLIPPING))(*CLIPPING), len(CLIPPING),
+        weight.data_ptr(), outputs, inputs, group, (ctypes.c_float * len(CLIPPING))(*CLIPPING), len(CLIPPING),
         result.codes.data_ptr(), result.scales.data_ptr(), result.zeros.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return result._replace(scales=result.scales.bfloat16().float())
@@ -221,7 +217,7 @@ def quantize_int4(library: ctypes.CDLL, weight: Tensor, group: int) -> Quantized
 class ArgmaxBounds(ctypes.Structure):
     """`ArgmaxBounds` in C."""
 
-    _fields_ = (("exact", _POINTER), ("quantized", _POINTER), ("norms", _POINTER), ("errors", _POINTER))
+    _fields_ = fields("p exact quantized norms errors")
 
 
 class NativeLMHead(NativeLinear):
@@ -234,7 +230,7 @@ class NativeLMHead(NativeLinear):
     def __init__(self, library: ctypes.CDLL, weight: Tensor) -> None:
         super().__init__(library, weight, None, Activation.NONE, fp32_output=True)
         outputs, inputs = weight.shape
-        self._int8 = NativeInt8Linear(library, weight, None, Activation.NONE, fp32_output=True)
+        self._int8 = NativeLinear(library, weight, None, Activation.NONE, fp32_output=True, int8=True)
         self._bounds = torch.empty(2, outputs, dtype=torch.float32)
         norms, errors = (bound.data_ptr() for bound in self._bounds)
         library.compute_argmax_bounds(

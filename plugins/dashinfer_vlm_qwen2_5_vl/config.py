@@ -6,12 +6,18 @@ Everything else is in the files and fields of Qwen2-VL. Both layouts are support
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dashinfer_vlm_core.models.coordinates import CoordinateSpec
 from dashinfer_vlm_core.models.json_fields import JsonFields
-from dashinfer_vlm_core.models.qwen2_vl.config import check_vision_encoder, check_vision_heads, model_spec, read_config
+from dashinfer_vlm_core.models.qwen2_vl.config import (
+    VisionConfig,
+    model_spec,
+    read_config,
+    shared_vision_config,
+    text_model_spec,
+)
 from dashinfer_vlm_core.models.spec import ModelSpec
 
 MODEL_TYPE = "qwen2_5_vl"
@@ -22,51 +28,29 @@ DEFAULT_TOKENS_PER_SECOND = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VisionConfig:
+class Qwen25VLVisionConfig(VisionConfig):
     """Shapes and constants of the vision encoder and of the positions of its visual tokens.
 
     Attributes:
-        hidden_size: hidden size of the vision encoder; `num_heads` times a multiple of 4.
-        intermediate_size: size of the MLP.
-        out_hidden_size: size of a visual token, equal to the text model's hidden size.
         window: side of an attention window, in merge units: `window_size` pixels.
         fullatt_block_indexes: the blocks that attend to whole frames instead of windows.
         tokens_per_second: temporal positions per second of a video.
     """
 
-    depth: int
-    hidden_size: int
-    intermediate_size: int
-    out_hidden_size: int
-    num_heads: int
-    patch_size: int
-    temporal_patch_size: int
-    spatial_merge_size: int
-    in_channels: int
     window: int
     fullatt_block_indexes: frozenset[int]
     tokens_per_second: int
 
 
-def read_vision_config(folder: Path) -> VisionConfig:
+def read_vision_config(folder: Path) -> Qwen25VLVisionConfig:
     """Read the vision encoder's configuration of the checkpoint in `folder`.
 
     Raises:
         CheckpointError: `config.json` is missing or invalid, or requires an unsupported feature.
     """
     vision = read_config(folder, MODEL_TYPE).section("vision_config")
-    check_vision_encoder(vision, VISION_ACTIVATIONS)
-    check_vision_heads(vision, "hidden_size")
-    return VisionConfig(
-        depth=vision.integer("depth"),
-        hidden_size=vision.integer("hidden_size"),
-        intermediate_size=vision.integer("intermediate_size"),
-        out_hidden_size=vision.integer("out_hidden_size"),
-        num_heads=vision.integer("num_heads"),
-        patch_size=vision.integer("patch_size"),
-        temporal_patch_size=vision.integer("temporal_patch_size", default=2),
-        spatial_merge_size=vision.integer("spatial_merge_size"),
-        in_channels=vision.integer("in_channels", default=3),
+    return Qwen25VLVisionConfig(
+        **asdict(shared_vision_config(vision, VISION_ACTIVATIONS)),
         window=_window(vision),
         fullatt_block_indexes=_full_attention_blocks(vision),
         tokens_per_second=vision.integer("tokens_per_second", default=DEFAULT_TOKENS_PER_SECOND),
@@ -80,15 +64,9 @@ def read_spec(folder: Path) -> ModelSpec:
         CheckpointError: a file is missing or invalid, files contradict each other, or they require an unsupported
             feature.
     """
+    config = read_config(folder, MODEL_TYPE)
     vision = read_vision_config(folder)
-    return model_spec(
-        read_config(folder, MODEL_TYPE),
-        output_size=("out_hidden_size", vision.out_hidden_size),
-        patch_size=vision.patch_size,
-        temporal_patch_size=vision.temporal_patch_size,
-        merge_size=vision.spatial_merge_size,
-        coordinates=CoordinateSpec(extent=None),
-    )
+    return model_spec(config, text_model_spec(config), vision, coordinates=CoordinateSpec(extent=None))
 
 
 def _window(vision: JsonFields) -> int:
@@ -103,8 +81,5 @@ def _full_attention_blocks(vision: JsonFields) -> frozenset[int]:
     value = vision.get("fullatt_block_indexes")
     depth = vision.integer("depth")
     if not isinstance(value, list) or not all(type(index) is int and 0 <= index < depth for index in value):
-        vision.fail(
-            "fullatt_block_indexes",
-            "is missing" if value is None else f"must be a list of blocks from 0 to {depth - 1}, got {value!r}",
-        )
+        vision.fail_value("fullatt_block_indexes", f"must be a list of blocks from 0 to {depth - 1}")
     return frozenset(value)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 
 from dashinfer_vlm_core.media.types import VisualInput
-from dashinfer_vlm_core.models.interface import PlaceholderSpan
-from dashinfer_vlm_core.models.qwen2_vl.prompt_layout import Qwen2VLPromptLayout, mrope_positions
+from dashinfer_vlm_core.models.qwen2_vl.prompt_layout import Qwen2VLPromptLayout
 from dashinfer_vlm_core.models.spec import ModelSpec
 
 from .config import read_vision_config
@@ -23,23 +20,10 @@ class Qwen25VLPromptLayout(Qwen2VLPromptLayout):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)
-        self._merge_size = spec.pixels.merge_size
         self._temporal_patch_size = spec.pixels.temporal_patch_size
         self._tokens_per_second = read_vision_config(spec.folder).tokens_per_second
 
-    def positions(
-        self, length: int, spans: Sequence[PlaceholderSpan], items: Sequence[VisualInput]
-    ) -> npt.NDArray[np.int64]:
-        visuals = [items[span.item] for span in spans]
-        return mrope_positions(
-            length,
-            spans,
-            [visual.grid for visual in visuals],
-            merge=self._merge_size,
-            times=[self._times(visual) for visual in visuals],
-        )
-
-    def _times(self, visual: VisualInput) -> npt.NDArray[np.int64]:
+    def times(self, visual: VisualInput) -> npt.NDArray[np.int64]:
         """Return the temporal position of each step of the grid: `tokens_per_second` times its seconds; images count 1.
 
         The product is rounded down in float32 like the published positions; in another precision, whole numbers could
@@ -47,7 +31,7 @@ class Qwen25VLPromptLayout(Qwen2VLPromptLayout):
         a step is called `second_per_grid_ts`.
         """
         if visual.kind == "image":
-            return np.arange(visual.grid.t)
+            return super().times(visual)
         fps = visual.sampled_fps
         seconds = DEFAULT_SECONDS_PER_GRID if fps is None else self._temporal_patch_size / fps
         interval = np.float32(self._tokens_per_second) * np.float32(seconds)

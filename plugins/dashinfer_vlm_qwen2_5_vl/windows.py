@@ -20,12 +20,10 @@ class WindowOrder(NamedTuple):
     Attributes:
         units: int64 [units]: the index in patch order of each merge unit.
         lengths: number of merge units of each window.
-        frames: number of merge units of each frame.
     """
 
     units: npt.NDArray[np.int64]
     lengths: list[int]
-    frames: list[int]
 
 
 def window_order(grids: Sequence[Grid], *, merge: int, window: int) -> WindowOrder:
@@ -38,7 +36,6 @@ def window_order(grids: Sequence[Grid], *, merge: int, window: int) -> WindowOrd
     """
     units: list[npt.NDArray[np.int64]] = []
     lengths: list[int] = []
-    frames: list[int] = []
     start = 0
     for grid in grids:
         frame, counts = _frame_windows(grid.h // merge, grid.w // merge, window)
@@ -46,8 +43,7 @@ def window_order(grids: Sequence[Grid], *, merge: int, window: int) -> WindowOrd
             units.append(frame + start)
             start += len(frame)
         lengths += counts * grid.t
-        frames += [len(frame)] * grid.t
-    return WindowOrder(np.concatenate(units), lengths, frames)
+    return WindowOrder(np.concatenate(units), lengths)
 
 
 def _frame_windows(height: int, width: int, window: int) -> tuple[npt.NDArray[np.int64], list[int]]:

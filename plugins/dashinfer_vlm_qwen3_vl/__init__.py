@@ -9,22 +9,23 @@ position_table.py  vision_model.py   the vision encoder with DeepStack
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from dashinfer_vlm_core import hookimpl
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.kernels.choice import KernelSelector
-from dashinfer_vlm_core.models.interface import ImageProcessor, ModelFamily, PromptLayout, VisionEncoder
-from dashinfer_vlm_core.models.lora import LoraWeights
+from dashinfer_vlm_core.hooks import hookimpl
+from dashinfer_vlm_core.models.interface import ImageProcessor, ModelFamily, PromptLayout
+from dashinfer_vlm_core.models.qwen2_vl import Qwen2VL
 from dashinfer_vlm_core.models.spec import ModelSpec
 
 from .config import MODEL_TYPES, read_spec, read_video_pixels, read_vision_config
 
-__all__ = ["Qwen3VL", "register_model_families"]
+if TYPE_CHECKING:
+    from dashinfer_vlm_core.models.qwen2_vl.vision_weights import VisionWeights
+    from dashinfer_vlm_core.models.qwen2_vl.vit import VisionModel
 
 
-class Qwen3VL:
+class Qwen3VL(Qwen2VL):
     """The family of Qwen3-VL checkpoints: 2B, 4B, 8B and 32B, and 30B-A3B and 235B-A22B with a mixture of experts."""
 
     model_types: frozenset[str] = frozenset(MODEL_TYPES)
@@ -38,19 +39,14 @@ class Qwen3VL:
         return Qwen3VLImageProcessor(spec.pixels, read_video_pixels(spec.folder, spec.pixels), config)
 
     def prompt_layout(self, spec: ModelSpec) -> PromptLayout:
-        from .prompt_layout import load_prompt_layout
+        from .prompt_layout import Qwen3VLPromptLayout
 
-        return load_prompt_layout(spec)
+        return Qwen3VLPromptLayout(spec)
 
-    def load_vision_encoder(
-        self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector, lora: LoraWeights | None = None
-    ) -> VisionEncoder:
-        from dashinfer_vlm_core.models.qwen2_vl.vit import load_encoder
+    def load_vision_model(self, folder: Path, read: VisionWeights) -> VisionModel:
+        from .vision_model import load
 
-        from .vision_model import load_vision_model
-
-        load_model = partial(load_vision_model, read_vision_config(spec.folder))
-        return load_encoder(spec, config, kernels, lora, load_model)
+        return load(read_vision_config(folder), read)
 
 
 @hookimpl

@@ -5,7 +5,7 @@ Checkpoints that cannot be computed exactly as trained are rejected, and the err
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import isqrt
 from pathlib import Path
 
@@ -13,21 +13,20 @@ from dashinfer_vlm_core.media.frame_sampling import VideoSamplingPolicy
 from dashinfer_vlm_core.models.coordinates import CoordinateSpec
 from dashinfer_vlm_core.models.json_fields import JsonFields, read_fields
 from dashinfer_vlm_core.models.qwen2_vl.config import (
-    TENSOR_RENAMES,
+    PREPROCESSOR,
+    PROCESSOR,
+    VisionConfig,
     check_heads,
-    check_vision_encoder,
-    check_vision_heads,
+    model_spec,
     mrope_section,
     pixel_limit,
-    pixel_spec,
     read_config,
     rope_fields,
     shared_text_model,
-    stop_tokens,
-    stored_dtype,
+    shared_vision_config,
     text_fields,
 )
-from dashinfer_vlm_core.models.spec import ModelSpec, PixelSpec, Profile, TokenSpec
+from dashinfer_vlm_core.models.spec import ModelSpec, PixelLimits, PixelSpec, Profile
 from dashinfer_vlm_core.text_spec import ExpertsSpec, TextModelSpec
 from dashinfer_vlm_core.tokenization.chat_template import template_mentions
 from dashinfer_vlm_core.tokenization.conversation import HERMES
@@ -43,47 +42,20 @@ EXPERT_RENAMES = (
 """Map the names of a tensor with the weights of all experts, and of its scales in FP8 checkpoints, to those that the
 tensors of a module have."""
 
-PREPROCESSOR = "preprocessor_config.json"
 VIDEO_PREPROCESSOR = "video_preprocessor_config.json"
-PROCESSOR = "processor_config.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VisionConfig:
+class Qwen3VLVisionConfig(VisionConfig):
     """Shapes and constants of the vision encoder.
 
     Attributes:
-        hidden_size: hidden size of the vision encoder; `num_heads` times a multiple of 4.
-        intermediate_size: inner size of an MLP.
-        output_size: size of a visual token, equal to the text model's hidden size.
         table_side: rows, and columns, of the table of learned positions.
-        hidden_act: one of `VISION_ACTIVATIONS`.
         deepstack_layers: indices of the blocks whose output becomes an additional level of visual tokens, ascending.
     """
 
-    depth: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    output_size: int
-    patch_size: int
-    temporal_patch_size: int
-    spatial_merge_size: int
     table_side: int
-    hidden_act: str
     deepstack_layers: tuple[int, ...]
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VideoPixels:
-    """Limits of the pixels (height times width) of all frames of a video together, after resizing."""
-
-    min_pixels: int
-    max_pixels: int
 
 
 def read_spec(folder: Path) -> ModelSpec:
@@ -94,50 +66,42 @@ def read_spec(folder: Path) -> ModelSpec:
             feature.
     """
     config = read_config(folder, *MODEL_TYPES)
-    vision = _vision_config(config)
-    text = _text_model(config)
-    if vision.output_size != text.hidden_size:
-        config.fail(
-            "vision_config.out_hidden_size", f"is {vision.output_size}, but the text model's size is {text.hidden_size}"
-        )
-    pixels = pixel_spec(folder, vision.patch_size, vision.temporal_patch_size, vision.spatial_merge_size)
-    return ModelSpec(
-        folder=folder,
-        model_type=str(config.get("model_type")),
-        max_model_len=text.max_position_embeddings,
-        dtype=stored_dtype(config),
-        pixels=pixels,
-        tokens=TokenSpec(
-            image=config.integer("image_token_id"),
-            video=config.integer("video_token_id"),
-            stop=stop_tokens(folder, config),
-        ),
-        text=text,
-        video=_sampling_policy(_video_fields(folder, pixels)),
-        conversation=HERMES,
+    spec = model_spec(config, _text_model(config), read_vision_config(folder), coordinates=CoordinateSpec(extent=1000))
+    return replace(
+        spec,
+        video=_sampling_policy(_video_fields(folder, spec.pixels)),
         profile=Profile(reasoning=template_mentions(folder, (HERMES.reasoning_begin, HERMES.reasoning_end))),
-        tensor_renames=TENSOR_RENAMES + EXPERT_RENAMES,
-        coordinates=CoordinateSpec(extent=1000),
+        tensor_renames=spec.tensor_renames + EXPERT_RENAMES,
     )
 
 
-def read_vision_config(folder: Path) -> VisionConfig:
+def read_vision_config(folder: Path) -> Qwen3VLVisionConfig:
     """Read the vision encoder's configuration of the checkpoint in `folder`.
 
     Raises:
         CheckpointError: `config.json` is missing or invalid, or requires an unsupported feature.
     """
-    return _vision_config(read_config(folder, *MODEL_TYPES))
+    config = read_config(folder, *MODEL_TYPES)
+    vision = config.section("vision_config")
+    spec = Qwen3VLVisionConfig(
+        **asdict(shared_vision_config(vision, VISION_ACTIVATIONS)),
+        table_side=isqrt(vision.integer("num_position_embeddings")),
+        deepstack_layers=_deepstack_layers(vision, text_fields(config).integer("num_hidden_layers")),
+    )
+    if spec.table_side**2 != vision.get("num_position_embeddings"):
+        vision.fail("num_position_embeddings", f"must be a square, got {vision.get('num_position_embeddings')}")
+    return spec
 
 
-def read_video_pixels(folder: Path, pixels: PixelSpec) -> VideoPixels:
-    """Read the limits of resized videos of the checkpoint in `folder`, whose images are processed as in `pixels`.
+def read_video_pixels(folder: Path, pixels: PixelSpec) -> PixelLimits:
+    """Read the limits of all frames together of a resized video; the images of the checkpoint are processed as in
+    `pixels`.
 
     Raises:
         CheckpointError: their file is missing or invalid, or contradicts `pixels`.
     """
     fields = _video_fields(folder, pixels)
-    return VideoPixels(
+    return PixelLimits(
         min_pixels=pixel_limit(fields, "min_pixels", "shortest_edge"),
         max_pixels=pixel_limit(fields, "max_pixels", "longest_edge"),
     )
@@ -209,34 +173,10 @@ def _experts(text: JsonFields, layers: int) -> ExpertsSpec:
     return spec
 
 
-def _vision_config(config: JsonFields) -> VisionConfig:
-    vision = config.section("vision_config")
-    check_vision_encoder(vision, VISION_ACTIVATIONS)
-    check_vision_heads(vision, "hidden_size")
-    spec = VisionConfig(
-        depth=vision.integer("depth"),
-        hidden_size=vision.integer("hidden_size"),
-        intermediate_size=vision.integer("intermediate_size"),
-        num_heads=vision.integer("num_heads"),
-        output_size=vision.integer("out_hidden_size"),
-        patch_size=vision.integer("patch_size"),
-        temporal_patch_size=vision.integer("temporal_patch_size", default=2),
-        spatial_merge_size=vision.integer("spatial_merge_size"),
-        table_side=isqrt(vision.integer("num_position_embeddings")),
-        hidden_act=str(vision.get("hidden_act") or VISION_ACTIVATIONS[0]),
-        deepstack_layers=_deepstack_layers(vision, text_fields(config).integer("num_hidden_layers")),
-    )
-    if spec.table_side**2 != vision.get("num_position_embeddings"):
-        vision.fail("num_position_embeddings", f"must be a square, got {vision.get('num_position_embeddings')}")
-    return spec
-
-
 def _deepstack_layers(vision: JsonFields, text_layers: int) -> tuple[int, ...]:
     layers = vision.get("deepstack_visual_indexes")
     if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
-        vision.fail(
-            "deepstack_visual_indexes", "is missing" if layers is None else f"must be indices of layers, got {layers!r}"
-        )
+        vision.fail_value("deepstack_visual_indexes", "must be indices of layers")
     if layers != sorted(set(layers)) or not all(0 <= layer < vision.integer("depth") for layer in layers):
         vision.fail("deepstack_visual_indexes", f"must be ascending indices below `depth`, got {layers}")
     if len(layers) >= text_layers:

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.errors import InvalidParameter
-from dashinfer_vlm_core.media.image import MAX_ASPECT
 from dashinfer_vlm_core.media.types import Image, Video
-from dashinfer_vlm_core.models.patches import frames_shape, grow, shrink
-from dashinfer_vlm_core.models.qwen2_vl.image_processor import Qwen2VLImageProcessor
-from dashinfer_vlm_core.models.spec import PixelSpec
-
-from .config import VideoPixels
+from dashinfer_vlm_core.models.patches import frames_shape, smart_resize
+from dashinfer_vlm_core.models.qwen2_vl.image_processor import Qwen2VLImageProcessor, check_order
+from dashinfer_vlm_core.models.spec import PixelLimits, PixelSpec
 
 FRAME_TOKENS = 768
 """Default maximum number of visual tokens of a resized frame, as in qwen-vl-utils."""
@@ -30,7 +24,7 @@ class Qwen3VLImageProcessor(Qwen2VLImageProcessor):
         ConfigError: `config.min_pixels` is above the maximum number of pixels.
     """
 
-    def __init__(self, spec: PixelSpec, video: VideoPixels, config: EngineConfig) -> None:
+    def __init__(self, spec: PixelSpec, video: PixelLimits, config: EngineConfig) -> None:
         super().__init__(spec, config)
         self._video_min = video.min_pixels
         self._video_max = config.video_total_pixels or video.max_pixels
@@ -53,52 +47,20 @@ class Qwen3VLImageProcessor(Qwen2VLImageProcessor):
         """
         frames, height, width = frames_shape(video)
         frame_max = min(video.max_pixels or self._frame_max, self._frame_max)
-        if (video.min_pixels or 0) > frame_max:
-            name = "max_pixels" if video.min_pixels is None else "min_pixels"
-            raise InvalidParameter(
-                f"min_pixels ({video.min_pixels}) is above max_pixels ({frame_max}). Set both.",
-                param=f"{video.options_path}.{name}",
-            )
+        check_order(PixelLimits(video.min_pixels or 0, frame_max), video)
+        spec = self._spec
+        span = spec.temporal_patch_size
         total = min(video.total_pixels or self._video_max, self._video_max)
-        frames = max(frames, self._spec.temporal_patch_size)
+        frames = max(frames, span)
         least = max(int(self._video_min * 1.05), video.min_pixels or 0)
-        return resized_video(
-            frames,
-            height,
-            width,
-            spec=self._spec,
+        scale = max(1, spec.factor / min(height, width))
+        return smart_resize(
+            int(height * scale),
+            int(width * scale),
+            factor=spec.factor,
             min_pixels=max(self._video_min, (video.min_pixels or 0) * frames),
             max_pixels=max(min(frame_max, total // frames), least) * frames,
             path=video.path,
+            frames=frames,
+            padded_frames=round(frames / span) * span,
         )
-
-
-def resized_video(
-    frames: int, height: int, width: int, *, spec: PixelSpec, min_pixels: int, max_pixels: int, path: str | None = None
-) -> tuple[int, int]:
-    """Compute the size that the frames of a video are resized to.
-
-    Both sides are divisible by `spec.factor`, the pixels of all frames are within the limits, and the aspect ratio is
-    nearly preserved. The rule, including its order of rounding, is `smart_resize` of transformers' Qwen3-VL processor.
-
-    Returns:
-        (height, width) in pixels.
-
-    Raises:
-        InvalidParameter: one side is more than 200 times the other; `path` is the error's `param`.
-    """
-    factor, span = spec.factor, spec.temporal_patch_size
-    if min(height, width) < factor:
-        scale = max(factor / height, factor / width)
-        height, width = int(height * scale), int(width * scale)
-    if max(height, width) > MAX_ASPECT * min(height, width):
-        raise InvalidParameter(
-            f"One side of the frames is more than {MAX_ASPECT} times the other; crop them.", param=path
-        )
-    rows, columns = round(height / factor) * factor, round(width / factor) * factor
-    pixels = round(frames / span) * span * rows * columns
-    if pixels > max_pixels:
-        return shrink(height, width, math.sqrt(frames * height * width / max_pixels), factor)
-    if pixels < min_pixels:
-        return grow(height, width, math.sqrt(min_pixels / (frames * height * width)), factor)
-    return rows, columns

@@ -7,7 +7,6 @@ others are interpolated between the four nearest cells (bilinear, `align_corners
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,18 +14,6 @@ import torch.nn.functional as F
 from dashinfer_vlm_core.kernels.streams import to_device
 from dashinfer_vlm_core.media.types import Grid
 from dashinfer_vlm_core.models.qwen2_vl.rope import patch_positions
-
-
-class Interpolation(NamedTuple):
-    """The cells that the position of each patch is interpolated from.
-
-    Attributes:
-        cells: int64 [patches, 4], rows of the table.
-        weights: float32 [patches, 4].
-    """
-
-    cells: torch.Tensor
-    weights: torch.Tensor
 
 
 class PositionTable:
@@ -48,19 +35,25 @@ class PositionTable:
         device = self._table.device
         for grid in grids:
             cells, weights = interpolation(grid.h, grid.w, side=self._side, merge=self._merge)
-            cells, weights = to_device(cells, device), to_device(weights, device)
-            frame = F.embedding_bag(cells, self._table, mode="sum", per_sample_weights=weights)
+            frame = F.embedding_bag(
+                to_device(cells, device), self._table, mode="sum", per_sample_weights=to_device(weights, device)
+            )
             positions.append(frame.repeat(grid.t, 1))
         return torch.cat(positions)
 
 
-def interpolation(h: int, w: int, *, side: int, merge: int) -> Interpolation:
-    """Return how the positions of one frame of `h` x `w` patches are interpolated, in patch order."""
+def interpolation(h: int, w: int, *, side: int, merge: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return how the positions of one frame of `h` x `w` patches are interpolated.
+
+    Returns:
+        In patch order, four cells of each patch, int64 [patches, 4], and their weights, float32 [patches, 4].
+    """
     rows, columns = patch_positions(h, w, merge).unbind(1)
-    (top, bottom, down), (left, right, across) = _neighbors(rows, h, side), _neighbors(columns, w, side)
+    top, bottom, down = _neighbors(rows, h, side)
+    left, right, across = _neighbors(columns, w, side)
     cells = torch.stack((top * side + left, top * side + right, bottom * side + left, bottom * side + right), dim=1)
     weights = torch.stack(((1 - down) * (1 - across), (1 - down) * across, down * (1 - across), down * across), dim=1)
-    return Interpolation(cells, weights)
+    return cells, weights
 
 
 def _neighbors(index: torch.Tensor, size: int, side: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -20,20 +20,20 @@ class Qwen3VLPromptLayout:
 
     Args:
         spec: the checkpoint.
-        vision_start: the token before a span of visual tokens.
-        vision_end: the token after it.
+
+    Raises:
+        CheckpointError: `config.json` does not have the tokens around visual tokens.
     """
 
-    def __init__(self, spec: ModelSpec, vision_start: int, vision_end: int) -> None:
+    def __init__(self, spec: ModelSpec) -> None:
         self._tokens = spec.tokens
         self._pixels = spec.pixels
         self._video = spec.video
-        self._start = vision_start
-        self._end = vision_end
+        self._start, self._end = read_vision_tokens(spec.folder)
         self.placeholders: Sequence[Placeholder] = (
             Placeholder("image", (spec.tokens.image,)),
             # The published processor replaces the tokens around a video's placeholder, too.
-            Placeholder("video", (vision_start, spec.tokens.video, vision_end)),
+            Placeholder("video", (self._start, spec.tokens.video, self._end)),
             Placeholder("video", (spec.tokens.video,)),
         )
 
@@ -68,12 +68,3 @@ class Qwen3VLPromptLayout:
         """Return positions by the published rule; each span of a video is an image of its own."""
         grids = [items[span.item].grid._replace(t=1) for span in spans]
         return mrope_positions(length, spans, grids, merge=self._pixels.merge_size)
-
-
-def load_prompt_layout(spec: ModelSpec) -> Qwen3VLPromptLayout:
-    """Create the prompt layout of a checkpoint.
-
-    Raises:
-        CheckpointError: `config.json` does not have the tokens around visual tokens.
-    """
-    return Qwen3VLPromptLayout(spec, *read_vision_tokens(spec.folder))

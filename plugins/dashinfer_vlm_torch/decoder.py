@@ -187,7 +187,7 @@ class TorchDecoder:
         return budget
 
     def _load(self) -> ModelRunner:
-        with Weights.open(self._spec.folder, self._spec.tensor_renames, self._spec.quantization) as weights:
+        with Weights(self._spec.folder, self._spec.tensor_renames, self._spec.quantization) as weights:
             _log_stored_weights(weights, self._kernels, self._dtype)
             model = TextModel(
                 weights,

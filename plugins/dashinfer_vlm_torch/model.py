@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dashinfer_vlm_core.concurrency.compute import Executor
-from dashinfer_vlm_core.errors import ConfigError
+from dashinfer_vlm_core.kernels import mmap_buffer
 from dashinfer_vlm_core.kernels.experts import Expert, GroupedExperts, MixtureOfExperts
-from dashinfer_vlm_core.kernels.layers import ReferenceDecoderLayers, decoder_layers
 from dashinfer_vlm_core.kernels.linears import create_head, create_linear
 from dashinfer_vlm_core.kernels.quantization import Quantization, QuantizedWeight, has_8_bits
 from dashinfer_vlm_core.kernels.streams import HIGH_PRIORITY, stream_executor
@@ -97,12 +96,8 @@ class TextModel:
         # One task per part, so that other tasks can run in between.
         self._embedding = run(lambda: read.tensor(f"{names.embedding}.weight", config.vocab_size, config.hidden_size))
         layers = [run(functools.partial(reader.layer, number)) for number, reader in enumerate(readers)]
-        shape = _decoder_shape(config)
-        self._layers = decoder_layers(kernels, layers, shape, converts_cache=cache_dtype not in (None, dtype))
+        self._layers = kernels.decoder_layers(layers, _decoder_shape(config))
         self.loops_over_experts: bool = any(isinstance(layer.experts, MixtureOfExperts) for layer in layers)
-        self._adapted_layers = self._layers
-        if not self._layers.supports_lora:
-            self._adapted_layers = ReferenceDecoderLayers(kernels, layers, shape)
         self._norm = read.norm(names.norm, config.hidden_size)
         self._head = run(lambda: read._replace(quantization=quantization.head).head(self._embedding))
         self.rotary: Rotary = Rotary(config.rotary, config.head_dim, device)
@@ -114,8 +109,7 @@ class TextModel:
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """Compute hidden states after the last layer, without the final norm, which `logits` applies; see
         `DecoderLayers`."""
-        layers = self._adapted_layers if batch.loras else self._layers
-        return layers(x, batch)
+        return self._layers(x, batch)
 
     def logits(self, x: Tensor, heads: Sequence[tuple[slice, HeadChange]] = ()) -> Tensor:
         """Compute float32 [rows, vocab_size] from hidden states [rows, hidden_size]; `heads` are the rows for which an
@@ -135,13 +129,7 @@ class TextModel:
 
         Raises:
             CheckpointError: the adapter's file is damaged.
-            ConfigError: the kernels do not support adapters.
         """
-        if not self.kernels.supports_row_bias:
-            raise ConfigError(
-                f"`lora` is not supported by the kernels {self.kernels.name!r}. Set `cpu_kernels` to torch.",
-                param="lora",
-            )
         reader = LoraReader(
             lora=lora,
             spec=self.config,
@@ -284,7 +272,7 @@ class _Reader(NamedTuple):
         """Read the named weights of all experts, [experts, outputs, inputs]; published checkpoints store each of them
         transposed."""
         transposed = any(self.weights.shape(f"{name}.weight") != shape for name, shape in shapes.items())
-        tensors = [self.weights.empty(shape, device=self.device, dtype=self.dtype) for shape in shapes.values()]
+        tensors = [mmap_buffer.empty(shape, self.dtype, self.device) for shape in shapes.values()]
         for name, tensor in zip(shapes, tensors, strict=True):
             self.weights.read_experts(name, tensor, transposed=transposed)
         return tensors
@@ -311,7 +299,7 @@ class _Reader(NamedTuple):
         return self._linear(weight, bias)
 
     def _biases(self, modules: Sequence[str], rows: Sequence[int]) -> Tensor:
-        fused = self.weights.empty([sum(rows)], device=self.device, dtype=self.dtype)
+        fused = mmap_buffer.empty([sum(rows)], self.dtype, self.device)
         for module, part in zip(modules, torch.split(fused, list(rows)), strict=True):
             self.weights.read(f"{module}.bias", part)
         return fused

@@ -16,13 +16,14 @@ from safetensors.torch import load_file, save_file
 
 from dashinfer_vlm_core import Engine, EngineConfig, hookimpl
 from dashinfer_vlm_core.errors import CheckpointError
+from dashinfer_vlm_core.kernels.choice import TORCH
 from dashinfer_vlm_core.kernels.linears import create_head, create_linear
 from dashinfer_vlm_core.kernels.quantization import INT8, QuantizedWeight
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.models.formats.detection import find_reader, weight_memory
 from dashinfer_vlm_core.models.weights import Weights
 from dashinfer_vlm_core.plugins import load_plugins
-from dashinfer_vlm_cpu.native_linear import NativeInt4Linear, NativeInt8Linear, NativeLinear, NativeStoredInt8Linear
+from dashinfer_vlm_cpu.native_linear import NativeLinear
 from dashinfer_vlm_dashinfer import DashInferFactory
 from tests.conversations import CONVERSATIONS, as_openai
 from tests.kernels import load_fastest, needs_native
@@ -141,7 +142,7 @@ def test_fp8_experts_in_one_tensor_equal_transformers(tmp_path, experts):
     expected = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=2e-4)
     spec = load_plugins().load_spec(folders.quantized)
-    weights = Weights.open(folders.quantized, spec.tensor_renames, spec.quantization)
+    weights = Weights(folders.quantized, spec.tensor_renames, spec.quantization)
     memory = weight_memory(weights.headers(), weights.reader, supported=(), itemsize=4)
     # Four layers with 4 matrices in the attention; one has an MLP of three matrices, three have two tensors of experts.
     assert memory.widened == 4 * 4 + 3 + 3 * 2
@@ -207,7 +208,7 @@ def save_modules(folder, layout, modules):
 
 def open_weights(folder, layout):
     (folder / "config.json").write_text(json.dumps({"quantization_config": layout.config}))
-    return Weights.open(folder, (), find_reader(folder, load_plugins().checkpoint_formats))
+    return Weights(folder, (), find_reader(folder, load_plugins().checkpoint_formats))
 
 
 def read(weights, shape, modules=(MODULE,), dtype=torch.float32):
@@ -228,24 +229,29 @@ def test_weights_equal_those_that_were_packed(tmp_path, name, shape):
     assert torch.equal(dequantized(read(weights, shape)), packed.weight)
 
 
+def bits_of(layer):
+    assert type(layer) is NativeLinear
+    return 4 if layer.matrix.group else 8 if layer.matrix.scales else 16
+
+
 @needs_native
 @pytest.mark.parametrize(
-    ("name", "linear"),
+    ("name", "bits"),
     [
-        ("awq", NativeInt4Linear),
-        ("gptq-act-order", NativeInt4Linear),
-        ("int4-asymmetric", NativeInt4Linear),
-        ("int8", NativeStoredInt8Linear),
-        ("int8-packed", NativeStoredInt8Linear),
-        ("gptq-int8-one-group", NativeStoredInt8Linear),
+        ("awq", 4),
+        ("gptq-act-order", 4),
+        ("int4-asymmetric", 4),
+        ("int8", 8),
+        ("int8-packed", 8),
+        ("gptq-int8-one-group", 8),
     ],
 )
-def test_c_kernels_keep_weights_in_their_bits(tmp_path, name, linear):
+def test_c_kernels_keep_weights_in_their_bits(tmp_path, name, bits):
     shape = (256, 512)
     packed = LAYOUTS[name].pack(random_matrix(*shape))
     weights = save_modules(tmp_path, LAYOUTS[name], {MODULE: packed.tensors})
     layer = create_linear(load_fastest(), read(weights, shape), dtype=torch.bfloat16)
-    assert type(layer) is linear
+    assert bits_of(layer) == bits
     stored = sum(tensor.nbytes for part, tensor in packed.tensors.items() if part != "g_idx")
     assert sum(tensor.nbytes for tensor in layer._tensors if tensor is not None) < 1.06 * stored
     x = torch.randn(5, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -262,8 +268,7 @@ def test_widened_weights_follow_the_option_quantization(tmp_path):
         create_linear(load_fastest(), read(weights, shape), dtype=torch.bfloat16, quantization=quantization)
         for quantization in (None, INT8)
     )
-    assert type(plain) is NativeLinear
-    assert type(rounded) is NativeInt8Linear
+    assert (bits_of(plain), bits_of(rounded)) == (16, 8)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +278,7 @@ def test_head_of_quantized_weights(tmp_path, load):
     kernels, layout, shape = load(), LAYOUTS["gptq"], (96, 64)
     packed = layout.pack(random_matrix(*shape))
     weights = save_modules(tmp_path, layout, {"lm_head": packed.tensors})
-    dtype = torch.float32 if isinstance(kernels, TorchKernels) else torch.bfloat16
+    dtype = torch.float32 if kernels.name == TORCH else torch.bfloat16
     head = create_head(kernels, read(weights, shape, ["lm_head"]), dtype=dtype)
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
     expected = x.float() @ packed.weight.T
@@ -407,7 +412,7 @@ def test_quantized_tensors_without_configuration_are_rejected(written, tmp_path)
     tensors = load_file(folder / "model.safetensors")
     name = next(name for name, tensor in tensors.items() if tensor.dtype == torch.float8_e4m3fn)
     with pytest.raises(CheckpointError, match=r"is F8_E4M3, but its module has no scales"):
-        Weights.open(folder).tensor(name, tensors[name].shape, device="cpu", dtype=torch.float32)
+        Weights(folder).tensor(name, tensors[name].shape, device="cpu", dtype=torch.float32)
 
 
 GPTQ = LAYOUTS["gptq"].config
@@ -526,7 +531,7 @@ def test_damaged_experts_are_named_with_their_file(tmp_path, layout, damage, mes
 def test_memory_is_described_before_loading(written, name):
     folder = written(name).quantized
     spec = load_plugins().load_spec(folder)
-    weights = Weights.open(folder, spec.tensor_renames, spec.quantization)
+    weights = Weights(folder, spec.tensor_renames, spec.quantization)
     tensors = load_file(folder / "model.safetensors")
     modules = [name.rpartition(".")[0] for name in tensors if name.rpartition(".")[2] in weights.reader.markers]
     stored = sum(
@@ -567,7 +572,7 @@ def test_plugin_can_register_a_format(tmp_path):
     exponents = torch.randint(-8, 8, (4, 6), dtype=torch.int8)
     save_file({f"{MODULE}.exponents": exponents}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "powers"}}))
-    weights = Weights.open(tmp_path, (), find_reader(tmp_path, registry.checkpoint_formats))
+    weights = Weights(tmp_path, (), find_reader(tmp_path, registry.checkpoint_formats))
     assert torch.equal(read(weights, (4, 6)), torch.ldexp(torch.ones(4, 6), exponents))
 
 

@@ -10,8 +10,8 @@ from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import ConfigError, InvalidParameter
 from dashinfer_vlm_core.media import Image, Video
 from dashinfer_vlm_core.models.patches import normalize, smart_resize, with_digest
-from dashinfer_vlm_core.models.qwen2_vl.image_processor import PixelLimits, Qwen2VLImageProcessor
-from dashinfer_vlm_core.models.spec import PixelSpec
+from dashinfer_vlm_core.models.qwen2_vl.image_processor import Qwen2VLImageProcessor
+from dashinfer_vlm_core.models.spec import PixelLimits, PixelSpec
 from tests.samples import noise
 
 PART = "messages[0].content[0]"

@@ -11,7 +11,6 @@ from dashinfer_vlm_core.models.coordinates import CoordinateSpec
 from dashinfer_vlm_core.models.qwen2_vl.config import (
     VisionConfig,
     read_spec,
-    read_text_model,
     read_vision_config,
 )
 from dashinfer_vlm_core.models.spec import PixelSpec
@@ -106,7 +105,7 @@ def test_published_layout(published):
     assert (spec.tokens.image, spec.tokens.video, spec.tokens.stop) == (151655, 151656, (151645, 151643))
     assert spec.pixels == PixelSpec(max_pixels=12845056)
     assert spec.coordinates == CoordinateSpec(extent=1000, pairs=True)
-    assert read_text_model(published) == TextModelSpec(
+    assert read_spec(published).text == TextModelSpec(
         hidden_size=1536,
         intermediate_size=8960,
         num_hidden_layers=28,
@@ -121,14 +120,13 @@ def test_published_layout(published):
     )
     assert read_vision_config(published) == VisionConfig(
         depth=32,
-        embed_dim=1280,
-        hidden_size=1536,
+        hidden_size=1280,
+        intermediate_size=5120,
+        output_size=1536,
         num_heads=16,
-        mlp_ratio=4,
         patch_size=14,
         temporal_patch_size=2,
         spatial_merge_size=2,
-        in_channels=3,
         hidden_act="quick_gelu",
     )
 
@@ -140,7 +138,7 @@ def test_layout_written_by_transformers_is_read_alike(published, tmp_path_factor
         shutil.copy(published / name, rewritten)
 
     assert "text_config" in json.loads((rewritten / "config.json").read_text())
-    assert read_text_model(rewritten) == read_text_model(published)
+    assert read_spec(rewritten).text == read_spec(published).text
     assert read_vision_config(rewritten) == read_vision_config(published)
     assert read_spec(rewritten).tokens == read_spec(published).tokens
     assert read_spec(rewritten).dtype == "bfloat16"
@@ -150,15 +148,15 @@ def test_rope_scaling_of_transformers_4_45(published):
     scaling = {"type": "mrope", "rope_type": "default", "mrope_section": [16, 24, 24]}
     edit(published, "config.json", "rope_scaling", scaling)
 
-    assert read_text_model(published).rotary.sections == (16, 24, 24)
+    assert read_spec(published).text.rotary.sections == (16, 24, 24)
 
 
 def test_output_layer_is_tied_if_set_at_either_level(published):
     edit(published, "config.json", "tie_word_embeddings", None)
-    assert not read_text_model(published).tie_word_embeddings
+    assert not read_spec(published).text.tie_word_embeddings
 
     edit(published, "config.json", "tie_word_embeddings", value=True)
-    assert read_text_model(published).tie_word_embeddings
+    assert read_spec(published).text.tie_word_embeddings
 
 
 @pytest.mark.parametrize(("found", "stop"), [(7, (7,)), ([7, 8], (7, 8))])

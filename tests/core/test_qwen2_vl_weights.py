@@ -19,13 +19,13 @@ NORM = "model.norm.weight"
 
 
 def read(folder, name, shape, dtype=torch.float32):
-    with Weights.open(folder, TENSOR_RENAMES) as weights:
+    with Weights(folder, TENSOR_RENAMES) as weights:
         return weights.tensor(name, shape, device="cpu", dtype=dtype)
 
 
 def assert_holds(folder, expected):
     """Assert that `folder` has exactly the tensors of `expected`, bit by bit."""
-    with Weights.open(folder, TENSOR_RENAMES) as weights:
+    with Weights(folder, TENSOR_RENAMES) as weights:
         assert weights.names == expected.keys()
         for name, tensor in expected.items():
             found = weights.tensor(name, tensor.shape, device="cpu", dtype=tensor.dtype)
@@ -58,7 +58,7 @@ def test_shards(tied, published, tmp_path):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_output_layer_is_stored_unless_it_is_tied(tmp_path, tied):
-    with Weights.open(write_checkpoint(tmp_path, tie_word_embeddings=tied)) as weights:
+    with Weights(write_checkpoint(tmp_path, tie_word_embeddings=tied)) as weights:
         assert ("lm_head.weight" in weights.names) is not tied
 
 
@@ -90,7 +90,7 @@ def peak():  # not ru_maxrss: a child inherits that of its parent
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
 
 before = peak()
-with Weights.open(Path(sys.argv[1])) as weights:
+with Weights(Path(sys.argv[1])) as weights:
     tensors = [weights.tensor(name, (512, 2048), device="cpu", dtype=torch.float32) for name in weights.names]
 print((peak() - before) / sum(tensor.nbytes for tensor in tensors))
 """
@@ -122,7 +122,7 @@ def test_missing_shard_is_named(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
 
     with pytest.raises(CheckpointError, match=r"lacks model-00002-of-00002\.safetensors"):
-        Weights.open(tmp_path)
+        Weights(tmp_path)
 
 
 @pytest.mark.parametrize("index", ["{", "[]", "{}", '{"weight_map": {"a": 1}}', '{"weight_map": []}'])
@@ -130,7 +130,7 @@ def test_broken_index_is_named(tmp_path, index):
     (tmp_path / "model.safetensors.index.json").write_text(index)
 
     with pytest.raises(CheckpointError, match=r"index\.json cannot be read"):
-        Weights.open(tmp_path)
+        Weights(tmp_path)
 
 
 def test_shards_are_searched_only_in_folder(tmp_path):
@@ -140,7 +140,7 @@ def test_shards_are_searched_only_in_folder(tmp_path):
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../elsewhere.safetensors"}}')
 
     with pytest.raises(CheckpointError, match="lacks elsewhere"):
-        Weights.open(folder)
+        Weights(folder)
 
 
 def test_truncated_file_is_named(tied, tmp_path):
@@ -148,19 +148,19 @@ def test_truncated_file_is_named(tied, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
 
     with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
-        Weights.open(tmp_path)
+        Weights(tmp_path)
 
 
 def test_pickles_are_rejected_with_conversion_hint(tmp_path):
     torch.save({NORM: torch.ones(4)}, tmp_path / "pytorch_model.bin")
 
     with pytest.raises(CheckpointError, match="save_pretrained"):
-        Weights.open(tmp_path)
+        Weights(tmp_path)
 
 
 def test_folder_without_weights(tmp_path):
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors"):
-        Weights.open(tmp_path)
+        Weights(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])

@@ -179,7 +179,7 @@ class VisionEncoder:
     batch_patches = 256
 
     def __init__(self, spec):
-        with Weights.open(spec.folder, spec.tensor_renames) as weights:
+        with Weights(spec.folder, spec.tensor_renames) as weights:
             shapes = {"eye.in.weight": (VISION_INNER, 3 * PATCH**2), "eye.out.weight": (HIDDEN * 3, VISION_INNER)}
             self.inner, self.outer = (
                 weights.tensor(name, shape, device="cpu", dtype=torch.float32) for name, shape in shapes.items()

@@ -156,7 +156,7 @@ def model(oracle):
 
 def load(oracle, device="cpu", kernels=CudaKernels, dtype=torch.float32):
     spec = read_spec(oracle.folder)
-    with Weights.open(spec.folder, spec.tensor_renames) as weights:
+    with Weights(spec.folder, spec.tensor_renames) as weights:
         return TextModel(
             weights,
             spec.text,

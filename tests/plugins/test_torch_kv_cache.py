@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dashinfer_vlm_core.decoders import DecodeRequest
 from dashinfer_vlm_core.errors import QueueFull
 from dashinfer_vlm_core.media import Grid
-from dashinfer_vlm_core.models.qwen2_vl.config import read_text_model
+from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
 from dashinfer_vlm_torch.kv_allocator import KVAllocation, KVAllocator
 from dashinfer_vlm_torch.kv_cache import KVCache
 from dashinfer_vlm_torch.kv_cache_manager import KVCacheManager, KVCopy
@@ -275,7 +275,7 @@ def test_first_freed_range_is_used_from_its_end():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 def test_row_copies_may_overlap(oracle, dtype):
-    cache = KVCache(read_text_model(oracle.folder), 50, device="cpu", dtype=dtype)
+    cache = KVCache(read_spec(oracle.folder).text, 50, device="cpu", dtype=dtype)
     tensors = [cache.pool] if cache.scales is None else [cache.pool, cache.scales]
     assert len(tensors) == (2 if dtype == torch.int8 else 1)
     for source, target, rows in [(0, 30, 20), (10, 3, 30), (3, 10, 30), (5, 5, 9)]:

@@ -11,12 +11,8 @@ import pytest
 import torch
 from transformers import Qwen2VLForConditionalGeneration
 
-from dashinfer_vlm_core.errors import ConfigError
-from dashinfer_vlm_core.kernels.choice import KernelSelector, LoadedKernels
-from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.models.lora import read_lora
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
-from dashinfer_vlm_torch.decoder import TorchDecoder
 from tests.lora_folders import ATTENTION, MLP, merge_lora, write_lora
 
 from .oracle import Oracle, collect, decoding, ids, prompt, visual
@@ -150,38 +146,6 @@ def test_keys_balanced_for_int8_cache(base, adapted, tmp_path):
     found = logprob(tmp_path / "base", lora, kv_cache_dtype="int8")
     assert found == pytest.approx(rounded, abs=5e-3)
     assert found == pytest.approx(exact, abs=5e-2)
-
-
-class OldKernels(TorchKernels):
-    """Kernels of a plugin that does not know adapters."""
-
-    supports_row_bias = False
-
-
-class OldKernelFactory:
-    name, priority = "old", 100
-
-    def applies(self, device, dtype):
-        return True
-
-    def unsupported_reason(self, text):
-        return ""
-
-    def load(self, device):
-        return LoadedKernels(OldKernels(device))
-
-    def identity(self):
-        return "old"
-
-
-def test_kernels_without_row_bias_are_reported(base, adapted):
-    from dashinfer_vlm_core.config import EngineConfig
-
-    config = EngineConfig(device="cpu", dtype="float32", kv_cache_mib=64)
-    decoder = TorchDecoder(read_spec(base.folder), config, KernelSelector([OldKernelFactory()], config))
-    with pytest.raises(ConfigError, match="`lora` is not supported by the kernels"):
-        run(decoder, [replace(prompt(1, 9), lora=adapted["bfloat16"][0])])
-    assert ids(run(decoder, [prompt(1, 9)])[0]) == base.greedy(prompt(1, 9))
 
 
 def test_lora_is_freed_with_its_last_reference(base, tmp_path):

@@ -12,10 +12,10 @@ from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import CheckpointError
 from dashinfer_vlm_core.media.frame_sampling import VideoSamplingPolicy
 from dashinfer_vlm_core.models.coordinates import CoordinateSpec
-from dashinfer_vlm_core.models.spec import PixelSpec
+from dashinfer_vlm_core.models.spec import PixelLimits, PixelSpec
 from dashinfer_vlm_core.text_spec import ExpertsSpec
 from dashinfer_vlm_dashinfer import DashInferFactory
-from dashinfer_vlm_qwen3_vl.config import VideoPixels, VisionConfig, read_spec, read_video_pixels, read_vision_config
+from dashinfer_vlm_qwen3_vl.config import Qwen3VLVisionConfig, read_spec, read_video_pixels, read_vision_config
 
 DENSE = {
     "architectures": ["Qwen3VLForConditionalGeneration"],
@@ -123,8 +123,8 @@ def test_published_layout(published):
     assert (text.qkv_bias, text.qk_norm, text.tie_word_embeddings, text.experts) == (False, True, True, None)
     assert (text.visual_levels, spec.visual_width) == (3, 4 * 2560)
     assert text.rotary.theta == 5e6
-    assert read_video_pixels(published, spec.pixels) == VideoPixels(min_pixels=4096, max_pixels=25165824)
-    assert read_vision_config(published) == VisionConfig(
+    assert read_video_pixels(published, spec.pixels) == PixelLimits(min_pixels=4096, max_pixels=25165824)
+    assert read_vision_config(published) == Qwen3VLVisionConfig(
         depth=24,
         hidden_size=1024,
         intermediate_size=4096,
@@ -226,7 +226,7 @@ BROKEN = [
     (CONFIG, "text_config.rope_scaling.mrope_section", [30, 20, 20], "half of `head_dim` 128"),
     (CONFIG, "text_config.rope_scaling.mrope_section", [4, 30, 30], "too many frequencies"),
     (CONFIG, "text_config.rope_scaling.rope_type", "yarn", "'yarn'"),
-    (CONFIG, "vision_config.out_hidden_size", 2048, "the text model's size is 2560"),
+    (CONFIG, "vision_config.out_hidden_size", 2048, "the text model's is 2560"),
     (CONFIG, "vision_config.hidden_act", "quick_gelu", "gelu_pytorch_tanh"),
     (CONFIG, "vision_config.num_heads", 7, "into heads"),
     (CONFIG, "vision_config.num_position_embeddings", 2305, "a square, got 2305"),

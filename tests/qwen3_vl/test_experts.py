@@ -172,7 +172,7 @@ class LogitsRunner(ModelRunner):
 @torch.inference_mode()
 def logits(folder, kernels):
     spec = Qwen3VL().load_spec(folder)
-    with Weights.open(spec.folder, spec.tensor_renames) as weights:
+    with Weights(spec.folder, spec.tensor_renames) as weights:
         model = TextModel(
             weights, spec.text, kernels, device="cpu", dtype=torch.float32, quantization=TextQuantization()
         )

@@ -12,9 +12,8 @@ from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import ConfigError, InvalidParameter
 from dashinfer_vlm_core.media import Image, Video
 from dashinfer_vlm_core.models.patches import normalize
-from dashinfer_vlm_core.models.spec import PixelSpec
+from dashinfer_vlm_core.models.spec import PixelLimits, PixelSpec
 from dashinfer_vlm_qwen3_vl import Qwen3VL
-from dashinfer_vlm_qwen3_vl.config import VideoPixels
 from dashinfer_vlm_qwen3_vl.image_processor import Qwen3VLImageProcessor
 from tests.samples import noise
 
@@ -22,7 +21,7 @@ from .oracle import Clip
 
 PART = "messages[0].content[0]"
 SPEC = PixelSpec(patch_size=16, min_pixels=65536, max_pixels=16777216, mean=(0.5,) * 3, std=(0.5,) * 3)
-VIDEO = VideoPixels(min_pixels=4096, max_pixels=25165824)
+VIDEO = PixelLimits(min_pixels=4096, max_pixels=25165824)
 
 
 def video(count, height, width, **options):
@@ -60,7 +59,7 @@ def test_video_equals_transformers(processor, oracle, count, height, width):
 def test_video_sizes_equal_transformers():
     """With the published budgets, and with a small one that limits long videos."""
     random, published = np.random.default_rng(0), Qwen3VLVideoProcessor(cap_pixels_per_frame=True)
-    budgets = (VIDEO, VideoPixels(min_pixels=131072, max_pixels=2_000_000))
+    budgets = (VIDEO, PixelLimits(min_pixels=131072, max_pixels=2_000_000))
     processors = [(budget, Qwen3VLImageProcessor(SPEC, budget, EngineConfig())) for budget in budgets]
     for index in range(2000):
         budget, processor = processors[index % 2]

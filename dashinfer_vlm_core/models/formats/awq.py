@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .interface import ModuleReader, StoredBits, StoredMatrix
+from .interface import ModuleReader, StoredBits, StoredMatrix, StoredWeight
 from .options import check_value, group_count, read_group
 
 if TYPE_CHECKING:
     import torch
 
-    from ...kernels.quantization import QuantizedWeight
     from ..headers import TensorHeader
     from ..json_fields import JsonFields
     from ..module_tensors import ModuleTensors
@@ -49,9 +48,7 @@ class AwqReader:
     def describe(self, headers: Mapping[str, TensorHeader]) -> StoredMatrix:
         return StoredMatrix(8 * headers["qweight"].numel, "int4")
 
-    def read(
-        self, tensors: ModuleTensors, shape: tuple[int, int], dtype: torch.dtype
-    ) -> QuantizedWeight | torch.Tensor:
+    def read(self, tensors: ModuleTensors, shape: tuple[int, int], dtype: torch.dtype) -> StoredWeight:
         from .packing import quantized_weight, unpack_awq
 
         outputs, inputs = shape

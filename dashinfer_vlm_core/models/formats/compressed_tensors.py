@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .fp8 import read_block, read_fp8
-from .interface import ModuleReader, StoredBits, StoredMatrix
+from .interface import ModuleReader, StoredBits, StoredMatrix, StoredWeight
 from .options import UNQUANTIZED_STEP, check_value, group_count, read_group
 
 if TYPE_CHECKING:
     import torch
 
-    from ...kernels.quantization import QuantizedWeight
     from ..headers import TensorHeader
     from ..json_fields import JsonFields
     from ..module_tensors import ModuleTensors
@@ -119,9 +118,7 @@ class CompressedTensorsReader:
             return StoredMatrix(0, "none")
         return StoredMatrix(stored.numel * (32 // scheme.bits if packed else 1), scheme.stored_bits)
 
-    def read(
-        self, tensors: ModuleTensors, shape: tuple[int, int], dtype: torch.dtype
-    ) -> QuantizedWeight | torch.Tensor:
+    def read(self, tensors: ModuleTensors, shape: tuple[int, int], dtype: torch.dtype) -> StoredWeight:
         from .packing import load_order, quantized_weight
 
         is_packed = "weight_packed" in tensors

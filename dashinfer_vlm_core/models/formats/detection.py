@@ -69,22 +69,14 @@ def weight_memory(
         module, tensor = module_of(name)
         if module in quantized and tensor != "bias":
             modules[module][tensor] = header
-    kept, kept_bytes, widened, widened_bytes, memory_bytes = 0, 0, 0, 0, 0
-    for tensors in modules.values():
-        stored = reader.describe(tensors)
-        size = sum(header.nbytes for header in tensors.values())
-        if stored.bits in supported:
-            kept += 1
-            kept_bytes += size
-        else:
-            widened += 1
-            widened_bytes += size
-            memory_bytes += stored.weights * itemsize
+    stored = [(reader.describe(part), sum(header.nbytes for header in part.values())) for part in modules.values()]
+    kept = [size for matrix, size in stored if matrix.bits in supported]
+    widened = [(matrix.weights, size) for matrix, size in stored if matrix.bits not in supported]
     return WeightMemory(
         format=reader.name,
-        kept=kept,
-        kept_bytes=kept_bytes,
-        widened=widened,
-        widened_bytes=widened_bytes,
-        memory_bytes=memory_bytes,
+        kept=len(kept),
+        kept_bytes=sum(kept),
+        widened=len(widened),
+        widened_bytes=sum(size for _, size in widened),
+        memory_bytes=itemsize * sum(weights for weights, _ in widened),
     )

@@ -10,13 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .interface import ModuleReader, StoredBits, StoredMatrix
+from .interface import ModuleReader, StoredBits, StoredMatrix, StoredWeight
 from .options import UNQUANTIZED_STEP, check_value
 
 if TYPE_CHECKING:
     import torch
 
-    from ...kernels.quantization import QuantizedWeight
     from ..headers import TensorHeader
     from ..json_fields import JsonFields
     from ..module_tensors import ModuleTensors
@@ -67,9 +66,7 @@ class Fp8Reader:
     def describe(self, headers: Mapping[str, TensorHeader]) -> StoredMatrix:
         return StoredMatrix(headers["weight"].numel if "weight" in headers else 0, "none")
 
-    def read(
-        self, tensors: ModuleTensors, shape: tuple[int, int], dtype: torch.dtype
-    ) -> QuantizedWeight | torch.Tensor:
+    def read(self, tensors: ModuleTensors, shape: tuple[int, int], dtype: torch.dtype) -> StoredWeight:
         return read_fp8(tensors, shape, dtype, scales=_scales_name(tensors), block=self.block)
 
     def read_experts(self, tensors: ModuleTensors, into: torch.Tensor, *, transposed: bool) -> None:

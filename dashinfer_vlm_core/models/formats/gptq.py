@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .interface import ModuleReader, StoredBits, StoredMatrix
+from .interface import ModuleReader, StoredBits, StoredMatrix, StoredWeight
 from .options import UNQUANTIZED_STEP, check_value, group_count, read_group
 
 if TYPE_CHECKING:
     import torch
 
-    from ...kernels.quantization import QuantizedWeight
     from ..headers import TensorHeader
     from ..json_fields import JsonFields
     from ..module_tensors import ModuleTensors
@@ -78,9 +77,7 @@ class GptqReader:
     def describe(self, headers: Mapping[str, TensorHeader]) -> StoredMatrix:
         return StoredMatrix(32 // self.bits * headers["qweight"].numel, self.stored_bits)
 
-    def read(
-        self, tensors: ModuleTensors, shape: tuple[int, int], dtype: torch.dtype
-    ) -> QuantizedWeight | torch.Tensor:
+    def read(self, tensors: ModuleTensors, shape: tuple[int, int], dtype: torch.dtype) -> StoredWeight:
         from .packing import load_order, quantized_weight, unpack_rows
 
         outputs, inputs = shape

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 StoredBits: TypeAlias = Literal["int4", "int8", "none"]
 """What kernels have to support to keep weights in their stored bits; `none`: they are always dequantized."""
 
+StoredWeight: TypeAlias = "QuantizedWeight | torch.Tensor"
+"""Weights of a module: quantized, or [outputs, inputs] if their format has no `QuantizedWeight`."""
+
 
 class CheckpointFormat(Protocol):
     """A format of quantized checkpoints; plugins register it in the `register_checkpoint_formats` hook.
@@ -56,9 +59,7 @@ class ModuleReader(Protocol):
     def describe(self, headers: Mapping[str, TensorHeader]) -> StoredMatrix:
         """Describe a quantized module from the headers of its tensors, by their names within the module."""
 
-    def read(
-        self, tensors: ModuleTensors, shape: tuple[int, int], dtype: torch.dtype
-    ) -> QuantizedWeight | torch.Tensor:
+    def read(self, tensors: ModuleTensors, shape: tuple[int, int], dtype: torch.dtype) -> StoredWeight:
         """Read the weights of a quantized module, without rounding them again.
 
         Args:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...config import EngineConfig
 from ...hooks import hookimpl
@@ -14,9 +14,13 @@ from ..lora import LoraWeights
 from ..spec import ModelSpec
 from .config import MODEL_TYPE, read_spec, read_vision_config
 
+if TYPE_CHECKING:
+    from .vision_weights import VisionWeights
+    from .vit import VisionModel
+
 
 class Qwen2VL:
-    """The family of Qwen2-VL checkpoints: 2B, 7B and 72B."""
+    """The family of Qwen2-VL checkpoints: 2B, 7B and 72B. Later families override what differs."""
 
     model_types: frozenset[str] = frozenset({MODEL_TYPE})
 
@@ -36,10 +40,20 @@ class Qwen2VL:
     def load_vision_encoder(
         self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector, lora: LoraWeights | None = None
     ) -> VisionEncoder:
-        from .vit import load_encoder, load_vision_model
+        from .pass_graphs import pass_graphs
+        from .vision_weights import VisionWeights
+        from .vit import Qwen2VLEncoder
 
-        load_model = partial(load_vision_model, read_vision_config(spec.folder))
-        return load_encoder(spec, config, kernels, lora, load_model)
+        with VisionWeights.open(spec, config, kernels, lora) as weights:
+            model = self.load_vision_model(spec.folder, weights)
+            return Qwen2VLEncoder(model, spec.pixels, graphs=pass_graphs(config, weights.kernels, weights.device))
+
+    def load_vision_model(self, folder: Path, read: VisionWeights) -> VisionModel:
+        """Load the vision encoder's model from an opened checkpoint; see `ModelFamily.load_vision_encoder`."""
+        from .vision_weights import VisionLayout, load_vision_model
+        from .vit import VisionModel
+
+        return load_vision_model(VisionModel, read_vision_config(folder), read, VisionLayout())
 
 
 @hookimpl

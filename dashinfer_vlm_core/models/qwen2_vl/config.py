@@ -7,6 +7,7 @@ computed exactly as trained are rejected, and the error names the field.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,9 @@ from ..spec import ModelSpec, PixelSpec, Profile, TokenSpec
 MODEL_TYPE = "qwen2_vl"
 DTYPES = ("float32", "bfloat16", "float16")
 VISION_ACTIVATIONS = ("quick_gelu", "gelu")
+OUTPUT_SIZE = "hidden_size"
+"""The field of `vision_config` with the size of a visual token; in later families, it is the encoder's hidden size."""
+
 VISION_ROPE_THETA = 10000.0
 
 GENERATION = "generation_config.json"
@@ -35,34 +39,29 @@ _DTYPE_STEP = f"Set it to the data type of the unquantized weights: {', '.join(D
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisionConfig:
-    """Shapes and constants of the vision encoder.
+    """Shapes and constants of the vision encoder, in the names of the later families.
 
     Attributes:
-        embed_dim: hidden size of the vision encoder; `num_heads` times a multiple of 4.
-        hidden_size: size of a visual token, equal to the text model's hidden size.
-        mlp_ratio: size of the MLP, in units of `embed_dim`.
-        hidden_act: one of `VISION_ACTIVATIONS`.
+        hidden_size: hidden size of the vision encoder; `num_heads` times a multiple of 4.
+        intermediate_size: inner size of an MLP.
+        output_size: size of a visual token, equal to the text model's hidden size.
+        hidden_act: one of `vision_weights.ACTIVATIONS`.
     """
 
     depth: int
-    embed_dim: int
     hidden_size: int
+    intermediate_size: int
+    output_size: int
     num_heads: int
-    mlp_ratio: float
     patch_size: int
     temporal_patch_size: int
     spatial_merge_size: int
-    in_channels: int
     hidden_act: str
 
-
-def read_text_model(folder: Path) -> TextModelSpec:
-    """Read the text model's configuration of the checkpoint in `folder`.
-
-    Raises:
-        CheckpointError: `config.json` is missing or invalid, or requires an unsupported feature.
-    """
-    return text_model_spec(read_config(folder, MODEL_TYPE))
+    @property
+    def merge_width(self) -> int:
+        """Number of values of a merge unit."""
+        return self.hidden_size * self.spatial_merge_size**2
 
 
 def text_model_spec(config: JsonFields) -> TextModelSpec:
@@ -129,19 +128,45 @@ def read_vision_config(folder: Path) -> VisionConfig:
         CheckpointError: `config.json` is missing or invalid, or requires an unsupported feature.
     """
     vision = read_config(folder, MODEL_TYPE).section("vision_config")
-    check_vision_encoder(vision, VISION_ACTIVATIONS)
-    check_vision_heads(vision, "embed_dim")
+    inner = int(vision.integer("embed_dim") * vision.number("mlp_ratio"))
+    return shared_vision_config(vision, VISION_ACTIVATIONS, width="embed_dim", output=OUTPUT_SIZE, inner=inner)
+
+
+def shared_vision_config(
+    vision: JsonFields,
+    activations: Sequence[str],
+    *,
+    width: str = "hidden_size",
+    output: str = "out_hidden_size",
+    inner: int | None = None,
+) -> VisionConfig:
+    """Return a vision encoder from the fields of `vision_config` that families share.
+
+    Args:
+        vision: the section.
+        activations: the supported values of `hidden_act`; the first one is the default.
+        width: the name of the field with the hidden size.
+        output: the name of the field with the size of a visual token.
+        inner: the inner size of an MLP; `intermediate_size` by default.
+
+    Raises:
+        CheckpointError: a field is missing or invalid, or requires an unsupported feature.
+    """
+    _check_vision_encoder(vision, activations)
+    hidden_size = vision.integer(width)
+    heads = vision.integer("num_heads")
+    if hidden_size % (4 * heads):  # as 2-D rotary embedding requires
+        vision.fail("num_heads", f"does not divide `{width}` {hidden_size} into heads whose width is a multiple of 4")
     return VisionConfig(
         depth=vision.integer("depth"),
-        embed_dim=vision.integer("embed_dim"),
-        hidden_size=vision.integer("hidden_size"),
-        num_heads=vision.integer("num_heads"),
-        mlp_ratio=vision.number("mlp_ratio"),
+        hidden_size=hidden_size,
+        intermediate_size=inner or vision.integer("intermediate_size"),
+        output_size=vision.integer(output),
+        num_heads=heads,
         patch_size=vision.integer("patch_size"),
         temporal_patch_size=vision.integer("temporal_patch_size", default=2),
         spatial_merge_size=vision.integer("spatial_merge_size"),
-        in_channels=vision.integer("in_channels", default=3),
-        hidden_act=str(vision.get("hidden_act") or "quick_gelu"),
+        hidden_act=str(vision.get("hidden_act") or activations[0]),
     )
 
 
@@ -152,51 +177,46 @@ def read_spec(folder: Path) -> ModelSpec:
         CheckpointError: a file is missing or invalid, files contradict each other, or they require an unsupported
             feature.
     """
-    vision = read_vision_config(folder)
+    config = read_config(folder, MODEL_TYPE)
     return model_spec(
-        read_config(folder, MODEL_TYPE),
-        output_size=("hidden_size", vision.hidden_size),
-        patch_size=vision.patch_size,
-        temporal_patch_size=vision.temporal_patch_size,
-        merge_size=vision.spatial_merge_size,
+        config,
+        text_model_spec(config),
+        read_vision_config(folder),
         coordinates=CoordinateSpec(extent=1000, pairs=True),
+        output=OUTPUT_SIZE,
     )
 
 
 def model_spec(
     config: JsonFields,
+    text: TextModelSpec,
+    vision: VisionConfig,
     *,
-    output_size: tuple[str, int],
-    patch_size: int,
-    temporal_patch_size: int,
-    merge_size: int,
-    coordinates: CoordinateSpec | None = None,
+    coordinates: CoordinateSpec,
+    output: str = "out_hidden_size",
 ) -> ModelSpec:
-    """Return the `ModelSpec` of a checkpoint with the files, image processor and text model of Qwen2-VL.
+    """Return the `ModelSpec` of a checkpoint with the files and the image processor of Qwen2-VL.
 
     Args:
         config: its `config.json`.
-        output_size: name and value of the field of `vision_config` that is the size of a visual token.
-        patch_size: see `PixelSpec`; as for the next two, the vision encoder's value.
-        temporal_patch_size: see `PixelSpec`.
-        merge_size: see `PixelSpec`.
+        text: its text model.
+        vision: its vision encoder.
         coordinates: see `ModelSpec`.
+        output: the name of the field with the size of a visual token.
 
     Raises:
         CheckpointError: a file is missing or invalid, files contradict each other, or they require an unsupported
             feature.
     """
     folder = config.file.parent
-    text = text_model_spec(config)
-    name, size = output_size
-    if size != text.hidden_size:
-        config.fail(f"vision_config.{name}", f"is {size}, but the text model's is {text.hidden_size}")
+    if vision.output_size != text.hidden_size:
+        config.fail(f"vision_config.{output}", f"is {vision.output_size}, but the text model's is {text.hidden_size}")
     return ModelSpec(
         folder=folder,
         model_type=str(config.get("model_type")),
         max_model_len=text.max_position_embeddings,
         dtype=stored_dtype(config),
-        pixels=pixel_spec(folder, patch_size, temporal_patch_size, merge_size),
+        pixels=_pixel_spec(folder, vision),
         tokens=TokenSpec(
             image=config.integer("image_token_id"),
             video=config.integer("video_token_id"),
@@ -238,16 +258,7 @@ def _check_text_model(text: JsonFields) -> None:
         text.fail("use_sliding_window", "requires sliding-window attention", "Only full attention is supported.")
 
 
-def check_vision_encoder(vision: JsonFields, activations: tuple[str, ...]) -> None:
-    """Check the options of `vision_config` that families share: activation, channels, rotary embedding.
-
-    Args:
-        vision: the section.
-        activations: the supported values of `hidden_act`.
-
-    Raises:
-        CheckpointError: it requires an unsupported feature.
-    """
+def _check_vision_encoder(vision: JsonFields, activations: Sequence[str]) -> None:
     if vision.get("hidden_act") not in (None, *activations):
         vision.fail("hidden_act", f"is {vision.get('hidden_act')!r}", f"Supported are {', '.join(activations)}.")
     if any(vision.get(name) not in (None, 3) for name in ("in_channels", "in_chans")):
@@ -256,17 +267,6 @@ def check_vision_encoder(vision: JsonFields, activations: tuple[str, ...]) -> No
         value = (vision.get("rope_parameters") or {}).get(name)
         if value not in (None, expected):
             vision.fail(f"rope_parameters.{name}", f"is {value!r}", f"Only {expected!r} is supported.")
-
-
-def check_vision_heads(vision: JsonFields, width: str) -> None:
-    """Check that `num_heads` divides the hidden size, which has the name `width`, as 2-D rotary embedding requires.
-
-    Raises:
-        CheckpointError: it does not.
-    """
-    size = vision.integer(width)
-    if size % (4 * vision.integer("num_heads")):
-        vision.fail("num_heads", f"does not divide `{width}` {size} into heads whose width is a multiple of 4")
 
 
 def rope_fields(text: JsonFields) -> JsonFields:
@@ -306,18 +306,17 @@ def stop_tokens(folder: Path, config: JsonFields) -> tuple[int, ...]:
     value = fields.get("eos_token_id")
     tokens = value if isinstance(value, list) else [value]
     if not tokens or not all(type(token) is int and token >= 0 for token in tokens):
-        fields.fail("eos_token_id", "is missing" if value is None else f"must be token ids, got {value!r}")
+        fields.fail_value("eos_token_id", "must be token ids")
     return tuple(tokens)
 
 
-def pixel_spec(folder: Path, patch_size: int, temporal_patch_size: int, merge_size: int) -> PixelSpec:
-    """Read the preprocessing of images; the arguments are the vision encoder's values.
-
-    Raises:
-        CheckpointError: its file is missing or invalid, or contradicts the vision encoder.
-    """
+def _pixel_spec(folder: Path, vision: VisionConfig) -> PixelSpec:
     fields = _preprocessor(folder)
-    expected = {"patch_size": patch_size, "temporal_patch_size": temporal_patch_size, "merge_size": merge_size}
+    expected = {
+        "patch_size": vision.patch_size,
+        "temporal_patch_size": vision.temporal_patch_size,
+        "merge_size": vision.spatial_merge_size,
+    }
     for name, value in expected.items():
         if fields.get(name) not in (None, value):
             fields.fail(name, f"is {fields.get(name)!r}, but {CONFIG} has {value}")

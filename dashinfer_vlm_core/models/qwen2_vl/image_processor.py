@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 from ...config import EngineConfig
 from ...errors import ConfigError, InvalidParameter
@@ -20,20 +19,13 @@ from ..patches import (
     smart_resize,
     unpatchify,
 )
-from ..spec import PixelSpec
+from ..spec import PixelLimits, PixelSpec
 
 DEFAULT_TOKENS = 1280
 """Default maximum number of visual tokens of an image."""
 
 VIDEO_MAX_PIXELS = 768 * 28 * 28
 VIDEO_TOTAL_PIXELS = 16384 * 28 * 28
-
-
-class PixelLimits(NamedTuple):
-    """Minimum and maximum number of pixels (height times width) of a resized image or frame."""
-
-    min_pixels: int
-    max_pixels: int
 
 
 class Qwen2VLImageProcessor:
@@ -126,13 +118,13 @@ class Qwen2VLImageProcessor:
         default = min(self._max_pixels, self._config.max_pixels or DEFAULT_TOKENS * self._spec.factor**2)
         max_pixels = min(image.max_pixels or max(default, self._min_pixels), self._max_pixels)
         limits = PixelLimits(image.min_pixels or self._min_pixels, max_pixels)
-        _check_order(limits, image)
+        check_order(limits, image)
         return limits
 
     def _frame_limits(self, video: Video) -> PixelLimits:
         min_pixels = video.min_pixels or self._min_pixels
         frame_max = max(self._min_pixels, min(self._frame_max, self._spec.max_pixels))
-        _check_order(PixelLimits(min_pixels, min(video.max_pixels or frame_max, frame_max)), video)
+        check_order(PixelLimits(min_pixels, min(video.max_pixels or frame_max, frame_max)), video)
         span = self._spec.temporal_patch_size
         total = min(video.total_pixels or self._video_max, self._video_max)
         share = total * span // round_up(len(video.frames), span)
@@ -147,7 +139,12 @@ class Qwen2VLImageProcessor:
         return frames[:1] if patches.kind == "image" else frames
 
 
-def _check_order(limits: PixelLimits, media: Image | Video) -> None:
+def check_order(limits: PixelLimits, media: Image | Video) -> None:
+    """Check that the minimum is not above the maximum.
+
+    Raises:
+        InvalidParameter: it is; the error names the field of the request.
+    """
     if limits.min_pixels > limits.max_pixels:
         name = "max_pixels" if media.min_pixels is None else "min_pixels"
         raise InvalidParameter(

@@ -80,7 +80,6 @@ class PassGraphs:
         return recorded.replay()
 
     def _record(self, key: tuple[Grid, ...], pixels: Tensor, make_inputs: MakeInputs, encode: Encode) -> bool:
-        """Record a pass if it recurs; returns whether it is recorded."""
         if self._recorder is None or len(pixels) > MAX_PATCHES or len(self._passes) == MAX_GRAPHS:
             return False
         self._counts[key] = self._counts.get(key, 0) + 1

@@ -29,7 +29,13 @@ class Qwen2VLPromptLayout:
     def positions(
         self, length: int, spans: Sequence[PlaceholderSpan], items: Sequence[VisualInput]
     ) -> npt.NDArray[np.int64]:
-        return mrope_positions(length, spans, [items[span.item].grid for span in spans], merge=self._merge)
+        visuals = [items[span.item] for span in spans]
+        grids = [visual.grid for visual in visuals]
+        return mrope_positions(length, spans, grids, merge=self._merge, times=[*map(self.times, visuals)])
+
+    def times(self, visual: VisualInput) -> npt.NDArray[np.int64]:
+        """Return the temporal position of each frame of the grid, ascending from 0."""
+        return np.arange(visual.grid.t)
 
 
 def mrope_positions(

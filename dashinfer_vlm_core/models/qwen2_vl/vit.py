@@ -1,42 +1,32 @@
-"""The vision encoder of Qwen2-VL (arXiv:2409.12191): encodes many images and videos in one packed forward pass.
+"""The vision encoder of Qwen2-VL (arXiv:2409.12191), and what later families share with it: encodes many images and
+videos in one packed forward pass.
 
-In shapes, `n` is the number of patches of all items, `d` is `embed_dim` and `c` is the head dimension. A merge unit is
-the `spatial_merge_size` squared patches that become one visual token.
+In shapes, `n` is the number of patches of all items, `d` is `hidden_size` and `c` is the head dimension. A merge unit
+is the `spatial_merge_size` squared patches that become one visual token.
 """
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...concurrency.compute import Executor, executor_for
-from ...config import EngineConfig
-from ...kernels.choice import KernelSelector
-from ...kernels.linears import create_linear
-from ...kernels.quantization import INT8, QuantizedWeight
+from ...concurrency.compute import Executor
 from ...kernels.streams import LOW_PRIORITY, stream_executor, to_device
-from ...kernels.types import Activation, Kernels, KVSpan, KVSpans, Linear, Norm
+from ...kernels.types import Kernels, KVSpan, KVSpans, Linear, Norm
 from ...media.types import Grid
 from ..interface import Patches
-from ..lora import LoraWeights, VisionMerge
-from ..placement import quantizes_vision_encoder, resolve_device, resolve_dtype
-from ..spec import ModelSpec, PixelSpec
-from ..weights import Weights, torch_dtype
+from ..spec import PixelSpec
 from .config import VisionConfig
-from .pass_graphs import PassGraphs, pass_graphs
+from .pass_graphs import PassGraphs
 from .rope import rotary_tables
 
-InputsT = TypeVar("InputsT")
-
-LAYER_NORM_EPS = 1e-6
+NORM_EPS = 1e-6
 
 BATCH_PATCHES_CPU = 2048
 """Two images of 448x448. A single one already reaches nine tenths of a CPU's peak bf16 GEMM throughput."""
@@ -52,22 +42,23 @@ images wait."""
 MIN_EXCLUSIVE_SECONDS = 0.12
 """The same for a CPU with AMX, which computes as many operations in 0.04 s, while its decode steps are as slow."""
 
-ACTIVATIONS = {"quick_gelu": Activation.QUICK_GELU, "gelu": Activation.GELU}
-
 
 class Block(NamedTuple):
-    """One block of the vision encoder."""
+    """One block of the vision encoder; `up` and `down` are its MLP."""
 
     norm1: Norm
     qkv: Linear
     proj: Linear
     norm2: Norm
-    fc1: Linear
-    fc2: Linear
+    up: Linear
+    down: Linear
 
 
 class Merger(NamedTuple):
-    """The patch merger: turns each merge unit, consecutive in patch order, into one visual token."""
+    """A patch merger: turns each merge unit, consecutive in the order of the patches, into one visual token.
+
+    It normalizes patches, or whole merge units if the norm has their width.
+    """
 
     norm: Norm
     fc1: Linear
@@ -100,114 +91,100 @@ class PartDivider:
         return self._blocks >= self._min_blocks and time.perf_counter() - self._start >= self._min_seconds
 
 
-class AttentionInputs:
-    """Attention spans and rotary tables of the patches, computed once per forward pass and used by every block.
+class VisionInputs:
+    """What the blocks need of the grids of the items, on the model's device: computed once per forward pass.
 
     Attributes:
-        spans: one per frame, since attention stays within a frame.
+        spans: those of each block, one per frame, since attention stays within a frame.
         cos: float32 [n, c / 2].
         sin: float32 [n, c / 2].
     """
 
-    def __init__(self, grids: Sequence[Grid], *, head_dim: int, merge: int, device: torch.device) -> None:
-        lengths = [frame_length(grid) for grid in grids for _ in range(grid.t)]
-        starts = np.cumsum([0, *lengths[:-1]]).tolist()
-        spans = [KVSpan(start, count, start, count) for start, count in zip(starts, lengths, strict=True)]
-        self.spans: KVSpans = KVSpans(spans, device=device)
+    def __init__(self, grids: Sequence[Grid], config: VisionConfig, device: torch.device) -> None:
+        frames = consecutive_spans((frame_length(grid) for grid in grids for _ in range(grid.t)), device)
+        self.spans: Sequence[KVSpans] = [frames] * config.depth
         self.cos: torch.Tensor
         self.sin: torch.Tensor
-        self.cos, self.sin = rotary_tables(grids, head_dim=head_dim, merge=merge, device=device)
+        self.cos, self.sin = rotary_tables(
+            grids, head_dim=config.hidden_size // config.num_heads, merge=config.spatial_merge_size, device=device
+        )
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the input of the first block for embedded patches [n, d], which may be changed."""
+        return x
+
+    def restore(self, merged: torch.Tensor) -> torch.Tensor:
+        """Return visual tokens [n / merge unit, columns] in the order of the patches."""
+        return merged
+
+
+def consecutive_spans(lengths: Iterable[int], device: torch.device) -> KVSpans:
+    """Return spans of these lengths, in each of which all patches attend to each other."""
+    counts = list(lengths)
+    starts = np.cumsum([0, *counts[:-1]]).tolist()
+    return KVSpans([KVSpan(start, n, start, n) for start, n in zip(starts, counts, strict=True)], device=device)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class VisionModel:
-    """The parts that the published vision encoders have in common, on one device, in one dtype.
+    """The published vision encoder, on one device, in one dtype. Families override what differs.
 
     Attributes:
         patch_embed: the published convolution; its stride equals its kernel size, so that it is a matrix product on
             patches.
         merger: merges the output of the last block.
+        deepstack: the mergers of earlier blocks, by the index of the block (DeepStack, arXiv:2406.04334).
     """
 
+    config: VisionConfig
     kernels: Kernels
     device: torch.device
     dtype: torch.dtype
     patch_embed: Linear
-    merger: Merger
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Qwen2VLVisionModel(VisionModel):
-    """The published vision encoder; a `PackedVisionModel`."""
-
-    config: VisionConfig
     blocks: Sequence[Block]
+    merger: Merger
+    deepstack: Mapping[int, Merger]
 
-    def inputs(self, grids: Sequence[Grid]) -> AttentionInputs:
-        return AttentionInputs(
-            grids,
-            head_dim=self.config.embed_dim // self.config.num_heads,
-            merge=self.config.spatial_merge_size,
-            device=self.device,
-        )
+    def inputs(self, grids: Sequence[Grid]) -> VisionInputs:
+        """Compute what the blocks need of the grids of the items."""
+        return VisionInputs(grids, self.config, self.device)
 
-    def parts(self, patches: torch.Tensor, inputs: AttentionInputs) -> Generator[None, None, torch.Tensor]:
-        """See `PackedVisionModel`.
-
-        Returns:
-            [n / spatial_merge_size ** 2, hidden_size].
-        """
-        x = self.patch_embed(patches)
-        divider = PartDivider(24 * len(x) * self.config.embed_dim**2, self.device)
-        for block in self.blocks:
-            run_block(self.kernels, block, x, inputs, heads=self.config.num_heads)
-            if divider.ends():
-                yield
-                divider.begin()
-        width = self.config.embed_dim * self.config.spatial_merge_size**2
-        return self.merger.fc2(self.merger.fc1(layer_norm(self.kernels, x, self.merger.norm).view(-1, width)))
-
-
-def run_block(kernels: Kernels, block: Block, x: torch.Tensor, inputs: AttentionInputs, *, heads: int) -> None:
-    """Add the attention output and then the MLP output of a block to x [n, d], in place."""
-    qkv = block.qkv(layer_norm(kernels, x, block.norm1))
-    block.proj.add_to(x, attend(kernels, qkv, inputs.cos, inputs.sin, inputs.spans, heads=heads))
-    block.fc2.add_to(x, block.fc1(layer_norm(kernels, x, block.norm2)))
-
-
-def attend(
-    kernels: Kernels, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, spans: KVSpans, *, heads: int
-) -> torch.Tensor:
-    """Return the attention [n, d] of projected queries, keys and values [n, 3 * d]; rotates them in place."""
-    qkv = qkv.view(len(qkv), 3 * heads, -1)
-    kernels.rotate_(qkv[:, : 2 * heads], cos, sin)
-    query, key, value = torch.split(qkv, heads, dim=1)
-    return kernels.attend(query, key.transpose(0, 1), value.transpose(0, 1), spans)
-
-
-def layer_norm(kernels: Kernels, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-    return kernels.norm(x, norm.weight, norm.bias, LAYER_NORM_EPS)
-
-
-class PackedVisionModel(Protocol[InputsT]):
-    """A vision encoder on one device, in one dtype, that encodes many items in one packed forward pass."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def inputs(self, grids: Sequence[Grid]) -> InputsT:
-        """Compute what the blocks need of the grids of the items, on the model's device."""
-
-    def parts(self, patches: torch.Tensor, inputs: InputsT) -> Generator[None, None, torch.Tensor]:
+    def parts(self, patches: torch.Tensor, inputs: VisionInputs) -> Generator[None, None, torch.Tensor]:
         """Encode normalized patches [n, columns] of items with `inputs`; yields where other work may run. Nothing is
         copied from the CPU when it is called again with the same inputs.
 
         Returns:
-            [n / merge_size ** 2, visual width], in the order of the patches.
+            [n / spatial_merge_size ** 2, visual width], in the order of the patches: the embedding, then one level for
+            each of the `deepstack` mergers.
         """
+        x = inputs.apply(self.patch_embed(patches))
+        divider = PartDivider(24 * len(x) * self.config.hidden_size**2, self.device)
+        levels = []
+        for number, block in enumerate(self.blocks):
+            self._run_block(block, x, inputs, inputs.spans[number])
+            if number in self.deepstack:
+                levels.append(self._merge(x, self.deepstack[number]))
+            if divider.ends():
+                yield
+                divider.begin()
+        embedding = self._merge(x, self.merger)
+        return inputs.restore(torch.cat([embedding, *levels], dim=1) if levels else embedding)
+
+    def _run_block(self, block: Block, x: torch.Tensor, inputs: VisionInputs, spans: KVSpans) -> None:
+        """Add the attention output and then the MLP output of a block to x [n, d], in place."""
+        heads = self.config.num_heads
+        qkv = block.qkv(self._normalize(x, block.norm1)).view(len(x), 3 * heads, -1)
+        self.kernels.rotate_(qkv[:, : 2 * heads], inputs.cos, inputs.sin)
+        query, key, value = torch.split(qkv, heads, dim=1)
+        block.proj.add_to(x, self.kernels.attend(query, key.transpose(0, 1), value.transpose(0, 1), spans))
+        block.down.add_to(x, block.up(self._normalize(x, block.norm2)))
+
+    def _merge(self, x: torch.Tensor, merger: Merger) -> torch.Tensor:
+        normed = self._normalize(x.view(-1, len(merger.norm.weight)), merger.norm)
+        return merger.fc2(merger.fc1(normed.view(-1, self.config.merge_width)))
+
+    def _normalize(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        return self.kernels.norm(x, norm.weight, norm.bias, NORM_EPS)
 
 
 class Qwen2VLEncoder:
@@ -218,7 +195,7 @@ class Qwen2VLEncoder:
     the batch at all.
     """
 
-    def __init__(self, model: PackedVisionModel[Any], pixels: PixelSpec, *, graphs: PassGraphs | None = None) -> None:
+    def __init__(self, model: VisionModel, pixels: PixelSpec, *, graphs: PassGraphs | None = None) -> None:
         self.model = model
         self._graphs = graphs
         self.executor: Executor = stream_executor(str(model.device), priority=LOW_PRIORITY)
@@ -253,7 +230,7 @@ class Qwen2VLEncoder:
         rows = torch.split(encoded, [grid.patches // self._merge_unit for grid in grids])
         yield [item.clone() for _, item in sorted(zip(order, rows, strict=True))]
 
-    def _encode_at_once(self, pixels: torch.Tensor, inputs: Any) -> torch.Tensor:
+    def _encode_at_once(self, pixels: torch.Tensor, inputs: VisionInputs) -> torch.Tensor:
         encoded = list[torch.Tensor]()
 
         def run() -> Generator[None, None, None]:
@@ -275,126 +252,3 @@ class Qwen2VLEncoder:
 def frame_length(grid: Grid) -> int:
     """Return the number of patches of one frame."""
     return grid.h * grid.w
-
-
-def load_encoder(
-    spec: ModelSpec,
-    config: EngineConfig,
-    kernels: KernelSelector,
-    lora: LoraWeights | None,
-    load_model: Callable[[VisionWeights], PackedVisionModel[Any]],
-) -> Qwen2VLEncoder:
-    """Load a checkpoint's vision encoder, whose model `load_model` reads; see `ModelFamily.load_vision_encoder`."""
-    with VisionWeights.open(spec, config, kernels, lora) as weights:
-        model = load_model(weights)
-        return Qwen2VLEncoder(model, spec.pixels, graphs=pass_graphs(config, weights.kernels, weights.device))
-
-
-class VisionWeights(NamedTuple):
-    """Reads the parameters of a vision encoder one by one, directly into their final memory.
-
-    They are named without the prefix `visual.`. Each method raises `CheckpointError` if a tensor is missing or has
-    another shape.
-    """
-
-    weights: Weights
-    kernels: Kernels
-    device: str
-    dtype: torch.dtype
-    int8: bool = False
-
-    @classmethod
-    @contextmanager
-    def open(
-        cls, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector, lora: LoraWeights | None
-    ) -> Iterator[VisionWeights]:
-        """Open a checkpoint, with the device, dtype and kernels that the configuration selects.
-
-        Raises:
-            CheckpointError: at the end, if not all tensors that `lora` changes were read.
-        """
-        merge = VisionMerge(lora) if lora else None
-        device = resolve_device(config.device)
-        dtype = torch_dtype(resolve_dtype(config.dtype, spec.dtype, device, quantized=spec.quantization is not None))
-        with Weights.open(spec.folder, spec.tensor_renames, spec.quantization, merge) as weights:
-            chosen = kernels.choose(device, dtype)
-            yield cls(weights, chosen, device, dtype, quantizes_vision_encoder(config, chosen))
-        if merge:
-            merge.check_complete()
-
-    def tensor(self, name: str, *shape: int) -> torch.Tensor:
-        return self.weights.tensor(f"visual.{name}", shape, device=self.device, dtype=self.dtype)
-
-    def norm(self, name: str, width: int) -> Norm:
-        return Norm(self.tensor(f"{name}.weight", width), self.tensor(f"{name}.bias", width))
-
-    def matrix(self, names: Sequence[str], outputs: Sequence[int], inputs: int) -> torch.Tensor | QuantizedWeight:
-        """Read the weights of linear layers, concatenated along the outputs. They may be stored quantized."""
-        modules = [f"visual.{name}" for name in names]
-        return self.weights.matrix(modules, outputs, inputs, device=self.device, dtype=self.dtype)
-
-    def linear(self, name: str, outputs: int, inputs: int, activation: Activation = Activation.NONE) -> Linear:
-        """Read a linear layer of the blocks or the merger, which may be quantized."""
-        weight = self.matrix([name], [outputs], inputs)
-        return self.layer(weight, self.tensor(f"{name}.bias", outputs), activation)
-
-    def layer(
-        self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor, activation: Activation = Activation.NONE
-    ) -> Linear:
-        """Create a linear layer of the blocks or the merger, which may be quantized."""
-        quantization = INT8 if self.int8 else None
-        return create_linear(
-            self.kernels, weight, bias, dtype=self.dtype, activation=activation, quantization=quantization
-        )
-
-    def output(self, name: str, outputs: int, inputs: int) -> Linear:
-        """Read the layer whose results are the visual tokens. It is not quantized: its rounding errors would be larger
-        than those of all other layers together, and it has less than 1 % of the multiplications."""
-        return self._replace(int8=False).linear(name, outputs, inputs)
-
-    def convolution(self, name: str, *shape: int) -> Linear:
-        return self.kernels.linear(self.tensor(f"{name}.weight", *shape).flatten(1))
-
-
-def load_vision_model(config: VisionConfig, read: VisionWeights) -> Qwen2VLVisionModel:
-    """Load the vision encoder of an opened checkpoint in parts, so that other work may run in between.
-
-    Raises:
-        CheckpointError: a tensor is missing or has an unexpected shape.
-    """
-    patch = (config.in_channels, config.temporal_patch_size, config.patch_size, config.patch_size)
-    kernels = read.kernels
-    run = executor_for(read.device).run
-    return Qwen2VLVisionModel(
-        config=config,
-        kernels=kernels,
-        device=torch.device(read.device),
-        dtype=read.dtype,
-        patch_embed=run(lambda: read.convolution("patch_embed.proj", config.embed_dim, *patch)),
-        blocks=[
-            run(functools.partial(_load_block, f"blocks.{number}", config, read)) for number in range(config.depth)
-        ],
-        merger=run(lambda: _load_merger(config, read)),
-    )
-
-
-def _load_block(name: str, config: VisionConfig, read: VisionWeights) -> Block:
-    width = config.embed_dim
-    inner = int(config.embed_dim * config.mlp_ratio)
-    return Block(
-        norm1=read.norm(f"{name}.norm1", width),
-        qkv=read.linear(f"{name}.attn.qkv", 3 * width, width),
-        proj=read.linear(f"{name}.attn.proj", width, width),
-        norm2=read.norm(f"{name}.norm2", width),
-        fc1=read.linear(f"{name}.mlp.fc1", inner, width, ACTIVATIONS[config.hidden_act]),
-        fc2=read.linear(f"{name}.mlp.fc2", width, inner),
-    )
-
-
-def _load_merger(config: VisionConfig, read: VisionWeights) -> Merger:
-    width = config.embed_dim * config.spatial_merge_size**2
-    return Merger(
-        norm=read.norm("merger.ln_q", config.embed_dim),
-        fc1=read.linear("merger.mlp.0", width, width, Activation.GELU),
-        fc2=read.output("merger.mlp.2", config.hidden_size, width),
-    )
