@@ -181,51 +181,40 @@ class EmbeddingStoreClient:
     async def _get(self, lookups: Sequence[Lookup], seconds: float) -> Sequence[torch.Tensor | None]:
         keys = [self._key(lookup.digest) for lookup in lookups]
         reads = [Read(key.hex(), self._codec.size(item.tokens)) for key, item in zip(keys, lookups, strict=True)]
-        values: Sequence[bytes | None] | None = None
         try:
-            with anyio.move_on_after(seconds):
+            with anyio.fail_after(seconds):
                 values = await self._store.get(reads)
+            if len(values) != len(reads):
+                raise ValueError(f"{len(values)} values instead of {len(reads)}")
+        except TimeoutError:
+            return self._failed_lookups("timeouts", len(reads), f"no response within {1000 * seconds:.0f} ms")
         except Exception as error:  # noqa: BLE001 - a store can raise anything
-            return self._failed_lookups("errors", len(lookups), _reason(error))
-        if values is None:
-            return self._failed_lookups("timeouts", len(lookups), f"no response within {1000 * seconds:.0f} ms")
-        if len(values) != len(lookups):
-            return self._failed_lookups("errors", len(lookups), f"{len(values)} values instead of {len(lookups)}")
+            return self._failed_lookups("errors", len(reads), _reason(error))
         self._lookups.succeeded()
-        if not any(value is not None for value in values):
-            self._counts["misses"] += len(values)
-            return [None] * len(values)
-        decoded = await asyncio.to_thread(self._decode, keys, lookups, values)
-        return list(map(self._count, decoded))
+        return [
+            await self._decode(key, value, lookup.tokens)
+            for key, value, lookup in zip(keys, values, lookups, strict=True)
+        ]
 
     def _failed_lookups(self, counter: str, count: int, reason: str) -> list[torch.Tensor | None]:
         self._counts[counter] += count
         self._lookups.failed(reason)
         return [None] * count
 
-    def _decode(
-        self, keys: Sequence[bytes], lookups: Sequence[Lookup], values: Sequence[bytes | None]
-    ) -> list[torch.Tensor | InvalidValueError | None]:
-        return [
-            None if value is None else self._decode_one(key, value, lookup.tokens)
-            for key, value, lookup in zip(keys, values, lookups, strict=True)
-        ]
-
-    def _decode_one(self, key: bytes, value: bytes, tokens: int) -> torch.Tensor | InvalidValueError:
+    async def _decode(self, key: bytes, value: bytes | None, tokens: int) -> torch.Tensor | None:
+        if value is None:
+            self._counts["misses"] += 1
+            return None
         try:
-            return self._codec.decode(key, value, tokens)
+            embedding = await asyncio.to_thread(self._codec.decode, key, value, tokens)
         except InvalidValueError as error:
-            return error
-
-    def _count(self, decoded: torch.Tensor | InvalidValueError | None) -> torch.Tensor | None:
-        if isinstance(decoded, InvalidValueError):
             self._counts["invalid"] += 1
             if self._clock() >= self._next_log:
                 self._next_log = self._clock() + LOG_INTERVAL
-                logger.warning("A value in the embedding store is not used: %s. It is replaced.", decoded)
+                logger.warning("A value in the embedding store is not used: %s. It is replaced.", error)
             return None
-        self._counts["misses" if decoded is None else "hits"] += 1
-        return decoded
+        self._counts["hits"] += 1
+        return embedding
 
     async def _write_pending(self) -> None:
         while self._pending:
@@ -240,25 +229,20 @@ class EmbeddingStoreClient:
             self._counts["dropped"] += 1
             return
         key = self._key(write.digest)
-        written = False
         try:
             value = await asyncio.to_thread(self._codec.encode, key, write.embedding)
-            with anyio.move_on_after(WRITE_TIMEOUT):
+            with anyio.fail_after(WRITE_TIMEOUT):
                 await self._store.put(key.hex(), value)
-                written = True
-            reason = f"no response within {WRITE_TIMEOUT:g} s"
         except Exception as error:  # noqa: BLE001 - a store can raise anything
-            reason = _reason(error)
-        if written:
+            self._counts["write_errors"] += 1
+            self._writes.failed(_reason(error))
+        else:
             self._counts["writes"] += 1
             self._writes.succeeded()
-        else:
-            self._counts["write_errors"] += 1
-            self._writes.failed(reason)
 
     def _key(self, digest: bytes) -> bytes:
         return hmac.digest(self._secret, b"key" + hashlib.sha256(self._model_key).digest() + digest, "sha256")
 
 
 def _reason(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")[:200]
