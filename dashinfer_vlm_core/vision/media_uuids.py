@@ -39,11 +39,7 @@ class _UuidEntry:
 
     def find(self, part: MediaPart) -> VisualInput | None:
         """Return the item processed with the part's options; options that did not affect it are ignored."""
-        variants = (
-            self.items.get(options)
-            for options in (_sampling_options(part), _frame_options(part), _resize_options(part), _NO_OPTIONS)
-        )
-        return next((content for content in variants if content), None)
+        return next(filter(None, map(self.items.get, _options(part))), None)
 
 
 class MediaUuidCache:
@@ -114,23 +110,20 @@ class MediaUuidCache:
 
 def _applied_options(part: MediaPart, item: VisualInput) -> _Options:
     """Return the options that affected a part's content: none for embeddings; sampling only for video files."""
+    sampled, frames, resized, none = _options(part)
     if isinstance(item, Embeddings):
-        return _NO_OPTIONS
+        return none
     if part.is_sampled:
-        return _sampling_options(part)
-    return _frame_options(part) if part.kind == "video" else _resize_options(part)
+        return sampled
+    return frames if part.kind == "video" else resized
 
 
-def _sampling_options(part: MediaPart) -> _Options:
-    return ("sampled", part.fps, part.num_frames, *_resize_options(part))
-
-
-def _frame_options(part: MediaPart) -> _Options:
-    return ("frames", part.fps, *_resize_options(part))
-
-
-def _resize_options(part: MediaPart) -> _Options:
-    return ("resized", part.min_pixels, part.max_pixels, part.total_pixels, part.background)
-
-
-_NO_OPTIONS: _Options = ("none",)
+def _options(part: MediaPart) -> tuple[_Options, _Options, _Options, _Options]:
+    """Return the options of a part if it is a video file, a list of frames, an image, or embeddings."""
+    resized = (part.min_pixels, part.max_pixels, part.total_pixels, part.background)
+    return (
+        ("sampled", part.fps, part.num_frames, *resized),
+        ("frames", part.fps, *resized),
+        ("resized", *resized),
+        ("none",),
+    )
