@@ -55,11 +55,6 @@ def deadline_error(kind: Kind, path: str, seconds: float) -> MediaTooLarge:
     )
 
 
-def load_codecs() -> None:
-    """Import all of Pillow's codecs now, rather than when the first image of a format is opened."""
-    PILImage.init()
-
-
 def decode_image(data: bytes, *, path: str, max_pixels: int, background: tuple[int, int, int]) -> PILImage.Image:
     """Decode the first frame of a PNG, JPEG, WebP, GIF, BMP or TIFF file.
 

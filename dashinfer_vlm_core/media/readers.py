@@ -15,7 +15,6 @@ from .video import undecodable_error
 
 if TYPE_CHECKING:
     from av.container import InputContainer
-    from av.video.stream import VideoStream
 
 CODECS = (
     *("h264", "hevc", "vp8", "vp9", "libdav1d", "av1"),
@@ -205,16 +204,15 @@ def _read_header(container: InputContainer, *, is_fragmented: bool) -> VideoInfo
         raise undecodable_error()
     if stream.codec_context.codec.name not in CODECS:  # the container's options do not apply to decoding
         raise undecodable_error()
+    frames = stream.frames
+    if not frames or is_fragmented:
+        frames = sum(packet.size > 0 for packet in container.demux(stream))
     return VideoInfo(
-        frames=stream.frames if stream.frames and not is_fragmented else _count_packets(container, stream),
+        frames=frames,
         fps=float(stream.average_rate or 0),
         width=stream.codec_context.width,
         height=stream.codec_context.height,
     )
-
-
-def _count_packets(container: InputContainer, stream: VideoStream) -> int:
-    return sum(packet.size > 0 for packet in container.demux(stream))
 
 
 @contextmanager

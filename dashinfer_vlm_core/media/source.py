@@ -100,7 +100,6 @@ def from_base64(text: str, start: int = 0, *, path: str) -> bytes:
         text: contains the base64 text.
         start: where it starts.
         path: the path of the part in the request.
-        slice_chars: the size of a step, at least 1.
 
     Raises:
         MediaUndecodable: the text is not base64.

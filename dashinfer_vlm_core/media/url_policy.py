@@ -56,7 +56,8 @@ def check_url(text: str, *, path: str, config: EngineConfig, base: httpx.URL | N
             " notations.",
             param=path,
         )
-    if config.allowed_media_domains and _names(url).isdisjoint(config.allowed_media_domains):
+    names = {_host(url), url.host}  # in punycode and in Unicode
+    if config.allowed_media_domains and names.isdisjoint(config.allowed_media_domains):
         raise MediaRefused("The engine does not fetch from that host. Send the media as a data: URL.", param=path)
     if is_numeric(url) and not config.allow_private_addresses and not is_public(_host(url)):
         raise _not_public_error(path)
@@ -171,11 +172,6 @@ def _is_canonical(host: str) -> bool:
 
 def _host(url: httpx.URL) -> str:
     return url.raw_host.decode("ascii")
-
-
-def _names(url: httpx.URL) -> set[str]:
-    # in punycode and in Unicode
-    return {_host(url), url.host}
 
 
 def _port(url: httpx.URL) -> int:

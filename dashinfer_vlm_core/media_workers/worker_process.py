@@ -31,11 +31,12 @@ from pathlib import Path
 from typing import Any
 
 from cachetools import LRUCache
+from PIL import Image as PILImage
 
 from ..config import EngineConfig
 from ..errors import InvalidParameter, MediaTooLarge, MediaUndecodable
 from ..media.decoder import MediaDecoder
-from ..media.image import load_codecs, out_of_memory_error
+from ..media.image import out_of_memory_error
 from ..media.types import Image, OpenVideo, Video, VideoReader
 from ..models.interface import ImageProcessor
 from .sandbox import Sandbox, lower_memory_limit, readable_paths
@@ -112,7 +113,7 @@ def main(control: int) -> None:
     """Serve the engine that has the other end of `control`."""
     os.setpgid(0, 0)  # Ctrl-C in a terminal is for the engine, which then ends its workers
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    load_codecs()
+    PILImage.init()  # imports all codecs now, rather than when the first image of a format is opened
     _ForkServer(socket.socket(fileno=control)).serve()
 
 
@@ -287,14 +288,7 @@ def _process(job: JobRequest, data: Sequence[bytes], setup: WorkerSetup, memory:
         return WorkerResponse(tokens=tokens)
     patches = process_media(setup.processor, media)
     memory.write(patches.pixels)
-    return WorkerResponse(
-        patches=PatchesResponse(
-            grid=patches.grid,
-            times=patches.times,
-            sampled_fps=patches.sampled_fps,
-            source_size=patches.source_size or (0, 0),
-        )
-    )
+    return WorkerResponse(patches=PatchesResponse.model_validate(patches, from_attributes=True))
 
 
 class _LogCollector(logging.Handler):

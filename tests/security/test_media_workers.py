@@ -121,10 +121,10 @@ ONLY_LISTED = """
 import os, struct
 from dataclasses import replace
 from dashinfer_vlm_core.media import READERS
-from dashinfer_vlm_core.media.image import load_codecs
+from PIL import Image
 from dashinfer_vlm_core.media.readers import DecordReader
 from dashinfer_vlm_core.media_workers import self_test
-load_codecs()
+Image.init()
 readers = [reader for reader in (*READERS, DecordReader()) if reader.available()]
 for reader in readers:
     reader.preload()
