@@ -35,8 +35,7 @@ class FrameTimes:
     @classmethod
     def of_list(cls, count: int, part: MediaPart, policy: VideoSamplingPolicy) -> FrameTimes:
         """Return the times of a list of frames, which were sampled at `part.fps`, or else `policy.fps`."""
-        fps = part.fps or policy.fps
-        return cls(times=policy.even_times(count, fps=fps), sampled_fps=fps)
+        return cls(times=policy.even_times(count, fps=part.fps), sampled_fps=part.fps or policy.fps)
 
 
 def frame_count(total: int, video_fps: float, *, part: MediaPart, policy: VideoSamplingPolicy) -> int:

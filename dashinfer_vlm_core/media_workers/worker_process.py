@@ -39,21 +39,12 @@ from ..media.decoder import MediaDecoder
 from ..media.image import out_of_memory_error
 from ..media.types import Image, OpenVideo, Video, VideoReader
 from ..models.interface import ImageProcessor
+from . import wire
 from .sandbox import Sandbox, lower_memory_limit, readable_paths
 from .self_test import prepare_tested_sandbox
 from .shared_memory import SharedMemory
 from .threads import process_media
-from .wire import (
-    Disconnected,
-    ErrorResponse,
-    JobRequest,
-    PatchesResponse,
-    Started,
-    WorkerResponse,
-    receive,
-    receive_head,
-    send,
-)
+from .wire import Disconnected, ErrorResponse, JobRequest, PatchesResponse, Started, WorkerResponse
 
 MAX_PACKET_BYTES = 1 << 17
 IDLE_SECONDS = 60
@@ -165,7 +156,7 @@ class _ForkServer:
                 self._setup(message["prepare"])
         elif "test" in message:
             with socket.socket(fileno=files[0]) as sock:
-                send(sock, Started(warning=_tested_sandbox(message["test"])[1]))
+                wire.send(sock, Started(warning=_tested_sandbox(message["test"])[1]))
         elif (pid := self._children.get(message.get("kill", message.get("lower_priority")))) is None:
             pass  # it has ended
         elif "kill" in message:
@@ -177,7 +168,7 @@ class _ForkServer:
         try:
             made = self._setup(setup)
         except Exception:  # noqa: BLE001  reported to the engine
-            send(sock, Started(failed=traceback.format_exc(limit=-3)[:4000]))
+            wire.send(sock, Started(failed=traceback.format_exc(limit=-3)[:4000]))
             return
         pid = os.fork()
         if pid == 0:
@@ -254,7 +245,7 @@ def _run_worker(sock: socket.socket, memory: SharedMemory, setup: WorkerSetup) -
         logs = _LogCollector()
         logging.basicConfig(handlers=[logs], level=logging.WARNING, format="%(name)s: %(message)s", force=True)
         logging.captureWarnings(capture=True)
-        send(sock, Started(ready=os.getpid(), warning=setup.warning))
+        wire.send(sock, Started(ready=os.getpid(), warning=setup.warning))
         while True:
             _serve_job(sock, memory, setup, logs)
     except (Disconnected, ConnectionError):
@@ -265,9 +256,9 @@ def _run_worker(sock: socket.socket, memory: SharedMemory, setup: WorkerSetup) -
 
 
 def _serve_job(sock: socket.socket, memory: SharedMemory, setup: WorkerSetup, logs: _LogCollector) -> None:
-    job = JobRequest.model_validate_json(receive_head(sock))
+    job = JobRequest.model_validate_json(wire.receive_head(sock))
     try:
-        data = [receive(sock, size) for size in job.sizes]
+        data = [wire.receive(sock, size) for size in job.sizes]
         response = _process(job, data, setup, memory)
     except (InvalidParameter, MediaTooLarge, MediaUndecodable) as error:
         response = WorkerResponse(error=ErrorResponse.of(error))
@@ -277,7 +268,7 @@ def _serve_job(sock: socket.socket, memory: SharedMemory, setup: WorkerSetup, lo
         raise
     except Exception:  # noqa: BLE001  reported to the engine
         response = WorkerResponse(exception=traceback.format_exc(limit=-5)[:8000])
-    send(sock, response.model_copy(update={"logs": logs.take()}))
+    wire.send(sock, response.model_copy(update={"logs": logs.take()}))
 
 
 def _process(job: JobRequest, data: Sequence[bytes], setup: WorkerSetup, memory: SharedMemory) -> WorkerResponse:
