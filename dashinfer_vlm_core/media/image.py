@@ -92,7 +92,9 @@ def convert_image(
             raise MediaUndecodable(
                 "An image of 32-bit integers or floats has no defined range. Convert it to RGB.", param=path
             )
-        return _upright(_to_rgb(image, background), _orientation(image))
+        transpose = _UPRIGHT.get(_orientation(image))
+        upright = _to_rgb(image, background)
+        return upright if transpose is None else upright.transpose(transpose)
 
 
 def count_pixels(data: bytes, *, path: str, max_pixels: int) -> int:
@@ -220,10 +222,6 @@ def _orientation(image: PILImage.Image) -> int:
         return int(image.getexif().get(_ORIENTATION, 1))
     except Exception:  # noqa: BLE001  Pillow's EXIF parser raises arbitrary exceptions on damaged data
         return 1
-
-
-def _upright(image: PILImage.Image, orientation: int) -> PILImage.Image:
-    return image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
 
 
 @contextmanager

@@ -74,7 +74,13 @@ class DecordReader(VideoReader):
         _import_decord()
 
     def open(self, data: bytes) -> OpenVideo:
-        _check_decord_container(data)
+        _check_container(data)
+        # decord cannot restrict the formats that its FFmpeg detects. With the other signatures, FFmpeg prefers the
+        # container to a text format that refers to other files or addresses, such as SDP. This does not hold for
+        # MPEG-TS, in which decord cannot seek, and for an MP4 file that begins with `skip`.
+        is_transport_stream = data[:1] == b"G" and data[4:8] not in _MP4_TYPES
+        if is_transport_stream or data[4:8] == b"skip":
+            raise undecodable_error()
         return _DecordVideo(data)
 
 
@@ -166,19 +172,6 @@ def _decord_errors() -> Iterator[None]:
         yield
     except (decord.DECORDError, RuntimeError, IndexError, AssertionError) as error:
         raise undecodable_error() from error
-
-
-def _check_decord_container(data: bytes) -> None:
-    """Reject data without the signature of MP4/QuickTime, Matroska/WebM or AVI.
-
-    decord cannot restrict the formats that its FFmpeg detects. With these signatures, FFmpeg prefers the container to
-    a text format that refers to other files or addresses, such as SDP. This does not hold for MPEG-TS, in which decord
-    cannot seek, and for an MP4 file that begins with `skip`.
-    """
-    _check_container(data)
-    is_mp4 = data[4:8] in _MP4_TYPES
-    if data[4:8] == b"skip" or (data[:1] == b"G" and not is_mp4):
-        raise undecodable_error()
 
 
 def _check_container(data: bytes) -> None:

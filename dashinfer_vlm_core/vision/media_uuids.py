@@ -37,10 +37,6 @@ class _UuidEntry:
     source_digest: bytes
     items: LRUCache[_Options, VisualInput] = field(default_factory=lambda: LRUCache(MAX_VARIANTS))
 
-    def find(self, part: MediaPart) -> VisualInput | None:
-        """Return the item processed with the part's options; options that did not affect it are ignored."""
-        return next(filter(None, map(self.items.get, _options(part))), None)
-
 
 class MediaUuidCache:
     """Maps an engine's media uuids to cached items. Belongs to one event loop.
@@ -97,7 +93,8 @@ class MediaUuidCache:
 
     def _get(self, part: MediaPart, cache_salt: str, lora: VisionLora | None) -> VisualTokens:
         entry = self._entries.get((cache_salt, part.kind, part.uuid or ""))
-        item = entry.find(part) if entry else None
+        # Options that did not affect the item are ignored.
+        item = next(filter(None, map(entry.items.get, _options(part))), None) if entry else None
         tokens = self._vision.find(item, cache_salt=cache_salt, lora=lora) if item else None
         if tokens is None:
             raise InvalidParameter(
@@ -109,7 +106,6 @@ class MediaUuidCache:
 
 
 def _applied_options(part: MediaPart, item: VisualInput) -> _Options:
-    """Return the options that affected a part's content: none for embeddings; sampling only for video files."""
     sampled, frames, resized, none = _options(part)
     if isinstance(item, Embeddings):
         return none

@@ -171,7 +171,7 @@ class VisionService:
         self._cache.clear()
 
     def _key(self, salted: bytes, lora: VisionLora | None) -> bytes:
-        """Return a cache key; those with and without an adapter have different lengths."""
+        # Keys with and without an adapter have different lengths.
         return self._model_key + (lora.key if lora else b"") + salted
 
     async def _tokens(
