@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,19 +15,10 @@ from ..config import EngineConfig
 from ..errors import EngineError, MediaUndecodable, RequestError
 from ..protocol import MediaPart
 from .frame_sampling import VideoSamplingPolicy
-from .image import count_pixels, decode_image, out_of_memory_error
+from .image import count_pixels, deadline_error, decode_image, out_of_memory_error
 from .python_objects import load_object
 from .types import Image, Media, Pixels, ResizerFactory, StopCheck, Video, VideoReader
-from .video import (
-    FrameTimes,
-    check_total,
-    frame_path,
-    of_one_size,
-    sample_video,
-    stack_frames,
-    undecodable_error,
-    with_deadline,
-)
+from .video import FrameTimes, check_total, frame_path, of_one_size, sample_video, stack_frames, undecodable_error
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -71,7 +63,7 @@ class MediaDecoder:
         return Image.of(part, self._image(data[0], part, part.path))
 
     def _video(self, part: MediaPart, data: bytes, check_stop: StopCheck, resizer: ResizerFactory | None) -> Video:
-        check = with_deadline(check_stop, part, self.config)
+        check = self._with_deadline(check_stop, part)
         for reader in self.readers:
             check()
             try:
@@ -88,6 +80,18 @@ class MediaDecoder:
             except Exception:  # the library is broken or fails on this file; another reader may succeed
                 logger.warning("Video reader %r failed; trying the next one.", reader.name, exc_info=True)
         raise undecodable_error(part.path)
+
+    def _with_deadline(self, check_stop: StopCheck, part: MediaPart) -> StopCheck:
+        # A file of a few kilobytes can take minutes to decode, even for few frames.
+        seconds = self.config.limits.video_decode_timeout
+        end = time.monotonic() + seconds
+
+        def check() -> None:
+            check_stop()
+            if time.monotonic() > end:
+                raise deadline_error("video", part.path, seconds)
+
+        return check
 
     def _frames(
         self, part: MediaPart, data: Sequence[bytes], check_stop: StopCheck, resizer: ResizerFactory | None

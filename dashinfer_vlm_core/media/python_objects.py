@@ -16,6 +16,7 @@ Tensors are recognized by duck typing, because torch is not imported here.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -214,10 +215,9 @@ def _as_array(value: Any, path: str) -> Array | None:
 def _as_grid_array(value: Any, path: str) -> Array | None:
     if not isinstance(value, (list, tuple)):
         return _as_array(value, path)
-    try:
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
         return np.array(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidParameter("The grid of embeddings must be three positive integers.", param=path) from error
+    return None
 
 
 def _channels_last(pixels: Array) -> Array:

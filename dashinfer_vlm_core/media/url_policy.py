@@ -153,13 +153,11 @@ def _parse(text: str, base: httpx.URL | None) -> httpx.URL | None:
         url = httpx.URL(urljoin(str(base), text) if base else text)
     except (httpx.InvalidURL, ValueError):
         return None
-    if url.scheme not in ("http", "https") or url.userinfo or not _is_plain(_host(url)) or not 0 < _port(url) < 65536:
+    host = _host(url)
+    is_plain = "%" not in host and all(host.split("."))
+    if url.scheme not in ("http", "https") or url.userinfo or not is_plain or not 0 < _port(url) < 65536:
         return None
-    return url if not is_numeric(url) or _is_canonical(_host(url)) else None
-
-
-def _is_plain(host: str) -> bool:
-    return bool(host) and "%" not in host and all(host.split("."))
+    return url if not is_numeric(url) or _is_canonical(host) else None
 
 
 def _is_canonical(host: str) -> bool:

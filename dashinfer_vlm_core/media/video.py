@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -14,7 +13,6 @@ from ..config import EngineConfig
 from ..errors import ConfigError, InvalidParameter, MediaTooLarge, MediaUndecodable, MissingDependency
 from ..protocol import MediaPart
 from .frame_sampling import VideoSamplingPolicy
-from .image import deadline_error
 from .types import OpenVideo, Pixels, ResizerFactory, StopCheck, Video, VideoInfo, VideoReader
 
 MAX_FPS = 240.0
@@ -76,8 +74,8 @@ def stack_frames(
     if first is None:
         raise undecodable_error(part.path)
     # Zeros without memory: only their shape is used.
-    shape = _video(np.broadcast_to(np.zeros((), np.uint8), (count, *first.shape)), part, times)
-    resize = resizer(shape) if resizer else None
+    video = _video(np.broadcast_to(np.zeros((), np.uint8), (count, *first.shape)), part, times)
+    resize = resizer(video) if resizer else None
     stacked = np.empty(0, np.uint8)
     filled = 0
     for frame in chain([first], iterator):
@@ -88,8 +86,7 @@ def stack_frames(
         filled += 1
     if filled < count:
         raise undecodable_error(part.path)
-    video = _video(stacked, part, times)
-    return replace(video, source_size=(first.shape[0], first.shape[1])) if resizer else video
+    return replace(video, frames=stacked, source_size=(first.shape[0], first.shape[1]) if resizer else None)
 
 
 def of_one_size(frames: Iterable[Pixels], part: MediaPart) -> Iterator[Pixels]:
@@ -179,18 +176,6 @@ def undecodable_error(path: str | None = None) -> MediaUndecodable:
         "The video is incomplete or its format is not supported here. Send H.264 in an MP4 file, or a list of frames.",
         param=path,
     )
-
-
-def with_deadline(check_stop: StopCheck, part: MediaPart, config: EngineConfig) -> StopCheck:
-    """Extend `check_stop` by a deadline: a file of a few kilobytes can take minutes to decode, even for few frames."""
-    end = time.monotonic() + config.limits.video_decode_timeout
-
-    def check() -> None:
-        check_stop()
-        if time.monotonic() > end:
-            raise deadline_error("video", part.path, config.limits.video_decode_timeout)
-
-    return check
 
 
 def sample_video(

@@ -65,9 +65,8 @@ class MediaWorkerPool:
             return await self._local.process(part, data, budget)
         client = current_client.get()
         async with self._slots.slot(client.id, limit=self._limit(client)):
-            limits = self._config.limits
-            seconds = limits.image_decode_timeout if part.kind == "image" else limits.video_decode_timeout
-            return await self._process(client.id, Job(part=part, data=data, budget=budget, seconds=seconds))
+            job = Job(part=part, data=data, budget=budget, seconds=self._seconds(part))
+            return await self._process(client.id, job)
 
     async def _process(self, client: str, job: Job) -> Patches:
         """Run a job; again in another worker if one ends that was idle before: it may have been killed from outside."""
@@ -138,6 +137,10 @@ class MediaWorkerPool:
         # With API keys, one worker stays available for others.
         limit = self._size if not client.id else max(1, self._size - 1)
         return limit if client.media_workers is None else min(client.media_workers, limit)
+
+    def _seconds(self, part: MediaPart) -> float:
+        limits = self._config.limits
+        return limits.image_decode_timeout if part.kind == "image" else limits.video_decode_timeout
 
 
 def _run_job(worker: MediaWorker, job: Job) -> Patches:

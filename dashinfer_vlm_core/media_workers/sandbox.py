@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from .seccomp import LIBC, apply_filter, build_filter, has_filter, machines
+from .seccomp import ARCHITECTURES, LIBC, apply_filter, build_filter, has_filter
 
 MAX_FILES = 64
 ADDRESS_SPACE_BYTES = 256 << 20
@@ -124,7 +124,7 @@ def missing_restrictions(machine: str = platform.machine()) -> list[MissingRestr
         fix = "use Linux 5.13 or newer, with `landlock` in /sys/kernel/security/lsm"
         missing.append(MissingRestriction("Landlock", "read the files of this user", fix))
     if not has_filter(machine):
-        fix = f"use {' or '.join(machines())} instead of {machine}"
+        fix = f"use {' or '.join(ARCHITECTURES)} instead of {machine}"
         risk = "open connections, start programs and change metadata of files"
         missing.append(MissingRestriction("the seccomp filter", risk, fix))
     return missing

@@ -38,20 +38,15 @@ _KILL = 0x80000000
 _NUMBER_OFFSET = 0
 _ARCHITECTURE_OFFSET = 4
 _ARGUMENTS_OFFSET = 16
-_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _X32_BIT = 0x40000000
 
 _Instruction: TypeAlias = tuple[int, int, int, int]
 """Operation, jump if true, jump if false, operand."""
 
 
-def machines() -> tuple[str, ...]:
-    """Return the kinds of machines that have a filter."""
-    return tuple(_ARCHITECTURES)
-
-
 def has_filter(machine: str) -> bool:
-    return machine in _ARCHITECTURES and sys.maxsize > 2**32
+    return machine in ARCHITECTURES and sys.maxsize > 2**32
 
 
 def has_list(machine: str) -> bool:
@@ -87,7 +82,7 @@ class _Program(ctypes.Structure):
 def _instructions(machine: str, by_list: bool) -> Iterator[_Instruction]:
     yield from (
         (_LOAD, 0, 0, _ARCHITECTURE_OFFSET),
-        (_JUMP_EQUAL, 1, 0, _ARCHITECTURES[machine]),
+        (_JUMP_EQUAL, 1, 0, ARCHITECTURES[machine]),
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _NUMBER_OFFSET),
         (_JUMP_GREATER_EQUAL, 0, 1, _X32_BIT),

@@ -34,13 +34,10 @@ def prepare_tested_sandbox(readers: Sequence[VideoReader]) -> tuple[Sandbox, str
     """
     by_list = has_list(platform.machine())
     sandbox = Sandbox.prepare(by_list=by_list)
-    if not by_list:
-        return sandbox, ""
-    failed = undecodable_samples(sandbox, readers)
-    if not failed:
-        return sandbox, ""
     denying = replace(sandbox, filter=build_filter(by_list=False))
-    failed -= undecodable_samples(denying, readers)  # a library may lack a codec
+    failed = undecodable_samples(sandbox, readers) if by_list else set()
+    if failed:
+        failed -= undecodable_samples(denying, readers)  # a library may lack a codec
     if not failed:
         return sandbox, ""
     return denying, (

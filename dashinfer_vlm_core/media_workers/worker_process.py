@@ -90,7 +90,6 @@ class HeaderLimitedReader(VideoReader):
         self._reader = reader
         self._memory_bytes = memory_bytes
         self.name = reader.name
-        self.priority = reader.priority
 
     def available(self) -> bool:
         return self._reader.available()
