@@ -139,17 +139,21 @@ def element(identifier: int, *contents: bytes) -> bytes:
     return name + struct.pack(">Q", 1 << 56 | len(body)) + body
 
 
-def laced_matroska(packets: int) -> bytes:
+def laced_matroska(packets: int, packet_bytes: int = 1024) -> bytes:
     """Return a Matroska file whose blocks have the maximum number of laced frames, which contain no data.
 
     With fixed-size lacing (RFC 9559, section 10.3.4), a block of 14 bytes holds 256 empty frames. Header stripping
-    (section 5.1.4.1.31) puts two bytes in front of each, so that FFmpeg returns it as a packet. The header has no frame
-    count, so all packets have to be counted.
+    (section 5.1.4.1.31) puts the same bytes in front of each, so that FFmpeg returns it as a packet. The header has no
+    frame count, so all packets have to be counted.
+
+    FFmpeg first keeps the packets of 5 MB of content in memory. Those of two bytes need more than a gigabyte: if the
+    memory is limited, FFmpeg crashes there, before packets are counted.
     """
+    stripped = b"\xff\xd8".ljust(packet_bytes, b"\0")
     header = element(0x1A45DFA3, element(0x4282, b"matroska"))
     information = element(0x1549A966, element(0x2AD7B1, b"\x0f\x42\x40"))
     size = element(0xE0, element(0xB0, b"\x40"), element(0xBA, b"\x40"))
-    prefix = element(0x6D80, element(0x6240, element(0x5034, element(0x4254, b"\3"), element(0x4255, b"\xff\xd8"))))
+    prefix = element(0x6D80, element(0x6240, element(0x5034, element(0x4254, b"\3"), element(0x4255, stripped))))
     track = element(
         0xAE,
         element(0xD7, b"\1"),

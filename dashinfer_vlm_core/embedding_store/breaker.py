@@ -34,11 +34,9 @@ class CircuitBreaker:
         self._name = name
         self._clock = clock
         self._failures = 0
-        self._pause = MIN_PAUSE
         self._until = -math.inf
         self._probing = False
         self._next_log = -math.inf
-        self._logged = False
 
     @property
     def is_open(self) -> bool:
@@ -51,29 +49,29 @@ class CircuitBreaker:
             return True
         if self._clock() < self._until:
             return False
-        self._until = self._clock() + self._pause  # other operations wait for the result of this one
+        self._start_pause()  # other operations wait for the result of this one
         self._probing = True
         return True
 
     def succeeded(self) -> None:
-        if self._logged:
+        if self.is_open:
             logger.info("%s work again.", self._name)
         self._failures = 0
-        self._pause = MIN_PAUSE
-        self._logged = self._probing = False
+        self._probing = False
 
     def failed(self, reason: str) -> None:
         """Count a failure; `reason` is for the log, human-readable."""
         if self.is_open and not self._probing:
             return  # it started before the pause
-        was_open = self.is_open
         self._probing = False
         self._failures += 1
         if not self.is_open:
             return
-        self._pause = min(2 * self._pause, MAX_PAUSE) if was_open else MIN_PAUSE
-        self._until = self._clock() + self._pause
-        if not was_open and self._clock() >= self._next_log:
+        self._start_pause()
+        if self._failures == FAILURES and self._clock() >= self._next_log:
             logger.warning("%s fail: %s. They pause, and requests continue without them.", self._name, reason)
             self._next_log = self._clock() + LOG_INTERVAL
-            self._logged = True
+
+    def _start_pause(self) -> None:
+        doublings = min(self._failures - FAILURES, 10)
+        self._until = self._clock() + min(MIN_PAUSE * 2**doublings, MAX_PAUSE)

@@ -80,12 +80,6 @@ class EmbeddingStoreStats:
     available: bool = True
 
 
-class _PendingWrite(NamedTuple):
-    digest: bytes
-    embedding: torch.Tensor
-    size: int
-
-
 class EmbeddingStoreClient:
     """Reads and writes the embeddings of one vision encoder. Belongs to one event loop.
 
@@ -95,8 +89,6 @@ class EmbeddingStoreClient:
         model_key: what embeddings depend on besides content and salt; part of the keys.
         secret: the shared secret, empty for none. With it, keys do not reveal whether a known image is stored.
         timeout: seconds for a lookup; None for the budget that the caller computes.
-        max_value_bytes: see `MAX_VALUE_BYTES`.
-        max_pending_bytes: see `MAX_PENDING_BYTES`.
         clock: the monotonic clock, in seconds, of pauses after failures.
     """
 
@@ -108,8 +100,6 @@ class EmbeddingStoreClient:
         model_key: bytes,
         secret: bytes = b"",
         timeout: float | None = None,
-        max_value_bytes: int = MAX_VALUE_BYTES,
-        max_pending_bytes: int = MAX_PENDING_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
@@ -117,12 +107,10 @@ class EmbeddingStoreClient:
         self._model_key = model_key
         self._secret = secret or NO_SECRET
         self._timeout = timeout
-        self._max_value_bytes = max_value_bytes
-        self._max_pending_bytes = max_pending_bytes
         self._clock = clock
         self._lookups = CircuitBreaker("Lookups in the embedding store", clock)
         self._writes = CircuitBreaker("Writes to the embedding store", clock)
-        self._pending: deque[_PendingWrite] = deque()
+        self._pending: deque[tuple[bytes, torch.Tensor]] = deque()  # digests and embeddings
         self._pending_bytes = 0
         self._writer: asyncio.Task[None] | None = None
         self._next_log = clock()
@@ -142,7 +130,7 @@ class EmbeddingStoreClient:
             budget: seconds; after that, encoding is faster. The argument `timeout` replaces it.
         """
         found: list[torch.Tensor | None] = [None] * len(lookups)
-        wanted = [i for i, lookup in enumerate(lookups) if self._codec.size(lookup.tokens) <= self._max_value_bytes]
+        wanted = [i for i, lookup in enumerate(lookups) if self._codec.size(lookup.tokens) <= MAX_VALUE_BYTES]
         if wanted and not self._lookups.allows():
             self._counts["skipped"] += len(wanted)
         elif wanted:
@@ -153,13 +141,12 @@ class EmbeddingStoreClient:
 
     def put(self, digest: bytes, embedding: torch.Tensor) -> None:
         """Write an embedding in the background, or drop it; never waits."""
-        size = embedding.element_size() * embedding.numel()
-        is_too_large = self._codec.size(len(embedding)) > self._max_value_bytes
-        if is_too_large or (self._pending and self._pending_bytes + size > self._max_pending_bytes):
+        is_too_large = self._codec.size(len(embedding)) > MAX_VALUE_BYTES
+        if is_too_large or (self._pending and self._pending_bytes + embedding.nbytes > MAX_PENDING_BYTES):
             self._counts["dropped"] += 1
             return
-        self._pending.append(_PendingWrite(digest, embedding, size))
-        self._pending_bytes += size
+        self._pending.append((digest, embedding))
+        self._pending_bytes += embedding.nbytes
         if self._writer is None or self._writer.done():
             self._writer = asyncio.create_task(self._write_pending(), name="embedding-store")
 
@@ -181,84 +168,67 @@ class EmbeddingStoreClient:
     async def _get(self, lookups: Sequence[Lookup], seconds: float) -> Sequence[torch.Tensor | None]:
         keys = [self._key(lookup.digest) for lookup in lookups]
         reads = [Read(key.hex(), self._codec.size(item.tokens)) for key, item in zip(keys, lookups, strict=True)]
-        values: Sequence[bytes | None] | None = None
         try:
-            with anyio.move_on_after(seconds):
+            with anyio.fail_after(seconds):
                 values = await self._store.get(reads)
+            if len(values) != len(reads):
+                raise ValueError(f"{len(values)} values instead of {len(reads)}")
+        except TimeoutError:
+            return self._failed_lookups("timeouts", len(reads), f"no response within {1000 * seconds:.0f} ms")
         except Exception as error:  # noqa: BLE001 - a store can raise anything
-            return self._failed_lookups("errors", len(lookups), _reason(error))
-        if values is None:
-            return self._failed_lookups("timeouts", len(lookups), f"no response within {1000 * seconds:.0f} ms")
-        if len(values) != len(lookups):
-            return self._failed_lookups("errors", len(lookups), f"{len(values)} values instead of {len(lookups)}")
+            return self._failed_lookups("errors", len(reads), _reason(error))
         self._lookups.succeeded()
-        if not any(value is not None for value in values):
-            self._counts["misses"] += len(values)
-            return [None] * len(values)
-        decoded = await asyncio.to_thread(self._decode, keys, lookups, values)
-        return list(map(self._count, decoded))
+        return [
+            await self._decode(key, value, lookup.tokens)
+            for key, value, lookup in zip(keys, values, lookups, strict=True)
+        ]
 
     def _failed_lookups(self, counter: str, count: int, reason: str) -> list[torch.Tensor | None]:
         self._counts[counter] += count
         self._lookups.failed(reason)
         return [None] * count
 
-    def _decode(
-        self, keys: Sequence[bytes], lookups: Sequence[Lookup], values: Sequence[bytes | None]
-    ) -> list[torch.Tensor | InvalidValueError | None]:
-        return [
-            None if value is None else self._decode_one(key, value, lookup.tokens)
-            for key, value, lookup in zip(keys, values, lookups, strict=True)
-        ]
-
-    def _decode_one(self, key: bytes, value: bytes, tokens: int) -> torch.Tensor | InvalidValueError:
+    async def _decode(self, key: bytes, value: bytes | None, tokens: int) -> torch.Tensor | None:
+        if value is None:
+            self._counts["misses"] += 1
+            return None
         try:
-            return self._codec.decode(key, value, tokens)
+            embedding = await asyncio.to_thread(self._codec.decode, key, value, tokens)
         except InvalidValueError as error:
-            return error
-
-    def _count(self, decoded: torch.Tensor | InvalidValueError | None) -> torch.Tensor | None:
-        if isinstance(decoded, InvalidValueError):
             self._counts["invalid"] += 1
             if self._clock() >= self._next_log:
                 self._next_log = self._clock() + LOG_INTERVAL
-                logger.warning("A value in the embedding store is not used: %s. It is replaced.", decoded)
+                logger.warning("A value in the embedding store is not used: %s. It is replaced.", error)
             return None
-        self._counts["misses" if decoded is None else "hits"] += 1
-        return decoded
+        self._counts["hits"] += 1
+        return embedding
 
     async def _write_pending(self) -> None:
         while self._pending:
-            write = self._pending.popleft()
+            digest, embedding = self._pending.popleft()
             try:
-                await self._write(write)
+                await self._write(self._key(digest), embedding)
             finally:
-                self._pending_bytes -= write.size
+                self._pending_bytes -= embedding.nbytes
 
-    async def _write(self, write: _PendingWrite) -> None:
+    async def _write(self, key: bytes, embedding: torch.Tensor) -> None:
         if not self._writes.allows():
             self._counts["dropped"] += 1
             return
-        key = self._key(write.digest)
-        written = False
         try:
-            value = await asyncio.to_thread(self._codec.encode, key, write.embedding)
-            with anyio.move_on_after(WRITE_TIMEOUT):
+            value = await asyncio.to_thread(self._codec.encode, key, embedding)
+            with anyio.fail_after(WRITE_TIMEOUT):
                 await self._store.put(key.hex(), value)
-                written = True
-            reason = f"no response within {WRITE_TIMEOUT:g} s"
         except Exception as error:  # noqa: BLE001 - a store can raise anything
-            reason = _reason(error)
-        if written:
+            self._counts["write_errors"] += 1
+            self._writes.failed(_reason(error))
+        else:
             self._counts["writes"] += 1
             self._writes.succeeded()
-        else:
-            self._counts["write_errors"] += 1
-            self._writes.failed(reason)
 
     def _key(self, digest: bytes) -> bytes:
         return hmac.digest(self._secret, b"key" + hashlib.sha256(self._model_key).digest() + digest, "sha256")
 
 
 def _reason(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")[:200]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -10,12 +12,15 @@ import numpy as np
 from PIL import Image as PILImage
 
 from ..config import EngineConfig
+from ..errors import EngineError, MediaUndecodable, RequestError
 from ..protocol import MediaPart
 from .frame_sampling import VideoSamplingPolicy
-from .image import count_pixels, decode_image
-from .python_objects import digest_media, load_object
+from .image import count_pixels, deadline_error, decode_image, out_of_memory_error
+from .python_objects import load_object
 from .types import Image, Media, Pixels, ResizerFactory, StopCheck, Video, VideoReader
-from .video import FrameTimes, available_readers, check_total, decode_video, frame_path, of_one_size, stack_frames
+from .video import FrameTimes, check_total, frame_path, of_one_size, sample_video, stack_frames, undecodable_error
+
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +29,7 @@ class MediaDecoder:
 
     Attributes:
         config: limits.
-        readers: video readers, in any order.
+        readers: video readers, best first.
         policy: the model's video sampling, with the values that the configuration overrides.
     """
 
@@ -45,7 +50,7 @@ class MediaDecoder:
 
         Raises:
             MediaUndecodable: the data are not an image or video.
-            MediaTooLarge: they exceed a limit.
+            MediaTooLarge: they exceed a limit, or a video its time limit.
             InvalidParameter: an option of the part does not apply to them, or their shape is not supported.
         """
         check_stop()
@@ -54,16 +59,39 @@ class MediaDecoder:
         if isinstance(part.url, tuple):
             return self._frames(part, data, check_stop, resizer)
         if part.kind == "video":
-            return decode_video(
-                data[0],
-                part=part,
-                readers=available_readers(self.readers),
-                config=self.config,
-                policy=self.policy,
-                check_stop=check_stop,
-                resizer=resizer,
-            )
+            return self._video(part, data[0], check_stop, resizer)
         return Image.of(part, self._image(data[0], part, part.path))
+
+    def _video(self, part: MediaPart, data: bytes, check_stop: StopCheck, resizer: ResizerFactory | None) -> Video:
+        check = self._with_deadline(check_stop, part)
+        for reader in self.readers:
+            check()
+            try:
+                video = reader.open(data)
+                return sample_video(
+                    video, part=part, config=self.config, policy=self.policy, check_stop=check, resizer=resizer
+                )
+            except MediaUndecodable:
+                continue
+            except (RequestError, EngineError):
+                raise
+            except MemoryError as error:
+                raise out_of_memory_error("video", part.path) from error
+            except Exception:  # the library is broken or fails on this file; another reader may succeed
+                logger.warning("Video reader %r failed; trying the next one.", reader.name, exc_info=True)
+        raise undecodable_error(part.path)
+
+    def _with_deadline(self, check_stop: StopCheck, part: MediaPart) -> StopCheck:
+        # A file of a few kilobytes can take minutes to decode, even for few frames.
+        seconds = self.config.limits.video_decode_timeout
+        end = time.monotonic() + seconds
+
+        def check() -> None:
+            check_stop()
+            if time.monotonic() > end:
+                raise deadline_error("video", part.path, seconds)
+
+        return check
 
     def _frames(
         self, part: MediaPart, data: Sequence[bytes], check_stop: StopCheck, resizer: ResizerFactory | None
@@ -84,11 +112,6 @@ class MediaDecoder:
     def _image(self, data: bytes, part: MediaPart, path: str) -> PILImage.Image:
         background = part.background or self.config.rgba_background
         return decode_image(data, path=path, max_pixels=self.config.limits.max_decoded_pixels, background=background)
-
-
-def digest_source(data: Sequence[bytes], media: Media) -> bytes:
-    """Return `VisualInput.source_digest` of media that were decoded from `data`, or from a Python object."""
-    return digest_files(data) if data else digest_media(media)
 
 
 def digest_files(data: Sequence[bytes]) -> bytes:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import ssl
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -94,12 +95,12 @@ class Fetcher:
         self._system = SystemResolver()
         self._resolve = resolve or self._system
         self._slots = FairSlots(config.limits.max_fetches + 1)
-        self._fetched = self._failed = self._bytes = 0
+        self._counts: Counter[str] = Counter()  # fields of FetchStats
         self._transport = transport or direct_transport()
 
     @property
     def stats(self) -> FetchStats:
-        return FetchStats(fetched=self._fetched, failed=self._failed, bytes=self._bytes)
+        return FetchStats(**self._counts)
 
     async def get(self, url: httpx.URL, *, kind: Kind, path: str, budget: ByteBudget | None = None) -> bytes:
         """Fetch the body of `url`, which must have passed `check_url`.
@@ -121,8 +122,8 @@ class Fetcher:
             body = await self._fetch(
                 url, kind, path, budget or ByteBudget(self._config.limits.max_fetched_bytes), seconds
             )
-        self._fetched += 1
-        self._bytes += len(body)
+        self._counts["fetched"] += 1
+        self._counts["bytes"] += len(body)
         return body
 
     async def close(self) -> None:
@@ -145,14 +146,14 @@ class Fetcher:
             with anyio.fail_after(seconds):  # `asyncio.wait_for` may lose a cancellation, see `concurrency/deadline.py`
                 return await self._follow(url, kind, path, budget)
         except (httpx.HTTPError, OSError, UnicodeError) as error:  # a timeout is an OSError
-            self._failed += 1
+            self._counts["failed"] += 1
             raise MediaUnreachable(
                 "The media could not be fetched: the connection failed, or took too long. Check the URL, or send a"
                 " data: URL.",
                 param=path,
             ) from error
         except MediaError:
-            self._failed += 1
+            self._counts["failed"] += 1
             raise
 
     async def _follow(self, url: httpx.URL, kind: Kind, path: str, budget: ByteBudget) -> bytes:
@@ -182,7 +183,15 @@ class Fetcher:
         limit = self._config.image_max_bytes if kind == "image" else self._config.video_max_bytes
         if int(response.headers.get("Content-Length", 0)) > limit:
             raise too_large_error(limit, path)
-        return await _read(response, limit, path, budget)
+        chunks = []
+        size = 0
+        async for chunk in response.aiter_raw():
+            size += len(chunk)
+            budget.consume(len(chunk), path)
+            if size > limit:
+                raise too_large_error(limit, path)
+            chunks.append(chunk)
+        return await asyncio.to_thread(b"".join, chunks)  # joining 200 MB would block the event loop
 
 
 def direct_transport(tls: ssl.SSLContext | None = None) -> httpx.AsyncHTTPTransport:
@@ -202,18 +211,6 @@ def direct_transport(tls: ssl.SSLContext | None = None) -> httpx.AsyncHTTPTransp
 def _default_certificates() -> ssl.SSLContext:
     # All transports share them: reading them takes 20 ms.
     return httpx.create_ssl_context(trust_env=False)
-
-
-async def _read(response: httpx.Response, limit: int, path: str, budget: ByteBudget) -> bytes:
-    chunks = []
-    size = 0
-    async for chunk in response.aiter_raw():
-        size += len(chunk)
-        budget.consume(len(chunk), path)
-        if size > limit:
-            raise too_large_error(limit, path)
-        chunks.append(chunk)
-    return await asyncio.to_thread(b"".join, chunks)  # joining 200 MB would block the event loop
 
 
 def _request_to(address: str, url: httpx.URL) -> httpx.Request:

@@ -55,11 +55,6 @@ def deadline_error(kind: Kind, path: str, seconds: float) -> MediaTooLarge:
     )
 
 
-def load_codecs() -> None:
-    """Import all of Pillow's codecs now, rather than when the first image of a format is opened."""
-    PILImage.init()
-
-
 def decode_image(data: bytes, *, path: str, max_pixels: int, background: tuple[int, int, int]) -> PILImage.Image:
     """Decode the first frame of a PNG, JPEG, WebP, GIF, BMP or TIFF file.
 
@@ -97,7 +92,9 @@ def convert_image(
             raise MediaUndecodable(
                 "An image of 32-bit integers or floats has no defined range. Convert it to RGB.", param=path
             )
-        return _upright(_to_rgb(image, background), _orientation(image))
+        transpose = _UPRIGHT.get(_orientation(image))
+        upright = _to_rgb(image, background)
+        return upright if transpose is None else upright.transpose(transpose)
 
 
 def count_pixels(data: bytes, *, path: str, max_pixels: int) -> int:
@@ -225,10 +222,6 @@ def _orientation(image: PILImage.Image) -> int:
         return int(image.getexif().get(_ORIENTATION, 1))
     except Exception:  # noqa: BLE001  Pillow's EXIF parser raises arbitrary exceptions on damaged data
         return 1
-
-
-def _upright(image: PILImage.Image, orientation: int) -> PILImage.Image:
-    return image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from ..concurrency.fair_slots import FairSlots
 from ..config import EngineConfig
-from ..errors import EngineClosed, MediaTooLarge, UnsupportedParameter
+from ..errors import EngineClosed, MediaTooLarge, MissingDependency, UnsupportedParameter
 from ..protocol import EncodedEmbeddings, MediaPart
 from ..protocol.client import current_client
 from .fetch import ByteBudget, Fetcher, FetchStats
@@ -21,7 +21,7 @@ from .local_files import LocalSource, read
 from .source import InlineSource, Source, decode, locate
 from .types import VideoReader
 from .url_policy import Resolver
-from .video import available_readers, check_frames, frame_path
+from .video import check_frames, frame_path
 
 T = TypeVar("T")
 
@@ -71,8 +71,19 @@ class MediaLoader:
             MediaTooLarge: more parts of a kind than are allowed in one request.
             UnsupportedParameter: the request contains embeddings, and they are not enabled.
         """
-        _check_counts(parts, self._config)
-        _check_embeddings(parts, self._config)
+        for kind, limit in asdict(self._config.limit_mm_per_prompt).items():
+            matching = [part for part in parts if part.kind == kind]
+            if len(matching) > limit:
+                raise MediaTooLarge(
+                    f"The engine accepts up to {limit} {kind} parts per request, got {len(matching)}. Send fewer.",
+                    param=matching[limit].path,
+                )
+        for part in parts:
+            if isinstance(part.content, EncodedEmbeddings) and not self._config.enable_mm_embeds:
+                raise UnsupportedParameter(
+                    "Embeddings are not enabled. Send an `image_url`, or start the engine with --enable-mm-embeds.",
+                    param=part.path,
+                )
 
     async def load(self, parts: Sequence[MediaPart], process: ProcessPart[T]) -> tuple[T, ...]:
         """Load the media of one request and return the result of `process` for each part, in the order of `parts`.
@@ -134,7 +145,9 @@ class MediaLoader:
         try:
             return tuple(await asyncio.gather(*tasks))
         finally:
-            await _cancel([*tasks, *fetched.values()])
+            for future in (*tasks, *fetched.values()):
+                future.cancel()
+            await asyncio.gather(*tasks, *fetched.values(), return_exceptions=True)
             tasks.clear()  # their exceptions refer to this frame: the cycle would keep the media
             fetched.clear()
 
@@ -143,9 +156,14 @@ class MediaLoader:
 
         Equal sources are returned as one object: texts of many megabytes are hashed only here, in a thread.
         """
-        if any(part.kind == "video" and isinstance(part.url, str) for part in parts):
-            available_readers(self._readers)
-        return _share_equal([_sources(part, self._config, self._policy) for part in parts])
+        if not self._readers and any(part.kind == "video" and isinstance(part.url, str) for part in parts):
+            raise MissingDependency(
+                "No video reader is installed: pip install 'dashinfer-vlm-adapters[video]'."
+                " A list of frames works without one."
+            )
+        known: dict[Source, Source] = {}
+        sources = [_sources(part, self._config, self._policy) for part in parts]
+        return [[known.setdefault(source, source) for source in group] for group in sources]
 
     async def _get(self, source: Source, slots: asyncio.Semaphore, budget: ByteBudget) -> bytes:
         if isinstance(source, InlineSource):
@@ -173,16 +191,6 @@ class MediaLoader:
             return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
 
-def _check_counts(parts: Sequence[MediaPart], config: EngineConfig) -> None:
-    for kind, limit in asdict(config.limit_mm_per_prompt).items():
-        matching = [part for part in parts if part.kind == kind]
-        if len(matching) > limit:
-            raise MediaTooLarge(
-                f"The engine accepts up to {limit} {kind} parts per request, got {len(matching)}. Send fewer.",
-                param=matching[limit].path,
-            )
-
-
 def _sources(part: MediaPart, config: EngineConfig, policy: VideoSamplingPolicy) -> list[Source]:
     if part.url is None:
         return []  # the part holds a Python object or embeddings
@@ -190,12 +198,6 @@ def _sources(part: MediaPart, config: EngineConfig, policy: VideoSamplingPolicy)
         return [locate(part.url, kind=part.kind, path=part.path, config=config)]
     check_frames(len(part.url), part=part, policy=policy)
     return [locate(url, kind="image", path=frame_path(part, i), config=config) for i, url in enumerate(part.url)]
-
-
-def _share_equal(sources: list[list[Source]]) -> list[list[Source]]:
-    """Replace equal sources by the first of them."""
-    known: dict[Source, Source] = {}
-    return [[known.setdefault(source, source) for source in group] for group in sources]
 
 
 async def _check_bytes(frames: Iterable[Awaitable[bytes]], part: MediaPart, config: EngineConfig) -> None:
@@ -209,20 +211,5 @@ async def _check_bytes(frames: Iterable[Awaitable[bytes]], part: MediaPart, conf
             )
 
 
-def _check_embeddings(parts: Sequence[MediaPart], config: EngineConfig) -> None:
-    for part in parts:
-        if isinstance(part.content, EncodedEmbeddings) and not config.enable_mm_embeds:
-            raise UnsupportedParameter(
-                "Embeddings are not enabled. Send an `image_url`, or start the engine with --enable-mm-embeds.",
-                param=part.path,
-            )
-
-
 def closed_error() -> EngineClosed:
     return EngineClosed("The engine was closed. Start it again, or send the request to another engine.")
-
-
-async def _cancel(futures: Sequence[asyncio.Future[Any]]) -> None:
-    for future in futures:
-        future.cancel()
-    await asyncio.gather(*futures, return_exceptions=True)

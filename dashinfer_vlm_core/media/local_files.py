@@ -82,21 +82,18 @@ def read(source: LocalSource) -> bytes:
     try:
         handle = _open_beneath(source.folder, source.name)
         with open(handle, "rb") as file:  # noqa: PTH123  a descriptor has no Path
-            data = file.read(source.limit + 1) if stat.S_ISREG(os.fstat(handle).st_mode) else None
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise OSError("not a regular file")
+            data = file.read(source.limit + 1)
     except OSError as error:
-        raise _missing_file_error(source) from error
-    if data is None:
-        raise _missing_file_error(source)
+        raise MediaUnreachable(_MISSING, param=source.path, file=source.folder / source.name) from error
     if len(data) > source.limit:
         raise MediaTooLarge(f"The media exceeds {source.limit} bytes. Send a smaller file.", param=source.path)
     return data
 
 
 def _open_beneath(folder: Path, name: Path) -> int:
-    """Open a file in a folder for reading.
-
-    No link is followed: the name has none, unless somebody has replaced a part of it after the check.
-    """
+    # No link is followed: the name has none, unless somebody has replaced a part of it after the check.
     opened = os.open(folder, _FOLDER_FLAGS)
     try:
         for part in name.parts[:-1]:
@@ -115,7 +112,3 @@ def _path_from_url(text: str) -> str:
     if url.netloc not in ("", "localhost") or url.query or url.fragment:
         raise ValueError("a file: URL must be a path on this machine, without a host, query or fragment")
     return unquote(url.path)
-
-
-def _missing_file_error(source: LocalSource) -> MediaUnreachable:
-    return MediaUnreachable(_MISSING, param=source.path, file=source.folder / source.name)

@@ -16,8 +16,8 @@ Tensors are recognized by duck typing, because torch is not imported here.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -33,13 +33,10 @@ from .image import check_size, convert_image
 from .tensors import Array, as_grid, as_rows, read_embeddings
 from .types import Embeddings, Image, Media, Pixels, StopCheck, Video
 from .video import FrameTimes, check_frames, check_total, frame_path, of_one_size, sample_video, stack_frames
-from .video_objects import DecordReaderVideo, Metadata, has_metadata, is_decord_reader, read_metadata
+from .video_objects import DecordReaderVideo, Metadata, has_metadata, is_decord_reader, lock_of, read_metadata
 
 _Frame: TypeAlias = PILImage.Image | Array
 """A PIL image, or pixels: uint8 or floats from 0 to 255."""
-
-# Pillow reads a file on first use and is not thread-safe there. Images that share a lock only wait for each other.
-_LOCKS = tuple(threading.Lock() for _ in range(61))
 
 
 def load_object(part: MediaPart, config: EngineConfig, policy: VideoSamplingPolicy, check_stop: StopCheck) -> Media:
@@ -143,7 +140,8 @@ def _frame(content: object, path: str, config: EngineConfig) -> _Frame:
             " grid.",
             param=path,
         )
-    if array.dtype != np.uint8 and not _is_in_range(array):
+    is_in_range = array.dtype.kind == "f" and array.min(initial=0) >= 0 and array.max(initial=0) <= 255
+    if array.dtype != np.uint8 and not is_in_range:
         raise _pixels_error(f"got {array.dtype}", path)
     array = _channels_last(array)
     if array.ndim != 2 and (array.ndim != 3 or array.shape[2] not in (1, 3, 4)):
@@ -154,10 +152,6 @@ def _frame(content: object, path: str, config: EngineConfig) -> _Frame:
         )
     check_size((array.shape[1], array.shape[0]), config.limits.max_decoded_pixels, path)
     return array[:, :, 0] if array.shape[2:] == (1,) else array
-
-
-def _is_in_range(array: Array) -> bool:
-    return array.dtype.kind == "f" and bool(array.min(initial=0) >= 0 and array.max(initial=0) <= 255)
 
 
 def _check_scale(frames: Sequence[_Frame], path: str) -> None:
@@ -200,7 +194,7 @@ def _rgb(frame: _Frame, part: MediaPart, path: str, config: EngineConfig) -> Pix
 
 def _convert(image: PILImage.Image, part: MediaPart, path: str, config: EngineConfig) -> PILImage.Image:
     background = part.background or config.rgba_background
-    with _LOCKS[id(image) % len(_LOCKS)]:
+    with lock_of(image):
         return convert_image(image, path=path, max_pixels=config.limits.max_decoded_pixels, background=background)
 
 
@@ -221,14 +215,13 @@ def _as_array(value: Any, path: str) -> Array | None:
 def _as_grid_array(value: Any, path: str) -> Array | None:
     if not isinstance(value, (list, tuple)):
         return _as_array(value, path)
-    try:
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
         return np.array(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidParameter("The grid of embeddings must be three positive integers.", param=path) from error
+    return None
 
 
 def _channels_last(pixels: Array) -> Array:
-    """Move channels last: [..., 3, height, width] if the last axis cannot be the channels; otherwise unchanged."""
+    # from [..., 3, height, width], if the last axis cannot be the channels
     if pixels.ndim > 2 and pixels.shape[-1] not in (1, 3, 4) and pixels.shape[-3] == 3:
         return np.moveaxis(pixels, -3, -1)
     return pixels

@@ -15,7 +15,6 @@ from .video import undecodable_error
 
 if TYPE_CHECKING:
     from av.container import InputContainer
-    from av.video.stream import VideoStream
 
 CODECS = (
     *("h264", "hevc", "vp8", "vp9", "libdav1d", "av1"),
@@ -75,7 +74,13 @@ class DecordReader(VideoReader):
         _import_decord()
 
     def open(self, data: bytes) -> OpenVideo:
-        _check_decord_container(data)
+        _check_container(data)
+        # decord cannot restrict the formats that its FFmpeg detects. With the other signatures, FFmpeg prefers the
+        # container to a text format that refers to other files or addresses, such as SDP. This does not hold for
+        # MPEG-TS, in which decord cannot seek, and for an MP4 file that begins with `skip`.
+        is_transport_stream = data[:1] == b"G" and data[4:8] not in _MP4_TYPES
+        if is_transport_stream or data[4:8] == b"skip":
+            raise undecodable_error()
         return _DecordVideo(data)
 
 
@@ -169,19 +174,6 @@ def _decord_errors() -> Iterator[None]:
         raise undecodable_error() from error
 
 
-def _check_decord_container(data: bytes) -> None:
-    """Reject data without the signature of MP4/QuickTime, Matroska/WebM or AVI.
-
-    decord cannot restrict the formats that its FFmpeg detects. With these signatures, FFmpeg prefers the container to
-    a text format that refers to other files or addresses, such as SDP. This does not hold for MPEG-TS, in which decord
-    cannot seek, and for an MP4 file that begins with `skip`.
-    """
-    _check_container(data)
-    is_mp4 = data[4:8] in _MP4_TYPES
-    if data[4:8] == b"skip" or (data[:1] == b"G" and not is_mp4):
-        raise undecodable_error()
-
-
 def _check_container(data: bytes) -> None:
     """Reject data without the signature of MP4/QuickTime, Matroska/WebM, AVI or MPEG-TS.
 
@@ -205,16 +197,15 @@ def _read_header(container: InputContainer, *, is_fragmented: bool) -> VideoInfo
         raise undecodable_error()
     if stream.codec_context.codec.name not in CODECS:  # the container's options do not apply to decoding
         raise undecodable_error()
+    frames = stream.frames
+    if not frames or is_fragmented:
+        frames = sum(packet.size > 0 for packet in container.demux(stream))
     return VideoInfo(
-        frames=stream.frames if stream.frames and not is_fragmented else _count_packets(container, stream),
+        frames=frames,
         fps=float(stream.average_rate or 0),
         width=stream.codec_context.width,
         height=stream.codec_context.height,
     )
-
-
-def _count_packets(container: InputContainer, stream: VideoStream) -> int:
-    return sum(packet.size > 0 for packet in container.demux(stream))
 
 
 @contextmanager

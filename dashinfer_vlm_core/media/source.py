@@ -100,7 +100,6 @@ def from_base64(text: str, start: int = 0, *, path: str) -> bytes:
         text: contains the base64 text.
         start: where it starts.
         path: the path of the part in the request.
-        slice_chars: the size of a step, at least 1.
 
     Raises:
         MediaUndecodable: the text is not base64.
@@ -140,7 +139,6 @@ def _inline(text: str, limit: int, path: str) -> InlineSource:
 
 
 def _decode(text: str, start: int) -> bytes:
-    """Decode standard base64. Raises ValueError if it is not."""
     if text.find("=", start, len(text) - 2) >= 0:
         raise binascii.Error("padding before the end")
     data = io.BytesIO()  # grows by moving its pages, and returns its content without a copy
@@ -150,7 +148,6 @@ def _decode(text: str, start: int) -> bytes:
 
 
 def _normalize(text: str) -> str:
-    """Convert what `from_base64` accepts to standard base64."""
     for escape, character in _ESCAPES if "%" in text else ():
         text = text.replace(escape, character)
     text = text.translate(_STANDARD).rstrip("=")

@@ -12,8 +12,7 @@ import math
 import pickletools
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -57,30 +56,6 @@ _PLAIN_TENSOR = re.compile(
     r" INT 0 (?P<shape>(?:INT [0-9]+ ){1,2})TUPLE[12] (?P<strides>(?:INT [0-9]+ ){1,2})TUPLE[12] NEW(?:TRUE|FALSE)"
     r" GLOBAL 'collections OrderedDict' EMPTY_TUPLE REDUCE TUPLE REDUCE STOP"
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Tensor:
-    """A dense, row-major tensor whose size is not checked yet.
-
-    Attributes:
-        dtype: a key of `_TYPES`.
-        shape: the declared shape.
-        data: the values, little-endian.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    data: bytes
-
-    def array(self) -> Array:
-        """Convert to float32 or int64; raises ValueError if the data does not match the shape."""
-        values = np.frombuffer(self.data, _TYPES[self.dtype])
-        if math.prod(self.shape) != len(values):
-            raise ValueError(f"the shape {self.shape} does not match {len(values)} values")
-        if self.dtype == "BF16":
-            values = (values.astype(np.uint32) << 16).view(np.float32)
-        return values.astype(np.float32 if self.dtype.endswith(("F32", "F16")) else np.int64).reshape(self.shape)
 
 
 def read_embeddings(encoded: EncodedEmbeddings, *, path: str, max_bytes: int) -> tuple[Rows, Grid]:
@@ -153,26 +128,42 @@ def _read(text: str, names: set[str], *, path: str, max_bytes: int) -> dict[str,
         )
         if not tensors.keys() <= names:
             raise ValueError("the file has other tensors")
-        return {name: tensor.array() for name, tensor in tensors.items()}
     except Exception as error:  # third-party parsers raise arbitrary exceptions on damaged data
         raise MediaUndecodable(
             "The embeddings are neither a safetensors file of image_embeds and image_grid_thw, nor one dense,"
             " contiguous tensor written by torch.save. Save them with safetensors.",
             param=path,
         ) from error
+    return tensors
 
 
-def _read_safetensors(data: bytes) -> dict[str, _Tensor]:
+def _to_array(dtype: str, shape: Sequence[int], data: bytes) -> Array:
+    """Convert the little-endian values of a dense, row-major tensor to float32 or int64.
+
+    Args:
+        dtype: a key of `_TYPES`.
+        shape: the declared shape, which is not checked yet.
+        data: the values.
+
+    Raises:
+        ValueError: the data does not match the shape.
+    """
+    values = np.frombuffer(data, _TYPES[dtype])
+    if math.prod(shape) != len(values):
+        raise ValueError(f"the shape {shape} does not match {len(values)} values")
+    if dtype == "BF16":
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32 if dtype.endswith(("F32", "F16")) else np.int64).reshape(shape)
+
+
+def _read_safetensors(data: bytes) -> dict[str, Array]:
     if int.from_bytes(data[:8], "little") > _MAX_HEADER_BYTES:
         raise ValueError("the header is too long")
     tensors = safetensors.deserialize(data)  # type: ignore[no-untyped-call]  # safetensors leaves it untyped
-    return {
-        name: _Tensor(dtype=item["dtype"], shape=tuple(item["shape"]), data=bytes(item["data"]))
-        for name, item in tensors
-    }
+    return {name: _to_array(item["dtype"], item["shape"], bytes(item["data"])) for name, item in tensors}
 
 
-def _read_torch_save(data: bytes) -> _Tensor:
+def _read_torch_save(data: bytes) -> Array:
     if data.count(_DIRECTORY_ENTRY) > _MAX_ENTRIES:  # zipfile creates an object for each
         raise ValueError("the archive has too many files")
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -187,9 +178,8 @@ def _read_torch_save(data: bytes) -> _Tensor:
         strides = _parse_ints(match["strides"])
         if int(match["size"]) != math.prod(shape) or not _is_contiguous(shape, strides):
             raise ValueError("the tensor is a view of another tensor")
-        return _Tensor(
-            dtype=_STORAGES[match["storage"]], shape=shape, data=_read_stored(archive, f"{folder}/data/{match['key']}")
-        )
+        values = _read_stored(archive, f"{folder}/data/{match['key']}")
+        return _to_array(_STORAGES[match["storage"]], shape, values)
 
 
 def _read_stored(archive: zipfile.ZipFile, name: str, default: bytes | None = None) -> bytes:

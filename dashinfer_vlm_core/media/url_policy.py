@@ -56,7 +56,8 @@ def check_url(text: str, *, path: str, config: EngineConfig, base: httpx.URL | N
             " notations.",
             param=path,
         )
-    if config.allowed_media_domains and _names(url).isdisjoint(config.allowed_media_domains):
+    names = {_host(url), url.host}  # in punycode and in Unicode
+    if config.allowed_media_domains and names.isdisjoint(config.allowed_media_domains):
         raise MediaRefused("The engine does not fetch from that host. Send the media as a data: URL.", param=path)
     if is_numeric(url) and not config.allow_private_addresses and not is_public(_host(url)):
         raise _not_public_error(path)
@@ -152,13 +153,11 @@ def _parse(text: str, base: httpx.URL | None) -> httpx.URL | None:
         url = httpx.URL(urljoin(str(base), text) if base else text)
     except (httpx.InvalidURL, ValueError):
         return None
-    if url.scheme not in ("http", "https") or url.userinfo or not _is_plain(_host(url)) or not 0 < _port(url) < 65536:
+    host = _host(url)
+    is_plain = "%" not in host and all(host.split("."))
+    if url.scheme not in ("http", "https") or url.userinfo or not is_plain or not 0 < _port(url) < 65536:
         return None
-    return url if not is_numeric(url) or _is_canonical(_host(url)) else None
-
-
-def _is_plain(host: str) -> bool:
-    return bool(host) and "%" not in host and all(host.split("."))
+    return url if not is_numeric(url) or _is_canonical(host) else None
 
 
 def _is_canonical(host: str) -> bool:
@@ -171,11 +170,6 @@ def _is_canonical(host: str) -> bool:
 
 def _host(url: httpx.URL) -> str:
     return url.raw_host.decode("ascii")
-
-
-def _names(url: httpx.URL) -> set[str]:
-    # in punycode and in Unicode
-    return {_host(url), url.host}
 
 
 def _port(url: httpx.URL) -> int:

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import math
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
 
 from ..config import EngineConfig
-from ..errors import (
-    ConfigError,
-    EngineError,
-    InvalidParameter,
-    MediaTooLarge,
-    MediaUndecodable,
-    MissingDependency,
-    RequestError,
-)
+from ..errors import ConfigError, InvalidParameter, MediaTooLarge, MediaUndecodable, MissingDependency
 from ..protocol import MediaPart
 from .frame_sampling import VideoSamplingPolicy
-from .image import deadline_error, out_of_memory_error
 from .types import OpenVideo, Pixels, ResizerFactory, StopCheck, Video, VideoInfo, VideoReader
 
 MAX_FPS = 240.0
-
-logger: logging.Logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,8 +33,7 @@ class FrameTimes:
     @classmethod
     def of_list(cls, count: int, part: MediaPart, policy: VideoSamplingPolicy) -> FrameTimes:
         """Return the times of a list of frames, which were sampled at `part.fps`, or else `policy.fps`."""
-        fps = part.fps or policy.fps
-        return cls(times=policy.even_times(count, fps=fps), sampled_fps=fps)
+        return cls(times=policy.even_times(count, fps=part.fps), sampled_fps=part.fps or policy.fps)
 
 
 def frame_count(total: int, video_fps: float, *, part: MediaPart, policy: VideoSamplingPolicy) -> int:
@@ -74,43 +60,6 @@ def frame_count(total: int, video_fps: float, *, part: MediaPart, policy: VideoS
     return count
 
 
-def decode_video(
-    data: bytes,
-    *,
-    part: MediaPart,
-    readers: Sequence[VideoReader],
-    config: EngineConfig,
-    policy: VideoSamplingPolicy,
-    check_stop: StopCheck,
-    resizer: ResizerFactory | None = None,
-) -> Video:
-    """Sample the frames of an encoded video with the first of `readers` that can read it.
-
-    With `resizer`, frames are resized as they are decoded.
-
-    Raises:
-        MediaTooLarge: the header declares too many seconds or pixels, or decoding takes too long.
-        MediaUndecodable: no reader can read it.
-        InvalidParameter: `part.num_frames` is out of range for the file.
-    """
-    check = _with_deadline(check_stop, part, config)
-    for reader in readers:
-        check()
-        try:
-            return sample_video(
-                reader.open(data), part=part, config=config, policy=policy, check_stop=check, resizer=resizer
-            )
-        except MediaUndecodable:
-            continue
-        except (RequestError, EngineError):
-            raise
-        except MemoryError as error:
-            raise out_of_memory_error("video", part.path) from error
-        except Exception:  # the library is broken or fails on this file; another reader may succeed
-            logger.warning("Video reader %r failed; trying the next one.", reader.name, exc_info=True)
-    raise undecodable_error(part.path)
-
-
 def stack_frames(
     frames: Iterable[Pixels], part: MediaPart, times: FrameTimes, resizer: ResizerFactory | None = None
 ) -> Video:
@@ -125,8 +74,8 @@ def stack_frames(
     if first is None:
         raise undecodable_error(part.path)
     # Zeros without memory: only their shape is used.
-    shape = _video(np.broadcast_to(np.zeros((), np.uint8), (count, *first.shape)), part, times)
-    resize = resizer(shape) if resizer else None
+    video = _video(np.broadcast_to(np.zeros((), np.uint8), (count, *first.shape)), part, times)
+    resize = resizer(video) if resizer else None
     stacked = np.empty(0, np.uint8)
     filled = 0
     for frame in chain([first], iterator):
@@ -137,8 +86,7 @@ def stack_frames(
         filled += 1
     if filled < count:
         raise undecodable_error(part.path)
-    video = _video(stacked, part, times)
-    return replace(video, source_size=(first.shape[0], first.shape[1])) if resizer else video
+    return replace(video, frames=stacked, source_size=(first.shape[0], first.shape[1]) if resizer else None)
 
 
 def of_one_size(frames: Iterable[Pixels], part: MediaPart) -> Iterator[Pixels]:
@@ -200,15 +148,17 @@ def check_total(pixels: int, *, part: MediaPart, config: EngineConfig) -> None:
 
 
 def select_readers(readers: Mapping[str, VideoReader], config: EngineConfig) -> tuple[VideoReader, ...]:
-    """Return the readers that `video_reader` selects: one by its name, or with `auto` all that never crash.
+    """Return the readers that `video_reader` selects, best first: one by its name, or with `auto` all that are
+    installed and never crash.
 
     Raises:
-        ConfigError: no reader has this name, or it needs media workers and `media_workers` is 0.
+        ConfigError: no reader has this name.
         MissingDependency: its library is not installed.
     """
     name = config.video_reader
     if name == "auto":
-        return tuple(reader for reader in readers.values() if not reader.may_crash)
+        usable = [reader for reader in readers.values() if reader.available() and not reader.may_crash]
+        return tuple(sorted(usable, key=lambda reader: -reader.priority))
     if name not in readers:
         raise ConfigError(
             f"video_reader: no video reader is named {name!r}; available: {', '.join(['auto', *sorted(readers)])}.",
@@ -218,39 +168,7 @@ def select_readers(readers: Mapping[str, VideoReader], config: EngineConfig) -> 
     if not reader.available():
         fix = f"pip install 'dashinfer-vlm-adapters[{reader.extra}]'" if reader.extra else "install its library"
         raise MissingDependency(f"video_reader: {name!r} is not installed: {fix}.", param="video_reader")
-    if config.media_workers == 0:
-        check_without_workers([reader])
     return (reader,)
-
-
-def check_without_workers(readers: Iterable[VideoReader]) -> None:
-    """Check readers that are used in a process of the engine.
-
-    Raises:
-        ConfigError: a damaged file could end the process.
-    """
-    for reader in readers:
-        if reader.may_crash:
-            raise ConfigError(
-                f"video_reader: {reader.name!r} needs media workers, because a damaged file can crash it and would end"
-                " the engine. Use `pyav`, or remove `media_workers=0` (worker processes need Linux).",
-                param="video_reader",
-            )
-
-
-def available_readers(readers: Sequence[VideoReader]) -> tuple[VideoReader, ...]:
-    """Return the readers whose library is installed, best first.
-
-    Raises:
-        MissingDependency: no reader is installed.
-    """
-    installed = sorted((reader for reader in readers if reader.available()), key=lambda reader: -reader.priority)
-    if not installed:
-        raise MissingDependency(
-            "No video reader is installed: pip install 'dashinfer-vlm-adapters[video]'. "
-            "A list of frames works without one."
-        )
-    return tuple(installed)
 
 
 def undecodable_error(path: str | None = None) -> MediaUndecodable:
@@ -258,18 +176,6 @@ def undecodable_error(path: str | None = None) -> MediaUndecodable:
         "The video is incomplete or its format is not supported here. Send H.264 in an MP4 file, or a list of frames.",
         param=path,
     )
-
-
-def _with_deadline(check_stop: StopCheck, part: MediaPart, config: EngineConfig) -> StopCheck:
-    """Extend `check_stop` by a deadline: a file of a few kilobytes can take minutes to decode, even for few frames."""
-    end = time.monotonic() + config.limits.video_decode_timeout
-
-    def check() -> None:
-        check_stop()
-        if time.monotonic() > end:
-            raise deadline_error("video", part.path, config.limits.video_decode_timeout)
-
-    return check
 
 
 def sample_video(
@@ -281,7 +187,13 @@ def sample_video(
     check_stop: StopCheck,
     resizer: ResizerFactory | None = None,
 ) -> Video:
-    """Sample the frames of an open video. Raises the errors of `decode_video`, and those of the reader."""
+    """Sample the frames of an open video. With `resizer`, they are resized as they are decoded.
+
+    Raises:
+        MediaTooLarge: the header declares too many seconds or pixels.
+        MediaUndecodable: the header is invalid, or the reader cannot decode a frame.
+        InvalidParameter: `part.num_frames` is out of range for the file.
+    """
     info = video.info
     _check_header(info, part, config)
     count = frame_count(info.frames, info.fps, part=part, policy=policy)

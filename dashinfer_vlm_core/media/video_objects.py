@@ -15,9 +15,16 @@ from .video import FrameTimes, undecodable_error
 
 Metadata: TypeAlias = Mapping[str, Any]
 
-# decord's readers are not thread-safe, and a caller may pass one in several prompts. Readers that share a lock only
-# wait for each other.
 _LOCKS = tuple(threading.Lock() for _ in range(61))
+
+
+def lock_of(item: object) -> threading.Lock:
+    """Return the lock of an object that is not thread-safe, and that a caller may pass in several prompts.
+
+    Such are decord's readers, and Pillow's images, which read their file on first use. Objects that share a lock only
+    wait for each other.
+    """
+    return _LOCKS[id(item) % len(_LOCKS)]
 
 
 def has_metadata(content: object) -> bool:
@@ -72,7 +79,7 @@ class DecordReaderVideo:
 
     def _read(self, index: int) -> Pixels:
         try:
-            with _LOCKS[id(self._reader) % len(_LOCKS)]:
+            with lock_of(self._reader):
                 batch = self._reader.get_batch([index])
         except Exception as error:  # decord has several classes, and cannot be imported here
             raise undecodable_error(self._path) from error

@@ -103,24 +103,18 @@ class ForkServer:
     def _request(self, message: Mapping[str, Any], files: Sequence[int]) -> None:
         packet = json.dumps(message).encode()
         with self._lock:
-            try:
-                socket.send_fds(self._connected(), [packet], files)
-            except OSError:  # it has ended
-                self._start()
-                socket.send_fds(self._connected(), [packet], files)
+            if self._control is not None:
+                with contextlib.suppress(OSError):  # it has ended
+                    socket.send_fds(self._control, [packet], files)
+                    return
+            socket.send_fds(self._start(), [packet], files)
 
     def _send(self, message: Mapping[str, Any]) -> None:
         with self._lock, contextlib.suppress(OSError):  # if it has ended, its workers have too
             if self._control is not None:
                 self._control.send(json.dumps(message).encode())
 
-    def _connected(self) -> socket.socket:
-        if self._control is None:
-            self._start()
-        assert self._control is not None
-        return self._control
-
-    def _start(self) -> None:
+    def _start(self) -> socket.socket:
         self._close()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
@@ -138,6 +132,7 @@ class ForkServer:
                 ours.close()
                 raise
         self._control = ours
+        return ours
 
     def _close(self) -> None:
         if self._control is not None:

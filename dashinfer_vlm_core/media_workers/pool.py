@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +17,7 @@ from ..config import MIB, EngineConfig
 from ..errors import ConfigError, EngineClosed, MediaUndecodable
 from ..media.decoder import MediaDecoder, digest_files
 from ..media.loader import closed_error
-from ..media.types import Embeddings
-from ..media.video import check_without_workers
+from ..media.types import Embeddings, VideoReader
 from ..models.interface import ImageProcessor, ModelFamily, Patches
 from ..models.spec import ModelSpec
 from ..protocol import MediaPart
@@ -174,19 +173,14 @@ def create_executor(
     """
     threads = MediaThreads(decoder, processor, spec)
     workers = config.media_workers
-    if workers == 0:
-        check_without_workers(decoder.readers)
-        return threads
-    if not is_supported():
-        if workers is not None:
-            raise ConfigError("media_workers: worker processes need Linux. Set it to 0.", param="media_workers")
-        check_without_workers(decoder.readers)
-        logger.info("Media are decoded in threads: worker processes need Linux.")
-        return threads
+    if workers and not is_supported():
+        raise ConfigError("media_workers: worker processes need Linux. Set it to 0.", param="media_workers")
     references = [reference_to(item) for item in (family, *decoder.readers)]
-    if None in references:
-        check_without_workers(decoder.readers)
-        logger.warning("Media are decoded in threads: a registered model family or video reader is not importable.")
+    if workers == 0 or not is_supported() or None in references:
+        _check_without_workers(decoder.readers)
+        if workers != 0:
+            reason = "a registered model family or video reader is not importable"
+            logger.warning("Media are decoded in threads: %s.", reason if is_supported() else "workers need Linux")
         return threads
     setup = {
         "config": config.model_dump(mode="json"),
@@ -198,6 +192,16 @@ def create_executor(
     FORK_SERVER.prepare(setup)
     worker = WorkerConfig(setup=setup, processor=processor, pixels=spec.pixels)
     return MediaWorkerPool(config, workers or default_workers(), worker, threads)
+
+
+def _check_without_workers(readers: Iterable[VideoReader]) -> None:
+    for reader in readers:
+        if reader.may_crash:
+            raise ConfigError(
+                f"video_reader: {reader.name!r} needs media workers, because a damaged file can crash it and would end"
+                " the engine. Use `pyav`, or remove `media_workers=0` (worker processes need Linux).",
+                param="video_reader",
+            )
 
 
 def default_workers() -> int:

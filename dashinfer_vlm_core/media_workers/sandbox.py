@@ -16,13 +16,12 @@ import resource
 import signal
 import struct
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from . import landlock
-from .seccomp import LIBC, apply_filter, build_filter, has_filter, machines
+from .seccomp import ARCHITECTURES, LIBC, apply_filter, build_filter, has_filter
 
 MAX_FILES = 64
 ADDRESS_SPACE_BYTES = 256 << 20
@@ -39,6 +38,16 @@ _SYSTEM_PATHS = (
     *("/usr/lib", "/usr/lib64", "/usr/local/lib", "/lib", "/lib64"),
     *("/etc/ld.so.cache", "/dev/null", "/dev/urandom", "/sys/devices/system/cpu"),
 )
+
+# Landlock, see `landlock(7)`
+_LANDLOCK_CREATE_RULESET = 444
+_LANDLOCK_ADD_RULE = 445
+_LANDLOCK_RESTRICT_SELF = 446
+_LANDLOCK_RULE_PATH_BENEATH = 1
+_LANDLOCK_READ_FILE = 1 << 2
+_LANDLOCK_READ_DIR = 1 << 3
+_LANDLOCK_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
+"""Number of rights of the file system by version of Landlock; versions from 5 on have one more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +71,7 @@ class Sandbox:
         """
         LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         _drop_inheritable_capabilities()
-        return cls(ruleset=landlock.create_ruleset(readable_paths()), filter=build_filter(by_list=by_list))
+        return cls(ruleset=_create_ruleset(readable_paths()), filter=build_filter(by_list=by_list))
 
     def restrict(self, files: Sequence[int], *, memory_bytes: int) -> None:
         """Restrict this process, which must have a single thread and imported what it needs, for the rest of its life.
@@ -76,7 +85,7 @@ class Sandbox:
         os.chdir("/")
         _limit_resources(memory_bytes)
         if self.ruleset is not None:
-            landlock.restrict_self(self.ruleset)
+            _call_landlock(_LANDLOCK_RESTRICT_SELF, ctypes.c_int(self.ruleset), ctypes.c_uint(0))
             os.close(self.ruleset)
         _drop_capabilities()
         if self.filter:
@@ -111,11 +120,11 @@ class MissingRestriction(NamedTuple):
 def missing_restrictions(machine: str = platform.machine()) -> list[MissingRestriction]:
     """Return the restrictions that `Sandbox` leaves out on this kernel, and on a machine of this kind."""
     missing: list[MissingRestriction] = []
-    if landlock.version() < 1:
+    if _landlock_version() < 1:
         fix = "use Linux 5.13 or newer, with `landlock` in /sys/kernel/security/lsm"
         missing.append(MissingRestriction("Landlock", "read the files of this user", fix))
     if not has_filter(machine):
-        fix = f"use {' or '.join(machines())} instead of {machine}"
+        fix = f"use {' or '.join(ARCHITECTURES)} instead of {machine}"
         risk = "open connections, start programs and change metadata of files"
         missing.append(MissingRestriction("the seccomp filter", risk, fix))
     return missing
@@ -174,3 +183,44 @@ def _drop_capabilities() -> None:
     header = struct.pack("<Ii", _CAPABILITY_VERSION, 0)
     if LIBC.capset(header, bytes(24)):
         raise OSError(ctypes.get_errno(), "capset failed")
+
+
+def _landlock_version() -> int:
+    # below 1 if the kernel has none
+    return int(LIBC.syscall(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint(1)))
+
+
+def _create_ruleset(readable: Iterable[str]) -> int | None:
+    """Create rules that deny access to all files but reading those in `readable`; and TCP, abstract sockets and signals
+    to other processes. Return their descriptor; None if the kernel has no Landlock."""
+    supported = _landlock_version()
+    if supported < 1:
+        return None
+    rights = (1 << _LANDLOCK_FILE_RIGHTS.get(supported, 16)) - 1
+    network = 0b11 if supported >= 4 else 0
+    scopes = 0b11 if supported >= 6 else 0
+    attributes = struct.pack("<QQQ", rights, network, scopes)[: 24 if supported >= 6 else 16 if supported >= 4 else 8]
+    size = ctypes.c_size_t(len(attributes))
+    ruleset = _call_landlock(_LANDLOCK_CREATE_RULESET, ctypes.c_char_p(attributes), size, ctypes.c_uint(0))
+    for path in readable:
+        _allow_reading(ruleset, path)
+    return ruleset
+
+
+def _allow_reading(ruleset: int, path: str) -> None:
+    try:
+        opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except OSError:
+        return  # this system has no such folder
+    allowed = _LANDLOCK_READ_FILE | (_LANDLOCK_READ_DIR if Path(path).is_dir() else 0)
+    rule = struct.pack("<Qi", allowed, opened)
+    kind = ctypes.c_int(_LANDLOCK_RULE_PATH_BENEATH)
+    _call_landlock(_LANDLOCK_ADD_RULE, ctypes.c_int(ruleset), kind, ctypes.c_char_p(rule), ctypes.c_uint(0))
+    os.close(opened)
+
+
+def _call_landlock(number: int, *arguments: ctypes.c_int | ctypes.c_uint | ctypes.c_size_t | ctypes.c_char_p) -> int:
+    result = int(LIBC.syscall(number, *arguments))
+    if result < 0:
+        raise OSError(ctypes.get_errno(), f"Landlock's system call {number} failed")
+    return result

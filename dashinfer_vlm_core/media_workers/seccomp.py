@@ -15,21 +15,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
-from .system_calls import (
-    ALLOWED,
-    ARGUMENT_RULES,
-    CLONE,
-    CLONE_THREAD,
-    DENIED,
-    MAP_ANONYMOUS,
-    MAP_SHARED,
-    MISSING,
-    MMAP,
-    OPEN,
-    WRITE_FLAGS,
-    ArgumentRule,
-    Numbers,
-)
+from . import system_calls
+from .system_calls import ArgumentRule, Numbers
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -51,20 +38,15 @@ _KILL = 0x80000000
 _NUMBER_OFFSET = 0
 _ARCHITECTURE_OFFSET = 4
 _ARGUMENTS_OFFSET = 16
-_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _X32_BIT = 0x40000000
 
 _Instruction: TypeAlias = tuple[int, int, int, int]
 """Operation, jump if true, jump if false, operand."""
 
 
-def machines() -> tuple[str, ...]:
-    """Return the kinds of machines that have a filter."""
-    return tuple(_ARCHITECTURES)
-
-
 def has_filter(machine: str) -> bool:
-    return machine in _ARCHITECTURES and sys.maxsize > 2**32
+    return machine in ARCHITECTURES and sys.maxsize > 2**32
 
 
 def has_list(machine: str) -> bool:
@@ -100,7 +82,7 @@ class _Program(ctypes.Structure):
 def _instructions(machine: str, by_list: bool) -> Iterator[_Instruction]:
     yield from (
         (_LOAD, 0, 0, _ARCHITECTURE_OFFSET),
-        (_JUMP_EQUAL, 1, 0, _ARCHITECTURES[machine]),
+        (_JUMP_EQUAL, 1, 0, ARCHITECTURES[machine]),
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _NUMBER_OFFSET),
         (_JUMP_GREATER_EQUAL, 0, 1, _X32_BIT),
@@ -116,15 +98,15 @@ def _instructions(machine: str, by_list: bool) -> Iterator[_Instruction]:
 
 def _rules(by_list: bool) -> Iterator[tuple[Numbers, Sequence[_Instruction]]]:
     # For each call, the instructions that end the filter.
-    for numbers, index in OPEN.values():
-        yield numbers, _if_any_bit(index, WRITE_FLAGS, _DENY, _ALLOW)
-    yield CLONE, _if_any_bit(0, CLONE_THREAD, _ALLOW, _DENY)
-    yield MMAP, _if_all_bits(3, (MAP_SHARED, MAP_ANONYMOUS), _DENY, _ALLOW)
-    for argument in ARGUMENT_RULES.values():
+    for numbers, index in system_calls.OPEN.values():
+        yield numbers, _if_any_bit(index, system_calls.WRITE_FLAGS, _DENY, _ALLOW)
+    yield system_calls.CLONE, _if_any_bit(0, system_calls.CLONE_THREAD, _ALLOW, _DENY)
+    yield system_calls.MMAP, _if_all_bits(3, (system_calls.MAP_SHARED, system_calls.MAP_ANONYMOUS), _DENY, _ALLOW)
+    for argument in system_calls.ARGUMENT_RULES.values():
         yield argument.numbers, _if_allowed(argument, by_list)
-    for number in ALLOWED.values() if by_list else ():
+    for number in system_calls.ALLOWED.values() if by_list else ():
         yield Numbers(number, None), [(_RETURN, 0, 0, _ALLOW)]
-    for result, calls in ((_MISSING, MISSING), (_DENY, DENIED)):
+    for result, calls in ((_MISSING, system_calls.MISSING), (_DENY, system_calls.DENIED)):
         for numbers in calls.values():
             yield numbers, [(_RETURN, 0, 0, result)]
 

@@ -53,7 +53,8 @@ class SharedMemory:
         if os.fstat(self.file).st_size < math.prod(shape):
             raise ValueError("the memory is smaller than the array")
         copy: Pixels = self._view(shape).copy()
-        self._trim()
+        if self._mapped is not None and len(self._mapped) > KEEP_BYTES:
+            self._mapped.madvise(mmap.MADV_REMOVE, KEEP_BYTES, len(self._mapped) - KEEP_BYTES)
         return copy
 
     def close(self) -> None:
@@ -66,7 +67,3 @@ class SharedMemory:
             self._mapped = mmap.mmap(self.file, os.fstat(self.file).st_size)
         view: Pixels = np.frombuffer(self._mapped, np.uint8, size).reshape(shape)
         return view
-
-    def _trim(self) -> None:
-        if self._mapped is not None and len(self._mapped) > KEEP_BYTES:
-            self._mapped.madvise(mmap.MADV_REMOVE, KEEP_BYTES, len(self._mapped) - KEEP_BYTES)

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ..errors import EngineClosed
-from ..media.decoder import MediaDecoder, digest_source
+from ..media.decoder import MediaDecoder, digest_files
+from ..media.python_objects import digest_media
 from ..media.types import Embeddings, Image, Media, Video
 from ..models.interface import ImageProcessor, Patches
 from ..models.patches import frames_shape, validate_embeddings, with_digest
@@ -122,7 +123,9 @@ class MediaThreads:
             media = self._decoder.decode(part, data, check_stop, resizer)
             check_stop()
             item = self._process(media, budget)
-            return item if part.uuid is None else replace(item, source_digest=digest_source(data, media))
+            if part.uuid is None:
+                return item
+            return replace(item, source_digest=digest_files(data) if data else digest_media(media))
 
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, decode_and_process)

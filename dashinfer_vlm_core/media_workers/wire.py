@@ -154,13 +154,11 @@ def receive(sock: socket.socket, size: int) -> bytes:
     Raises:
         Disconnected: the other end was closed.
     """
-    data = sock.recv(size, socket.MSG_WAITALL) if size else b""
-    if len(data) == size:
-        return data
-    pieces = [data]  # a socket with a timeout does not wait for all
-    while data and (missing := size - sum(map(len, pieces))):
-        data = sock.recv(missing, socket.MSG_WAITALL)
+    pieces = []
+    while size:
+        data = sock.recv(size, socket.MSG_WAITALL)  # a socket with a timeout does not wait for all
+        if not data:
+            raise Disconnected
         pieces.append(data)
-    if not data:
-        raise Disconnected
+        size -= len(data)
     return b"".join(pieces)

@@ -140,7 +140,11 @@ class MediaWorker:
             self.kill()
             self.end = "crashed"
             logger.warning("%s: its media worker ended unexpectedly.", job.part.path)
-            raise _crash_error(job.part) from error
+            raise MediaUndecodable(
+                f"The process that decodes the {job.part.kind} ended unexpectedly. The file may be damaged: save it"
+                " again.",
+                param=job.part.path,
+            ) from error
 
     @property
     def alive(self) -> bool:
@@ -252,13 +256,6 @@ def _without_sources(part: MediaPart) -> MediaPart:
     # Decoding depends on whether the source is a list, and on its length.
     url = ("",) * len(part.url) if isinstance(part.url, tuple) else ""
     return replace(part, url=url, uuid=None)
-
-
-def _crash_error(part: MediaPart) -> MediaUndecodable:
-    return MediaUndecodable(
-        f"The process that decodes the {part.kind} ended unexpectedly. The file may be damaged: save it again.",
-        param=part.path,
-    )
 
 
 def _start_error(reason: str) -> EngineError:

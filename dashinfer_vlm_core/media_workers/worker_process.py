@@ -31,28 +31,20 @@ from pathlib import Path
 from typing import Any
 
 from cachetools import LRUCache
+from PIL import Image as PILImage
 
 from ..config import EngineConfig
 from ..errors import InvalidParameter, MediaTooLarge, MediaUndecodable
 from ..media.decoder import MediaDecoder
-from ..media.image import load_codecs, out_of_memory_error
+from ..media.image import out_of_memory_error
 from ..media.types import Image, OpenVideo, Video, VideoReader
 from ..models.interface import ImageProcessor
+from . import wire
 from .sandbox import Sandbox, lower_memory_limit, readable_paths
 from .self_test import prepare_tested_sandbox
 from .shared_memory import SharedMemory
 from .threads import process_media
-from .wire import (
-    Disconnected,
-    ErrorResponse,
-    JobRequest,
-    PatchesResponse,
-    Started,
-    WorkerResponse,
-    receive,
-    receive_head,
-    send,
-)
+from .wire import Disconnected, ErrorResponse, JobRequest, PatchesResponse, Started, WorkerResponse
 
 MAX_PACKET_BYTES = 1 << 17
 IDLE_SECONDS = 60
@@ -98,7 +90,6 @@ class HeaderLimitedReader(VideoReader):
         self._reader = reader
         self._memory_bytes = memory_bytes
         self.name = reader.name
-        self.priority = reader.priority
 
     def available(self) -> bool:
         return self._reader.available()
@@ -112,7 +103,7 @@ def main(control: int) -> None:
     """Serve the engine that has the other end of `control`."""
     os.setpgid(0, 0)  # Ctrl-C in a terminal is for the engine, which then ends its workers
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    load_codecs()
+    PILImage.init()  # imports all codecs now, rather than when the first image of a format is opened
     _ForkServer(socket.socket(fileno=control)).serve()
 
 
@@ -164,7 +155,7 @@ class _ForkServer:
                 self._setup(message["prepare"])
         elif "test" in message:
             with socket.socket(fileno=files[0]) as sock:
-                send(sock, Started(warning=_tested_sandbox(message["test"])[1]))
+                wire.send(sock, Started(warning=_tested_sandbox(message["test"])[1]))
         elif (pid := self._children.get(message.get("kill", message.get("lower_priority")))) is None:
             pass  # it has ended
         elif "kill" in message:
@@ -176,7 +167,7 @@ class _ForkServer:
         try:
             made = self._setup(setup)
         except Exception:  # noqa: BLE001  reported to the engine
-            send(sock, Started(failed=traceback.format_exc(limit=-3)[:4000]))
+            wire.send(sock, Started(failed=traceback.format_exc(limit=-3)[:4000]))
             return
         pid = os.fork()
         if pid == 0:
@@ -253,7 +244,7 @@ def _run_worker(sock: socket.socket, memory: SharedMemory, setup: WorkerSetup) -
         logs = _LogCollector()
         logging.basicConfig(handlers=[logs], level=logging.WARNING, format="%(name)s: %(message)s", force=True)
         logging.captureWarnings(capture=True)
-        send(sock, Started(ready=os.getpid(), warning=setup.warning))
+        wire.send(sock, Started(ready=os.getpid(), warning=setup.warning))
         while True:
             _serve_job(sock, memory, setup, logs)
     except (Disconnected, ConnectionError):
@@ -264,9 +255,9 @@ def _run_worker(sock: socket.socket, memory: SharedMemory, setup: WorkerSetup) -
 
 
 def _serve_job(sock: socket.socket, memory: SharedMemory, setup: WorkerSetup, logs: _LogCollector) -> None:
-    job = JobRequest.model_validate_json(receive_head(sock))
+    job = JobRequest.model_validate_json(wire.receive_head(sock))
     try:
-        data = [receive(sock, size) for size in job.sizes]
+        data = [wire.receive(sock, size) for size in job.sizes]
         response = _process(job, data, setup, memory)
     except (InvalidParameter, MediaTooLarge, MediaUndecodable) as error:
         response = WorkerResponse(error=ErrorResponse.of(error))
@@ -276,7 +267,7 @@ def _serve_job(sock: socket.socket, memory: SharedMemory, setup: WorkerSetup, lo
         raise
     except Exception:  # noqa: BLE001  reported to the engine
         response = WorkerResponse(exception=traceback.format_exc(limit=-5)[:8000])
-    send(sock, response.model_copy(update={"logs": logs.take()}))
+    wire.send(sock, response.model_copy(update={"logs": logs.take()}))
 
 
 def _process(job: JobRequest, data: Sequence[bytes], setup: WorkerSetup, memory: SharedMemory) -> WorkerResponse:
@@ -287,14 +278,7 @@ def _process(job: JobRequest, data: Sequence[bytes], setup: WorkerSetup, memory:
         return WorkerResponse(tokens=tokens)
     patches = process_media(setup.processor, media)
     memory.write(patches.pixels)
-    return WorkerResponse(
-        patches=PatchesResponse(
-            grid=patches.grid,
-            times=patches.times,
-            sampled_fps=patches.sampled_fps,
-            source_size=patches.source_size or (0, 0),
-        )
-    )
+    return WorkerResponse(patches=PatchesResponse.model_validate(patches, from_attributes=True))
 
 
 class _LogCollector(logging.Handler):

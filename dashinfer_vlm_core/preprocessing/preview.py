@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image as PILImage
 
-from ..media.types import Embeddings, Grid, Kind, Pixels
+from ..media.types import Embeddings, Pixels, VisualInput
 from ..models.coordinates import CoordinateSpec, ImageCoordinates
 from ..models.interface import ImageProcessor, Patches
 
@@ -32,35 +32,21 @@ class Frame:
     png: bytes
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MediaPreview:
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MediaPreview(VisualInput):
     """One image or video as the model receives it.
 
     Attributes:
-        kind: whether it is an image or a video.
-        path: its path in the request.
-        source_size: width and height before resizing, in pixels; None for embeddings.
         size: width and height after resizing, in pixels.
-        grid: patches along time, height and width.
         cells: visual tokens along time, height and width.
-        tokens: number of visual tokens.
         frame_count: number of frames, including padding frames of a video; 1 for an image.
-        times: timestamp of each frame of a video in seconds, before any padding.
-        sampled_fps: number of a video's frames divided by its duration in seconds; None if it is not known.
         frames: up to `MAX_FRAMES` evenly spaced frames, including the first and the last; none for embeddings.
         coordinates: converts between pixels of the original and the model's coordinates; None if these are not known.
     """
 
-    kind: Kind
-    path: str
-    source_size: tuple[int, int] | None
     size: tuple[int, int]
-    grid: Grid
     cells: tuple[int, int, int]
-    tokens: int
     frame_count: int
-    times: tuple[float, ...]
-    sampled_fps: float | None
     frames: tuple[Frame, ...]
     coordinates: ImageCoordinates | None = None
 
@@ -92,21 +78,14 @@ def preview_media(
     """
     frames = processor.frames(item) if isinstance(item, Patches) else None
     shape = processor.shape(item.grid)
+    size = (shape.width, shape.height)
     return MediaPreview(
-        kind=item.kind,
-        path=item.path,
-        source_size=item.source_size,
-        size=(shape.width, shape.height),
-        grid=item.grid,
+        **item.shared_fields(),
+        size=size,
         cells=shape.cells,
-        tokens=item.tokens,
         frame_count=shape.frames if frames is None else len(frames),
-        times=item.times,
-        sampled_fps=item.sampled_fps,
         frames=() if frames is None else _select_frames(frames),
-        coordinates=coordinates.for_image(item.source_size, (shape.width, shape.height))
-        if coordinates and item.source_size
-        else None,
+        coordinates=coordinates.for_image(item.source_size, size) if coordinates and item.source_size else None,
     )
 
 

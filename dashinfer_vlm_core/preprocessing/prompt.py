@@ -133,10 +133,8 @@ class PromptBuilder:
             ContextLengthExceeded: the prompt, or the prompt plus the requested completion, exceeds the context.
             InvalidParameter: the template rejects the messages, or does not include every image and video.
         """
-        try:
-            ids, spans = self._expand(self._segments(request, coordinates), visuals)
-        except _PlaceholderMismatch:
-            raise _placeholder_error(raw=request.raw_prompt is not None) from None
+        is_raw = request.raw_prompt is not None
+        ids, spans = self._expand(self._segments(request, coordinates), visuals, is_raw=is_raw)
         token_ids = np.concatenate(ids)
         prompt = Prompt(
             token_ids=token_ids,
@@ -293,7 +291,7 @@ class PromptBuilder:
             yield _Segment([self._special_tokens[piece]]) if index % 2 else _Segment(next(plain).ids, piece)
 
     def _expand(
-        self, segments: Iterable[_Segment], visuals: Sequence[VisualInput]
+        self, segments: Iterable[_Segment], visuals: Sequence[VisualInput], *, is_raw: bool
     ) -> tuple[list[npt.NDArray[np.int64]], list[PlaceholderSpan]]:
         ids: list[npt.NDArray[np.int64]] = []
         spans: list[PlaceholderSpan] = []
@@ -309,7 +307,7 @@ class PromptBuilder:
                 ids.append(np.asarray(segments[position].ids, np.int64))
             else:
                 if not waiting[placeholder.kind]:
-                    raise _PlaceholderMismatch
+                    raise _placeholder_error(is_raw=is_raw)
                 index = waiting[placeholder.kind].popleft()
                 expansion = self._layout.expand(visuals[index], self._encode_plain)
                 if expansion.leading_text:
@@ -322,7 +320,7 @@ class PromptBuilder:
             length += len(ids[-1])
             position += len(placeholder.tokens) if placeholder else 1
         if any(waiting.values()):
-            raise _PlaceholderMismatch
+            raise _placeholder_error(is_raw=is_raw)
         return ids, spans
 
     def _placeholder_at(self, segments: Sequence[_Segment], position: int) -> Placeholder | None:
@@ -389,12 +387,8 @@ def _to_prompt_spans(spans: Iterable[tuple[int, int]], start: int, item: int) ->
         row += length
 
 
-class _PlaceholderMismatch(Exception):
-    """The placeholders of the prompt do not match the media."""
-
-
-def _placeholder_error(*, raw: bool) -> InvalidParameter:
-    if raw:
+def _placeholder_error(*, is_raw: bool) -> InvalidParameter:
+    if is_raw:
         return InvalidParameter(
             "The prompt must contain one placeholder of the matching kind for each image and video. Render it with"
             " `apply_chat_template` of the model's tokenizer, which inserts them.",

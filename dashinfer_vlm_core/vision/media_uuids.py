@@ -37,14 +37,6 @@ class _UuidEntry:
     source_digest: bytes
     items: LRUCache[_Options, VisualInput] = field(default_factory=lambda: LRUCache(MAX_VARIANTS))
 
-    def find(self, part: MediaPart) -> VisualInput | None:
-        """Return the item processed with the part's options; options that did not affect it are ignored."""
-        variants = (
-            self.items.get(options)
-            for options in (_sampling_options(part), _frame_options(part), _resize_options(part), _NO_OPTIONS)
-        )
-        return next((content for content in variants if content), None)
-
 
 class MediaUuidCache:
     """Maps an engine's media uuids to cached items. Belongs to one event loop.
@@ -101,7 +93,8 @@ class MediaUuidCache:
 
     def _get(self, part: MediaPart, cache_salt: str, lora: VisionLora | None) -> VisualTokens:
         entry = self._entries.get((cache_salt, part.kind, part.uuid or ""))
-        item = entry.find(part) if entry else None
+        # Options that did not affect the item are ignored.
+        item = next(filter(None, map(entry.items.get, _options(part))), None) if entry else None
         tokens = self._vision.find(item, cache_salt=cache_salt, lora=lora) if item else None
         if tokens is None:
             raise InvalidParameter(
@@ -113,24 +106,20 @@ class MediaUuidCache:
 
 
 def _applied_options(part: MediaPart, item: VisualInput) -> _Options:
-    """Return the options that affected a part's content: none for embeddings; sampling only for video files."""
+    sampled, frames, resized, none = _options(part)
     if isinstance(item, Embeddings):
-        return _NO_OPTIONS
+        return none
     if part.is_sampled:
-        return _sampling_options(part)
-    return _frame_options(part) if part.kind == "video" else _resize_options(part)
+        return sampled
+    return frames if part.kind == "video" else resized
 
 
-def _sampling_options(part: MediaPart) -> _Options:
-    return ("sampled", part.fps, part.num_frames, *_resize_options(part))
-
-
-def _frame_options(part: MediaPart) -> _Options:
-    return ("frames", part.fps, *_resize_options(part))
-
-
-def _resize_options(part: MediaPart) -> _Options:
-    return ("resized", part.min_pixels, part.max_pixels, part.total_pixels, part.background)
-
-
-_NO_OPTIONS: _Options = ("none",)
+def _options(part: MediaPart) -> tuple[_Options, _Options, _Options, _Options]:
+    """Return the options of a part if it is a video file, a list of frames, an image, or embeddings."""
+    resized = (part.min_pixels, part.max_pixels, part.total_pixels, part.background)
+    return (
+        ("sampled", part.fps, part.num_frames, *resized),
+        ("frames", part.fps, *resized),
+        ("resized", *resized),
+        ("none",),
+    )

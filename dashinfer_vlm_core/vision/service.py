@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -50,11 +50,11 @@ class VisionStats:
         store: counters of the store; None without one.
     """
 
-    passes: int
-    encoded: int
-    hits: int
-    joins: int
-    bytes: int
+    passes: int = 0
+    encoded: int = 0
+    hits: int = 0
+    joins: int = 0
+    bytes: int = 0
     store: EmbeddingStoreStats | None = None
 
 
@@ -107,18 +107,12 @@ class VisionService:
         self._closed = False
         self._lookups: set[_LookupTask] = set()
         self._seconds_per_patch: float | None = None
-        self._passes = self._encoded = self._hits = self._joins = 0
+        self._counts: Counter[str] = Counter()  # fields of VisionStats
 
     @property
     def stats(self) -> VisionStats:
-        return VisionStats(
-            passes=self._passes,
-            encoded=self._encoded,
-            hits=self._hits,
-            joins=self._joins,
-            bytes=int(self._cache.currsize),
-            store=self._shared.stats if self._shared else None,
-        )
+        store = self._shared.stats if self._shared else None
+        return VisionStats(**self._counts, bytes=int(self._cache.currsize), store=store)
 
     async def embed(
         self,
@@ -177,7 +171,7 @@ class VisionService:
         self._cache.clear()
 
     def _key(self, salted: bytes, lora: VisionLora | None) -> bytes:
-        """Return a cache key; those with and without an adapter have different lengths."""
+        # Keys with and without an adapter have different lengths.
         return self._model_key + (lora.key if lora else b"") + salted
 
     async def _tokens(
@@ -188,7 +182,7 @@ class VisionService:
         lora: VisionLora | None,
     ) -> VisualTokens:
         if isinstance(item, VisualTokens):
-            self._hits += 1
+            self._counts["hits"] += 1
             return item
         salted = _salted(item.digest, cache_salt)
         if isinstance(item, Patches):
@@ -206,12 +200,12 @@ class VisionService:
         encoder = lora.encoder if lora else self._encoder
         stored = hashlib.sha256(b"adapter" + lora.key + salted).digest() if lora else salted
         if (embedding := self._cache.get(key)) is not None:
-            self._hits += 1
+            self._counts["hits"] += 1
             job = _Job(key, item, encoder, stored)
             job.started = True
             job.finish(embedding)
         elif key in self._jobs:
-            self._joins += 1
+            self._counts["joins"] += 1
             job = self._jobs[key]
         else:
             job = self._jobs[key] = _Job(key, item, encoder, stored)
@@ -256,7 +250,8 @@ class VisionService:
             self._finish(job, _closed_error())
         elif job.callers:
             self._waiting.append(job)
-            self._ensure_running()
+            if self._runner is None or self._runner.done():
+                self._runner = asyncio.create_task(self._run(), name="vision")
         else:
             del self._jobs[job.key]
 
@@ -265,10 +260,6 @@ class VisionService:
         if job.callers == 0 and job in self._waiting:
             self._waiting.remove(job)
             del self._jobs[job.key]
-
-    def _ensure_running(self) -> None:
-        if self._runner is None or self._runner.done():
-            self._runner = asyncio.create_task(self._run(), name="vision")
 
     async def _run(self) -> None:
         while batch := self._next_batch():
@@ -286,7 +277,7 @@ class VisionService:
 
     async def _encode(self, batch: list[_Job]) -> None:
         """Encode a batch in one pass; if it fails, encode each item separately, so that only faulty items fail."""
-        self._passes += 1
+        self._counts["passes"] += 1
         clock = asyncio.get_running_loop().time
         start = clock()
         try:
@@ -299,7 +290,7 @@ class VisionService:
                 for job in batch:
                     await self._encode([job])
             return
-        self._encoded += len(batch)
+        self._counts["encoded"] += len(batch)
         self._measure(clock() - start, sum(job.size for job in batch))
         for job, embedding in zip(batch, embeddings, strict=True):
             self._store(job.key, embedding)

@@ -13,7 +13,8 @@ from dashinfer_vlm_core import Engine
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import ConfigError, EngineClosed, MediaUndecodable, MissingDependency
 from dashinfer_vlm_core.media import READERS, DecordReader, PyAVReader, VideoReader
-from dashinfer_vlm_core.media.video import decode_video, select_readers
+from dashinfer_vlm_core.media.decoder import MediaDecoder
+from dashinfer_vlm_core.media.video import select_readers
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_core.protocol import MediaPart
 from tests.core.test_media_video import ONE, POLICY, go_on, with_display_matrix
@@ -163,7 +164,7 @@ def test_pyav_keeps_its_own_libraries_after_decord():
 
 def test_default_uses_no_reader_that_may_crash():
     selected = select_readers(READERS_BY_NAME, config())
-    assert [reader.name for reader in selected] == ["pyav", "absent"]
+    assert [reader.name for reader in selected] == ["pyav"]
     assert [reader.name for reader in READERS] == ["pyav"]
     assert {"pyav", "decord"} <= set(load_plugins().video_readers)
 
@@ -176,7 +177,7 @@ def test_named_reader_does_not_fall_back():
     readers = select_readers({"text": AbsentReader(), "pyav": PyAVReader()}, config(video_reader="pyav"))
     part = MediaPart(kind="video", path="here", url="data:")
     with pytest.raises(MediaUndecodable):
-        decode_video(b"none", part=part, readers=readers, config=config(), policy=POLICY, check_stop=go_on)
+        MediaDecoder(config=config(), readers=readers, policy=POLICY).decode(part, [b"none"], go_on)
 
 
 def test_unknown_reader_lists_available_ones():

@@ -327,10 +327,12 @@ def test_invalid_value_is_counted_logged_once_and_replaced(caplog):
     assert caplog.text.count("A value in the embedding store is not used: its size is wrong.") == 1
 
 
-def test_large_embedding_is_neither_looked_up_nor_written():
+def test_large_embedding_is_neither_looked_up_nor_written(monkeypatch):
+    monkeypatch.setattr("dashinfer_vlm_core.embedding_store.client.MAX_VALUE_BYTES", codec_for().size(4))
+
     async def scenario():
         store = MemoryStore()
-        client = client_of(store, max_value_bytes=codec_for().size(4))
+        client = client_of(store)
         client.put(KEY, embedding(tokens=5))
         client.put(KEY, embedding(tokens=4))
         await written(client)
@@ -342,11 +344,14 @@ def test_large_embedding_is_neither_looked_up_nor_written():
     run_skippable(scenario())
 
 
-def test_waiting_writes_are_bounded():
+def test_waiting_writes_are_bounded(monkeypatch):
+    size = 4 * WIDTH * 4
+    monkeypatch.setattr("dashinfer_vlm_core.embedding_store.client.MAX_PENDING_BYTES", 3 * size)
+
     async def scenario():
-        store, size = MemoryStore(), 4 * WIDTH * 4
+        store = MemoryStore()
         store.gate.clear()
-        client = client_of(store, max_pending_bytes=3 * size)
+        client = client_of(store)
         for number in range(10):
             client.put(bytes([number]) * 32, embedding())
             await asyncio.sleep(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import random
@@ -11,8 +12,9 @@ import pytest
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import MediaTooLarge, MediaUndecodable
 from dashinfer_vlm_core.media import source
-from dashinfer_vlm_core.media.loader import _share_equal
+from dashinfer_vlm_core.media.loader import MediaLoader
 from dashinfer_vlm_core.media.source import SLICE, InlineSource, check_base64, from_base64, locate
+from dashinfer_vlm_core.protocol import MediaPart
 
 ESCAPES = {
     **dict.fromkeys(("%2B", "%2b"), "+"),
@@ -117,10 +119,26 @@ def test_other_header_is_an_error(header):
         locate(f"data:{header},QUJD", kind="image", path="p", config=EngineConfig())
 
 
-def test_equal_urls_share_one_source():
-    url = "data:;base64,AAAAAAAA"
-    copies = [find(f"{url[:9]}{url[9:]}") for _ in range(2)]
-    other = find(url[:-1] + "B")
-    shared = _share_equal([[copies[0], other], [copies[1]]])
-    assert shared[0][0] is shared[1][0] is copies[0]
-    assert shared[0][1] is other
+def test_equal_urls_share_one_source(monkeypatch):
+    url, other = "data:;base64,AAAAAAAA", "data:;base64,AAAAAAAB"
+    urls = [f"{url[:9]}{url[9:]}", other, f"{url[:9]}{url[9:]}"]
+    parts = [MediaPart(kind="image", path=f"p[{i}]", url=url) for i, url in enumerate(urls)]
+    decoded = []
+
+    def decode(source):
+        decoded.append(source.url)
+        return source.url
+
+    async def process(part, data):
+        return data
+
+    async def load():
+        loader = MediaLoader(EngineConfig(limit_mm_per_prompt={"image": 3}), [])
+        try:
+            return await loader.load(parts, process)
+        finally:
+            await loader.close()
+
+    monkeypatch.setattr("dashinfer_vlm_core.media.loader.decode", decode)
+    assert asyncio.run(load()) == ([url], [other], [url])
+    assert sorted(decoded) == [url, other]

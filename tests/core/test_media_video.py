@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.errors import InvalidParameter, MediaTooLarge, MediaUndecodable, MissingDependency
+from dashinfer_vlm_core.errors import InvalidParameter, MediaTooLarge, MediaUndecodable
 from dashinfer_vlm_core.media import READERS, PyAVReader
+from dashinfer_vlm_core.media.decoder import MediaDecoder
 from dashinfer_vlm_core.media.frame_sampling import VideoSamplingPolicy
 from dashinfer_vlm_core.media.types import VideoInfo, VideoReader
 from dashinfer_vlm_core.media.video import (
     FrameTimes,
-    available_readers,
-    decode_video,
     frame_count,
     of_one_size,
+    select_readers,
     stack_frames,
 )
 from dashinfer_vlm_core.protocol import MediaPart
@@ -38,11 +38,10 @@ def video(**options):
     return MediaPart(kind="video", path=PART, url="data:", **options)
 
 
-def decode(data, readers=READERS, config=None, **options):
+def decode(data, readers=READERS, config=None, resizer=None, **options):
     config = config or EngineConfig()
-    return decode_video(
-        data, part=video(**options), readers=readers, config=config, policy=POLICY.with_config(config), check_stop=go_on
-    )
+    decoder = MediaDecoder(config=config, readers=readers, policy=POLICY.with_config(config))
+    return decoder.decode(video(**options), [data], go_on, resizer)
 
 
 def go_on():
@@ -162,7 +161,8 @@ def test_readers_are_tried_in_order_of_priority():
                 return HeaderOnlyReader()
             raise MediaUndecodable("not mine")
 
-    readers = available_readers([Reader("last", 1), Reader("absent", 9), Reader("first", 5)])
+    readers = {"last": Reader("last", 1), "absent": Reader("absent", 9), "first": Reader("first", 5)}
+    readers = select_readers(readers, EngineConfig())
     assert len(decode(ANY, readers).frames) == 20
     assert tried == ["first", "last"]
 
@@ -212,11 +212,6 @@ def test_decoding_can_be_stopped_at_every_frame():
     calls.clear()
     with pytest.raises(Stopped):
         list(video.frames([0, 1, 2], stop_at_the_third))
-
-
-def test_missing_reader_error_names_package_to_install():
-    with pytest.raises(MissingDependency, match=r"pip install 'dashinfer-vlm-adapters\[video\]'"):
-        available_readers([])
 
 
 @pytest.mark.parametrize(
@@ -304,10 +299,7 @@ def test_file_with_fewer_frames_than_its_header_is_undecodable(found, is_resized
             yield from super().frames(indices[:found], check_stop)
 
     with pytest.raises(MediaUndecodable) as caught:
-        decode_video(
-            b"", part=video(num_frames=4), readers=[Truncated()], config=EngineConfig(), policy=POLICY,
-            check_stop=go_on, resizer=(lambda _: lambda frame: frame) if is_resized else None,
-        )  # fmt: skip
+        decode(b"", [Truncated()], num_frames=4, resizer=(lambda _: lambda frame: frame) if is_resized else None)
     assert caught.value.param == PART
 
 

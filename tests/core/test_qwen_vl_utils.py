@@ -17,9 +17,10 @@ from dashinfer_vlm_core import VLM, SamplingParams
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import InvalidParameter
 from dashinfer_vlm_core.media import READERS, Video
+from dashinfer_vlm_core.media.decoder import MediaDecoder
 from dashinfer_vlm_core.media.frame_sampling import VideoSamplingPolicy
 from dashinfer_vlm_core.media.python_objects import load_object
-from dashinfer_vlm_core.media.video import decode_video, frame_count
+from dashinfer_vlm_core.media.video import frame_count
 from dashinfer_vlm_core.models.qwen2_vl.image_processor import Qwen2VLImageProcessor
 from dashinfer_vlm_core.models.spec import PixelSpec
 from dashinfer_vlm_core.protocol import MediaPart
@@ -102,14 +103,8 @@ def test_file_frames(published, tmp_path, options):
     path.write_bytes(encode_video(50, fps=10))
     requested = {"nframes" if name == "num_frames" else name: value for name, value in options.items()}
     frames, _, _ = published._read_video_decord({"video": str(path), **requested})
-    ours = decode_video(
-        path.read_bytes(),
-        part=video(**options),
-        readers=READERS,
-        config=EngineConfig(),
-        policy=POLICY,
-        check_stop=lambda: None,
-    )
+    decoder = MediaDecoder(config=EngineConfig(), readers=READERS, policy=POLICY)
+    ours = decoder.decode(video(**options), [path.read_bytes()], lambda: None)
     np.testing.assert_array_equal(ours.frames, frames.permute(0, 2, 3, 1).numpy())
 
 

@@ -21,8 +21,8 @@ from transformers.vision_utils import get_vision_window_index
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.errors import CheckpointError
 from dashinfer_vlm_core.media import READERS, Grid, Image
+from dashinfer_vlm_core.media.decoder import MediaDecoder
 from dashinfer_vlm_core.media.frame_sampling import VideoSamplingPolicy
-from dashinfer_vlm_core.media.video import decode_video
 from dashinfer_vlm_core.models.coordinates import CoordinateSpec
 from dashinfer_vlm_core.models.interface import Patches, PlaceholderSpan
 from dashinfer_vlm_core.models.patches import normalize
@@ -334,9 +334,8 @@ def test_sampled_fps_is_that_of_qwen_vl_utils(fps, requested):
     data, policy = encode_video(48, fps=fps), VideoSamplingPolicy()
     part = MediaPart(kind="video", path="", url="data:", fps=requested)
 
-    video = decode_video(
-        data, part=part, readers=READERS, config=EngineConfig(), policy=policy, check_stop=lambda: None
-    )
+    decoder = MediaDecoder(config=EngineConfig(), readers=READERS, policy=policy)
+    video = decoder.decode(part, [data], lambda: None)
 
     assert video.sampled_fps == pytest.approx(len(video.frames) / 48 * fps)
     assert video.sampled_fps != pytest.approx((len(video.frames) - 1) / video.times[-1])

@@ -15,7 +15,7 @@ from safetensors.numpy import save
 from dashinfer_vlm_core import VLM, Engine, EngineConfig, SamplingParams
 from dashinfer_vlm_core.media import READERS
 from dashinfer_vlm_core.media import Image as DecodedImage
-from dashinfer_vlm_core.media.video import decode_video
+from dashinfer_vlm_core.media.decoder import MediaDecoder
 from dashinfer_vlm_core.protocol import MediaPart
 from dashinfer_vlm_qwen3_vl import Qwen3VL
 from tests.conversations import CONVERSATIONS, as_openai, blurred_image, user
@@ -141,9 +141,8 @@ def test_prefix_with_one_of_two_images_is_reused(folder):
 def test_video_file_equals_transformers(dense, oracle, options):
     data = encode_video(23, fps=10, height=96, width=64)
     spec, part = Qwen3VL().load_spec(dense), MediaPart(kind="video", path="here", url="data:", **options)
-    video = decode_video(
-        data, part=part, readers=READERS, config=EngineConfig(), policy=spec.video, check_stop=lambda: None
-    )
+    decoder = MediaDecoder(config=EngineConfig(), readers=READERS, policy=spec.video)
+    video = decoder.decode(part, [data], lambda: None)
     indices = (
         oracle.videos.sample_frames(
             Clip([], 10.0, [22]).metadata, num_frames=options.get("num_frames"), fps=options.get("fps")

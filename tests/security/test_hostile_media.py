@@ -130,6 +130,12 @@ def test_security_23_worker_opens_file_in_little_memory(patient_engine, file, mo
 
 
 @needs_workers
+def test_security_23_video_that_crashes_decoder_without_memory_is_rejected(patient_engine):
+    file = laced_matroska(15_000_000, packet_bytes=2)
+    rejection(patient_engine, video(data_url(file, "video/x-matroska")))
+
+
+@needs_workers
 @files(25)
 def test_security_25_deadline_covers_opening_a_video(engine, file):
     assert "takes more than 0.5 seconds" in rejection(engine, part_of(file))

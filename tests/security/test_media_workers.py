@@ -18,7 +18,7 @@ from dashinfer_vlm_core.media_workers import fork_server
 from dashinfer_vlm_core.media_workers.fork_server import FORK_SERVER
 from dashinfer_vlm_core.media_workers.pool import is_supported
 from dashinfer_vlm_core.media_workers.sandbox import missing_restrictions, readable_paths
-from dashinfer_vlm_core.media_workers.seccomp import build_filter, has_list, machines
+from dashinfer_vlm_core.media_workers.seccomp import ARCHITECTURES, build_filter, has_list
 from dashinfer_vlm_core.media_workers.self_test import SAMPLES
 from dashinfer_vlm_core.protocol.client import Client, current_client
 from tests.media_pool import budget, image, run_with_pool, video
@@ -121,10 +121,10 @@ ONLY_LISTED = """
 import os, struct
 from dataclasses import replace
 from dashinfer_vlm_core.media import READERS
-from dashinfer_vlm_core.media.image import load_codecs
+from PIL import Image
 from dashinfer_vlm_core.media.readers import DecordReader
 from dashinfer_vlm_core.media_workers import self_test
-load_codecs()
+Image.init()
 readers = [reader for reader in (*READERS, DecordReader()) if reader.available()]
 for reader in readers:
     reader.preload()
@@ -173,7 +173,7 @@ def test_security_37_list_that_is_too_short_is_not_used(run, monkeypatch, caplog
 
 def test_security_37_filter_of_every_machine_is_valid():
     """A jump of classic BPF is a byte, and a filter has at most 4,096 instructions of 8 bytes."""
-    for machine in machines():
+    for machine in ARCHITECTURES:
         for by_list in {False, has_list(machine)}:
             assert 0 < len(build_filter(machine, by_list=by_list)) <= 4096 * 8
     assert build_filter("riscv64", by_list=False) == b""
