@@ -36,12 +36,15 @@ class ReasoningParser:
     Args:
         conversation: how the model writes reasoning.
         started: whether the prompt ends with the first tag, so that the completion begins with reasoning.
+        enabled: whether there can be reasoning; otherwise, all is text, unchanged.
     """
 
-    def __init__(self, conversation: ConversationFormat, *, started: bool) -> None:
+    def __init__(self, conversation: ConversationFormat, *, started: bool, enabled: bool = True) -> None:
         self._begin_tag = conversation.reasoning_begin
         self._end_tag = conversation.reasoning_end
-        self._state = _State.REASONING if started else _State.BEFORE
+        self._state = _State.BEFORE if enabled else _State.TEXT
+        if started:
+            self._state = _State.REASONING
         self._pending = ""  # the text fed for which there is no event yet
         self._is_first_piece = True  # of the reasoning
         self._position = 0  # characters fed

@@ -112,7 +112,8 @@ class ResponseBuilder:
         tools = {tool.function.name for tool in request.callable_tools} if request.parses_tool_calls else ()
         self._must_call = bool(tools) and request.must_call
         self._tool_parser = ToolCallParser(tools, guided=guided, must_call=self._must_call, conversation=conversation)
-        self._reasoning_parser = ReasoningParser(conversation, started=opens_reasoning) if supports_reasoning else None
+        self._supports_reasoning = supports_reasoning
+        self._reasoning_parser = ReasoningParser(conversation, started=opens_reasoning, enabled=supports_reasoning)
         self._coordinates = CoordinateConverter(coordinates) if coordinates else None
         self._reasoning: list[str] = []
         self._text_begin: int | None = None  # index of the first character after the reasoning, in the generated text
@@ -163,13 +164,11 @@ class ResponseBuilder:
         self._reason = token.finish_reason
         if token.finish_reason == "stop":
             return []
-        self.reasoning_tokens += self._reasoning_parser is not None and self._reasoning_parser.reasoning
+        self.reasoning_tokens += self._reasoning_parser.reasoning
         begin = self._detokenizer.position
         text = self._detokenizer.feed(token.id)
         if self._wants_logprobs and self._detokenizer.is_visible(token.id):
             self._pending_logprobs.append(_TokenLogprob(begin, self._logprob(token)))
-        if self._reasoning_parser is None:
-            return self._feed_text(text)
         return self._chunks_for_reasoning(self._reasoning_parser.feed(text))
 
     def final_chunks(self) -> list[ChatCompletionChunk]:
@@ -233,7 +232,7 @@ class ResponseBuilder:
         )
 
     def _completion_details(self, builders: Sequence[ResponseBuilder]) -> dict[str, CompletionTokensDetails]:
-        if self._reasoning_parser is None:
+        if not self._supports_reasoning:
             return {}
         tokens = sum(builder.reasoning_tokens for builder in builders)
         return {"completion_tokens_details": CompletionTokensDetails(reasoning_tokens=tokens)}
@@ -246,13 +245,9 @@ class ResponseBuilder:
         return "stop" if self._stop_strings.matched else self._reason or "stop"
 
     def _flush(self) -> list[ChatCompletionChunk]:
-        text = self._detokenizer.flush()
-        chunks: list[ChatCompletionChunk] = []
-        if self._reasoning_parser is not None:
-            reasoning = [*self._reasoning_parser.feed(text), *self._reasoning_parser.flush()]
-            chunks = self._chunks_for_reasoning(reasoning)
-            text = ""
-        events = [*self._tool_parser.feed(text), *self._tool_parser.flush()]
+        reasoning = [*self._reasoning_parser.feed(self._detokenizer.flush()), *self._reasoning_parser.flush()]
+        chunks = self._chunks_for_reasoning(reasoning)
+        events = self._tool_parser.flush()
         chunks += self._chunks_for([*self._until_stop_string(events), *self._held_content()])
         return [*chunks, *(map(self._chunk_for, self._coordinates.flush()) if self._coordinates else ())]
 
