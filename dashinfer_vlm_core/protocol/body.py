@@ -19,7 +19,6 @@ from .fields import RejectedFields, reject_fields
 from .name_log import NameLog
 from .validation_errors import explain
 
-
 logger: logging.Logger = logging.getLogger(__name__)
 
 MAX_CHECKED = 32

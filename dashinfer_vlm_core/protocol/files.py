@@ -5,7 +5,6 @@ from __future__ import annotations
 import mimetypes
 import re
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Literal
 
 from .base import Label, RequestModel, Text
@@ -16,7 +15,7 @@ from .validation_errors import unsupported
 _MAX_NAME = 256
 """Number of characters of a URL or file name that are examined."""
 
-_BASE64: Mapping[Kind, str] = MappingProxyType({"image": "data:image/png;base64,", "video": "data:video/mp4;base64,"})
+_BASE64: Mapping[Kind, str] = {"image": "data:image/png;base64,", "video": "data:video/mp4;base64,"}
 """Prefixes for base64; the format is detected from the content, not from this type."""
 
 _DATA_TYPE = re.compile(r"data:([\w.+-]+/[\w.+-]+)", re.IGNORECASE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -19,19 +18,19 @@ from .validation_errors import invalid, show, unsupported
 MAX_PARTS = 1024
 MAX_TOOL_CALLS = 128
 
-_SOURCES: Mapping[str, type[MediaSource]] = MappingProxyType(
-    {
-        "image_url": ImageURL,
-        "video_url": VideoURL,
-        "input_video": InputVideo,
-        "image_embeds": ImageEmbeds,
-        "file": FileSource,
-    }
-)
+_SOURCES: Mapping[str, type[MediaSource]] = {
+    "image_url": ImageURL,
+    "video_url": VideoURL,
+    "input_video": InputVideo,
+    "image_embeds": ImageEmbeds,
+    "file": FileSource,
+}
 _ROLES = ("user", "assistant", "system", "developer", "tool")
-_PART_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"text": _ROLES, **dict.fromkeys(_SOURCES, ("user", "tool")), "refusal": ("assistant",)}
-)
+_PART_TYPES: Mapping[str, tuple[str, ...]] = {
+    "text": _ROLES,
+    **dict.fromkeys(_SOURCES, ("user", "tool")),
+    "refusal": ("assistant",),
+}
 """Types of content parts, and the roles whose messages can contain them."""
 
 

@@ -8,7 +8,6 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 from openai.types import CompletionUsage
@@ -26,15 +25,16 @@ from openai.types.responses import (
 )
 from openai.types.responses.response import IncompleteDetails
 from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
+
 from ..errors import EngineError
 from ..protocol.request import ChatRequest
 from ..protocol.responses import ResponsesRequest
 from .echoed_fields import echoed_fields
 
 _EVENT_TYPES = get_args(get_args(ResponseStreamEvent)[0])
-_EVENT_CLASSES: Mapping[str, Callable[..., ResponseStreamEvent]] = MappingProxyType(
-    {get_args(kind.model_fields["type"].annotation)[0]: kind for kind in _EVENT_TYPES}
-)
+_EVENT_CLASSES: Mapping[str, Callable[..., ResponseStreamEvent]] = {
+    get_args(kind.model_fields["type"].annotation)[0]: kind for kind in _EVENT_TYPES
+}
 """OpenAI's classes, by the `type` of their events."""
 
 ItemT = TypeVar("ItemT", bound="_Item")
