@@ -105,9 +105,7 @@ def from_messages(
 
 
 def _parse(sampling: SamplingParams, **fields: Any) -> OfflineRequest:
-    request = OfflineRequest.parse({**sampling.fields(), **fields})
-    assert isinstance(request, OfflineRequest)
-    return request
+    return OfflineRequest.parse({**sampling.fields(), **fields})
 
 
 def _is_ids(value: object) -> bool:
@@ -119,8 +117,7 @@ def _raw_prompt(given: Mapping[str, Any]) -> str | tuple[int, ...]:
     ids = given.get("prompt_token_ids")
     if isinstance(text, str) and ids is None:
         return text
-    if text is None and _is_ids(ids):
-        assert ids is not None
+    if text is None and ids is not None and _is_ids(ids):
         return tuple(ids)
     raise InvalidParameter(
         "A prompt is text in `prompt`, or a list of token IDs in `prompt_token_ids`. Pass one of them.", param="prompt"

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Literal
 
-from .base import Label, RequestModel, Text
+from .base import ClosedModel, Label, Text
 from .media_part import MediaPart
 from .sources import ImageURL, Kind, MediaSource, Rate, VideoURL, check_url
 from .validation_errors import unsupported
@@ -22,7 +22,7 @@ _DATA_TYPE = re.compile(r"data:([\w.+-]+/[\w.+-]+)", re.IGNORECASE)
 _URL = re.compile(r"(data|https?):", re.IGNORECASE)
 
 
-class VideoMetadata(RequestModel):
+class VideoMetadata(ClosedModel):
     fps: Rate | None = None
 
 
@@ -58,8 +58,6 @@ class FileSource(MediaSource):
         option = "detail" if self.kind == "video" else "video_metadata"
         if getattr(self, option) is not None:
             raise unsupported(f"{path}.{option}", f"is not available for a file of the kind {self.kind}. Remove it.")
-        if self.video_metadata and self.video_metadata.model_extra:
-            raise unsupported(f"{path}.video_metadata", "has other options than `fps`. Remove them.")
         check_url(self._content, content_path)
 
     def media(self, path: str, content_field: str, uuid: str | None) -> MediaPart:

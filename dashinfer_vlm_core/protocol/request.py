@@ -92,6 +92,9 @@ class ChatRequest(CheckedBody):
     `guided_choice` are vLLM's. The module `fields` lists ignored and rejected fields.
     """
 
+    parses_tool_calls: ClassVar[bool] = True
+    """Whether tool calls in the completion are parsed; otherwise, they are part of its text."""
+
     _rejected_fields: ClassVar[RejectedFields] = REJECTED_FIELDS
     _accepted_fields: ClassVar[Collection[str]] = IGNORED_FIELDS
 
@@ -215,11 +218,6 @@ class ChatRequest(CheckedBody):
         return () if self.tool_choice == "none" else self.tools
 
     @property
-    def parses_tool_calls(self) -> bool:
-        """Whether tool calls in the completion are parsed; otherwise, they are part of its text."""
-        return True
-
-    @property
     def must_call(self) -> bool:
         """Whether the completion has to be a tool call."""
         if isinstance(self.tool_choice, AllowedTools):
@@ -294,15 +292,13 @@ class OfflineRequest(ChatRequest):
         lora_request: the LoRA adapter to use.
     """
 
+    parses_tool_calls: ClassVar[bool] = False  # as in vLLM, whose offline outputs have text only
+
     messages: Annotated[Array[Message], Field(max_length=MAX_MESSAGES)] = ()
     contents: Mapping[str, Any] = Field(default_factory=dict, repr=False)
     prompt: StringOrArray[Text, tuple[int, ...]] | None = None
     attached: tuple[InstanceOf[MediaPart], ...] = ()
     lora_request: InstanceOf[LoRARequest] | None = None
-
-    @property
-    def parses_tool_calls(self) -> bool:
-        return False  # as in vLLM, whose offline outputs have text only
 
     @property
     def raw_prompt(self) -> str | tuple[int, ...] | None:

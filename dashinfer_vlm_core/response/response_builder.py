@@ -222,20 +222,15 @@ class ResponseBuilder:
         builders = (self, *others)
         completion = sum(builder.completion_tokens for builder in builders)
         cached = min(builder.cached_tokens for builder in builders)
+        reasoning = CompletionTokensDetails(reasoning_tokens=sum(builder.reasoning_tokens for builder in builders))
         details = {"image_tokens": self._counts.image_tokens, "video_tokens": self._counts.video_tokens}
         return CompletionUsage(
             prompt_tokens=self._counts.prompt_tokens,
             completion_tokens=completion,
             total_tokens=self._counts.prompt_tokens + completion,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=cached, **details),
-            **self._completion_details(builders),
+            **({"completion_tokens_details": reasoning} if self._supports_reasoning else {}),
         )
-
-    def _completion_details(self, builders: Sequence[ResponseBuilder]) -> dict[str, CompletionTokensDetails]:
-        if not self._supports_reasoning:
-            return {}
-        tokens = sum(builder.reasoning_tokens for builder in builders)
-        return {"completion_tokens_details": CompletionTokensDetails(reasoning_tokens=tokens)}
 
     def _finish_reason(self) -> ChoiceFinishReason:
         if not self.finished:
