@@ -15,7 +15,7 @@ from ..engine import Engine
 from ..errors import ConfigError, DashInferVLMError
 from ..protocol import LoRARequest, OfflineRequest
 from ..protocol.validation_errors import invalid, show
-from .batch import BatchResult, OfflineBatch, RequestFactory
+from .batch import OfflineBatch, RequestFactory
 from .inputs import MediaDefaults, from_messages, from_prompt, is_single_conversation, is_single_prompt, prompt_text
 from .outputs import RequestOutput, to_request_output
 from .params import SamplingParams
@@ -284,13 +284,10 @@ class VLM:
             results = OfflineBatch(self.engine, limit=self._limit, on_done=bar.update).run(factories())
         if single and isinstance(results[0], DashInferVLMError):
             raise results[0]
-        return [self._output(*given, result) for given, result in zip(started, results, strict=True)]
-
-    def _output(self, text: str | None, lora: LoRARequest | None, result: BatchResult) -> RequestOutput:
-        number = str(next(self._ids))
-        if isinstance(result, DashInferVLMError):
-            return RequestOutput(request_id=number, prompt=text, error=result, lora_request=lora)
-        return to_request_output(number, text, lora, result)
+        return [
+            to_request_output(str(next(self._ids)), *given, result)
+            for given, result in zip(started, results, strict=True)
+        ]
 
     def _with_seed(self, params: SamplingParams) -> SamplingParams:
         if self._seeds is None or params.seed is not None:
