@@ -9,10 +9,9 @@ from pydantic import Field
 
 from .base import Array, Label, Name, RequestModel, StringOrArray, StringOrObject, Text
 from .fields import REJECTED_IN_MESSAGES, REJECTED_PARTS
-from .files import FileSource
 from .json_limits import MAX_CHARACTERS, MAX_VALUES, TOO_MANY_VALUES, JsonLimitExceeded, count_values
 from .media_part import MediaPart
-from .sources import ImageEmbeds, ImageURL, InputVideo, MediaSource, VideoURL
+from .sources import FileSource, ImageEmbeds, ImageURL, InputVideo, MediaSource, VideoURL
 from .validation_errors import invalid, show, unsupported
 
 MAX_PARTS = 1024
@@ -116,8 +115,7 @@ class ToolCall(RequestModel):
     function: Function
 
     def for_template(self) -> dict[str, Any]:
-        function = {"name": self.function.name, "arguments": self.function.arguments}
-        return {"id": self.id, "type": self.type, "function": function}
+        return self.model_dump(include={"id": True, "type": True, "function": {"name", "arguments"}})
 
 
 class Message(RequestModel):

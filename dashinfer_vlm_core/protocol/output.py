@@ -203,10 +203,9 @@ class Tool(RequestModel):
 
     def for_template(self) -> dict[str, Any]:
         """Return the tool in the form that chat templates expect."""
-        function = {"name": self.function.name, "description": self.function.description}
+        function = self.function.model_dump(include={"name", "description"}, exclude_none=True)
         parameters = self.function.parameters or {"type": "object", "properties": {}}
-        function = {key: value for key, value in function.items() if value is not None}
-        return {"type": "function", "function": {**function, "parameters": parameters}}
+        return {"type": "function", "function": function | {"parameters": parameters}}
 
 
 class _Named(RequestModel):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 import tokenizers
@@ -22,13 +22,18 @@ from openai.types.completion_usage import CompletionTokensDetails, PromptTokensD
 
 from ..decoders import FinishReason, Token
 from ..errors import DecoderFailed
-from ..models.coordinates import ImageCoordinates
+from ..models.coordinates import CoordinateStream, ImageCoordinates
 from ..protocol import ChatRequest
-from ..structured_output.tool_parser import ContentDelta, ParserEvent, ToolCallParser, ToolCallStart
+from ..structured_output.tool_parser import (
+    ContentDelta,
+    ParserEvent,
+    ToolCallArgumentsDelta,
+    ToolCallParser,
+    ToolCallStart,
+)
 from ..tokenization.conversation import HERMES, ConversationFormat
 from ..tokenization.detokenizer import IncrementalDetokenizer
 from ..tokenization.stop_strings import StopStringMatcher
-from .coordinates import CoordinateConverter
 from .reasoning_parser import ReasoningDelta, ReasoningEvent, ReasoningParser
 
 ChoiceFinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
@@ -114,7 +119,7 @@ class ResponseBuilder:
         self._tool_parser = ToolCallParser(tools, guided=guided, must_call=self._must_call, conversation=conversation)
         self._supports_reasoning = supports_reasoning
         self._reasoning_parser = ReasoningParser(conversation, started=opens_reasoning, enabled=supports_reasoning)
-        self._coordinates = CoordinateConverter(coordinates) if coordinates else None
+        self._coordinates = _CoordinateConverter(coordinates) if coordinates else None
         self._reasoning: list[str] = []
         self._text_begin: int | None = None  # index of the first character after the reasoning, in the generated text
         self._single_call = request.has_single_call
@@ -332,6 +337,38 @@ class ResponseBuilder:
             "bytes": list(data),
             "logprob": max(logprob, LOGPROB_FLOOR),
         }
+
+
+class _CoordinateConverter:
+    """Converts the text of a parser's events to coordinates of the original image.
+
+    `begin` of a content delta is still an index in the text of the model.
+    """
+
+    def __init__(self, image: ImageCoordinates) -> None:
+        self._image = image
+        self._stream = CoordinateStream(image)
+        self._last: ContentDelta | ToolCallArgumentsDelta | None = None
+
+    def feed(self, events: Iterable[ParserEvent]) -> list[ParserEvent]:
+        """Return the events whose text is final. The text of the content, and of each call, is converted separately."""
+        converted: list[ParserEvent] = []
+        for event in events:
+            if isinstance(event, ToolCallStart) or type(event) is not type(self._last):
+                converted += self.flush()
+            if isinstance(event, ToolCallStart):
+                converted.append(event)
+                continue
+            self._last = event
+            converted += self._with_text(self._stream.feed(event.text))
+        return converted
+
+    def flush(self) -> list[ParserEvent]:
+        """Return the event for the text that was held back."""
+        return self._with_text(self._stream.flush())
+
+    def _with_text(self, text: str) -> list[ParserEvent]:
+        return [replace(self._last, text=text)] if text and self._last else []
 
 
 @dataclass(frozen=True, slots=True)
