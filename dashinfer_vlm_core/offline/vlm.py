@@ -279,9 +279,11 @@ class VLM:
                 started.append((prompt_text(item), lora))
                 yield functools.partial(make, item, self._with_seed(params), lora)
 
+        config = self.engine.config
+        limit = config.max_batch_size + min(LOOK_AHEAD, config.max_waiting)
         total = len(items) if isinstance(items, Sized) else None
         with new_bar(total=total, desc="Prompts", unit="prompt", dynamic_ncols=True, disable=not use_tqdm) as bar:
-            results = OfflineBatch(self.engine, limit=self._limit, on_done=bar.update).run(factories())
+            results = OfflineBatch(self.engine, limit=limit, on_done=bar.update).run(factories())
         if single and isinstance(results[0], DashInferVLMError):
             raise results[0]
         return [
@@ -293,11 +295,6 @@ class VLM:
         if self._seeds is None or params.seed is not None:
             return params
         return replace(params, seed=self._seeds.getrandbits(63))
-
-    @property
-    def _limit(self) -> int:
-        config = self.engine.config
-        return config.max_batch_size + min(LOOK_AHEAD, config.max_waiting)
 
 
 def _engine_config(arguments: Mapping[str, Any]) -> EngineConfig:

@@ -13,7 +13,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field
 from typing_extensions import Self
 
-from .base import LARGEST, Array, ClosedModel, Count, Label, RequestModel, StringOrArray, StringOrObject, Text
+from .base import LARGEST, Array, Count, Label, RequestModel, StringOrArray, StringOrObject, Text
 from .media_part import EncodedEmbeddings, MediaPart
 from .validation_errors import invalid, unsupported
 
@@ -247,7 +247,7 @@ class ImageEmbeds(MediaSource):
         return MediaPart(kind="image", path=path, content=content, uuid=uuid, url_field=content_field)
 
 
-class VideoMetadata(ClosedModel):
+class VideoMetadata(RequestModel):
     fps: Rate | None = None
 
 
@@ -283,36 +283,32 @@ class FileSource(MediaSource):
         option = "detail" if self.kind == "video" else "video_metadata"
         if getattr(self, option) is not None:
             raise unsupported(f"{path}.{option}", f"is not available for a file of the kind {self.kind}. Remove it.")
+        if self.video_metadata and self.video_metadata.model_extra:
+            raise unsupported(f"{path}.video_metadata", "has other options than `fps`. Remove them.")
         check_url(self._content, content_path)
 
     def media(self, path: str, content_field: str, uuid: str | None) -> MediaPart:
-        url = self._content
-        if not self._is_url:
-            url = _BASE64[self.kind] + url
+        url = self._content if self._is_url else _BASE64[self.kind] + self._content
+        if self.kind == "image":
+            return ImageURL(url=url, detail=self.detail or "auto").media(path, content_field, uuid)
         fps = self.video_metadata.fps if self.video_metadata else None
-        is_video = self.kind == "video"
-        source = VideoURL(url=url, fps=fps) if is_video else ImageURL(url=url, detail=self.detail or "auto")
-        return source.media(path, content_field, uuid)
+        return VideoURL(url=url, fps=fps).media(path, content_field, uuid)
 
     @property
     def _content(self) -> str:
         return self.file_data or self.file_id or ""
 
     @property
-    def _general_type(self) -> str:
-        return self._media_type().partition("/")[0].lower()
-
-    @property
     def _is_url(self) -> bool:
         return _URL.match(self._content) is not None
 
-    def _media_type(self) -> str:
-        if self.format:
-            return self.format
-        if declared := _DATA_TYPE.match(self._content, 0, _MAX_NAME):
-            return declared[1]
+    @property
+    def _general_type(self) -> str:
+        declared = _DATA_TYPE.match(self._content, 0, _MAX_NAME)
         name = self.filename or ("" if self.file_data else self._content)
-        return mimetypes.guess_type(name[-_MAX_NAME:], strict=False)[0] or ""
+        guessed = mimetypes.guess_type(name[-_MAX_NAME:], strict=False)[0]
+        media_type = self.format or (declared[1] if declared else guessed) or ""
+        return media_type.partition("/")[0].lower()
 
 
 def check_url(url: str | None, path: str, *, optional: bool = False) -> None:
