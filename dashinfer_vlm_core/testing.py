@@ -32,7 +32,7 @@ ScriptedResponse = str | Exception | Callable[[DecodeRequest], str]
 
 
 class Script:
-    """The responses of a scripted decoder, and the requests that it received.
+    """The responses of a scripted decoder, and the requests that it received; a plugin that registers this decoder.
 
     Args:
         responses: one per request, in order; the last one is repeated. A string is the completion, an exception is
@@ -46,6 +46,8 @@ class Script:
         running: number of requests that are being decoded.
     """
 
+    name = "scripted"
+
     def __init__(
         self, *responses: ScriptedResponse, delay: float = 0.0, supported_params: frozenset[str] = EVERYTHING
     ) -> None:
@@ -56,6 +58,16 @@ class Script:
         self.supported_params: frozenset[str] = supported_params
         self.requests: list[DecodeRequest] = []
         self.running = 0
+
+    @hookimpl
+    def register_decoders(self, register: Callable[[DecoderFactory], None]) -> None:
+        register(self)
+
+    def check_support(self, spec: ModelSpec, config: EngineConfig) -> DecoderSupport:
+        return DecoderSupport(score=1, reason="returns scripted responses")
+
+    def create(self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> ScriptedDecoder:
+        return ScriptedDecoder(self, spec=spec, config=config)
 
     def next(self, request: DecodeRequest) -> str:
         response = self._responses[min(len(self.requests), len(self._responses) - 1)]
@@ -123,30 +135,10 @@ class ScriptedDecoder(Decoder):
         return Token(id=token, logprob=0.0, top_logprobs=((token, 0.0),)[:num_logprobs], finish_reason=finish)
 
 
-class ScriptedPlugin:
-    """A plugin that registers the decoder `scripted`."""
-
-    name = "scripted"
-
-    def __init__(self, script: Script) -> None:
-        self._script = script
-        self.supported_params: frozenset[str] = script.supported_params
-
-    @hookimpl
-    def register_decoders(self, register: Callable[[DecoderFactory], None]) -> None:
-        register(self)
-
-    def check_support(self, spec: ModelSpec, config: EngineConfig) -> DecoderSupport:
-        return DecoderSupport(score=1, reason="returns scripted responses")
-
-    def create(self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> ScriptedDecoder:
-        return ScriptedDecoder(self._script, spec=spec, config=config)
-
-
 def scripted_registry(script: Script) -> Registry:
     """Return a registry with the installed plugins and the decoder `scripted`, which plays `script`."""
     registry = load_plugins()
-    registry.add_plugin(ScriptedPlugin(script), name="scripted")
+    registry.add_plugin(script, name="scripted")
     return registry
 
 

@@ -16,7 +16,7 @@ RequestFactory = Callable[[], OfflineRequest]
 
 
 class OfflineBatch:
-    """Runs requests concurrently. Each request is created only when a slot is free.
+    """Runs requests concurrently. Each request is created only when a slot is free, and again if the queue was full.
 
     Args:
         engine: the engine that serves them.
@@ -28,7 +28,7 @@ class OfflineBatch:
         self._engine = engine
         self._limit = limit
         self._on_done = on_done
-        self._running: dict[Future[Generation], tuple[int, OfflineRequest]] = {}
+        self._running: dict[Future[Generation], tuple[int, RequestFactory]] = {}
         self._results: dict[int, BatchResult] = {}
 
     def run(self, factories: Iterable[RequestFactory]) -> list[BatchResult]:
@@ -45,24 +45,20 @@ class OfflineBatch:
 
     def _submit(self, index: int, factory: RequestFactory) -> None:
         try:
-            request = factory()
-            self._running[self._engine.submit(request)] = index, request
+            self._running[self._engine.submit(factory())] = index, factory
         except DashInferVLMError as error:
             self._finish(index, error)
 
     def _collect(self, free_slots: int) -> None:
         while len(self._running) > self._limit - free_slots:
             for future in wait(self._running, return_when=FIRST_COMPLETED).done:
-                index, request = self._running.pop(future)
+                index, factory = self._running.pop(future)
                 error = future.exception()
                 if isinstance(error, QueueFull):  # other callers of the engine use its slots
-                    self._resubmit(index, request, error.retry_after)
+                    time.sleep(error.retry_after)
+                    self._submit(index, factory)
                 else:
                     self._finish(index, error if isinstance(error, DashInferVLMError) else future.result())
-
-    def _resubmit(self, index: int, request: OfflineRequest, seconds: float) -> None:
-        time.sleep(seconds)
-        self._submit(index, lambda: request)
 
     def _finish(self, index: int, result: BatchResult) -> None:
         self._results[index] = result

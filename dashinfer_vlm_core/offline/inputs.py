@@ -1,25 +1,43 @@
-"""Convert prompts and conversations of callers to `OfflineRequest`."""
+"""Convert prompts and conversations of callers, with their images and videos, to `OfflineRequest`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from PIL import Image as PILImage
+from pydantic import ValidationError
 
 from ..errors import InvalidParameter, UnsupportedParameter
 from ..media.types import Kind
 from ..media.video_objects import has_metadata
-from ..protocol import LoRARequest, MediaPart, OfflineRequest
+from ..protocol import EncodedEmbeddings, LoRARequest, MediaPart, OfflineRequest
 from ..protocol.fields import NO_AUDIO
-from ..protocol.validation_errors import invalid, show
-from .media import is_object, media_part, to_json_part
+from ..protocol.messages import Part
+from ..protocol.validation_errors import explain, invalid, show, unsupported
 from .params import SamplingParams
 
 _KINDS: tuple[Kind, ...] = ("image", "video")
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs")
 _OBJECT_PARTS: Mapping[str, Kind] = {"image_pil": "image", "image": "image", "image_embeds": "image", "video": "video"}
+OPTIONS: Mapping[Kind, Mapping[str, str]] = {
+    "image": {"min_pixels": "min_pixels", "max_pixels": "max_pixels"},
+    "video": {
+        "min_pixels": "min_pixels",
+        "max_pixels": "max_pixels",
+        "total_pixels": "total_pixels",
+        "fps": "fps",
+        "sample_fps": "fps",
+        "num_frames": "num_frames",
+        "nframes": "num_frames",
+    },
+}
+"""Options of a part, and their names in a request; `nframes` and, for lists of frames, `sample_fps` are the names in
+qwen-vl-utils."""
+
+_OBJECT_URL = "memory:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +123,7 @@ def from_messages(
 
 
 def _parse(sampling: SamplingParams, **fields: Any) -> OfflineRequest:
-    request = OfflineRequest.parse({**sampling.fields(), **fields})
-    assert isinstance(request, OfflineRequest)
-    return request
+    return OfflineRequest.parse({**sampling.fields(), **fields})
 
 
 def _is_ids(value: object) -> bool:
@@ -119,8 +135,7 @@ def _raw_prompt(given: Mapping[str, Any]) -> str | tuple[int, ...]:
     ids = given.get("prompt_token_ids")
     if isinstance(text, str) and ids is None:
         return text
-    if text is None and _is_ids(ids):
-        assert ids is not None
+    if text is None and ids is not None and _is_ids(ids):
         return tuple(ids)
     raise InvalidParameter(
         "A prompt is text in `prompt`, or a list of token IDs in `prompt_token_ids`. Pass one of them.", param="prompt"
@@ -156,7 +171,7 @@ def _parts_of_kind(kind: Kind, value: object, uuids: object) -> list[MediaPart]:
             f"has {len(names)} entries for {len(items)} items of `multi_modal_data.{kind}`. Pass one for each item.",
         )
     return [
-        media_part(kind, item, name, f"multi_modal_data.{kind}[{index}]")
+        _media_part(kind, item, name, f"multi_modal_data.{kind}[{index}]")
         for index, (item, name) in enumerate(zip(items, names, strict=True))
     ]
 
@@ -189,13 +204,73 @@ def _part(part: object, path: str, contents: dict[str, Any]) -> object:
         return part
     kind = _OBJECT_PARTS[name]
     value = part.get(name)
-    if is_object(value):
+    if _is_object(value):
         contents[path] = value
     options = {key: option for key, option in part.items() if key not in {"type", name, "uuid"}}
-    return to_json_part(kind, value, options, part.get("uuid"), path)
+    return _json_part(kind, value, options, part.get("uuid"), path)
 
 
 def _is_text(part: Mapping[str, Any]) -> bool:
     rows = part.get("image_embeds")
     rows = rows.get("image_embeds") if isinstance(rows, Mapping) else rows
     return part["type"] == "image_embeds" and (rows is None or isinstance(rows, str))
+
+
+def _json_part(kind: Kind, value: object, options: Mapping[str, Any], uuid: str | None, path: str) -> dict[str, Any]:
+    """Return a content part in its JSON form. Its URL is a placeholder if `_is_object(value)`.
+
+    Args:
+        kind: the kind of the part.
+        value: a URL or path, for a video also a list of them, an object for `media.python_objects`, or None.
+        options: options by their names in `OPTIONS`.
+        uuid: the caller's name for it.
+        path: the part's path in the request, for errors.
+
+    Raises:
+        InvalidParameter, UnsupportedParameter: an option is unknown, or cannot be combined with the value.
+    """
+    for name in options:
+        if name not in OPTIONS[kind]:
+            raise invalid(path, f"has no option {show(name)}. Its options are {', '.join(OPTIONS[kind])}.")
+        if isinstance(value, (Mapping, EncodedEmbeddings)):
+            raise unsupported(f"{path}.{name}", "is not available for embeddings, whose size is fixed. Remove it.")
+    source = {OPTIONS[kind][name]: option for name, option in options.items()}
+    if value is not None:
+        source["url"] = _OBJECT_URL if _is_object(value) else _url(value)
+    return {"type": f"{kind}_url", f"{kind}_url": source or None, "uuid": uuid}
+
+
+def _media_part(kind: Kind, value: object, uuid: str | None, path: str) -> MediaPart:
+    """Return a content part for a rendered prompt; `value` can also be qwen-vl-utils' `{"image": ..., options}`.
+
+    Raises:
+        InvalidParameter, UnsupportedParameter: as `_json_part`, or an option is out of range.
+    """
+    options: Mapping[str, Any] = {}
+    if isinstance(value, Mapping) and kind in value:
+        options = {name: option for name, option in value.items() if name not in {kind, "type"}}
+        value = value[kind]
+    try:
+        part = Part.model_validate(_json_part(kind, value, options, uuid, path))
+    except ValidationError as error:
+        cause = explain(error)
+        raise InvalidParameter(f"In `{path}`: {cause.message}", param=f"{path}.{cause.param}") from None
+    part.check("user", path)
+    media = part.media(path)
+    assert media is not None
+    return replace(media, url=None, content=value) if _is_object(value) else replace(media, url_field="")
+
+
+def _is_object(value: object) -> bool:
+    """Return whether this is a Python object, rather than a URL, a path, or None for cached media."""
+    return not (
+        value is None or _is_source(value) or (isinstance(value, (list, tuple)) and all(map(_is_source, value)))
+    )
+
+
+def _is_source(value: object) -> bool:
+    return isinstance(value, (str, Path))
+
+
+def _url(value: Any) -> str | list[str]:
+    return str(value) if _is_source(value) else [str(frame) for frame in value]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from ..engine.chat_pipeline import Generation
 from ..engine.observers import RequestStateStats
 from ..errors import DashInferVLMError
 from ..protocol import LoRARequest
+from .batch import BatchResult
 
 if TYPE_CHECKING:
     from openai.types import CompletionUsage
@@ -85,17 +85,19 @@ class RequestOutput:
 
 
 def to_request_output(
-    request_id: str, prompt: str | None, lora_request: LoRARequest | None, generation: Generation
+    request_id: str, prompt: str | None, lora_request: LoRARequest | None, result: BatchResult
 ) -> RequestOutput:
-    choices = zip(generation.completion.choices, generation.token_ids, generation.stop_reasons, strict=True)
+    if isinstance(result, DashInferVLMError):
+        return RequestOutput(request_id=request_id, prompt=prompt, error=result, lora_request=lora_request)
+    choices = zip(result.completion.choices, result.token_ids, result.stop_reasons, strict=True)
     return RequestOutput(
         request_id=request_id,
         prompt=prompt,
-        prompt_token_ids=generation.prompt_token_ids,
+        prompt_token_ids=result.prompt_token_ids,
         outputs=tuple(_output(*choice) for choice in choices),
-        usage=generation.completion.usage,
+        usage=result.completion.usage,
         lora_request=lora_request,
-        metrics=generation.stats,
+        metrics=result.stats,
     )
 
 

@@ -15,7 +15,7 @@ from ..engine import Engine
 from ..errors import ConfigError, DashInferVLMError
 from ..protocol import LoRARequest, OfflineRequest
 from ..protocol.validation_errors import invalid, show
-from .batch import BatchResult, OfflineBatch, RequestFactory
+from .batch import OfflineBatch, RequestFactory
 from .inputs import MediaDefaults, from_messages, from_prompt, is_single_conversation, is_single_prompt, prompt_text
 from .outputs import RequestOutput, to_request_output
 from .params import SamplingParams
@@ -279,28 +279,22 @@ class VLM:
                 started.append((prompt_text(item), lora))
                 yield functools.partial(make, item, self._with_seed(params), lora)
 
+        config = self.engine.config
+        limit = config.max_batch_size + min(LOOK_AHEAD, config.max_waiting)
         total = len(items) if isinstance(items, Sized) else None
         with new_bar(total=total, desc="Prompts", unit="prompt", dynamic_ncols=True, disable=not use_tqdm) as bar:
-            results = OfflineBatch(self.engine, limit=self._limit, on_done=bar.update).run(factories())
+            results = OfflineBatch(self.engine, limit=limit, on_done=bar.update).run(factories())
         if single and isinstance(results[0], DashInferVLMError):
             raise results[0]
-        return [self._output(*given, result) for given, result in zip(started, results, strict=True)]
-
-    def _output(self, text: str | None, lora: LoRARequest | None, result: BatchResult) -> RequestOutput:
-        number = str(next(self._ids))
-        if isinstance(result, DashInferVLMError):
-            return RequestOutput(request_id=number, prompt=text, error=result, lora_request=lora)
-        return to_request_output(number, text, lora, result)
+        return [
+            to_request_output(str(next(self._ids)), *given, result)
+            for given, result in zip(started, results, strict=True)
+        ]
 
     def _with_seed(self, params: SamplingParams) -> SamplingParams:
         if self._seeds is None or params.seed is not None:
             return params
         return replace(params, seed=self._seeds.getrandbits(63))
-
-    @property
-    def _limit(self) -> int:
-        config = self.engine.config
-        return config.max_batch_size + min(LOOK_AHEAD, config.max_waiting)
 
 
 def _engine_config(arguments: Mapping[str, Any]) -> EngineConfig:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import TypeAlias
 
 from .validation_errors import show, unsupported
@@ -35,53 +34,47 @@ _NO_GRAMMAR = "Use `response_format` with a JSON schema."
 NO_CUSTOM_GRAMMAR = "Grammars cannot be sent. Use a JSON schema, `regex` or `choice` of `structured_outputs`."
 _NO_TEMPLATE = "Requests cannot change the engine's chat template. Remove it."
 
-REJECTED_FIELDS: RejectedFields = MappingProxyType(
-    {
-        # OpenAI's fields.
-        "audio": ((), NO_AUDIO),
-        "function_call": (("none",), _NO_FUNCTIONS),
-        "functions": (([],), _NO_FUNCTIONS),
-        "modalities": ((["text"],), NO_AUDIO),
-        "moderation": ((), "Moderation is not available. Remove it."),
-        "prediction": ((), "Predicted outputs are not available. Remove it."),
-        "service_tier": (("auto", "default"), 'There is only one tier. Remove it, or use "auto".'),
-        "store": ((False,), "Completions are not stored. Remove it."),
-        "verbosity": (
-            ("medium",),
-            "The models cannot control verbosity. Remove it, and describe the desired length in the prompt.",
-        ),
-        "web_search_options": ((), "Web search is not available. Remove it."),
-        # Fields of other servers. There they affect the completion, so that ignoring them here would be misleading.
-        "add_generation_prompt": ((True,), _NO_TEMPLATE),
-        "allowed_token_ids": ((), _NO_GRAMMAR),
-        "bad_words": (([],), "Use `logit_bias` on their tokens."),
-        "best_of": ((1,), "Completions are not ranked. Use `n`."),
-        "chat_template": ((), _NO_TEMPLATE),
-        "continue_final_message": ((False,), _NO_TEMPLATE),
-        "echo": ((False,), "Completions do not include the prompt. Remove it."),
-        "guided_grammar": ((), NO_CUSTOM_GRAMMAR),
-        "guided_whitespace_pattern": ((), "JSON has at most one space after commas and colons. Remove it."),
-        "include_stop_str_in_output": ((False,), "Completions end before the stop string. Remove it."),
-        "length_penalty": ((1, 1.0), "It applies to beam search, which is not available. Remove it."),
-        "logits_processors": (([],), "Requests cannot run code. Remove it."),
-        "min_p": ((0, 0.0), "Use `top_p` or `top_k`."),
-        "prompt_logprobs": ((), "Log probabilities are available for completion tokens only. Use `logprobs`."),
-        "skip_special_tokens": ((True,), "Completions never contain special tokens. Remove it."),
-        "truncate_prompt_tokens": ((), "Prompts are never truncated. Shorten the messages."),
-        "use_beam_search": ((False,), "Use `temperature` 0 for greedy decoding."),
-    }
-)
-REJECTED_PARTS: Mapping[str, str] = MappingProxyType(
-    {
-        "input_audio": NO_AUDIO,
-        "audio_url": NO_AUDIO,
-    }
-)
+REJECTED_FIELDS: RejectedFields = {
+    # OpenAI's fields.
+    "audio": ((), NO_AUDIO),
+    "function_call": (("none",), _NO_FUNCTIONS),
+    "functions": (([],), _NO_FUNCTIONS),
+    "modalities": ((["text"],), NO_AUDIO),
+    "moderation": ((), "Moderation is not available. Remove it."),
+    "prediction": ((), "Predicted outputs are not available. Remove it."),
+    "service_tier": (("auto", "default"), 'There is only one tier. Remove it, or use "auto".'),
+    "store": ((False,), "Completions are not stored. Remove it."),
+    "verbosity": (
+        ("medium",),
+        "The models cannot control verbosity. Remove it, and describe the desired length in the prompt.",
+    ),
+    "web_search_options": ((), "Web search is not available. Remove it."),
+    # Fields of other servers. There they affect the completion, so that ignoring them here would be misleading.
+    "add_generation_prompt": ((True,), _NO_TEMPLATE),
+    "allowed_token_ids": ((), _NO_GRAMMAR),
+    "bad_words": (([],), "Use `logit_bias` on their tokens."),
+    "best_of": ((1,), "Completions are not ranked. Use `n`."),
+    "chat_template": ((), _NO_TEMPLATE),
+    "continue_final_message": ((False,), _NO_TEMPLATE),
+    "echo": ((False,), "Completions do not include the prompt. Remove it."),
+    "guided_grammar": ((), NO_CUSTOM_GRAMMAR),
+    "guided_whitespace_pattern": ((), "JSON has at most one space after commas and colons. Remove it."),
+    "include_stop_str_in_output": ((False,), "Completions end before the stop string. Remove it."),
+    "length_penalty": ((1, 1.0), "It applies to beam search, which is not available. Remove it."),
+    "logits_processors": (([],), "Requests cannot run code. Remove it."),
+    "min_p": ((0, 0.0), "Use `top_p` or `top_k`."),
+    "prompt_logprobs": ((), "Log probabilities are available for completion tokens only. Use `logprobs`."),
+    "skip_special_tokens": ((True,), "Completions never contain special tokens. Remove it."),
+    "truncate_prompt_tokens": ((), "Prompts are never truncated. Shorten the messages."),
+    "use_beam_search": ((False,), "Use `temperature` 0 for greedy decoding."),
+}
+REJECTED_PARTS: Mapping[str, str] = {
+    "input_audio": NO_AUDIO,
+    "audio_url": NO_AUDIO,
+}
 """Types of content parts that OpenAI's clients can send, but that the models do not support."""
 
-REJECTED_IN_MESSAGES: Mapping[str, str] = MappingProxyType(
-    {"audio": NO_AUDIO, "function_call": "It is deprecated. Use `tool_calls`."}
-)
+REJECTED_IN_MESSAGES: Mapping[str, str] = {"audio": NO_AUDIO, "function_call": "It is deprecated. Use `tool_calls`."}
 """Fields of a message whose contents the model would not receive."""
 
 

@@ -3,35 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from .base import Array, Label, Name, RequestModel, StringOrArray, StringOrObject, Text
 from .fields import REJECTED_IN_MESSAGES, REJECTED_PARTS
-from .files import FileSource
 from .json_limits import MAX_CHARACTERS, MAX_VALUES, TOO_MANY_VALUES, JsonLimitExceeded, count_values
 from .media_part import MediaPart
-from .sources import ImageEmbeds, ImageURL, InputVideo, MediaSource, VideoURL
+from .sources import FileSource, ImageEmbeds, ImageURL, InputVideo, MediaSource, VideoURL
 from .validation_errors import invalid, show, unsupported
 
 MAX_PARTS = 1024
 MAX_TOOL_CALLS = 128
 
-_SOURCES: Mapping[str, type[MediaSource]] = MappingProxyType(
-    {
-        "image_url": ImageURL,
-        "video_url": VideoURL,
-        "input_video": InputVideo,
-        "image_embeds": ImageEmbeds,
-        "file": FileSource,
-    }
-)
+_SOURCES: Mapping[str, type[MediaSource]] = {
+    "image_url": ImageURL,
+    "video_url": VideoURL,
+    "input_video": InputVideo,
+    "image_embeds": ImageEmbeds,
+    "file": FileSource,
+}
 _ROLES = ("user", "assistant", "system", "developer", "tool")
-_PART_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"text": _ROLES, **dict.fromkeys(_SOURCES, ("user", "tool")), "refusal": ("assistant",)}
-)
+_PART_TYPES: Mapping[str, tuple[str, ...]] = {
+    "text": _ROLES,
+    **dict.fromkeys(_SOURCES, ("user", "tool")),
+    "refusal": ("assistant",),
+}
 """Types of content parts, and the roles whose messages can contain them."""
 
 
@@ -117,8 +115,7 @@ class ToolCall(RequestModel):
     function: Function
 
     def for_template(self) -> dict[str, Any]:
-        function = {"name": self.function.name, "arguments": self.function.arguments}
-        return {"id": self.id, "type": self.type, "function": function}
+        return self.model_dump(include={"id": True, "type": True, "function": {"name", "arguments"}})
 
 
 class Message(RequestModel):

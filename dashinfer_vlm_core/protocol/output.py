@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field, Tag, model_validator
@@ -167,15 +166,13 @@ class StructuredOutputs(ClosedModel):
 
 
 _NO_WHITESPACE = "JSON has at most one space after commas and colons. Remove it."
-REJECTED_OPTIONS: RejectedFields = MappingProxyType(
-    {
-        "grammar": ((), NO_CUSTOM_GRAMMAR),
-        "structural_tag": ((), "Use `tools` for calls, or a JSON schema."),
-        "disable_any_whitespace": ((False,), _NO_WHITESPACE),
-        "disable_additional_properties": ((False,), 'Set "additionalProperties": false in the schema.'),
-        "whitespace_pattern": ((), _NO_WHITESPACE),
-    }
-)
+REJECTED_OPTIONS: RejectedFields = {
+    "grammar": ((), NO_CUSTOM_GRAMMAR),
+    "structural_tag": ((), "Use `tools` for calls, or a JSON schema."),
+    "disable_any_whitespace": ((False,), _NO_WHITESPACE),
+    "disable_additional_properties": ((False,), 'Set "additionalProperties": false in the schema.'),
+    "whitespace_pattern": ((), _NO_WHITESPACE),
+}
 """Options of `structured_outputs` that are not supported."""
 
 
@@ -206,10 +203,9 @@ class Tool(RequestModel):
 
     def for_template(self) -> dict[str, Any]:
         """Return the tool in the form that chat templates expect."""
-        function = {"name": self.function.name, "description": self.function.description}
+        function = self.function.model_dump(include={"name", "description"}, exclude_none=True)
         parameters = self.function.parameters or {"type": "object", "properties": {}}
-        function = {key: value for key, value in function.items() if value is not None}
-        return {"type": "function", "function": {**function, "parameters": parameters}}
+        return {"type": "function", "function": function | {"parameters": parameters}}
 
 
 class _Named(RequestModel):

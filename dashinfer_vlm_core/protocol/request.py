@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, InstanceOf, model_validator
@@ -92,6 +91,9 @@ class ChatRequest(CheckedBody):
     or pixels of the original image. `structured_outputs` and its older spellings `guided_json`, `guided_regex` and
     `guided_choice` are vLLM's. The module `fields` lists ignored and rejected fields.
     """
+
+    parses_tool_calls: ClassVar[bool] = True
+    """Whether tool calls in the completion are parsed; otherwise, they are part of its text."""
 
     _rejected_fields: ClassVar[RejectedFields] = REJECTED_FIELDS
     _accepted_fields: ClassVar[Collection[str]] = IGNORED_FIELDS
@@ -216,11 +218,6 @@ class ChatRequest(CheckedBody):
         return () if self.tool_choice == "none" else self.tools
 
     @property
-    def parses_tool_calls(self) -> bool:
-        """Whether tool calls in the completion are parsed; otherwise, they are part of its text."""
-        return True
-
-    @property
     def must_call(self) -> bool:
         """Whether the completion has to be a tool call."""
         if isinstance(self.tool_choice, AllowedTools):
@@ -276,7 +273,7 @@ class ChatRequest(CheckedBody):
             repetition_penalty=self.repetition_penalty,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
-            logit_bias=MappingProxyType({int(token): bias for token, bias in self.logit_bias.items()}),
+            logit_bias={int(token): bias for token, bias in self.logit_bias.items()},
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
@@ -295,15 +292,13 @@ class OfflineRequest(ChatRequest):
         lora_request: the LoRA adapter to use.
     """
 
+    parses_tool_calls: ClassVar[bool] = False  # as in vLLM, whose offline outputs have text only
+
     messages: Annotated[Array[Message], Field(max_length=MAX_MESSAGES)] = ()
     contents: Mapping[str, Any] = Field(default_factory=dict, repr=False)
     prompt: StringOrArray[Text, tuple[int, ...]] | None = None
     attached: tuple[InstanceOf[MediaPart], ...] = ()
     lora_request: InstanceOf[LoRARequest] | None = None
-
-    @property
-    def parses_tool_calls(self) -> bool:
-        return False  # as in vLLM, whose offline outputs have text only
 
     @property
     def raw_prompt(self) -> str | tuple[int, ...] | None:

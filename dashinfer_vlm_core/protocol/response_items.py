@@ -6,7 +6,6 @@ import base64
 import binascii
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import ConfigDict, Field
@@ -84,15 +83,13 @@ class ItemPart(_StoredModel):
 
 
 _TEXT_TYPES = ("input_text", "output_text", "text")
-_CHAT_TYPES: Mapping[str, str] = MappingProxyType(
-    {
-        **dict.fromkeys(_TEXT_TYPES, "text"),
-        "input_image": "image_url",
-        "input_video": "video_url",
-        "input_file": "file",
-        "refusal": "refusal",
-    }
-)
+_CHAT_TYPES: Mapping[str, str] = {
+    **dict.fromkeys(_TEXT_TYPES, "text"),
+    "input_image": "image_url",
+    "input_video": "video_url",
+    "input_file": "file",
+    "refusal": "refusal",
+}
 """Types of content parts in chat requests, each also the name of the field with the value."""
 
 _Parts: TypeAlias = Annotated[Array[ItemPart], Field(max_length=MAX_PARTS)]
@@ -235,15 +232,13 @@ class ItemConverter:
         return None if reasoning_only and has_other else last
 
 
-_ITEM_CONVERTERS: Mapping[str, Callable[[ItemConverter, InputItem, str], None]] = MappingProxyType(
-    {
-        "message": ItemConverter.add_message,
-        "function_call": ItemConverter.add_call,
-        "function_call_output": ItemConverter.add_output,
-        "reasoning": ItemConverter.add_reasoning,
-        "compaction": ItemConverter.add_compaction,
-    }
-)
+_ITEM_CONVERTERS: Mapping[str, Callable[[ItemConverter, InputItem, str], None]] = {
+    "message": ItemConverter.add_message,
+    "function_call": ItemConverter.add_call,
+    "function_call_output": ItemConverter.add_output,
+    "reasoning": ItemConverter.add_reasoning,
+    "compaction": ItemConverter.add_compaction,
+}
 
 
 def encode_summary(summary: str) -> str:

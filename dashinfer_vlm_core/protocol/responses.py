@@ -7,7 +7,6 @@ import copy
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from openai.types.responses import ResponseIncludable
@@ -25,51 +24,45 @@ from .validation_errors import invalid
 
 LOGPROBS = "message.output_text.logprobs"
 
-REJECTED_IN_RESPONSES: RejectedFields = MappingProxyType(
-    {
-        # OpenAI's fields.
-        "access_programs": (({"cyber": "standard"},), "There are no access programs. Remove it."),
-        "background": ((False,), "Responses are not created in the background. Remove it, or use `stream`."),
-        "background_options": (
-            ({"completion_window": "soonest"},),
-            "Responses are not created in the background. Remove it, or use `stream`.",
-        ),
-        "context_management": (([],), "Requests are not compacted. Use `truncation`."),
-        "conversation": ((), "Conversations are not stored. Use `previous_response_id`, or send all items."),
-        "image": (
-            ({"context_compression": "auto"}, {"context_compression": "disabled"}),
-            "Images are not compressed. Remove it, and limit their size with `mm_processor_kwargs`.",
-        ),
-        "moderation": ((), "Moderation is not available. Remove it."),
-        "prompt": ((), "Prompt templates are not stored. Use `instructions`."),
-        "service_tier": (("auto", "default"), 'There is only one tier. Remove it, or use "auto".'),
-        # Fields of chat completion requests, which have another name here.
-        "logprobs": ((False,), f'Use `include` with "{LOGPROBS}".'),
-        "max_completion_tokens": ((), "Use `max_output_tokens`."),
-        "max_tokens": ((), "Use `max_output_tokens`."),
-        "messages": ((), "Use `input`."),
-        "n": ((1,), "A response has one output. Send several requests."),
-        "reasoning_effort": ((), "Use `reasoning.effort`."),
-        "response_format": ((), "Use `text.format`."),
-        "verbosity": ((), "Use `text.verbosity`."),
-    }
-)
+REJECTED_IN_RESPONSES: RejectedFields = {
+    # OpenAI's fields.
+    "access_programs": (({"cyber": "standard"},), "There are no access programs. Remove it."),
+    "background": ((False,), "Responses are not created in the background. Remove it, or use `stream`."),
+    "background_options": (
+        ({"completion_window": "soonest"},),
+        "Responses are not created in the background. Remove it, or use `stream`.",
+    ),
+    "context_management": (([],), "Requests are not compacted. Use `truncation`."),
+    "conversation": ((), "Conversations are not stored. Use `previous_response_id`, or send all items."),
+    "image": (
+        ({"context_compression": "auto"}, {"context_compression": "disabled"}),
+        "Images are not compressed. Remove it, and limit their size with `mm_processor_kwargs`.",
+    ),
+    "moderation": ((), "Moderation is not available. Remove it."),
+    "prompt": ((), "Prompt templates are not stored. Use `instructions`."),
+    "service_tier": (("auto", "default"), 'There is only one tier. Remove it, or use "auto".'),
+    # Fields of chat completion requests, which have another name here.
+    "logprobs": ((False,), f'Use `include` with "{LOGPROBS}".'),
+    "max_completion_tokens": ((), "Use `max_output_tokens`."),
+    "max_tokens": ((), "Use `max_output_tokens`."),
+    "messages": ((), "Use `input`."),
+    "n": ((1,), "A response has one output. Send several requests."),
+    "reasoning_effort": ((), "Use `reasoning.effort`."),
+    "response_format": ((), "Use `text.format`."),
+    "verbosity": ((), "Use `text.verbosity`."),
+}
 _NO_SUMMARY = 'Reasoning is not summarized, it is returned as a whole. Use "auto", or remove it.'
-_REJECTED_IN_REASONING: RejectedFields = MappingProxyType(
-    {
-        "summary": (("auto",), _NO_SUMMARY),
-        "generate_summary": (("auto",), _NO_SUMMARY),
-        "context": (("auto",), "Remove it."),
-        "mode": (("standard",), "Remove it."),
-    }
-)
-_REJECTED_IN_TEXT: RejectedFields = MappingProxyType(
-    {"verbosity": (("medium",), "The models cannot control it. Describe the desired length in `instructions`.")}
-)
-_REJECTED_TYPES: RejectedFields = MappingProxyType({"type": (("function",), "Only functions are available.")})
-_REJECTED_CHOICES: RejectedFields = MappingProxyType(
-    {"type": (("function", "allowed_tools"), "Only functions are available.")}
-)
+_REJECTED_IN_REASONING: RejectedFields = {
+    "summary": (("auto",), _NO_SUMMARY),
+    "generate_summary": (("auto",), _NO_SUMMARY),
+    "context": (("auto",), "Remove it."),
+    "mode": (("standard",), "Remove it."),
+}
+_REJECTED_IN_TEXT: RejectedFields = {
+    "verbosity": (("medium",), "The models cannot control it. Describe the desired length in `instructions`.")
+}
+_REJECTED_TYPES: RejectedFields = {"type": (("function",), "Only functions are available.")}
+_REJECTED_CHOICES: RejectedFields = {"type": (("function", "allowed_tools"), "Only functions are available.")}
 
 SUMMARY_PROMPT = (
     "Summarize this conversation so that it can be continued from the summary alone. Include every fact, name, number"

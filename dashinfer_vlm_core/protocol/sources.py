@@ -1,18 +1,21 @@
-"""Sources of images and videos in content parts: URLs, base64, lists of frames and embeddings, with their options."""
+"""Sources of images and videos in content parts: URLs, base64, files, lists of frames and embeddings, with options."""
 
 from __future__ import annotations
 
 import math
+import mimetypes
+import re
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 from typing_extensions import Self
 
-from .base import LARGEST, Array, Count, RequestModel, StringOrArray, StringOrObject, Text
+from .base import LARGEST, Array, Count, Label, RequestModel, StringOrArray, StringOrObject, Text
 from .media_part import EncodedEmbeddings, MediaPart
-from .validation_errors import invalid
+from .validation_errors import invalid, unsupported
 
 LOW_DETAIL_PIXELS = 256 * 28 * 28
 """Maximum number of pixels of an image with `detail: "low"`: 256 visual tokens of 28 x 28 pixels."""
@@ -22,13 +25,20 @@ JPEG_FRAMES = "data:video/jpeg;base64,"
 
 _JPEG_FRAME = "data:image/jpeg;base64,"
 _DATA = "data:"
-_VIDEO_FILE = "data:video/mp4;base64,"
-"""Prefix for a file in base64; the format is detected from the content, not from this type."""
 
 MAX_FRAMES = 4096
 
 Kind: TypeAlias = Literal["image", "video"]
 Rate: TypeAlias = Annotated[float, Field(gt=0, le=1000)]
+
+_MAX_NAME = 256
+"""Number of characters of a URL or file name that are examined."""
+
+_BASE64: Mapping[Kind, str] = {"image": "data:image/png;base64,", "video": "data:video/mp4;base64,"}
+"""Prefixes for files in base64; the format is detected from the content, not from this type."""
+
+_DATA_TYPE = re.compile(r"data:([\w.+-]+/[\w.+-]+)", re.IGNORECASE)
+_URL = re.compile(r"(data|https?):", re.IGNORECASE)
 
 
 class MediaSource(RequestModel, ABC):
@@ -213,7 +223,7 @@ class InputVideo(VideoURL):
         if not self.data:
             return super().urls()
         is_url = self.data[: len(_DATA)].lower() == _DATA
-        return self.data if is_url else _VIDEO_FILE + self.data
+        return self.data if is_url else _BASE64["video"] + self.data
 
 
 class ImageEmbeds(MediaSource):
@@ -235,6 +245,70 @@ class ImageEmbeds(MediaSource):
     def media(self, path: str, content_field: str, uuid: str | None) -> MediaPart:
         content = EncodedEmbeddings(rows=self.image_embeds, grid=self.image_grid_thw) if self.image_embeds else None
         return MediaPart(kind="image", path=path, content=content, uuid=uuid, url_field=content_field)
+
+
+class VideoMetadata(RequestModel):
+    fps: Rate | None = None
+
+
+class FileSource(MediaSource):
+    """A file: a data: URL or base64 as `file_data`.
+
+    The other fields are LiteLLM's: a URL as `file_id`, the media type `format`, and options of an image or a video.
+    """
+
+    file_data: Text | None = None
+    file_id: Text | None = None
+    filename: Text | None = None
+    format: Label | None = None
+    detail: Literal["auto", "low", "high"] | None = None
+    video_metadata: VideoMetadata | None = None
+
+    @property
+    def kind(self) -> Kind:
+        return "video" if self._general_type == "video" else "image"
+
+    @property
+    def content_field(self) -> str:
+        return "file_id" if self.file_id and not self.file_data else "file_data"
+
+    def check(self, path: str, content_path: str, *, optional: bool) -> None:
+        if self._general_type not in {"image", "video"} or not (self.file_data or self._is_url):
+            raise unsupported(
+                content_path,
+                "must be an image or a video: a data: URL in `file_data`, or base64 with a `filename` such as"
+                " photo.png. Documents are not supported, and files are not stored. Send the pages of a document as"
+                " images, or its text.",
+            )
+        option = "detail" if self.kind == "video" else "video_metadata"
+        if getattr(self, option) is not None:
+            raise unsupported(f"{path}.{option}", f"is not available for a file of the kind {self.kind}. Remove it.")
+        if self.video_metadata and self.video_metadata.model_extra:
+            raise unsupported(f"{path}.video_metadata", "has other options than `fps`. Remove them.")
+        check_url(self._content, content_path)
+
+    def media(self, path: str, content_field: str, uuid: str | None) -> MediaPart:
+        url = self._content if self._is_url else _BASE64[self.kind] + self._content
+        if self.kind == "image":
+            return ImageURL(url=url, detail=self.detail or "auto").media(path, content_field, uuid)
+        fps = self.video_metadata.fps if self.video_metadata else None
+        return VideoURL(url=url, fps=fps).media(path, content_field, uuid)
+
+    @property
+    def _content(self) -> str:
+        return self.file_data or self.file_id or ""
+
+    @property
+    def _is_url(self) -> bool:
+        return _URL.match(self._content) is not None
+
+    @property
+    def _general_type(self) -> str:
+        declared = _DATA_TYPE.match(self._content, 0, _MAX_NAME)
+        name = self.filename or ("" if self.file_data else self._content)
+        guessed = mimetypes.guess_type(name[-_MAX_NAME:], strict=False)[0]
+        media_type = self.format or (declared[1] if declared else guessed) or ""
+        return media_type.partition("/")[0].lower()
 
 
 def check_url(url: str | None, path: str, *, optional: bool = False) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -16,64 +15,58 @@ SHOWN_CHARACTERS = 60
 
 _INDEX = re.compile(r"\[\d+\]")
 
-_NEXT_STEPS: Mapping[str, str] = MappingProxyType(
-    {
-        "messages": ' Write "messages": [{"role": "user", "content": "..."}].',
-        "role": ' Write "role": "user" for prompts.',
-        "tools[].function": ' Write "function": {"name": "...", "parameters": {...}}.',
-        "tools": ' Write "tools": [{"type": "function", "function": {"name": "...", "parameters": {...}}}].',
-        "input": ' Write "input": "...", or "input": [{"role": "user", "content": "..."}].',
-        "response_format": ' Write "response_format": {"type": "json_object"}.',
-        "stream_options": ' Write "stream_options": {"include_usage": true}.',
-        "image_url": ' Write "image_url": {"url": "..."}.',
-        "video_url": ' Write "video_url": {"url": "..."}.',
-        "input_video": ' Write "input_video": {"data": "..."} with a file in base64, or {"url": "..."}.',
-    }
-)
+_NEXT_STEPS: Mapping[str, str] = {
+    "messages": ' Write "messages": [{"role": "user", "content": "..."}].',
+    "role": ' Write "role": "user" for prompts.',
+    "tools[].function": ' Write "function": {"name": "...", "parameters": {...}}.',
+    "tools": ' Write "tools": [{"type": "function", "function": {"name": "...", "parameters": {...}}}].',
+    "input": ' Write "input": "...", or "input": [{"role": "user", "content": "..."}].',
+    "response_format": ' Write "response_format": {"type": "json_object"}.',
+    "stream_options": ' Write "stream_options": {"include_usage": true}.',
+    "image_url": ' Write "image_url": {"url": "..."}.',
+    "video_url": ' Write "video_url": {"url": "..."}.',
+    "input_video": ' Write "input_video": {"data": "..."} with a file in base64, or {"url": "..."}.',
+}
 
 
-_MESSAGES: Mapping[str, str] = MappingProxyType(
-    {
-        "missing": "is required",
-        "string_type": "must be a string",
-        "int_type": "must be an integer",
-        "int_parsing": "must be an integer",
-        "int_from_float": "must be an integer",
-        "float_type": "must be a finite number",
-        "float_parsing": "must be a number",
-        "finite_number": "must be a finite number",
-        "bool_type": "must be true or false",
-        "bool_parsing": "must be true or false",
-        "tuple_type": "must be an array",
-        "dict_type": "must be an object",
-        "model_type": "must be an object",
-        "string_or_array": "must be a string or an array",
-        "string_or_object": "must be a string or an object",
-        "greater_than": "must be above {gt}",
-        "greater_than_equal": "must be at least {ge}",
-        "less_than_equal": "must be at most {le}",
-        "literal_error": "must be {expected}",
-        "too_short": "must not be empty",
-        "too_long": "must have at most {max_length} entries",
-        "string_too_short": "must not be empty",
-        "string_too_long": "must have at most {max_length} characters",
-        "string_unicode": "must be valid Unicode, without lone surrogates",
-        "string_pattern_mismatch": "must map token IDs to numbers",
-        "value_error": "{error}",
-        "extra_forbidden": "is not a known option",
-        "unexpected_keyword_argument": "is not a known key",
-    }
-)
+_MESSAGES: Mapping[str, str] = {
+    "missing": "is required",
+    "string_type": "must be a string",
+    "int_type": "must be an integer",
+    "int_parsing": "must be an integer",
+    "int_from_float": "must be an integer",
+    "float_type": "must be a finite number",
+    "float_parsing": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "tuple_type": "must be an array",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "string_or_array": "must be a string or an array",
+    "string_or_object": "must be a string or an object",
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than_equal": "must be at most {le}",
+    "literal_error": "must be {expected}",
+    "too_short": "must not be empty",
+    "too_long": "must have at most {max_length} entries",
+    "string_too_short": "must not be empty",
+    "string_too_long": "must have at most {max_length} characters",
+    "string_unicode": "must be valid Unicode, without lone surrogates",
+    "string_pattern_mismatch": "must map token IDs to numbers",
+    "value_error": "{error}",
+    "extra_forbidden": "is not a known option",
+    "unexpected_keyword_argument": "is not a known key",
+}
 
 _SHAPE_ERRORS = frozenset({"missing", "model_type", "string_or_object", "tuple_type", "too_short"})
 
-_UNQUOTED: Mapping[str, re.Pattern[str]] = MappingProxyType(
-    {
-        "int_type": re.compile(r"-?\d{1,20}"),
-        "float_type": re.compile(r"-?\d{1,20}(\.\d{1,20})?"),
-        "bool_type": re.compile(r"true|false"),
-    }
-)
+_UNQUOTED: Mapping[str, re.Pattern[str]] = {
+    "int_type": re.compile(r"-?\d{1,20}"),
+    "float_type": re.compile(r"-?\d{1,20}(\.\d{1,20})?"),
+    "bool_type": re.compile(r"true|false"),
+}
 """Strings that would be valid without their quotes, by error type."""
 
 

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from openai.types.responses import FunctionTool, ToolChoiceAllowed, ToolChoiceFunction
-from openai.types.responses.response import ToolChoice
-from openai.types.shared import Reasoning
-
 from ..protocol.request import ChatRequest
 from ..protocol.responses import ResponsesRequest, TextFormat, ToolSelection
 
@@ -26,34 +22,23 @@ def echoed_fields(request: ResponsesRequest, chat: ChatRequest) -> dict[str, Any
         "object": "response",
         "background": False,
         "metadata": dict(request.metadata),
-        "reasoning": Reasoning(effort=chat.reasoning_effort, summary=request.reasoning.summary),
+        "reasoning": {"effort": chat.reasoning_effort, "summary": request.reasoning.summary},
         "service_tier": "default",
         "text": {"format": _text_format(request.text.format), "verbosity": request.text.verbosity},
         "tool_choice": _tool_choice(request.tool_choice),
-        "tools": _tools(request),
+        "tools": [
+            tool.model_dump(include={"type", "name", "description", "parameters"}) | {"strict": tool.strict or False}
+            for tool in request.tools
+        ],
     }
 
 
-def _tools(request: ResponsesRequest) -> list[FunctionTool]:
-    return [
-        FunctionTool(
-            type="function",
-            name=tool.name,
-            description=tool.description,
-            parameters=tool.parameters,
-            strict=tool.strict or False,
-        )
-        for tool in request.tools
-    ]
-
-
-def _tool_choice(choice: str | ToolSelection) -> ToolChoice:
+def _tool_choice(choice: str | ToolSelection) -> str | dict[str, Any]:
     if not isinstance(choice, ToolSelection):
-        return choice  # type: ignore[return-value]  # the literals of the request are OpenAI's
+        return choice
     if choice.type == "function":
-        return ToolChoiceFunction(type="function", name=choice.name or "")
-    tools: list[dict[str, object]] = [{"type": tool.type, "name": tool.name} for tool in choice.tools]
-    return ToolChoiceAllowed(type="allowed_tools", mode=choice.mode, tools=tools)
+        return choice.model_dump(include={"type", "name"})
+    return choice.model_dump(include={"type": True, "mode": True, "tools": {"__all__": {"type", "name"}}})
 
 
 def _text_format(text_format: TextFormat) -> dict[str, Any]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from ..structured_output.tool_parser import ContentDelta
 from ..tokenization.conversation import ConversationFormat
@@ -19,12 +18,8 @@ class ReasoningDelta:
 
 ReasoningEvent: TypeAlias = ReasoningDelta | ContentDelta
 
-
-class _State(Enum):
-    BEFORE = "before reasoning, or before text without reasoning"
-    REASONING = "in reasoning"
-    AFTER = "between reasoning and text"
-    TEXT = "in text"
+_State: TypeAlias = Literal["before", "reasoning", "after", "text"]
+"""Where the text ends so far: before reasoning or text without it, in it, between it and the text, or in the text."""
 
 
 class ReasoningParser:
@@ -36,12 +31,15 @@ class ReasoningParser:
     Args:
         conversation: how the model writes reasoning.
         started: whether the prompt ends with the first tag, so that the completion begins with reasoning.
+        enabled: whether there can be reasoning; otherwise, all is text, unchanged.
     """
 
-    def __init__(self, conversation: ConversationFormat, *, started: bool) -> None:
+    def __init__(self, conversation: ConversationFormat, *, started: bool, enabled: bool = True) -> None:
         self._begin_tag = conversation.reasoning_begin
         self._end_tag = conversation.reasoning_end
-        self._state = _State.REASONING if started else _State.BEFORE
+        self._state: _State = "before" if enabled else "text"
+        if started:
+            self._state = "reasoning"
         self._pending = ""  # the text fed for which there is no event yet
         self._is_first_piece = True  # of the reasoning
         self._position = 0  # characters fed
@@ -49,40 +47,40 @@ class ReasoningParser:
     @property
     def reasoning(self) -> bool:
         """Whether the reasoning has started and not ended."""
-        return self._state is _State.REASONING
+        return self._state == "reasoning"
 
     def feed(self, text: str) -> list[ReasoningEvent]:
         """Parse more text; return the events that are certain."""
         self._pending += text
         self._position += len(text)
         events: list[ReasoningEvent] = []
-        if self._state is _State.BEFORE:
+        if self._state == "before":
             self._read_beginning()
-        if self._state is _State.REASONING:
+        if self._state == "reasoning":
             events += self._read_reasoning()
-        if self._state is _State.AFTER and (content := self._pending.lstrip()):
+        if self._state == "after" and (content := self._pending.lstrip()):
             self._pending = content
-            self._state = _State.TEXT
-        return [*events, *self._take_text()] if self._state is _State.TEXT else events
+            self._state = "text"
+        return [*events, *self._take_text()] if self._state == "text" else events
 
     def flush(self) -> list[ReasoningEvent]:
         """End the text; return the events for what was held back."""
-        if self._state is _State.BEFORE:
+        if self._state == "before":
             return self._take_text()
-        return self._reason(self._pending) if self._state is _State.REASONING else []
+        return self._reason(self._pending) if self._state == "reasoning" else []
 
     def _read_beginning(self) -> None:
         beginning = self._pending.lstrip()
         if beginning.startswith(self._begin_tag):
             self._pending = beginning.removeprefix(self._begin_tag)
-            self._state = _State.REASONING
+            self._state = "reasoning"
         elif not self._begin_tag.startswith(beginning):
-            self._state = _State.TEXT
+            self._state = "text"
 
     def _read_reasoning(self) -> list[ReasoningEvent]:
         reasoning, tag, rest = self._pending.partition(self._end_tag)
         if tag:
-            self._state = _State.AFTER
+            self._state = "after"
             self._pending = rest
             return self._reason(reasoning)
         lengths = range(len(self._end_tag) - 1, -1, -1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 import tokenizers
@@ -22,13 +22,18 @@ from openai.types.completion_usage import CompletionTokensDetails, PromptTokensD
 
 from ..decoders import FinishReason, Token
 from ..errors import DecoderFailed
-from ..models.coordinates import ImageCoordinates
+from ..models.coordinates import CoordinateStream, ImageCoordinates
 from ..protocol import ChatRequest
-from ..structured_output.tool_parser import ContentDelta, ParserEvent, ToolCallParser, ToolCallStart
+from ..structured_output.tool_parser import (
+    ContentDelta,
+    ParserEvent,
+    ToolCallArgumentsDelta,
+    ToolCallParser,
+    ToolCallStart,
+)
 from ..tokenization.conversation import HERMES, ConversationFormat
 from ..tokenization.detokenizer import IncrementalDetokenizer
 from ..tokenization.stop_strings import StopStringMatcher
-from .coordinates import CoordinateConverter
 from .reasoning_parser import ReasoningDelta, ReasoningEvent, ReasoningParser
 
 ChoiceFinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
@@ -112,8 +117,9 @@ class ResponseBuilder:
         tools = {tool.function.name for tool in request.callable_tools} if request.parses_tool_calls else ()
         self._must_call = bool(tools) and request.must_call
         self._tool_parser = ToolCallParser(tools, guided=guided, must_call=self._must_call, conversation=conversation)
-        self._reasoning_parser = ReasoningParser(conversation, started=opens_reasoning) if supports_reasoning else None
-        self._coordinates = CoordinateConverter(coordinates) if coordinates else None
+        self._supports_reasoning = supports_reasoning
+        self._reasoning_parser = ReasoningParser(conversation, started=opens_reasoning, enabled=supports_reasoning)
+        self._coordinates = _CoordinateConverter(coordinates) if coordinates else None
         self._reasoning: list[str] = []
         self._text_begin: int | None = None  # index of the first character after the reasoning, in the generated text
         self._single_call = request.has_single_call
@@ -163,13 +169,11 @@ class ResponseBuilder:
         self._reason = token.finish_reason
         if token.finish_reason == "stop":
             return []
-        self.reasoning_tokens += self._reasoning_parser is not None and self._reasoning_parser.reasoning
+        self.reasoning_tokens += self._reasoning_parser.reasoning
         begin = self._detokenizer.position
         text = self._detokenizer.feed(token.id)
         if self._wants_logprobs and self._detokenizer.is_visible(token.id):
             self._pending_logprobs.append(_TokenLogprob(begin, self._logprob(token)))
-        if self._reasoning_parser is None:
-            return self._feed_text(text)
         return self._chunks_for_reasoning(self._reasoning_parser.feed(text))
 
     def final_chunks(self) -> list[ChatCompletionChunk]:
@@ -223,20 +227,15 @@ class ResponseBuilder:
         builders = (self, *others)
         completion = sum(builder.completion_tokens for builder in builders)
         cached = min(builder.cached_tokens for builder in builders)
+        reasoning = CompletionTokensDetails(reasoning_tokens=sum(builder.reasoning_tokens for builder in builders))
         details = {"image_tokens": self._counts.image_tokens, "video_tokens": self._counts.video_tokens}
         return CompletionUsage(
             prompt_tokens=self._counts.prompt_tokens,
             completion_tokens=completion,
             total_tokens=self._counts.prompt_tokens + completion,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=cached, **details),
-            **self._completion_details(builders),
+            **({"completion_tokens_details": reasoning} if self._supports_reasoning else {}),
         )
-
-    def _completion_details(self, builders: Sequence[ResponseBuilder]) -> dict[str, CompletionTokensDetails]:
-        if self._reasoning_parser is None:
-            return {}
-        tokens = sum(builder.reasoning_tokens for builder in builders)
-        return {"completion_tokens_details": CompletionTokensDetails(reasoning_tokens=tokens)}
 
     def _finish_reason(self) -> ChoiceFinishReason:
         if not self.finished:
@@ -246,13 +245,9 @@ class ResponseBuilder:
         return "stop" if self._stop_strings.matched else self._reason or "stop"
 
     def _flush(self) -> list[ChatCompletionChunk]:
-        text = self._detokenizer.flush()
-        chunks: list[ChatCompletionChunk] = []
-        if self._reasoning_parser is not None:
-            reasoning = [*self._reasoning_parser.feed(text), *self._reasoning_parser.flush()]
-            chunks = self._chunks_for_reasoning(reasoning)
-            text = ""
-        events = [*self._tool_parser.feed(text), *self._tool_parser.flush()]
+        reasoning = [*self._reasoning_parser.feed(self._detokenizer.flush()), *self._reasoning_parser.flush()]
+        chunks = self._chunks_for_reasoning(reasoning)
+        events = self._tool_parser.flush()
         chunks += self._chunks_for([*self._until_stop_string(events), *self._held_content()])
         return [*chunks, *(map(self._chunk_for, self._coordinates.flush()) if self._coordinates else ())]
 
@@ -342,6 +337,38 @@ class ResponseBuilder:
             "bytes": list(data),
             "logprob": max(logprob, LOGPROB_FLOOR),
         }
+
+
+class _CoordinateConverter:
+    """Converts the text of a parser's events to coordinates of the original image.
+
+    `begin` of a content delta is still an index in the text of the model.
+    """
+
+    def __init__(self, image: ImageCoordinates) -> None:
+        self._image = image
+        self._stream = CoordinateStream(image)
+        self._last: ContentDelta | ToolCallArgumentsDelta | None = None
+
+    def feed(self, events: Iterable[ParserEvent]) -> list[ParserEvent]:
+        """Return the events whose text is final. The text of the content, and of each call, is converted separately."""
+        converted: list[ParserEvent] = []
+        for event in events:
+            if isinstance(event, ToolCallStart) or type(event) is not type(self._last):
+                converted += self.flush()
+            if isinstance(event, ToolCallStart):
+                converted.append(event)
+                continue
+            self._last = event
+            converted += self._with_text(self._stream.feed(event.text))
+        return converted
+
+    def flush(self) -> list[ParserEvent]:
+        """Return the event for the text that was held back."""
+        return self._with_text(self._stream.flush())
+
+    def _with_text(self, text: str) -> list[ParserEvent]:
+        return [replace(self._last, text=text)] if text and self._last else []
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 from openai.types import CompletionUsage
@@ -27,16 +25,16 @@ from openai.types.responses import (
 )
 from openai.types.responses.response import IncompleteDetails
 from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
-from pydantic import ValidationError
 
 from ..errors import EngineError
 from ..protocol.request import ChatRequest
 from ..protocol.responses import ResponsesRequest
 from .echoed_fields import echoed_fields
 
-_EVENT_CLASSES: Mapping[str, Callable[..., ResponseStreamEvent]] = MappingProxyType(
-    {get_args(kind.model_fields["type"].annotation)[0]: kind for kind in get_args(get_args(ResponseStreamEvent)[0])}
-)
+_EVENT_TYPES = get_args(get_args(ResponseStreamEvent)[0])
+_EVENT_CLASSES: Mapping[str, Callable[..., ResponseStreamEvent]] = {
+    get_args(kind.model_fields["type"].annotation)[0]: kind for kind in _EVENT_TYPES
+}
 """OpenAI's classes, by the `type` of their events."""
 
 ItemT = TypeVar("ItemT", bound="_Item")
@@ -67,13 +65,9 @@ def event_to_json(event: ResponseStreamEvent) -> str:
 
 @functools.cache
 def build_types() -> None:
-    """Let pydantic build its validators of OpenAI's types before their first use: that takes a quarter of a second."""
-    fields: dict[str, Any] = {"id": "", "created_at": 0, "model": "", "object": "response", "tool_choice": "auto"}
-    response = Response(**fields, output=[], parallel_tool_calls=True, tools=[])
-    states = ("created", "in_progress", "completed", "incomplete", "failed", "output_item.added", "output_item.done")
-    for state in states:
-        with contextlib.suppress(ValidationError):
-            _EVENT_CLASSES[f"response.{state}"](response=response)
+    """Let pydantic build its validators of OpenAI's types before their first use: that takes a third of a second."""
+    for kind in (Response, *_EVENT_TYPES):
+        kind.model_rebuild()
 
 
 class ResponseEventBuilder:
@@ -221,13 +215,11 @@ class _Item(ABC):
         self._builder = builder
         self._index = index
         self._pieces: list[str] = []
+        builder.emit("response.output_item.added", item=self.item("in_progress"), output_index=index)
 
     @property
     def _text(self) -> str:
         return "".join(self._pieces)
-
-    def _begin(self, item: ResponseOutputItem) -> None:
-        self._builder.emit("response.output_item.added", item=item, output_index=self._index)
 
     def close(self, status: ItemStatus) -> ResponseOutputItem:
         """End the item; return it."""
@@ -238,7 +230,7 @@ class _Item(ABC):
 
     @abstractmethod
     def item(self, status: ItemStatus) -> ResponseOutputItem:
-        """Return the item so far."""
+        """Return the item so far; without content while it is in progress."""
 
     @abstractmethod
     def _emit_done(self) -> None: ...
@@ -254,11 +246,10 @@ class _TextItem(_Item):
 
     def __init__(self, builder: ResponseEventBuilder, index: int) -> None:
         super().__init__(builder, index)
-        self._begin(self._item([], "in_progress"))
         self._emit_part("added")
 
     def item(self, status: ItemStatus) -> ResponseOutputItem:
-        return self._item([self._part()], status)
+        return self._item([] if status == "in_progress" else [self._part()], status)
 
     @abstractmethod
     def _item(self, content: list[Any], status: ItemStatus) -> ResponseOutputItem: ...
@@ -327,10 +318,9 @@ class _FunctionCall(_Item):
     prefix: ClassVar[str] = "fc"
 
     def __init__(self, builder: ResponseEventBuilder, index: int, call_id: str, name: str) -> None:
-        super().__init__(builder, index)
         self._call_id = call_id
         self._name = name
-        self._begin(self.item("in_progress"))
+        super().__init__(builder, index)
 
     def add(self, arguments: str) -> None:
         self._pieces.append(arguments)

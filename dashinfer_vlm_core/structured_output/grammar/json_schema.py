@@ -9,7 +9,6 @@ from typing import Any
 from . import bounds
 from .combinations import SchemaMerger, are_disjoint
 from .numbers import number_rule
-from .objects import LENGTHS, Part, PropertyNames, named_properties, sequence
 from .references import References
 from .rules import Rules, TooComplex, literal
 from .schema_shape import (
@@ -24,7 +23,19 @@ from .schema_shape import (
     normalized,
     types_of,
 )
-from .values import COLON, COMMA, any_value, list_of, more_of, string_rule
+from .values import (
+    COLON,
+    COMMA,
+    LENGTHS,
+    Part,
+    PropertyNames,
+    any_value,
+    list_of,
+    more_of,
+    named_properties,
+    sequence,
+    string_rule,
+)
 
 _COMBINATIONS = ("$ref", "allOf", "anyOf", "oneOf")
 

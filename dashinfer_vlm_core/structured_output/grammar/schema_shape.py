@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 from . import bounds
@@ -28,14 +27,12 @@ NOT_GUARANTEED = frozenset(
     }
 )  # fmt: skip
 
-_IMPLIED = MappingProxyType(
-    {
-        "object": {"properties", "required", "additionalProperties", "propertyNames", "minProperties", "maxProperties"},
-        "array": {"items", "prefixItems", "minItems", "maxItems"},
-        "string": {"minLength", "maxLength", "pattern", "format"},
-        "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"},
-    }
-)
+_IMPLIED = {
+    "object": {"properties", "required", "additionalProperties", "propertyNames", "minProperties", "maxProperties"},
+    "array": {"items", "prefixItems", "minItems", "maxItems"},
+    "string": {"minLength", "maxLength", "pattern", "format"},
+    "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"},
+}
 """The type implied by the keywords of a schema without `type`."""
 
 
@@ -110,37 +107,35 @@ _STRING = _Shape(_is_string, "must be a string")
 _NUMBER = _Shape(_is_number, "must be a number")
 _LIMIT = _Shape(_is_number, "must be a number", lambda value: _is_number(value) or isinstance(value, bool))  # draft 4
 _COUNT = _Shape(_is_count, "must be an integer, at least 0", lambda value: _is_number(value) and value >= 0)
-_SHAPES: Mapping[str, _Shape] = MappingProxyType(
-    {
-        "type": _Shape(  # draft 3 has the type "any", and allows others
-            is_types,
-            f"must be one of {', '.join(TYPES)}, or an array of them",
-            lambda value: isinstance(value, (str, list)),
-        ),
-        "enum": _Shape(lambda value: _is_list(value) and bool(value), "must be an array of values", _is_list),
-        "properties": _Shape(
-            lambda value: isinstance(value, Mapping) and all(map(_is_schema, value.values())),
-            "must be an object of schemas",
-        ),
-        "required": _Shape(  # draft 3
-            _is_strings, "must be an array of names", lambda value: _is_strings(value) or isinstance(value, bool)
-        ),
-        "items": _Shape(lambda value: _is_schema(value) or _is_tuple(value), "must be a schema, or an array of them"),
-        "prefixItems": _Shape(_is_tuple, "must be an array of schemas"),
-        "pattern": _Shape(
-            lambda value: _is_string(value) and len(value) <= bounds.MAX_PATTERN_CHARACTERS,
-            f"must be a string of at most {bounds.MAX_PATTERN_CHARACTERS} characters",
-            _is_string,
-        ),
-        "multipleOf": _Shape(lambda value: _is_number(value) and value > 0, "must be a number above 0"),
-        **dict.fromkeys(("$ref", "format"), _STRING),
-        **dict.fromkeys(("allOf", "anyOf", "oneOf"), _SCHEMAS),
-        **dict.fromkeys(("additionalProperties", "propertyNames", "additionalItems"), _SCHEMA),
-        **dict.fromkeys(("minimum", "maximum"), _NUMBER),
-        **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), _LIMIT),
-        **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), _COUNT),
-    }
-)
+_SHAPES: Mapping[str, _Shape] = {
+    "type": _Shape(  # draft 3 has the type "any", and allows others
+        is_types,
+        f"must be one of {', '.join(TYPES)}, or an array of them",
+        lambda value: isinstance(value, (str, list)),
+    ),
+    "enum": _Shape(lambda value: _is_list(value) and bool(value), "must be an array of values", _is_list),
+    "properties": _Shape(
+        lambda value: isinstance(value, Mapping) and all(map(_is_schema, value.values())),
+        "must be an object of schemas",
+    ),
+    "required": _Shape(  # draft 3
+        _is_strings, "must be an array of names", lambda value: _is_strings(value) or isinstance(value, bool)
+    ),
+    "items": _Shape(lambda value: _is_schema(value) or _is_tuple(value), "must be a schema, or an array of them"),
+    "prefixItems": _Shape(_is_tuple, "must be an array of schemas"),
+    "pattern": _Shape(
+        lambda value: _is_string(value) and len(value) <= bounds.MAX_PATTERN_CHARACTERS,
+        f"must be a string of at most {bounds.MAX_PATTERN_CHARACTERS} characters",
+        _is_string,
+    ),
+    "multipleOf": _Shape(lambda value: _is_number(value) and value > 0, "must be a number above 0"),
+    **dict.fromkeys(("$ref", "format"), _STRING),
+    **dict.fromkeys(("allOf", "anyOf", "oneOf"), _SCHEMAS),
+    **dict.fromkeys(("additionalProperties", "propertyNames", "additionalItems"), _SCHEMA),
+    **dict.fromkeys(("minimum", "maximum"), _NUMBER),
+    **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), _LIMIT),
+    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), _COUNT),
+}
 
 
 def find_faults(schema: Mapping[str, Any], path: str) -> Iterator[tuple[str, SchemaError]]:

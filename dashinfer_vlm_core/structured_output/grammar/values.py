@@ -1,16 +1,18 @@
-"""Rules of strings, of lists, and of values without a schema: of bounded length and depth."""
+"""Rules of strings, lists and properties, and of values without a schema: of bounded length and depth."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Collection, Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 from . import bounds
 from .numbers import any_number
 from .rules import Rules, literal, regex
-from .schema_shape import TYPES, SchemaError
+from .schema_shape import TYPES, Schema, SchemaError
 
 COMMA = regex(", ?")
 COLON = regex(": ?")
@@ -19,6 +21,11 @@ _CHARACTER = r'([^"\\\x00-\x1F\x7F]|\\["\\bfnrt])'
 _FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid"})
 _FORMAT_CHARACTERS = 256
 _ESCAPED = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
+
+LENGTHS = frozenset({"minLength", "maxLength"})
+
+Part: TypeAlias = tuple[str, bool]
+"""The rule of a part of an object, and whether it may be missing."""
 
 
 def any_value(rules: Rules, types: Collection[str] = TYPES) -> str:
@@ -100,3 +107,65 @@ def list_of(item: str, min_count: int, max_count: int) -> str:
 def more_of(item: str, min_count: int, max_count: int) -> str:
     """Like `list_of`, after another item."""
     return f"({COMMA} {item}){{{min_count},{max_count}}}" if max_count else ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PropertyNames:
+    """The names that `propertyNames` allows.
+
+    Attributes:
+        listed: all of them, in order; None if `text` describes them.
+        text: keywords of a schema of strings.
+    """
+
+    listed: Mapping[str, None] | None = None
+    text: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def has_pattern(self) -> bool:
+        """Whether names have a pattern or a format, which is checked only while they are generated."""
+        return not self.text.keys() <= LENGTHS
+
+    def allow(self, name: str) -> bool:
+        if self.listed is not None:
+            return name in self.listed
+        return bool(self.text.get("minLength", 0) <= len(name) <= self.text.get("maxLength", math.inf))
+
+    def key_rule(self, rules: Rules, named: Collection[str], path: str) -> str | None:
+        """Add the rule of the names other than `named`; None if there are none."""
+        min_length = self.text.get("minLength", 0)
+        max_length = min(self.text.get("maxLength", math.inf), max(bounds.KEY_CHARACTERS, min_length))
+        if self.listed is not None or min_length > max_length:
+            return None
+        if self.has_pattern:
+            return string_rule(rules, {**self.text, "maxLength": max_length}, path)
+        keys = string_body(min_length, int(max_length))
+        excluded = " | ".join(literal(json.dumps(name, ensure_ascii=False)) for name in named)
+        return rules.terminal(f"{keys} & ~({excluded})" if excluded else keys)
+
+
+def named_properties(schema: Mapping[str, Any], names: PropertyNames, more: Schema) -> dict[str, Schema]:
+    """Return the schema of each property that is named; False if it must be missing."""
+    properties = dict(schema.get("properties", {}))
+    for name in schema.get("required", ()):
+        properties.setdefault(name, schema.get("additionalProperties", True))
+    for name in names.listed or ():
+        properties.setdefault(name, more)
+    return {name: part if names.allow(name) else False for name, part in properties.items()}
+
+
+def sequence(rules: Rules, parts: list[Part]) -> Part:
+    """Return the rule of parts in order, separated by commas; optional parts may be missing, but not all parts.
+
+    Parts are split in halves recursively, so that the depth of the rules is logarithmic in their number.
+
+    Returns:
+        The rule, and whether all parts are optional.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    middle = len(parts) // 2
+    left, left_empty = sequence(rules, parts[:middle])
+    right, right_empty = sequence(rules, parts[middle:])
+    alternatives = [f"{left} {COMMA} {right}", *([left] if right_empty else []), *([right] if left_empty else [])]
+    return rules.add(" | ".join(alternatives)), left_empty and right_empty
