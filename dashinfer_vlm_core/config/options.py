@@ -43,6 +43,7 @@ class Options(BaseSettings):
 
     Attributes:
         python_only: names of fields that are no options: only Python code sets them.
+        reference: what lists all options, for error messages.
 
     Raises:
         ConfigError: a value is out of range; the message contains the name of the option.
@@ -53,12 +54,21 @@ class Options(BaseSettings):
     )
 
     python_only: ClassVar[frozenset[str]] = frozenset()
+    reference: ClassVar[str] = "`dashinfer-vlm serve --help`"
 
     def __init__(self, **options: Any) -> None:
         try:
             super().__init__(**options)
         except ValidationError as error:
-            raise config_error(error.errors(include_url=False), options) from None
+            raise self._config_error(error.errors(include_url=False), options) from None
+
+    @classmethod
+    def _config_error(cls, errors: Sequence[ErrorDetails], given: Mapping[str, Any]) -> ConfigError:
+        # All errors in one line; `param` is the first option.
+        texts = [_error_text(error, given) for error in errors]
+        location = errors[0]["loc"]
+        message = f"Invalid option {'; '.join(texts)}. {cls.reference} lists every option."
+        return ConfigError(message, param=str(location[0]) if location else None)
 
     @classmethod
     def option_fields(cls) -> dict[str, FieldInfo]:
@@ -135,17 +145,6 @@ def variable(option: str) -> str:
 def variables_set() -> list[str]:
     """Return the names of all environment variables with our prefix, known or not."""
     return [name for name in os.environ if name.startswith(ENV_PREFIX)]
-
-
-def config_error(errors: Sequence[ErrorDetails], given: Mapping[str, Any]) -> ConfigError:
-    """Report all errors of a configuration in one line, with the names of options and of their environment variables.
-
-    `param` is the first option.
-    """
-    texts = [_error_text(error, given) for error in errors]
-    message = f"Invalid option {'; '.join(texts)}. `dashinfer-vlm serve --help` lists every option."
-    location = errors[0]["loc"]
-    return ConfigError(message, param=str(location[0]) if location else None)
 
 
 def _error_text(error: ErrorDetails, given: Mapping[str, Any]) -> str:
