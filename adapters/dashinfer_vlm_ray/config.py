@@ -11,12 +11,12 @@ from pydantic import Field, InstanceOf, model_validator
 from pydantic_settings import SettingsConfigDict
 from typing_extensions import Self
 
-from dashinfer_vlm_core.cli.config_file import option_values
+from dashinfer_vlm_core.cli.config_file import FileOption, option_values
 from dashinfer_vlm_core.cli.options import option_attributes
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.config.options import Options
 from dashinfer_vlm_core.errors import ConfigError
-from dashinfer_vlm_server.help import Option, SectionedCommand
+from dashinfer_vlm_server.help import ServerCommand
 from dashinfer_vlm_server.plugin import APPLICATION_OPTIONS, create_settings
 from dashinfer_vlm_server.settings import Settings
 from dashinfer_vlm_server.sockets import Address
@@ -47,6 +47,7 @@ class RayConfig(Options):
 
     model_config: ClassVar[SettingsConfigDict] = SettingsConfigDict(allow_inf_nan=False)
 
+    title: ClassVar[str] = "Replicas"
     python_only: ClassVar[frozenset[str]] = frozenset({"engine", "settings"})
     reference: ClassVar[str] = "The page on Ray Serve"
 
@@ -149,9 +150,9 @@ _OPTIONS = RayConfig.option_fields()
 
 
 @click.command(
-    cls=SectionedCommand,
+    cls=ServerCommand,
     params=[
-        *(Option(section="Replicas", **option_attributes(RayConfig, *option)) for option in _OPTIONS.items()),
+        *(FileOption(section=RayConfig.title, **option_attributes(RayConfig, *option)) for option in _OPTIONS.items()),
         *APPLICATION_OPTIONS,
     ],
 )

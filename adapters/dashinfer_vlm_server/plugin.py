@@ -18,7 +18,7 @@ from dashinfer_vlm_core.errors import extra_required
 from dashinfer_vlm_core.hooks import hookimpl
 
 from .api_keys import KEY_VARIABLE, KEYS_VARIABLE
-from .help import Option, SectionedCommand, from_options, options_of
+from .help import Option, ServerCommand, from_options, options_of
 from .logs import LogFormat, set_format
 from .settings import ApplicationOptions, KeyOptions, ProcessOptions, Settings
 from .sockets import Address, is_host_name
@@ -63,7 +63,7 @@ APPLICATION_OPTIONS = [_API_KEY, *options_of(KeyOptions), *options_of(Applicatio
 
 
 @click.command(
-    cls=SectionedCommand,
+    cls=ServerCommand,
     params=[*options_of(Address), *APPLICATION_OPTIONS, *options_of(ProcessOptions), _LOG_FORMAT],
 )
 def serve(*, config: EngineConfig, **options: Any) -> None:

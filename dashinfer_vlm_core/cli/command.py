@@ -10,8 +10,8 @@ import click
 
 from ..config import ENV_PREFIX, EngineConfig, variables_set
 from ..errors import ConfigError
-from ..plugins import installed_options, resolve_options
-from .config_file import CONFIG_FILE, option_location, warn_if_readable
+from ..plugins import options_registry
+from .config_file import CONFIG_FILE, FileOption, option_location, warn_if_readable
 from .env_check import unknown_variables
 from .options import EngineOption, engine_options
 
@@ -25,8 +25,8 @@ ENVIRONMENT = (
 class EngineCommand(click.Command):
     """A command that has the options of EngineConfig and of plugins, and receives them as the parameter `config`.
 
-    All its options can also be set in a YAML file, by their long names. Variables with our prefix that set nothing are
-    logged.
+    All its options can also be set in a YAML file, by their long names. `--help` lists them by section, in the order of
+    their declaration. Variables with our prefix that set nothing are logged.
 
     Raises, when the command runs:
         ConfigError: a value is out of range, or the file is invalid; the message contains the name of the option.
@@ -69,22 +69,21 @@ class EngineCommand(click.Command):
                 formatter.write_text(ENVIRONMENT)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        own: list[tuple[str, str]] = []
-        shared: list[tuple[str, str]] = []
+        sections: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
+            title = param.section if isinstance(param, FileOption) else "Options"
             record = None if isinstance(param, click.Argument) else param.get_help_record(ctx)
             if record is not None:
-                (shared if isinstance(param, EngineOption) else own).append(record)
-        for title, records in (("Options", own), ("Engine options", shared)):
-            if records:
-                with formatter.section(title):
-                    formatter.write_dl(records)
+                sections.setdefault(title, []).append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
 
 
 def _config(given: dict[str, Any]) -> EngineConfig:
     try:
         config = EngineConfig(**given)
-        resolve_options(config, installed_options())  # an invalid value is reported here, before a model is loaded
+        options_registry().resolve_options(config)  # an invalid value is reported here, before a model is loaded
     except ConfigError as error:
         location = option_location(error.param)
         raise ConfigError(f"{location}: {error.message}" if location else error.message, param=error.param) from None

@@ -42,6 +42,7 @@ class Options(BaseSettings):
     """Options that are fields with a type, a default and a docstring, which is the text of the help.
 
     Attributes:
+        title: heading of their section in the help.
         python_only: names of fields that are no options: only Python code sets them.
         reference: what lists all options, for error messages.
 
@@ -53,6 +54,7 @@ class Options(BaseSettings):
         env_prefix=ENV_PREFIX, frozen=True, extra="forbid", enable_decoding=False
     )
 
+    title: ClassVar[str] = "Options"
     python_only: ClassVar[frozenset[str]] = frozenset()
     reference: ClassVar[str] = "`dashinfer-vlm serve --help`"
 
@@ -102,9 +104,6 @@ class PluginOptions(Options):
     configuration file, the environment (`DASHINFER_VLM_` and its name in upper case) and `EngineConfig(...)`. The
     plugin reads them with `config.options_of(Class)`. The engine and all plugins share one namespace: start ambiguous
     names with the plugin's name.
-
-    Attributes:
-        title: heading of their section in the help.
     """
 
     title: ClassVar[str] = "Plugins"
