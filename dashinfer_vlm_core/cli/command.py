@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import logging
+import re
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import click
 
-from ..config import ENV_PREFIX, EngineConfig, variables_set
+from ..config import ENV_PREFIX, EngineConfig, variable, variables_set
 from ..errors import ConfigError
-from ..plugins import options_registry
+from ..plugins import ALLOWED_VARIABLE, options_registry
 from .config_file import CONFIG_FILE, FileOption, option_location, warn_if_readable
-from .env_check import unknown_variables
 from .options import EngineOption, engine_options
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -20,6 +22,11 @@ logger: logging.Logger = logging.getLogger(__name__)
 ENVIRONMENT = (
     f"Engine options can also be set by environment variables, such as {ENV_PREFIX}MAX_PIXELS for --max-pixels."
 )
+
+HELP_COMMAND = "`dashinfer-vlm serve --help`"
+
+_KUBERNETES = re.compile(r"(.+_)?(SERVICE_(HOST|PORT(_.+)?)|PORT(_\d+_.+)?)")
+"""Rest of the variables that Kubernetes sets for Services whose names begin with our prefix."""
 
 
 class EngineCommand(click.Command):
@@ -88,3 +95,41 @@ def _config(given: dict[str, Any]) -> EngineConfig:
         location = option_location(error.param)
         raise ConfigError(f"{location}: {error.message}" if location else error.message, param=error.param) from None
     return config
+
+
+def unknown_variables(names: Iterable[str], context: click.Context, options: Iterable[str]) -> Iterator[str]:
+    """Yield a warning for each name with our prefix that is not a variable of an engine option or any command.
+
+    A command that is not run from a group does not know the variables of other commands: there are no warnings then.
+
+    Args:
+        names: the variables that are set.
+        context: of the running command.
+        options: the names of the engine options.
+    """
+    group = context.find_root().command
+    known = {ALLOWED_VARIABLE, *map(variable, options)}
+    unknown = sorted(name for name in names if _has_prefix(name) and name not in known)
+    if not unknown or not isinstance(group, click.Group):
+        return
+    known.update(_variables(group, context.find_root()), _variables(context.command, context))
+    words = [name.removeprefix(ENV_PREFIX) for name in known]
+    for name in unknown:
+        if name not in known:
+            close = difflib.get_close_matches(name.removeprefix(ENV_PREFIX), words, n=1)
+            fix = f"Did you mean {ENV_PREFIX}{close[0]}?" if close else f"{HELP_COMMAND} lists all options."
+            yield f"The environment variable {name} does not set any option. {fix}"
+
+
+def _has_prefix(name: str) -> bool:
+    return name.startswith(ENV_PREFIX) and not _KUBERNETES.fullmatch(name.removeprefix(ENV_PREFIX))
+
+
+def _variables(command: click.Command, context: click.Context) -> Iterator[str]:
+    """Yield the variables of a command and its subcommands, as far as they are loaded."""
+    for param in command.params:
+        yield from (param.envvar,) if isinstance(param.envvar, str) else param.envvar or ()
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            if subcommand := command.get_command(context, name):
+                yield from _variables(subcommand, context)
