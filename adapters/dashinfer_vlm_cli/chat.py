@@ -113,6 +113,7 @@ def _converse(engine: AnyEngine, conversation: Conversation, source: EngineSourc
     show_note(
         f"{engine.status().model}: type a prompt, drop images, or type /help. Ctrl-C stops a response, Ctrl-D exits."
     )
-    while not repl.done:
-        with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C while typing discards the line
-            repl.handle(read())
+    with contextlib.suppress(EOFError):
+        while not repl.done:
+            with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C while typing discards the line
+                repl.handle(read())

@@ -72,8 +72,7 @@ def serve(*, config: EngineConfig, **options: Any) -> None:
     By default, the server listens on localhost only, without API keys or TLS. SIGTERM shuts it down gracefully. Exit
     codes: 0 after a signal; 1 unexpected error; 2 setup error; 3 the decoder failed permanently.
 
-    Options can also be set by environment variables, such as DASHINFER_VLM_PORT for --port and
-    DASHINFER_VLM_MAX_PIXELS for --max-pixels.
+    Its own options can also be set by environment variables, such as DASHINFER_VLM_PORT for --port.
     """
     # Until the model is loaded: about a hundred collections would scan objects that stay, for a fifth of the time.
     gc.disable()

@@ -39,6 +39,9 @@ class EngineCommand(click.Command):
         ConfigError: a value is out of range, or the file is invalid; the message contains the name of the option.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"epilog": ENVIRONMENT, **kwargs})
+
     @functools.cached_property
     def engine_options(self) -> list[EngineOption]:
         """Created when they are first needed: a plugin that defines a command is imported before its options exist."""
@@ -67,13 +70,6 @@ class EngineCommand(click.Command):
         own = {name: value for name, value in ctx.params.items() if name not in names}
         assert self.callback
         return ctx.invoke(self.callback, **own, config=_config(given))
-
-    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        super().format_help_text(ctx, formatter)
-        if ENV_PREFIX not in (self.help or ""):
-            formatter.write_paragraph()
-            with formatter.indentation():
-                formatter.write_text(ENVIRONMENT)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
