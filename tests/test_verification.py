@@ -15,9 +15,9 @@ from transformers import AutoModelForImageTextToText
 
 from benchmarks.limits import qwen2_vision_flop, step_bytes
 from dashinfer_vlm_cli.verification import report, timings
-from dashinfer_vlm_cli.verification.checkpoint import Checkpoint
+from dashinfer_vlm_cli.verification.checkpoint import Checkpoint, Reference
 from dashinfer_vlm_cli.verification.checks import OPTIONS, Session, check_family, compare_decoder
-from dashinfer_vlm_cli.verification.models import SIZES, Reference, build_model, count_weights, write_model
+from dashinfer_vlm_cli.verification.models import SIZES, build_model, count_weights, write_model
 from dashinfer_vlm_cli.verification.report import Check, Results, Timing
 from dashinfer_vlm_cli.verify import SIZES as CHOICES
 from dashinfer_vlm_cli.verify import verify

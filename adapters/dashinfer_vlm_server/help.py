@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from inspect import signature
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -28,17 +28,7 @@ OPTIONS = ConfigDict(arbitrary_types_allowed=True)
 
 
 class Option(FileOption):
-    """An option of the server that the environment can set.
-
-    Args:
-        envvar: environment variables, if their names do not follow those of the engine's options.
-    """
-
-    def __init__(self, *args: Any, envvar: list[str] | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, envvar=envvar, **kwargs)
-        self.envvar: str | Sequence[str] | None = envvar or variable(
-            next(flag for flag in self.opts if flag.startswith("--"))[2:]
-        )
+    """An option of the server that the environment can set."""
 
     def process_value(self, ctx: click.Context, value: Any) -> Any:
         try:
@@ -63,11 +53,11 @@ class FieldType(click.ParamType[Any]):
     def __init__(self, field: FieldInfo) -> None:
         parts = (field.annotation, *field.metadata)
         kind: Any = Annotated[parts] if field.metadata else field.annotation
-        self._lora: TypeAdapter[Any] = TypeAdapter(kind)
+        self._validator: TypeAdapter[Any] = TypeAdapter(kind)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
-            return self._lora.validate_python(value)
+            return self._validator.validate_python(value)
         except ValidationError as error:
             self.fail(f"{value!r} {validation_message(error.errors()[0])}.", param, ctx)
 
@@ -78,6 +68,7 @@ def options_of(kind: type[Any]) -> list[click.Parameter]:
         Option(
             section=kind.title,
             default=field.default,
+            envvar=variable(name),
             type=None if field.annotation is bool else FieldType(field),
             **option_attributes(kind, name, field),
         )

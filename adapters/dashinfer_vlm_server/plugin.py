@@ -12,7 +12,7 @@ import click
 from click.core import ParameterSource
 
 from dashinfer_vlm_core.cli.config_file import option_location
-from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.config import EngineConfig, variable
 from dashinfer_vlm_core.embedding_store import EmbeddingStoreOptions
 from dashinfer_vlm_core.errors import extra_required
 from dashinfer_vlm_core.hooks import hookimpl
@@ -52,6 +52,7 @@ _API_KEY = Option(
 )
 _LOG_FORMAT = Option(
     ["--log-format"],
+    envvar=variable("log_format"),
     section=ProcessOptions.title,
     type=click.Choice(get_args(LogFormat)),
     default="text",

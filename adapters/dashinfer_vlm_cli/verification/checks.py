@@ -14,8 +14,8 @@ from torch import Tensor
 
 from dashinfer_vlm_core.decoders import Decoder, DecodeRequest, Sampling, Token
 
-from .checkpoint import Checkpoint, Prompt, PromptBuilder
-from .models import SIZES, Reference, build_model, write_model
+from .checkpoint import Checkpoint, Prompt, PromptBuilder, Reference
+from .models import SIZES, build_model, write_model
 from .report import Check, Results
 
 COMPLETION = 16
