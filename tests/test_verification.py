@@ -15,10 +15,9 @@ from transformers import AutoModelForImageTextToText
 
 from benchmarks.limits import qwen2_vision_flop, step_bytes
 from dashinfer_vlm_cli.verification import report, timings
-from dashinfer_vlm_cli.verification.checkpoint import Checkpoint
-from dashinfer_vlm_cli.verification.checks import check_family, compare_decoder, open_session
+from dashinfer_vlm_cli.verification.checkpoint import Checkpoint, Reference
+from dashinfer_vlm_cli.verification.checks import OPTIONS, Session, check_family, compare_decoder
 from dashinfer_vlm_cli.verification.models import SIZES, build_model, count_weights, write_model
-from dashinfer_vlm_cli.verification.reference import Reference
 from dashinfer_vlm_cli.verification.report import Check, Results, Timing
 from dashinfer_vlm_cli.verify import SIZES as CHOICES
 from dashinfer_vlm_cli.verify import verify
@@ -176,8 +175,8 @@ async def check_decoder(checkpoint, **options):
     """Check an engine with other options, in float32."""
     write_model(build_model("qwen2_5_vl", TINY), checkpoint.folder)
     exact = Reference(checkpoint, torch.float32)
-    async with open_session(checkpoint, "float32", exact, exact) as session:
-        return await compare_decoder(session, **options)
+    async with checkpoint.decoding(checkpoint.config("float32", **OPTIONS)) as engine:
+        return await compare_decoder(Session(checkpoint, "float32", exact, exact, engine), **options)
 
 
 @pytest.mark.slow

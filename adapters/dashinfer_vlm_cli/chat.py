@@ -14,7 +14,7 @@ from dashinfer_vlm_core.cli.command import EngineCommand
 from dashinfer_vlm_core.cli.terminal import printable, show_note
 from dashinfer_vlm_core.errors import ConfigError, DashInferVLMError
 
-from .completion_stats import complete
+from .completion_stats import Completion, complete
 from .conversation import Conversation
 from .engines import EngineSource, engine_source_options
 from .media import media_part
@@ -84,8 +84,9 @@ def _prompts(prompt: str | None) -> Iterator[str]:
 
 def _complete(engine: AnyEngine, conversation: Conversation, prompt: str, *, as_json: bool) -> bool:
     conversation.add_user(prompt)
+    completion = Completion()
     try:
-        completion = complete(engine, conversation.request, None if as_json else _show)
+        complete(engine, conversation.request, completion, None if as_json else _show)
     except DashInferVLMError as error:
         conversation.undo()
         if as_json:
@@ -112,6 +113,7 @@ def _converse(engine: AnyEngine, conversation: Conversation, source: EngineSourc
     show_note(
         f"{engine.status().model}: type a prompt, drop images, or type /help. Ctrl-C stops a response, Ctrl-D exits."
     )
-    while not repl.done:
-        with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C while typing discards the line
-            repl.handle(read())
+    with contextlib.suppress(EOFError):
+        while not repl.done:
+            with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C while typing discards the line
+                repl.handle(read())

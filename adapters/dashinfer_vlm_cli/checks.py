@@ -54,7 +54,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "langchain": ("langchain_core",),
     "video": ("av",),
     "redis": ("redis",),
-    "cli": ("rich", "prompt_toolkit"),
+    "cli": ("prompt_toolkit",),
 }
 """The modules of each extra."""
 

@@ -33,7 +33,7 @@ class Completion:
     text: str = ""
     finish_reason: str = ""
     usage: CompletionUsage | None = None
-    started_at: float
+    started_at: float = field(default_factory=time.perf_counter)
     chunk_times: list[float] = field(default_factory=list)
 
     @property
@@ -96,26 +96,23 @@ class Completion:
 def complete(
     engine: AnyEngine,
     request: Mapping[str, Any],
+    completion: Completion,
     show: Callable[[str], None] | None,
-    *,
-    into: Completion | None = None,
-) -> Completion:
-    """Send a request, show the response as it streams, and return it. An interruption leaves `into` consistent.
+) -> None:
+    """Send a request, and show the response as it streams. An interruption leaves `completion` consistent.
 
     Raises the errors of `ChatEngine.chat`. A KeyboardInterrupt cancels the request.
     """
-    completion = into or Completion(started_at=time.perf_counter())
     with closing(engine.stream({**request, **STREAMED})) as chunks:
         for chunk in chunks:
             text = completion.add_chunk(chunk, time.perf_counter())
             if show:
                 show(text)
-    return completion
 
 
 async def acomplete(engine: AnyEngine, request: Mapping[str, Any]) -> Completion:
-    """Like `complete`, without showing the response."""
-    completion = Completion(started_at=time.perf_counter())
+    """Send a request, and return the response."""
+    completion = Completion()
     async with aclosing(engine.astream({**request, **STREAMED})) as chunks:
         async for chunk in chunks:
             completion.add_chunk(chunk, time.perf_counter())

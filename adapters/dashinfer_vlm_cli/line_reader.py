@@ -10,24 +10,14 @@ HISTORY = "chat_history"
 
 
 def line_reader(folder: Path, commands: Iterable[str]) -> Callable[[], str]:
-    """Return a function that reads a line. It returns `/exit` at the end of the input.
-
-    The function raises KeyboardInterrupt on Ctrl-C.
+    """Return a function that reads a line. It raises EOFError at the end of the input, and KeyboardInterrupt on Ctrl-C.
 
     Args:
         folder: the folder of the history file. If it is not writable, the history is not stored.
         commands: words to complete at the beginning of a line.
     """
     history = _history_file(folder)
-    read = _toolkit_reader(history, list(commands)) if _has_toolkit() else _plain_reader()
-
-    def line() -> str:
-        try:
-            return read()
-        except EOFError:
-            return "/exit"
-
-    return line
+    return _toolkit_reader(history, list(commands)) if _has_toolkit() else _plain_reader()
 
 
 def _has_toolkit() -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,9 +66,9 @@ class Repl:
 
     def _complete(self) -> None:
         """Complete the conversation. A prompt that fails is removed, so that it does not affect the next one."""
-        completion = Completion(started_at=time.perf_counter())
+        completion = Completion()
         try:
-            complete(self.engine, self.conversation.request, self.write, into=completion)
+            complete(self.engine, self.conversation.request, completion, self.write)
         except KeyboardInterrupt:
             self._stop(completion)
         except DashInferVLMError as error:

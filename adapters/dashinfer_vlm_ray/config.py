@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import click
-from pydantic import BaseModel, Field, InstanceOf, ValidationError, model_validator
+from pydantic import Field, InstanceOf, model_validator
+from pydantic_settings import SettingsConfigDict
 from typing_extensions import Self
 
-from dashinfer_vlm_core.cli.config_file import option_values
+from dashinfer_vlm_core.cli.config_file import FileOption, option_values
+from dashinfer_vlm_core.cli.options import option_attributes
 from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.config.options import Options
 from dashinfer_vlm_core.errors import ConfigError
-from dashinfer_vlm_core.protocol.validation_errors import validation_message
-from dashinfer_vlm_server.help import Option, SectionedCommand
+from dashinfer_vlm_server.help import ServerCommand
 from dashinfer_vlm_server.plugin import APPLICATION_OPTIONS, create_settings
 from dashinfer_vlm_server.settings import Settings
 from dashinfer_vlm_server.sockets import Address
@@ -32,61 +34,72 @@ SERVED_BY_RAY: Mapping[str, str] = {
 """Options of `dashinfer-vlm serve` that do not apply, and why."""
 
 
-class RayConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
-    """The configuration of an application.
+class RayConfig(Options):
+    """The configuration of an application. Options that are not given come from the environment, as in `EngineConfig`.
 
     Attributes:
         engine: the configuration of each replica's engine.
         settings: the settings of the application: limits, keys, hosts and origins.
-        min_replicas: minimum number of replicas of the engine, at least 1.
-        max_replicas: maximum number of replicas; more than `min_replicas` enables autoscaling.
-        target_ongoing_requests: mean number of running requests of a replica that autoscaling aims at; half of the
-            batch size if None.
-        max_ongoing_requests: maximum number of running requests of a replica; the next one is sent to another replica,
-            or waits. The batch size if None.
-        upscale_delay: seconds of higher load before replicas are added.
-        downscale_delay: seconds of lower load before replicas are removed.
-        cpus: CPUs that Ray reserves for a replica, and, rounded down but at least 1, threads of its computations.
-        gpus: GPUs that Ray reserves for a replica; 0 computes on CPUs.
-        routing: `content` sends requests about one image to one replica, `load` to the replica with fewer running
-            requests of two, `round-robin` to all replicas in order.
-        fallback_replicas: number of other replicas that a request may be sent to if its replica is busy, at least 0;
-            for routing by content.
-        ingress_replicas: number of processes that parse requests and write responses, at least 1.
-        ingress_cpus: CPUs that Ray reserves for each of them.
-        grace: seconds for running requests to finish before a replica is stopped.
-        health_check_period: seconds between two health checks of a replica.
-        health_check_timeout: seconds after which a health check has failed.
 
     Raises:
         ConfigError: a value is out of range, or two options contradict each other.
     """
 
+    model_config: ClassVar[SettingsConfigDict] = SettingsConfigDict(allow_inf_nan=False)
+
+    title: ClassVar[str] = "Replicas"
+    python_only: ClassVar[frozenset[str]] = frozenset({"engine", "settings"})
+    reference: ClassVar[str] = "The page on Ray Serve"
+
     engine: EngineConfig = Field(default_factory=EngineConfig)
     settings: InstanceOf[Settings] = Field(default_factory=Settings)
-    min_replicas: int = Field(1, ge=1)
-    max_replicas: int | None = None
-    target_ongoing_requests: float | None = Field(None, gt=0)
-    max_ongoing_requests: int | None = Field(None, ge=1)
-    upscale_delay: float = Field(30.0, ge=0)
-    downscale_delay: float = Field(600.0, ge=0)
-    cpus: float = Field(1.0, ge=0)
-    gpus: float = Field(0.0, ge=0)
-    routing: Routing = "content"
-    fallback_replicas: int = Field(2, ge=0)
-    ingress_replicas: int = Field(1, ge=1)
-    ingress_cpus: float = Field(1.0, ge=0)
-    grace: float = Field(20.0, ge=0)
-    health_check_period: float = Field(10.0, gt=0)
-    health_check_timeout: float = Field(30.0, gt=0)
 
-    def __init__(self, **options: Any) -> None:
-        try:
-            super().__init__(**options)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            name = str(first["loc"][0])
-            raise ConfigError(f"`{name}` {validation_message(first)}, got {first['input']!r}.", param=name) from None
+    min_replicas: int = Field(1, ge=1)
+    """Minimum number of replicas of the engine."""
+
+    max_replicas: int | None = None
+    """Maximum number of replicas; more than `min_replicas` enables autoscaling."""
+
+    target_ongoing_requests: float | None = Field(None, gt=0)
+    """Mean number of running requests of a replica that autoscaling aims at; defaults to half of the batch size."""
+
+    max_ongoing_requests: int | None = Field(None, ge=1)
+    """Maximum number of running requests of a replica; the next one is sent to another replica, or waits. Defaults to
+    the batch size."""
+
+    upscale_delay: float = Field(30.0, ge=0)
+    """Seconds of higher load before replicas are added."""
+
+    downscale_delay: float = Field(600.0, ge=0)
+    """Seconds of lower load before replicas are removed."""
+
+    cpus: float = Field(1.0, ge=0)
+    """CPUs that Ray reserves for a replica, and, rounded down but at least 1, threads of its computations."""
+
+    gpus: float = Field(0.0, ge=0)
+    """GPUs that Ray reserves for a replica; 0 computes on CPUs."""
+
+    routing: Routing = "content"
+    """`content` sends requests about one image to one replica, `load` to the replica with fewer running requests of
+    two, `round-robin` to all replicas in order."""
+
+    fallback_replicas: int = Field(2, ge=0)
+    """Number of other replicas that a request may be sent to if its replica is busy; for routing by content."""
+
+    ingress_replicas: int = Field(1, ge=1)
+    """Number of processes that parse requests and write responses."""
+
+    ingress_cpus: float = Field(1.0, ge=0)
+    """CPUs that Ray reserves for each of them."""
+
+    grace: float = Field(20.0, ge=0)
+    """Seconds for running requests to finish before a replica is stopped."""
+
+    health_check_period: float = Field(10.0, gt=0)
+    """Seconds between two health checks of a replica."""
+
+    health_check_timeout: float = Field(30.0, gt=0)
+    """Seconds after which a health check has failed."""
 
     @model_validator(mode="after")
     def _check_replicas(self) -> Self:
@@ -133,14 +146,16 @@ def parse_arguments(arguments: Mapping[str, Any]) -> RayConfig:
     return config
 
 
-_OPTIONS = tuple(name for name in RayConfig.model_fields if name not in {"engine", "settings"})
+_OPTIONS = RayConfig.option_fields()
 
 
-def _replica_option(name: str) -> Option:
-    return Option([f"--{name.replace('_', '-')}"], section="Replicas")
-
-
-@click.command(cls=SectionedCommand, params=[*map(_replica_option, _OPTIONS), *APPLICATION_OPTIONS])
+@click.command(
+    cls=ServerCommand,
+    params=[
+        *(FileOption(section=RayConfig.title, **option_attributes(RayConfig, *option)) for option in _OPTIONS.items()),
+        *APPLICATION_OPTIONS,
+    ],
+)
 def _command(*, config: EngineConfig, **options: Any) -> RayConfig:
     given = {name: options[name] for name in _OPTIONS if options[name] is not None}
     return RayConfig(engine=config, settings=create_settings(options, config), **given)

@@ -1,8 +1,8 @@
-"""Options as fields of dataclasses, and `--help` with sections of related ones."""
+"""Options of the server as fields of dataclasses."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from inspect import signature
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -12,7 +12,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from dashinfer_vlm_core.cli.command import EngineCommand
 from dashinfer_vlm_core.cli.config_file import FileOption
-from dashinfer_vlm_core.cli.options import EngineOption, option_attributes
+from dashinfer_vlm_core.cli.options import option_attributes
 from dashinfer_vlm_core.config import variable
 from dashinfer_vlm_core.protocol.validation_errors import validation_message
 
@@ -26,41 +26,9 @@ T = TypeVar("T")
 OPTIONS = ConfigDict(arbitrary_types_allowed=True)
 """Configuration of pydantic dataclasses whose fields are options; their docstrings are the help."""
 
-ENGINE_SECTIONS: Mapping[str, str] = {
-    "model": "Model",
-    "max_model_len": "Scheduling and memory",
-    "min_pixels": "Images and videos",
-    "allow_remote_media": "Media sources",
-}
-"""The first field of `EngineConfig` in each section, and the section's title."""
-
-
-class IntegerRange(click.IntRange):
-    """An integer with bounds, called "integer" in error messages."""
-
-    name = "integer"
-
-
-class NumberRange(click.FloatRange):
-    """A number with bounds, called "number" in error messages."""
-
-    name = "number"
-
 
 class Option(FileOption):
-    """An option of the server, listed in a section of the help, that the environment can set.
-
-    Args:
-        section: title of the section.
-        envvar: environment variables, if their names do not follow those of the engine's options.
-    """
-
-    def __init__(self, *args: Any, section: str, envvar: list[str] | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, envvar=envvar, **kwargs)
-        self.section = section
-        self.envvar: str | Sequence[str] | None = envvar or variable(
-            next(flag for flag in self.opts if flag.startswith("--"))[2:]
-        )
+    """An option of the server that the environment can set."""
 
     def process_value(self, ctx: click.Context, value: Any) -> Any:
         try:
@@ -85,11 +53,11 @@ class FieldType(click.ParamType[Any]):
     def __init__(self, field: FieldInfo) -> None:
         parts = (field.annotation, *field.metadata)
         kind: Any = Annotated[parts] if field.metadata else field.annotation
-        self._lora: TypeAdapter[Any] = TypeAdapter(kind)
+        self._validator: TypeAdapter[Any] = TypeAdapter(kind)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
-            return self._lora.validate_python(value)
+            return self._validator.validate_python(value)
         except ValidationError as error:
             self.fail(f"{value!r} {validation_message(error.errors()[0])}.", param, ctx)
 
@@ -100,6 +68,7 @@ def options_of(kind: type[Any]) -> list[click.Parameter]:
         Option(
             section=kind.title,
             default=field.default,
+            envvar=variable(name),
             type=None if field.annotation is bool else FieldType(field),
             **option_attributes(kind, name, field),
         )
@@ -112,30 +81,9 @@ def from_options(kind: type[T], options: Mapping[str, Any]) -> T:
     return kind(**{name: options[name] for name in signature(kind).parameters})
 
 
-class SectionedCommand(EngineCommand):
-    """A command whose options are listed by section, in the order of their declaration."""
+class ServerCommand(EngineCommand):
+    """A command whose errors are logged in the format of log lines."""
 
     def invoke(self, ctx: click.Context) -> Any:
         with errors_as_records():
             return super().invoke(ctx)
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {}
-        title = "Options"
-        for parameter in self.get_params(ctx):
-            title = _section(parameter, title)
-            if (record := parameter.get_help_record(ctx)) is not None:
-                sections.setdefault(title, []).append(record)
-        for title, records in sections.items():
-            with formatter.section(title):
-                formatter.write_dl(records)
-
-
-def _section(parameter: click.Parameter, previous: str) -> str:
-    if isinstance(parameter, Option):
-        return parameter.section
-    if isinstance(parameter, EngineOption) and parameter.plugin:
-        return parameter.plugin
-    if parameter.name in {"help", "config_file"}:
-        return "Options"
-    return ENGINE_SECTIONS.get(parameter.name or "", previous)

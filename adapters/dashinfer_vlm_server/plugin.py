@@ -12,13 +12,13 @@ import click
 from click.core import ParameterSource
 
 from dashinfer_vlm_core.cli.config_file import option_location
-from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.config import EngineConfig, variable
 from dashinfer_vlm_core.embedding_store import EmbeddingStoreOptions
 from dashinfer_vlm_core.errors import extra_required
 from dashinfer_vlm_core.hooks import hookimpl
 
 from .api_keys import KEY_VARIABLE, KEYS_VARIABLE
-from .help import Option, SectionedCommand, from_options, options_of
+from .help import Option, ServerCommand, from_options, options_of
 from .logs import LogFormat, set_format
 from .settings import ApplicationOptions, KeyOptions, ProcessOptions, Settings
 from .sockets import Address, is_host_name
@@ -52,6 +52,7 @@ _API_KEY = Option(
 )
 _LOG_FORMAT = Option(
     ["--log-format"],
+    envvar=variable("log_format"),
     section=ProcessOptions.title,
     type=click.Choice(get_args(LogFormat)),
     default="text",
@@ -63,7 +64,7 @@ APPLICATION_OPTIONS = [_API_KEY, *options_of(KeyOptions), *options_of(Applicatio
 
 
 @click.command(
-    cls=SectionedCommand,
+    cls=ServerCommand,
     params=[*options_of(Address), *APPLICATION_OPTIONS, *options_of(ProcessOptions), _LOG_FORMAT],
 )
 def serve(*, config: EngineConfig, **options: Any) -> None:
@@ -72,8 +73,7 @@ def serve(*, config: EngineConfig, **options: Any) -> None:
     By default, the server listens on localhost only, without API keys or TLS. SIGTERM shuts it down gracefully. Exit
     codes: 0 after a signal; 1 unexpected error; 2 setup error; 3 the decoder failed permanently.
 
-    Options can also be set by environment variables, such as DASHINFER_VLM_PORT for --port and
-    DASHINFER_VLM_MAX_PIXELS for --max-pixels.
+    Its own options can also be set by environment variables, such as DASHINFER_VLM_PORT for --port.
     """
     # Until the model is loaded: about a hundred collections would scan objects that stay, for a fifth of the time.
     gc.disable()

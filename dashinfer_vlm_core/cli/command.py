@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import logging
+import re
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import click
 
-from ..config import ENV_PREFIX, EngineConfig, variables_set
+from ..config import ENV_PREFIX, EngineConfig, variable, variables_set
 from ..errors import ConfigError
-from ..plugins import installed_options, resolve_options
-from .config_file import CONFIG_FILE, option_location, warn_if_readable
-from .env_check import unknown_variables
+from ..plugins import ALLOWED_VARIABLE, options_registry
+from .config_file import CONFIG_FILE, FileOption, option_location, warn_if_readable
 from .options import EngineOption, engine_options
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -21,16 +23,24 @@ ENVIRONMENT = (
     f"Engine options can also be set by environment variables, such as {ENV_PREFIX}MAX_PIXELS for --max-pixels."
 )
 
+HELP_COMMAND = "`dashinfer-vlm serve --help`"
+
+_KUBERNETES = re.compile(r"(.+_)?(SERVICE_(HOST|PORT(_.+)?)|PORT(_\d+_.+)?)")
+"""Rest of the variables that Kubernetes sets for Services whose names begin with our prefix."""
+
 
 class EngineCommand(click.Command):
     """A command that has the options of EngineConfig and of plugins, and receives them as the parameter `config`.
 
-    All its options can also be set in a YAML file, by their long names. Variables with our prefix that set nothing are
-    logged.
+    All its options can also be set in a YAML file, by their long names. `--help` lists them by section, in the order of
+    their declaration. Variables with our prefix that set nothing are logged.
 
     Raises, when the command runs:
         ConfigError: a value is out of range, or the file is invalid; the message contains the name of the option.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"epilog": ENVIRONMENT, **kwargs})
 
     @functools.cached_property
     def engine_options(self) -> list[EngineOption]:
@@ -61,31 +71,61 @@ class EngineCommand(click.Command):
         assert self.callback
         return ctx.invoke(self.callback, **own, config=_config(given))
 
-    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        super().format_help_text(ctx, formatter)
-        if ENV_PREFIX not in (self.help or ""):
-            formatter.write_paragraph()
-            with formatter.indentation():
-                formatter.write_text(ENVIRONMENT)
-
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        own: list[tuple[str, str]] = []
-        shared: list[tuple[str, str]] = []
+        sections: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
+            title = param.section if isinstance(param, FileOption) else "Options"
             record = None if isinstance(param, click.Argument) else param.get_help_record(ctx)
             if record is not None:
-                (shared if isinstance(param, EngineOption) else own).append(record)
-        for title, records in (("Options", own), ("Engine options", shared)):
-            if records:
-                with formatter.section(title):
-                    formatter.write_dl(records)
+                sections.setdefault(title, []).append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
 
 
 def _config(given: dict[str, Any]) -> EngineConfig:
     try:
         config = EngineConfig(**given)
-        resolve_options(config, installed_options())  # an invalid value is reported here, before a model is loaded
+        options_registry().resolve_options(config)  # an invalid value is reported here, before a model is loaded
     except ConfigError as error:
         location = option_location(error.param)
         raise ConfigError(f"{location}: {error.message}" if location else error.message, param=error.param) from None
     return config
+
+
+def unknown_variables(names: Iterable[str], context: click.Context, options: Iterable[str]) -> Iterator[str]:
+    """Yield a warning for each name with our prefix that is not a variable of an engine option or any command.
+
+    A command that is not run from a group does not know the variables of other commands: there are no warnings then.
+
+    Args:
+        names: the variables that are set.
+        context: of the running command.
+        options: the names of the engine options.
+    """
+    group = context.find_root().command
+    known = {ALLOWED_VARIABLE, *map(variable, options)}
+    unknown = sorted(name for name in names if _has_prefix(name) and name not in known)
+    if not unknown or not isinstance(group, click.Group):
+        return
+    known.update(_variables(group, context.find_root()), _variables(context.command, context))
+    words = [name.removeprefix(ENV_PREFIX) for name in known]
+    for name in unknown:
+        if name not in known:
+            close = difflib.get_close_matches(name.removeprefix(ENV_PREFIX), words, n=1)
+            fix = f"Did you mean {ENV_PREFIX}{close[0]}?" if close else f"{HELP_COMMAND} lists all options."
+            yield f"The environment variable {name} does not set any option. {fix}"
+
+
+def _has_prefix(name: str) -> bool:
+    return name.startswith(ENV_PREFIX) and not _KUBERNETES.fullmatch(name.removeprefix(ENV_PREFIX))
+
+
+def _variables(command: click.Command, context: click.Context) -> Iterator[str]:
+    """Yield the variables of a command and its subcommands, as far as they are loaded."""
+    for param in command.params:
+        yield from (param.envvar,) if isinstance(param.envvar, str) else param.envvar or ()
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            if subcommand := command.get_command(context, name):
+                yield from _variables(subcommand, context)

@@ -28,7 +28,15 @@ _SECRET = f"{__name__}.secret"
 
 
 class FileOption(click.Option):
-    """An option with environment variables, which `--config FILE` overrides as it does the engine's."""
+    """An option with environment variables, which `--config FILE` overrides as it does the engine's.
+
+    Args:
+        section: title of its section of the help.
+    """
+
+    def __init__(self, *args: Any, section: str = "Options", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.section = section
 
     def resolve_envvar_value(self, ctx: click.Context) -> str | None:
         return None if self.name in (ctx.default_map or {}) else super().resolve_envvar_value(ctx)

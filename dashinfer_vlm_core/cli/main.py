@@ -38,13 +38,8 @@ def list_plugins(as_json: bool, strict: bool) -> None:
     rows = load_plugins().rows
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
-    elif rows:
-        _show(rows)
     else:
-        click.echo(
-            "No plugins are installed, not even the built-in ones. Install the package with pip; adding it to sys.path"
-            " is not enough."
-        )
+        _show(rows)
     if strict and any(row.status != "ok" for row in rows):
         sys.exit(1)
 

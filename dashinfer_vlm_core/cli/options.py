@@ -15,7 +15,8 @@ from click.shell_completion import CompletionItem
 
 from ..config import MIB, EngineConfig
 from ..config.options import Options
-from ..plugins import installed_options, load_plugins
+from ..plugins import load_plugins, options_registry
+from .config_file import FileOption
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -28,27 +29,29 @@ UNITS = {"mib": "MIB", "bytes": "BYTES", "pixels": "PIXELS", "patches": "PATCHES
 """Placeholders by the last word of a field's name, for fields with a unit."""
 
 
-class EngineOption(click.Option):
-    """An option of the engine, shared by many commands. `--help` lists it after the command's own options.
+SECTIONS = {
+    "model": "Model",
+    "max_model_len": "Scheduling and memory",
+    "min_pixels": "Images and videos",
+    "allow_remote_media": "Media sources",
+}
+"""The first field of `EngineConfig` in each section of the help, and the section's title."""
 
-    Args:
-        plugin: the title of the plugin that registers it; empty for options of EngineConfig.
-    """
 
-    def __init__(self, *args: Any, plugin: str, **kwargs: Any) -> None:
-        super().__init__(*args, default=None, **kwargs)
-        self.plugin = plugin
+class EngineOption(FileOption):
+    """An option of the engine, shared by many commands. pydantic reads its environment variable."""
 
 
 def engine_options() -> list[EngineOption]:
     """Return the options of EngineConfig and of the installed plugins."""
-    titles: dict[type[Options], str] = {EngineConfig: ""}
-    titles.update((kind, kind.title) for kind in installed_options())
-    return [
-        EngineOption(plugin=title, **option_attributes(kind, name, field))
-        for kind, title in titles.items()
-        for name, field in kind.option_fields().items()
-    ]
+    classes: list[type[Options]] = [EngineConfig, *options_registry().option_classes]
+    options = []
+    for kind in classes:
+        section = kind.title
+        for name, field in kind.option_fields().items():
+            section = SECTIONS.get(name, section)
+            options.append(EngineOption(default=None, section=section, **option_attributes(kind, name, field)))
+    return options
 
 
 def option_attributes(kind: type[Any], name: str, field: FieldInfo) -> dict[str, Any]:

@@ -1,25 +1,31 @@
-"""Terminal output: colored tables if rich is installed, plain text otherwise."""
+"""Terminal output: text without control characters, and tables; colored if the terminal supports it."""
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 
 import click
 
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
+_COLORS = {
+    "ok": "green",
+    "missing": "yellow",
+    "unusable": "yellow",
+    "slow": "yellow",
+    "broken": "red",
+    "duplicate": "yellow",
+    "disabled": "yellow",
+}
+"""Of the cells with a status."""
 
-def is_rich() -> bool:
-    """Return whether standard output is a terminal that supports colors, and rich is installed."""
-    if not sys.stdout.isatty() or find_spec("rich") is None:
-        return False
-    from rich.console import Console
 
-    console = Console()  # it checks NO_COLOR and the terminal's capabilities
-    return not (console.no_color or console.is_dumb_terminal)
+def has_colors() -> bool:
+    """Return whether standard output is a terminal that supports colors; see https://no-color.org."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") not in {"dumb", "unknown"}
 
 
 def printable(text: str) -> str:
@@ -29,43 +35,17 @@ def printable(text: str) -> str:
 
 def show_note(text: str) -> None:
     """Print a note about the output, dim if the terminal supports it."""
-    if is_rich():
-        click.secho(printable(text), dim=True)
-    else:
-        click.echo(printable(text))
+    click.secho(printable(text), dim=True, color=has_colors())
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table with rich, or as columns of plain text."""
-    if is_rich():
-        _rich_table(columns, rows)
-    else:
-        click.echo("\n".join(_plain_table([tuple(column.upper() for column in columns), *rows])))
-
-
-def _rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(*columns, box=box.SIMPLE_HEAD, header_style="bold")
-    for row in rows:
-        table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
-    Console().print(table)
-
-
-_STYLES = {
-    "ok": "green",
-    "missing": "yellow",
-    "unusable": "yellow",
-    "slow": "yellow",
-    "broken": "red",
-    "duplicate": "yellow",
-    "disabled": "yellow",
-}
-
-
-def _plain_table(cells: Sequence[Sequence[str]]) -> list[str]:
+    """Print a table as columns of text."""
+    cells = [[column.upper() for column in columns], *rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    for row in cells:
+        click.echo("  ".join(map(_padded, row, widths)).rstrip(), color=has_colors())
+
+
+def _padded(cell: str, width: int) -> str:
+    text = cell.ljust(width)
+    return click.style(text, fg=_COLORS[cell]) if cell in _COLORS else text

@@ -42,7 +42,9 @@ class Options(BaseSettings):
     """Options that are fields with a type, a default and a docstring, which is the text of the help.
 
     Attributes:
+        title: heading of their section in the help.
         python_only: names of fields that are no options: only Python code sets them.
+        reference: what lists all options, for error messages.
 
     Raises:
         ConfigError: a value is out of range; the message contains the name of the option.
@@ -52,13 +54,23 @@ class Options(BaseSettings):
         env_prefix=ENV_PREFIX, frozen=True, extra="forbid", enable_decoding=False
     )
 
+    title: ClassVar[str] = "Options"
     python_only: ClassVar[frozenset[str]] = frozenset()
+    reference: ClassVar[str] = "`dashinfer-vlm serve --help`"
 
     def __init__(self, **options: Any) -> None:
         try:
             super().__init__(**options)
         except ValidationError as error:
-            raise config_error(error.errors(include_url=False), options) from None
+            raise self._config_error(error.errors(include_url=False), options) from None
+
+    @classmethod
+    def _config_error(cls, errors: Sequence[ErrorDetails], given: Mapping[str, Any]) -> ConfigError:
+        # All errors in one line; `param` is the first option.
+        texts = [_error_text(error, given) for error in errors]
+        location = errors[0]["loc"]
+        message = f"Invalid option {'; '.join(texts)}. {cls.reference} lists every option."
+        return ConfigError(message, param=str(location[0]) if location else None)
 
     @classmethod
     def option_fields(cls) -> dict[str, FieldInfo]:
@@ -92,9 +104,6 @@ class PluginOptions(Options):
     configuration file, the environment (`DASHINFER_VLM_` and its name in upper case) and `EngineConfig(...)`. The
     plugin reads them with `config.options_of(Class)`. The engine and all plugins share one namespace: start ambiguous
     names with the plugin's name.
-
-    Attributes:
-        title: heading of their section in the help.
     """
 
     title: ClassVar[str] = "Plugins"
@@ -135,17 +144,6 @@ def variable(option: str) -> str:
 def variables_set() -> list[str]:
     """Return the names of all environment variables with our prefix, known or not."""
     return [name for name in os.environ if name.startswith(ENV_PREFIX)]
-
-
-def config_error(errors: Sequence[ErrorDetails], given: Mapping[str, Any]) -> ConfigError:
-    """Report all errors of a configuration in one line, with the names of options and of their environment variables.
-
-    `param` is the first option.
-    """
-    texts = [_error_text(error, given) for error in errors]
-    message = f"Invalid option {'; '.join(texts)}. `dashinfer-vlm serve --help` lists every option."
-    location = errors[0]["loc"]
-    return ConfigError(message, param=str(location[0]) if location else None)
 
 
 def _error_text(error: ErrorDetails, given: Mapping[str, Any]) -> str:

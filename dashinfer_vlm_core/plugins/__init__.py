@@ -1,8 +1,7 @@
 """Discovery of plugins by entry points, and the registry of what they provide."""
 
 from .discovery import ALLOWED_VARIABLE, DISTRIBUTION
-from .loader import ADAPTER_GROUP, add_commands, installed_options, load_adapter, load_plugins
-from .options import resolve_options
+from .loader import ADAPTER_GROUP, add_commands, load_adapter, load_plugins, options_registry
 from .registry import PluginRow, Registry
 
 __all__ = [
@@ -12,8 +11,7 @@ __all__ = [
     "PluginRow",
     "Registry",
     "add_commands",
-    "installed_options",
     "load_adapter",
     "load_plugins",
-    "resolve_options",
+    "options_registry",
 ]

@@ -62,20 +62,21 @@ def add_commands(group: click.Group) -> None:
         call_hooks(entry, lambda hook: hook.register_commands(group=group))
 
 
-def installed_options() -> tuple[type[PluginOptions], ...]:
-    """Return the options of all plugins. Those of a broken plugin, or with a name that is taken, are missing."""
+def options_registry() -> Registry:
+    """Return a registry of the options of all plugins. Those of a broken plugin, or with a name that is taken, are
+    missing."""
     found = Registry()
     for entry in plugin_entries():
-        options = _options(entry)
-        if found.options.keys().isdisjoint(options):
-            found.options |= options
-    return found.option_classes
+        own = _options(entry)
+        if found.options.keys().isdisjoint(own):
+            found.options |= own
+    return found
 
 
 def _options(entry: EntryPoint) -> dict[str, type[PluginOptions]]:
-    registry = Registry()
-    usable = call_hooks(entry, lambda hook: hook.register_options(register=registry.add_options))
-    return registry.options if usable else {}
+    own = Registry()
+    is_usable = call_hooks(entry, lambda hook: hook.register_options(register=own.add_options))
+    return own.options if is_usable else {}
 
 
 def load_adapter(name: str) -> Any:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from pydantic import create_model
 
 from ..config import EngineConfig, PluginOptions
 from ..config.options import check_options
@@ -15,7 +17,6 @@ from ..findings import Finding
 from ..models.checkpoint import model_type
 from ..models.formats.detection import find_reader
 from .discovery import create_manager
-from .options import resolve_options
 
 if TYPE_CHECKING:
     import pluggy
@@ -100,9 +101,11 @@ class Registry:
         """Return `config` with the values of the options of plugins that are given or set by the environment.
 
         Raises:
-            ConfigError: neither EngineConfig nor a plugin has an option of that name, or a value is out of range.
+            ConfigError: neither EngineConfig nor a plugin has an option of that name, or a value is out of range; the
+                message contains all such options.
         """
-        return resolve_options(config, self.option_classes)
+        options = _combined(self.option_classes)(**config.plugin_options)
+        return config.model_copy(update={name: value for name, value in options if name in options.model_fields_set})
 
     def add_plugin(self, plugin: object, *, name: str) -> tuple[str, ...]:
         """Register everything that `plugin` provides, and return a human-readable summary, such as `decoder torch`.
@@ -111,33 +114,31 @@ class Registry:
             PluginError: it was written for another version of the plugin API, a hook has an unknown name or argument, a
                 name is already registered, or the plugin's code raises an exception. Nothing is registered then.
         """
-        manager = create_manager(plugin, name)
+        hook = create_manager(plugin, name).hook
         staged = Registry()
+        for table, copied in zip(self._tables().values(), staged._tables().values(), strict=True):
+            copied.update(table)
+        before = set(self.names())
         try:
-            staged.call(manager)
-        except PluginError:
-            raise
+            staged.call(hook)
         except Exception as error:
             raise PluginError(f"Plugin {name!r} failed during registration: {error}") from error
-        provides = staged.names()
-        self._merge(staged, plugin_name=name)
-        return provides
+        for table, copied in zip(self._tables().values(), staged._tables().values(), strict=True):
+            table.update(copied)
+        return tuple(each for each in self.names() if each not in before)
 
-    def call(self, manager: pluggy.PluginManager) -> None:
-        hook = manager.hook
-        hook.register_models(register=functools.partial(_register, "model", self.models))
-        hook.register_model_families(register=self._add_family)
-        hook.register_decoders(register=lambda item: _register("decoder", self.decoders, item.name, item))
-        hook.register_kernels(register=lambda item: _register("kernels", self.kernels, item.name, item))
-        hook.register_checks(register=functools.partial(_register, "check", self.checks))
-        hook.register_options(register=self.add_options)
-        hook.register_video_readers(
-            register=lambda item: _register("video reader", self.video_readers, item.name, item)
-        )
+    def call(self, hook: pluggy.HookRelay) -> None:
+        hook.register_models(register=partial(_register, "model", self.models))
+        hook.register_checks(register=partial(_register, "check", self.checks))
+        hook.register_decoders(register=partial(_register_named, "decoder", self.decoders))
+        hook.register_kernels(register=partial(_register_named, "kernels", self.kernels))
+        hook.register_video_readers(register=partial(_register_named, "video reader", self.video_readers))
         hook.register_checkpoint_formats(
-            register=lambda item: _register("checkpoint format", self.checkpoint_formats, item.name, item)
+            register=partial(_register_named, "checkpoint format", self.checkpoint_formats)
         )
+        hook.register_model_families(register=self._add_family)
         hook.register_embedding_stores(register=self._add_embedding_store)
+        hook.register_options(register=self.add_options)
 
     def _add_family(self, family: ModelFamily) -> None:
         for name in sorted(family.model_types):
@@ -154,39 +155,36 @@ class Registry:
             _register("option", self.options, name, options)
 
     def names(self) -> tuple[str, ...]:
-        return tuple(f"{kind} {name}" for kind, items in self._tables() for name in items)
+        return tuple(f"{kind} {name}" for kind, table in self._tables().items() for name in table)
 
-    def _tables(self) -> tuple[tuple[str, dict[str, Any]], ...]:
-        return (
-            ("model", self.models),
-            ("model family", self.families),
-            ("decoder", self.decoders),
-            ("kernels", self.kernels),
-            ("video reader", self.video_readers),
-            ("checkpoint format", self.checkpoint_formats),
-            ("embedding store", self.embedding_stores),
-            ("check", self.checks),
-            ("option", self.options),
-        )
+    def _tables(self) -> dict[str, dict[str, Any]]:
+        return {
+            "model": self.models,
+            "model family": self.families,
+            "decoder": self.decoders,
+            "kernels": self.kernels,
+            "video reader": self.video_readers,
+            "checkpoint format": self.checkpoint_formats,
+            "embedding store": self.embedding_stores,
+            "check": self.checks,
+            "option": self.options,
+        }
 
-    def _merge(self, staged: Registry, *, plugin_name: str) -> None:
-        pairs = [
-            (kind, existing, new) for (kind, existing), (_, new) in zip(self._tables(), staged._tables(), strict=True)
-        ]
-        for kind, existing, new in pairs:
-            if duplicates := sorted(existing.keys() & new.keys()):
-                raise PluginError(
-                    f"Plugin {plugin_name!r} registers the {kind} {duplicates[0]!r}, which another plugin has"
-                    " already registered."
-                )
-        for _, existing, new in pairs:
-            existing.update(new)
+
+@lru_cache(maxsize=4)
+def _combined(classes: tuple[type[PluginOptions], ...]) -> type[PluginOptions]:
+    # One class with the options of all, so that one error contains all invalid ones.
+    return create_model("InstalledOptions", __base__=classes or (PluginOptions,))
 
 
 def _register(kind: str, table: dict[str, Any], name: str, item: Any) -> None:
     if name in table:
-        raise PluginError(f"The {kind} {name!r} is registered twice by the same plugin.")
+        raise PluginError(f"The {kind} {name!r} is already registered. Choose another name.")
     table[name] = item
+
+
+def _register_named(kind: str, table: dict[str, Any], item: Any) -> None:
+    _register(kind, table, item.name, item)
 
 
 def lookup(kind: str, name: str, table: dict[str, T]) -> T:

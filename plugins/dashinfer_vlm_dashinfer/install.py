@@ -92,7 +92,9 @@ def install(config: EngineConfig, *, python: Path | None, cpu: bool, report: Rep
             report(f"DashInfer is already installed{', for the CPU only' * current.cpu_only}.")
             return
         if kit:
-            _unpack(kit, folder, report)
+            _prepare(folder, KIT_BYTES)
+            report(f"Unpacking {kit} into {folder}.")
+            unpack_kit(kit, folder)
         else:
             _build(folder, python or find_python(report), report, cpu=cpu)
         _finish(folder)
@@ -183,12 +185,6 @@ def _build(folder: Path, python: Path, report: Report, *, cpu: bool) -> None:
     _pip_install(folder, CPU_ONLY_PACKAGES)
     for extension in folder.glob(EXTENSION):
         remove_gpu_code(extension, report)
-
-
-def _unpack(kit: Path, folder: Path, report: Report) -> None:
-    _prepare(folder, KIT_BYTES)
-    report(f"Unpacking {kit} into {folder}.")
-    unpack_kit(kit, folder)
 
 
 def _prepare(folder: Path, needed: int) -> None:

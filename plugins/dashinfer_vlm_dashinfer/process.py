@@ -9,7 +9,7 @@ import logging
 import socket
 from asyncio.subprocess import Process
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -26,6 +26,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 EXIT_SECONDS = 1.0
 """How long a worker may take to exit after it closed its socket."""
 MAX_LOG_LINES = 5
+MAX_LINE_BYTES = 1 << 26
 
 
 class WorkerDied(Exception):
@@ -69,6 +70,7 @@ class WorkerProcess:
                     stderr=asyncio.subprocess.STDOUT,
                     pass_fds=[theirs.fileno()],
                     env=inherited_variables(),
+                    limit=MAX_LINE_BYTES,
                     start_new_session=True,  # Ctrl-C in a terminal must not reach it: the parent closes it
                 )
             except OSError as error:
@@ -129,20 +131,9 @@ class WorkerProcess:
     async def _forward_log(self) -> None:
         # Fatal lines are warnings; DashInfer reports harmless events as errors.
         assert self._process.stdout is not None
-        async for raw in _lines(self._process.stdout):
+        async for raw in self._process.stdout:
             line = raw.decode(errors="replace").rstrip()
             if not line.strip("."):
                 continue
             self._log_lines.append(line)
             logger.log(logging.WARNING if line.startswith("F") else logging.DEBUG, "worker %d: %s", self.pid, line)
-
-
-async def _lines(stream: asyncio.StreamReader) -> AsyncGenerator[bytes, None]:
-    while True:
-        try:
-            line = await stream.readline()
-        except ValueError:
-            continue
-        if not line:
-            return
-        yield line

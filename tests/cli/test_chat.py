@@ -388,8 +388,8 @@ def test_unreachable_server_is_reported():
 
 WITHOUT_EXTRA = (
     "import importlib.util as u, sys; find = u.find_spec\n"
-    "u.find_spec = lambda name, *a: None if name in ('prompt_toolkit', 'rich') else find(name, *a)\n"
-    "sys.modules.update({'prompt_toolkit': None, 'rich': None})\n" + MAIN
+    "u.find_spec = lambda name, *a: None if name == 'prompt_toolkit' else find(name, *a)\n"
+    "sys.modules.update({'prompt_toolkit': None})\n" + MAIN
 )
 
 

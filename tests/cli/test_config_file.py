@@ -159,4 +159,4 @@ def test_serve_accepts_config_file():
 
 def test_help_lists_engine_options_after_command_options():
     text = CliRunner().invoke(command, ["--help"]).output
-    assert text.index("--port") < text.index("--config") < text.index("Engine options:") < text.index("--model")
+    assert text.index("--port") < text.index("--config") < text.index("Model:") < text.index("--model")

@@ -8,7 +8,7 @@ import click
 import pytest
 
 from dashinfer_vlm_cli.plugin import COMMANDS
-from dashinfer_vlm_core.cli.env_check import unknown_variables
+from dashinfer_vlm_core.cli.command import unknown_variables
 from dashinfer_vlm_core.cli.main import cli as core
 from dashinfer_vlm_core.errors import CheckpointError
 from dashinfer_vlm_core.plugins import add_commands

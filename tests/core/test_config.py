@@ -137,9 +137,10 @@ def test_only_config_reads_environment():
     }
     # Processes for DashInfer (environment.py) and the fork server get a few variables; the worker sets defaults for
     # DashInfer, whose installation asks where pyenv is; discovery.py reads which plugins may be imported, before there
-    # are options; build.py reads CC.
+    # are options; build.py reads CC, and terminal.py NO_COLOR.
     assert readers <= {
         *(
+            "terminal.py",
             "options.py",
             "engine_config.py",
             "environment.py",

@@ -59,12 +59,12 @@ def test_arguments_can_name_a_file(tmp_path):
         ({"max_replica": 2}, "Unknown option 'max_replica'. Did you mean 'max-replicas'?"),
         ({"port": 80}, "`port` does not apply here: Ray Serve's proxy listens"),
         ({"log-format": "json"}, "`log-format` does not apply here: Ray Serve writes the logs"),
-        ({"min_replicas": 0}, "`min_replicas` must be at least 1, got '0'."),
-        ({"min_replicas": [1, 2]}, "`min_replicas` must be an integer, got '1,2'."),
+        ({"min_replicas": 0}, "Invalid option min_replicas: must be at least 1 (got '0')."),
+        ({"min_replicas": [1, 2]}, "Invalid option min_replicas: must be an integer (got '1,2')."),
         ({"min_replicas": 3, "max_replicas": 2}, "`max_replicas` must be at least `min_replicas`, 3, got 2."),
         ({"page": "perhaps"}, "Invalid value for '--page': 'perhaps' is not a valid boolean"),
         ({"max_model_len": 1}, "max_model_len: must be at least 16"),
-        ({"routing": "image"}, "`routing` must be 'content', 'load' or 'round-robin', got 'image'."),
+        ({"routing": "image"}, "routing: must be 'content', 'load' or 'round-robin' (got 'image')."),
         ({"ingress_replicas": 2}, "requires `max_stored_responses=0`"),
     ],
 )
@@ -92,7 +92,7 @@ def test_value_out_of_range_is_rejected(options):
     with pytest.raises(ConfigError) as caught:
         RayConfig(**options)
     assert caught.value.param == name
-    assert f"`{name}` must be" in caught.value.message
+    assert f"{name}: must be" in caught.value.message
     assert repr(value) in caught.value.message
 
 

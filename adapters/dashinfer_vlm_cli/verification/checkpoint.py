@@ -1,7 +1,9 @@
-"""A checkpoint of random weights with the parts of an engine that are verified, and random prompts for it."""
+"""A checkpoint of random weights with the parts of an engine that are verified, random prompts for it, and transformers
+as the reference."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -12,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from PIL import Image as PILImage
+from torch import Tensor
+from transformers import AutoModelForImageTextToText
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.decoders import Decoder, DecodeRequest, Sampling, VisualSpan
@@ -21,7 +25,7 @@ from dashinfer_vlm_core.models.interface import Patches, PlaceholderSpan, Vision
 from dashinfer_vlm_core.models.patches import with_digest
 from dashinfer_vlm_core.plugins import Registry
 
-from .models import ORDINARY, VISION_END, VISION_START
+from .models import IMAGE, ORDINARY, VIDEO, VISION_END, VISION_START
 
 VIDEO_FPS = 2.0  # transformers' default
 
@@ -86,7 +90,7 @@ class Prompt:
     items: tuple[Patches, ...]
     spans: tuple[PlaceholderSpan, ...]
 
-    def request(self, embeddings: Sequence[torch.Tensor], sampling: Sampling) -> DecodeRequest:
+    def request(self, embeddings: Sequence[Tensor], sampling: Sampling) -> DecodeRequest:
         """Return a request for a completion; `embeddings` are the visual tokens of the items."""
         visual = [
             VisualTokens.of(item, rows, digest=item.digest) for item, rows in zip(self.items, embeddings, strict=True)
@@ -160,3 +164,52 @@ class PromptBuilder:
 def _encode(text: str) -> list[int]:
     # The timestamps of a video.
     return list(map(ord, text))
+
+
+class Reference:
+    """One checkpoint in transformers. Prompts run one at a time, so that no padding is involved."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+        model: Any = AutoModelForImageTextToText.from_pretrained(checkpoint.folder, dtype=dtype)
+        self._model = model.to(checkpoint.device).eval()
+        self._preprocessor = json.loads((checkpoint.folder / "preprocessor_config.json").read_text())
+        self._device = checkpoint.device
+        self._dtype = dtype
+        self._logprobs: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+
+    @torch.inference_mode()
+    def vision_tokens(self, items: Sequence[Patches]) -> Tensor:
+        """Return [tokens, visual width]."""
+        out = self._model.model.visual(*self._pixels(items))
+        return torch.cat([out.pooler_output, *(getattr(out, "deepstack_features", None) or ())], dim=1)
+
+    @torch.inference_mode()
+    def logprobs(self, prompt: Prompt, completion: Sequence[int]) -> Tensor:
+        """Return the log probabilities before each token of `completion`, in one pass without a cache: float32
+        [len(completion), vocabulary] on the CPU. They are computed once."""
+        key = (prompt.name, tuple(completion))
+        if key not in self._logprobs:
+            inputs = self._inputs(prompt, [*prompt.token_ids.tolist(), *completion[:-1]])
+            logits = self._model(**inputs, use_cache=False).logits[0, len(prompt.token_ids) - 1 :]
+            self._logprobs[key] = torch.log_softmax(logits.float(), dim=-1).cpu()
+        return self._logprobs[key]
+
+    def _inputs(self, prompt: Prompt, ids: Sequence[int]) -> dict[str, Any]:
+        self._model.model.rope_deltas = None  # of the prompt before
+        tokens = torch.tensor([ids], device=self._device)
+        inputs: dict[str, Any] = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        if prompt.items:
+            inputs["mm_token_type_ids"] = (tokens == IMAGE).int() + 2 * (tokens == VIDEO).int()
+        if images := [item for item in prompt.items if item.kind == "image"]:
+            inputs["pixel_values"], inputs["image_grid_thw"] = self._pixels(images)
+        if videos := [item for item in prompt.items if item.kind == "video"]:
+            inputs["pixel_values_videos"], inputs["video_grid_thw"] = self._pixels(videos)
+        return inputs
+
+    def _pixels(self, items: Sequence[Patches]) -> tuple[Tensor, Tensor]:
+        columns = self._preprocessor["temporal_patch_size"] * self._preprocessor["patch_size"] ** 2
+        mean = torch.tensor(self._preprocessor["image_mean"]).repeat_interleave(columns)
+        std = torch.tensor(self._preprocessor["image_std"]).repeat_interleave(columns)
+        pixels = torch.cat([(torch.from_numpy(item.pixels) / 255 - mean) / std for item in items])
+        grids = torch.tensor([item.grid for item in items])
+        return pixels.to(self._device, self._dtype), grids.to(self._device)

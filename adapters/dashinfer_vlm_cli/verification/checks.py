@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,9 +14,8 @@ from torch import Tensor
 
 from dashinfer_vlm_core.decoders import Decoder, DecodeRequest, Sampling, Token
 
-from .checkpoint import Checkpoint, Prompt, PromptBuilder
+from .checkpoint import Checkpoint, Prompt, PromptBuilder, Reference
 from .models import SIZES, build_model, write_model
-from .reference import Reference
 from .report import Check, Results
 
 COMPLETION = 16
@@ -228,15 +227,10 @@ async def check_family(results: Results, checkpoint: Checkpoint, family: str) ->
     # cuDNN rounds to TF32 by default, also in transformers' patch embedding, a convolution.
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         for dtype, table in checks.items():
-            async with open_session(checkpoint, dtype, exact, half) as session:
+            async with checkpoint.decoding(checkpoint.config(dtype, **OPTIONS)) as decoder:
+                session = Session(checkpoint, dtype, exact, half, decoder)
                 for name, check in table.items():
                     await results.check(f"{family} {dtype}: {name}", check(session))
-
-
-@contextlib.asynccontextmanager
-async def open_session(checkpoint: Checkpoint, dtype: str, exact: Reference, half: Reference) -> AsyncIterator[Session]:
-    async with checkpoint.decoding(checkpoint.config(dtype, **OPTIONS)) as decoder:
-        yield Session(checkpoint, dtype, exact, half, decoder)
 
 
 async def read(decoder: Decoder, request: DecodeRequest, limit: int = LONG_COMPLETION) -> list[Token]:
