@@ -14,14 +14,13 @@ from starlette.exceptions import HTTPException
 from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_core.protocol.client import Client, current_client
 
-from .api_key_file import file_signature
+from .api_keys import ApiKey, ApiKeys, file_signature
 from .errors import error_response, unauthorized
 from .request_context import get_request_context
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from .api_keys import ApiKey, ApiKeys
     from .rate_limits import KeyLimiter, TokenMeter
 
 logger: logging.Logger = logging.getLogger(__name__)

@@ -35,18 +35,6 @@ ENGINE_SECTIONS: Mapping[str, str] = {
 """The first field of `EngineConfig` in each section, and the section's title."""
 
 
-class IntegerRange(click.IntRange):
-    """An integer with bounds, called "integer" in error messages."""
-
-    name = "integer"
-
-
-class NumberRange(click.FloatRange):
-    """A number with bounds, called "number" in error messages."""
-
-    name = "number"
-
-
 class Option(FileOption):
     """An option of the server, listed in a section of the help, that the environment can set.
 
