@@ -18,12 +18,12 @@ from pydantic import ConfigDict, Field, SecretStr, model_validator
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.engine import Engine
 from dashinfer_vlm_core.engine.remote import RemoteEngine
-from dashinfer_vlm_core.engine.shared import SHARED, SharedEngines
+from dashinfer_vlm_core.engine.shared import LOOP, SHARED, EngineCall, GetEngine, SharedEngines
 from dashinfer_vlm_core.protocol import ChatRequest
 from dashinfer_vlm_core.protocol.fields import IGNORED_FIELDS, REJECTED_FIELDS, SUPPORTED_FIELDS
 from dashinfer_vlm_core.protocol.validation_errors import invalid, unsupported
 
-from .client import LOOP, Call, CallOptions, GetEngine, complete, count_tokens, encode, stream
+from .client import CallOptions, count_tokens, encode
 from .messages import to_openai
 from .profiles import profile_of
 from .results import PROVIDER, chat_chunks, chat_result
@@ -194,7 +194,7 @@ class ChatDashInferVLM(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        return chat_result(await complete(self._call(messages, stop, kwargs, stream=False)))
+        return chat_result(await self._call(messages, stop, kwargs, stream=False).complete())
 
     def _stream(
         self,
@@ -212,13 +212,13 @@ class ChatDashInferVLM(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncGenerator[ChatGenerationChunk, None]:
-        async with contextlib.aclosing(stream(self._call(messages, stop, kwargs, stream=True))) as chunks:
+        async with contextlib.aclosing(self._call(messages, stop, kwargs, stream=True).stream()) as chunks:
             async for chunk in chat_chunks(chunks):
                 yield chunk
 
     def _call(
         self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any], *, stream: bool
-    ) -> Call:
+    ) -> EngineCall:
         if fixed := kwargs.keys() & CONSTRUCTOR_FIELDS:
             raise unsupported(min(fixed), "can only be set on the chat model, not per call.")
         options = CallOptions(**{name: kwargs.get(name, getattr(self, name)) for name in CallOptions.model_fields})
@@ -228,10 +228,12 @@ class ChatDashInferVLM(BaseChatModel):
         if stream and (request.get("n") or 1) > 1:
             raise unsupported("n", "must be 1 in a stream. Use `generate`.")
         name, engine = self._engine(model)
-        return Call(
+        return EngineCall(
             engine=engine,
             request={**request, "messages": to_openai(messages), "stream": stream, **name},
-            options=options,
+            timeout=options.timeout,
+            first_token_timeout=options.first_token_timeout,
+            max_retries=options.max_retries,
         )
 
     def _request(self, given: dict[str, Any], *, stop: list[str] | None, stream: bool) -> dict[str, Any]:

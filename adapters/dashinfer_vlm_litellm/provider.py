@@ -6,7 +6,9 @@ import contextlib
 from collections.abc import AsyncGenerator, Generator
 from typing import TYPE_CHECKING, Any
 
+import litellm
 from litellm.llms.custom_llm import CustomLLM
+from litellm.types.llms.custom_llm import CustomLLMItem
 from litellm.types.utils import (
     EmbeddingResponse,
     GenericStreamingChunk,
@@ -14,20 +16,17 @@ from litellm.types.utils import (
     ModelResponse,
     ModelResponseStream,
 )
+from litellm.utils import custom_llm_setup
 
-from dashinfer_vlm_core.concurrency.deadline import stream_with_timeout, with_timeout
-from dashinfer_vlm_core.concurrency.loop import LoopThread
-from dashinfer_vlm_core.engine.shared import SHARED, PerProcess, SharedEngines
+from dashinfer_vlm_core.engine.shared import LOOP, SHARED, EngineCall, GetEngine, SharedEngines
 from dashinfer_vlm_core.errors import UnsupportedParameter
 
-from .call import Call, is_proxied, read_call
+from .call import is_proxied, read_engine_options, read_request, read_seconds
 from .errors import litellm_errors
-from .model_info import register_model_info
+from .model_info import register_known_models, register_model_info
 from .responses import model_response, stream_chunks
 
 if TYPE_CHECKING:
-    from openai.types.chat import ChatCompletion, ChatCompletionChunk
-
     from dashinfer_vlm_core.engine import ChatEngine
 
 PROVIDER = "dashinfer_vlm"
@@ -50,31 +49,27 @@ class DashInferVLM(CustomLLM):
         super().__init__()
         self.name = name
         self._engines = engines or SHARED
-        # An event loop for synchronous callers, so that timeouts and cancellation have one implementation.
-        self._loop = PerProcess(lambda: LoopThread("dashinfer-vlm-litellm"))
 
     def completion(self, *_: Any, **arguments: Any) -> ModelResponse:
-        return self._loop.get().call(self.acompletion(**arguments))
+        return LOOP.get().call(self.acompletion(**arguments))
 
     # LiteLLM accepts ModelResponseStream too, which its annotations lack. It accepts only async generators.
 
     def streaming(  # type: ignore[override]
         self, *_: Any, **arguments: Any
     ) -> Generator[ModelResponseStream | GenericStreamingChunk, None, None]:
-        return self._loop.get().iterate(self.astreaming(**arguments))
+        return LOOP.get().iterate(self.astreaming(**arguments))
 
     async def acompletion(self, *_: Any, **arguments: Any) -> ModelResponse:
         with self._errors(arguments):
-            call = read_call(arguments, stream=False)
-            return model_response(arguments["model_response"], await with_timeout(self._chat(call), call.timeout))
+            completion = await self._call(arguments, stream=False).complete()
+            return model_response(arguments["model_response"], completion)
 
     async def astreaming(  # type: ignore[override]
         self, *_: Any, **arguments: Any
     ) -> AsyncGenerator[ModelResponseStream | GenericStreamingChunk, None]:
         with self._errors(arguments):
-            call = read_call(arguments, stream=True)
-            limited = stream_with_timeout(self._stream(call), seconds=call.timeout, first=call.first_token_timeout)
-            async with contextlib.aclosing(limited) as chunks:
+            async with contextlib.aclosing(self._call(arguments, stream=True).stream()) as chunks:
                 async for chunk in stream_chunks(chunks):
                     yield chunk
 
@@ -94,23 +89,34 @@ class DashInferVLM(CustomLLM):
     async def aimage_generation(self, *_: Any, **arguments: Any) -> ImageResponse:
         return self.image_generation(**arguments)
 
-    async def _chat(self, call: Call) -> ChatCompletion:
-        engine, model = await self._engine(call)
-        return await engine.achat({**call.request, "model": model})
+    def _call(self, arguments: dict[str, Any], *, stream: bool) -> EngineCall:
+        request = read_request(arguments, stream=stream)
+        engine, model = self._engine(arguments)
+        return EngineCall(
+            engine=engine,
+            request={**request, "model": model},
+            timeout=read_seconds(arguments.get("timeout"), "timeout"),
+            first_token_timeout=read_seconds(
+                arguments["optional_params"].get("first_token_timeout"), "first_token_timeout"
+            ),
+        )
 
-    async def _stream(self, call: Call) -> AsyncGenerator[ChatCompletionChunk, None]:
-        engine, model = await self._engine(call)
-        async with contextlib.aclosing(engine.astream({**call.request, "model": model})) as chunks:
-            async for chunk in chunks:
-                yield chunk
+    def _engine(self, arguments: dict[str, Any]) -> tuple[GetEngine, str]:
+        model = arguments["model"]
+        options = read_engine_options(arguments)
 
-    async def _engine(self, call: Call) -> tuple[ChatEngine, str]:
-        if call.api_base:
-            return self._engines.remote(call.api_base, api_key=call.api_key), call.model
-        config = self._engines.config(call.model, call.engine_options)
-        engine = await self._engines.aget(config)
-        register_model_info(f"{self.name}/{call.model}", engine.capabilities())
-        return engine, config.request_name(call.model)
+        async def remote() -> ChatEngine:
+            return self._engines.remote(arguments["api_base"], api_key=arguments.get("api_key"))
+
+        async def local() -> ChatEngine:
+            engine = await self._engines.aget(config)
+            register_model_info(f"{self.name}/{model}", engine.capabilities())
+            return engine
+
+        if arguments.get("api_base"):
+            return remote, model
+        config = self._engines.config(model, options)
+        return local, config.request_name(model)
 
     def _errors(self, arguments: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
         return litellm_errors(model=arguments["model"], provider=self.name, hide_setup=is_proxied(arguments))
@@ -122,3 +128,20 @@ def _generates_text(subject: str) -> UnsupportedParameter:
         " provider.",
         param="model",
     )
+
+
+handler: DashInferVLM = DashInferVLM()
+"""The provider of this process. Engines are started on first use."""
+
+
+def register() -> DashInferVLM:
+    """Register the provider for `dashinfer_vlm/<model>` in this process. Repeated calls have no effect.
+
+    Call it before creating a `Router`, which validates its models on creation.
+    """
+    others = [item for item in litellm.custom_provider_map if item["provider"] != PROVIDER]
+    # Create a new list, because LiteLLM or the proxy may hold a reference to the old one.
+    litellm.custom_provider_map = [*others, CustomLLMItem(provider=PROVIDER, custom_handler=handler)]
+    custom_llm_setup()  # type: ignore[no-untyped-call]  # LiteLLM has no annotations there
+    register_known_models(PROVIDER)
+    return handler

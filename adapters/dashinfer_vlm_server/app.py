@@ -106,5 +106,5 @@ def _add_middleware(app: FastAPI, server: ServerContext, tracer: Tracer | None) 
         routes=app.routes,
         metrics=server.metrics,
         budget=BodyMemoryBudget(settings.max_buffered_bytes or BUFFERED_BODIES * settings.max_body_bytes),
-        tracer=tracer,
+        request_span=tracer.request_span if tracer else None,
     )

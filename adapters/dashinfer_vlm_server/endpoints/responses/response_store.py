@@ -9,7 +9,10 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .json_stream import JsonStream
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -46,13 +49,6 @@ class StoredResponse:
             turns.append(turn)
             turn = turn.previous
         return tuple(item for turn in reversed(turns) for item in turn.items())
-
-
-class Reader(Protocol):
-    """Something that holds items of a stored response."""
-
-    def discard(self) -> None:
-        """Release the items."""
 
 
 class ResponseStore:
@@ -102,7 +98,7 @@ class ResponseStore:
             client = self._clients.get(client_id)
             return client.use(response_id) if client else None
 
-    def add_reader(self, client_id: str, response_id: str, reader: Reader) -> bool:
+    def add_reader(self, client_id: str, response_id: str, reader: JsonStream) -> bool:
         """Let a reader hold the items of a response until these are removed; return whether they still are stored."""
         with self._lock:
             client = self._clients.get(client_id)
@@ -159,7 +155,7 @@ class _Held:
     item_ids: frozenset[str]
     size: int
     uses: int = 0
-    readers: weakref.WeakSet[Reader] = field(default_factory=weakref.WeakSet)
+    readers: weakref.WeakSet[JsonStream] = field(default_factory=weakref.WeakSet)
 
     def discard(self) -> None:
         for reader in self.readers:
