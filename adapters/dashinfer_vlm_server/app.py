@@ -12,7 +12,7 @@ from .authentication import ApiKeyMiddleware, ApiKeyReloader
 from .body_memory import BodyMemoryBudget
 from .cross_origin import CrossOriginMiddleware
 from .endpoints import create_endpoints
-from .error_handlers import HANDLERS
+from .errors import HANDLERS
 from .metrics import Metrics
 from .rate_limits import RATE_LIMIT_HEADERS, KeyLimiter
 from .request_context import HEADER, RequestContextMiddleware

@@ -73,11 +73,11 @@ class FieldType(click.ParamType[Any]):
     def __init__(self, field: FieldInfo) -> None:
         parts = (field.annotation, *field.metadata)
         kind: Any = Annotated[parts] if field.metadata else field.annotation
-        self._lora: TypeAdapter[Any] = TypeAdapter(kind)
+        self._type_adapter: TypeAdapter[Any] = TypeAdapter(kind)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
-            return self._lora.validate_python(value)
+            return self._type_adapter.validate_python(value)
         except ValidationError as error:
             self.fail(f"{value!r} {validation_message(error.errors()[0])}.", param, ctx)
 

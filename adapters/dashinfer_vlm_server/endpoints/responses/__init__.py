@@ -16,7 +16,6 @@ from fastapi import Query, Request
 from fastapi.responses import JSONResponse, Response
 from openai.types.responses import CompactedResponse, ResponseCompactionItem
 from openai.types.responses import Response as ResponseObject
-from pydantic import BaseModel
 
 from dashinfer_vlm_core.concurrency.fair_slots import FairSlots
 from dashinfer_vlm_core.errors import ContextLengthExceeded, InvalidParameter, UnsupportedParameter
@@ -52,14 +51,6 @@ RESPONSE_OBJECT: Responses = {
 
 ID_BYTES = 24
 """Random bytes of a response's id: a client with the same API key that knows it can read the response."""
-
-
-class DeletedResponse(BaseModel):
-    """Confirms that a stored response was deleted."""
-
-    id: str
-    object: str
-    deleted: bool
 
 
 def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
@@ -149,7 +140,7 @@ class _Responses:
         """Delete a stored response. Responses that continue it keep its items."""
         if not self.store.delete(current_client.get().id, response_id):
             raise _response_not_found(response_id)
-        return JSONResponse(DeletedResponse(id=response_id, object="response", deleted=True).model_dump())
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(self, response_id: str) -> Response:
         """Reject: as in OpenAI's API, only responses that are created in the background can be canceled."""
