@@ -29,20 +29,15 @@ def read_request(arguments: Mapping[str, Any], *, stream: bool) -> dict[str, Any
     request = {name: value for name, value in given.items() if name not in PROVIDER_ARGUMENTS | LITELLM_ARGUMENTS}
     request |= given.get("extra_body") or {}
     request |= {"messages": arguments["messages"]}
-    return _stream_request(request) if stream else request
+    if stream:  # without the usage, LiteLLM uses an inaccurate estimate; it hides the usage if it was not requested
+        options = {**(request.get("stream_options") or {}), "include_usage": True}
+        request |= {"stream": True, "stream_options": options}
+    return request
 
 
 def is_proxied(arguments: Mapping[str, Any]) -> bool:
     """Return whether a client of LiteLLM's proxy sent the call, and not this program."""
     return bool(_client_body(arguments))
-
-
-def _stream_request(request: dict[str, Any]) -> dict[str, Any]:
-    """Always request the usage: without it, LiteLLM uses an inaccurate estimate. It hides it if not requested."""
-    return request | {
-        "stream": True,
-        "stream_options": {**(request.get("stream_options") or {}), "include_usage": True},
-    }
 
 
 def read_engine_options(arguments: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -83,9 +83,8 @@ def _add_middleware(app: FastAPI, server: ServerContext, tracer: Tracer | None) 
             ApiKeyMiddleware,
             reloader=reloader,
             limiter=limiter,
-            isolated=settings.isolates_keys,
+            settings=settings,
             on_keys_changed=(limiter.discard_except, *server.on_keys_changed),
-            namespace_secret=settings.namespace_secret,
         )
     else:
         app.add_middleware(

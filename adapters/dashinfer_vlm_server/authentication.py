@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from .rate_limits import KeyLimiter, KeyUsage
+    from .settings import Settings
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -101,9 +102,8 @@ class ApiKeyMiddleware:
         app: the wrapped application.
         reloader: the present keys.
         limiter: applies the limits of keys.
-        isolated: whether keys share no cached media and prompts.
+        settings: whether and how keys are isolated.
         on_keys_changed: called with the ids of the valid keys when a key was added or removed.
-        namespace_secret: see `Settings`.
     """
 
     def __init__(
@@ -112,16 +112,14 @@ class ApiKeyMiddleware:
         *,
         reloader: ApiKeyReloader,
         limiter: KeyLimiter,
-        isolated: bool,
+        settings: Settings,
         on_keys_changed: Sequence[Callable[[Collection[str]], None]],
-        namespace_secret: bytes,
     ) -> None:
         self._app = app
         self._reloader = reloader
         self._limiter = limiter
-        self._isolated = isolated
+        self._settings = settings
         self._on_keys_changed = on_keys_changed
-        self._namespace_secret = namespace_secret
         self._keys = reloader.keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -145,7 +143,8 @@ class ApiKeyMiddleware:
 
     async def _serve(self, key: ApiKey, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request of a key under its limits. Only POST requests use the engine, so only they are limited."""
-        namespace = key.cache_namespace(self._namespace_secret) if self._isolated else ""
+        settings = self._settings
+        namespace = key.cache_namespace(settings.namespace_secret) if settings.isolates_keys else ""
         client = Client(id=key.id, cache_namespace=namespace, media_workers=key.limits.media_workers)
         token = current_client.set(client)
         try:

@@ -92,7 +92,8 @@ def status_for(error: Exception) -> int:
 def error_body(error: Exception) -> dict[str, Any]:
     """Return OpenAI's error object. It contains the message only of errors that are written for callers."""
     status = status_for(error)
-    body = {"message": INTERNAL_ERROR, "type": _type(status), "param": None, "code": "internal_error"}
+    default_type = "invalid_request_error" if status < 500 else "server_error"
+    body = {"message": INTERNAL_ERROR, "type": TYPES.get(status, default_type), "param": None, "code": "internal_error"}
     if isinstance(error, (RequestError, EngineError, MissingDependency)):
         body |= {"message": error.message, "param": error.param, "code": error.code}
         if isinstance(error, EngineClosed) and error.to_be_started:
@@ -125,10 +126,6 @@ _CODES: Mapping[int, str] = MappingProxyType(
         501: "not_supported",
     }
 )
-
-
-def _type(status: int) -> str:
-    return TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
 
 
 def _http_error_message(error: HTTPException) -> str:
