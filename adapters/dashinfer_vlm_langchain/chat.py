@@ -166,7 +166,8 @@ class ChatDashInferVLM(BaseChatModel):
         }
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        params = super()._get_ls_params(stop=stop or _as_list(self.stop), **kwargs)
+        own = [self.stop] if isinstance(self.stop, str) else self.stop
+        params = super()._get_ls_params(stop=stop or own, **kwargs)
         params["ls_provider"] = PROVIDER
         return params
 
@@ -247,7 +248,8 @@ class ChatDashInferVLM(BaseChatModel):
         fields = {**own, **self.model_kwargs, **alias, **given, "stop": self.stop if stop is None else stop}
         fields.pop("max_completion_tokens", None)
         body = {**(self.extra_body or {}), **(fields.pop("extra_body", None) or {})}
-        if not self._remote and (unknown := fields.keys() - KNOWN_FIELDS):
+        is_remote = self.base_url or isinstance(self.engine, RemoteEngine)
+        if not is_remote and (unknown := fields.keys() - KNOWN_FIELDS):
             raise unsupported(min(unknown), "is not a known request field. Check its spelling, or leave it out.")
         stream_options = {"stream_options": {"include_usage": True}} if stream else {}
         return {key: value for key, value in {**fields, **body}.items() if value is not None} | stream_options
@@ -314,10 +316,6 @@ class ChatDashInferVLM(BaseChatModel):
     @property
     def _key(self) -> str | None:
         return self.api_key.get_secret_value() if self.api_key else None
-
-    @property
-    def _remote(self) -> bool:
-        return bool(self.base_url) or isinstance(self.engine, RemoteEngine)
 
     def _engine(self, model: str | None) -> tuple[dict[str, str], GetEngine]:
         name = model or self.model
@@ -386,10 +384,6 @@ class ChatDashInferVLM(BaseChatModel):
         model: Runnable[LanguageModelInput, AIMessage] = bind(**bound, **kwargs)
         parser = output_parser(method, schema)
         return with_raw(model, parser) if include_raw else model | parser
-
-
-def _as_list(stop: list[str] | str | None) -> list[str] | None:
-    return [stop] if isinstance(stop, str) else stop
 
 
 def _tool_choice(choice: str | dict[str, Any] | bool | None) -> str | dict[str, Any] | None:

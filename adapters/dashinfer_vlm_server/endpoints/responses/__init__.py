@@ -7,7 +7,7 @@ import contextlib
 import json
 import secrets
 import uuid
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -163,10 +163,6 @@ class _Responses:
             )
         return previous
 
-    def find_items(self, item_ids: Collection[str]) -> Mapping[str, Mapping[str, Any]]:
-        """Return stored items of the client by id."""
-        return self.store.find_items(current_client.get().id, item_ids)
-
     def _stored(self, response_id: str) -> StoredResponse:
         if (found := self.store.get(current_client.get().id, response_id)) is None:
             raise _response_not_found(response_id)
@@ -254,7 +250,8 @@ class _Creation:
     def _convert(self, previous: StoredResponse | None) -> tuple[Sequence[InputItem], ChatCall]:
         build_types()
         items = () if previous is None else previous.conversation()
-        self._references = find_references(self.request.items(), items, self._routes.find_items)
+        find = partial(self._routes.store.find_items, current_client.get().id)
+        self._references = find_references(self.request.items(), items, find)
         if self._references:
             self.request = self.request.with_references(self._references)
         history = [InputItem.model_validate(item) for item in items]

@@ -95,8 +95,7 @@ class ResponseStore:
     def get(self, client_id: str, response_id: str) -> StoredResponse | None:
         """Return a response of a client, and record that it is used."""
         with self._lock:
-            client = self._clients.get(client_id)
-            return client.use(response_id) if client else None
+            return self._clients.get(client_id, _Client()).use(response_id)
 
     def add_reader(self, client_id: str, response_id: str, reader: JsonStream) -> bool:
         """Let a reader hold the items of a response until these are removed; return whether they still are stored."""
@@ -110,8 +109,7 @@ class ResponseStore:
     def find_items(self, client_id: str, item_ids: Collection[str]) -> dict[str, Mapping[str, Any]]:
         """Return items of a client's responses by id, without those that are unknown; record that these are used."""
         with self._lock:
-            client = self._clients.get(client_id)
-            found = client.use_items(item_ids) if client else []
+            found = self._clients.get(client_id, _Client()).use_items(item_ids)
         return {item["id"]: item for response, ids in found for item in response.items() if item["id"] in ids}
 
     def delete(self, client_id: str, response_id: str) -> bool:
