@@ -18,12 +18,12 @@ from pydantic import ConfigDict, Field, SecretStr, model_validator
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.engine import Engine
 from dashinfer_vlm_core.engine.remote import RemoteEngine
-from dashinfer_vlm_core.engine.shared import SHARED, SharedEngines
+from dashinfer_vlm_core.engine.shared import LOOP, SHARED, EngineCall, GetEngine, SharedEngines
 from dashinfer_vlm_core.protocol import ChatRequest
 from dashinfer_vlm_core.protocol.fields import IGNORED_FIELDS, REJECTED_FIELDS, SUPPORTED_FIELDS
 from dashinfer_vlm_core.protocol.validation_errors import invalid, unsupported
 
-from .client import LOOP, Call, CallOptions, GetEngine, complete, count_tokens, encode, stream
+from .client import CallOptions, count_tokens, encode
 from .messages import to_openai
 from .profiles import profile_of
 from .results import PROVIDER, chat_chunks, chat_result
@@ -166,7 +166,8 @@ class ChatDashInferVLM(BaseChatModel):
         }
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        params = super()._get_ls_params(stop=stop or _as_list(self.stop), **kwargs)
+        own = [self.stop] if isinstance(self.stop, str) else self.stop
+        params = super()._get_ls_params(stop=stop or own, **kwargs)
         params["ls_provider"] = PROVIDER
         return params
 
@@ -194,7 +195,7 @@ class ChatDashInferVLM(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        return chat_result(await complete(self._call(messages, stop, kwargs, stream=False)))
+        return chat_result(await self._call(messages, stop, kwargs, stream=False).complete())
 
     def _stream(
         self,
@@ -212,13 +213,13 @@ class ChatDashInferVLM(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncGenerator[ChatGenerationChunk, None]:
-        async with contextlib.aclosing(stream(self._call(messages, stop, kwargs, stream=True))) as chunks:
+        async with contextlib.aclosing(self._call(messages, stop, kwargs, stream=True).stream()) as chunks:
             async for chunk in chat_chunks(chunks):
                 yield chunk
 
     def _call(
         self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any], *, stream: bool
-    ) -> Call:
+    ) -> EngineCall:
         if fixed := kwargs.keys() & CONSTRUCTOR_FIELDS:
             raise unsupported(min(fixed), "can only be set on the chat model, not per call.")
         options = CallOptions(**{name: kwargs.get(name, getattr(self, name)) for name in CallOptions.model_fields})
@@ -228,10 +229,12 @@ class ChatDashInferVLM(BaseChatModel):
         if stream and (request.get("n") or 1) > 1:
             raise unsupported("n", "must be 1 in a stream. Use `generate`.")
         name, engine = self._engine(model)
-        return Call(
+        return EngineCall(
             engine=engine,
             request={**request, "messages": to_openai(messages), "stream": stream, **name},
-            options=options,
+            timeout=options.timeout,
+            first_token_timeout=options.first_token_timeout,
+            max_retries=options.max_retries,
         )
 
     def _request(self, given: dict[str, Any], *, stop: list[str] | None, stream: bool) -> dict[str, Any]:
@@ -245,7 +248,8 @@ class ChatDashInferVLM(BaseChatModel):
         fields = {**own, **self.model_kwargs, **alias, **given, "stop": self.stop if stop is None else stop}
         fields.pop("max_completion_tokens", None)
         body = {**(self.extra_body or {}), **(fields.pop("extra_body", None) or {})}
-        if not self._remote and (unknown := fields.keys() - KNOWN_FIELDS):
+        is_remote = self.base_url or isinstance(self.engine, RemoteEngine)
+        if not is_remote and (unknown := fields.keys() - KNOWN_FIELDS):
             raise unsupported(min(unknown), "is not a known request field. Check its spelling, or leave it out.")
         stream_options = {"stream_options": {"include_usage": True}} if stream else {}
         return {key: value for key, value in {**fields, **body}.items() if value is not None} | stream_options
@@ -312,10 +316,6 @@ class ChatDashInferVLM(BaseChatModel):
     @property
     def _key(self) -> str | None:
         return self.api_key.get_secret_value() if self.api_key else None
-
-    @property
-    def _remote(self) -> bool:
-        return bool(self.base_url) or isinstance(self.engine, RemoteEngine)
 
     def _engine(self, model: str | None) -> tuple[dict[str, str], GetEngine]:
         name = model or self.model
@@ -384,10 +384,6 @@ class ChatDashInferVLM(BaseChatModel):
         model: Runnable[LanguageModelInput, AIMessage] = bind(**bound, **kwargs)
         parser = output_parser(method, schema)
         return with_raw(model, parser) if include_raw else model | parser
-
-
-def _as_list(stop: list[str] | str | None) -> list[str] | None:
-    return [stop] if isinstance(stop, str) else stop
 
 
 def _tool_choice(choice: str | dict[str, Any] | bool | None) -> str | dict[str, Any] | None:

@@ -6,7 +6,7 @@ from langchain_core.language_models.model_profile import ModelProfile
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.engine import Engine
-from dashinfer_vlm_core.engine.capabilities import Capabilities, configured_capabilities
+from dashinfer_vlm_core.engine.capabilities import configured_capabilities
 
 
 def profile_of(source: object) -> ModelProfile | None:
@@ -15,14 +15,8 @@ def profile_of(source: object) -> ModelProfile | None:
     if not isinstance(config, EngineConfig):
         return None
     capabilities = configured_capabilities(config)
-    length = capabilities.max_model_len
-    sizes = ModelProfile(max_input_tokens=length, max_output_tokens=length) if length else ModelProfile()
-    return ModelProfile(**sizes, **_to_profile(capabilities))
-
-
-def _to_profile(capabilities: Capabilities) -> ModelProfile:
     profile = capabilities.profile
-    return ModelProfile(
+    result = ModelProfile(
         text_inputs=True,
         image_inputs=profile.images,
         image_url_inputs=profile.images,
@@ -42,3 +36,7 @@ def _to_profile(capabilities: Capabilities) -> ModelProfile:
         structured_output=capabilities.guided_decoding,
         temperature=True,
     )
+    if capabilities.max_model_len:
+        result["max_input_tokens"] = capabilities.max_model_len
+        result["max_output_tokens"] = capabilities.max_model_len
+    return result

@@ -15,7 +15,6 @@ from dashinfer_vlm_core.errors import extra_required
 
 with extra_required("The LiteLLM provider", extra="litellm"):
     from .affinity import MediaAffinity, media_affinity
-    from .provider import PROVIDER, DashInferVLM
-    from .registration import handler, register
+    from .provider import PROVIDER, DashInferVLM, handler, register
 
 __all__ = ["PROVIDER", "DashInferVLM", "MediaAffinity", "handler", "media_affinity", "register"]

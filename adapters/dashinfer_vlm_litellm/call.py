@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from dashinfer_vlm_core.protocol.validation_errors import invalid, unsupported
@@ -16,34 +14,10 @@ LITELLM_ARGUMENTS = frozenset({"max_retries", "stream", "extra_body"})
 """Arguments of LiteLLM itself among the request fields."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
-    """A LiteLLM call.
-
-    Attributes:
-        model: the model's name without the provider prefix.
-        request: the request for the engine, as OpenAI's JSON.
-        engine_options: EngineConfig fields of an engine in this process.
-        api_base: the base URL of a server; None for an engine in this process.
-        api_key: the server's API key.
-        timeout: seconds for the complete response; None means no limit.
-        first_token_timeout: seconds until the first token of a stream; None means `timeout`.
-    """
-
-    model: str
-    request: Mapping[str, Any]
-    engine_options: Mapping[str, Any] = field(default_factory=dict)
-    api_base: str | None = None
-    api_key: str | None = None
-    timeout: float | None = None
-    first_token_timeout: float | None = None
-
-
-def read_call(arguments: Mapping[str, Any], *, stream: bool) -> Call:
-    """Parse the arguments that LiteLLM passes to a provider.
+def read_request(arguments: Mapping[str, Any], *, stream: bool) -> dict[str, Any]:
+    """Return the request for the engine, as OpenAI's JSON, from the arguments that LiteLLM passes to a provider.
 
     Raises:
-        InvalidParameter: an argument of this provider is invalid.
         UnsupportedParameter: a client of the proxy sets what only its operator may set.
     """
     given: dict[str, Any] = dict(arguments["optional_params"])
@@ -55,17 +29,10 @@ def read_call(arguments: Mapping[str, Any], *, stream: bool) -> Call:
     request = {name: value for name, value in given.items() if name not in PROVIDER_ARGUMENTS | LITELLM_ARGUMENTS}
     request |= given.get("extra_body") or {}
     request |= {"messages": arguments["messages"]}
-    if stream:
-        request = _stream_request(request)
-    return Call(
-        model=arguments["model"],
-        request=MappingProxyType(request),
-        engine_options=_options(given, arguments.get("api_base")),
-        api_base=arguments.get("api_base"),
-        api_key=arguments.get("api_key"),
-        timeout=_seconds(arguments.get("timeout"), "timeout"),
-        first_token_timeout=_seconds(given.get("first_token_timeout"), "first_token_timeout"),
-    )
+    if stream:  # without the usage, LiteLLM uses an inaccurate estimate; it hides the usage if it was not requested
+        options = {**(request.get("stream_options") or {}), "include_usage": True}
+        request |= {"stream": True, "stream_options": options}
+    return request
 
 
 def is_proxied(arguments: Mapping[str, Any]) -> bool:
@@ -73,24 +40,18 @@ def is_proxied(arguments: Mapping[str, Any]) -> bool:
     return bool(_client_body(arguments))
 
 
-def _stream_request(request: dict[str, Any]) -> dict[str, Any]:
-    """Always request the usage: without it, LiteLLM uses an inaccurate estimate. It hides it if not requested."""
-    return request | {
-        "stream": True,
-        "stream_options": {**(request.get("stream_options") or {}), "include_usage": True},
-    }
-
-
-def _options(given: Mapping[str, Any], api_base: str | None) -> Mapping[str, Any]:
-    options = given.get("engine_options") or {}
+def read_engine_options(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the EngineConfig fields of an engine in this process. Raises InvalidParameter."""
+    options = arguments["optional_params"].get("engine_options") or {}
     if not isinstance(options, Mapping):
         raise invalid("engine_options", 'must be an object with EngineConfig fields, such as {"max_model_len": 4096}.')
-    if options and api_base:
+    if options and arguments.get("api_base"):
         raise invalid("engine_options", "configure an engine in this process, and cannot be combined with `api_base`.")
     return options
 
 
-def _seconds(value: Any, name: str) -> float | None:
+def read_seconds(value: Any, name: str) -> float | None:
+    """Return the value of a timeout; None means no limit. Raises InvalidParameter."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:

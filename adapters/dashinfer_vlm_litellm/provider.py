@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Generator
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncGenerator, AsyncIterator, Generator
+from typing import TYPE_CHECKING, Any, cast
 
+import litellm
 from litellm.llms.custom_llm import CustomLLM
+from litellm.types.llms.custom_llm import CustomLLMItem
 from litellm.types.utils import (
+    Choices,
     EmbeddingResponse,
     GenericStreamingChunk,
     ImageResponse,
     ModelResponse,
     ModelResponseStream,
+    Usage,
 )
+from litellm.utils import custom_llm_setup
 
-from dashinfer_vlm_core.concurrency.deadline import stream_with_timeout, with_timeout
-from dashinfer_vlm_core.concurrency.loop import LoopThread
-from dashinfer_vlm_core.engine.shared import SHARED, PerProcess, SharedEngines
+from dashinfer_vlm_core.engine.shared import LOOP, SHARED, EngineCall, GetEngine, SharedEngines
 from dashinfer_vlm_core.errors import UnsupportedParameter
 
-from .call import Call, is_proxied, read_call
+from .call import is_proxied, read_engine_options, read_request, read_seconds
 from .errors import litellm_errors
-from .model_info import register_model_info
-from .responses import model_response, stream_chunks
+from .model_info import register_known_models, register_model_info
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -50,31 +52,27 @@ class DashInferVLM(CustomLLM):
         super().__init__()
         self.name = name
         self._engines = engines or SHARED
-        # An event loop for synchronous callers, so that timeouts and cancellation have one implementation.
-        self._loop = PerProcess(lambda: LoopThread("dashinfer-vlm-litellm"))
 
     def completion(self, *_: Any, **arguments: Any) -> ModelResponse:
-        return self._loop.get().call(self.acompletion(**arguments))
+        return LOOP.get().call(self.acompletion(**arguments))
 
     # LiteLLM accepts ModelResponseStream too, which its annotations lack. It accepts only async generators.
 
     def streaming(  # type: ignore[override]
         self, *_: Any, **arguments: Any
     ) -> Generator[ModelResponseStream | GenericStreamingChunk, None, None]:
-        return self._loop.get().iterate(self.astreaming(**arguments))
+        return LOOP.get().iterate(self.astreaming(**arguments))
 
     async def acompletion(self, *_: Any, **arguments: Any) -> ModelResponse:
         with self._errors(arguments):
-            call = read_call(arguments, stream=False)
-            return model_response(arguments["model_response"], await with_timeout(self._chat(call), call.timeout))
+            completion = await self._call(arguments, stream=False).complete()
+            return model_response(arguments["model_response"], completion)
 
     async def astreaming(  # type: ignore[override]
         self, *_: Any, **arguments: Any
     ) -> AsyncGenerator[ModelResponseStream | GenericStreamingChunk, None]:
         with self._errors(arguments):
-            call = read_call(arguments, stream=True)
-            limited = stream_with_timeout(self._stream(call), seconds=call.timeout, first=call.first_token_timeout)
-            async with contextlib.aclosing(limited) as chunks:
+            async with contextlib.aclosing(self._call(arguments, stream=True).stream()) as chunks:
                 async for chunk in stream_chunks(chunks):
                     yield chunk
 
@@ -94,23 +92,34 @@ class DashInferVLM(CustomLLM):
     async def aimage_generation(self, *_: Any, **arguments: Any) -> ImageResponse:
         return self.image_generation(**arguments)
 
-    async def _chat(self, call: Call) -> ChatCompletion:
-        engine, model = await self._engine(call)
-        return await engine.achat({**call.request, "model": model})
+    def _call(self, arguments: dict[str, Any], *, stream: bool) -> EngineCall:
+        request = read_request(arguments, stream=stream)
+        engine, model = self._engine(arguments)
+        return EngineCall(
+            engine=engine,
+            request={**request, "model": model},
+            timeout=read_seconds(arguments.get("timeout"), "timeout"),
+            first_token_timeout=read_seconds(
+                arguments["optional_params"].get("first_token_timeout"), "first_token_timeout"
+            ),
+        )
 
-    async def _stream(self, call: Call) -> AsyncGenerator[ChatCompletionChunk, None]:
-        engine, model = await self._engine(call)
-        async with contextlib.aclosing(engine.astream({**call.request, "model": model})) as chunks:
-            async for chunk in chunks:
-                yield chunk
+    def _engine(self, arguments: dict[str, Any]) -> tuple[GetEngine, str]:
+        model = arguments["model"]
+        options = read_engine_options(arguments)
 
-    async def _engine(self, call: Call) -> tuple[ChatEngine, str]:
-        if call.api_base:
-            return self._engines.remote(call.api_base, api_key=call.api_key), call.model
-        config = self._engines.config(call.model, call.engine_options)
-        engine = await self._engines.aget(config)
-        register_model_info(f"{self.name}/{call.model}", engine.capabilities())
-        return engine, config.request_name(call.model)
+        async def remote() -> ChatEngine:
+            return self._engines.remote(arguments["api_base"], api_key=arguments.get("api_key"))
+
+        async def local() -> ChatEngine:
+            engine = await self._engines.aget(config)
+            register_model_info(f"{self.name}/{model}", engine.capabilities())
+            return engine
+
+        if arguments.get("api_base"):
+            return remote, model
+        config = self._engines.config(model, options)
+        return local, config.request_name(model)
 
     def _errors(self, arguments: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
         return litellm_errors(model=arguments["model"], provider=self.name, hide_setup=is_proxied(arguments))
@@ -122,3 +131,64 @@ def _generates_text(subject: str) -> UnsupportedParameter:
         " provider.",
         param="model",
     )
+
+
+handler: DashInferVLM = DashInferVLM()
+"""The provider of this process. Engines are started on first use."""
+
+
+def register() -> DashInferVLM:
+    """Register the provider for `dashinfer_vlm/<model>` in this process. Repeated calls have no effect.
+
+    Call it before creating a `Router`, which validates its models on creation.
+    """
+    others = [item for item in litellm.custom_provider_map if item["provider"] != PROVIDER]
+    # Create a new list, because LiteLLM or the proxy may hold a reference to the old one.
+    litellm.custom_provider_map = [*others, CustomLLMItem(provider=PROVIDER, custom_handler=handler)]
+    custom_llm_setup()  # type: ignore[no-untyped-call]  # LiteLLM has no annotations there
+    register_known_models(PROVIDER)
+    return handler
+
+
+def model_response(response: ModelResponse, completion: ChatCompletion) -> ModelResponse:
+    """Copy a completion into LiteLLM's response object."""
+    response.id = completion.id
+    response.created = completion.created
+    response.model = completion.model
+    response.choices = [Choices(**choice.model_dump(exclude_unset=True)) for choice in completion.choices]
+    if completion.usage is not None:
+        response.usage = Usage(**completion.usage.model_dump(exclude_none=True))  # type: ignore[attr-defined]  # LiteLLM sets it in the same way
+    return response
+
+
+async def stream_chunks(
+    chunks: AsyncIterator[ChatCompletionChunk],
+) -> AsyncIterator[ModelResponseStream | GenericStreamingChunk]:
+    """Convert chunks to LiteLLM's.
+
+    LiteLLM creates the chunks with the finish reason and the usage itself, and drops the usage of a stream that ends
+    like OpenAI's. It keeps both if they arrive together in a final GenericStreamingChunk, its older chunk type. Both
+    concern the first choice; the finish reasons of others are sent next to an empty delta of the first one, because
+    LiteLLM inspects only that.
+    """
+    usage: dict[str, Any] | None = None
+    reason = "stop"
+    async for chunk in chunks:
+        data = chunk.model_dump(exclude_unset=True)
+        usage = data.pop("usage", None) or usage
+        reasons = {choice["index"]: choice.get("finish_reason") for choice in data["choices"]}
+        finished = {index: found for index, found in reasons.items() if found}
+        reason = finished.pop(0, reason)
+        for choice in data["choices"]:
+            choice["finish_reason"] = None
+        if any(_has_content(choice["delta"]) for choice in data["choices"]):
+            yield ModelResponseStream(**data)
+        for index, other in finished.items():
+            choices = [{"index": 0, "delta": {}}, {"index": index, "delta": {}, "finish_reason": other}]
+            yield ModelResponseStream(**{**data, "choices": choices})
+    last = {"text": "", "is_finished": True, "finish_reason": reason, "usage": usage, "index": 0, "tool_use": None}
+    yield cast("GenericStreamingChunk", last)
+
+
+def _has_content(delta: dict[str, Any]) -> bool:
+    return any(value is not None for value in delta.values())

@@ -12,7 +12,7 @@ from .authentication import ApiKeyMiddleware, ApiKeyReloader
 from .body_memory import BodyMemoryBudget
 from .cross_origin import CrossOriginMiddleware
 from .endpoints import create_endpoints
-from .error_handlers import HANDLERS
+from .errors import HANDLERS
 from .metrics import Metrics
 from .rate_limits import RATE_LIMIT_HEADERS, KeyLimiter
 from .request_context import HEADER, RequestContextMiddleware
@@ -83,9 +83,8 @@ def _add_middleware(app: FastAPI, server: ServerContext, tracer: Tracer | None) 
             ApiKeyMiddleware,
             reloader=reloader,
             limiter=limiter,
-            isolated=settings.isolates_keys,
+            settings=settings,
             on_keys_changed=(limiter.discard_except, *server.on_keys_changed),
-            namespace_secret=settings.namespace_secret,
         )
     else:
         app.add_middleware(
@@ -106,5 +105,5 @@ def _add_middleware(app: FastAPI, server: ServerContext, tracer: Tracer | None) 
         routes=app.routes,
         metrics=server.metrics,
         budget=BodyMemoryBudget(settings.max_buffered_bytes or BUFFERED_BODIES * settings.max_body_bytes),
-        tracer=tracer,
+        request_span=tracer.request_span if tracer else None,
     )

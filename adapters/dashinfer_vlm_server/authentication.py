@@ -14,15 +14,15 @@ from starlette.exceptions import HTTPException
 from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_core.protocol.client import Client, current_client
 
-from .api_key_file import file_signature
-from .errors import error_response, unauthorized
+from .api_keys import ApiKey, ApiKeys, file_signature
+from .errors import error_response
 from .request_context import get_request_context
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from .api_keys import ApiKey, ApiKeys
-    from .rate_limits import KeyLimiter, TokenMeter
+    from .rate_limits import KeyLimiter, KeyUsage
+    from .settings import Settings
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -102,9 +102,8 @@ class ApiKeyMiddleware:
         app: the wrapped application.
         reloader: the present keys.
         limiter: applies the limits of keys.
-        isolated: whether keys share no cached media and prompts.
+        settings: whether and how keys are isolated.
         on_keys_changed: called with the ids of the valid keys when a key was added or removed.
-        namespace_secret: see `Settings`.
     """
 
     def __init__(
@@ -113,16 +112,14 @@ class ApiKeyMiddleware:
         *,
         reloader: ApiKeyReloader,
         limiter: KeyLimiter,
-        isolated: bool,
+        settings: Settings,
         on_keys_changed: Sequence[Callable[[Collection[str]], None]],
-        namespace_secret: bytes,
     ) -> None:
         self._app = app
         self._reloader = reloader
         self._limiter = limiter
-        self._isolated = isolated
+        self._settings = settings
         self._on_keys_changed = on_keys_changed
-        self._namespace_secret = namespace_secret
         self._keys = reloader.keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -142,11 +139,12 @@ class ApiKeyMiddleware:
             context.client_name = key.name
             await self._serve(key, scope, receive, send)
         else:
-            await error_response(unauthorized())(scope, receive, send)
+            await error_response(_unauthorized())(scope, receive, send)
 
     async def _serve(self, key: ApiKey, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request of a key under its limits. Only POST requests use the engine, so only they are limited."""
-        namespace = key.cache_namespace(self._namespace_secret) if self._isolated else ""
+        settings = self._settings
+        namespace = key.cache_namespace(settings.namespace_secret) if settings.isolates_keys else ""
         client = Client(id=key.id, cache_namespace=namespace, media_workers=key.limits.media_workers)
         token = current_client.set(client)
         try:
@@ -154,12 +152,20 @@ class ApiKeyMiddleware:
                 await self._app(scope, receive, send)
                 return
             endpoint = get_request_context(scope).endpoint
-            with self._limiter.admit(key, generates=endpoint is not None and endpoint.generates) as meter:
-                await self._app(scope, receive, _with_rate_limit_headers(send, meter) if meter else send)
+            with self._limiter.admit(key, generates=endpoint is not None and endpoint.generates) as usage:
+                await self._app(scope, receive, _with_rate_limit_headers(send, usage) if usage else send)
         except HTTPException as error:  # of `admit`: the application handles those of endpoints
             await error_response(error)(scope, receive, send)
         finally:
             current_client.reset(token)
+
+
+def _unauthorized() -> HTTPException:
+    return HTTPException(
+        401,  # the message does not reveal whether a key was sent
+        "A valid API key is required. Send the header `Authorization: Bearer KEY`.",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
 
 
 def _find_key(keys: ApiKeys, scope: Scope) -> ApiKey | None:
@@ -167,10 +173,10 @@ def _find_key(keys: ApiKeys, scope: Scope) -> ApiKey | None:
     return keys.find(values[0]) if len(values) == 1 else None
 
 
-def _with_rate_limit_headers(send: Send, meter: TokenMeter) -> Send:
+def _with_rate_limit_headers(send: Send, usage: KeyUsage) -> Send:
     async def send_with_headers(message: Message) -> None:
         if message["type"] == "http.response.start":
-            MutableHeaders(scope=message).update(meter.headers())
+            MutableHeaders(scope=message).update(usage.headers())
         await send(message)
 
     return send_with_headers

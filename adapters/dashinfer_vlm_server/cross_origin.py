@@ -19,6 +19,7 @@ import ipaddress
 import re
 from typing import TYPE_CHECKING
 
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 
 from .endpoint import Endpoint
@@ -62,13 +63,15 @@ class CrossOriginMiddleware:
 
     def _error(self, scope: Scope) -> HTTPException | None:
         endpoint = get_request_context(scope).endpoint
-        host = _header(scope, b"host")
+        headers = Headers(scope=scope)
+        host = _header(headers, "host")
         if not self._is_host_exempt(scope, endpoint) and not self._is_host_allowed(host):
             return _foreign_host(host[:_SHOWN_CHARACTERS])
-        for origin in _headers(scope, b"origin"):
+        for origin in headers.getlist("origin"):
             if not self._is_origin_allowed(origin, host):
                 return _foreign_origin(origin[:_SHOWN_CHARACTERS])
-        if endpoint and _has_body(scope) and not _is_json(scope):  # a request to another path reads no body
+        reads_body = endpoint and scope["method"] not in {"GET", "HEAD", "OPTIONS"}
+        if reads_body and _has_body(headers) and not _is_json(headers):
             return HTTPException(415, "The body must be JSON. Send the header `Content-Type: application/json`.")
         return None
 
@@ -129,21 +132,14 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def _header(scope: Scope, name: bytes) -> str:
-    values = _headers(scope, name)
+def _header(headers: Headers, name: str) -> str:
+    values = headers.getlist(name)
     return values[0] if len(values) == 1 else ""
 
 
-def _headers(scope: Scope, name: bytes) -> list[str]:
-    return [value.decode("latin-1") for key, value in scope["headers"] if key == name]
+def _has_body(headers: Headers) -> bool:
+    return any(length.strip() != "0" for length in headers.getlist("content-length")) or "transfer-encoding" in headers
 
 
-def _has_body(scope: Scope) -> bool:
-    if scope["method"] in {"GET", "HEAD", "OPTIONS"}:
-        return False
-    lengths = _headers(scope, b"content-length")
-    return any(length.strip() != "0" for length in lengths) or bool(_headers(scope, b"transfer-encoding"))
-
-
-def _is_json(scope: Scope) -> bool:
-    return _header(scope, b"content-type").partition(";")[0].strip().lower() == "application/json"
+def _is_json(headers: Headers) -> bool:
+    return _header(headers, "content-type").partition(";")[0].strip().lower() == "application/json"

@@ -14,18 +14,6 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-HEAD_SECONDS = 20.0
-"""Maximum time to receive the head of a request (request line and headers), from the connection or its first byte."""
-
-WRITE_SECONDS = 30.0
-"""How long a client may stop reading while a response waits to be sent."""
-
-DISCARD_SECONDS = 30.0
-"""How long the rest of a body is received after the response, so that the client can read it (as in nginx)."""
-
-DISCARD_BYTES = 512 * 1024 * 1024
-"""How much of it is received: more than the largest body of the default settings."""
-
 MAX_HEAD_BYTES = 64 * 1024
 """Maximum size of the head of a request, accurate to one slice."""
 
@@ -150,10 +138,18 @@ class TimeoutH11Protocol(H11Protocol):
     to a request whose body was not read, the rest of the body is discarded within limits.
     """
 
-    head_seconds = HEAD_SECONDS
-    write_seconds = WRITE_SECONDS
-    discard_seconds = DISCARD_SECONDS
-    discard_bytes = DISCARD_BYTES
+    head_seconds = 20.0
+    """Maximum time to receive the head of a request (request line and headers), from the connection or its first
+    byte."""
+
+    write_seconds = 30.0
+    """How long a client may stop reading while a response waits to be sent."""
+
+    discard_seconds = 30.0
+    """How long the rest of a body is received after the response, so that the client can read it (as in nginx)."""
+
+    discard_bytes = 512 * 1024 * 1024
+    """How much of it is received: more than the largest body of the default settings."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, get_args
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.registry import Collector
 
 from dashinfer_vlm_core import __version__
 from dashinfer_vlm_core.engine.observers import RequestObserver, Stage
@@ -82,8 +81,8 @@ class Metrics(RequestObserver):
         self._generation_tokens = counter("generation_tokens", "Generated tokens of successful requests.")
         self._cached_tokens = counter("cached_prompt_tokens", "Prompt tokens reused from the prefix cache.")
         self._visual_tokens = counter("visual_tokens", "Prompt tokens of images and videos.", ["kind"])
-        self._registry.register(_EngineCollector(engine))
         ProcessCollector(registry=self._registry)
+        self._engine = engine
         engine.add_observer(self)
 
     def count_request(self, route: str, outcome: str) -> None:
@@ -101,7 +100,7 @@ class Metrics(RequestObserver):
 
     def collect(self) -> Iterable[Metric]:
         """Return the metrics, and those of replicas with the label `replica`; called by the encoder."""
-        metrics = {metric.name: metric for metric in self._registry.collect()}
+        metrics = {metric.name: metric for metric in self._collect()}
         for replica, collected in self._replica_metrics().items():
             for source in collected:
                 empty = Metric(source.name, source.documentation, source.type, source.unit)
@@ -112,7 +111,11 @@ class Metrics(RequestObserver):
 
     def collect_for_engine(self) -> list[Metric]:
         """Return the metrics of the engine and its process, without those of HTTP requests."""
-        return [metric for metric in self._registry.collect() if metric.name not in HTTP_METRICS]
+        return [metric for metric in self._collect() if metric.name not in HTTP_METRICS]
+
+    def _collect(self) -> Iterator[Metric]:
+        yield from self._registry.collect()
+        yield from _engine(self._engine)
 
     # RequestObserver
 
@@ -142,23 +145,17 @@ class Metrics(RequestObserver):
             self._visual_tokens.labels("video").inc(getattr(details, "video_tokens", 0))
 
 
-class _EngineCollector(Collector):
-    """Statistics of the engine, read on every scrape."""
-
-    def __init__(self, engine: ChatEngine) -> None:
-        self._engine = engine
-
-    def collect(self) -> Iterator[Metric]:
-        status = self._engine.status()
-        labels = {"version": __version__, "model": status.model, "decoder": status.decoder}
-        info = GaugeMetricFamily(f"{PREFIX}info", "Version, model and decoder; always 1.", labels=list(labels))
-        info.add_metric(list(labels.values()), 1)
-        yield info
-        yield _gauge("ready", "1 if requests can be served, otherwise 0.", status.state == "ready")
-        if stats := self._engine.stats():
-            yield from _requests(stats)
-            yield from _vision(stats)
-            yield from _decoder(stats)
+def _engine(engine: ChatEngine) -> Iterator[Metric]:
+    status = engine.status()
+    labels = {"version": __version__, "model": status.model, "decoder": status.decoder}
+    info = GaugeMetricFamily(f"{PREFIX}info", "Version, model and decoder; always 1.", labels=list(labels))
+    info.add_metric(list(labels.values()), 1)
+    yield info
+    yield _gauge("ready", "1 if requests can be served, otherwise 0.", status.state == "ready")
+    if stats := engine.stats():
+        yield from _requests(stats)
+        yield from _vision(stats)
+        yield from _decoder(stats)
 
 
 def _requests(stats: EngineStats) -> Iterator[Metric]:

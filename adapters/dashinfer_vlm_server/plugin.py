@@ -6,7 +6,7 @@ import gc
 import logging
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import click
 from click.core import ParameterSource
@@ -22,9 +22,6 @@ from .help import Option, ServerCommand, from_options, options_of
 from .logs import LogFormat, set_format
 from .settings import ApplicationOptions, KeyOptions, ProcessOptions, Settings
 from .sockets import Address, is_host_name
-
-if TYPE_CHECKING:
-    from .tracing import Tracer
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -105,7 +102,11 @@ def _serve(config: EngineConfig, options: dict[str, Any]) -> int:
     process = from_options(ProcessOptions, options)
     address = from_options(Address, options)
     settings = create_settings(options, config)
-    tracer = _tracer(process.otlp_traces_endpoint)
+    tracer = None
+    if process.otlp_traces_endpoint is not None:
+        with extra_required("The option --otlp-traces-endpoint", extra="otel"):
+            from .tracing import create_tracer
+        tracer = create_tracer(process.otlp_traces_endpoint)
     _warn(settings, address, config.options_of(EmbeddingStoreOptions))
     return run(isolate_clients(config, settings), settings, address, grace=process.grace, tracer=tracer)
 
@@ -113,14 +114,6 @@ def _serve(config: EngineConfig, options: dict[str, Any]) -> int:
 def isolate_clients(config: EngineConfig, settings: Settings) -> EngineConfig:
     """Return the configuration of an engine for a server with these settings."""
     return config.model_copy(update={"isolate_clients": settings.isolates_keys})
-
-
-def _tracer(endpoint: str | None) -> Tracer | None:
-    if endpoint is None:
-        return None
-    with extra_required("The option --otlp-traces-endpoint", extra="otel"):
-        from .tracing import create_tracer
-    return create_tracer(endpoint)
 
 
 def _warn(settings: Settings, address: Address, store: EmbeddingStoreOptions) -> None:

@@ -11,7 +11,6 @@ import math
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from starlette.exceptions import HTTPException
@@ -28,77 +27,66 @@ RejectionReason = Literal["max_requests", "tokens_per_minute"]
 
 MINUTE = 60.0
 
+_ROUNDING = 1e-6
+"""Tokens. Rounding errors of the elapsed time must not reject a client that waited for `Retry-After`."""
+
 REQUEST_RETRY_SECONDS = 1
 """`Retry-After` of a key with too many concurrent requests: when one of them ends cannot be known."""
 
 
-class TokenBucket:
-    """The tokens that a key has used. They are returned continuously, the whole limit within a minute.
+class KeyUsage:
+    """What one key uses now: its running requests, and the tokens of the last minute.
 
-    Threads can share it: the engine's event loop adds tokens, the server's reads them.
+    Tokens are returned continuously, the whole limit within a minute. Threads can share them: the engine's event loop
+    adds tokens, the server's reads them.
+
+    Attributes:
+        limiter: the limiter that counts it; an engine can serve several applications.
+        tokens_per_minute: the present limit of the key.
+        running: the number of running requests.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, limiter: KeyLimiter, clock: Clock) -> None:
+        self.limiter = limiter
+        self.tokens_per_minute = 0
+        self.running = 0
         self._clock = clock
         self._used = 0.0
         self._updated_at = clock()
         self._lock = threading.Lock()
 
-    def add(self, num_tokens: int, limit: int) -> None:
-        """Use tokens of a limit per minute. They can exceed it, which delays the next request."""
+    def use(self, num_tokens: int) -> float:
+        """Use tokens, and return how many are in use. They can exceed the limit, which delays the next request."""
         with self._lock:
-            self._update(limit)
-            self._used += num_tokens
-
-    def used(self, limit: int) -> float:
-        with self._lock:
-            self._update(limit)
+            now = self._clock()
+            returned = (now - self._updated_at) * self.tokens_per_minute / MINUTE
+            self._used = max(0.0, self._used - returned) + num_tokens
+            self._updated_at = now
             return self._used
 
-    def _update(self, limit: int) -> None:
-        now = self._clock()
-        self._used = max(0.0, self._used - (now - self._updated_at) * limit / MINUTE)
-        self._updated_at = now
-
-
-@dataclass(slots=True, eq=False)
-class _KeyState:
-    """What one key uses now: its tokens of the last minute, and the number of its running requests."""
-
-    tokens: TokenBucket
-    running: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class TokenMeter:
-    """Adds the tokens of one request to the bucket of its key.
-
-    Attributes:
-        limiter: the limiter that the request belongs to; an engine can serve several applications.
-        bucket: the tokens that the key has used.
-        limit: tokens per minute.
-    """
-
-    limiter: KeyLimiter
-    bucket: TokenBucket
-    limit: int
+    def seconds_until_available(self) -> int:
+        """Return the time until the next request is admitted; 0 if it is now."""
+        excess = self.use(0) - (self.tokens_per_minute - 1)
+        return math.ceil(excess * MINUTE / self.tokens_per_minute) if excess > _ROUNDING else 0
 
     def headers(self) -> dict[str, str]:
         """Return OpenAI's response headers about tokens per minute.
 
         There are none about requests: in OpenAI's API they count requests per minute, which is not limited here.
         """
-        used = self.bucket.used(self.limit)
+        limit = self.tokens_per_minute
+        used = self.use(0)
         return {
-            "x-ratelimit-limit-tokens": str(self.limit),
-            "x-ratelimit-remaining-tokens": str(max(0, math.floor(self.limit - used))),
-            "x-ratelimit-reset-tokens": _duration(used * MINUTE / self.limit),
+            "x-ratelimit-limit-tokens": str(limit),
+            "x-ratelimit-remaining-tokens": str(max(0, math.floor(limit - used))),
+            "x-ratelimit-reset-tokens": _duration(used * MINUTE / limit),
         }
 
 
 RATE_LIMIT_HEADERS = ("x-ratelimit-limit-tokens", "x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens")
 
-_current_meter: ContextVar[TokenMeter | None] = ContextVar("dashinfer_vlm_token_meter", default=None)
+_limited_usage: ContextVar[KeyUsage | None] = ContextVar("dashinfer_vlm_limited_usage", default=None)
+"""The usage of the current request's key, if its tokens are limited."""
 
 
 class KeyLimiter(RequestObserver):
@@ -112,11 +100,11 @@ class KeyLimiter(RequestObserver):
     def __init__(self, *, clock: Clock, on_rejection: Callable[[RejectionReason], None]) -> None:
         self._clock = clock
         self._on_rejection = on_rejection
-        self._states: dict[str, _KeyState] = {}
+        self._usage: dict[str, KeyUsage] = {}
 
     @contextlib.contextmanager
-    def admit(self, key: ApiKey, *, generates: bool) -> Iterator[TokenMeter | None]:
-        """Count a request of a key while the context is active; yields what counts its tokens, if they are limited.
+    def admit(self, key: ApiKey, *, generates: bool) -> Iterator[KeyUsage | None]:
+        """Count a request of a key while the context is active; yields the usage of the key if its tokens are limited.
 
         Args:
             key: the key of the request.
@@ -125,47 +113,39 @@ class KeyLimiter(RequestObserver):
         Raises:
             HTTPException: 429, the key exceeds a limit.
         """
-        state = self._states.setdefault(key.id, _KeyState(TokenBucket(self._clock)))
+        usage = self._usage.setdefault(key.id, KeyUsage(self, self._clock))
         limit = key.limits.max_requests
-        if limit is not None and state.running >= limit:
+        if limit is not None and usage.running >= limit:
             self._on_rejection("max_requests")
             raise _too_many_requests(limit)
-        meter = None
+        limited = None
         if generates and key.limits.tokens_per_minute is not None:
-            meter = TokenMeter(limiter=self, bucket=state.tokens, limit=key.limits.tokens_per_minute)
-            if seconds := _seconds_until_available(meter):
+            usage.tokens_per_minute = key.limits.tokens_per_minute
+            if seconds := usage.seconds_until_available():
                 self._on_rejection("tokens_per_minute")
-                raise _too_many_tokens(meter, seconds)
-        token = _current_meter.set(meter)
-        state.running += 1
+                raise _too_many_tokens(usage, seconds)
+            limited = usage
+        token = _limited_usage.set(limited)
+        usage.running += 1
         try:
-            yield meter
+            yield limited
         finally:
-            state.running -= 1
-            _current_meter.reset(token)
+            usage.running -= 1
+            _limited_usage.reset(token)
 
     def discard_except(self, ids: Collection[str]) -> None:
         """Discard what keys other than those with these ids have used."""
-        self._states = {id_: state for id_, state in self._states.items() if id_ in ids}
+        self._usage = {id_: usage for id_, usage in self._usage.items() if id_ in ids}
 
     # RequestObserver: called on the engine's event loop, with the context variables of the request
 
     def prompt_built(self, num_tokens: int) -> None:
-        meter = _current_meter.get()
-        if meter is not None and meter.limiter is self:
-            meter.bucket.add(num_tokens, meter.limit)
+        usage = _limited_usage.get()
+        if usage is not None and usage.limiter is self:
+            usage.use(num_tokens)
 
     def token_decoded(self) -> None:
         self.prompt_built(1)
-
-
-def _seconds_until_available(meter: TokenMeter) -> int:
-    excess = meter.bucket.used(meter.limit) - (meter.limit - 1)
-    return math.ceil(excess * MINUTE / meter.limit) if excess > _ROUNDING else 0
-
-
-_ROUNDING = 1e-6
-"""Tokens. Rounding errors of the elapsed time must not reject a client that waited for `Retry-After`."""
 
 
 def _too_many_requests(limit: int) -> HTTPException:
@@ -177,12 +157,12 @@ def _too_many_requests(limit: int) -> HTTPException:
     )
 
 
-def _too_many_tokens(meter: TokenMeter, seconds: int) -> HTTPException:
+def _too_many_tokens(usage: KeyUsage, seconds: int) -> HTTPException:
     return HTTPException(
         429,
-        f"Rate limit reached: this API key can use {meter.limit} tokens per minute. Try again in"
+        f"Rate limit reached: this API key can use {usage.tokens_per_minute} tokens per minute. Try again in"
         f" {seconds} {'second' if seconds == 1 else 'seconds'}.",
-        headers={"Retry-After": str(seconds), **meter.headers()},
+        headers={"Retry-After": str(seconds), **usage.headers()},
     )
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive
 
     from .body_memory import BodyMemory
+    from .settings import Settings
 
 T = TypeVar("T")
 
@@ -35,8 +36,7 @@ async def read_request(
     request: Request,
     parse: Callable[[object], T],
     *,
-    max_bytes: int,
-    max_pause: float,
+    settings: Settings,
     memory: BodyMemory,
     parse_slot: asyncio.Semaphore,
 ) -> T:
@@ -47,20 +47,18 @@ async def read_request(
     Args:
         request: a request whose body has not been read.
         parse: converts the JSON object; called in a thread if the body is large.
-        max_bytes: maximum size of the body.
-        max_pause: maximum number of seconds between two chunks of the body, and in addition to the time that the whole
-            body needs at `MIN_BYTES_PER_SECOND`.
+        settings: `max_body_bytes` and `max_body_pause`.
         memory: the memory of the body.
         parse_slot: limits how many bodies above `EXCLUSIVE_PARSE_BYTES` are parsed at the same time.
 
     Raises:
-        HTTPException: 413, the body exceeds `max_bytes` and the rest was not stored. 408, no data was received for
-            `max_pause` seconds, or the body was received too slowly.
+        HTTPException: 413, the body exceeds `max_body_bytes` and the rest was not stored. 408, no data was received for
+            `max_body_pause` seconds, or the body was received too slowly.
         QueueFull: there is no memory for the body.
         RequestError: the body is not a JSON object, or `parse` rejects it.
         ClientDisconnect: the client disconnected before the request was complete.
     """
-    body = await _read_body(request, max_bytes, max_pause, memory)
+    body = await _read_body(request, settings.max_body_bytes, settings.max_body_pause, memory)
     if len(body) <= INLINE_PARSE_BYTES:
         return parse(parse_object(body))
     async with parse_slot if len(body) > EXCLUSIVE_PARSE_BYTES else contextlib.nullcontext():

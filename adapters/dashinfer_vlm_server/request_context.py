@@ -23,13 +23,12 @@ from .errors import CLIENT_CLOSED_REQUEST, error_response, status_for
 from .logs import REQUEST_ID
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from starlette.routing import BaseRoute
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from .metrics import Metrics
-    from .tracing import Tracer
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -105,7 +104,8 @@ class RequestContextMiddleware:
 
     Args:
         app: the wrapped application.
-        routes, metrics, budget, tracer: the application's.
+        routes, metrics, budget: the application's.
+        request_span: returns a context for a request; it ends with the response.
     """
 
     def __init__(
@@ -115,13 +115,13 @@ class RequestContextMiddleware:
         routes: Sequence[BaseRoute],
         metrics: Metrics,
         budget: BodyMemoryBudget,
-        tracer: Tracer | None = None,
+        request_span: Callable[[Scope, RequestContext], AbstractContextManager[None]] | None = None,
     ) -> None:
         self._app = app
         self._routes = routes
         self._budget = budget
         self._metrics = metrics
-        self._tracer = tracer
+        self._request_span = request_span
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -135,7 +135,8 @@ class RequestContextMiddleware:
         )
         token = REQUEST_ID.set(context.id)
         try:
-            with self._metrics.in_flight.track_inprogress(), self._span(scope, context):
+            span = self._request_span(scope, context) if self._request_span else contextlib.nullcontext()
+            with self._metrics.in_flight.track_inprogress(), span:
                 await self._serve(context, scope, receive, send)
         finally:
             is_large = context.body_memory.size > TRIM_BODY_BYTES
@@ -144,9 +145,6 @@ class RequestContextMiddleware:
                 asyncio.get_running_loop().run_in_executor(None, trim_memory)
             self._record(context)
             REQUEST_ID.reset(token)
-
-    def _span(self, scope: Scope, context: RequestContext) -> AbstractContextManager[None]:
-        return self._tracer.request_span(scope, context) if self._tracer else contextlib.nullcontext()
 
     async def _serve(self, context: RequestContext, scope: Scope, receive: Receive, send: Send) -> None:
         started = False

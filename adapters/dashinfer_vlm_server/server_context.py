@@ -59,8 +59,7 @@ class ServerContext:
         return await read_request(
             request,
             parse,
-            max_bytes=self.settings.max_body_bytes,
-            max_pause=self.settings.max_body_pause,
+            settings=self.settings,
             memory=get_request_context(request.scope).body_memory,
             parse_slot=self.parse_slot,
         )

@@ -108,7 +108,7 @@ def uvicorn_config(application: ASGIApp, address: Address) -> uvicorn.Config:
     Raises:
         ConfigError: the TLS files cannot be used.
     """
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # `_announce` replaces its startup messages
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # `_ready` replaces its startup messages
     settings = uvicorn.Config(
         application,
         http=TimeoutH11Protocol,
@@ -280,10 +280,6 @@ def _ready(url: str, address: Address, settings: Settings, engine: Engine) -> No
     # Loaded objects stay alive. Scanning them would delay every response by 0.3 s per collection.
     gc.freeze()
     gc.enable()
-    _announce(url, address, settings, engine)
-
-
-def _announce(url: str, address: Address, settings: Settings, engine: Engine) -> None:
     status = engine.status()
     served = f"Serving {status.model} (decoder {status.decoder}) at {url}"
     if writes_json():
@@ -291,12 +287,9 @@ def _announce(url: str, address: Address, settings: Settings, engine: Engine) ->
         return
     click.echo(served, err=True)
     if address.uds is None:
-        click.echo(f"Try: {_curl(url, keyed=len(settings.keys) > 0)}", err=True)
-
-
-def _curl(url: str, *, keyed: bool) -> str:
-    key = f'-H "Authorization: Bearer ${KEY_VARIABLE}" ' if keyed else ""
-    return f"curl {url}/chat/completions {key}-H 'Content-Type: application/json' -d '{SAMPLE_REQUEST}'"
+        key = f'-H "Authorization: Bearer ${KEY_VARIABLE}" ' if len(settings.keys) else ""
+        curl = f"curl {url}/chat/completions {key}-H 'Content-Type: application/json' -d '{SAMPLE_REQUEST}'"
+        click.echo(f"Try: {curl}", err=True)
 
 
 def _on_hangup(work: Callable[[], object]) -> None:

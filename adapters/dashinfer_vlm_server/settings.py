@@ -15,8 +15,7 @@ from pydantic.dataclasses import dataclass
 from dashinfer_vlm_core.config import MIB
 from dashinfer_vlm_core.errors import ConfigError
 
-from .api_key_file import MAX_LIMIT, KeyLimits
-from .api_keys import ApiKeys
+from .api_keys import MAX_LIMIT, ApiKeys, KeyLimits
 from .help import OPTIONS
 
 BUFFERED_BODIES = 7
@@ -55,7 +54,7 @@ class KeyOptions:
             ConfigError: a key is invalid, the file cannot be read, or there are limits without keys.
         """
         limits = KeyLimits(max_requests=self.max_requests_per_key, tokens_per_minute=self.tokens_per_minute_per_key)
-        keys = ApiKeys.read(given, self.api_key_file, limits=limits)
+        keys = ApiKeys(given, self.api_key_file, limits=limits)
         if limits != KeyLimits() and not len(keys):
             raise ConfigError(
                 "--max-requests-per-key and --tokens-per-minute-per-key require API keys. Set --api-key-file."

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -24,19 +24,7 @@ if TYPE_CHECKING:
     from openai.types import CompletionUsage
     from starlette.types import Scope
 
-
-class ServedRequest(Protocol):
-    """What a span records of a request when it ends; see `RequestContext`."""
-
-    id: str
-    method: str
-    status: int
-
-    @property
-    def route(self) -> str: ...
-
-    @property
-    def outcome(self) -> str: ...
+    from .request_context import RequestContext
 
 
 class Tracer(RequestObserver):
@@ -50,7 +38,7 @@ class Tracer(RequestObserver):
         self._tracer = provider.get_tracer("dashinfer_vlm_server", __version__)
 
     @contextlib.contextmanager
-    def request_span(self, scope: Scope, context: ServedRequest) -> Iterator[None]:
+    def request_span(self, scope: Scope, context: RequestContext) -> Iterator[None]:
         """Create the span of a request, in the trace of its `traceparent` header, if any (W3C Trace Context)."""
         names = (b"traceparent", b"tracestate")
         carrier = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in names}

@@ -1,4 +1,4 @@
-"""Engines shared by adapters: one per configuration and process, started on first use."""
+"""Engines shared by adapters, one per configuration and process and started on first use; and calls of engines."""
 
 from __future__ import annotations
 
@@ -8,19 +8,31 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
+from ..concurrency.deadline import stream_with_timeout, with_timeout
+from ..concurrency.loop import LoopThread
 from ..config import EngineConfig
-from ..errors import DecoderFailed
+from ..errors import DashInferVLMError, DeadlineExceeded, DecoderFailed, QueueFull
 from ..plugins import Registry, load_plugins
 from .engine import Engine
 from .remote import RemoteEngine
 
+if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+    from .engine import ChatEngine
+
 logger: logging.Logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+GetEngine: TypeAlias = Callable[[], Awaitable["ChatEngine"]]
+
+RETRY_SECONDS = 0.5
 
 
 class PerProcess(Generic[T]):
@@ -36,6 +48,65 @@ class PerProcess(Generic[T]):
             if self._value is None or self._value[0] != os.getpid():
                 self._value = os.getpid(), self._factory()
             return self._value[1]
+
+
+LOOP = PerProcess(lambda: LoopThread("dashinfer-vlm-calls"))
+"""An event loop for synchronous callers, so that timeouts and cancellation have one implementation."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineCall:
+    """A request to an engine, with timeouts and retries.
+
+    Attributes:
+        engine: returns the engine. It is called for each attempt, because a failed engine may have been replaced.
+        request: OpenAI's JSON.
+        timeout: seconds for the complete response, over all attempts; None means no limit.
+        first_token_timeout: seconds until the first chunk of a stream; None means `timeout`.
+        max_retries: maximum number of retries after transient errors.
+    """
+
+    engine: GetEngine
+    request: Mapping[str, Any]
+    timeout: float | None
+    first_token_timeout: float | None
+    max_retries: int = 0
+
+    async def complete(self) -> ChatCompletion:
+        """Return the completion. Raises the errors of `Engine.chat`, and DeadlineExceeded."""
+        return await with_timeout(self._try(), self.timeout)
+
+    def stream(self) -> AsyncGenerator[ChatCompletionChunk, None]:
+        """Stream the completion; closing the generator cancels the request. Raises the errors of `complete`."""
+        return stream_with_timeout(self._try_stream(), seconds=self.timeout, first=self.first_token_timeout)
+
+    async def _try(self) -> ChatCompletion:
+        retries = self.max_retries
+        while True:
+            try:
+                return await (await self.engine()).achat(self.request)
+            except DashInferVLMError as error:
+                await _pause_or_raise(error, retries)
+            retries -= 1
+
+    async def _try_stream(self) -> AsyncGenerator[ChatCompletionChunk, None]:
+        retries = self.max_retries
+        while True:
+            try:
+                async with contextlib.aclosing((await self.engine()).astream(self.request)) as chunks:
+                    async for chunk in chunks:
+                        retries = 0  # the caller has received a part of the response
+                        yield chunk
+                    return
+            except DashInferVLMError as error:
+                await _pause_or_raise(error, retries)
+            retries -= 1
+
+
+async def _pause_or_raise(error: DashInferVLMError, retries: int) -> None:
+    if retries < 1 or not error.retryable or isinstance(error, DeadlineExceeded):
+        raise error
+    await asyncio.sleep(error.retry_after if isinstance(error, QueueFull) else RETRY_SECONDS)
 
 
 class SharedEngines:

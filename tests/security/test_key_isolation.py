@@ -245,7 +245,7 @@ def test_security_28_keys_are_isolated_by_default(tmp_path, num_keys, in_file, s
     keys, file = [f"sk-{index}" for index in range(num_keys)], tmp_path / "keys"
     file.write_text("\n".join(keys))
     settings = Settings(
-        keys=ApiKeys.read([], file) if in_file else ApiKeys(keys),
+        keys=ApiKeys([], file) if in_file else ApiKeys(keys),
         share_media_between_keys=share,
     )
     assert settings.isolates_keys is expected

@@ -18,8 +18,7 @@ from fastapi.testclient import TestClient
 from dashinfer_vlm_core.engine.remote import RemoteEngine
 from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_server import api_keys, create_app
-from dashinfer_vlm_server.api_key_file import KeyLimits
-from dashinfer_vlm_server.api_keys import ApiKeys
+from dashinfer_vlm_server.api_keys import ApiKeys, KeyLimits
 from dashinfer_vlm_server.serving import _on_hangup
 from dashinfer_vlm_server.settings import Settings
 from tests.clock import ManualClock
@@ -53,7 +52,7 @@ def test_security_17_key_file_that_others_can_access_is_logged(tmp_path, caplog,
     file = tmp_path / "keys"
     file.write_text("secret-key")
     file.chmod(mode)
-    ApiKeys.read([], file)
+    ApiKeys([], file)
     assert (f"All users of this machine can read or change the API keys in {file}." in caplog.text) is warned
     assert "secret-key" not in caplog.text
 
@@ -65,7 +64,7 @@ def test_key_file_lines_can_have_limits(tmp_path):
         "given max_requests=none\nplain\n"
     )
     defaults = KeyLimits(max_requests=2, tokens_per_minute=1000)
-    keys = ApiKeys.read(["given", "other"], file, limits=defaults)
+    keys = ApiKeys(["given", "other"], file, limits=defaults)
     assert len(keys) == 4
     plain, first, given, other = (keys.find(b"Bearer " + key) for key in (b"plain", b"first=key==", b"given", b"other"))
     assert (plain.limits, plain.name) == (defaults, "")
@@ -98,7 +97,7 @@ def test_invalid_line_is_rejected_with_its_number(tmp_path, line, words):
     file = tmp_path / "keys"
     file.write_text(f"# comment\ngood\n\n{line}\n")
     with pytest.raises(ConfigError) as caught:
-        ApiKeys.read([], file)
+        ApiKeys([], file)
     assert "line 4: " in caught.value.message
     assert words in caught.value.message
     assert "SECRET9" not in caught.value.message
@@ -129,7 +128,7 @@ def replace_file(file, text):
 
 def test_changed_key_file_is_read_again(scripted, key_file, clock, caplog):
     caplog.set_level(logging.INFO)
-    settings = {"keys": ApiKeys.read(["sk-given"], key_file), "clock": clock}
+    settings = {"keys": ApiKeys(["sk-given"], key_file), "clock": clock}
     with scripted("Fine.", settings=settings).server.http() as client:
         replace_file(key_file, "sk-new\nsk-kept\n")
         assert [status(client, key) for key in ("sk-old", "sk-new")] == [200, 401]  # checked once a second
@@ -141,7 +140,7 @@ def test_changed_key_file_is_read_again(scripted, key_file, clock, caplog):
 
 
 def test_running_response_outlives_its_key(scripted, key_file, clock):
-    settings = {"keys": ApiKeys.read([], key_file), "clock": clock}
+    settings = {"keys": ApiKeys([], key_file), "clock": clock}
     served = scripted("A longer answer. " * 10, delay=0.1, settings=settings)
     with (
         served.server.http() as client,
@@ -169,7 +168,7 @@ def break_file(file, content):
 
 @pytest.mark.parametrize("content", [None, b"", b"\xff", b"sk-new unknown=1\n", b"# only a comment\n", "pipe"])
 def test_unusable_key_file_keeps_the_previous_keys(scripted, key_file, clock, caplog, content):
-    settings = {"keys": ApiKeys.read([], key_file), "clock": clock}
+    settings = {"keys": ApiKeys([], key_file), "clock": clock}
     with scripted("Fine.", settings=settings).server.http() as client:
         break_file(key_file, content)
         for _ in range(3):
@@ -186,7 +185,7 @@ def test_unusable_key_file_keeps_the_previous_keys(scripted, key_file, clock, ca
 
 def test_reload_on_demand_reads_the_file_at_once(scripted, key_file, clock):
     engine = scripted("Fine.").engine
-    app = create_app(engine, Settings(keys=ApiKeys.read([], key_file), clock=clock))
+    app = create_app(engine, Settings(keys=ApiKeys([], key_file), clock=clock))
     replace_file(key_file, "sk-new\n")
     app.state.reload_api_keys(force=True)
     with TestClient(app) as client:
@@ -229,7 +228,7 @@ def test_sighup_makes_the_server_read_its_keys(tiny_checkpoint, tmp_path, key_fi
 def limited(tmp_path, *lines, **settings):
     file = tmp_path / "keys"
     file.write_text("\n".join(lines))
-    return {"keys": ApiKeys.read([], file), **settings}
+    return {"keys": ApiKeys([], file), **settings}
 
 
 def test_concurrent_requests_of_a_key_are_limited(scripted, tmp_path, caplog):
@@ -354,7 +353,7 @@ def test_tokens_of_a_remote_engine_are_counted(scripted, tmp_path, clock, stream
 
 
 def test_limits_change_with_the_key_file(scripted, key_file, clock):
-    settings = {"keys": ApiKeys.read([], key_file, limits=KeyLimits(tokens_per_minute=1)), "clock": clock}
+    settings = {"keys": ApiKeys([], key_file, limits=KeyLimits(tokens_per_minute=1)), "clock": clock}
     with scripted("Fine.", settings=settings).server.http() as client:
         assert [chat(client, "sk-kept").status_code for _ in range(2)] == [200, 429]
         replace_file(key_file, "sk-kept tokens_per_minute=none\n")

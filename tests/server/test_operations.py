@@ -200,7 +200,7 @@ def test_engine_log_lines_have_the_request_id(scripted, tmp_path):
 def test_api_keys_from_a_file_are_valid(tmp_path):
     file = tmp_path / "keys"
     file.write_text("# of the team\nfirst\n\n second \n")
-    keys = ApiKeys.read(["third"], file)
+    keys = ApiKeys(["third"], file)
     assert len(keys) == 3
     assert all(keys.find(b"Bearer " + key) for key in (b"first", b"second", b"third"))
     assert not any(keys.find(value) for value in (b"", b"first", b"Bearer", b"Bearer fourth", b"Basic first"))
@@ -220,7 +220,7 @@ def test_key_file_without_valid_keys_is_rejected(tmp_path, content, words):
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(ConfigError, match=words):
-        ApiKeys.read([], file)
+        ApiKeys([], file)
 
 
 def test_openai_client_sends_its_key(scripted):

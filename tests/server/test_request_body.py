@@ -25,6 +25,7 @@ from dashinfer_vlm_server.request_body import (
     read_request,
 )
 from dashinfer_vlm_server.request_context import TRIM_BODY_BYTES
+from dashinfer_vlm_server.settings import Settings
 from tests.waiting import HANG, until
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -130,8 +131,7 @@ def test_security_32_large_body_is_parsed_outside_of_the_event_loop(size, is_inl
         parsed_in = await read_request(
             request,
             lambda value: (threading.current_thread(), len(value["a"])),
-            max_bytes=size,
-            max_pause=60,
+            settings=Settings(),
             memory=BodyMemory(BodyMemoryBudget(size)),
             parse_slot=asyncio.Semaphore(1),
         )

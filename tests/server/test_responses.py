@@ -12,8 +12,7 @@ import pytest
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.engine.remote import RemoteEngine
 from dashinfer_vlm_core.testing import EVERYTHING, scripted_engine
-from dashinfer_vlm_server.api_key_file import KeyLimits
-from dashinfer_vlm_server.api_keys import ApiKeys
+from dashinfer_vlm_server.api_keys import ApiKeys, KeyLimits
 from tests.clock import ManualClock
 from tests.core.test_reasoning import TEMPLATE
 from tests.samples import data_url, encode_video, image_url
@@ -708,7 +707,7 @@ def test_security_28_keys_share_no_responses(scripted):
 def test_responses_of_a_removed_key_are_deleted(scripted, tmp_path):
     file, clock = tmp_path / "keys", ManualClock()
     file.write_text("sk-old\nsk-kept\n")
-    settings = {"keys": ApiKeys.read([], file), "clock": clock}
+    settings = {"keys": ApiKeys([], file), "clock": clock}
     with scripted(RESPONSE, settings=settings).server.http() as client:
 
         def get(key, response_id=None):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi.responses import Response
 from pydantic import BaseModel, Field
@@ -49,15 +49,12 @@ def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
 
 def _health(server: ServerContext) -> Health:
     status = server.engine.status()
-    health = Health(
+    given: dict[str, Any] = {"supports_reasoning": status.supports_reasoning, "fatal_error": status.fatal_error or None}
+    return Health(
         status="draining" if server.drain_state.draining else status.state,
         model=status.model,
         decoder=status.decoder,
         decoder_reason=status.decoder_reason,
         max_model_len=status.max_model_len,
+        **{name: value for name, value in given.items() if value is not None},
     )
-    if status.supports_reasoning is not None:
-        health.supports_reasoning = status.supports_reasoning
-    if status.fatal_error:
-        health.fatal_error = status.fatal_error
-    return health

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fastapi.responses import Response
@@ -36,32 +35,27 @@ class ModelList(BaseModel):
 
 
 def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
-    models = _Models(server.engine)
+    started = int(time.time())
+
+    async def list_models() -> Response:
+        return json_response(ModelList(object="list", data=_models(server.engine, started)))
+
+    async def retrieve(name: str) -> Response:
+        models = {model.id: model for model in _models(server.engine, started)}
+        if name not in models:
+            raise ModelNotFound(f"The model {name!r} is not served here. Use {next(iter(models))!r}.", param="model")
+        return json_response(models[name])
+
     return [
-        Endpoint("/v1/models", models.list, response=ModelList, errors=PLAIN_STATUSES),
-        Endpoint("/v1/models/{name:path}", models.retrieve, response=ServedModel, errors=PLAIN_STATUSES),
+        Endpoint("/v1/models", list_models, response=ModelList, errors=PLAIN_STATUSES),
+        Endpoint("/v1/models/{name:path}", retrieve, response=ServedModel, errors=PLAIN_STATUSES),
     ]
 
 
-@dataclass(frozen=True)
-class _Models:
-    engine: ChatEngine
-    started: int = field(default_factory=lambda: int(time.time()))
-
-    async def list(self) -> Response:
-        return json_response(ModelList(object="list", data=self._models()))
-
-    async def retrieve(self, name: str) -> Response:
-        models = self._models()
-        for model in models:
-            if model.id == name:
-                return json_response(model)
-        raise ModelNotFound(f"The model {name!r} is not served here. Use {models[0].id!r}.", param="model")
-
-    def _models(self) -> Sequence[ServedModel]:
-        status = self.engine.status()
-        shared: dict[str, Any] = {"object": "model", "created": self.started, "owned_by": "dashinfer-vlm"}
-        return [
-            ServedModel(id=status.model, root=status.model, parent=None, **shared),
-            *(ServedModel(id=lora.name, root=lora.source, parent=status.model, **shared) for lora in status.loras),
-        ]
+def _models(engine: ChatEngine, started: int) -> list[ServedModel]:
+    status = engine.status()
+    shared: dict[str, Any] = {"object": "model", "created": started, "owned_by": "dashinfer-vlm"}
+    return [
+        ServedModel(id=status.model, root=status.model, parent=None, **shared),
+        *(ServedModel(id=lora.name, root=lora.source, parent=status.model, **shared) for lora in status.loras),
+    ]

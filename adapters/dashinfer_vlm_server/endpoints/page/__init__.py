@@ -121,9 +121,8 @@ def _item(item: MediaPreview) -> dict[str, Any]:
         "tokens": item.tokens,
         "frame_count": item.frame_count,
         "coordinate_extent": item.coordinates and item.coordinates.extent,
-        "frames": [{"index": frame.index, "url": _data_url(frame.png)} for frame in item.frames],
+        "frames": [
+            {"index": frame.index, "url": f"data:image/png;base64,{base64.b64encode(frame.png).decode()}"}
+            for frame in item.frames
+        ],
     }
-
-
-def _data_url(png: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(png).decode()

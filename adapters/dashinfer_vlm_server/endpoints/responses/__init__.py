@@ -7,7 +7,7 @@ import contextlib
 import json
 import secrets
 import uuid
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +16,6 @@ from fastapi import Query, Request
 from fastapi.responses import JSONResponse, Response
 from openai.types.responses import CompactedResponse, ResponseCompactionItem
 from openai.types.responses import Response as ResponseObject
-from pydantic import BaseModel
 
 from dashinfer_vlm_core.concurrency.fair_slots import FairSlots
 from dashinfer_vlm_core.errors import ContextLengthExceeded, InvalidParameter, UnsupportedParameter
@@ -52,14 +51,6 @@ RESPONSE_OBJECT: Responses = {
 
 ID_BYTES = 24
 """Random bytes of a response's id: a client with the same API key that knows it can read the response."""
-
-
-class DeletedResponse(BaseModel):
-    """Confirms that a stored response was deleted."""
-
-    id: str
-    object: str
-    deleted: bool
 
 
 def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
@@ -149,7 +140,7 @@ class _Responses:
         """Delete a stored response. Responses that continue it keep its items."""
         if not self.store.delete(current_client.get().id, response_id):
             raise _response_not_found(response_id)
-        return JSONResponse(DeletedResponse(id=response_id, object="response", deleted=True).model_dump())
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(self, response_id: str) -> Response:
         """Reject: as in OpenAI's API, only responses that are created in the background can be canceled."""
@@ -171,10 +162,6 @@ class _Responses:
                 code="previous_response_not_found",
             )
         return previous
-
-    def find_items(self, item_ids: Collection[str]) -> Mapping[str, Mapping[str, Any]]:
-        """Return stored items of the client by id."""
-        return self.store.find_items(current_client.get().id, item_ids)
 
     def _stored(self, response_id: str) -> StoredResponse:
         if (found := self.store.get(current_client.get().id, response_id)) is None:
@@ -263,7 +250,8 @@ class _Creation:
     def _convert(self, previous: StoredResponse | None) -> tuple[Sequence[InputItem], ChatCall]:
         build_types()
         items = () if previous is None else previous.conversation()
-        self._references = find_references(self.request.items(), items, self._routes.find_items)
+        find = partial(self._routes.store.find_items, current_client.get().id)
+        self._references = find_references(self.request.items(), items, find)
         if self._references:
             self.request = self.request.with_references(self._references)
         history = [InputItem.model_validate(item) for item in items]

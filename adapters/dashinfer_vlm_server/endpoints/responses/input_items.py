@@ -17,9 +17,6 @@ from ...errors import ApiError
 
 Json: TypeAlias = dict[str, Any]
 
-MAX_ITEMS = 100
-DEFAULT_ITEMS = 20
-
 _PREFIXES: Mapping[str, str] = MappingProxyType(
     {
         "message": "msg",
@@ -41,7 +38,7 @@ class ItemQuery(BaseModel):
     """
 
     after: str | None = None
-    limit: int = Field(DEFAULT_ITEMS, ge=1, le=MAX_ITEMS)
+    limit: int = Field(20, ge=1, le=100)
     order: Literal["asc", "desc"] = "desc"
 
 

@@ -9,7 +9,10 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .json_stream import JsonStream
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -46,13 +49,6 @@ class StoredResponse:
             turns.append(turn)
             turn = turn.previous
         return tuple(item for turn in reversed(turns) for item in turn.items())
-
-
-class Reader(Protocol):
-    """Something that holds items of a stored response."""
-
-    def discard(self) -> None:
-        """Release the items."""
 
 
 class ResponseStore:
@@ -99,10 +95,9 @@ class ResponseStore:
     def get(self, client_id: str, response_id: str) -> StoredResponse | None:
         """Return a response of a client, and record that it is used."""
         with self._lock:
-            client = self._clients.get(client_id)
-            return client.use(response_id) if client else None
+            return self._clients.get(client_id, _Client()).use(response_id)
 
-    def add_reader(self, client_id: str, response_id: str, reader: Reader) -> bool:
+    def add_reader(self, client_id: str, response_id: str, reader: JsonStream) -> bool:
         """Let a reader hold the items of a response until these are removed; return whether they still are stored."""
         with self._lock:
             client = self._clients.get(client_id)
@@ -114,8 +109,7 @@ class ResponseStore:
     def find_items(self, client_id: str, item_ids: Collection[str]) -> dict[str, Mapping[str, Any]]:
         """Return items of a client's responses by id, without those that are unknown; record that these are used."""
         with self._lock:
-            client = self._clients.get(client_id)
-            found = client.use_items(item_ids) if client else []
+            found = self._clients.get(client_id, _Client()).use_items(item_ids)
         return {item["id"]: item for response, ids in found for item in response.items() if item["id"] in ids}
 
     def delete(self, client_id: str, response_id: str) -> bool:
@@ -159,7 +153,7 @@ class _Held:
     item_ids: frozenset[str]
     size: int
     uses: int = 0
-    readers: weakref.WeakSet[Reader] = field(default_factory=weakref.WeakSet)
+    readers: weakref.WeakSet[JsonStream] = field(default_factory=weakref.WeakSet)
 
     def discard(self) -> None:
         for reader in self.readers:

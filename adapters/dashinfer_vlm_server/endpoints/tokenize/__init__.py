@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -44,15 +43,15 @@ class DetokenizeResponse(BaseModel):
 
 
 def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
-    tokenizer = _Tokenizer(server.engine)
-
     async def tokenize(request: Request) -> Response:
         parsed = await server.read(request, parse_tokenize)
-        return json_response(await server.run(request, tokenizer.tokenize(parsed)))
+        return json_response(await server.run(request, _tokenize(server.engine, parsed)))
 
     async def detokenize(request: Request) -> Response:
         parsed = await server.read(request, DetokenizeRequest.parse)
-        return json_response(await server.run(request, tokenizer.detokenize(parsed)))
+        _check_model(server.engine, parsed.model)
+        text = await server.run(request, server.engine.adecode(parsed.tokens))
+        return json_response(DetokenizeResponse(prompt=text))
 
     post = partial(Endpoint, method="POST", errors=ENGINE_STATUSES)
     return [
@@ -61,25 +60,17 @@ def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
     ]
 
 
-@dataclass(frozen=True)
-class _Tokenizer:
-    engine: ChatEngine
+async def _tokenize(engine: ChatEngine, request: TokenizePrompt | TokenizeChat) -> TokenizeResponse:
+    if isinstance(request, TokenizePrompt):
+        _check_model(engine, request.model)
+        ids = await engine.aencode(request.prompt)
+    else:
+        ids = await engine.atokenize(request)
+    texts = await engine.aconvert_ids_to_tokens(ids) if request.return_token_strs else None
+    return TokenizeResponse(count=len(ids), max_model_len=engine.status().max_model_len, tokens=ids, token_strs=texts)
 
-    async def tokenize(self, request: TokenizePrompt | TokenizeChat) -> TokenizeResponse:
-        if isinstance(request, TokenizePrompt):
-            self._check_model(request.model)
-            ids = await self.engine.aencode(request.prompt)
-        else:
-            ids = await self.engine.atokenize(request)
-        texts = await self.engine.aconvert_ids_to_tokens(ids) if request.return_token_strs else None
-        max_model_len = self.engine.status().max_model_len
-        return TokenizeResponse(count=len(ids), max_model_len=max_model_len, tokens=ids, token_strs=texts)
 
-    async def detokenize(self, request: DetokenizeRequest) -> DetokenizeResponse:
-        self._check_model(request.model)
-        return DetokenizeResponse(prompt=await self.engine.adecode(request.tokens))
-
-    def _check_model(self, name: str | None) -> None:
-        status = self.engine.status()
-        if name not in {None, status.model, DEFAULT_MODEL, *(lora.name for lora in status.loras)}:
-            raise ModelNotFound(f"The model {name!r} is not served here. Use {status.model!r}.", param="model")
+def _check_model(engine: ChatEngine, name: str | None) -> None:
+    status = engine.status()
+    if name not in {None, status.model, DEFAULT_MODEL, *(lora.name for lora in status.loras)}:
+        raise ModelNotFound(f"The model {name!r} is not served here. Use {status.model!r}.", param="model")
