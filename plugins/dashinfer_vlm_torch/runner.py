@@ -244,7 +244,7 @@ def _pack(chunks: Sequence[ScheduledChunk]) -> npt.NDArray[np.int64]:
     for chunk in chunks:
         sequence, start, stop, draft = chunk
         part = packed[:, offset : offset + chunk.end - start]
-        part[0, : stop - start] = sequence.token_ids(start, stop)
+        part[0, : stop - start] = sequence.ids[start:stop]
         part[0, stop - start :] = draft.tokens
         part[1:4] = sequence.positions(start, chunk.end)
         part[4] = np.arange(sequence.first_row + start, sequence.first_row + chunk.end)

@@ -91,7 +91,7 @@ class Scheduler:
             QueueFull: it would have to wait, and `max_waiting` requests are already waiting.
         """
         if self._speculative:
-            sequence.proposer = DraftProposer(sequence.request.token_ids, sequence.matcher, sequence.stops)
+            sequence.proposer = DraftProposer(sequence.prompt_length, sequence.matcher, sequence.stops)
         self._waiting.append(sequence)
         self._admit()
         if len(self._waiting) > self._max_waiting:
@@ -218,7 +218,7 @@ class Scheduler:
         assert sequence.proposer
         free_rows = self._running[sequence].rows - sequence.length
         limit = min(free_rows, sequence.max_tokens - len(sequence.output_ids) - 1)
-        return sequence.proposer.propose(sequence.output_ids, max(limit, 0), threshold)
+        return sequence.proposer.propose(sequence.ids[: sequence.length], max(limit, 0), threshold)
 
     def _append_all(self, chunk: ScheduledChunk, sampled: Sequence[SampledToken]) -> list[Token]:
         sequence = chunk.sequence

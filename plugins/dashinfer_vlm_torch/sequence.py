@@ -55,6 +55,7 @@ class SequenceState:
         first_row: first row of its keys and values in the pool during the current step; only `Scheduler.schedule`
             changes it.
         allocation: its rows in the pool; None while it waits.
+        ids: int64 [max_len], the token ids of the prompt, and of the output so far.
         output_ids: tokens sampled so far.
         matcher: the output's state in the request's grammar, if it has one.
         depends_on_tokens: whether its next step can be scheduled only after the last one was read: penalties and
@@ -79,6 +80,8 @@ class SequenceState:
         self.prefix: PrefixHash = PrefixHash(request)
         self.first_row: int = -1
         self.allocation: KVAllocation | None = None
+        self.ids: npt.NDArray[np.int64] = np.empty(self.max_len, np.int64)
+        self.ids[: self.prompt_length] = request.token_ids
         self.output_ids: list[int] = []
         self.matcher: GrammarMatcher | None = request.grammar.copy() if request.grammar else None
         self.depends_on_tokens: bool = (
@@ -112,14 +115,6 @@ class SequenceState:
         """Rows to reserve, so that it does not have to grow at every step."""
         return min(self.max_len, self.length + max(INITIAL_OUTPUT_ROWS, len(self.output_ids)))
 
-    def token_ids(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Token ids [start, stop)."""
-        prompt = self.request.token_ids[start:stop]
-        output = self.output_ids[max(start - self.prompt_length, 0) : max(stop - self.prompt_length, 0)]
-        if not len(prompt):
-            return np.array(output, dtype=np.int64)
-        return np.append(prompt, output).astype(np.int64) if output else prompt
-
     def positions(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Positions of tokens [start, stop), broadcastable to [3, stop - start]."""
         output_positions = np.arange(max(start, self.prompt_length), stop)[None] + (
@@ -131,6 +126,7 @@ class SequenceState:
 
     def append(self, token: int) -> None:
         """Append the next output token."""
+        self.ids[self.length] = token
         self.output_ids.append(token)
         self.prefix.append(token, self.first_position + len(self.output_ids) - 1)
         if self.matcher:

@@ -391,7 +391,7 @@ def row_hashes(sequence, draft=()):
         for span in request.spans
         for offset in range(span.stop - span.start)
     }
-    tokens = [*sequence.token_ids(0, sequence.length).tolist(), *draft]
+    tokens = [*sequence.ids[: sequence.length].tolist(), *draft]
     positions = sequence.positions(0, len(tokens))
     for index, token in enumerate(tokens):
         name = hash((name, token, tuple(positions[:, index].tolist()), inside.get(index)))

@@ -72,29 +72,29 @@ def test_lookup_equals_search_token_by_token():
 
 
 def test_proposals_follow_growing_output():
-    proposer = DraftProposer(words(*range(40)))
-    assert proposer.propose([], 8, 1e-9).tokens == ()
-    assert proposer.propose([60, 7, 8], 8, 1e-9).tokens == tuple(range(9, 9 + MAX_DRAFT_TOKENS))
-    assert proposer.propose([60, 7, 8, 70, 60, 7], 3, 1e-9).tokens == (8, 70, 60)
+    proposer = DraftProposer(40)
+    assert proposer.propose(words(*range(40)), 8, 1e-9).tokens == ()
+    assert proposer.propose(words(*range(40), 60, 7, 8), 8, 1e-9).tokens == tuple(range(9, 9 + MAX_DRAFT_TOKENS))
+    assert proposer.propose(words(*range(40), 60, 7, 8, 70, 60, 7), 3, 1e-9).tokens == (8, 70, 60)
 
 
 def test_stop_tokens_are_not_proposed():
-    proposer = DraftProposer(words(1, 2, 3, 95, 4, 1), stops=frozenset([95]))
-    assert proposer.propose([2], 8, 1e-9).tokens == (3,)
+    proposer = DraftProposer(6, stops=frozenset([95]))
+    assert proposer.propose(words(1, 2, 3, 95, 4, 1, 2), 8, 1e-9).tokens == (3,)
 
 
 def test_acceptance_is_learned_without_drafts():
     """With a threshold of 1, nothing is drafted; correct predictions still raise the rate."""
-    proposer, output = DraftProposer(words(*range(80))), [80]
+    proposer, tokens = DraftProposer(80), [*range(81)]
     for token in range(30):
-        assert proposer.propose(output, 8, 1.0).tokens == ()
+        assert proposer.propose(words(*tokens), 8, 1.0).tokens == ()
         proposer.observe([token])
-        output.append(token)
-    assert len(proposer.propose(output, 8, 0.5).tokens) == MAX_DRAFT_TOKENS
+        tokens.append(token)
+    assert len(proposer.propose(words(*tokens), 8, 0.5).tokens) == MAX_DRAFT_TOKENS
     for token in range(31, 60):  # every other token: each prediction of two tokens is wrong
-        proposer.propose(output, 8, 1.0)
+        proposer.propose(words(*tokens), 8, 1.0)
         proposer.observe([99 - token])
-    assert proposer.propose(output, 8, 0.5).tokens == ()
+    assert proposer.propose(words(*tokens), 8, 0.5).tokens == ()
 
 
 def test_number_of_drafts_falls_with_rate_and_threshold():
