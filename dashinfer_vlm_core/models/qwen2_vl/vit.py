@@ -27,9 +27,9 @@ from ...kernels.types import Activation, Kernels, KVSpan, KVSpans, Linear, Norm
 from ...media.types import Grid
 from ..interface import Patches
 from ..lora import LoraWeights, VisionMerge
-from ..placement import quantizes_vision_encoder, resolve_device, resolve_dtype
+from ..placement import quantizes_vision_encoder, resolve_placement
 from ..spec import ModelSpec, PixelSpec
-from ..weights import Weights, torch_dtype
+from ..weights import Weights
 from .config import VisionConfig
 from .pass_graphs import PassGraphs, pass_graphs
 from .rope import rotary_tables
@@ -314,8 +314,7 @@ class VisionWeights(NamedTuple):
             CheckpointError: at the end, if not all tensors that `lora` changes were read.
         """
         merge = VisionMerge(lora) if lora else None
-        device = resolve_device(config.device)
-        dtype = torch_dtype(resolve_dtype(config.dtype, spec.dtype, device, quantized=spec.quantization is not None))
+        device, dtype = resolve_placement(config, spec)
         with Weights.open(spec.folder, spec.tensor_renames, spec.quantization, merge) as weights:
             chosen = kernels.choose(device, dtype)
             yield cls(weights, chosen, device, dtype, quantizes_vision_encoder(config, chosen))
