@@ -200,7 +200,7 @@ class Decoder(Protocol):
         raise UnsupportedParameter(f"The decoder {self.name!r} does not apply LoRA adapters.", param="lora")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class DecoderStats:
     """Statistics of a decoder; zero for values that it does not measure.
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dashinfer_vlm_core.concurrency.compute import Executor
+from dashinfer_vlm_core.decoders import Token
 from dashinfer_vlm_core.errors import DecoderFailed
 from dashinfer_vlm_core.kernels.streams import HostCopy, to_device
 from dashinfer_vlm_core.kernels.types import Additions, ForwardBatch, KVSpan, KVSpans, LoraRows, TokenSampling
@@ -31,7 +32,7 @@ from .model import TextModel
 from .proposer import Draft
 from .sampler import LaunchedArgmax, LaunchedSample, LogitsRow, is_greedy, launch_sample
 from .scheduler import Outcome
-from .sequence import SampledToken, ScheduledChunk, SequenceState
+from .sequence import ScheduledChunk, SequenceState
 
 T = TypeVar("T")
 
@@ -330,14 +331,14 @@ def _last_tokens(
     return last, last_spans
 
 
-def _verify(chunk: ScheduledChunk, sampled: Sequence[SampledToken | DecoderFailed]) -> Outcome:
+def _verify(chunk: ScheduledChunk, sampled: Sequence[Token | DecoderFailed]) -> Outcome:
     """Return the next tokens of a sequence: up to the first one that differs from its draft, whose row was computed
     from other tokens than those after it.
 
     A failure after the first token is left to the next step, which samples the same row again: until then, the output
     is the same as without a draft.
     """
-    tokens = [SampledToken(token) for token in chunk.draft.tokens[: chunk.num_unsampled]]
+    tokens = [Token(id=token) for token in chunk.draft.tokens[: chunk.num_unsampled]]
     for outcome in sampled:
         if isinstance(outcome, DecoderFailed):
             return tuple(tokens) or outcome

@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dashinfer_vlm_core.decoders import GrammarMatcher
+from dashinfer_vlm_core.decoders import GrammarMatcher, Token
 from dashinfer_vlm_core.errors import DecoderFailed
 from dashinfer_vlm_core.kernels.streams import HostCopy, to_device
 from dashinfer_vlm_core.kernels.types import SampledIds
 from dashinfer_vlm_core.protocol.sampling import GREEDY_BELOW, Sampling
 
-from .sequence import SampledToken, SequenceState
+from .sequence import SequenceState
 
 Alternatives: TypeAlias = tuple[tuple[int, float], ...]
 _Masks: TypeAlias = dict[int, npt.NDArray[np.bool_]]
@@ -95,16 +95,21 @@ class LaunchedSample(NamedTuple):
     token_ids: HostCopy
     errors: dict[int, DecoderFailed]
 
-    def read(self) -> list[SampledToken | DecoderFailed]:
+    def read(self) -> list[Token | DecoderFailed]:
         """Wait for the tokens; returns one per row, or the error of a row whose logits are not finite or whose grammar
         failed."""
         token_ids: list[int] = self.token_ids.wait().tolist()
         logprobs = {} if self.logits is None else _log_probabilities(self.logits, self.ids, self.rows)
-        return [
-            self.errors.get(row)
-            or (DecoderFailed(OVERFLOW) if token < 0 else SampledToken(token, *logprobs.get(row, ())))
-            for row, token in enumerate(token_ids)
-        ]
+        outcomes: list[Token | DecoderFailed] = []
+        for row, token in enumerate(token_ids):
+            if error := self.errors.get(row):
+                outcomes.append(error)
+            elif token < 0:
+                outcomes.append(DecoderFailed(OVERFLOW))
+            else:
+                logprob, alternatives = logprobs.get(row, (None, ()))
+                outcomes.append(Token(id=token, logprob=logprob, top_logprobs=alternatives))
+        return outcomes
 
 
 class LaunchedArgmax(NamedTuple):
@@ -113,9 +118,9 @@ class LaunchedArgmax(NamedTuple):
     ids: Tensor
     token_ids: HostCopy
 
-    def read(self) -> list[SampledToken | DecoderFailed]:
+    def read(self) -> list[Token | DecoderFailed]:
         """Wait for the tokens; returns one per row."""
-        return list(map(SampledToken, self.token_ids.wait().tolist()))
+        return [Token(id=token) for token in self.token_ids.wait().tolist()]
 
 
 def launch_sample(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
@@ -16,9 +17,9 @@ from .kv_cache_manager import KVCacheManager, KVCopy
 from .prefill_budget import PrefillBudget
 from .prefix_hash import BLOCK_SIZE
 from .proposer import Draft, DraftProposer, StepCost, count_equal
-from .sequence import SampledToken, ScheduledChunk, SequenceState
+from .sequence import ScheduledChunk, SequenceState
 
-Outcome: TypeAlias = tuple[SampledToken, ...] | DecoderFailed
+Outcome: TypeAlias = tuple[Token, ...] | DecoderFailed
 """The tokens that a step adds to a sequence, at least one, or why it failed."""
 
 
@@ -39,6 +40,9 @@ class Scheduler:
 
     With `speculative`, a step may add several tokens to a sequence. The keys and values of rejected drafts remain in
     its rows, but are not marked as computed: later tokens overwrite them.
+
+    Attributes:
+        counters: what has been counted so far; the caller counts what depends on a clock.
     """
 
     def __init__(
@@ -60,8 +64,7 @@ class Scheduler:
         self._step_cost = StepCost()
         self._waiting: deque[SequenceState] = deque()
         self._running: dict[SequenceState, KVAllocation] = {}  # oldest first
-        self._queries = self._hits = self._cached_tokens = self._preemptions = 0
-        self._draft_tokens = self._accepted_tokens = self._forced_tokens = 0
+        self.counters: DecoderStats = DecoderStats(kv_size=kv_tokens)
 
     @property
     def busy(self) -> bool:
@@ -69,19 +72,12 @@ class Scheduler:
 
     @property
     def stats(self) -> DecoderStats:
-        return DecoderStats(
+        return replace(
+            self.counters,
             running=len(self._running),
             waiting=len(self._waiting),
             kv_used=self._kv_cache_manager.used,
             kv_cached=self._kv_cache_manager.cached,
-            kv_size=self._kv_cache_manager.size,
-            queries=self._queries,
-            hits=self._hits,
-            cached_tokens=self._cached_tokens,
-            preemptions=self._preemptions,
-            draft_tokens=self._draft_tokens,
-            accepted_tokens=self._accepted_tokens,
-            forced_tokens=self._forced_tokens,
         )
 
     def add(self, sequence: SequenceState) -> None:
@@ -220,7 +216,7 @@ class Scheduler:
         limit = min(free_rows, sequence.max_tokens - len(sequence.output_ids) - 1)
         return sequence.proposer.propose(sequence.ids[: sequence.length], max(limit, 0), threshold)
 
-    def _append_all(self, chunk: ScheduledChunk, sampled: Sequence[SampledToken]) -> list[Token]:
+    def _append_all(self, chunk: ScheduledChunk, sampled: Sequence[Token]) -> list[Token]:
         sequence = chunk.sequence
         tokens: list[Token] = []
         if sequence.proposer:
@@ -232,30 +228,23 @@ class Scheduler:
                 break
         accepted = count_equal(chunk.draft.tokens, [token.id for token in tokens])
         if chunk.draft.num_forced:
-            self._forced_tokens += accepted
+            self.counters.forced_tokens += accepted
         else:
-            self._draft_tokens += len(chunk.draft.tokens)
-            self._accepted_tokens += accepted
+            self.counters.draft_tokens += len(chunk.draft.tokens)
+            self.counters.accepted_tokens += accepted
         return tokens
 
-    def _append(self, sequence: SequenceState, sampled: SampledToken) -> Token:
-        sequence.append(sampled.id)
-        cached_tokens = 0
+    def _append(self, sequence: SequenceState, token: Token) -> Token:
+        sequence.append(token.id)
         if len(sequence.output_ids) == 1:
-            cached_tokens = sequence.num_cached_tokens
-            self._queries += 1
-            self._hits += cached_tokens > 0
-            self._cached_tokens += cached_tokens
-        finish_reason = sequence.finish_reason()
-        if finish_reason:
+            token = replace(token, cached_tokens=sequence.num_cached_tokens)
+            self.counters.queries += 1
+            self.counters.hits += token.cached_tokens > 0
+            self.counters.cached_tokens += token.cached_tokens
+        if finish_reason := sequence.finish_reason():
             self.remove(sequence)
-        return Token(
-            id=sampled.id,
-            logprob=sampled.logprob,
-            top_logprobs=sampled.top_logprobs,
-            finish_reason=finish_reason,
-            cached_tokens=cached_tokens,
-        )
+            token = replace(token, finish_reason=finish_reason)
+        return token
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._max_batch_size:
@@ -287,7 +276,7 @@ class Scheduler:
         self._kv_cache_manager.free(self._running.pop(sequence))
         sequence.allocation = None
         self._waiting.appendleft(sequence)
-        self._preemptions += 1
+        self.counters.preemptions += 1
 
     def _divide_budget(self, sequences: Iterable[SequenceState]) -> dict[SequenceState, int]:
         """Divide the prefill budget of the next step.

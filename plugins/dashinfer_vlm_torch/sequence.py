@@ -24,20 +24,6 @@ INITIAL_OUTPUT_ROWS = 64
 """Rows reserved for the output of a new sequence. Later, the reserve equals the output's length."""
 
 
-class SampledToken(NamedTuple):
-    """The token sampled for one sequence.
-
-    Attributes:
-        id: the token id.
-        logprob: its log-probability in the model's own distribution; None unless requested.
-        top_logprobs: the most likely tokens as (id, logprob), most likely first.
-    """
-
-    id: int
-    logprob: float | None = None
-    top_logprobs: tuple[tuple[int, float], ...] = ()
-
-
 class SequenceState:
     """The state of one sequence, which is waiting or running.
 

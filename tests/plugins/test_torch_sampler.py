@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from dashinfer_vlm_core.decoders import Token
 from dashinfer_vlm_core.errors import DecoderFailed
 from dashinfer_vlm_torch import sampler
 from dashinfer_vlm_torch.kernel_sampler import KernelSampler
@@ -19,7 +20,7 @@ from dashinfer_vlm_torch.sampler import (
     _nucleus_thresholds,
     _wide_nucleus_thresholds,
 )
-from dashinfer_vlm_torch.sequence import SampledToken, SequenceState
+from dashinfer_vlm_torch.sequence import SequenceState
 from tests.kernels import load_fastest, needs_native
 
 from .oracle import text
@@ -124,7 +125,7 @@ def test_greedy_rows_depend_only_on_argmax():
     logits = torch.from_numpy(chance.normal(scale=2, size=(602, 96)).astype(np.float32))
     rows = [row for row, one in enumerate(sequences) if is_greedy(one)]
     choices = sample(logits, sequences)
-    assert [choices[row] for row in rows] == [SampledToken(int(logits[row].argmax())) for row in rows]
+    assert [choices[row] for row in rows] == [Token(id=int(logits[row].argmax())) for row in rows]
     assert rows[-2:] == [600, 601]
 
 
