@@ -22,7 +22,7 @@ from dashinfer_vlm_core.decoders import (
 from dashinfer_vlm_core.errors import ConfigError, EngineClosed
 from dashinfer_vlm_core.kernels.choice import KernelSelector
 from dashinfer_vlm_core.kernels.linears import supported_bits
-from dashinfer_vlm_core.kernels.quantization import INT4, INT8
+from dashinfer_vlm_core.kernels.quantization import INT4, INT8, Quantization
 from dashinfer_vlm_core.kernels.types import Int8CacheAttention, Kernels
 from dashinfer_vlm_core.models.formats.detection import weight_memory
 from dashinfer_vlm_core.models.lora import LoraWeights
@@ -34,7 +34,7 @@ from .decode_graphs import DecodeGraphs, record_graphs, step_shapes
 from .host_memory import default_kv_mib, memory_limit
 from .kv_cache import KVCache
 from .lora import TextLora
-from .model import TextModel, TextQuantization
+from .model import TextModel
 from .runner import ModelRunner
 from .scheduler import Scheduler
 from .sequence import SequenceState
@@ -183,8 +183,7 @@ class TorchDecoder:
                 cache_dtype=self._cache_dtype,
             )
             _log_joined_weights(weights, self._dtype)
-        layers = self._quantization.layers
-        weight_dtype = f"int{layers.bits}" if layers else _name(self._dtype)
+        weight_dtype = f"int{self._quantization.bits}" if self._quantization else _name(self._dtype)
         which = "Other weights" if self._spec.quantization else "Weights"
         logger.info("%s in %s on %s, with the kernels %r.", which, weight_dtype, self._device, self._kernels.name)
         logger.info("KV cache of %d tokens in %s.", self._kv_tokens, _name(self._cache_dtype))
@@ -245,12 +244,12 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _text_quantization(config: EngineConfig, kernels: Kernels, device: str) -> TextQuantization:
+def _text_quantization(config: EngineConfig, kernels: Kernels, device: str) -> Quantization | None:
     name = config.quantization
     if name == "none":
-        return TextQuantization()
+        return None
     if name == "int8" and kernels.supports_int8:
-        return TextQuantization(INT8, INT8, INT8)
+        return INT8
     if name == "int8" or not device.startswith("cpu"):
         raise ConfigError(
             f"`quantization` {name!r} is not supported by the PyTorch decoder here: it supports int4 on a CPU, and int8"
@@ -265,4 +264,4 @@ def _text_quantization(config: EngineConfig, kernels: Kernels, device: str) -> T
             name,
             kernels.name,
         )
-    return TextQuantization(INT4, INT8, INT8)
+    return INT4

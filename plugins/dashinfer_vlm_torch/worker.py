@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
+from dashinfer_vlm_core.concurrency.loop import put_all
 from dashinfer_vlm_core.decoders import DecoderStats, Token
 from dashinfer_vlm_core.errors import DecoderFailed, EngineClosed, EngineError
 
@@ -131,7 +132,7 @@ class Worker:
     def _work(self) -> None:
         try:
             while self._wait_for_requests():
-                self._runner.compute(self._run_steps)
+                self._runner.executor.run(self._run_steps)
         except Exception:
             logger.exception("The decoder's thread died; all requests fail until the engine is restarted.")
         finally:
@@ -263,7 +264,7 @@ class Worker:
         if not deliveries:
             return
         try:
-            self._loop.call_soon_threadsafe(_put_all, deliveries)
+            self._loop.call_soon_threadsafe(put_all, deliveries)
         except RuntimeError:  # the loop was closed while readers were waiting
             with self._lock:
                 for sequence in list(self._outputs):
@@ -271,8 +272,3 @@ class Worker:
 
 
 _ENDED = "The decoder has stopped. Start the engine again."
-
-
-def _put_all(deliveries: Sequence[tuple[OutputQueue, Output]]) -> None:
-    for output_queue, output in deliveries:
-        output_queue.put_nowait(output)

@@ -29,7 +29,7 @@ from dashinfer_vlm_torch.decode_graphs import (
 )
 from dashinfer_vlm_torch.decoder import TorchDecoder
 from dashinfer_vlm_torch.kv_cache import KVCache
-from dashinfer_vlm_torch.model import TextModel, TextQuantization
+from dashinfer_vlm_torch.model import TextModel
 from dashinfer_vlm_torch.proposer import Draft
 from dashinfer_vlm_torch.runner import ModelRunner
 from dashinfer_vlm_torch.sampler import LaunchedArgmax, _choose
@@ -165,7 +165,7 @@ def load(oracle, device="cpu", kernels=CudaKernels, dtype=torch.float32):
             kernels(device),
             device=device,
             dtype=dtype,
-            quantization=TextQuantization(),
+            quantization=None,
         )
 
 
