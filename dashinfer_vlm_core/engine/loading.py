@@ -25,7 +25,6 @@ from ..models.checkpoint import find_model
 from ..models.vision_key import vision_key
 from ..plugins import Registry
 from ..preprocessing.prompt import PromptBuilder
-from ..protocol import DEFAULT_MODEL
 from ..structured_output.request_grammars import RequestGrammars
 from ..tokenization.detokenizer import IncrementalDetokenizer
 from ..vision import VisionService
@@ -51,7 +50,7 @@ async def load_pipeline(config: EngineConfig, registry: Registry, observer: Requ
     pipeline = await asyncio.to_thread(_create_pipeline, registry.resolve_options(config), registry, observer)
     try:
         await pipeline.decoder.start()
-        await pipeline.loras.load_all(config)
+        await pipeline.loras.load_all()
     except BaseException:
         await pipeline.close()
         raise
@@ -88,21 +87,8 @@ def _create_pipeline(config: EngineConfig, registry: Registry, observer: Request
         media_uuids=MediaUuidCache(vision, limit=config.limits.max_media_ids),
         grammars=RequestGrammars(prompts.tokenizer, spec),
         decoder=decoder,
-        loras=_lora_manager(family, spec, config, kernels, decoder),
+        loras=LoraManager(config, spec, decoder, partial(family.load_vision_encoder, spec, config, kernels)),
         observer=observer,
-    )
-
-
-def _lora_manager(
-    family: ModelFamily, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector, decoder: Supervisor
-) -> LoraManager:
-    return LoraManager(
-        model=config.name,
-        names=frozenset({config.name, config.model, DEFAULT_MODEL}),
-        spec=spec,
-        decoder=decoder,
-        load_encoder=partial(family.load_vision_encoder, spec, config, kernels),
-        limit=max(config.limits.max_loras, len(config.lora)),
     )
 
 
@@ -165,7 +151,7 @@ def open_vision_store(
 
 
 def _family_identity(registry: Registry, family: ModelFamily, spec: ModelSpec) -> str:
-    """Return the name of a family's class, and the name and version of the distribution that registered it."""
+    # Owners are distributions with their versions.
     owners = [row.distribution for row in registry.rows if f"model family {spec.model_type}" in row.provides]
     return " ".join([type(family).__module__, type(family).__qualname__, *owners])
 

@@ -134,14 +134,7 @@ class TextModel:
                 f"`lora` is not supported by the kernels {self.kernels.name!r}. Set `cpu_kernels` to torch.",
                 param="lora",
             )
-        reader = LoraReader(
-            lora=lora,
-            spec=self.config,
-            kernels=self.kernels,
-            device=self.device,
-            dtype=self.dtype,
-            qkv_scales=self._qkv_scales,
-        )
+        reader = LoraReader(lora, self.config, self.kernels, self.device, self.dtype, self._qkv_scales)
         return reader.read(self.executor)
 
     def _normalize(self, x: Tensor) -> Tensor:

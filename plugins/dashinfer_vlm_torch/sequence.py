@@ -47,6 +47,7 @@ class SequenceState:
         depends_on_tokens: whether its next step can be scheduled only after the last one was read: penalties and
             grammars need its tokens on the CPU, and log-probabilities are computed when they are read.
         proposer: proposes its next tokens; None if each step adds one token.
+        waiting_since: when it was added, as `time.monotonic` counts, until its first step.
         num_cached_tokens: tokens taken from the prefix cache before the first output token.
         num_preempted_tokens: tokens that it had computed itself when it was preempted. If they are found in the cache
             again, they do not count as cached.
@@ -74,6 +75,7 @@ class SequenceState:
             self.matcher is not None or sampling.logprobs is not None or sampling.has_penalties
         )
         self.proposer: DraftProposer | None = None
+        self.waiting_since: float | None = None
         self.num_cached_tokens: int = 0
         self.num_preempted_tokens: int = 0
 

@@ -66,7 +66,6 @@ class Worker:
         self._loop = loop
         self._step_timeout = step_timeout
         self._step_started = math.inf
-        self._arrivals: dict[SequenceState, float] = {}
         self._outputs: dict[SequenceState, OutputQueue] = {}
         self._lock = threading.Condition()
         self._end_error: type[EngineError] | None = None
@@ -100,13 +99,12 @@ class Worker:
                 raise self._end_error(_ENDED)
             self._scheduler.add(sequence)
             self._outputs[sequence] = output_queue
-            self._arrivals[sequence] = time.monotonic()
+            sequence.waiting_since = time.monotonic()
             self._lock.notify()
 
     def cancel(self, sequence: SequenceState) -> None:
         """Cancel a sequence and free its memory; does nothing if it has already ended."""
         with self._lock:
-            self._arrivals.pop(sequence, None)
             if self._outputs.pop(sequence, None):
                 self._scheduler.remove(sequence)
 
@@ -185,10 +183,12 @@ class Worker:
 
     def _count(self, chunks: Sequence[ScheduledChunk]) -> None:
         self._step_started = now = time.monotonic()
-        arrivals = [self._arrivals.pop(chunk.sequence) for chunk in chunks if chunk.sequence in self._arrivals]
         counters = self._scheduler.counters
-        counters.started += len(arrivals)
-        counters.queue_seconds += sum(now - arrival for arrival in arrivals)
+        for chunk in chunks:
+            if chunk.sequence.waiting_since is not None:
+                counters.started += 1
+                counters.queue_seconds += now - chunk.sequence.waiting_since
+                chunk.sequence.waiting_since = None
         counters.steps += 1
         counters.step_requests += len(chunks)
 
@@ -257,7 +257,6 @@ class Worker:
                 (output_queue, error(_ENDED)) for output_queue in self._outputs.values()
             ]
             self._outputs.clear()
-            self._arrivals.clear()
         self._deliver(deliveries)
 
     def _deliver(self, deliveries: Sequence[tuple[OutputQueue, Output]]) -> None:
