@@ -151,7 +151,7 @@ async def _measure(connection: Connection, config: EngineConfig) -> None:
         seconds = []
         for _ in range(STEPS):
             begin = time.perf_counter()
-            runner.compute(lambda step=steps[count]: runner.step(step))
+            runner.executor.run(lambda step=steps[count]: runner.step(step))
             seconds.append(time.perf_counter() - begin)
         connection.send(min(seconds))
     await decoder.close()

@@ -84,7 +84,7 @@ def chunks(
     first = scheduler.schedule().chunks
     if prefill:
         return first
-    scheduler.update(first, runner.compute(lambda: runner.step(first)))
+    scheduler.update(first, runner.executor.run(lambda: runner.step(first)))
     return scheduler.schedule().chunks
 
 
@@ -110,7 +110,7 @@ async def measure(spec: ModelSpec, config: EngineConfig, rank: int, rounds: int)
         for _ in range(max(3, rounds // 10) if prefill else rounds):
             for step, times in zip(steps, seconds, strict=True):
                 begin = time.perf_counter()
-                runner.compute(lambda step=step: runner.step(step))
+                runner.executor.run(lambda step=step: runner.step(step))
                 times.append(time.perf_counter() - begin)
         base, *others = (min(times) for times in seconds)
         ratios = " | ".join(f"{other / base:.3f}" for other in others)

@@ -123,14 +123,14 @@ def step_times(decoder: TorchDecoder, source: random.Random, spec: ModelSpec, ro
     sequence = SequenceState(greedy(source, spec), ())
     scheduler.add(sequence)
     (chunk,) = scheduler.schedule().chunks
-    scheduler.update([chunk], runner.compute(lambda: runner.step([chunk])))
+    scheduler.update([chunk], runner.executor.run(lambda: runner.step([chunk])))
     (chunk,) = scheduler.schedule().chunks
     seconds: dict[int, list[float]] = {rows: [] for rows in ROWS}
     for _ in range(10 * rounds):
         for rows in ROWS:
             drafted = chunk._replace(draft=Draft(tuple(prompt(source, spec)[: rows - 1])))
             begin = time.perf_counter()
-            runner.compute(lambda drafted=drafted: runner.step([drafted]))
+            runner.executor.run(lambda drafted=drafted: runner.step([drafted]))
             seconds[rows].append(time.perf_counter() - begin)
     return {rows: min(values) for rows, values in seconds.items()}
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
+from dashinfer_vlm_core.concurrency.compute import Executor
 from dashinfer_vlm_torch.decoder import TorchDecoder
 from tests.waiting import HANG
 
 
 class DecoderPause:
-    """Let a running decoder take some steps; the next one blocks until `release` is called.
+    """Let a running decoder take some steps; the next one blocks until `release` is called. Replaces its executor.
 
     Args:
         decoder: a running decoder.
@@ -22,16 +23,19 @@ class DecoderPause:
         assert decoder._worker is not None
         self._left = steps
         self._released = threading.Event()
-        self._runner = decoder._worker._runner
-        self._compute = self._runner.compute
-        self._runner.compute = self._next  # type: ignore[method-assign]
-        self._runner.must_yield = lambda: True  # type: ignore[method-assign]  # each step is computed separately
+        runner = decoder._worker._runner
+        self._executor = runner.executor
+        runner.executor = cast(Executor, self)
+        runner.must_yield = lambda: True  # type: ignore[method-assign]  # each step is computed separately
 
-    def _next(self, work: Callable[[], Any]) -> Any:
+    def run(self, work: Callable[[], Any]) -> Any:
         self._left -= 1
         if self._left < 0:
             self._released.wait(HANG)
-        return self._compute(work)
+        return self._executor.run(work)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
 
     def release(self) -> None:
         self._released.set()

@@ -254,16 +254,13 @@ def _local_folder(model: str) -> Path | None:
 def _stored_weights(config: EngineConfig, selector: KernelSelector, spec: ModelSpec, reader: ModuleReader) -> Finding:
     from dashinfer_vlm_core.kernels.linears import supported_bits
     from dashinfer_vlm_core.models.files import stored_headers, stored_tensors
-    from dashinfer_vlm_core.models.placement import resolve_device, resolve_dtype
-    from dashinfer_vlm_core.models.weights import torch_dtype
+    from dashinfer_vlm_core.models.placement import resolve_placement
 
-    device = resolve_device(config.device)
-    name = resolve_dtype(config.dtype, spec.dtype, device, quantized=True)
-    dtype = torch_dtype(name)
+    device, dtype = resolve_placement(config, spec)
     kernels = selector.find(device, dtype, spec.text).kernels
     headers = stored_headers(stored_tensors(spec.folder, spec.tensor_renames))
     memory = weight_memory(headers, reader, supported=supported_bits(kernels), itemsize=dtype.itemsize)
-    detail = f"{config.model}, {memory.format}: {memory.describe(name, kernels.name)}"
+    detail = f"{config.model}, {memory.format}: {memory.describe(str(dtype).removeprefix('torch.'), kernels.name)}"
     if not memory.widened:
         return Finding(name="weights", status="ok", detail=detail)
     fix = "See docs/quantization.md for what each kind of kernels keeps."

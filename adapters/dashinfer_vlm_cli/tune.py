@@ -93,14 +93,12 @@ def _usable_sets(config: EngineConfig, registry: Registry) -> list[str]:
     """
     from dashinfer_vlm_core.kernels.linears import supported_bits
     from dashinfer_vlm_core.models.checkpoint import find_model
-    from dashinfer_vlm_core.models.placement import resolve_device, resolve_dtype
-    from dashinfer_vlm_core.models.weights import torch_dtype
+    from dashinfer_vlm_core.models.placement import resolve_placement
 
     spec = registry.load_spec(find_model(config.model, registered=registry.models, revision=config.revision))
-    device = resolve_device(config.device)
+    device, dtype = resolve_placement(config, spec)
     if device.partition(":")[0] != "cpu":
         raise ConfigError(f"Kernel sets are measured only on a CPU, not on {device}.", param="device")
-    dtype = torch_dtype(resolve_dtype(config.dtype, spec.dtype, device, quantized=spec.quantization is not None))
     candidates = KernelSelector(registry.kernels.values(), config).candidates(device, dtype, spec.text)
     usable = {name: loaded.kernels for name, loaded in candidates.items() if loaded.kernels}
     bits = spec.quantization.stored_bits if spec.quantization else "none"

@@ -35,10 +35,11 @@ class _Outbox:
         self._items = {}
         for reader, batch in items.items():
             with contextlib.suppress(RuntimeError):  # the reader's loop is closed
-                reader.call_soon_threadsafe(_put_all, batch)
+                reader.call_soon_threadsafe(put_all, batch)
 
 
-def _put_all(items: Sequence[tuple[asyncio.Queue[Any], object]]) -> None:
+def put_all(items: Sequence[tuple[asyncio.Queue[Any], object]]) -> None:
+    """Put each item into its queue."""
     for received, item in items:
         received.put_nowait(item)
 

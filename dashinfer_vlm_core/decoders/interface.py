@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from ..errors import ContextLengthExceeded, DecoderFailed, InvalidParameter, UnsupportedParameter
+from ..errors import ContextLengthExceeded, DecoderFailed, UnsupportedParameter
 from ..protocol.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ class Decoder(Protocol):
         raise UnsupportedParameter(f"The decoder {self.name!r} does not apply LoRA adapters.", param="lora")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class DecoderStats:
     """Statistics of a decoder; zero for values that it does not measure.
 
@@ -283,15 +283,12 @@ def check_request(request: DecodeRequest, spec: ModelSpec, *, max_model_len: int
 
     Raises:
         DecoderFailed: an invariant of DecodeRequest is violated; it is logged.
-        InvalidParameter: a token id does not exist; `param` names the option.
         ContextLengthExceeded: prompt and output together exceed `max_model_len`.
     """
     reason = _broken_invariant(request, spec)
     if reason:
         logger.error("The decoder received a malformed request %s: %s.", request.id, reason)
         raise DecoderFailed("The decoder received a malformed request; see the engine's log for the cause.")
-    _check_ids("logit_bias", request.sampling.logit_bias, spec)
-    _check_ids("stop_token_ids", request.sampling.stop_token_ids, spec)
     prompt = len(request.token_ids)
     output = request.sampling.max_tokens or 0
     if prompt + output > max_model_len:
@@ -301,12 +298,6 @@ def check_request(request: DecodeRequest, spec: ModelSpec, *, max_model_len: int
             prompt_tokens=prompt,
             limit=max_model_len,
         )
-
-
-def _check_ids(param: str, ids: Iterable[int], spec: ModelSpec) -> None:
-    unknown = next((token for token in ids if not 0 <= token < spec.vocab_size), None)
-    if unknown is not None:
-        raise InvalidParameter(f"Token {unknown} does not exist. Use ids below {spec.vocab_size}.", param=param)
 
 
 def _broken_invariant(request: DecodeRequest, spec: ModelSpec) -> str | None:

@@ -11,7 +11,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..concurrency.streams import merge_streams
 from ..decoders import GUIDED_DECODING, DecodeRequest, GrammarMatcher, Token, VisualSpan
 from ..decoders.supervisor import Supervisor
 from ..errors import InvalidParameter
@@ -118,7 +117,7 @@ class ChatPipeline:
                     self._stop_reason(request, builder, ids[-1])
                     for builder, ids in zip(builders, token_ids, strict=True)
                 ),
-                stats=timer.stats(),
+                stats=timer.stats,
             )
 
     def _stop_reason(self, request: ChatRequest, builder: ResponseBuilder, last_token: int) -> str | int | None:
@@ -253,7 +252,7 @@ class ChatPipeline:
     ) -> AsyncGenerator[tuple[int, Token], None]:
         streams = [self.decoder.decode(request) for request in requests]
         with self.observer.stage("decode"):
-            async with contextlib.aclosing(merge_streams(streams)) as tokens:
+            async with contextlib.aclosing(_merge_streams(streams)) as tokens:
                 async for index, token in tokens:
                     timer.token(index)
                     yield index, token
@@ -308,3 +307,32 @@ def _in_client_namespace(request: ChatRequest) -> ChatRequest:
     """Return the request with the effective cache salt of its client, which all caches of media and prefixes use."""
     cache_salt = current_client.get().effective_cache_salt(request.cache_salt)
     return request if cache_salt == request.cache_salt else request.model_copy(update={"cache_salt": cache_salt})
+
+
+async def _merge_streams(streams: Sequence[AsyncGenerator[Token, None]]) -> AsyncGenerator[tuple[int, Token], None]:
+    # Items are yielded as they arrive, each with the index of its generator. The next item of a generator is requested
+    # only after the consumer has handled the previous one. All generators are closed at the end.
+    if len(streams) == 1:  # without a task per item
+        async with contextlib.aclosing(streams[0]) as only:
+            async for item in only:
+                yield 0, item
+        return
+    waiting = {asyncio.ensure_future(_next_item(stream)): index for index, stream in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                index = waiting.pop(task)
+                if (next_item := task.result()) is not None:
+                    yield index, next_item
+                    waiting[asyncio.ensure_future(_next_item(streams[index]))] = index
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()
+
+
+async def _next_item(stream: AsyncGenerator[Token, None]) -> Token | None:
+    return await anext(stream, None)

@@ -223,9 +223,6 @@ class Engine(LoopEngine):
     def _stream(self, request: Request) -> AsyncGenerator[ChatCompletionChunk, None]:
         return self._ready().pipeline.stream(ChatRequest.parse(request))
 
-    def _preview(self, request: Request) -> Coroutine[Any, Any, Preview]:
-        return self._ready().pipeline.preview(ChatRequest.parse(request))
-
     def submit(self, request: Request) -> Future[Generation]:
         """Submit one request; canceling the future frees the request's resources.
 
@@ -240,11 +237,11 @@ class Engine(LoopEngine):
 
         Raises the same errors as `chat`; an image or video referenced by `uuid` alone cannot be previewed.
         """
-        return self._loop.call(self._preview(request))
+        return self._loop.call(self._ready().pipeline.preview(ChatRequest.parse(request)))
 
     async def apreview(self, request: Request) -> Preview:
         """Like `preview`, for callers on an event loop."""
-        return await self._loop.acall(self._preview(request))
+        return await self._loop.acall(self._ready().pipeline.preview(ChatRequest.parse(request)))
 
     async def atokenize(self, request: Request) -> list[int]:
         """Return the token ids of a request's prompt, with placeholders for images and videos.
@@ -377,22 +374,19 @@ class Engine(LoopEngine):
         return self.start()
 
     def __exit__(self, *exc_info: object) -> None:
-        self._exit(exc_info[1])
+        """Close; if the `with` block raised, log an error of `close`, so that it does not replace the block's error."""
+        try:
+            self.close()
+        except DecoderFailed as close_error:
+            if exc_info[1] is None:
+                raise
+            logger.warning("%s", close_error.message)
 
     async def __aenter__(self) -> Self:
         return await self.astart()
 
     async def __aexit__(self, *exc_info: object) -> None:
-        await asyncio.to_thread(self._exit, exc_info[1])
-
-    def _exit(self, error: object) -> None:
-        """Close; if the `with` block raised, log an error of `close`, so that it does not replace the block's error."""
-        try:
-            self.close()
-        except DecoderFailed as close_error:
-            if error is None:
-                raise
-            logger.warning("%s", close_error.message)
+        await asyncio.to_thread(self.__exit__, *exc_info)
 
     def _ready(self) -> _Running:
         running = self._running

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ..config import MIB, EngineConfig
 from ..decoders import LORA, DecoderFactory, DecoderSupport
 from ..decoders.supervisor import Supervisor
+from ..embedding_store import EmbeddingStoreOptions, open_store, redacted
+from ..embedding_store.client import EmbeddingStoreClient
 from ..errors import SetupError
 from ..kernels.choice import KernelSelector
 from ..media.decoder import MediaDecoder
@@ -17,9 +22,9 @@ from ..media.loader import MediaLoader
 from ..media.video import select_readers
 from ..media_workers import create_executor
 from ..models.checkpoint import find_model
+from ..models.vision_key import vision_key
 from ..plugins import Registry
 from ..preprocessing.prompt import PromptBuilder
-from ..protocol import DEFAULT_MODEL
 from ..structured_output.request_grammars import RequestGrammars
 from ..tokenization.detokenizer import IncrementalDetokenizer
 from ..vision import VisionService
@@ -28,10 +33,9 @@ from .admission import ConcurrencyLimiter
 from .chat_pipeline import ChatPipeline
 from .loras import LoraManager
 from .observers import RequestObserver
-from .vision_store import open_vision_store
 
 if TYPE_CHECKING:
-    from ..models.interface import ModelFamily
+    from ..models.interface import ModelFamily, VisionEncoder
     from ..models.spec import ModelSpec
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -46,7 +50,7 @@ async def load_pipeline(config: EngineConfig, registry: Registry, observer: Requ
     pipeline = await asyncio.to_thread(_create_pipeline, registry.resolve_options(config), registry, observer)
     try:
         await pipeline.decoder.start()
-        await pipeline.loras.load_all(config)
+        await pipeline.loras.load_all()
     except BaseException:
         await pipeline.close()
         raise
@@ -83,21 +87,8 @@ def _create_pipeline(config: EngineConfig, registry: Registry, observer: Request
         media_uuids=MediaUuidCache(vision, limit=config.limits.max_media_ids),
         grammars=RequestGrammars(prompts.tokenizer, spec),
         decoder=decoder,
-        loras=_lora_manager(family, spec, config, kernels, decoder),
+        loras=LoraManager(config, spec, decoder, partial(family.load_vision_encoder, spec, config, kernels)),
         observer=observer,
-    )
-
-
-def _lora_manager(
-    family: ModelFamily, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector, decoder: Supervisor
-) -> LoraManager:
-    return LoraManager(
-        model=config.name,
-        names=frozenset({config.name, config.model, DEFAULT_MODEL}),
-        spec=spec,
-        decoder=decoder,
-        load_encoder=partial(family.load_vision_encoder, spec, config, kernels),
-        limit=max(config.limits.max_loras, len(config.lora)),
     )
 
 
@@ -112,6 +103,57 @@ def _load_vision(
         batch_patches=encoder.batch_patches,
         store=open_vision_store(registry, family, spec, config, kernels=kernels, encoder=encoder),
     )
+
+
+def open_vision_store(
+    registry: Registry,
+    family: ModelFamily,
+    spec: ModelSpec,
+    config: EngineConfig,
+    *,
+    kernels: KernelSelector,
+    encoder: VisionEncoder,
+) -> EmbeddingStoreClient | None:
+    """Open the store that the options name; None if they name none. It need not be reachable yet.
+
+    Computes a digest of the weights of the vision encoder, at about the speed of reading them.
+
+    Args:
+        registry: the plugins.
+        family: the model family.
+        spec: the checkpoint.
+        config: the options.
+        kernels: those that were chosen for `encoder`.
+        encoder: the vision encoder, which is loaded.
+
+    Raises:
+        ConfigError: an option is invalid, or the store cannot be used on this machine.
+        MissingDependency: an extra is not installed.
+    """
+    options = config.options_of(EmbeddingStoreOptions)
+    if not options.embedding_store:
+        return None
+    secret = options.read_secret()
+    # Imported by name, because it imports torch: packages that do not need torch import this module.
+    codec = importlib.import_module("dashinfer_vlm_core.embedding_store.codec").EmbeddingCodec(
+        encoder.adopt(np.zeros((1, spec.visual_width), np.float32)), secret=secret
+    )
+    key = vision_key(spec, config, kernels=kernels.vision_identity(), family=_family_identity(registry, family, spec))
+    client = EmbeddingStoreClient(
+        open_store(registry.embedding_stores, config),
+        codec,
+        model_key=key,
+        secret=secret,
+        timeout=config.limits.store_timeout,
+    )
+    logger.info("Embeddings are shared through %s.", redacted(options.embedding_store))
+    return client
+
+
+def _family_identity(registry: Registry, family: ModelFamily, spec: ModelSpec) -> str:
+    # Owners are distributions with their versions.
+    owners = [row.distribution for row in registry.rows if f"model family {spec.model_type}" in row.provides]
+    return " ".join([type(family).__module__, type(family).__qualname__, *owners])
 
 
 def select_decoder(registry: Registry, spec: ModelSpec, config: EngineConfig) -> tuple[DecoderFactory, str]:

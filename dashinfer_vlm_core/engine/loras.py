@@ -13,7 +13,7 @@ from ..config import EngineConfig
 from ..decoders import LORA
 from ..errors import InvalidParameter, ModelNotFound, QueueFull, UnsupportedParameter
 from ..models.lora import LoraWeights, read_lora
-from ..protocol import ChatRequest
+from ..protocol import DEFAULT_MODEL, ChatRequest
 from ..vision import VisionLora
 
 if TYPE_CHECKING:
@@ -56,38 +56,35 @@ class ActiveLora:
     num_requests: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class LoraManager:
     """Loads the adapters of `EngineConfig.lora` at startup, and those of `LoRARequest` on first use.
 
-    At most `limit` adapters are loaded. For another one, the least recently used one is unloaded that no request uses
-    and that `EngineConfig.lora` does not list. Belongs to one event loop.
+    At most `limits.max_loras` adapters are loaded, or those of `EngineConfig.lora` if they are more. For another
+    one, the least recently used one is unloaded that no request uses and that `EngineConfig.lora` does not list.
+    Belongs to one event loop.
 
     Attributes:
-        model: the model's name in responses.
-        names: all names that requests may use for the model.
+        config: lists the adapters, and limits their number.
         spec: the model.
         decoder: applies the adapters.
         load_encoder: loads the vision encoder with an adapter's changes.
-        limit: maximum number of adapters.
     """
 
-    model: str
-    names: frozenset[str]
+    config: EngineConfig
     spec: ModelSpec
     decoder: Supervisor
     load_encoder: Callable[[LoraWeights], VisionEncoder]
-    limit: int
     _loaded: dict[str, ActiveLora] = field(default_factory=dict)  # least recently used first
     _loading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def load_all(self, config: EngineConfig) -> None:
+    async def load_all(self) -> None:
         """Load the adapters of the configuration.
 
         Raises:
             CheckpointError: an adapter cannot be loaded.
         """
-        for module in config.lora:
+        for module in self.config.lora:
             (await self._load(module.name, module.path)).permanent = True
 
     @property
@@ -133,15 +130,18 @@ class LoraManager:
                 " another decoder.",
                 param="lora_request",
             )
-        if name in self.names:
+        if self._is_model(name):
             raise InvalidParameter(f"`lora_name` {name!r} is the model's name.", param="lora_request")
 
+    def _is_model(self, name: str) -> bool:
+        return name in (self.config.name, self.config.model, DEFAULT_MODEL)
+
     def _find(self, name: str) -> ActiveLora | None:
-        if name in self.names:
+        if self._is_model(name):
             return None
         active = self._loaded.get(name)
         if active is None or not active.permanent:
-            known = " or ".join([repr(self.model), *(repr(status.name) for status in self.statuses)])
+            known = " or ".join([repr(self.config.name), *(repr(status.name) for status in self.statuses)])
             raise ModelNotFound(f"The model {name!r} is not served here. Use {known}.", param="model")
         return active
 
@@ -166,12 +166,13 @@ class LoraManager:
             return active
 
     def _unload_idle(self) -> None:
-        if len(self._loaded) < self.limit:
+        limit = max(self.config.limits.max_loras, len(self.config.lora))
+        if len(self._loaded) < limit:
             return
         idle = (name for name, active in self._loaded.items() if not active.num_requests and not active.permanent)
         if (name := next(idle, None)) is None:
             raise QueueFull(
-                f"{self.limit} LoRA adapters are loaded and in use. Try again later, or increase `limits.max_loras`."
+                f"{limit} LoRA adapters are loaded and in use. Try again later, or increase `limits.max_loras`."
             )
         logger.info("LoRA adapter %r is unloaded.", name)
         del self._loaded[name]

@@ -80,7 +80,7 @@ class ObserverList(RequestObserver):
             observer.completed(usage, seconds)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class RequestStateStats:
     """When a request was served. Names are vLLM's; `_ts` are times of `time.monotonic`.
 
@@ -93,12 +93,12 @@ class RequestStateStats:
         first_token_latency: seconds from its arrival to its first token.
     """
 
-    num_generation_tokens: int
-    arrival_time: float
-    queued_ts: float
-    first_token_ts: float
-    last_token_ts: float
-    first_token_latency: float
+    num_generation_tokens: int = 0
+    arrival_time: float = 0.0
+    queued_ts: float = 0.0
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    first_token_latency: float = 0.0
 
 
 class RequestTimer:
@@ -107,20 +107,20 @@ class RequestTimer:
     Args:
         observer: is notified.
         n: the number of choices of the request.
+
+    Attributes:
+        stats: the times so far.
     """
 
     def __init__(self, observer: RequestObserver, *, n: int) -> None:
         self._observer = observer
-        self._arrival_time = time.time()
         self._start = time.monotonic()
-        self._queued = self._start
-        self._first: float | None = None
         self._last: list[float | None] = [None] * n
-        self._num_tokens = 0
+        self.stats: RequestStateStats = RequestStateStats(arrival_time=time.time())
 
     def queued(self) -> None:
         """The request was prepared, and waits for the decoder."""
-        self._queued = time.monotonic()
+        self.stats.queued_ts = time.monotonic()
 
     def token(self, index: int) -> None:
         """A token of the choice with this index was decoded."""
@@ -128,24 +128,14 @@ class RequestTimer:
         now = time.monotonic()
         last = self._last[index]
         self._last[index] = now
-        self._num_tokens += 1
         if last is not None:
             self._observer.next_token(now - last)
-        if self._first is None:
-            self._first = now
+        elif not self.stats.num_generation_tokens:
+            self.stats.first_token_ts = now
+            self.stats.first_token_latency = now - self._start
             self._observer.first_token(now - self._start)
+        self.stats.num_generation_tokens += 1
+        self.stats.last_token_ts = now
 
     def completed(self, usage: CompletionUsage) -> None:
         self._observer.completed(usage, time.monotonic() - self._start)
-
-    def stats(self) -> RequestStateStats:
-        """Return the times of a request that has tokens."""
-        assert self._first is not None, "a completion has at least one token"
-        return RequestStateStats(
-            num_generation_tokens=self._num_tokens,
-            arrival_time=self._arrival_time,
-            queued_ts=self._queued,
-            first_token_ts=self._first,
-            last_token_ts=max(last for last in self._last if last is not None),
-            first_token_latency=self._first - self._start,
-        )

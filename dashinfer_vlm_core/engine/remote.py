@@ -234,16 +234,21 @@ class RemoteEngine(LoopEngine):
         return body
 
 
-def error_from_response(error: openai.APIError) -> DashInferVLMError:
-    """Return the error of our tree that corresponds to a server's error response."""
-    if isinstance(error, openai.APITimeoutError):
-        return _late()
-    if isinstance(error, openai.APIConnectionError):
-        return _unreachable()
+def error_from_response(error: openai.APIError | httpx.HTTPError) -> DashInferVLMError:
+    """Return the error of our tree that corresponds to a server's error response, or to a failed connection."""
+    if isinstance(error, openai.APITimeoutError | httpx.TimeoutException):
+        return DeadlineExceeded("The server did not respond in time.")
+    if isinstance(error, openai.APIConnectionError | httpx.HTTPError):
+        return EngineClosed("The server cannot be reached, or closed the connection.", code="connection_error")
     body = error.body if isinstance(error.body, Mapping) else {}
     message = str(body.get("message") or "The server rejected the request without a message.")
     code = error.code if isinstance(error.code, str) else None
-    return _make_error(_error_class(error, code), message, error, code)
+    error_class = _error_class(error, code)
+    if issubclass(error_class, ContextLengthExceeded):
+        return error_class(message, param=error.param or "messages")
+    if issubclass(error_class, QueueFull):
+        return error_class(message, retry_after=_retry_after(error))
+    return error_class(message, param=error.param, code=code)
 
 
 def _error_class(error: openai.APIError, code: str | None) -> type[DashInferVLMError]:
@@ -251,16 +256,6 @@ def _error_class(error: openai.APIError, code: str | None) -> type[DashInferVLME
         return ERROR_CLASS_BY_CODE[code]
     status = error.status_code if isinstance(error, openai.APIStatusError) else 500
     return ERROR_CLASS_BY_STATUS.get(status, InvalidParameter if status < 500 else EngineError)
-
-
-def _make_error(
-    error_class: type[DashInferVLMError], message: str, error: openai.APIError, code: str | None
-) -> DashInferVLMError:
-    if issubclass(error_class, ContextLengthExceeded):
-        return error_class(message, param=error.param or "messages")
-    if issubclass(error_class, QueueFull):
-        return error_class(message, retry_after=_retry_after(error))
-    return error_class(message, param=error.param, code=code)
 
 
 def _retry_after(error: openai.APIError) -> float:
@@ -294,22 +289,9 @@ def _translate_errors() -> Iterator[None]:
     """Translate the errors of openai to ours, and those of httpx that openai 2 raises while a stream is read."""
     try:
         yield
-    except openai.APIError as error:
-        logger.debug("the server returned an error", exc_info=True)
+    except (openai.APIError, httpx.HTTPError) as error:
+        logger.debug("the request to the server failed", exc_info=True)
         raise error_from_response(error) from error
-    except httpx.TimeoutException as error:
-        raise _late() from error
-    except httpx.HTTPError as error:
-        logger.debug("the connection failed", exc_info=True)
-        raise _unreachable() from error
-
-
-def _late() -> DeadlineExceeded:
-    return DeadlineExceeded("The server did not respond in time.")
-
-
-def _unreachable() -> EngineClosed:
-    return EngineClosed("The server cannot be reached, or closed the connection.", code="connection_error")
 
 
 def _not_compatible() -> EngineError:

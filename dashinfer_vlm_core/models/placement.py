@@ -7,6 +7,8 @@ import torch
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..kernels.types import Kernels
+from .spec import ModelSpec
+from .weights import torch_dtype
 
 
 def resolve_device(device: str) -> str:
@@ -37,6 +39,17 @@ def resolve_dtype(dtype: str, stored: str, device: str, *, quantized: bool = Fal
     if stored == "float16" and torch.device(device).type == "cpu":
         return "bfloat16" if quantized else "float32"
     return stored
+
+
+def resolve_placement(config: EngineConfig, spec: ModelSpec) -> tuple[str, torch.dtype]:
+    """Return the device and the dtype with which `config` runs a checkpoint.
+
+    Raises:
+        ConfigError: the device cannot be used here.
+    """
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, spec.dtype, device, quantized=spec.quantization is not None)
+    return device, torch_dtype(dtype)
 
 
 def quantizes_vision_encoder(config: EngineConfig, kernels: Kernels) -> bool:

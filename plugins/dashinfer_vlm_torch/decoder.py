@@ -22,19 +22,19 @@ from dashinfer_vlm_core.decoders import (
 from dashinfer_vlm_core.errors import ConfigError, EngineClosed
 from dashinfer_vlm_core.kernels.choice import KernelSelector
 from dashinfer_vlm_core.kernels.linears import supported_bits
-from dashinfer_vlm_core.kernels.quantization import INT4, INT8
+from dashinfer_vlm_core.kernels.quantization import INT4, INT8, Quantization
 from dashinfer_vlm_core.kernels.types import Int8CacheAttention, Kernels
 from dashinfer_vlm_core.models.formats.detection import weight_memory
 from dashinfer_vlm_core.models.lora import LoraWeights
-from dashinfer_vlm_core.models.placement import resolve_device, resolve_dtype
+from dashinfer_vlm_core.models.placement import resolve_placement
 from dashinfer_vlm_core.models.spec import ModelSpec
-from dashinfer_vlm_core.models.weights import Weights, torch_dtype
+from dashinfer_vlm_core.models.weights import Weights
 
 from .decode_graphs import DecodeGraphs, record_graphs, step_shapes
 from .host_memory import default_kv_mib, memory_limit
 from .kv_cache import KVCache
 from .lora import TextLora
-from .model import TextModel, TextQuantization
+from .model import TextModel
 from .runner import ModelRunner
 from .scheduler import Scheduler
 from .sequence import SequenceState
@@ -48,7 +48,7 @@ MIN_KV_TOKENS = 16
 
 
 class TorchDecoder:
-    """Decodes with continuous batching; implements `dashinfer_vlm_core.decoders.Decoder`.
+    """Decodes with continuous batching; implements `dashinfer_vlm_core.decoders.Decoder`. Belongs to one event loop.
 
     Guarantee: a request's tokens depend only on its own content, up to the rounding of matrix products, whose order of
     summation may change with the number of rows. In float32 the difference is around 1e-6 of a logit. Greedy outputs
@@ -60,21 +60,11 @@ class TorchDecoder:
     supported_params: frozenset[str] = SAMPLING_PARAMETERS | {GUIDED_DECODING, LORA}
     unsupported_vision_reason = ""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        config: EngineConfig,
-        kernels: KernelSelector,
-        *,
-        schedules_ahead: bool | None = None,
-    ) -> None:
+    def __init__(self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> None:
         self._spec = spec
-        self._schedules_ahead = schedules_ahead
         self._config = config
         self._text = spec.text
-        self._device = resolve_device(config.device)
-        dtype = resolve_dtype(config.dtype, spec.dtype, self._device, quantized=spec.quantization is not None)
-        self._dtype = torch_dtype(dtype)
+        self._device, self._dtype = resolve_placement(config, spec)
         self._kernels = kernels.choose(self._device, self._dtype, self._text)
         self._quantization = _text_quantization(config, self._kernels, self._device)
         self._cache_dtype = _cache_dtype(config, self._dtype)
@@ -87,7 +77,7 @@ class TorchDecoder:
         self._lora_lock = asyncio.Lock()
 
     def snapshot(self) -> DecoderStats:
-        return self._worker.stats if self._worker else self._scheduler().stats
+        return self._worker.stats if self._worker else DecoderStats(kv_size=self._kv_tokens)
 
     @property
     def fatal_error(self) -> str:
@@ -96,15 +86,9 @@ class TorchDecoder:
     async def start(self) -> None:
         if self._worker is None:
             self._runner = await asyncio.to_thread(self._load)
-            schedules_ahead = self._schedules_ahead
-            if schedules_ahead is None:
-                schedules_ahead = self._runner.computes_in_background
-            self._worker = Worker(
-                self._runner,
-                self._scheduler(),
-                step_timeout=self._config.limits.step_timeout,
-                schedules_ahead=schedules_ahead,
-            )
+            loop = asyncio.get_running_loop()
+            step_timeout = self._config.limits.step_timeout
+            self._worker = Worker(self._runner, self._scheduler(), loop, step_timeout=step_timeout)
 
     async def close(self) -> None:
         worker = self._worker
@@ -121,11 +105,11 @@ class TorchDecoder:
         check_request(request, self._spec, max_model_len=self.max_model_len)
         lora = await self._text_lora(request.lora) if request.lora else None
         sequence = SequenceState(request, self._spec.tokens.stop, lora)
-        output_queue = OutputQueue(asyncio.get_running_loop(), asyncio.Queue())
+        output_queue = OutputQueue()
         worker.submit(sequence, output_queue)
         try:
             while True:
-                output = await output_queue.queue.get()
+                output = await output_queue.get()
                 if not isinstance(output, Token):
                     raise output
                 yield output
@@ -199,8 +183,7 @@ class TorchDecoder:
                 cache_dtype=self._cache_dtype,
             )
             _log_joined_weights(weights, self._dtype)
-        layers = self._quantization.layers
-        weight_dtype = f"int{layers.bits}" if layers else _name(self._dtype)
+        weight_dtype = f"int{self._quantization.bits}" if self._quantization else _name(self._dtype)
         which = "Other weights" if self._spec.quantization else "Weights"
         logger.info("%s in %s on %s, with the kernels %r.", which, weight_dtype, self._device, self._kernels.name)
         logger.info("KV cache of %d tokens in %s.", self._kv_tokens, _name(self._cache_dtype))
@@ -261,12 +244,12 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _text_quantization(config: EngineConfig, kernels: Kernels, device: str) -> TextQuantization:
+def _text_quantization(config: EngineConfig, kernels: Kernels, device: str) -> Quantization | None:
     name = config.quantization
     if name == "none":
-        return TextQuantization()
+        return None
     if name == "int8" and kernels.supports_int8:
-        return TextQuantization(INT8, INT8, INT8)
+        return INT8
     if name == "int8" or not device.startswith("cpu"):
         raise ConfigError(
             f"`quantization` {name!r} is not supported by the PyTorch decoder here: it supports int4 on a CPU, and int8"
@@ -281,4 +264,4 @@ def _text_quantization(config: EngineConfig, kernels: Kernels, device: str) -> T
             name,
             kernels.name,
         )
-    return TextQuantization(INT4, INT8, INT8)
+    return INT4

@@ -22,19 +22,16 @@ BLOCK = 128
 """Logits per block. The largest logits are in the blocks with the largest maxima, which are far fewer."""
 
 
-class KernelSampler:
-    """Samples tokens with kernels; see `sampler.RowSampler`. For logits on a CPU."""
-
-    def __init__(self, kernels: TokenSampling) -> None:
-        self._kernels = kernels
-
-    def __call__(self, scores: Tensor, numbers: Sequence[int], rows: Sequence[LogitsRow]) -> SampledIds:
-        index = torch.tensor(numbers, dtype=torch.int64)
-        temperatures = torch.tensor([row.sampling.temperature for row in rows])
-        uniforms = torch.tensor([uniform(row) for row in rows], dtype=torch.float64)
-        lower_bounds = torch.full((len(rows),), -torch.inf)
-        _apply_top_k(lower_bounds, scores, index, temperatures, [row.sampling.top_k for row in rows])
-        return self._kernels.sample_tokens(scores, index, temperatures, lower_bounds, uniforms)
+def sample_with_kernels(
+    kernels: TokenSampling, scores: Tensor, numbers: Sequence[int], rows: Sequence[LogitsRow]
+) -> SampledIds:
+    """Sample tokens with kernels; see `sampler.RowSampler`. For logits on a CPU."""
+    index = torch.tensor(numbers, dtype=torch.int64)
+    temperatures = torch.tensor([row.sampling.temperature for row in rows])
+    uniforms = torch.tensor([uniform(row) for row in rows], dtype=torch.float64)
+    lower_bounds = torch.full((len(rows),), -torch.inf)
+    _apply_top_k(lower_bounds, scores, index, temperatures, [row.sampling.top_k for row in rows])
+    return kernels.sample_tokens(scores, index, temperatures, lower_bounds, uniforms)
 
 
 def _apply_top_k(

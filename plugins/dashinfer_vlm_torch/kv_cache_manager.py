@@ -50,10 +50,6 @@ class KVCacheManager:
         self._copies: list[KVCopy] = []
 
     @property
-    def size(self) -> int:
-        return self._allocator.size
-
-    @property
     def used(self) -> int:
         """Rows of running sequences."""
         return sum(allocation.rows for allocation in self._allocator.allocations if not allocation.is_cached)

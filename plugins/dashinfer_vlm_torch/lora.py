@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -76,8 +75,7 @@ class TextLora(NamedTuple):
     head: HeadChange | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LoraReader:
+class LoraReader(NamedTuple):
     """Reads the text model's part of an adapter.
 
     Attributes:

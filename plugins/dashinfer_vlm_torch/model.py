@@ -18,7 +18,7 @@ from dashinfer_vlm_core.concurrency.compute import Executor
 from dashinfer_vlm_core.kernels import mmap_buffer
 from dashinfer_vlm_core.kernels.experts import Expert, GroupedExperts, MixtureOfExperts
 from dashinfer_vlm_core.kernels.linears import create_head, create_linear
-from dashinfer_vlm_core.kernels.quantization import Quantization, QuantizedWeight, has_8_bits
+from dashinfer_vlm_core.kernels.quantization import INT8, Quantization, QuantizedWeight, has_8_bits
 from dashinfer_vlm_core.kernels.streams import HIGH_PRIORITY, stream_executor
 from dashinfer_vlm_core.kernels.types import (
     Activation,
@@ -39,22 +39,10 @@ from .key_balance import balance_norms, balance_projection
 from .lora import HeadChange, LoraReader, TextLora, as_halves
 
 
-class TextQuantization(NamedTuple):
-    """How the matrices of a text model are quantized; None keeps the model's dtype.
-
-    Attributes:
-        layers: for the matrices of most layers.
-        outer: for the first and the last layer, see `has_8_bits`.
-        head: for the output layer.
-    """
-
-    layers: Quantization | None = None
-    outer: Quantization | None = None
-    head: Quantization | None = None
-
-    def of_layer(self, number: int, count: int) -> Quantization | None:
-        """For layer `number` of `count` layers."""
-        return self.outer if has_8_bits(number, count) else self.layers
+def layer_quantization(quantization: Quantization | None, number: int, count: int) -> Quantization | None:
+    """Return how the matrices of layer `number` of `count` layers are quantized if those of most layers are quantized
+    by `quantization`."""
+    return INT8 if quantization and has_8_bits(number, count) else quantization
 
 
 class TextModel:
@@ -68,7 +56,7 @@ class TextModel:
         *,
         device: str,
         dtype: torch.dtype,
-        quantization: TextQuantization,
+        quantization: Quantization | None,
         cache_dtype: torch.dtype | None = None,
     ) -> None:
         """Load the model.
@@ -79,7 +67,8 @@ class TextModel:
             kernels: the kernels that run the model.
             device: torch's name of the device.
             dtype: the dtype of weights and hidden states.
-            quantization: how the matrices are quantized, which `kernels` must support.
+            quantization: how the matrices of most layers are quantized, which `kernels` must support; some keep 8 bits,
+                see `has_8_bits`. None keeps the dtype.
             cache_dtype: the dtype of the KV cache; that of the hidden states by default.
         """
         self.config = config
@@ -92,14 +81,17 @@ class TextModel:
         read = _Reader(weights, config, kernels, device, dtype, cache_dtype == torch.int8, self._qkv_scales)
         names = config.weights
         count = config.num_hidden_layers
-        readers = [read._replace(quantization=quantization.of_layer(number, count)) for number in range(count)]
+        readers = [
+            read._replace(quantization=layer_quantization(quantization, number, count)) for number in range(count)
+        ]
         # One task per part, so that other tasks can run in between.
         self._embedding = run(lambda: read.tensor(f"{names.embedding}.weight", config.vocab_size, config.hidden_size))
         layers = [run(functools.partial(reader.layer, number)) for number, reader in enumerate(readers)]
         self._layers = kernels.decoder_layers(layers, _decoder_shape(config))
         self.loops_over_experts: bool = any(isinstance(layer.experts, MixtureOfExperts) for layer in layers)
         self._norm = read.norm(names.norm, config.hidden_size)
-        self._head = run(lambda: read._replace(quantization=quantization.head).head(self._embedding))
+        head = read._replace(quantization=INT8 if quantization else None)
+        self._head = run(lambda: head.head(self._embedding))
         self.rotary: Rotary = Rotary(config.rotary, config.head_dim, device)
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -130,14 +122,7 @@ class TextModel:
         Raises:
             CheckpointError: the adapter's file is damaged.
         """
-        reader = LoraReader(
-            lora=lora,
-            spec=self.config,
-            kernels=self.kernels,
-            device=self.device,
-            dtype=self.dtype,
-            qkv_scales=self._qkv_scales,
-        )
+        reader = LoraReader(lora, self.config, self.kernels, self.device, self.dtype, self._qkv_scales)
         return reader.read(self.executor)
 
     def _normalize(self, x: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ those after the first difference are discarded. A wrong one costs the time of it
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -65,34 +64,33 @@ class DraftProposer:
     without computing drafts whether they would be accepted.
 
     Args:
-        prompt: token ids [length].
+        prompt_length: the number of tokens before the output.
         matcher: the output's state in the request's grammar, if it has one.
         stops: tokens that end the output, which are not proposed.
     """
 
     def __init__(
-        self, prompt: npt.NDArray[np.int64], matcher: GrammarMatcher | None = None, stops: frozenset[int] = frozenset()
+        self, prompt_length: int, matcher: GrammarMatcher | None = None, stops: frozenset[int] = frozenset()
     ) -> None:
-        self._tokens = array("q", prompt.tobytes())
-        self._prompt_length = len(prompt)
+        self._prompt_length = prompt_length
         self._matcher = matcher
         self._stops = stops
         self._predicted: Sequence[int] = ()
         self._acceptance = AcceptanceRate()
 
-    def propose(self, output_ids: Sequence[int], limit: int, threshold: float) -> Draft:
+    def propose(self, tokens: npt.NDArray[np.int64], limit: int, threshold: float) -> Draft:
         """Propose tokens.
 
         Args:
-            output_ids: the output so far.
+            tokens: int64 [length], prompt and output so far.
             limit: maximum number of tokens.
             threshold: the probability of being accepted that a predicted token must have.
         """
         if self._matcher and (forced := self._matcher.forced_tokens()):
             self._predicted = ()
-            tokens = tuple(forced[: min(limit, MAX_FORCED_TOKENS)])
-            return Draft(tokens, len(tokens))
-        self._predicted = self._predict(output_ids)
+            certain = tuple(forced[: min(limit, MAX_FORCED_TOKENS)])
+            return Draft(certain, len(certain))
+        self._predicted = self._predict(tokens)
         num_drafts = min(limit, self._acceptance.num_drafts(threshold))
         return Draft(tuple(self._predicted[:num_drafts]), acceptance_rate=self._acceptance.value)
 
@@ -104,11 +102,10 @@ class DraftProposer:
         if num_equal < min(len(self._predicted), len(tokens)):
             self._acceptance.record(accepted=False)
 
-    def _predict(self, output_ids: Sequence[int]) -> Sequence[int]:
-        if not output_ids:
+    def _predict(self, tokens: npt.NDArray[np.int64]) -> Sequence[int]:
+        if len(tokens) == self._prompt_length:
             return ()
-        self._tokens.extend(output_ids[len(self._tokens) - self._prompt_length :])
-        predicted = lookup(np.frombuffer(self._tokens, np.int64), MAX_DRAFT_TOKENS)
+        predicted = lookup(tokens, MAX_DRAFT_TOKENS)
         end = next((index for index, token in enumerate(predicted) if token in self._stops), len(predicted))
         if self._matcher and end:
             end = self._matcher.count_allowed(predicted[:end])

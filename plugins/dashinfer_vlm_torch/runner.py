@@ -7,9 +7,10 @@ then copied on the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, islice
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,23 +18,22 @@ import torch
 from torch import Tensor
 
 from dashinfer_vlm_core.concurrency.compute import Executor
+from dashinfer_vlm_core.decoders import Token
 from dashinfer_vlm_core.errors import DecoderFailed
 from dashinfer_vlm_core.kernels.streams import HostCopy, to_device
 from dashinfer_vlm_core.kernels.types import Additions, ForwardBatch, KVSpan, KVSpans, LoraRows, TokenSampling
 from dashinfer_vlm_core.models.lora import LoraWeights
 
 from .decode_graphs import DecodeGraphs
-from .kernel_sampler import KernelSampler
+from .kernel_sampler import sample_with_kernels
 from .kv_cache import KVCache
 from .kv_cache_manager import KVCopy
 from .lora import HeadChange, TextLora
 from .model import TextModel
 from .proposer import Draft
-from .sampler import LaunchedArgmax, LaunchedSample, LogitsRow, is_greedy, launch_sample
+from .sampler import LaunchedArgmax, LaunchedSample, LogitsRow, index_tensor, is_greedy, launch_sample
 from .scheduler import Outcome
-from .sequence import SampledToken, ScheduledChunk, SequenceState
-
-T = TypeVar("T")
+from .sequence import ScheduledChunk, SequenceState
 
 NOT_READ = Draft(tokens=(0,), num_forced=1)
 """Stands for the token that the previous step samples: one that is certain, with any id, which is replaced on the
@@ -60,7 +60,7 @@ class LaunchedStep(NamedTuple):
         first_rows = {chunk.sequence: row for chunk, row in numbered}
         rows = [first_rows[sequence] for sequence in sequences]
         ids = self.sampled.ids
-        return ids if rows == list(range(len(ids))) else ids[_index(rows, ids.device)]
+        return ids if rows == list(range(len(ids))) else ids[index_tensor(rows, ids)]
 
 
 class ModelRunner:
@@ -75,7 +75,7 @@ class ModelRunner:
         graphs: the steps that are replayed as CUDA graphs, if there are any.
 
     Attributes:
-        executor: the model's executor.
+        executor: the model's executor, on which rows are copied and steps run.
         computes_in_background: whether `launch` returns while the device computes. With a loop over experts, it waits
             in each layer.
     """
@@ -87,11 +87,9 @@ class ModelRunner:
         self.executor: Executor = model.executor
         self.computes_in_background: bool = model.device.startswith("cuda") and not model.loops_over_experts
         kernels = model.kernels
-        self._kernel_sampler = KernelSampler(kernels) if isinstance(kernels, TokenSampling) else None
-
-    def compute(self, work: Callable[[], T]) -> T:
-        """Run `work`, which copies rows or runs steps, on the model's executor; returns its result. See `Executor`."""
-        return self.executor.run(work)
+        self._kernel_sampler = (
+            functools.partial(sample_with_kernels, kernels) if isinstance(kernels, TokenSampling) else None
+        )
 
     def must_yield(self) -> bool:
         """Whether work that runs steps must end after this one: on a CPU, if other work waits for the executor."""
@@ -168,7 +166,7 @@ class ModelRunner:
             sin,
             slots=inputs[4],
             spans=KVSpans(step.spans, device=x.device),
-            last=_index(step.last, x.device),
+            last=index_tensor(step.last, x),
             last_spans=KVSpans(step.last_spans, device=x.device),
             cache=self._cache.pool,
             additions=_merge_visual_tokens(x, step.chunks),
@@ -186,7 +184,7 @@ class ModelRunner:
         if self._graphs is None or any(map(_needs_forward, step.chunks)):
             return None
         x = self._graphs.run(step.packed, step.spans, step.token_ids)
-        return x if x is None or len(step.last) == len(x) else x[_index(step.last, x.device)]
+        return x if x is None or len(step.last) == len(x) else x[index_tensor(step.last, x)]
 
     def _wait(self) -> None:
         """Wait until a GPU has computed a step from which no token is read. Then the time of a step includes the GPU's,
@@ -244,16 +242,12 @@ def _pack(chunks: Sequence[ScheduledChunk]) -> npt.NDArray[np.int64]:
     for chunk in chunks:
         sequence, start, stop, draft = chunk
         part = packed[:, offset : offset + chunk.end - start]
-        part[0, : stop - start] = sequence.token_ids(start, stop)
+        part[0, : stop - start] = sequence.ids[start:stop]
         part[0, stop - start :] = draft.tokens
         part[1:4] = sequence.positions(start, chunk.end)
         part[4] = np.arange(sequence.first_row + start, sequence.first_row + chunk.end)
         offset += chunk.end - start
     return packed
-
-
-def _index(tokens: Sequence[int], device: torch.device | str) -> Tensor:
-    return to_device(torch.tensor(tokens, dtype=torch.int64), device)
 
 
 class _AdaptedTokens(NamedTuple):
@@ -330,14 +324,14 @@ def _last_tokens(
     return last, last_spans
 
 
-def _verify(chunk: ScheduledChunk, sampled: Sequence[SampledToken | DecoderFailed]) -> Outcome:
+def _verify(chunk: ScheduledChunk, sampled: Sequence[Token | DecoderFailed]) -> Outcome:
     """Return the next tokens of a sequence: up to the first one that differs from its draft, whose row was computed
     from other tokens than those after it.
 
     A failure after the first token is left to the next step, which samples the same row again: until then, the output
     is the same as without a draft.
     """
-    tokens = [SampledToken(token) for token in chunk.draft.tokens[: chunk.num_unsampled]]
+    tokens = [Token(id=token) for token in chunk.draft.tokens[: chunk.num_unsampled]]
     for outcome in sampled:
         if isinstance(outcome, DecoderFailed):
             return tuple(tokens) or outcome
@@ -375,4 +369,4 @@ def _merge_visual_tokens(x: Tensor, chunks: Sequence[ScheduledChunk]) -> Additio
     if not levels:
         return None
     values = torch.unflatten(torch.cat(levels), 1, (-1, hidden)).transpose(0, 1)
-    return Additions(_index(indices, x.device), values)
+    return Additions(index_tensor(indices, x), values)

@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dashinfer_vlm_core.decoders import GrammarMatcher
+from dashinfer_vlm_core.decoders import GrammarMatcher, Token
 from dashinfer_vlm_core.errors import DecoderFailed
 from dashinfer_vlm_core.kernels.streams import HostCopy, to_device
 from dashinfer_vlm_core.kernels.types import SampledIds
 from dashinfer_vlm_core.protocol.sampling import GREEDY_BELOW, Sampling
 
-from .sequence import SampledToken, SequenceState
+from .sequence import SequenceState
 
 Alternatives: TypeAlias = tuple[tuple[int, float], ...]
 _Masks: TypeAlias = dict[int, npt.NDArray[np.bool_]]
@@ -95,16 +95,21 @@ class LaunchedSample(NamedTuple):
     token_ids: HostCopy
     errors: dict[int, DecoderFailed]
 
-    def read(self) -> list[SampledToken | DecoderFailed]:
+    def read(self) -> list[Token | DecoderFailed]:
         """Wait for the tokens; returns one per row, or the error of a row whose logits are not finite or whose grammar
         failed."""
         token_ids: list[int] = self.token_ids.wait().tolist()
         logprobs = {} if self.logits is None else _log_probabilities(self.logits, self.ids, self.rows)
-        return [
-            self.errors.get(row)
-            or (DecoderFailed(OVERFLOW) if token < 0 else SampledToken(token, *logprobs.get(row, ())))
-            for row, token in enumerate(token_ids)
-        ]
+        outcomes: list[Token | DecoderFailed] = []
+        for row, token in enumerate(token_ids):
+            if error := self.errors.get(row):
+                outcomes.append(error)
+            elif token < 0:
+                outcomes.append(DecoderFailed(OVERFLOW))
+            else:
+                logprob, alternatives = logprobs.get(row, (None, ()))
+                outcomes.append(Token(id=token, logprob=logprob, top_logprobs=alternatives))
+        return outcomes
 
 
 class LaunchedArgmax(NamedTuple):
@@ -113,9 +118,9 @@ class LaunchedArgmax(NamedTuple):
     ids: Tensor
     token_ids: HostCopy
 
-    def read(self) -> list[SampledToken | DecoderFailed]:
+    def read(self) -> list[Token | DecoderFailed]:
         """Wait for the tokens; returns one per row."""
-        return list(map(SampledToken, self.token_ids.wait().tolist()))
+        return [Token(id=token) for token in self.token_ids.wait().tolist()]
 
 
 def launch_sample(
@@ -152,7 +157,7 @@ def _choose(
         ids[kernel_rows] = kernel_sampler(scores, kernel_rows, [rows[number] for number in kernel_rows]).ids
     other_rows = sorted(set(random_rows).difference(kernel_rows))
     if other_rows:
-        index = _index(other_rows, logits)
+        index = index_tensor(other_rows, logits)
         part = scores if len(other_rows) == len(rows) else scores[index]
         ids[index] = _sample_rows(part, [rows[number] for number in other_rows])
     return ids, best.isfinite()
@@ -221,7 +226,7 @@ def _mask_disallowed(scores: Tensor, masks: _Masks) -> Tensor:
         return scores
     scores = scores.clone()
     disallowed = to_device(torch.from_numpy(~np.stack(list(masks.values()))), scores.device)
-    index = _index(list(masks), scores)
+    index = index_tensor(list(masks), scores)
     scores[index] = scores[index].masked_fill(disallowed, -torch.inf)
     return scores
 
@@ -248,7 +253,7 @@ def _apply_bias_and_min_tokens(scores: Tensor, rows: Sequence[LogitsRow]) -> Ten
 
 def _flat_index(tokens_by_row: Iterable[tuple[int, Iterable[int]]], like: Tensor) -> tuple[Tensor, Tensor]:
     pairs = [(row, token) for row, tokens in tokens_by_row for token in tokens]
-    return _index([row for row, _ in pairs], like), _index([token for _, token in pairs], like)
+    return index_tensor([row for row, _ in pairs], like), index_tensor([token for _, token in pairs], like)
 
 
 def _apply_penalties(scores: Tensor, rows: Sequence[LogitsRow]) -> Tensor:
@@ -311,8 +316,8 @@ def _keep_top_k(scores: Tensor, top_k: Sequence[int]) -> None:
     """Set scores below the k-th largest of each row to -inf. Scores equal to it are all kept."""
     rows = [row for row, k in enumerate(top_k) if 0 < k < scores.shape[-1]]
     if rows:
-        index = _index(rows, scores)
-        ranks = _index([top_k[row] - 1 for row in rows], scores)[:, None]
+        index = index_tensor(rows, scores)
+        ranks = index_tensor([top_k[row] - 1 for row in rows], scores)[:, None]
         thresholds = scores[index].topk(max(top_k[row] for row in rows)).values.gather(1, ranks)
         scores[index] = scores[index].masked_fill(scores[index] < thresholds, -torch.inf)
 
@@ -322,7 +327,7 @@ def _keep_top_p(weights: Tensor, top_p: Sequence[float]) -> None:
     the nucleus are all kept."""
     rows = [row for row, p in enumerate(top_p) if p < 1]
     if rows:
-        index = _index(rows, weights)
+        index = index_tensor(rows, weights)
         part = weights[index]
         thresholds = _nucleus_thresholds(part, _column([top_p[row] for row in rows], weights, torch.float64))
         weights[index] = part.masked_fill(part < thresholds, 0)
@@ -374,7 +379,7 @@ def _log_probabilities(logits: Tensor, ids: Tensor, rows: Sequence[LogitsRow]) -
     requested = {index: count for index, row in enumerate(rows) if (count := row.sampling.logprobs) is not None}
     if not requested:
         return {}
-    index = _index(list(requested), logits)
+    index = index_tensor(list(requested), logits)
     logprobs = logits[index].log_softmax(dim=-1)
     # Always the same number, so that the order of equal values does not depend on the requests of other rows.
     top = logprobs.topk(min(MAX_ALTERNATIVES, logits.shape[-1]))
@@ -385,7 +390,8 @@ def _log_probabilities(logits: Tensor, ids: Tensor, rows: Sequence[LogitsRow]) -
     return {row: (sampled[i], alternatives[i][:count]) for i, (row, count) in enumerate(requested.items())}
 
 
-def _index(rows: Sequence[int], like: Tensor) -> Tensor:
+def index_tensor(rows: Sequence[int], like: Tensor) -> Tensor:
+    """Return int64 [rows] on the device of `like`."""
     return to_device(torch.tensor(rows, dtype=torch.int64), like.device)
 
 

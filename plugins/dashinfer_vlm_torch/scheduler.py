@@ -3,8 +3,10 @@ threads or clocks."""
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
@@ -13,13 +15,25 @@ from dashinfer_vlm_core.errors import DecoderFailed, QueueFull
 
 from .kv_allocator import KVAllocation
 from .kv_cache_manager import KVCacheManager, KVCopy
-from .prefill_budget import PrefillBudget
 from .prefix_hash import BLOCK_SIZE
 from .proposer import Draft, DraftProposer, StepCost, count_equal
-from .sequence import SampledToken, ScheduledChunk, SequenceState
+from .sequence import ScheduledChunk, SequenceState
 
-Outcome: TypeAlias = tuple[SampledToken, ...] | DecoderFailed
+Outcome: TypeAlias = tuple[Token, ...] | DecoderFailed
 """The tokens that a step adds to a sequence, at least one, or why it failed."""
+
+
+STEP_SECONDS = 0.1
+"""The duration of a step that a running sequence should wait for its next token at most."""
+
+MIN_TOKENS = 80
+"""With fewer rows, matrix products take more time per row, so that all requests would take longer."""
+
+MIN_RECORDED_TOKENS = 32
+"""Steps of fewer tokens read weights most of the time, so that they do not show what a token costs."""
+
+RECENT_STEPS = 5
+"""Their median is used, since a pause of the process must not change the budget."""
 
 
 class SchedulerOutput(NamedTuple):
@@ -27,6 +41,40 @@ class SchedulerOutput(NamedTuple):
 
     copies: list[KVCopy]
     chunks: list[ScheduledChunk]
+
+
+class PrefillBudget:
+    """The number of prompt tokens per step.
+
+    A step that also continues running sequences delays their next tokens. It computes at most half a chunk, and no
+    more than takes about `STEP_SECONDS`, as measured in recent steps.
+
+    Args:
+        prefill_chunk: maximum number of prompt tokens of a step.
+    """
+
+    def __init__(self, prefill_chunk: int) -> None:
+        self._prefill_chunk = prefill_chunk
+        self._seconds_per_token = deque[float](maxlen=RECENT_STEPS)
+
+    def record(self, tokens: int, seconds: float) -> None:
+        """Record how long a step of `tokens` tokens took."""
+        if tokens >= MIN_RECORDED_TOKENS:
+            self._seconds_per_token.append(seconds / tokens)
+
+    def tokens(self, *, has_decodes: bool) -> int:
+        """Return the number of prompt tokens of the next step.
+
+        Args:
+            has_decodes: whether the step also continues running sequences.
+        """
+        if not has_decodes:
+            return self._prefill_chunk
+        half = (self._prefill_chunk + 1) // 2
+        if not self._seconds_per_token:
+            return half
+        tokens = int(STEP_SECONDS / max(statistics.median(self._seconds_per_token), 1e-9))
+        return min(max(tokens, MIN_TOKENS), half)
 
 
 class Scheduler:
@@ -39,6 +87,9 @@ class Scheduler:
 
     With `speculative`, a step may add several tokens to a sequence. The keys and values of rejected drafts remain in
     its rows, but are not marked as computed: later tokens overwrite them.
+
+    Attributes:
+        counters: what has been counted so far; the caller counts what depends on a clock.
     """
 
     def __init__(
@@ -60,8 +111,7 @@ class Scheduler:
         self._step_cost = StepCost()
         self._waiting: deque[SequenceState] = deque()
         self._running: dict[SequenceState, KVAllocation] = {}  # oldest first
-        self._queries = self._hits = self._cached_tokens = self._preemptions = 0
-        self._draft_tokens = self._accepted_tokens = self._forced_tokens = 0
+        self.counters: DecoderStats = DecoderStats(kv_size=kv_tokens)
 
     @property
     def busy(self) -> bool:
@@ -69,19 +119,12 @@ class Scheduler:
 
     @property
     def stats(self) -> DecoderStats:
-        return DecoderStats(
+        return replace(
+            self.counters,
             running=len(self._running),
             waiting=len(self._waiting),
             kv_used=self._kv_cache_manager.used,
             kv_cached=self._kv_cache_manager.cached,
-            kv_size=self._kv_cache_manager.size,
-            queries=self._queries,
-            hits=self._hits,
-            cached_tokens=self._cached_tokens,
-            preemptions=self._preemptions,
-            draft_tokens=self._draft_tokens,
-            accepted_tokens=self._accepted_tokens,
-            forced_tokens=self._forced_tokens,
         )
 
     def add(self, sequence: SequenceState) -> None:
@@ -91,7 +134,7 @@ class Scheduler:
             QueueFull: it would have to wait, and `max_waiting` requests are already waiting.
         """
         if self._speculative:
-            sequence.proposer = DraftProposer(sequence.request.token_ids, sequence.matcher, sequence.stops)
+            sequence.proposer = DraftProposer(sequence.prompt_length, sequence.matcher, sequence.stops)
         self._waiting.append(sequence)
         self._admit()
         if len(self._waiting) > self._max_waiting:
@@ -218,9 +261,9 @@ class Scheduler:
         assert sequence.proposer
         free_rows = self._running[sequence].rows - sequence.length
         limit = min(free_rows, sequence.max_tokens - len(sequence.output_ids) - 1)
-        return sequence.proposer.propose(sequence.output_ids, max(limit, 0), threshold)
+        return sequence.proposer.propose(sequence.ids[: sequence.length], max(limit, 0), threshold)
 
-    def _append_all(self, chunk: ScheduledChunk, sampled: Sequence[SampledToken]) -> list[Token]:
+    def _append_all(self, chunk: ScheduledChunk, sampled: Sequence[Token]) -> list[Token]:
         sequence = chunk.sequence
         tokens: list[Token] = []
         if sequence.proposer:
@@ -232,30 +275,23 @@ class Scheduler:
                 break
         accepted = count_equal(chunk.draft.tokens, [token.id for token in tokens])
         if chunk.draft.num_forced:
-            self._forced_tokens += accepted
+            self.counters.forced_tokens += accepted
         else:
-            self._draft_tokens += len(chunk.draft.tokens)
-            self._accepted_tokens += accepted
+            self.counters.draft_tokens += len(chunk.draft.tokens)
+            self.counters.accepted_tokens += accepted
         return tokens
 
-    def _append(self, sequence: SequenceState, sampled: SampledToken) -> Token:
-        sequence.append(sampled.id)
-        cached_tokens = 0
+    def _append(self, sequence: SequenceState, token: Token) -> Token:
+        sequence.append(token.id)
         if len(sequence.output_ids) == 1:
-            cached_tokens = sequence.num_cached_tokens
-            self._queries += 1
-            self._hits += cached_tokens > 0
-            self._cached_tokens += cached_tokens
-        finish_reason = sequence.finish_reason()
-        if finish_reason:
+            token = replace(token, cached_tokens=sequence.num_cached_tokens)
+            self.counters.queries += 1
+            self.counters.hits += token.cached_tokens > 0
+            self.counters.cached_tokens += token.cached_tokens
+        if finish_reason := sequence.finish_reason():
             self.remove(sequence)
-        return Token(
-            id=sampled.id,
-            logprob=sampled.logprob,
-            top_logprobs=sampled.top_logprobs,
-            finish_reason=finish_reason,
-            cached_tokens=cached_tokens,
-        )
+            token = replace(token, finish_reason=finish_reason)
+        return token
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._max_batch_size:
@@ -287,7 +323,7 @@ class Scheduler:
         self._kv_cache_manager.free(self._running.pop(sequence))
         sequence.allocation = None
         self._waiting.appendleft(sequence)
-        self._preemptions += 1
+        self.counters.preemptions += 1
 
     def _divide_budget(self, sequences: Iterable[SequenceState]) -> dict[SequenceState, int]:
         """Divide the prefill budget of the next step.

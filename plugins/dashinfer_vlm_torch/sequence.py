@@ -24,20 +24,6 @@ INITIAL_OUTPUT_ROWS = 64
 """Rows reserved for the output of a new sequence. Later, the reserve equals the output's length."""
 
 
-class SampledToken(NamedTuple):
-    """The token sampled for one sequence.
-
-    Attributes:
-        id: the token id.
-        logprob: its log-probability in the model's own distribution; None unless requested.
-        top_logprobs: the most likely tokens as (id, logprob), most likely first.
-    """
-
-    id: int
-    logprob: float | None = None
-    top_logprobs: tuple[tuple[int, float], ...] = ()
-
-
 class SequenceState:
     """The state of one sequence, which is waiting or running.
 
@@ -55,11 +41,13 @@ class SequenceState:
         first_row: first row of its keys and values in the pool during the current step; only `Scheduler.schedule`
             changes it.
         allocation: its rows in the pool; None while it waits.
+        ids: int64 [max_len], the token ids of the prompt, and of the output so far.
         output_ids: tokens sampled so far.
         matcher: the output's state in the request's grammar, if it has one.
         depends_on_tokens: whether its next step can be scheduled only after the last one was read: penalties and
             grammars need its tokens on the CPU, and log-probabilities are computed when they are read.
         proposer: proposes its next tokens; None if each step adds one token.
+        waiting_since: when it was added, as `time.monotonic` counts, until its first step.
         num_cached_tokens: tokens taken from the prefix cache before the first output token.
         num_preempted_tokens: tokens that it had computed itself when it was preempted. If they are found in the cache
             again, they do not count as cached.
@@ -79,12 +67,15 @@ class SequenceState:
         self.prefix: PrefixHash = PrefixHash(request)
         self.first_row: int = -1
         self.allocation: KVAllocation | None = None
+        self.ids: npt.NDArray[np.int64] = np.empty(self.max_len, np.int64)
+        self.ids[: self.prompt_length] = request.token_ids
         self.output_ids: list[int] = []
         self.matcher: GrammarMatcher | None = request.grammar.copy() if request.grammar else None
         self.depends_on_tokens: bool = (
             self.matcher is not None or sampling.logprobs is not None or sampling.has_penalties
         )
         self.proposer: DraftProposer | None = None
+        self.waiting_since: float | None = None
         self.num_cached_tokens: int = 0
         self.num_preempted_tokens: int = 0
 
@@ -112,14 +103,6 @@ class SequenceState:
         """Rows to reserve, so that it does not have to grow at every step."""
         return min(self.max_len, self.length + max(INITIAL_OUTPUT_ROWS, len(self.output_ids)))
 
-    def token_ids(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Token ids [start, stop)."""
-        prompt = self.request.token_ids[start:stop]
-        output = self.output_ids[max(start - self.prompt_length, 0) : max(stop - self.prompt_length, 0)]
-        if not len(prompt):
-            return np.array(output, dtype=np.int64)
-        return np.append(prompt, output).astype(np.int64) if output else prompt
-
     def positions(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Positions of tokens [start, stop), broadcastable to [3, stop - start]."""
         output_positions = np.arange(max(start, self.prompt_length), stop)[None] + (
@@ -131,6 +114,7 @@ class SequenceState:
 
     def append(self, token: int) -> None:
         """Append the next output token."""
+        self.ids[self.length] = token
         self.output_ids.append(token)
         self.prefix.append(token, self.first_position + len(self.output_ids) - 1)
         if self.matcher:

@@ -1,4 +1,4 @@
-"""The thread that runs the scheduler's steps and delivers tokens to the event loops of their readers."""
+"""The thread that runs the scheduler's steps and delivers tokens to the event loop of their readers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import logging
 import math
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
+from dashinfer_vlm_core.concurrency.loop import put_all
 from dashinfer_vlm_core.decoders import DecoderStats, Token
 from dashinfer_vlm_core.errors import DecoderFailed, EngineClosed, EngineError
 
@@ -23,16 +22,10 @@ from .sequence import ScheduledChunk, SequenceState
 logger: logging.Logger = logging.getLogger(__name__)
 
 Output: TypeAlias = Token | EngineError
+OutputQueue: TypeAlias = asyncio.Queue[Output]
 
 STOP_SECONDS = 10.0
 """How long the current step may take after the worker is stopped."""
-
-
-class OutputQueue(NamedTuple):
-    """The queue that a reader waits for, and the event loop that it belongs to."""
-
-    loop: asyncio.AbstractEventLoop
-    queue: asyncio.Queue[Output]
 
 
 class RunningStep(NamedTuple):
@@ -52,27 +45,27 @@ class RunningStep(NamedTuple):
 class Worker:
     """Runs steps in a separate thread; all methods are thread-safe.
 
-    `_lock` guards the scheduler, the output queues and the counters. It is never held while the model runs.
+    If the runner computes in the background, the next step is launched before the tokens of a step are read, unless it
+    depends on them: then a GPU computes while the CPU records, delivers and schedules.
+
+    `_lock` guards the scheduler, its counters and the output queues. It is never held while the model runs.
 
     Args:
         runner: runs the model.
         scheduler: schedules the steps.
+        loop: the event loop of the readers.
         step_timeout: seconds after which a step is considered hung.
-        schedules_ahead: whether the next step is launched before the tokens of a step are read, unless it depends on
-            them: then a GPU computes while the CPU records, delivers and schedules.
     """
 
     def __init__(
-        self, runner: ModelRunner, scheduler: Scheduler, *, step_timeout: float, schedules_ahead: bool = False
+        self, runner: ModelRunner, scheduler: Scheduler, loop: asyncio.AbstractEventLoop, *, step_timeout: float
     ) -> None:
         self._runner = runner
-        self._schedules_ahead = schedules_ahead
+        self._schedules_ahead = runner.computes_in_background
         self._scheduler = scheduler
+        self._loop = loop
         self._step_timeout = step_timeout
         self._step_started = math.inf
-        self._started = self._steps = self._step_requests = 0
-        self._queue_seconds = 0.0
-        self._arrivals: dict[SequenceState, float] = {}
         self._outputs: dict[SequenceState, OutputQueue] = {}
         self._lock = threading.Condition()
         self._end_error: type[EngineError] | None = None
@@ -82,13 +75,7 @@ class Worker:
     @property
     def stats(self) -> DecoderStats:
         with self._lock:
-            return replace(
-                self._scheduler.stats,
-                started=self._started,
-                queue_seconds=self._queue_seconds,
-                steps=self._steps,
-                step_requests=self._step_requests,
-            )
+            return self._scheduler.stats
 
     @property
     def fatal_error(self) -> str:
@@ -112,13 +99,12 @@ class Worker:
                 raise self._end_error(_ENDED)
             self._scheduler.add(sequence)
             self._outputs[sequence] = output_queue
-            self._arrivals[sequence] = time.monotonic()
+            sequence.waiting_since = time.monotonic()
             self._lock.notify()
 
     def cancel(self, sequence: SequenceState) -> None:
         """Cancel a sequence and free its memory; does nothing if it has already ended."""
         with self._lock:
-            self._arrivals.pop(sequence, None)
             if self._outputs.pop(sequence, None):
                 self._scheduler.remove(sequence)
 
@@ -144,7 +130,7 @@ class Worker:
     def _work(self) -> None:
         try:
             while self._wait_for_requests():
-                self._runner.compute(self._run_steps)
+                self._runner.executor.run(self._run_steps)
         except Exception:
             logger.exception("The decoder's thread died; all requests fail until the engine is restarted.")
         finally:
@@ -197,11 +183,14 @@ class Worker:
 
     def _count(self, chunks: Sequence[ScheduledChunk]) -> None:
         self._step_started = now = time.monotonic()
-        arrivals = [self._arrivals.pop(chunk.sequence) for chunk in chunks if chunk.sequence in self._arrivals]
-        self._started += len(arrivals)
-        self._queue_seconds += sum(now - arrival for arrival in arrivals)
-        self._steps += 1
-        self._step_requests += len(chunks)
+        counters = self._scheduler.counters
+        for chunk in chunks:
+            if chunk.sequence.waiting_since is not None:
+                counters.started += 1
+                counters.queue_seconds += now - chunk.sequence.waiting_since
+                chunk.sequence.waiting_since = None
+        counters.steps += 1
+        counters.step_requests += len(chunks)
 
     def _launch(self, chunks: Sequence[ScheduledChunk], previous: LaunchedStep | None = None) -> LaunchedStep | None:
         try:
@@ -251,14 +240,13 @@ class Worker:
             self._step_started = math.inf
             if ahead:
                 self._count(ahead.chunks)
-            if not self._schedules_ahead or self._runner.computes_in_background:  # otherwise, launching takes the time
-                self._scheduler.record_seconds(chunks, seconds)
+            self._scheduler.record_seconds(chunks, seconds)
             outputs = self._scheduler.update(chunks, outcomes)
             deliveries = [(self._outputs[sequence], output) for sequence, output in outputs]
             for sequence, output in outputs:
                 if isinstance(output, EngineError) or output.finish_reason:
                     del self._outputs[sequence]
-        # The event loops process these tokens while the next step computes, not while Python code prepares it.
+        # The event loop processes these tokens while the next step computes, not while Python code prepares it.
         self._runner.executor.defer(functools.partial(self._deliver, deliveries))
 
     def _end_all(self) -> None:
@@ -269,29 +257,17 @@ class Worker:
                 (output_queue, error(_ENDED)) for output_queue in self._outputs.values()
             ]
             self._outputs.clear()
-            self._arrivals.clear()
         self._deliver(deliveries)
 
     def _deliver(self, deliveries: Sequence[tuple[OutputQueue, Output]]) -> None:
-        by_loop = defaultdict(list)
-        for output_queue, output in deliveries:
-            by_loop[output_queue.loop].append((output_queue, output))
-        for loop, batch in by_loop.items():
-            self._post_to_loop(loop, batch)
-
-    def _post_to_loop(self, loop: asyncio.AbstractEventLoop, deliveries: Sequence[tuple[OutputQueue, Output]]) -> None:
+        if not deliveries:
+            return
         try:
-            loop.call_soon_threadsafe(_put_all, deliveries)
+            self._loop.call_soon_threadsafe(put_all, deliveries)
         except RuntimeError:  # the loop was closed while readers were waiting
             with self._lock:
-                sequences = [sequence for sequence, output_queue in self._outputs.items() if output_queue.loop is loop]
-            for sequence in sequences:
-                self.cancel(sequence)
+                for sequence in list(self._outputs):
+                    self.cancel(sequence)
 
 
 _ENDED = "The decoder has stopped. Start the engine again."
-
-
-def _put_all(deliveries: Sequence[tuple[OutputQueue, Output]]) -> None:
-    for output_queue, output in deliveries:
-        output_queue.queue.put_nowait(output)

@@ -29,7 +29,7 @@ from dashinfer_vlm_core.embedding_store.client import CLOSE_TIMEOUT, WRITE_TIMEO
 from dashinfer_vlm_core.embedding_store.codec import EmbeddingCodec
 from dashinfer_vlm_core.embedding_store.file_store import BLOCK, LOCK_FILE, SIZE_FILE, FileStore
 from dashinfer_vlm_core.embedding_store.interface import InvalidValueError
-from dashinfer_vlm_core.engine.vision_store import open_vision_store
+from dashinfer_vlm_core.engine.loading import open_vision_store
 from dashinfer_vlm_core.errors import ConfigError, EngineClosed
 from dashinfer_vlm_core.kernels.choice import KernelSelector, this_machine
 from dashinfer_vlm_core.kernels.factories import TorchKernelFactory

@@ -170,9 +170,8 @@ def test_loras_in_use_are_not_unloaded(tiny_checkpoint, tmp_path):
     async def use():
         decoder = Supervisor(lambda: ScriptedDecoder(script, spec=spec, config=EngineConfig()), restarts=0)
         await decoder.start()
-        manager = LoraManager(
-            model="m", names=frozenset(), spec=spec, decoder=decoder, load_encoder=lambda lora: None, limit=1
-        )
+        config = EngineConfig(model="m", limits={"max_loras": 1})
+        manager = LoraManager(config, spec, decoder, load_encoder=lambda lora: None)
         async with manager.use(request("a")) as first, manager.use(request("a")) as second:
             assert first is second
             with pytest.raises(QueueFull, match="1 LoRA adapters are loaded and in use"):

@@ -131,7 +131,7 @@ def test_replayed_steps_equal_computed_ones(oracle, dtype):
             [ScheduledChunk(one, 19, 20), ScheduledChunk(two, 19, 20)],
         ]
         for step in steps:
-            runner.compute(lambda runner=runner, step=step: runner.step(step))
+            runner.executor.run(lambda runner=runner, step=step: runner.step(step))
         states.append(runner.x)
     assert difference(*states) < {torch.float32: 1e-4, torch.bfloat16: 3e-2}[dtype]
 
@@ -166,7 +166,7 @@ def test_step_ahead_does_not_wait_and_has_the_same_tokens(oracle):
                 step = following
             append(runner.read(step))
 
-        runner.compute(steps)
+        runner.executor.run(steps)
         found.append([state.output_ids for state in states])
     assert found[0] == found[1]
     assert {len(output) for output in found[0]} == {11}

@@ -86,6 +86,18 @@ def save_random_model(folder: Path, shape: Shape) -> Qwen2VLForConditionalGenera
     return model
 
 
+class AheadDecoder(TorchDecoder):
+    """Launches steps ahead, or not, on any device."""
+
+    schedules_ahead: bool | None = None
+
+    def _load(self):
+        runner = super()._load()
+        if self.schedules_ahead is not None:
+            runner.computes_in_background = self.schedules_ahead
+        return runner
+
+
 @dataclass(frozen=True)
 class Oracle:
     """One random model, in transformers and on disk."""
@@ -97,7 +109,9 @@ class Oracle:
         """Return the project's decoder with the same weights, not started."""
         options = {"device": "cpu", "dtype": "float32", "kv_cache_mib": 64} | options
         config = EngineConfig(**options)
-        return TorchDecoder(read_spec(self.folder), config, selector(config), schedules_ahead=schedules_ahead)
+        decoder = AheadDecoder(read_spec(self.folder), config, selector(config))
+        decoder.schedules_ahead = schedules_ahead
+        return decoder
 
     @property
     def width(self) -> int:

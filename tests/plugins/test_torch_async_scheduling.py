@@ -8,11 +8,12 @@ from contextlib import aclosing
 import pytest
 import torch
 
+from dashinfer_vlm_core.decoders import Token
 from dashinfer_vlm_core.errors import DecoderFailed
 from dashinfer_vlm_torch.proposer import Draft
 from dashinfer_vlm_torch.runner import LaunchedStep, ModelRunner
 from dashinfer_vlm_torch.sampler import LaunchedArgmax
-from dashinfer_vlm_torch.sequence import SampledToken, ScheduledChunk, SequenceState
+from dashinfer_vlm_torch.sequence import ScheduledChunk, SequenceState
 from tests.decoder_pause import DecoderPause
 
 from .oracle import collect, decoding, ids, prompt, text, visual
@@ -164,9 +165,9 @@ def test_step_ahead_has_the_next_token_of_each_sequence():
 def test_outcome_of_a_sequence_that_ended_is_skipped():
     queue, (one, other), chunks = running(3, 4)
     ahead = queue.schedule_ahead(chunks)
-    outputs = queue.update(chunks, {one: (SampledToken(95),), other: (SampledToken(1),)})
+    outputs = queue.update(chunks, {one: (Token(id=95),), other: (Token(id=1),)})
     assert [token.finish_reason for _, token in outputs] == ["stop", None]
-    outputs = queue.update(ahead, {one: (SampledToken(2),), other: (SampledToken(3),)})
+    outputs = queue.update(ahead, {one: (Token(id=2),), other: (Token(id=3),)})
     assert [(state, token.id) for state, token in outputs] == [(other, 3)]
     assert other.output_ids == [1, 1, 3]
 
@@ -175,7 +176,7 @@ def test_sequence_that_reaches_its_length_has_no_step_ahead():
     queue, (one,), chunks = running(3)
     for _ in range(2):
         ahead = queue.schedule_ahead(chunks)
-        queue.update(chunks, {one: (SampledToken(1),)})
+        queue.update(chunks, {one: (Token(id=1),)})
         chunks = ahead
     assert len(one.output_ids) == 3
     assert queue.schedule_ahead(chunks) == []
@@ -204,7 +205,7 @@ def test_repetitions_are_drafted():
     chunks, ahead = queue.schedule().chunks, [ScheduledChunk(one, 0, 0)]
     while not chunks[0].draft.tokens:
         previous, ahead = ahead, queue.schedule_ahead(chunks)
-        queue.update(chunks, {one: (SampledToken(len(one.output_ids) % 4 + 1),)})
+        queue.update(chunks, {one: (Token(id=len(one.output_ids) % 4 + 1),)})
         chunks = ahead or queue.schedule().chunks
     assert previous
     assert one.output_ids == [1, 2, 3, 4, 1, 2, 3]

@@ -29,7 +29,7 @@ from dashinfer_vlm_torch.decode_graphs import (
 )
 from dashinfer_vlm_torch.decoder import TorchDecoder
 from dashinfer_vlm_torch.kv_cache import KVCache
-from dashinfer_vlm_torch.model import TextModel, TextQuantization
+from dashinfer_vlm_torch.model import TextModel
 from dashinfer_vlm_torch.proposer import Draft
 from dashinfer_vlm_torch.runner import ModelRunner
 from dashinfer_vlm_torch.sampler import LaunchedArgmax, _choose
@@ -86,14 +86,16 @@ class StaticDecoder(TorchDecoder):
         self.graphs = CountingGraphs(model, cache, repeat)
         for shape in self.shapes:
             self.graphs.record(shape)
-        return ModelRunner(model, cache, self.graphs)
+        runner = ModelRunner(model, cache, self.graphs)
+        runner.computes_in_background = self.schedules_ahead
+        return runner
 
 
-def static_decoder(oracle, *, schedules_ahead=None, **options):
+def static_decoder(oracle, *, schedules_ahead=False, **options):
     config = EngineConfig(**{"device": "cpu", "dtype": "float32", "kv_cache_mib": 64} | options)
-    return StaticDecoder(
-        read_spec(oracle.folder), config, KernelSelector([CudaFactory()], config), schedules_ahead=schedules_ahead
-    )
+    decoder = StaticDecoder(read_spec(oracle.folder), config, KernelSelector([CudaFactory()], config))
+    decoder.schedules_ahead = schedules_ahead
+    return decoder
 
 
 def decode_all(decoder, requests):
@@ -163,7 +165,7 @@ def load(oracle, device="cpu", kernels=CudaKernels, dtype=torch.float32):
             kernels(device),
             device=device,
             dtype=dtype,
-            quantization=TextQuantization(),
+            quantization=None,
         )
 
 

@@ -11,7 +11,7 @@ import torch
 
 from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_core.kernels.quantization import INT4, INT8
-from dashinfer_vlm_torch.model import TextQuantization
+from dashinfer_vlm_torch.model import layer_quantization
 from tests.kernels import needs_native
 
 from .oracle import IMAGE, SHAPES, collect, decoding, ids, prompt, text, visual
@@ -386,6 +386,5 @@ def test_int4_is_close_to_rounded_weights(oracle, caplog):
 
 
 def test_first_and_last_layer_keep_8_bits():
-    quantization = TextQuantization(INT4, INT8, INT8)
-    assert [quantization.of_layer(number, 4) for number in range(4)] == [INT8, INT4, INT4, INT8]
-    assert [quantization.of_layer(number, 2) for number in range(2)] == [INT4, INT4]
+    assert [layer_quantization(INT4, number, 4) for number in range(4)] == [INT8, INT4, INT4, INT8]
+    assert [layer_quantization(INT4, number, 2) for number in range(2)] == [INT4, INT4]

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dashinfer_vlm_core.decoders import DecodeRequest
+from dashinfer_vlm_core.decoders import DecodeRequest, Token
 from dashinfer_vlm_core.errors import QueueFull
 from dashinfer_vlm_core.media import Grid
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
@@ -21,7 +21,7 @@ from dashinfer_vlm_torch.kv_cache_manager import KVCacheManager, KVCopy
 from dashinfer_vlm_torch.prefix_hash import BLOCK_SIZE, PrefixHash
 from dashinfer_vlm_torch.runner import _verify
 from dashinfer_vlm_torch.scheduler import Scheduler
-from dashinfer_vlm_torch.sequence import SampledToken, SequenceState
+from dashinfer_vlm_torch.sequence import SequenceState
 
 from .oracle import prompt, visual
 
@@ -351,7 +351,7 @@ class Pool:
             assert self.rows[row : row + start] == expected[:start]
             self.rows[row + start : row + chunk.end] = expected[start : chunk.end]
             if chunk.needs_logits:
-                sampled = [SampledToken(name % self.vocabulary) for name in expected[stop - 1 :]]
+                sampled = [Token(id=name % self.vocabulary) for name in expected[stop - 1 :]]
                 choices[sequence] = _verify(chunk, sampled)
         for sequence, token in self.scheduler.update(chunks, choices):
             if token.finish_reason:
@@ -364,7 +364,8 @@ class Pool:
         allocations = memory._allocator.allocations
         assert all(one.stop <= other.start for one, other in pairwise(allocations))
         assert all(
-            allocation.start >= 0 and allocation.rows and allocation.stop <= memory.size for allocation in allocations
+            allocation.start >= 0 and allocation.rows and allocation.stop <= memory._allocator.size
+            for allocation in allocations
         )
         assert {allocation for allocation in allocations if not allocation.is_cached} == set(
             self.scheduler._running.values()
@@ -391,7 +392,7 @@ def row_hashes(sequence, draft=()):
         for span in request.spans
         for offset in range(span.stop - span.start)
     }
-    tokens = [*sequence.token_ids(0, sequence.length).tolist(), *draft]
+    tokens = [*sequence.ids[: sequence.length].tolist(), *draft]
     positions = sequence.positions(0, len(tokens))
     for index, token in enumerate(tokens):
         name = hash((name, token, tuple(positions[:, index].tolist()), inside.get(index)))

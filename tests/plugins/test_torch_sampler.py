@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
+from dashinfer_vlm_core.decoders import Token
 from dashinfer_vlm_core.errors import DecoderFailed
 from dashinfer_vlm_torch import sampler
-from dashinfer_vlm_torch.kernel_sampler import KernelSampler
+from dashinfer_vlm_torch.kernel_sampler import sample_with_kernels
 from dashinfer_vlm_torch.sampler import (
     MAX_UNIFORM,
     LogitsRow,
@@ -19,7 +21,7 @@ from dashinfer_vlm_torch.sampler import (
     _nucleus_thresholds,
     _wide_nucleus_thresholds,
 )
-from dashinfer_vlm_torch.sequence import SampledToken, SequenceState
+from dashinfer_vlm_torch.sequence import SequenceState
 from tests.kernels import load_fastest, needs_native
 
 from .oracle import text
@@ -36,7 +38,7 @@ def sequence(output_ids=(), prompt=(1, 2, 2, 3), **sampling):
 @pytest.fixture(params=["operators", pytest.param("kernels", marks=needs_native)])
 def kernel_sampler(request):
     """What samples the tokens of rows that are not greedy."""
-    return KernelSampler(load_fastest()) if request.param == "kernels" else None
+    return partial(sample_with_kernels, load_fastest()) if request.param == "kernels" else None
 
 
 def sample(logits, sequences, kernel_sampler=None):
@@ -124,7 +126,7 @@ def test_greedy_rows_depend_only_on_argmax():
     logits = torch.from_numpy(chance.normal(scale=2, size=(602, 96)).astype(np.float32))
     rows = [row for row, one in enumerate(sequences) if is_greedy(one)]
     choices = sample(logits, sequences)
-    assert [choices[row] for row in rows] == [SampledToken(int(logits[row].argmax())) for row in rows]
+    assert [choices[row] for row in rows] == [Token(id=int(logits[row].argmax())) for row in rows]
     assert rows[-2:] == [600, 601]
 
 
@@ -220,7 +222,7 @@ def test_kernels_sample_the_tokens_of_operators(scale, options):
     """Of nuclei of a few tokens and of most of the vocabulary, which is not divisible by the size of a block."""
     logits = torch.from_numpy(np.random.default_rng(5).normal(scale=scale, size=(12, 20_001)).astype(np.float32))
     sequences = [sequence(seed=seed, temperature=0.1 + seed / 8, **options) for seed in range(12)]
-    assert sample(logits, sequences, KernelSampler(load_fastest())) == sample(logits, sequences)
+    assert sample(logits, sequences, partial(sample_with_kernels, load_fastest())) == sample(logits, sequences)
 
 
 def test_nucleus_of_nan_terminates():

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from dashinfer_vlm_core.decoders import Token
 from dashinfer_vlm_core.errors import DecoderFailed, QueueFull
 from dashinfer_vlm_torch.kv_cache_manager import KVCopy
-from dashinfer_vlm_torch.prefill_budget import PrefillBudget
-from dashinfer_vlm_torch.scheduler import Scheduler
-from dashinfer_vlm_torch.sequence import INITIAL_OUTPUT_ROWS, SampledToken, ScheduledChunk, SequenceState
+from dashinfer_vlm_torch.scheduler import PrefillBudget, Scheduler
+from dashinfer_vlm_torch.sequence import INITIAL_OUTPUT_ROWS, ScheduledChunk, SequenceState
 
 from .oracle import prompt
 
@@ -26,9 +26,7 @@ def scheduler(**options):
 def step(scheduler, token=1):
     """Schedule and update one step in which every fully computed sequence gets `token`."""
     chunks = scheduler.schedule().chunks
-    outputs = scheduler.update(
-        chunks, {chunk.sequence: (SampledToken(token),) for chunk in chunks if chunk.needs_logits}
-    )
+    outputs = scheduler.update(chunks, {chunk.sequence: (Token(id=token),) for chunk in chunks if chunk.needs_logits})
     return [(chunk.sequence, chunk.start, chunk.stop) for chunk in chunks], outputs
 
 
@@ -136,7 +134,7 @@ def test_removed_sequence_is_skipped_by_current_step():
     chunks = queue.schedule().chunks
     queue.remove(gone)
     assert queue.stats.kv_used == stays.max_len
-    outputs = queue.update(chunks, {gone: (SampledToken(1),), stays: (SampledToken(1),)})
+    outputs = queue.update(chunks, {gone: (Token(id=1),), stays: (Token(id=1),)})
     assert [one for one, _ in outputs] == [stays]
     assert gone.output_ids == []
 

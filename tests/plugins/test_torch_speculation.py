@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig
+from dashinfer_vlm_core.decoders import Token
 from dashinfer_vlm_core.errors import ConfigError, DecoderFailed
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_torch.proposer import (
@@ -24,7 +25,7 @@ from dashinfer_vlm_torch.proposer import (
 )
 from dashinfer_vlm_torch.runner import _verify
 from dashinfer_vlm_torch.scheduler import Scheduler
-from dashinfer_vlm_torch.sequence import SampledToken, ScheduledChunk, SequenceState
+from dashinfer_vlm_torch.sequence import ScheduledChunk, SequenceState
 from dashinfer_vlm_torch.settings import TorchOptions
 
 from .oracle import collect, decoding, ids, prompt, text, visual
@@ -72,29 +73,29 @@ def test_lookup_equals_search_token_by_token():
 
 
 def test_proposals_follow_growing_output():
-    proposer = DraftProposer(words(*range(40)))
-    assert proposer.propose([], 8, 1e-9).tokens == ()
-    assert proposer.propose([60, 7, 8], 8, 1e-9).tokens == tuple(range(9, 9 + MAX_DRAFT_TOKENS))
-    assert proposer.propose([60, 7, 8, 70, 60, 7], 3, 1e-9).tokens == (8, 70, 60)
+    proposer = DraftProposer(40)
+    assert proposer.propose(words(*range(40)), 8, 1e-9).tokens == ()
+    assert proposer.propose(words(*range(40), 60, 7, 8), 8, 1e-9).tokens == tuple(range(9, 9 + MAX_DRAFT_TOKENS))
+    assert proposer.propose(words(*range(40), 60, 7, 8, 70, 60, 7), 3, 1e-9).tokens == (8, 70, 60)
 
 
 def test_stop_tokens_are_not_proposed():
-    proposer = DraftProposer(words(1, 2, 3, 95, 4, 1), stops=frozenset([95]))
-    assert proposer.propose([2], 8, 1e-9).tokens == (3,)
+    proposer = DraftProposer(6, stops=frozenset([95]))
+    assert proposer.propose(words(1, 2, 3, 95, 4, 1, 2), 8, 1e-9).tokens == (3,)
 
 
 def test_acceptance_is_learned_without_drafts():
     """With a threshold of 1, nothing is drafted; correct predictions still raise the rate."""
-    proposer, output = DraftProposer(words(*range(80))), [80]
+    proposer, tokens = DraftProposer(80), [*range(81)]
     for token in range(30):
-        assert proposer.propose(output, 8, 1.0).tokens == ()
+        assert proposer.propose(words(*tokens), 8, 1.0).tokens == ()
         proposer.observe([token])
-        output.append(token)
-    assert len(proposer.propose(output, 8, 0.5).tokens) == MAX_DRAFT_TOKENS
+        tokens.append(token)
+    assert len(proposer.propose(words(*tokens), 8, 0.5).tokens) == MAX_DRAFT_TOKENS
     for token in range(31, 60):  # every other token: each prediction of two tokens is wrong
-        proposer.propose(output, 8, 1.0)
+        proposer.propose(words(*tokens), 8, 1.0)
         proposer.observe([99 - token])
-    assert proposer.propose(output, 8, 0.5).tokens == ()
+    assert proposer.propose(words(*tokens), 8, 0.5).tokens == ()
 
 
 def test_number_of_drafts_falls_with_rate_and_threshold():
@@ -148,7 +149,7 @@ def sequence(*tokens, **sampling):
 def advance(scheduler, *tokens):
     """Run a step that samples `tokens` for the only sequence; return its chunk and the delivered tokens."""
     (chunk,) = scheduler.schedule().chunks
-    outputs = scheduler.update([chunk], {chunk.sequence: tuple(map(SampledToken, tokens))})
+    outputs = scheduler.update([chunk], {chunk.sequence: tuple(Token(id=token) for token in tokens)})
     return chunk, [token for _, token in outputs]
 
 
@@ -186,7 +187,7 @@ def test_drafts_leave_room_for_sampled_token():
 def test_failure_after_accepted_drafts_is_left_to_next_step():
     chunk = ScheduledChunk(sequence(1, 2), 1, 2, Draft((5, 6)))
     failure = DecoderFailed("not finite")
-    token = [SampledToken(number) for number in range(10)]
+    token = [Token(id=number) for number in range(10)]
     assert _verify(chunk, [token[5], failure, token[7]]) == (token[5],)
     assert _verify(chunk, [failure, token[6], token[7]]) is failure
     assert _verify(chunk, [token[5], token[7], token[8]]) == (token[5], token[7])
@@ -207,7 +208,7 @@ def test_preempted_sequence_continues_after_drafts():
             if chunk.needs_logits:
                 drafted = len(chunk.draft.tokens)
                 following = np.tile(chunk.sequence.request.token_ids[:2], 200)[len(chunk.sequence.output_ids) :]
-                sampled[chunk.sequence] = tuple(map(SampledToken, following[: drafted + 1].tolist()))
+                sampled[chunk.sequence] = tuple(Token(id=token) for token in following[: drafted + 1].tolist())
                 assert chunk.end <= chunk.sequence.allocation.rows
         queue.update(chunks, sampled)
     assert queue.stats.preemptions > 0
@@ -223,7 +224,7 @@ def test_drafts_of_a_large_batch_are_shorter():
         for token in (5, 6, 7):
             chunks = queue.schedule().chunks
             first = {chunk.sequence: int(chunk.sequence.request.token_ids[0]) for chunk in chunks}
-            queue.update(chunks, {one: (SampledToken(start + token),) for one, start in first.items()})
+            queue.update(chunks, {one: (Token(id=start + token),) for one, start in first.items()})
         return sum(len(chunk.draft.tokens) for chunk in queue.schedule().chunks) / batch
 
     assert mean_draft(1) > mean_draft(4) > mean_draft(16)

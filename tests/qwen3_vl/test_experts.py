@@ -22,7 +22,7 @@ from dashinfer_vlm_core.kernels.types import Activation, DecoderLayer, DecoderSh
 from dashinfer_vlm_core.models.weights import Weights
 from dashinfer_vlm_qwen3_vl import Qwen3VL
 from dashinfer_vlm_torch.kv_cache import KVCache
-from dashinfer_vlm_torch.model import TextModel, TextQuantization
+from dashinfer_vlm_torch.model import TextModel
 from dashinfer_vlm_torch.proposer import Draft
 from dashinfer_vlm_torch.runner import ModelRunner
 from dashinfer_vlm_torch.sampler import LaunchedArgmax
@@ -173,13 +173,11 @@ class LogitsRunner(ModelRunner):
 def logits(folder, kernels):
     spec = Qwen3VL().load_spec(folder)
     with Weights(spec.folder, spec.tensor_renames) as weights:
-        model = TextModel(
-            weights, spec.text, kernels, device="cpu", dtype=torch.float32, quantization=TextQuantization()
-        )
+        model = TextModel(weights, spec.text, kernels, device="cpu", dtype=torch.float32, quantization=None)
     runner = LogitsRunner(model, KVCache(spec.text, 40, device="cpu", dtype=torch.float32))
     sequence = SequenceState(prompt(1, 30), ())
     sequence.first_row = 0
-    runner.compute(lambda: runner.step([ScheduledChunk(sequence, 0, sequence.prompt_length, Draft((5, 6)))]))
+    runner.executor.run(lambda: runner.step([ScheduledChunk(sequence, 0, sequence.prompt_length, Draft((5, 6)))]))
     return model, runner.logits
 
 

@@ -16,9 +16,9 @@ from ...kernels.linears import create_linear
 from ...kernels.quantization import INT8
 from ...kernels.types import Activation, Kernels, Linear, Norm
 from ..lora import LoraWeights, VisionMerge
-from ..placement import quantizes_vision_encoder, resolve_device, resolve_dtype
+from ..placement import quantizes_vision_encoder, resolve_placement
 from ..spec import ModelSpec
-from ..weights import Weights, torch_dtype
+from ..weights import Weights
 from .config import VisionConfig
 from .vit import Block, Merger, VisionModel
 
@@ -56,8 +56,7 @@ class VisionWeights(NamedTuple):
             CheckpointError: at the end, if not all tensors that `lora` changes were read.
         """
         merge = VisionMerge(lora) if lora else None
-        device = resolve_device(config.device)
-        dtype = torch_dtype(resolve_dtype(config.dtype, spec.dtype, device, quantized=spec.quantization is not None))
+        device, dtype = resolve_placement(config, spec)
         with Weights(spec.folder, spec.tensor_renames, spec.quantization, merge) as weights:
             chosen = kernels.choose(device, dtype)
             yield cls(weights, chosen, device, dtype, quantizes_vision_encoder(config, chosen))
