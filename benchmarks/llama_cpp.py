@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from dashinfer_vlm_core.kernels.cpu import cpu_flags
+from dashinfer_vlm_core.kernels.devices import cpu_flags
 
 from .environments import OtherEngines, finish, packages_folder, run
 

@@ -9,7 +9,7 @@ import torch
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.kernels.choice import KernelSelector
-from dashinfer_vlm_core.kernels.cpu import cpu_flags
+from dashinfer_vlm_core.kernels.devices import cpu_flags
 from dashinfer_vlm_core.kernels.types import Kernels
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_cpu.build import AMX, AVX2, AVX512, LIBRARY, PORTABLE_TILES, VARIANTS, Variant, build, find_compiler

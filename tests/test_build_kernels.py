@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dashinfer_vlm_core.kernels.cpu import cpu_flags
+from dashinfer_vlm_core.kernels.devices import cpu_flags
 from dashinfer_vlm_cpu import build as build_module
 from dashinfer_vlm_cpu.build import AVX2, AVX512, LIBRARY, PORTABLE_TILES, VARIANTS, find_compiler, is_current
 from dashinfer_vlm_cpu.library import LibraryError, load_library

@@ -33,8 +33,7 @@ from dashinfer_vlm_core.kernels.choice import (
     LoadedKernels,
     this_machine,
 )
-from dashinfer_vlm_core.kernels.cpu import cpu_flags
-from dashinfer_vlm_core.kernels.devices import cuda_devices
+from dashinfer_vlm_core.kernels.devices import cpu_flags, cuda_devices
 from dashinfer_vlm_core.kernels.tuned import all_tuned
 from dashinfer_vlm_core.media_workers.fork_server import ForkServer
 from dashinfer_vlm_core.media_workers.sandbox import missing_restrictions

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from dashinfer_vlm_core.errors import DashInferVLMError, InvalidParameter
@@ -170,22 +169,20 @@ class ChatCommand(NamedTuple):
     summary: str
 
 
-COMMANDS: Mapping[str, ChatCommand] = MappingProxyType(
-    {
-        "image": ChatCommand(Repl.image, "PATH|URL", "attach an image to the next prompt"),
-        "video": ChatCommand(Repl.video, "PATH|URL", "attach a video to the next prompt"),
-        "paste": ChatCommand(Repl.paste, "", "attach the image in the clipboard"),
-        "retry": ChatCommand(Repl.retry, "", "regenerate the last response"),
-        "undo": ChatCommand(Repl.undo, "", "remove the last prompt and its response"),
-        "reset": ChatCommand(Repl.reset, "", "clear the conversation"),
-        "system": ChatCommand(Repl.system, "[TEXT|-]", "set the system prompt; - removes it"),
-        "set": ChatCommand(Repl.set, "[NAME [VALUE]]", "set or unset a request field, such as /set temperature 0"),
-        "save": ChatCommand(Repl.save, "PATH", "save the conversation to a file"),
-        "load": ChatCommand(Repl.load, "PATH", "load a conversation from a file"),
-        "help": ChatCommand(Repl.help, "", "show this help"),
-        "exit": ChatCommand(Repl.leave, "", "exit (also Ctrl-D); Ctrl-C stops a response"),
-    }
-)
+COMMANDS: Mapping[str, ChatCommand] = {
+    "image": ChatCommand(Repl.image, "PATH|URL", "attach an image to the next prompt"),
+    "video": ChatCommand(Repl.video, "PATH|URL", "attach a video to the next prompt"),
+    "paste": ChatCommand(Repl.paste, "", "attach the image in the clipboard"),
+    "retry": ChatCommand(Repl.retry, "", "regenerate the last response"),
+    "undo": ChatCommand(Repl.undo, "", "remove the last prompt and its response"),
+    "reset": ChatCommand(Repl.reset, "", "clear the conversation"),
+    "system": ChatCommand(Repl.system, "[TEXT|-]", "set the system prompt; - removes it"),
+    "set": ChatCommand(Repl.set, "[NAME [VALUE]]", "set or unset a request field, such as /set temperature 0"),
+    "save": ChatCommand(Repl.save, "PATH", "save the conversation to a file"),
+    "load": ChatCommand(Repl.load, "PATH", "load a conversation from a file"),
+    "help": ChatCommand(Repl.help, "", "show this help"),
+    "exit": ChatCommand(Repl.leave, "", "exit (also Ctrl-D); Ctrl-C stops a response"),
+}
 
 
 def help_lines() -> Iterator[str]:

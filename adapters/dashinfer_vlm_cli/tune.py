@@ -14,7 +14,7 @@ from dashinfer_vlm_core.cli.terminal import show_table
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_core.kernels.choice import KernelSelector
-from dashinfer_vlm_core.kernels.cpu import cpu_model
+from dashinfer_vlm_core.kernels.devices import cpu_model
 from dashinfer_vlm_core.kernels.tuned import TunedKernels, store_tuned
 
 from .bench import Measurement, Workload, measure

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from langchain_core.messages import (
@@ -22,9 +21,10 @@ from dashinfer_vlm_core.protocol.validation_errors import invalid, show, unsuppo
 Json: TypeAlias = dict[str, Any]
 
 _SIZE = frozenset({"min_pixels", "max_pixels", "min_pixel", "max_pixel"})
-OPTIONS: Mapping[str, frozenset[str]] = MappingProxyType(
-    {"image": _SIZE | {"detail"}, "video": _SIZE | {"fps", "num_frames", "total_pixels"}}
-)
+OPTIONS: Mapping[str, frozenset[str]] = {
+    "image": _SIZE | {"detail"},
+    "video": _SIZE | {"fps", "num_frames", "total_pixels"},
+}
 """Keys of `extras` in a standard block, in addition to `uuid`. Other keys are rejected."""
 
 _STANDARD_KEYS = frozenset(
@@ -35,13 +35,11 @@ _STANDARD_KEYS = frozenset(
 _UNCHANGED = frozenset({"text", "image_url", "video_url", "input_video", "image_embeds"})
 _CALLS = frozenset({"tool_call", "tool_call_chunk", "invalid_tool_call", "tool_use", "function_call"})
 _REASONING = frozenset({"reasoning", "thinking"})
-_HINTS = MappingProxyType(
-    {
-        "audio": "Audio is not supported. Leave it out.",
-        "input_audio": "Audio is not supported. Leave it out.",
-        "file": "Send `image`, `video` or `text` blocks instead.",
-    }
-)
+_HINTS: Mapping[str, str] = {
+    "audio": "Audio is not supported. Leave it out.",
+    "input_audio": "Audio is not supported. Leave it out.",
+    "file": "Send `image`, `video` or `text` blocks instead.",
+}
 
 
 def to_openai(messages: Sequence[BaseMessage]) -> list[Json]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from operator import itemgetter
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
@@ -80,6 +79,8 @@ def _json_mode_fields(_schema: Schema, _strict: bool | None) -> dict[str, Any]:
     return {"response_format": {"type": "json_object"}}
 
 
-_METHODS: Mapping[str, Callable[[Schema, bool | None], dict[str, Any]]] = MappingProxyType(
-    {"json_schema": _json_schema_fields, "function_calling": _tool_fields, "json_mode": _json_mode_fields}
-)
+_METHODS: Mapping[str, Callable[[Schema, bool | None], dict[str, Any]]] = {
+    "json_schema": _json_schema_fields,
+    "function_calling": _tool_fields,
+    "json_mode": _json_mode_fields,
+}

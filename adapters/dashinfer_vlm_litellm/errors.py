@@ -6,7 +6,6 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -34,22 +33,20 @@ HIDDEN_MESSAGE = "The model cannot be served. See the log of the proxy."
 """The message for clients of the proxy if its configuration is wrong."""
 
 
-EXCEPTIONS: Mapping[type[DashInferVLMError], Callable[..., openai.APIError]] = MappingProxyType(
-    {
-        RequestError: exceptions.BadRequestError,
-        UnsupportedParameter: exceptions.UnsupportedParamsError,
-        ContextLengthExceeded: exceptions.ContextWindowExceededError,
-        ModelNotFound: exceptions.NotFoundError,
-        QueueFull: exceptions.RateLimitError,
-        DeadlineExceeded: exceptions.Timeout,
-        EngineClosed: exceptions.ServiceUnavailableError,
-        DecoderFailed: exceptions.ServiceUnavailableError,
-        EngineError: exceptions.InternalServerError,
-        AccessDenied: exceptions.AuthenticationError,
-        SetupError: exceptions.BadRequestError,  # the caller has chosen the model and its options
-        DashInferVLMError: exceptions.InternalServerError,
-    }
-)
+EXCEPTIONS: Mapping[type[DashInferVLMError], Callable[..., openai.APIError]] = {
+    RequestError: exceptions.BadRequestError,
+    UnsupportedParameter: exceptions.UnsupportedParamsError,
+    ContextLengthExceeded: exceptions.ContextWindowExceededError,
+    ModelNotFound: exceptions.NotFoundError,
+    QueueFull: exceptions.RateLimitError,
+    DeadlineExceeded: exceptions.Timeout,
+    EngineClosed: exceptions.ServiceUnavailableError,
+    DecoderFailed: exceptions.ServiceUnavailableError,
+    EngineError: exceptions.InternalServerError,
+    AccessDenied: exceptions.AuthenticationError,
+    SetupError: exceptions.BadRequestError,  # the caller has chosen the model and its options
+    DashInferVLMError: exceptions.InternalServerError,
+}
 """The exception for each error class. Other classes have that of their nearest base class."""
 
 

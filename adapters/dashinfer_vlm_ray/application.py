@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from dashinfer_vlm_core.errors import extra_required
@@ -32,13 +31,11 @@ MAX_INGRESS_REQUESTS = 4096
 MAX_BACKOFF_SECONDS = 0.1
 """Maximum time after which a waiting request finds a replica that has become free."""
 
-ROUTERS: Mapping[Routing, str] = MappingProxyType(
-    {
-        "content": "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter",
-        "load": "ray.serve._private.request_router.pow_2_router.PowerOfTwoChoicesRequestRouter",
-        "round-robin": "ray.serve.experimental.round_robin_router.RoundRobinRouter",
-    }
-)
+ROUTERS: Mapping[Routing, str] = {
+    "content": "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter",
+    "load": "ray.serve._private.request_router.pow_2_router.PowerOfTwoChoicesRequestRouter",
+    "round-robin": "ray.serve.experimental.round_robin_router.RoundRobinRouter",
+}
 
 
 def app(arguments: dict[str, Any]) -> Application:

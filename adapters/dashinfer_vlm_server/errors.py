@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from fastapi import Request
@@ -38,26 +37,22 @@ from .endpoint import Endpoint
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-STATUS: Mapping[type[DashInferVLMError], int] = MappingProxyType(
-    {
-        # Includes failed media fetches: OpenAI returns 400 for an image it cannot download, and clients expect that.
-        RequestError: 400,
-        ModelNotFound: 404,
-        QueueFull: 429,
-        EngineClosed: 503,
-        DecoderFailed: 503,
-        DeadlineExceeded: 504,
-        EngineError: 500,
-        MissingDependency: 501,
-        SetupError: 500,
-        DashInferVLMError: 500,
-    }
-)
+STATUS: Mapping[type[DashInferVLMError], int] = {
+    # Includes failed media fetches: OpenAI returns 400 for an image it cannot download, and clients expect that.
+    RequestError: 400,
+    ModelNotFound: 404,
+    QueueFull: 429,
+    EngineClosed: 503,
+    DecoderFailed: 503,
+    DeadlineExceeded: 504,
+    EngineError: 500,
+    MissingDependency: 501,
+    SetupError: 500,
+    DashInferVLMError: 500,
+}
 """The status of each error class; others have the status of their nearest base class."""
 
-TYPES: Mapping[int, str] = MappingProxyType(
-    {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-)
+TYPES: Mapping[int, str] = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 """OpenAI's `type` for statuses that are not a plain client error (4xx) or server error (5xx)."""
 
 CLIENT_CLOSED_REQUEST = 499
@@ -114,18 +109,16 @@ def error_response(error: Exception) -> JSONResponse:
     return JSONResponse(error_body(error), status_code=status_for(error), headers=headers)
 
 
-_CODES: Mapping[int, str] = MappingProxyType(
-    {
-        401: "invalid_api_key",
-        404: "unknown_url",
-        405: "method_not_allowed",
-        408: "request_timeout",
-        413: "request_too_large",
-        415: "unsupported_media_type",
-        429: "rate_limit_exceeded",
-        501: "not_supported",
-    }
-)
+_CODES: Mapping[int, str] = {
+    401: "invalid_api_key",
+    404: "unknown_url",
+    405: "method_not_allowed",
+    408: "request_timeout",
+    413: "request_too_large",
+    415: "unsupported_media_type",
+    429: "rate_limit_exceeded",
+    501: "not_supported",
+}
 
 
 def _http_error_message(error: HTTPException) -> str:
@@ -143,18 +136,16 @@ _NO_WEBSOCKETS = ApiError(
 
 _OTHER_PROTOCOL = "Use an OpenAI client with the base URL /v1, or LiteLLM's proxy, which translates other protocols."
 
-_NEXT_STEPS: Mapping[str, str] = MappingProxyType(
-    {
-        "/api": _OTHER_PROTOCOL,  # Ollama's
-        "/v1/audio": "The models do not support audio.",
-        "/v1/completions": "Send messages to /v1/chat/completions; LlamaIndex does so with `is_chat_model=True`.",
-        "/v1/conversations": "Conversations are not stored. Use `previous_response_id` of /v1/responses.",
-        "/v1/embeddings": "The models generate text. Use another server for embeddings.",
-        "/v1/files": "Files are not stored. Send images and videos as URLs or data: URLs.",
-        "/v1/images": "The models generate text. Use another server for images.",
-        "/v1/messages": _OTHER_PROTOCOL,  # Anthropic's
-    }
-)
+_NEXT_STEPS: Mapping[str, str] = {
+    "/api": _OTHER_PROTOCOL,  # Ollama's
+    "/v1/audio": "The models do not support audio.",
+    "/v1/completions": "Send messages to /v1/chat/completions; LlamaIndex does so with `is_chat_model=True`.",
+    "/v1/conversations": "Conversations are not stored. Use `previous_response_id` of /v1/responses.",
+    "/v1/embeddings": "The models generate text. Use another server for embeddings.",
+    "/v1/files": "Files are not stored. Send images and videos as URLs or data: URLs.",
+    "/v1/images": "The models generate text. Use another server for images.",
+    "/v1/messages": _OTHER_PROTOCOL,  # Anthropic's
+}
 """What to do instead of requests to routes of OpenAI's and others' APIs that no endpoint has."""
 
 

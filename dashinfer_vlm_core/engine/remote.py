@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Iterator, Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -41,27 +40,23 @@ logger: logging.Logger = logging.getLogger(__name__)
 CONNECT_SECONDS = 10.0
 STATUS_SECONDS = 5.0
 
-ERROR_CLASS_BY_CODE: Mapping[str, type[DashInferVLMError]] = MappingProxyType(
-    {
-        error_class.code: error_class
-        for error_class in vars(errors).values()
-        if isinstance(error_class, type) and issubclass(error_class, DashInferVLMError) and error_class.code
-    }
-)
+ERROR_CLASS_BY_CODE: Mapping[str, type[DashInferVLMError]] = {
+    error_class.code: error_class
+    for error_class in vars(errors).values()
+    if isinstance(error_class, type) and issubclass(error_class, DashInferVLMError) and error_class.code
+}
 """Error classes by `code`, which our server sends. Other OpenAI-compatible servers send some of the codes too."""
 
-ERROR_CLASS_BY_STATUS: Mapping[int, type[DashInferVLMError]] = MappingProxyType(
-    {
-        401: AccessDenied,
-        403: AccessDenied,
-        404: ModelNotFound,
-        408: DeadlineExceeded,
-        429: QueueFull,
-        502: EngineClosed,
-        503: EngineClosed,
-        504: DeadlineExceeded,
-    }
-)
+ERROR_CLASS_BY_STATUS: Mapping[int, type[DashInferVLMError]] = {
+    401: AccessDenied,
+    403: AccessDenied,
+    404: ModelNotFound,
+    408: DeadlineExceeded,
+    429: QueueFull,
+    502: EngineClosed,
+    503: EngineClosed,
+    504: DeadlineExceeded,
+}
 """Error classes by HTTP status, for unknown codes; other statuses are InvalidParameter (4xx) or EngineError."""
 
 

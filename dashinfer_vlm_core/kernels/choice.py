@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..config import EngineConfig
 from ..errors import ConfigError
-from .cpu import cpu_flags, cpu_model
+from .devices import cpu_flags, cpu_model
 from .tuned import Conditions, load_tuned
 
 if TYPE_CHECKING:

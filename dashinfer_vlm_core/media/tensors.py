@@ -13,7 +13,6 @@ import pickletools
 import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -37,12 +36,16 @@ _MAX_PICKLE_BYTES = 4096  # of a tensor's pickle, which has about 160 bytes
 _MAX_ENTRIES = 64  # files in an archive; torch.save writes seven
 _DIRECTORY_ENTRY = b"PK\x01\x02"
 
-_TYPES: Mapping[str, str] = MappingProxyType({"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4"})
+_TYPES: Mapping[str, str] = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4"}
 """numpy dtypes by safetensors dtype; numpy has no bfloat16, which is the upper half of a float32."""
 
-_STORAGES: Mapping[str, str] = MappingProxyType(
-    {"FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16", "LongStorage": "I64", "IntStorage": "I32"}
-)
+_STORAGES: Mapping[str, str] = {
+    "FloatStorage": "F32",
+    "HalfStorage": "F16",
+    "BFloat16Storage": "BF16",
+    "LongStorage": "I64",
+    "IntStorage": "I32",
+}
 """safetensors dtypes by the storage class that torch.save writes."""
 
 _INT_OPCODES = frozenset({"BININT", "BININT1", "BININT2", "LONG1"})

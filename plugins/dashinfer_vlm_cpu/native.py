@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dashinfer_vlm_core.kernels.choice import LoadedKernels
-from dashinfer_vlm_core.kernels.cpu import cpu_flags
+from dashinfer_vlm_core.kernels.devices import cpu_flags
 from dashinfer_vlm_core.kernels.kv_cache import attend_cached
 from dashinfer_vlm_core.kernels.quantization import Quantization, QuantizedWeight
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from dashinfer_vlm_core.kernels.streams import to_device
 from dashinfer_vlm_core.media.types import Grid
-from dashinfer_vlm_core.models.qwen2_vl.rope import patch_positions
+from dashinfer_vlm_core.models.qwen2_vl.vit import patch_positions
 
 
 class PositionTable:

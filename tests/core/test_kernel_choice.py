@@ -12,7 +12,6 @@ from dashinfer_vlm_cli.tune import fastest
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.engine.loading import _load_vision
 from dashinfer_vlm_core.errors import ConfigError
-from dashinfer_vlm_core.kernels import cpu
 from dashinfer_vlm_core.kernels.choice import KernelSelector, LoadedKernels
 from dashinfer_vlm_core.kernels.factories import OneDnnKernelFactory, TorchKernelFactory
 from dashinfer_vlm_core.kernels.onednn import OneDnnKernels, unavailable_reason
@@ -110,7 +109,7 @@ def change_threads(factories, monkeypatch):
 
 
 def change_processor(factories, monkeypatch):
-    monkeypatch.setattr(cpu, "_cpuinfo", lambda: "model name : Abacus\nflags : beads\n")
+    monkeypatch.setattr(devices, "_cpuinfo", lambda: "model name : Abacus\nflags : beads\n")
     return {}
 
 

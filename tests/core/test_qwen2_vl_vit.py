@@ -18,7 +18,7 @@ from dashinfer_vlm_core.errors import CheckpointError, ConfigError
 from dashinfer_vlm_core.media import Grid
 from dashinfer_vlm_core.models.interface import Patches
 from dashinfer_vlm_core.models.qwen2_vl import Qwen2VL, vit
-from dashinfer_vlm_core.models.qwen2_vl.rope import patch_positions
+from dashinfer_vlm_core.models.qwen2_vl.vit import patch_positions
 from tests.kernels import needs_native, selector
 from tests.patches import random_patches
 from tests.tiny import write_checkpoint

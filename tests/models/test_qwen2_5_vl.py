@@ -35,7 +35,7 @@ from dashinfer_vlm_dashinfer.convert import unsupported
 from dashinfer_vlm_langchain.profiles import profile_of
 from dashinfer_vlm_qwen2_5_vl import Qwen25VL
 from dashinfer_vlm_qwen2_5_vl.config import read_vision_config
-from dashinfer_vlm_qwen2_5_vl.windows import window_order
+from dashinfer_vlm_qwen2_5_vl.vit import window_order
 from tests.conversations import CONVERSATIONS, as_openai, blurred_image, user
 from tests.kernels import needs_native, selector
 from tests.patches import random_patches

@@ -16,7 +16,7 @@ from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import CheckpointError
 from dashinfer_vlm_core.media import Grid
 from dashinfer_vlm_core.models.interface import Patches
-from dashinfer_vlm_core.models.qwen2_vl.rope import patch_positions
+from dashinfer_vlm_core.models.qwen2_vl.vit import patch_positions
 from dashinfer_vlm_qwen3_vl import Qwen3VL
 from dashinfer_vlm_qwen3_vl.position_table import PositionTable
 from tests.kernels import selector

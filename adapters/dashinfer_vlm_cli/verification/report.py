@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from dashinfer_vlm_core import __version__
-from dashinfer_vlm_core.kernels.cpu import cpu_model
+from dashinfer_vlm_core.kernels.devices import cpu_model
 
 LIBRARIES = ("torch", "transformers", "numpy", "safetensors", "tokenizers")
 TIMINGS = "part | ms | rate | used | of the limit | device idle"

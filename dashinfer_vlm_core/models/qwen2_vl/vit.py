@@ -22,9 +22,8 @@ from ...kernels.types import Kernels, KVSpan, KVSpans, Linear, Norm
 from ...media.types import Grid
 from ..interface import Patches
 from ..spec import PixelSpec
-from .config import VisionConfig
+from .config import VISION_ROPE_THETA, VisionConfig
 from .pass_graphs import PassGraphs
-from .rope import rotary_tables
 
 NORM_EPS = 1e-6
 
@@ -252,3 +251,32 @@ class Qwen2VLEncoder:
 def frame_length(grid: Grid) -> int:
     """Return the number of patches of one frame."""
     return grid.h * grid.w
+
+
+def patch_positions(h: int, w: int, merge: int) -> torch.Tensor:
+    """Return the row and column of each patch of one frame, in patch order: by windows of `merge` x `merge` patches.
+
+    Returns:
+        int64 [h * w, 2].
+    """
+    rows, columns = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
+    windows = torch.stack((rows, columns), dim=-1).view(h // merge, merge, w // merge, merge, 2)
+    return windows.transpose(1, 2).reshape(-1, 2)
+
+
+def rotary_tables(
+    grids: Sequence[Grid], *, head_dim: int, merge: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the 2-D rotary embedding of all patches; all frames of an item have the same values.
+
+    Sources: Qwen2-VL (arXiv:2409.12191, section 2.1) and RoPE (arXiv:2104.09864).
+
+    The first half of a table's columns encodes the row, the second half the column.
+
+    Returns:
+        Two float32 tensors [patches, head_dim // 2].
+    """
+    positions = torch.cat([patch_positions(grid.h, grid.w, merge).repeat(grid.t, 1) for grid in grids])
+    exponents = torch.arange(0, head_dim // 2, 2, dtype=torch.float32, device=device) / (head_dim // 2)
+    angles = (to_device(positions, device)[:, :, None] / VISION_ROPE_THETA**exponents).flatten(1)
+    return angles.cos(), angles.sin()

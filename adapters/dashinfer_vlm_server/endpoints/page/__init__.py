@@ -10,7 +10,6 @@ import base64
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
@@ -28,20 +27,18 @@ if TYPE_CHECKING:
 
 STATIC = Path(__file__).with_name("static")
 
-MEDIA_TYPES: Mapping[str, str] = MappingProxyType(
-    {
-        ".css": "text/css; charset=utf-8",
-        ".html": "text/html; charset=utf-8",
-        ".js": "text/javascript; charset=utf-8",
-        ".png": "image/png",
-        ".svg": "image/svg+xml",
-    }
-)
+MEDIA_TYPES: Mapping[str, str] = {
+    ".css": "text/css; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".png": "image/png",
+    ".svg": "image/svg+xml",
+}
 """Fixed, because with a different entry in the operating system's table, `nosniff` would make browsers reject files."""
 
-FILES: Mapping[str, Path] = MappingProxyType(
-    {"/" if path.name == "index.html" else f"/page/{path.name}": path for path in sorted(STATIC.iterdir())}
-)
+FILES: Mapping[str, Path] = {
+    "/" if path.name == "index.html" else f"/page/{path.name}": path for path in sorted(STATIC.iterdir())
+}
 """The page's files by URL path. They require no key."""
 
 POLICY = "; ".join(
@@ -59,17 +56,15 @@ POLICY = "; ".join(
     ]
 )
 
-HEADERS: Mapping[str, str] = MappingProxyType(
-    {
-        "Cache-Control": "no-cache",
-        "Content-Security-Policy": POLICY,
-        "Cross-Origin-Opener-Policy": "same-origin",
-        "Cross-Origin-Resource-Policy": "same-origin",
-        "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
-        "Referrer-Policy": "no-referrer",
-        "X-Content-Type-Options": "nosniff",
-    }
-)
+HEADERS: Mapping[str, str] = {
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": POLICY,
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
 
 
 def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:

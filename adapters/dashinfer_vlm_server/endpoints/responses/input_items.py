@@ -5,7 +5,6 @@ from __future__ import annotations
 import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel, Field
@@ -17,15 +16,13 @@ from ...errors import ApiError
 
 Json: TypeAlias = dict[str, Any]
 
-_PREFIXES: Mapping[str, str] = MappingProxyType(
-    {
-        "message": "msg",
-        "function_call": "fc",
-        "function_call_output": "fco",
-        "reasoning": "rs",
-        "compaction": "cmp",
-    }
-)
+_PREFIXES: Mapping[str, str] = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "reasoning": "rs",
+    "compaction": "cmp",
+}
 
 
 class ItemQuery(BaseModel):
