@@ -12,6 +12,7 @@ from dashinfer_vlm_cli.tune import fastest
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.engine.loading import _load_vision
 from dashinfer_vlm_core.errors import ConfigError
+from dashinfer_vlm_core.kernels import devices
 from dashinfer_vlm_core.kernels.choice import KernelSelector, LoadedKernels
 from dashinfer_vlm_core.kernels.factories import OneDnnKernelFactory, TorchKernelFactory
 from dashinfer_vlm_core.kernels.onednn import OneDnnKernels, unavailable_reason
