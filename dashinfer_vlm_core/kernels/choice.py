@@ -200,7 +200,7 @@ class KernelSelector:
             machine=this_machine(),
             model=str(folder.resolve()) if folder.is_dir() else self._config.model,
             dtype=self._config.dtype,
-            quantization=self._config.quantization.removeprefix("u"),
+            quantization=self._config.quantization,
             vision_quantization=self._config.vision_quantization,
             sets={name: factory.identity() for name, factory in self._factories.items()},
         )

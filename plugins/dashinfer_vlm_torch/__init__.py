@@ -6,15 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from dashinfer_vlm_core.decoders import (
-    GUIDED_DECODING,
-    LORA,
-    SAMPLING_PARAMETERS,
-    Decoder,
-    DecoderFactory,
-    DecoderSupport,
-)
+from dashinfer_vlm_core.decoders import Decoder, DecoderFactory, DecoderSupport
 from dashinfer_vlm_core.hooks import hookimpl
+
+from .settings import SUPPORTED_PARAMS, TorchOptions
 
 if TYPE_CHECKING:
     from dashinfer_vlm_core.config import EngineConfig, PluginOptions
@@ -26,7 +21,7 @@ class TorchDecoderFactory:
     """The factory of the decoder `torch`. Decoders for a specific device type are expected to return a higher score."""
 
     name = "torch"
-    supported_params: frozenset[str] = SAMPLING_PARAMETERS | {GUIDED_DECODING, LORA}
+    supported_params: frozenset[str] = SUPPORTED_PARAMS
 
     def check_support(self, spec: ModelSpec, config: EngineConfig) -> DecoderSupport:
         return DecoderSupport(score=10, reason=f"PyTorch runs on any device; `device` is {config.device!r}.")
@@ -44,6 +39,4 @@ def register_decoders(register: Callable[[DecoderFactory], None]) -> None:
 
 @hookimpl
 def register_options(register: Callable[[type[PluginOptions]], None]) -> None:
-    from .settings import TorchOptions
-
     register(TorchOptions)

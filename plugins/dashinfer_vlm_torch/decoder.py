@@ -10,15 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from dashinfer_vlm_core.config import MIB, EngineConfig
-from dashinfer_vlm_core.decoders import (
-    GUIDED_DECODING,
-    LORA,
-    SAMPLING_PARAMETERS,
-    DecodeRequest,
-    DecoderStats,
-    Token,
-    check_request,
-)
+from dashinfer_vlm_core.decoders import DecodeRequest, DecoderStats, Token, check_request
 from dashinfer_vlm_core.errors import ConfigError, EngineClosed
 from dashinfer_vlm_core.kernels.choice import KernelSelector
 from dashinfer_vlm_core.kernels.linears import supported_bits
@@ -38,7 +30,7 @@ from .model import TextModel
 from .runner import ModelRunner
 from .scheduler import Scheduler
 from .sequence import SequenceState
-from .settings import TorchOptions
+from .settings import SUPPORTED_PARAMS, TorchOptions
 from .worker import OutputQueue, Worker
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -57,7 +49,7 @@ class TorchDecoder:
     """
 
     name = "torch"
-    supported_params: frozenset[str] = SAMPLING_PARAMETERS | {GUIDED_DECODING, LORA}
+    supported_params: frozenset[str] = SUPPORTED_PARAMS
     unsupported_vision_reason = ""
 
     def __init__(self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> None:

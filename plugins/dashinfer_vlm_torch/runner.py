@@ -97,7 +97,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def load_lora(self, lora: LoraWeights) -> TextLora:
-        """Read the text model's part of an adapter; see `TextModel.load_adapter`."""
+        """Read the text model's part of an adapter; see `TextModel.load_lora`."""
         return self._model.load_lora(lora)
 
     def check_device(self) -> None:

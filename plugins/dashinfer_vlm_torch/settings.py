@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from dashinfer_vlm_core.config import PluginOptions
+from dashinfer_vlm_core.decoders import GUIDED_DECODING, LORA
 from dashinfer_vlm_core.errors import ConfigError
+
+SUPPORTED_PARAMS = frozenset((
+    "temperature", "top_p", "top_k", "min_tokens", "seed", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "logit_bias", "stop_token_ids", "ignore_eos", "logprobs", GUIDED_DECODING, LORA,
+))  # fmt: skip
+"""What the decoder implements of a request; see `sampler.py`, and `kernel_sampler.py` for rows without `top_p`."""
 
 
 class TorchOptions(PluginOptions):
