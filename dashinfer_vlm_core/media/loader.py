@@ -145,9 +145,7 @@ class MediaLoader:
         try:
             return tuple(await asyncio.gather(*tasks))
         finally:
-            for future in (*tasks, *fetched.values()):
-                future.cancel()
-            await asyncio.gather(*tasks, *fetched.values(), return_exceptions=True)
+            await _cancel([*tasks, *fetched.values()])
             tasks.clear()  # their exceptions refer to this frame: the cycle would keep the media
             fetched.clear()
 
@@ -213,3 +211,9 @@ async def _check_bytes(frames: Iterable[Awaitable[bytes]], part: MediaPart, conf
 
 def closed_error() -> EngineClosed:
     return EngineClosed("The engine was closed. Start it again, or send the request to another engine.")
+
+
+async def _cancel(futures: Sequence[asyncio.Future[Any]]) -> None:
+    for future in futures:
+        future.cancel()
+    await asyncio.gather(*futures, return_exceptions=True)

@@ -182,7 +182,6 @@ def test_dangerous_requests_never_reach_the_engine(decoder, oracle):
         "repetition": (prompt(1, 5, repetition_penalty=2.5), InvalidParameter, "repetition_penalty"),
         "alternatives": (prompt(1, 5, logprobs=11), InvalidParameter, "top_logprobs"),
         "penalized": (prompt(1, 5, logprobs=1, repetition_penalty=1.5), UnsupportedParameter, "logprobs"),
-        "stop token": (prompt(1, 5, stop_token_ids=(96,)), InvalidParameter, "stop_token_ids"),
     }
 
     async def run():

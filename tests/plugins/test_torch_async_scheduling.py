@@ -115,7 +115,12 @@ def test_failed_step_discards_the_step_ahead(oracle, failing):
     async def run():
         async with decoding(oracle.decoder(schedules_ahead=True, speculative_method="none")) as decoder:
             ahead = Ahead(decoder._worker._runner, failing)
-            found = await asyncio.gather(*(collect(decoder, one) for one in requests), return_exceptions=True)
+            pause = DecoderPause(decoder, steps=0)
+            tasks = [asyncio.create_task(collect(decoder, one)) for one in requests]
+            while decoder.snapshot().running + decoder.snapshot().waiting < len(tasks):
+                await asyncio.sleep(0.001)
+            pause.release()
+            found = await asyncio.gather(*tasks, return_exceptions=True)
             assert ahead.launches == ahead.reads + 1
             assert decoder.snapshot().kv_used == 0
             return found
