@@ -15,6 +15,7 @@ from dashinfer_vlm_torch.runner import LaunchedStep, ModelRunner
 from dashinfer_vlm_torch.sampler import LaunchedArgmax
 from dashinfer_vlm_torch.sequence import ScheduledChunk, SequenceState
 from tests.decoder_pause import DecoderPause
+from tests.waiting import until
 
 from .oracle import collect, decoding, ids, prompt, text, visual
 from .test_torch_scheduler import scheduler, sequence, step
@@ -117,8 +118,7 @@ def test_failed_step_discards_the_step_ahead(oracle, failing):
             ahead = Ahead(decoder._worker._runner, failing)
             pause = DecoderPause(decoder, steps=0)
             tasks = [asyncio.create_task(collect(decoder, one)) for one in requests]
-            while decoder.snapshot().running + decoder.snapshot().waiting < len(tasks):
-                await asyncio.sleep(0.001)
+            await asyncio.to_thread(until, lambda: decoder.snapshot().running + decoder.snapshot().waiting == len(tasks))
             pause.release()
             found = await asyncio.gather(*tasks, return_exceptions=True)
             assert ahead.launches == ahead.reads + 1
