@@ -118,7 +118,9 @@ def test_failed_step_discards_the_step_ahead(oracle, failing):
             ahead = Ahead(decoder._worker._runner, failing)
             pause = DecoderPause(decoder, steps=0)
             tasks = [asyncio.create_task(collect(decoder, one)) for one in requests]
-            await asyncio.to_thread(until, lambda: decoder.snapshot().running + decoder.snapshot().waiting == len(tasks))
+            await asyncio.to_thread(
+                until, lambda: decoder.snapshot().running + decoder.snapshot().waiting == len(tasks)
+            )
             pause.release()
             found = await asyncio.gather(*tasks, return_exceptions=True)
             assert ahead.launches == ahead.reads + 1
