@@ -108,7 +108,7 @@ class ApiKeys:
         limits: the limits of keys without their own.
 
     Attributes:
-        file: the file, if it can be read again; None if there is none.
+        file: the file, if it can be read again.
         signature: the signature of the file when it was read.
 
     Raises:

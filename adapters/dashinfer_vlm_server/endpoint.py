@@ -117,7 +117,7 @@ def _describe_body(models: Sequence[type[BaseModel]]) -> dict[str, Any]:
 
 
 def find_endpoint(routes: Iterable[BaseRoute], scope: Scope) -> Endpoint | None:
-    """Return the endpoint of a request, or one for its path and another method; None if there is none."""
+    """Return the endpoint of a request, or one for its path and another method, if one exists."""
     for match in (Match.FULL, Match.PARTIAL):
         for route in routes:
             if isinstance(route, Endpoint) and route.matches(scope)[0] is match:

@@ -283,12 +283,14 @@ def check_request(request: DecodeRequest, spec: ModelSpec, *, max_model_len: int
 
     Raises:
         DecoderFailed: an invariant of DecodeRequest is violated; it is logged.
+        InvalidParameter: a token id does not exist; `param` names the option.
         ContextLengthExceeded: prompt and output together exceed `max_model_len`.
     """
     reason = _broken_invariant(request, spec)
     if reason:
         logger.error("The decoder received a malformed request %s: %s.", request.id, reason)
         raise DecoderFailed("The decoder received a malformed request; see the engine's log for the cause.")
+    request.sampling.check_token_ids(spec.vocab_size)
     prompt = len(request.token_ids)
     output = request.sampling.max_tokens or 0
     if prompt + output > max_model_len:

@@ -46,11 +46,7 @@ def check_request(request: ChatRequest, spec: ModelSpec, decoder: Supervisor, pr
 
 
 def _check_token_ids(sampling: Sampling, spec: ModelSpec) -> None:
-    for name, ids in (("logit_bias", sampling.logit_bias), ("stop_token_ids", sampling.stop_token_ids)):
-        if unknown := [index for index in ids if index >= spec.vocab_size]:
-            raise InvalidParameter(
-                f"`{name}` contains token id {unknown[0]}. Token ids must be 0 to {spec.vocab_size - 1}.", param=name
-            )
+    sampling.check_token_ids(spec.vocab_size)
     if sampling.min_tokens and len({*sampling.stop_token_ids, *spec.tokens.stop}) >= spec.vocab_size:
         raise InvalidParameter(
             "`stop_token_ids` covers the whole vocabulary, so `min_tokens` leaves no token to sample.",

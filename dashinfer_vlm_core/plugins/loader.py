@@ -16,7 +16,6 @@ from .discovery import (
     import_plugin,
     installed_entries,
     is_allowed,
-    missing_dependency,
     plugin_entries,
 )
 from .registry import PluginRow, Registry, lookup
@@ -83,17 +82,12 @@ def load_adapter(name: str) -> Any:
     """Import the object that an adapter's entry point names, such as the server's `create_app`.
 
     Raises:
-        PluginError: no adapter with that name is installed.
+        PluginError: no adapter with that name is installed, or its code raises an exception.
         MissingDependency: its extra is not installed.
     """
     entries = {entry.name: entry for entry in entry_points(group=ADAPTER_GROUP)}
     entry = lookup("adapter", name, entries)
-    try:
-        return entry.load()
-    except MissingDependency:
-        raise
-    except ImportError as error:
-        raise missing_dependency(entry, error) from error
+    return import_plugin(entry)
 
 
 def _load(entry: EntryPoint, registry: Registry, seen: set[str], *, strict: bool) -> PluginRow:

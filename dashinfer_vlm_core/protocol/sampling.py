@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
+from ..errors import InvalidParameter
+
 GREEDY_BELOW = 1e-5
 """Temperatures below this count as 0, as in vLLM: they select the same token, but overflow single precision."""
 
@@ -54,6 +56,18 @@ class Sampling:
     def seeded(self, index: int) -> Sampling:
         """Return the parameters of choice `index` of a request: its seed is the first choice's plus `index`."""
         return self if self.seed is None else replace(self, seed=(self.seed + index + 2**63) % 2**64 - 2**63)
+
+    def check_token_ids(self, vocab_size: int) -> None:
+        """Check that the tokens of `logit_bias` and `stop_token_ids` exist.
+
+        Raises:
+            InvalidParameter: one does not; `param` names the option.
+        """
+        for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+            if (unknown := next((token for token in ids if not 0 <= token < vocab_size), None)) is not None:
+                raise InvalidParameter(
+                    f"`{name}` contains token id {unknown}. Token ids must be 0 to {vocab_size - 1}.", param=name
+                )
 
     def requested_params(self) -> frozenset[str]:
         """Return the parameters that differ from `NEUTRAL`. A decoder must support all of them to serve the request."""

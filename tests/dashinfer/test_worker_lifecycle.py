@@ -181,6 +181,7 @@ def test_dangerous_requests_never_reach_the_engine(decoder, oracle):
         "minimum": (prompt(1, 5, min_tokens=3), UnsupportedParameter, "min_tokens"),
         "repetition": (prompt(1, 5, repetition_penalty=2.5), InvalidParameter, "repetition_penalty"),
         "alternatives": (prompt(1, 5, logprobs=11), InvalidParameter, "top_logprobs"),
+        "stop token": (prompt(1, 5, stop_token_ids=(96,)), InvalidParameter, "stop_token_ids"),
         "penalized": (prompt(1, 5, logprobs=1, repetition_penalty=1.5), UnsupportedParameter, "logprobs"),
     }
 

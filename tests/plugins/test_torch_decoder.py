@@ -23,6 +23,7 @@ from dashinfer_vlm_core.errors import (
     ContextLengthExceeded,
     DecoderFailed,
     EngineClosed,
+    InvalidParameter,
     QueueFull,
 )
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
@@ -392,3 +393,14 @@ def test_setup_errors_are_named(oracle, tmp_path):
     decoder = factory.create(replace(spec, folder=tmp_path), config, selector(config))
     with pytest.raises(CheckpointError, match="safetensors"):
         asyncio.run(decoder.start())
+
+
+@pytest.mark.parametrize("options", [{"logit_bias": {96: 1.0}}, {"logit_bias": {-1: 1.0}}, {"stop_token_ids": (96,)}])
+def test_invalid_token_ids_are_rejected_by_name(oracle, options):
+    async def run():
+        async with decoding(oracle.decoder()) as decoder:
+            await collect(decoder, prompt(1, 5, **options))
+
+    with pytest.raises(InvalidParameter, match="must be 0 to 95") as refusal:
+        asyncio.run(run())
+    assert [refusal.value.param] == list(options)
