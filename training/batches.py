@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from training import compose, drawing, labels, out_of_scope, questions, tokenizer, tools
+from training import compose, drawing, labels, out_of_scope, questions, tokenizer, tools, user_scenes
 from training.compose import Grid
 from training.network import Batch
 from training.questions import Mention, Question
@@ -29,6 +29,8 @@ TOOL_PROMPT = 560
 """Maximum number of tokens of the system message of such a row."""
 LISTS = 0.22
 """Share of the rows with one image whose objects have a clear order: four random objects rarely do."""
+MANY = 0.06
+"""Share of the images as users draw them that show more objects than the model counts."""
 PAIRS = 0.5
 """Share of the images of a set with two objects, which are easily confused with images of one object."""
 MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -57,8 +59,14 @@ class Mix:
     also_share: float = 0.0
     photos: float = 0.0
     """Share of the rows with one image whose image is a photograph without shapes."""
+    drawn: float = 0.0
+    """Share of the rows with one image whose shapes are those of `user_scenes`."""
+    unknown: float = 0.0
+    """Share of the rows with one image that shows something that the model does not know."""
     tools: float = 0.0
     """Share of the batches whose prompts offer tools."""
+    grids: Mapping[Grid, float] = field(default_factory=lambda: compose.IMAGE_GRIDS)
+    """Sizes of the images, with their weights."""
 
     def pick(self, rng: random.Random, generators: Mapping[Any, float], shown: object) -> Question | None:
         """Choose a generator by weight and let it create a question."""
@@ -191,7 +199,7 @@ def encode(text: str) -> list[int]:
 def batch(rng: random.Random, rows: int = ROWS, mix: Mix | None = None) -> Batch:
     """Create a batch of one image size with all kinds of rows: images, sets, videos and plain text."""
     mix = mix or Mix()
-    grid = compose.choose(rng, compose.IMAGE_GRIDS)
+    grid = compose.choose(rng, mix.grids)
     videos = mix.videos if grid in compose.VIDEO_GRIDS else 0.0
     sets = mix.sets if grid[0] * grid[1] <= 25 else mix.sets / 2
     makers = (_image_story, _set_story, _video_story, _text_story)
@@ -201,7 +209,7 @@ def batch(rng: random.Random, rows: int = ROWS, mix: Mix | None = None) -> Batch
 
 def tool_batch(rng: random.Random, mix: Mix) -> Batch:
     """Create a batch of prompts that offer tools, with one image or without."""
-    grid = compose.choose(rng, compose.IMAGE_GRIDS)
+    grid = compose.choose(rng, mix.grids)
     return pack([_tool_story(rng, grid, mix) for _ in range(TOOL_ROWS)], grid)
 
 
@@ -337,10 +345,24 @@ def _image(rng: random.Random, grid: Grid, mix: Mix) -> tuple[drawing.Scene, Map
     """Compose one image, and return it with the question generators about it."""
     if mix.photos and rng.random() < mix.photos:
         return compose.compose_photo(rng, grid), out_of_scope.PHOTO_GENERATORS
+    if mix.unknown and rng.random() < mix.unknown:
+        return user_scenes.compose_unknown(rng, grid), out_of_scope.PHOTO_GENERATORS
+    if mix.drawn and rng.random() < mix.drawn:
+        return _drawn(rng, grid)
     if rng.random() < LISTS:
         return _list_scene(rng, grid), _LIST_GENERATORS
     count = rng.choices((0, 1, 2, 3, 4), (0.05, 0.22, 0.33, 0.24, 0.16))[0]
     return compose.compose(rng, grid, count, clear=rng.random() < 0.55), questions.IMAGE_GENERATORS
+
+
+def _drawn(rng: random.Random, grid: Grid) -> tuple[drawing.Scene, Mapping[Any, float]]:
+    """Compose an image as users draw them, and return it with the question generators about it."""
+    if rng.random() < MANY:
+        many = user_scenes.compose_many(rng, grid)
+        if many:
+            return many, out_of_scope.MANY_GENERATORS
+    count = rng.choices((1, 2, 3, 4), (0.5, 0.2, 0.16, 0.14))[0]
+    return user_scenes.compose(rng, grid, count), questions.IMAGE_GENERATORS
 
 
 def _list_scene(rng: random.Random, grid: Grid) -> drawing.Scene:

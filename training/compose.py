@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from training.drawing import COLORS, FIELD, FIELDS, SHAPES, Backdrop, Rgb, Scene, SceneObject, paint
@@ -43,7 +44,7 @@ class Video:
     recolored: tuple[str, str] | None = None
 
 
-def choose(rng: random.Random, weights: dict[Grid, float]) -> Grid:
+def choose(rng: random.Random, weights: Mapping[Grid, float]) -> Grid:
     """Choose a random grid by weight."""
     return rng.choices(list(weights), list(weights.values()))[0]
 
@@ -70,8 +71,8 @@ def compose(rng: random.Random, grid: Grid, count: int, *, clear: bool = False, 
     """Compose an image of `count` objects, or fewer if they do not fit; `clear` keeps them off the center lines."""
     width, height = canvas(rng, grid)
     objects = _objects(rng, width, height, count, clear)
-    backdrop = photo(rng) if busy and not objects and rng.random() < 0.5 else _backdrop(rng, busy)
-    return Scene(width=width, height=height, objects=objects, backdrop=backdrop, jpeg=_jpeg(rng))
+    behind = photo(rng) if busy and not objects and rng.random() < 0.5 else backdrop(rng, busy)
+    return Scene(width=width, height=height, objects=objects, backdrop=behind, jpeg=jpeg_quality(rng))
 
 
 def compose_set(rng: random.Random, grid: Grid, images: int, *, pairs: float = 0.35) -> list[Scene]:
@@ -86,11 +87,11 @@ def compose_change(rng: random.Random, grid: Grid) -> list[Scene]:
     index, kind = rng.randrange(len(objects)), rng.random()
     if kind < 0.42:
         color = rng.choice([word for word in COLORS if word not in {item.color for item in objects}])
-        objects[index] = replace(objects[index], color=color, rgb=_rgb(rng, color))
+        objects[index] = replace(objects[index], color=color, rgb=object_color(rng, color))
     elif kind < 0.84:
         free = [word for word in SHAPES if word not in {item.shape for item in objects}]
         objects[index] = replace(objects[index], shape=rng.choice(free))
-    return [before, replace(before, objects=tuple(objects), jpeg=_jpeg(rng))]
+    return [before, replace(before, objects=tuple(objects), jpeg=jpeg_quality(rng))]
 
 
 def compose_video(rng: random.Random, grid: Grid, frames: int, motion: str) -> Video:
@@ -129,8 +130,8 @@ def photo(rng: random.Random) -> Backdrop:
 def compose_photo(rng: random.Random, grid: Grid) -> Scene:
     """Compose an image without shapes: similar to a photograph, or strong noise."""
     width, height = canvas(rng, grid)
-    backdrop = photo(rng) if rng.random() < 0.7 else _noise(rng)
-    return Scene(width=width, height=height, objects=(), backdrop=backdrop, jpeg=_jpeg(rng))
+    behind = photo(rng) if rng.random() < 0.7 else _noise(rng)
+    return Scene(width=width, height=height, objects=(), backdrop=behind, jpeg=jpeg_quality(rng))
 
 
 def _noise(rng: random.Random) -> Backdrop:
@@ -144,7 +145,8 @@ def _noise(rng: random.Random) -> Backdrop:
     )
 
 
-def _backdrop(rng: random.Random, busy: bool) -> Backdrop:
+def backdrop(rng: random.Random, busy: bool) -> Backdrop:
+    """Create a background of one color, with a gradient or, if `busy`, with clouds and noise."""
     gray = rng.choice((255, 255, 248, 240, 230, 215, 200, 150, 90, 45, 25, 10))
     tint = rng.choice((0, 0, 8, 15))
     red, green, blue = (max(0, min(255, gray + rng.randint(-tint, tint))) for _ in range(3))
@@ -166,11 +168,13 @@ def _backdrop(rng: random.Random, busy: bool) -> Backdrop:
     )
 
 
-def _jpeg(rng: random.Random) -> int | None:
+def jpeg_quality(rng: random.Random) -> int | None:
+    """Choose the quality of lossy compression; None for most images."""
     return rng.randint(50, 95) if rng.random() < 0.12 else None
 
 
-def _rgb(rng: random.Random, color: str) -> Rgb:
+def object_color(rng: random.Random, color: str) -> Rgb:
+    """Choose a shade of a color."""
     # Dark orange looks brown, dark yellow looks olive and dark pink looks purple: these colors stay bright.
     darkest = 0.86 if color in ("orange", "yellow", "pink") else 0.72
     return paint(color, rng.uniform(-6, 6), rng.uniform(0.78, 1), rng.uniform(darkest, 1))
@@ -186,7 +190,9 @@ def _objects(rng: random.Random, width: int, height: int, count: int, clear: boo
         _place_objects(rng, width, height, count, clear), colors, shapes, strict=False
     ):
         tilt = rng.uniform(-0.12, 0.12)
-        objects.append(SceneObject(color=color, shape=shape, x=x, y=y, radius=radius, tilt=tilt, rgb=_rgb(rng, color)))
+        objects.append(
+            SceneObject(color=color, shape=shape, x=x, y=y, radius=radius, tilt=tilt, rgb=object_color(rng, color))
+        )
     return tuple(objects)
 
 
@@ -225,7 +231,7 @@ def _resting_video(rng: random.Random, base: Scene, mover: SceneObject, frames: 
     if motion == "still" or frames < 4:
         return Video(scenes=_with_witness(rng, base, [mover] * frames), direction=None)
     color = rng.choice([word for word in COLORS if word != mover.color])
-    later = replace(mover, color=color, rgb=_rgb(rng, color))
+    later = replace(mover, color=color, rgb=object_color(rng, color))
     cut = 2 * rng.randint(1, frames // 2 - 1)  # between two pairs of frames, so that no temporal patch has both colors
     scenes = tuple(replace(base, objects=(item,)) for item in [mover] * cut + [later] * (frames - cut))
     return Video(scenes=scenes, direction=None, recolored=(mover.color, color))

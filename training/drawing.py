@@ -10,19 +10,23 @@ import colorsys
 import functools
 import io
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from PIL import Image, ImageDraw
 
+from training import figures
+from training.figures import Figure
+from training.outlines import SHAPES, Rgb, outline, rotate
+
+__all__ = [
+    "COLORS", "FIELD", "FIELDS", "SHAPES", "Backdrop", "Rgb", "Scene", "SceneObject", "mirror", "paint", "render",
+    "render_video",
+]  # fmt: skip
+
 HUES = {"red": 0, "orange": 28, "yellow": 55, "green": 120, "cyan": 183, "blue": 225, "purple": 272, "pink": 322}
 """Hue of each color name in degrees, far enough apart for a variation of 6 degrees."""
 COLORS = tuple(HUES)
-SHAPES = ("circle", "square", "triangle", "star", "cross")
-
-Point = tuple[float, float]
-Rgb = tuple[int, int, int]
-
 OVERSAMPLING = 4  # shapes are drawn larger by this factor and downsampled, for smooth edges and subpixel positions
 FIELD = 320  # side of the precomputed noise fields in pixels; they repeat on a larger canvas
 FIELDS = 24
@@ -39,6 +43,8 @@ class SceneObject:
     radius: float
     tilt: float
     rgb: Rgb
+    form: float = 0.0
+    """Proportions of the shape, -1 to 1; see `outline`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +72,8 @@ class Scene:
     objects: tuple[SceneObject, ...]
     backdrop: Backdrop
     jpeg: int | None = None
+    figures: tuple[Figure, ...] = ()
+    """What the model does not know."""
 
 
 def paint(color: str, wobble: float, saturation: float, value: float) -> Rgb:
@@ -79,6 +87,8 @@ def render(scene: Scene) -> Image.Image:
     image = _backdrop(scene.backdrop, scene.width, scene.height)
     for item in scene.objects:
         _draw(image, item)
+    for figure in scene.figures:
+        figures.draw(image, figure)
     return _lossy(image, scene.jpeg) if scene.jpeg else image
 
 
@@ -96,43 +106,8 @@ def render_video(scenes: list[Scene]) -> list[Image.Image]:
 
 def mirror(scene: Scene) -> Scene:
     """Mirror a scene horizontally, except for its backdrop, which no question is about."""
-    objects = tuple(
-        SceneObject(
-            color=item.color,
-            shape=item.shape,
-            x=scene.width - item.x,
-            y=item.y,
-            radius=item.radius,
-            tilt=-item.tilt,
-            rgb=item.rgb,
-        )
-        for item in scene.objects
-    )
-    return Scene(width=scene.width, height=scene.height, objects=objects, backdrop=scene.backdrop, jpeg=scene.jpeg)
-
-
-@functools.cache
-def _outline(shape: str) -> tuple[Point, ...]:
-    """Return the vertices of a shape of radius 1 around the origin; empty for a circle."""
-    if shape == "square":
-        return ((-0.84, -0.84), (0.84, -0.84), (0.84, 0.84), (-0.84, 0.84))
-    if shape == "triangle":
-        return ((0.0, -0.95), (0.95, 0.8), (-0.95, 0.8))
-    if shape == "star":
-        radii = (1.02, 0.42)
-        angles = [-math.pi / 2 + corner * math.pi / 5 for corner in range(10)]
-        return tuple((radii[i % 2] * math.cos(angle), radii[i % 2] * math.sin(angle)) for i, angle in enumerate(angles))
-    if shape == "cross":
-        arm, half = 0.97, 0.34
-        quarter = [(-half, -arm), (half, -arm), (half, -half)]
-        rotated = [_rotate(point, turn * math.pi / 2) for turn in range(4) for point in quarter]
-        return tuple(rotated)
-    return ()
-
-
-def _rotate(point: Point, angle: float) -> Point:
-    cos, sin = math.cos(angle), math.sin(angle)
-    return point[0] * cos - point[1] * sin, point[0] * sin + point[1] * cos
+    objects = tuple(replace(item, x=scene.width - item.x, tilt=-item.tilt) for item in scene.objects)
+    return replace(scene, objects=objects)
 
 
 def _draw(image: Image.Image, item: SceneObject) -> None:
@@ -142,11 +117,11 @@ def _draw(image: Image.Image, item: SceneObject) -> None:
     x, y, radius = (item.x - left) * scale, (item.y - top) * scale, item.radius * scale
     mask = Image.new("L", (side * scale, side * scale))
     pen = ImageDraw.Draw(mask)
-    outline = [_rotate(corner, item.tilt) for corner in _outline(item.shape)]
-    if outline:
-        pen.polygon([(x + radius * dx, y + radius * dy) for dx, dy in outline], fill=255)
-    else:
+    if item.shape == "circle":
         pen.ellipse((x - 0.94 * radius, y - 0.94 * radius, x + 0.94 * radius, y + 0.94 * radius), fill=255)
+    else:
+        corners = [rotate(corner, item.tilt) for corner in outline(item.shape, item.form)]
+        pen.polygon([(x + radius * dx, y + radius * dy) for dx, dy in corners], fill=255)
     image.paste(item.rgb, (left, top), mask.reduce(scale))
 
 

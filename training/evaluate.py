@@ -22,6 +22,7 @@ Answer = Callable[[Sequence[Sample]], list[str]]
 FLOORS = dict.fromkeys(scenes.IMAGE_TASKS, 0.95) | {"list": 0.80, "nth": 0.95, "which": 0.95}
 FLOORS |= dict.fromkeys(("motion", "motion_still", "motion_two_frames"), 0.95)
 FLOORS |= dict.fromkeys((*scenes.OUT_OF_SCOPE_TASKS, "tools offered"), 0.95)
+FLOORS |= dict.fromkeys(scenes.CENTERED_TASKS, 0.95) | dict.fromkeys(scenes.UNKNOWN_TASKS, 0.90)
 """The required exact match per task."""
 
 

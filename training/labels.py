@@ -10,10 +10,13 @@ import numpy as np
 
 from training.compose import DIRECTIONS, Grid
 from training.drawing import COLORS, SHAPES, Scene, SceneObject
+from training.figures import Figure
 
 TWELFTHS = 12
-CELLS = (len(COLORS) + 1, len(SHAPES) + 1, TWELFTHS, TWELFTHS, len(DIRECTIONS) + 1)
-"""Number of values of each label; the last color and the last shape mean background, motion 0 means no motion."""
+BACKGROUND, NOT_KNOWN = len(SHAPES), len(SHAPES) + 1
+"""Values of the label "shape"."""
+CELLS = (len(COLORS) + 1, len(SHAPES) + 2, TWELFTHS, TWELFTHS, len(DIRECTIONS) + 1)
+"""Number of values of each label; the last color means background, motion 0 means no motion."""
 PLACES = (4, 4, 4)
 """Labels of a vision token in the language model: vertical quarter, horizontal quarter, image number or time step."""
 UNKNOWN = -100
@@ -31,13 +34,17 @@ def cells(first: Scene, second: Scene, grid: Grid) -> np.ndarray:
 
 def _cells(scene: Scene, grid: Grid) -> np.ndarray:
     labels = np.full((*grid, len(CELLS)), UNKNOWN, np.int64)
-    labels[..., 0], labels[..., 1] = len(COLORS), len(SHAPES)
+    labels[..., 0], labels[..., 1] = len(COLORS), BACKGROUND
     best = np.zeros(grid, np.float32)
     for item in scene.objects:
         share = _overlap(scene, item, grid)
         labels[(share > TOUCHED) & (share <= COVERED) & (best < COVERED)] = UNKNOWN
         labels[share > np.maximum(best, COVERED)] = _values(scene, item)
         best = np.maximum(best, share)
+    for figure in scene.figures:
+        share = _overlap(scene, figure, grid)
+        labels[share > TOUCHED] = UNKNOWN
+        labels[share > COVERED, 1] = NOT_KNOWN
     return labels
 
 
@@ -58,7 +65,7 @@ def _mark_motion(labels: np.ndarray, first: Scene, second: Scene, grid: Grid) ->
         labels[seen, 4] = 1 + list(DIRECTIONS.values()).index(step)
 
 
-def _overlap(scene: Scene, item: SceneObject, grid: Grid) -> np.ndarray:
+def _overlap(scene: Scene, item: SceneObject | Figure, grid: Grid) -> np.ndarray:
     """Return the overlap of an object's box with each cell, as a share of the smaller of the two, (rows, columns)."""
     height, width, reach = scene.height / grid[0], scene.width / grid[1], 0.9 * item.radius
     tops, lefts = np.arange(grid[0]) * height, np.arange(grid[1]) * width

@@ -325,7 +325,9 @@ GENERATORS: dict[Callable[..., Question | None], float] = {
 PHOTO_GENERATORS: dict[Callable[..., Question | None], float] = {
     describe: 2, questions.describe: 1.5, questions.count: 0.7, questions.exists: 0.7, absent: 1, generator("photo"): 2,
 }  # fmt: skip
-"""Question generators about an image without shapes, with their weights in training."""
+"""Question generators about a photograph or another image without known shapes, with their weights in training."""
+MANY_GENERATORS: dict[Callable[..., Question | None], float] = {describe: 1, questions.describe: 1, questions.count: 1}
+"""Question generators about more objects than the model counts."""
 
 
 def _phrase(rng: random.Random, forms: Forms, unseen: bool) -> str:

@@ -144,21 +144,28 @@ def corner(scene: Scene, item: SceneObject) -> str | None:
     return f"{'top' if y < 0 else 'bottom'} {'left' if x < 0 else 'right'}"
 
 
+def summary(scene: Scene) -> str | None:
+    """Return the description of a scene without objects, or with more than the model counts; None for others."""
+    if not scene.objects:
+        return vocabulary.NOT_KNOWN if scene.figures else vocabulary.NO_SHAPES
+    return vocabulary.MANY_SHAPES if len(scene.objects) >= len(NUMBERS) else None
+
+
 def describe(rng: random.Random, scene: Scene) -> Question | None:
-    """Ask for a description: one object by name, two with their relation, three or more from left to right."""
+    """Ask for a description: one object by name, two with their relation, three or four from left to right."""
     count = len(scene.objects)
     answer = description(scene)
     if answer is None:
         return None
-    task = ("empty", "describe_one", "describe_two", "list")[min(count, 3)]
+    task = ("empty", "describe_one", "describe_two", "list", "list", "many")[min(count, len(NUMBERS))]
     forms = _LIST if count > 2 and rng.random() < 0.4 else _DESCRIBE
     return _naming(_question(rng, task, forms, answer), [0])
 
 
 def description(scene: Scene) -> str | None:
     """Return the sentence that describes a scene; None if the order of the objects is ambiguous."""
-    if not scene.objects:
-        return vocabulary.NO_SHAPES
+    if found := summary(scene):
+        return found
     if len(scene.objects) == 1:
         return _sentence(name(scene.objects[0]))
     if len(scene.objects) == 2:
@@ -172,8 +179,8 @@ def description(scene: Scene) -> str | None:
 
 def count(rng: random.Random, scene: Scene) -> Question | None:
     number = len(scene.objects)
-    if not number:
-        return _question(rng, "empty", _COUNT, vocabulary.NO_SHAPES)
+    if found := summary(scene):
+        return _question(rng, "many" if number else "empty", _COUNT, found)
     answer = "There is one shape." if number == 1 else f"There are {NUMBERS[number]} shapes."
     return _question(rng, "count", _COUNT, answer)
 
@@ -262,7 +269,7 @@ def exists(rng: random.Random, scene: Scene) -> Question | None:
 def absent(rng: random.Random, scene: Scene) -> Question | None:
     """Ask about an object that does not exist."""
     if not scene.objects:
-        return _question(rng, "empty", _EMPTY, vocabulary.NO_SHAPES)
+        return _question(rng, "empty", _EMPTY, summary(scene) or "")
     shapes, colors = {item.shape for item in scene.objects}, {item.color for item in scene.objects}
     if rng.random() < 0.4:
         word = rng.choice([word for word in COLORS if word not in colors])

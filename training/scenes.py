@@ -13,7 +13,7 @@ from typing import Any
 
 from PIL import Image as PILImage
 
-from training import compose, out_of_scope, questions, tokenizer
+from training import compose, out_of_scope, questions, tokenizer, user_scenes
 from training.compose import Grid, Video
 from training.drawing import Scene, render, render_video
 from training.questions import Question
@@ -134,6 +134,41 @@ def _about_photo(rng: random.Random) -> tuple[tuple[Scene, ...], bool, Question 
     return (scene,), False, out_of_scope.ask_about_photo(rng, scene, unseen=True)
 
 
+def _centered(radius: int) -> Maker:
+    """Create samples with one shape in the middle of a white image of 224 x 224 pixels."""
+
+    def make(rng: random.Random) -> tuple[tuple[Scene, ...], bool, Question | None]:
+        scene = user_scenes.centered(rng, radius)
+        return (scene,), False, questions.describe(rng, scene)
+
+    return make
+
+
+def _drawn(*counts: int) -> Maker:
+    """Create samples with one image as users draw them."""
+
+    def make(rng: random.Random) -> tuple[tuple[Scene, ...], bool, Question | None]:
+        scene = user_scenes.compose(rng, _grid(rng), rng.choice(counts))
+        return (scene,), False, questions.describe(rng, scene) if len(scene.objects) in counts else None
+
+    return make
+
+
+def _many(rng: random.Random) -> tuple[tuple[Scene, ...], bool, Question | None]:
+    scene = user_scenes.compose_many(rng, (6, 6))
+    return ((scene,), False, questions.describe(rng, scene)) if scene else ((), False, None)
+
+
+def _unknown(kind: str) -> Maker:
+    """Create samples with one figure of a kind that the model does not know, at least 40 % of the side."""
+
+    def make(rng: random.Random) -> tuple[tuple[Scene, ...], bool, Question | None]:
+        scene = user_scenes.compose_unknown(rng, _grid(rng), kind, smallest=0.4)
+        return (scene,), False, questions.describe(rng, scene)
+
+    return make
+
+
 def _topic(name: str, *counts: int) -> Maker:
     """Create samples about a topic of `out_of_scope`, in unseen words; -1 among `counts` stands for no image."""
     ask = out_of_scope.generator(name, unseen=True)
@@ -149,6 +184,12 @@ def _grid(rng: random.Random) -> Grid:
     return compose.choose(rng, compose.IMAGE_GRIDS)
 
 
+RADII = (15, 30, 45, 60, 75, 90, 105)
+"""Radii in pixels of centered shapes."""
+UNKNOWN_KINDS = (
+    "letter", "word", "5 corners", "6 corners", "circle outline", "square outline", "bar chart", "line chart", "face",
+    "heart",
+)  # fmt: skip
 _MOVING, _LENGTHS = ("steady", "pairs", "jump"), (3, 4, 5, 6, 8)
 
 TASKS: dict[str, Maker] = {
@@ -186,11 +227,18 @@ TASKS: dict[str, Maker] = {
     "unknown": _topic("unknown", 1, 2, 3, 4),
     "photo": _about_photo,
     "describe_freely": _image(functools.partial(out_of_scope.describe, unseen=True), 1, 2),
+    "drawn_one": _drawn(1),
+    "drawn_more": _drawn(2, 3, 4),
+    "drawn_many": _many,
+    **{f"centered, radius {radius}": _centered(radius) for radius in RADII},
+    **{f"unknown: {kind}": _unknown(kind) for kind in UNKNOWN_KINDS},
 }
 """The factory for samples of each task."""
 IMAGE_TASKS = tuple(list(TASKS)[:13])
 SET_TASKS = ("nth", "which", "nth_colour", "each", "changed")
 VIDEO_TASKS = ("motion", "motion_still", "motion_two_frames", "clip", "recolour")
 TEXT_TASKS = ("chat", "no_picture", "outside_text")
+CENTERED_TASKS = tuple(task for task in TASKS if task.startswith("centered"))
+UNKNOWN_TASKS = tuple(task for task in TASKS if task.startswith("unknown:"))
 OUT_OF_SCOPE_TASKS = (*out_of_scope.TOPICS,)
 """Tasks whose prompts are not phrased as in training."""

@@ -1,4 +1,4 @@
-"""Train the demo model: `python -m training.train --out DIR` from scratch, with `--start CHECKPOINT` from its weights.
+"""Train the demo model: `python -m training.train --out DIR` from scratch, or from a checkpoint with another `--plan`.
 
 The schedule counts steps, and the scenes of a step depend only on (seed, step, batch index): a run that is stopped and
 resumed ends with the same weights as an uninterrupted one, regardless of the speed of the machine. Processes share the
@@ -21,7 +21,7 @@ import torch
 from torch import distributed, multiprocessing
 
 from training import batches as making
-from training import out_of_scope, published, questions
+from training import compose, out_of_scope, published, questions
 from training.learner import MEMORY, Learner, Tally
 from training.network import Architecture, Batch
 
@@ -126,6 +126,19 @@ TUNE = Plan(
     memory=0.98,
 )
 """Continue from a checkpoint, with prompts about what the model does not know and with tools."""
+
+# Half of the single images are as users draw them; images of 6 x 6 tokens, to which a square upload is resized, are
+# frequent. Everything that was learned before is repeated.
+DRAWN = replace(
+    SETTLE, images=13, sets=5, videos=4, text=1.6, also=out_of_scope.GENERATORS, also_share=0.2, photos=0.1, tools=0.1,
+    drawn=0.5, unknown=0.18, grids=compose.IMAGE_GRIDS | {(6, 6): 12},
+)  # fmt: skip
+DRAW = Plan(
+    stages=(Stage(name="draw", steps=4500, rate=7e-4, warmup=200, cooldown=0.85, batches=2, mix=DRAWN, pointing=0.2),),
+    seed=2,
+)
+"""Continue from a checkpoint, the vision encoder included, with images as users draw them."""
+PLANS = {"scratch": PLAN, "tune": TUNE, "draw": DRAW}
 
 
 def make_batch(plan: Plan, stage: Stage, step: int, number: int) -> Batch:
@@ -254,10 +267,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m training.train", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for the progress, from which a run is resumed")
     parser.add_argument("--processes", type=int, default=2, help="processes with one thread each; at most one per core")
-    parser.add_argument("--start", type=Path, help="continue from this checkpoint with the plan TUNE")
+    parser.add_argument("--plan", choices=PLANS, default="scratch", help="the schedule (default: %(default)s)")
+    parser.add_argument("--start", type=Path, help="continue from this checkpoint")
     options = parser.parse_args(arguments)
-    plan = replace(TUNE, start=options.start) if options.start else PLAN
-    run(plan, Conduct(out=options.out, processes=options.processes))
+    if (options.plan == "scratch") == bool(options.start):
+        parser.error("--start is required by all plans except scratch")
+    run(replace(PLANS[options.plan], start=options.start), Conduct(out=options.out, processes=options.processes))
 
 
 if __name__ == "__main__":

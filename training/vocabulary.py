@@ -5,6 +5,9 @@ from __future__ import annotations
 import random
 
 NO_SHAPES = "I see no shapes."
+NOT_KNOWN = "I see no shape that I know."
+"""About an image of something else: a letter, a hexagon, a chart."""
+MANY_SHAPES = "I see more than four shapes."
 NO_IMAGE = "I do not see a picture."
 OUTSIDE = "I only know simple shapes, colours and motion."
 

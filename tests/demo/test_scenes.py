@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from training import compose, drawing, scenes, sizes
+from training import compose, drawing, figures, questions, scenes, sizes, user_scenes, vocabulary
 
 KINDS = ("describe_one", "list", "nth", "motion", "empty")
 
@@ -113,3 +114,34 @@ def test_content_places_question_according_to_layout() -> None:
     assert before.content()[0]["type"] == "text"
     texts = [part["text"] for part in labeled.content() if part["type"] == "text"]
     assert texts[:2] == ["Picture 1: ", "Picture 2: "]
+
+
+@pytest.mark.parametrize("kind", figures.KINDS)
+def test_unknown_figures_are_seen_in_pixels_and_have_no_description(kind: str) -> None:
+    scene = user_scenes.compose_unknown(random.Random(3), (6, 6), kind)
+    drawn = np.asarray(drawing.render(replace(scene, jpeg=None)), np.int16)
+    empty = np.asarray(drawing.render(replace(scene, figures=(), jpeg=None)), np.int16)
+    assert (np.abs(drawn - empty).max(axis=-1) > 30).mean() > 0.003
+    assert questions.description(scene) == vocabulary.NOT_KNOWN
+
+
+def test_users_shapes_have_any_size_and_stay_mostly_inside() -> None:
+    rng, shares = random.Random(4), []
+    for _ in range(400):
+        scene = user_scenes.compose(rng, compose.choose(rng, compose.IMAGE_GRIDS), rng.randint(1, 4))
+        for item in scene.objects:
+            shares.append(2 * item.radius / min(scene.width, scene.height))
+            keep = item.radius * (1 - user_scenes.CUT)
+            assert keep - 1 <= item.x <= scene.width - keep + 1
+            assert keep - 1 <= item.y <= scene.height - keep + 1
+    assert min(shares) < 0.2
+    assert max(shares) > 0.9
+
+
+def test_more_objects_than_the_model_counts() -> None:
+    rng = random.Random(5)
+    scene = next(filter(None, (user_scenes.compose_many(rng, (6, 6)) for _ in range(50))))
+    assert len(scene.objects) > 4
+    question = questions.count(rng, scene)
+    assert question
+    assert question.answer == questions.description(scene) == vocabulary.MANY_SHAPES
