@@ -62,17 +62,18 @@ def _create_pipeline(config: EngineConfig, registry: Registry, observer: Request
     folder = find_model(config.model, registered=registry.models, revision=config.revision)
     family = registry.family_of(folder)
     spec = registry.load_spec(folder)
+    # Before the decoder, which imports torch: the process that decodes media imports its libraries at the same time.
+    processor = family.image_processor(spec, config)
+    media_decoder = MediaDecoder(config=config, readers=readers, policy=spec.video.with_config(config))
+    media_executor = create_executor(
+        config, family=family, folder=folder, spec=spec, processor=processor, decoder=media_decoder
+    )
     kernels = KernelSelector(registry.kernels.values(), config)
     factory, reason = select_decoder(registry, spec, config)
     logger.info("model %s from %s, decoder %s: %s", config.name, folder, factory.name, reason)
     decoder = Supervisor(lambda: factory.create(spec, config, kernels), restarts=config.limits.decoder_restarts)
     prompts = PromptBuilder.load(spec, family.prompt_layout(spec), config, max_model_len=decoder.max_model_len)
     IncrementalDetokenizer(prompts.tokenizer)  # rejects one that is not byte-level now, not at the first request
-    processor = family.image_processor(spec, config)
-    media_decoder = MediaDecoder(config=config, readers=readers, policy=spec.video.with_config(config))
-    media_executor = create_executor(
-        config, family=family, folder=folder, spec=spec, processor=processor, decoder=media_decoder
-    )
     vision = _load_vision(family, spec, config, kernels, registry)
     return ChatPipeline(
         name=config.name,
