@@ -10,12 +10,13 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from ..config import ENV_PREFIX, EngineConfig, variable, variables_set
 from ..errors import ConfigError
 from ..plugins import ALLOWED_VARIABLE, options_registry
 from .config_file import CONFIG_FILE, FileOption, option_location, warn_if_readable
-from .options import EngineOption, engine_options
+from .options import MODEL_ARGUMENT, EngineOption, engine_options
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -54,12 +55,25 @@ class EngineCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
-            return super().parse_args(ctx, args)
+            rest = super().parse_args(ctx, args)
         except click.BadParameter as error:
             location = option_location(error.param.name if error.param else None)
             if location is None:
                 raise
             raise click.BadParameter(f"{error.message} It is set in {location}.", error.ctx, error.param) from error
+        self.use_model_argument(ctx)
+        return rest
+
+    def use_model_argument(self, ctx: click.Context) -> None:
+        """Make MODEL, if the command has this argument and it is given, the value of `--model`."""
+        model = None if ctx.resilient_parsing else ctx.params.pop(MODEL_ARGUMENT, None)
+        if model is None:
+            return
+        option = ctx.params["model"]
+        if ctx.get_parameter_source("model") is ParameterSource.COMMANDLINE and option != model:
+            raise click.UsageError(f"MODEL is {model!r}, but --model is {option!r}. Leave out one of the two.", ctx)
+        ctx.params["model"] = model
+        ctx.set_parameter_source("model", ParameterSource.COMMANDLINE)
 
     def invoke(self, ctx: click.Context) -> Any:
         names = {option.name for option in self.engine_options if option.name}

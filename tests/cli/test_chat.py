@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from dashinfer_vlm_cli.chat import chat
 from dashinfer_vlm_cli.conversation import Conversation
 from dashinfer_vlm_cli.media import clipboard_part, find_media, media_part
 from dashinfer_vlm_cli.repl import COMMANDS, Repl
@@ -338,6 +339,36 @@ def test_repl_help_lists_commands_and_unknown_is_rejected(repl):
 def test_single_prompt_with_image(run, server_url, images):
     result = run("chat", "--api-base", server_url("A red circle."), "--image", images / "circle.png", "What is it?")
     assert (result.stdout, result.exit_code) == ("A red circle.\n", 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "model", "prompt"),
+    [
+        (["demo"], "demo", None),
+        (["CHECKPOINT"], "CHECKPOINT", None),
+        (["demo", "demo"], "demo", "demo"),
+        (["maker/model", "Is it?"], "maker/model", "Is it?"),
+        (["Is it?", "--model", "demo"], "demo", "Is it?"),
+        (["demonstration"], None, "demonstration"),
+        (["-"], None, "-"),
+        ([""], None, ""),
+        (["~nobody"], None, "~nobody"),
+        (["long" * 1000], None, "long" * 1000),
+        ([], None, None),
+    ],
+)
+def test_single_argument_is_model_or_prompt(tiny_checkpoint, monkeypatch, words, model, prompt):
+    monkeypatch.chdir(tiny_checkpoint)
+    given = [str(tiny_checkpoint) if word == "CHECKPOINT" else word for word in words]
+    with chat.make_context("chat", given) as context:
+        found = (context.params["model"], context.params["prompt"])
+    assert found == (str(tiny_checkpoint) if model == "CHECKPOINT" else model, prompt)
+
+
+def test_model_of_server_is_selected_by_argument(run, server_url):
+    url = server_url("Yes.")
+    assert run("chat", "--api-base", url, "tiny", "Is it?").stdout == "Yes.\n"
+    assert "'other' is not served here" in run("chat", "--api-base", url, "other", "Is it?").stderr
 
 
 def test_dash_reads_standard_input_as_one_prompt(run, server_url):

@@ -269,6 +269,13 @@ def test_invalid_option_is_named(runner, options):
     assert options[0] in result.output
 
 
+@pytest.mark.parametrize("words", [["tiny"], ["--model", "tiny"], ["tiny", "--model", "tiny"]])
+def test_model_is_an_argument_or_an_option(tmp_path, words):
+    (tmp_path / "options.yaml").write_text("model: other")
+    with plugin.serve.make_context("serve", [*words, "--config", str(tmp_path / "options.yaml")]) as context:
+        assert context.params["model"] == "tiny"
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
