@@ -13,6 +13,7 @@ import click
 from click.core import ParameterSource
 
 from ..config import ENV_PREFIX, EngineConfig, variable, variables_set
+from ..config.vllm_arguments import vllm_hint
 from ..errors import ConfigError
 from ..plugins import ALLOWED_VARIABLE, options_registry
 from .config_file import CONFIG_FILE, FileOption, option_location, warn_if_readable
@@ -56,6 +57,11 @@ class EngineCommand(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
             rest = super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if not (hint := self._vllm_hint(error.option_name)):
+                raise
+            message = f"No such option '{error.option_name}'. {hint}"
+            raise click.NoSuchOption(error.option_name, message, ctx=ctx) from None
         except click.BadParameter as error:
             location = option_location(error.param.name if error.param else None)
             if location is None:
@@ -63,6 +69,14 @@ class EngineCommand(click.Command):
             raise click.BadParameter(f"{error.message} It is set in {location}.", error.ctx, error.param) from error
         self.use_model_argument(ctx)
         return rest
+
+    def _vllm_hint(self, flag: str) -> str:
+        """Return what to use instead of a flag of vLLM; empty if it has none of this name."""
+        name = flag.lstrip("-").replace("-", "_")
+        negated = name.startswith("no_")
+        flags = {each.name: ((negated and each.secondary_opts) or each.opts)[0] for each in self.engine_options}
+        hint = vllm_hint(name.removeprefix("no_"))
+        return re.sub(r"`(\w+)`", lambda option: f"`{flags.get(option[1], option[1])}`", hint)
 
     def use_model_argument(self, ctx: click.Context) -> None:
         """Make MODEL, if the command has this argument and it is given, the value of `--model`."""
