@@ -33,6 +33,11 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub("", text)
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, such as `1 token` or `2 tokens`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def show_note(text: str) -> None:
     """Print a note about the output, dim if the terminal supports it."""
     click.secho(printable(text), dim=True, color=has_colors())
