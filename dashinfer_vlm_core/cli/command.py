@@ -7,7 +7,7 @@ import functools
 import logging
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import click
 from click.core import ParameterSource
@@ -35,11 +35,16 @@ class EngineCommand(click.Command):
     """A command that has the options of EngineConfig and of plugins, and receives them as the parameter `config`.
 
     All its options can also be set in a YAML file, by their long names. `--help` lists them by section, in the order of
-    their declaration. Variables with our prefix that set nothing are logged.
+    their declaration after `first_sections`. Variables with our prefix that set nothing are logged.
+
+    Attributes:
+        first_sections: titles of sections of the help.
 
     Raises, when the command runs:
         ConfigError: a value is out of range, or the file is invalid; the message contains the name of the option.
     """
+
+    first_sections: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"epilog": ENVIRONMENT, **kwargs})
@@ -100,7 +105,7 @@ class EngineCommand(click.Command):
         return ctx.invoke(self.callback, **own, config=_config(given))
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {}
+        sections: dict[str, list[tuple[str, str]]] = {title: [] for title in self.first_sections}
         for param in self.get_params(ctx):
             title = param.section if isinstance(param, FileOption) else "Options"
             record = None if isinstance(param, click.Argument) else param.get_help_record(ctx)

@@ -13,7 +13,7 @@ from ..config import variable
 from ..errors import DashInferVLMError
 from ..plugins import PluginRow, add_commands, load_plugins
 from ..version import __version__
-from .terminal import show_table
+from .terminal import colored, has_colors
 
 SETUP_FAILED = 2
 """Exit code of errors that the operator has to fix; click uses the same for an invalid command line."""
@@ -73,11 +73,14 @@ def list_plugins(as_json: bool, strict: bool) -> None:
 
 
 def _show(rows: list[PluginRow]) -> None:
-    cells = [(row.name, row.status, row.distribution, ", ".join(row.provides) or "commands only") for row in rows]
-    show_table(("Plugin", "Status", "From", "Provides"), cells)
+    formatter = click.get_current_context().make_formatter()
     for row in rows:
-        if row.problem:
-            click.echo(f"\n{row.name}: {row.problem}")
+        with formatter.section(f"{row.name} ({row.distribution}), {colored(row.status)}"):
+            if row.problem:
+                formatter.write(f"  {row.problem}\n")  # in one line, so that a command in it can be copied
+            else:
+                formatter.write_text(", ".join(row.provides) or "commands only")
+    click.echo(formatter.getvalue().strip(), color=has_colors())
 
 
 def main() -> None:

@@ -48,9 +48,10 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     cells = [[column.upper() for column in columns], *rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:
-        click.echo("  ".join(map(_padded, row, widths)).rstrip(), color=has_colors())
+        click.echo("  ".join(map(colored, row, widths)).rstrip(), color=has_colors())
 
 
-def _padded(cell: str, width: int) -> str:
+def colored(cell: str, width: int = 0) -> str:
+    """Return a cell of a table; one with a status in its color."""
     text = cell.ljust(width)
     return click.style(text, fg=_COLORS[cell]) if cell in _COLORS else text

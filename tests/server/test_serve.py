@@ -260,6 +260,14 @@ def test_help_lists_every_engine_option(runner):
     assert "DASHINFER_VLM_MAX_PIXELS for --max-pixels" in text
 
 
+def test_help_begins_with_model_memory_and_speed(runner):
+    lines = runner("serve", "--help").output.splitlines()
+    titles = [line.removesuffix(":") for line in lines if re.fullmatch(r"[A-Z].*:", line)]
+    assert titles[:6] == [*plugin.serve.first_sections, "API keys", "Requests"]
+    assert "  --model NAME|FOLDER" in lines[lines.index("Model:") + 1]
+    assert lines.index("Model:") < 20
+
+
 @pytest.mark.parametrize(
     "options", [["--port", "65536"], ["--port", "x"], ["--max-body-mib", "0"], ["--no-such-option"]]
 )
