@@ -456,6 +456,7 @@ def test_unreachable_server_is_reported():
     result = run_process("chat", "--api-base", "http://127.0.0.1:9/v1", "Is it?")
     assert result.returncode == 2
     assert result.stderr.startswith("dashinfer-vlm: http://127.0.0.1:9/v1: The server cannot be reached")
+    assert "that a server such as `dashinfer-vlm serve` is running there" in result.stderr
 
 
 WITHOUT_EXTRA = (
