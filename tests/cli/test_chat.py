@@ -291,7 +291,7 @@ def test_repl_checks_files_that_are_attached(repl, tmp_path, images):
         (f"/image {text}", f"{text}: This is not a complete PNG, JPEG"),
         (f"/video {text}", f"{text}: The video is incomplete or its format is not supported"),
         (f"/image {images}/moving.mp4", f"{images}/moving.mp4: This is not a complete PNG"),
-        (f"What is in {incomplete}?", f"{incomplete}: This is not a complete PNG"),
+        (f"{incomplete} What is it?", f"{incomplete}: This is not a complete PNG"),
         (str(incomplete), f"{incomplete}: This is not a complete PNG"),
     ):
         session.handle(line)
