@@ -15,7 +15,7 @@ from ..decoders import LORA, DecoderFactory, DecoderSupport
 from ..decoders.supervisor import Supervisor
 from ..embedding_store import EmbeddingStoreOptions, open_store, redacted
 from ..embedding_store.client import EmbeddingStoreClient
-from ..errors import SetupError
+from ..errors import ConfigError, SetupError
 from ..kernels.choice import KernelSelector
 from ..media.decoder import MediaDecoder
 from ..media.loader import MediaLoader
@@ -62,6 +62,7 @@ def _create_pipeline(config: EngineConfig, registry: Registry, observer: Request
     folder = find_model(config.model, registered=registry.models, revision=config.revision)
     family = registry.family_of(folder)
     spec = registry.load_spec(folder)
+    _check_context_length(config, spec)
     # Before the decoder, which imports torch: the process that decodes media imports its libraries at the same time.
     processor = family.image_processor(spec, config)
     media_decoder = MediaDecoder(config=config, readers=readers, policy=spec.video.with_config(config))
@@ -91,6 +92,15 @@ def _create_pipeline(config: EngineConfig, registry: Registry, observer: Request
         loras=LoraManager(config, spec, decoder, partial(family.load_vision_encoder, spec, config, kernels)),
         observer=observer,
     )
+
+
+def _check_context_length(config: EngineConfig, spec: ModelSpec) -> None:
+    if config.max_model_len is not None and config.max_model_len > spec.max_model_len:
+        raise ConfigError(
+            f"`max_model_len` is {config.max_model_len}, but the model {config.name} supports at most"
+            f" {spec.max_model_len} tokens. Lower it, or remove it.",
+            param="max_model_len",
+        )
 
 
 def _load_vision(
