@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Strict, Tag, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Strict,
+    Tag,
+    ValidationInfo,
+    model_validator,
+)
 
 from .field_names import FieldNames, UnknownMedia
 from .fields import RETURNED_FIELDS
@@ -36,16 +46,15 @@ class RequestModel(BaseModel):
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         super().__pydantic_init_subclass__(**kwargs)
         fields = [field.alias or name for name, field in cls.model_fields.items()]
-        logged = cls.model_config["extra"] != "forbid"
-        cls._field_names = FieldNames(fields, cls._accepted_fields, cls._unknown_media, logged=logged)
+        cls._field_names = FieldNames(fields, cls._accepted_fields, cls._unknown_media)
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_nulls(cls, data: object) -> object:
+    def _drop_nulls_and_check_names(cls, data: object, info: ValidationInfo) -> object:
         if not isinstance(data, dict):
             return data
         given = {key: value for key, value in data.items() if value is not None}
-        cls._field_names.check(given)
+        cls._field_names.check(given, [] if info.context is None else info.context)
         return given
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -10,7 +11,16 @@ from typing_extensions import Self
 
 from .base import RequestModel
 from .fields import RejectedFields, reject_fields
+from .name_log import NameLog
 from .validation_errors import explain
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+_LOG = NameLog(
+    logger,
+    "Requests have unknown fields, which are ignored: %s.",
+    "Further unknown fields of requests are not logged.",
+)
 
 
 class RequestBody(RequestModel):
@@ -27,10 +37,13 @@ class RequestBody(RequestModel):
         """
         if isinstance(data, Mapping) and not isinstance(data, dict):
             data = dict(data)
+        unknown: list[str] = []
         try:
-            return cls.model_validate(data)
+            request = cls.model_validate(data, context=unknown)
         except ValidationError as error:
             raise explain(error) from None
+        _LOG.log(unknown)
+        return request
 
 
 class CheckedBody(RequestBody):

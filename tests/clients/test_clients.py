@@ -8,7 +8,7 @@ import operator
 import openai
 import pytest
 
-from dashinfer_vlm_core.protocol import field_names
+from dashinfer_vlm_core.protocol import body
 from dashinfer_vlm_core.protocol.name_log import NameLog
 from tests.clients import table
 from tests.clients.drivers import DRIVERS, TOOL, Color, openai_messages, responses_input, weather
@@ -130,11 +130,11 @@ CONVERSATIONS = [
 @pytest.mark.filterwarnings("ignore:Accessing the 'model_")  # LiteLLM, in streams
 @pytest.mark.parametrize("converse", CONVERSATIONS)
 def test_fields_of_responses_can_be_sent_back(served, converse, monkeypatch, caplog):
-    monkeypatch.setattr(field_names, "_LOG", NameLog(field_names.logger, "%s", "No more."))
+    monkeypatch.setattr(body, "_LOG", NameLog(body.logger, "%s", "No more."))
     served.script.play(CALL, '{"color": "green"}', "No.", RESPONSE)
     assert converse(served) == RESPONSE
     assert len(served.script.requests) == 4
-    assert [record.getMessage() for record in caplog.records if record.name == field_names.__name__] == []
+    assert [record.getMessage() for record in caplog.records if record.name == body.__name__] == []
 
 
 def test_page_has_a_result_or_a_reason_for_every_cell():

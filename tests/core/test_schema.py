@@ -18,7 +18,7 @@ from openai.types.shared import ReasoningEffort
 from pydantic import ValidationError
 
 from dashinfer_vlm_core.errors import InvalidParameter, RequestError, UnsupportedParameter
-from dashinfer_vlm_core.protocol import LOW_DETAIL_PIXELS, ChatRequest, MediaPart, field_names
+from dashinfer_vlm_core.protocol import LOW_DETAIL_PIXELS, ChatRequest, MediaPart, body
 from dashinfer_vlm_core.protocol.fields import IGNORED_FIELDS, REJECTED_FIELDS, SUPPORTED_FIELDS
 from dashinfer_vlm_core.protocol.name_log import MAX_LOGGED, NameLog
 from dashinfer_vlm_core.protocol.sampling import Sampling
@@ -442,14 +442,14 @@ def test_unknown_field_is_ignored(name):
 
 def new_log():
     return NameLog(
-        field_names.logger,
+        body.logger,
         "Requests have unknown fields, which are ignored: %s.",
         "Further unknown fields of requests are not logged.",
     )
 
 
 def test_unknown_field_is_logged_once(caplog, monkeypatch):
-    monkeypatch.setattr(field_names, "_LOG", new_log())
+    monkeypatch.setattr(body, "_LOG", new_log())
     for _ in range(3):
         ChatRequest.parse(request(**{"logged once": 1, "forged\nline": 2}))
     assert [record.getMessage() for record in caplog.records] == [
