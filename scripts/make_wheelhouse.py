@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, requires
+from importlib.util import find_spec
 from pathlib import Path
 
 from packaging.markers import default_environment
@@ -77,6 +78,9 @@ def make(folder: Path, python: str, machine: str, extras: str, max_mib: float) -
         raise WheelhouseFailed(f"{python!r} is not a version of Python such as 3.12")
     if folder.exists() and any(folder.iterdir()):
         raise WheelhouseFailed(f"{folder} is not empty")
+    if not find_spec("hatchling"):
+        fix = f"{sys.executable} -m pip install hatchling"
+        raise WheelhouseFailed(f"hatchling, which builds this package's wheel, is not installed. Run: {fix}")
     folder.mkdir(parents=True, exist_ok=True)
     environment = target_environment(python, machine)
     pins = read_pins((ROOT / "constraints.txt").read_text(encoding="utf-8"), environment)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from dataclasses import replace
 from functools import partial
@@ -151,13 +150,12 @@ def test_all_families_pass_and_tiny_model_is_timed(cache, monkeypatch):
 @pytest.mark.usefixtures("cache")
 def test_wrong_token_fails():
     options = ("--device", "cpu", "--model", "none", "--family", "qwen2_vl")
-    done = invoke(*options, "--json", registry=registry_with(WrongThirdToken))
+    done = invoke(*options, registry=registry_with(WrongThirdToken))
     assert done.exit_code == 1
-    found = json.loads(done.stdout)
-    passed = [name for name in found["checks"] if name not in found["failed"]]
+    passed = [name for name, result in rows(done.stdout).items() if result == "passed"]
     assert passed == [f"qwen2_vl {dtype}: vision encoder, 3 images, 1 video" for dtype in ("float32", "bfloat16")]
-    assert "first 2 of 16 equal" in found["checks"]["qwen2_vl float32: greedy tokens of 5 at once"]["figure"]
-    assert (found["timings"], found["limits"]) == ({}, {})
+    assert re.search(r"float32: greedy tokens of 5 at once \| \*\*FAILED\*\* \| .*first 2 of 16 equal", done.stdout)
+    assert "## Timings" not in done.stdout
 
 
 @pytest.mark.slow
@@ -301,8 +299,6 @@ def test_report_states_shares_of_limits_and_failures():
     assert "| 2b: vision | 20.00 | 800.0 images/s | 300.00 TFLOP/s | 50.0 % | not measured |" in markdown
     assert "| timings of 2b | **FAILED** | RuntimeError: OOM / x | runs |" in markdown
     assert markdown.endswith("**FAILED on cpu: timings of 2b.**")
-    found = json.loads(report.as_json(results))
-    assert (found["failed"], found["timings"]["2b: step"]["share"]) == (["timings of 2b"], 0.75)
 
 
 @pytest.mark.slow

@@ -48,6 +48,13 @@ def test_folder_above_limit_fails_with_largest_wheels(script, tmp_path, monkeypa
         script.make(tmp_path / "wheels", "3.12", "x86_64", "server", 2)
 
 
+def test_missing_build_backend_is_reported_before_anything_is_written(script, tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "find_spec", {}.get)
+    with pytest.raises(script.WheelhouseFailed, match=r"hatchling, .*: \S+ -m pip install hatchling$"):
+        script.make(tmp_path / "wheels", "3.12", "x86_64", "server", 60)
+    assert not (tmp_path / "wheels").exists()
+
+
 def test_invalid_requests_are_rejected(script, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(script.WheelhouseFailed, match="is not empty"):

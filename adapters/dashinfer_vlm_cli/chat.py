@@ -6,11 +6,13 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from dashinfer_vlm_core.cli.command import EngineCommand
+from dashinfer_vlm_core.cli.options import MODEL_ARGUMENT, ModelArgument, model_names
 from dashinfer_vlm_core.cli.terminal import printable, show_note
 from dashinfer_vlm_core.errors import ConfigError, DashInferVLMError
 
@@ -25,7 +27,24 @@ if TYPE_CHECKING:
 STANDARD_INPUT = "-"
 
 
-@click.command(cls=EngineCommand)
+class ChatCommand(EngineCommand):
+    """A command whose only argument is a prompt, unless it is a model."""
+
+    def use_model_argument(self, ctx: click.Context) -> None:
+        only = ctx.params[MODEL_ARGUMENT]
+        if only is not None and ctx.params["prompt"] is None and not _is_model(only):
+            ctx.params.update({MODEL_ARGUMENT: None, "prompt": only})
+        super().use_model_argument(ctx)
+
+
+def _is_model(text: str) -> bool:
+    with contextlib.suppress(OSError, RuntimeError):  # a long text, or one with ~, is not a path
+        if text and (Path(text).expanduser() / "config.json").is_file():
+            return True
+    return len(text.split()) == 1 and text in model_names()
+
+
+@click.command(cls=ChatCommand, params=[ModelArgument()])
 @click.argument("prompt", required=False)
 @click.option("--image", "images", multiple=True, metavar="PATH|URL", help="Image for the first prompt; repeatable.")
 @click.option("--video", "videos", multiple=True, metavar="PATH|URL", help="Video for the first prompt; repeatable.")
@@ -47,7 +66,8 @@ def chat(
     """Chat with a model about images and videos.
 
     With PROMPT, send that prompt; `-` reads it from standard input. Without PROMPT, start a conversation if standard
-    input is a terminal (/help lists its commands), and read one prompt per line otherwise.
+    input is a terminal (/help lists its commands), and read one prompt per line otherwise. A single argument is MODEL
+    if it is a model on this machine: a registered name, a checkpoint folder, or a downloaded one.
     """
     conversation = Conversation()
     conversation.set_system(system)

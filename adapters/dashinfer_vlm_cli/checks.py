@@ -184,9 +184,11 @@ def _without_gpu(torch_version: str, cuda_version: str | None) -> Finding:
     names = {distribution.name.lower() for distribution in distributions()}
     libraries = sorted(name for name in names if re.fullmatch(r"(nvidia|cuda)-.*|triton", name))
     release = torch_version.partition("+")[0]
+    vision = ["torchvision"] if "torchvision" in names else []  # a build for CUDA cannot be used with torch for CPUs
     fix = (
-        f"Run: pip uninstall -y {' '.join(['torch', *libraries])} && pip install torch=={release} --index-url"
-        f" {CPU_INDEX}. If this machine has a GPU, check its driver with `nvidia-smi`."
+        f"Run: pip uninstall -y {' '.join(['torch', *vision, *libraries])} && pip install"
+        f" {' '.join([f'torch=={release}', *vision])} --index-url {CPU_INDEX}. If this machine has a GPU, check its"
+        " driver with `nvidia-smi`."
     )
     detail = (
         f"no device, but torch {torch_version} is a build for CUDA {cuda_version} with several GB of unused libraries"

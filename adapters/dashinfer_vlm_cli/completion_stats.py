@@ -8,12 +8,17 @@ from contextlib import aclosing, closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from dashinfer_vlm_core.cli.terminal import counted
+
 if TYPE_CHECKING:
     from openai.types import CompletionUsage
     from openai.types.chat import ChatCompletionChunk
 
     from .engines import AnyEngine
 
+
+MIN_SECONDS = 0.05
+"""From the first token to the last one, for which a rate is meaningful: the same as on the server's page."""
 
 STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 
@@ -58,7 +63,10 @@ class Completion:
 
     @property
     def tokens_per_second(self) -> float | None:
-        return 1 / self.seconds_per_token if self.seconds_per_token else None
+        """The rate after the first token; None if the time is too short to measure one."""
+        if self.seconds_per_token is None or self.chunk_times[-1] - self.chunk_times[0] < MIN_SECONDS:
+            return None
+        return 1 / self.seconds_per_token
 
     def add_chunk(self, chunk: ChatCompletionChunk, now: float) -> str:
         """Add a chunk and return its text."""
@@ -74,13 +82,13 @@ class Completion:
 
     def as_text(self) -> str:
         """Summarize token counts and rates in one line."""
-        parts = [f"{self.tokens} tokens"]
+        parts = [counted(self.tokens, "token")]
         if self.seconds_to_first_token is not None:
             parts.append(f"first after {self.seconds_to_first_token:.2f} s")
         if self.tokens_per_second is not None:
             parts.append(f"{self.tokens_per_second:.1f} tokens/s")
         if self.usage is not None:
-            parts.append(f"prompt {self.usage.prompt_tokens} tokens{_images(self.usage)}")
+            parts.append(f"prompt {counted(self.usage.prompt_tokens, 'token')}{_images(self.usage)}")
         return ", ".join(parts)
 
     def as_json(self) -> dict[str, Any]:

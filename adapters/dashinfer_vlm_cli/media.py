@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import mimetypes
 import re
@@ -11,7 +12,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 from urllib.parse import unquote, urlsplit
 
-from dashinfer_vlm_core.errors import MediaUndecodable, MediaUnreachable, MissingDependency
+from dashinfer_vlm_core.config import EngineConfig, Limits
+from dashinfer_vlm_core.errors import MediaUndecodable, MediaUnreachable, MissingDependency, RequestError
+from dashinfer_vlm_core.plugins import load_plugins
 
 Part: TypeAlias = "dict[str, Any]"
 Kind = Literal["image", "video"]
@@ -28,6 +31,7 @@ def media_part(kind: Kind, source: str) -> Part:
 
     Raises:
         MediaUnreachable: the file does not exist, or cannot be read.
+        RequestError: the file cannot be decoded; with the engine's message.
     """
     url = source if _is_url(source) else _file_url(kind, _local_path(source))
     return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
@@ -105,8 +109,32 @@ def _file_url(kind: Kind, path: Path) -> str:
         data = path.read_bytes()
     except OSError as error:
         raise MediaUnreachable(f"{path} cannot be read: {error.strerror or error}. Check the path.") from error
+    check = _check_image if kind == "image" else _check_video
+    try:
+        check(data)
+    except RequestError as error:
+        raise type(error)(f"{path}: {error.message}") from error
     media_type = mimetypes.guess_type(path.name)[0] or f"{kind}/{'png' if kind == 'image' else 'mp4'}"
     return _data_url(media_type, data)
+
+
+def _check_image(data: bytes) -> None:
+    from dashinfer_vlm_core.media.image import decode_image
+
+    decode_image(data, path="", max_pixels=Limits().max_decoded_pixels, background=(0, 0, 0))
+
+
+def _check_video(data: bytes) -> None:
+    """Decode the first frame, if a library for videos is installed: a server may have one."""
+    from dashinfer_vlm_core.media.video import select_readers, undecodable_error
+
+    readers = select_readers(load_plugins().video_readers, EngineConfig())
+    for reader in readers:
+        with contextlib.suppress(MediaUndecodable):
+            if any(True for _ in reader.open(data).frames([0], lambda: None)):
+                return
+    if readers:
+        raise undecodable_error()
 
 
 def _data_url(media_type: str, data: bytes) -> str:

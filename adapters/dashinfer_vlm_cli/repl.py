@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from dashinfer_vlm_core.cli.terminal import counted
 from dashinfer_vlm_core.errors import DashInferVLMError, InvalidParameter
 
 from .completion_stats import Completion, complete
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from .engines import AnyEngine
 
 NO_PROMPT = "There is no prompt yet."
+EXIT = ("exit", "quit", "/quit", "/bye")
+"""Lines that end the chat, as `/exit` does: those of Python, and of other chats."""
 
 
 @dataclass(kw_only=True)
@@ -50,7 +53,7 @@ class Repl:
             self.notify(f"{error.filename or 'The file'}: {error.strerror or error}.")
 
     def _handle(self, line: str) -> None:
-        name, _, argument = line.partition(" ")
+        name, _, argument = ("/exit" if line in EXIT else line).partition(" ")
         if name[:1] == "/" and name[1:] in COMMANDS:
             COMMANDS[name[1:]].run(self, argument.strip())
             return
@@ -124,13 +127,13 @@ class Repl:
             raise InvalidParameter(f"{path} already exists. Choose another name.")
         self.conversation.save(path)
         self.files.add(path.resolve())
-        self.notify(f"Saved to {path}, {self.conversation.num_prompts} prompts.")
+        self.notify(f"Saved to {path}, {counted(self.conversation.num_prompts, 'prompt')}.")
 
     def load(self, argument: str) -> None:
         path = Path(_required(argument, "/load PATH")).expanduser()
         self.conversation = Conversation.load(path)
         self.files.add(path.resolve())
-        self.notify(f"Loaded {path}, {self.conversation.num_prompts} prompts.")
+        self.notify(f"Loaded {path}, {counted(self.conversation.num_prompts, 'prompt')}.")
 
     def system(self, argument: str) -> None:
         if argument:
@@ -181,7 +184,7 @@ COMMANDS: Mapping[str, ChatCommand] = {
     "save": ChatCommand(Repl.save, "PATH", "save the conversation to a file"),
     "load": ChatCommand(Repl.load, "PATH", "load a conversation from a file"),
     "help": ChatCommand(Repl.help, "", "show this help"),
-    "exit": ChatCommand(Repl.leave, "", "exit (also Ctrl-D); Ctrl-C stops a response"),
+    "exit": ChatCommand(Repl.leave, "", "exit (also exit, quit, /bye or Ctrl-D); Ctrl-C stops a response"),
 }
 
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import click
-from click.core import ParameterSource
 
 from dashinfer_vlm_core.cli.command import EngineCommand
+from dashinfer_vlm_core.cli.options import ModelArgument
 from dashinfer_vlm_core.cli.terminal import show_table
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import ConfigError
@@ -55,9 +55,8 @@ class Round(NamedTuple):
         return self.alone.seconds + self.at_once.seconds
 
 
-@click.command(cls=EngineCommand)
-@click.argument("name", metavar="[MODEL]", required=False)
-def tune(*, name: str | None, config: EngineConfig) -> None:
+@click.command(cls=EngineCommand, params=[ModelArgument()])
+def tune(*, config: EngineConfig) -> None:
     """Measure the CPU kernels with a model, and store the fastest for its next starts.
 
     MODEL is a registered name, a checkpoint folder, or a Hugging Face model ID; by default, that of --model. Every
@@ -70,11 +69,6 @@ def tune(*, name: str | None, config: EngineConfig) -> None:
     from dashinfer_vlm_core.plugins import load_plugins
 
     log_warnings_only()
-    source = click.get_current_context().get_parameter_source("model")
-    if name is not None and source is ParameterSource.COMMANDLINE:
-        raise click.UsageError("The model is given twice: as MODEL and by --model. Leave out one of the two.")
-    if name is not None:
-        config = config.model_copy(update={"model": name})
     click.echo(f"{config.name} on {cpu_model()}\n")
     registry = load_plugins()
     rounds = _measure_sets(config, _usable_sets(config, registry))

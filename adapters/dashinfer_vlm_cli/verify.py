@@ -34,7 +34,6 @@ UNUSABLE = 2  # exit code if the device cannot be used
               " and 24 GB of the device.  [default: small and 2b on CUDA, tiny on a CPU]")  # fmt: skip
 @click.option("--minutes", default=9.0, show_default=True, type=click.FloatRange(min=0), metavar="NUMBER",
               help="Time limit. Timings that do not fit are skipped and named; all checks run.")  # fmt: skip
-@click.option("--json", "is_json", is_flag=True, help="Print JSON instead of Markdown.")
 @click.pass_context
 def verify(
     context: click.Context,
@@ -44,7 +43,6 @@ def verify(
     families: tuple[str, ...],
     sizes: tuple[str, ...],
     minutes: float,
-    is_json: bool,
 ) -> None:
     """Verify the vision encoder and the decoders on a GPU, and measure their speed.
 
@@ -72,7 +70,7 @@ def verify(
     for family in families:
         registry.family(family)
     asyncio.run(_verify(results, registry, families or sorted(registry.families), sizes))
-    click.echo(report.as_json(results) if is_json else report.as_markdown(results))
+    click.echo(report.as_markdown(results))
     context.exit(1 if results.failed else 0)
 
 

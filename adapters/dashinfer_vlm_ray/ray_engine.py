@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -10,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from dashinfer_vlm_core.engine import ChatEngine, EngineStatus
 from dashinfer_vlm_core.engine.observers import ObserverList, RequestObserver
-from dashinfer_vlm_core.errors import DashInferVLMError
+from dashinfer_vlm_core.errors import DashInferVLMError, EngineClosed, QueueFull
 from dashinfer_vlm_core.protocol import ChatRequest
 from dashinfer_vlm_core.protocol.client import current_client
 
 from .engine_replica import ReplicaReport, TokenCounts
-from .ray_errors import translate_errors
 from .session import session_id
 
 if TYPE_CHECKING:
@@ -211,3 +211,38 @@ def _combined(previous: EngineStatus, statuses: Sequence[EngineStatus]) -> Engin
     if ready or statuses:
         return ready or statuses[0]
     return previous if previous.state == "loading" else replace(previous, state="restarting")
+
+
+@contextlib.contextmanager
+def translate_errors() -> Iterator[None]:
+    """Raise the error that a replica raised, as the same class and without Ray's traceback in its message.
+
+    Errors of Ray itself become `EngineClosed` or `QueueFull`. Unexpected exceptions of a replica are raised unchanged.
+    """
+    from ray.exceptions import RayError, RayTaskError
+    from ray.serve.exceptions import BackPressureError, RayServeException
+
+    try:
+        yield
+    except BackPressureError as error:
+        raise QueueFull("Too many requests are waiting for a replica. Try again later.") from error
+    except RayTaskError as error:
+        if isinstance(error.cause, DashInferVLMError):
+            raise error.cause from None
+        raise
+    except (RayError, RayServeException) as error:
+        raise _replica_lost() from error
+    except asyncio.CancelledError:
+        if _is_canceled():
+            raise
+        raise _replica_lost() from None  # Ray raises it too if the replica was stopped, not the caller
+
+
+def _replica_lost() -> EngineClosed:
+    return EngineClosed("The replica that served the request has ended. Try again.", code="replica_lost")
+
+
+def _is_canceled() -> bool:
+    # Before Python 3.11, tasks do not know.
+    count = getattr(asyncio.current_task(), "cancelling", None)  # codespell:ignore cancelling
+    return count is None or count() > 0

@@ -84,6 +84,8 @@ def from_options(kind: type[T], options: Mapping[str, Any]) -> T:
 class ServerCommand(EngineCommand):
     """A command whose errors are logged in the format of log lines."""
 
+    first_sections = ("Model", "Scheduling and memory", "Images and videos", "Network")
+
     def invoke(self, ctx: click.Context) -> Any:
         with errors_as_records():
             return super().invoke(ctx)

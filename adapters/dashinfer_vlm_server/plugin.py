@@ -12,6 +12,7 @@ import click
 from click.core import ParameterSource
 
 from dashinfer_vlm_core.cli.config_file import option_location
+from dashinfer_vlm_core.cli.options import ModelArgument
 from dashinfer_vlm_core.config import EngineConfig, variable
 from dashinfer_vlm_core.embedding_store import EmbeddingStoreOptions
 from dashinfer_vlm_core.errors import extra_required
@@ -62,10 +63,13 @@ APPLICATION_OPTIONS = [_API_KEY, *options_of(KeyOptions), *options_of(Applicatio
 
 @click.command(
     cls=ServerCommand,
-    params=[*options_of(Address), *APPLICATION_OPTIONS, *options_of(ProcessOptions), _LOG_FORMAT],
+    params=[ModelArgument(), *options_of(Address), *APPLICATION_OPTIONS, *options_of(ProcessOptions), _LOG_FORMAT],
 )
 def serve(*, config: EngineConfig, **options: Any) -> None:
     """Serve OpenAI's Chat Completions and Responses APIs over HTTP.
+
+    MODEL is a registered name, a checkpoint folder, or a Hugging Face model ID, as --model; by default, the bundled
+    model `demo`.
 
     By default, the server listens on localhost only, without API keys or TLS. SIGTERM shuts it down gracefully. Exit
     codes: 0 after a signal; 1 unexpected error; 2 setup error; 3 the decoder failed permanently.

@@ -7,15 +7,17 @@ import functools
 import logging
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import click
+from click.core import ParameterSource
 
 from ..config import ENV_PREFIX, EngineConfig, variable, variables_set
+from ..config.vllm_arguments import vllm_hint
 from ..errors import ConfigError
 from ..plugins import ALLOWED_VARIABLE, options_registry
 from .config_file import CONFIG_FILE, FileOption, option_location, warn_if_readable
-from .options import EngineOption, engine_options
+from .options import MODEL_ARGUMENT, EngineOption, engine_options
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -33,11 +35,16 @@ class EngineCommand(click.Command):
     """A command that has the options of EngineConfig and of plugins, and receives them as the parameter `config`.
 
     All its options can also be set in a YAML file, by their long names. `--help` lists them by section, in the order of
-    their declaration. Variables with our prefix that set nothing are logged.
+    their declaration after `first_sections`. Variables with our prefix that set nothing are logged.
+
+    Attributes:
+        first_sections: titles of sections of the help.
 
     Raises, when the command runs:
         ConfigError: a value is out of range, or the file is invalid; the message contains the name of the option.
     """
+
+    first_sections: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"epilog": ENVIRONMENT, **kwargs})
@@ -54,12 +61,38 @@ class EngineCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
-            return super().parse_args(ctx, args)
+            rest = super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if not (hint := self._vllm_hint(error.option_name)):
+                raise
+            message = f"No such option '{error.option_name}'. {hint}"
+            raise click.NoSuchOption(error.option_name, message, ctx=ctx) from None
         except click.BadParameter as error:
             location = option_location(error.param.name if error.param else None)
             if location is None:
                 raise
             raise click.BadParameter(f"{error.message} It is set in {location}.", error.ctx, error.param) from error
+        self.use_model_argument(ctx)
+        return rest
+
+    def _vllm_hint(self, flag: str) -> str:
+        """Return what to use instead of a flag of vLLM; empty if it has none of this name."""
+        name = flag.lstrip("-").replace("-", "_")
+        negated = name.startswith("no_")
+        flags = {each.name: ((negated and each.secondary_opts) or each.opts)[0] for each in self.engine_options}
+        hint = vllm_hint(name.removeprefix("no_"))
+        return re.sub(r"`(\w+)`", lambda option: f"`{flags.get(option[1], option[1])}`", hint)
+
+    def use_model_argument(self, ctx: click.Context) -> None:
+        """Make MODEL, if the command has this argument and it is given, the value of `--model`."""
+        model = None if ctx.resilient_parsing else ctx.params.pop(MODEL_ARGUMENT, None)
+        if model is None:
+            return
+        option = ctx.params["model"]
+        if ctx.get_parameter_source("model") is ParameterSource.COMMANDLINE and option != model:
+            raise click.UsageError(f"MODEL is {model!r}, but --model is {option!r}. Leave out one of the two.", ctx)
+        ctx.params["model"] = model
+        ctx.set_parameter_source("model", ParameterSource.COMMANDLINE)
 
     def invoke(self, ctx: click.Context) -> Any:
         names = {option.name for option in self.engine_options if option.name}
@@ -72,7 +105,7 @@ class EngineCommand(click.Command):
         return ctx.invoke(self.callback, **own, config=_config(given))
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {}
+        sections: dict[str, list[tuple[str, str]]] = {title: [] for title in self.first_sections}
         for param in self.get_params(ctx):
             title = param.section if isinstance(param, FileOption) else "Options"
             record = None if isinstance(param, click.Argument) else param.get_help_record(ctx)

@@ -13,6 +13,7 @@ import yaml
 from click.core import ParameterSource
 
 from ..config.folders import warn_if_accessible
+from ..config.vllm_arguments import vllm_hint
 from ..errors import ConfigError
 
 Value: TypeAlias = "str | list[str]"
@@ -117,7 +118,7 @@ def _setting(known: Mapping[str, click.Option], key: str, value: Any) -> tuple[s
         visible = [flag for flag, option in known.items() if not option.hidden]
         close = difflib.get_close_matches(key.replace("_", "-"), visible, n=1)
         fix = f"Did you mean {close[0]!r}?" if close else "`--help` lists all options."
-        raise ConfigError(f"Unknown option {key!r}. {fix}", param=key)
+        raise ConfigError(f"Unknown option {key!r}. {vllm_hint(key.replace('-', '_')) or fix}", param=key)
     if isinstance(value, Mapping):
         return option.name, json.dumps(value)
     texts = list(map(str, value)) if isinstance(value, (list, tuple)) else [str(value)]

@@ -13,13 +13,41 @@ from ..config import variable
 from ..errors import DashInferVLMError
 from ..plugins import PluginRow, add_commands, load_plugins
 from ..version import __version__
-from .terminal import show_table
+from .terminal import colored, has_colors
 
 SETUP_FAILED = 2
 """Exit code of errors that the operator has to fix; click uses the same for an invalid command line."""
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+_MODELS = "Use `dashinfer-vlm models`."
+
+COMMAND_HINTS = {
+    "collect-env": "Use `dashinfer-vlm doctor`.",
+    "complete": "Use `dashinfer-vlm chat`.",
+    "list": _MODELS,
+    "ls": _MODELS,
+    "ps": "A server has one model, which its `/health` reports, and runs in the foreground of `dashinfer-vlm serve`.",
+    "pull": "A model is downloaded when it is first used, as by `dashinfer-vlm serve OWNER/NAME`.",
+    "rm": "Use `hf cache rm model/OWNER/NAME`: models are in the cache of Hugging Face.",
+    "run": "Use `dashinfer-vlm chat MODEL`, or `dashinfer-vlm serve MODEL` for a server.",
+    "run-batch": "Use `dashinfer-vlm batch`.",
+    "show": _MODELS,
+    "stop": "A server ends with Ctrl-C, or with SIGTERM.",
+}
+"""What to use instead of commands of Ollama and vLLM."""
+
+
+class CommandLine(click.Group):
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        hint = COMMAND_HINTS.get(args[0])
+        if hint and self.get_command(ctx, args[0]) is None:
+            raise click.UsageError(f"No such command {args[0]!r}. {hint}", ctx)
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=CommandLine, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="dashinfer-vlm")
 @click.option("--log-level", default="info", show_default=True, help="Minimum level of log records on standard error.",
               envvar=variable("log-level"), show_envvar=True,
@@ -45,11 +73,14 @@ def list_plugins(as_json: bool, strict: bool) -> None:
 
 
 def _show(rows: list[PluginRow]) -> None:
-    cells = [(row.name, row.status, row.distribution, ", ".join(row.provides) or "commands only") for row in rows]
-    show_table(("Plugin", "Status", "From", "Provides"), cells)
+    formatter = click.get_current_context().make_formatter()
     for row in rows:
-        if row.problem:
-            click.echo(f"\n{row.name}: {row.problem}")
+        with formatter.section(f"{row.name} ({row.distribution}), {colored(row.status)}"):
+            if row.problem:
+                formatter.write(f"  {row.problem}\n")  # in one line, so that a command in it can be copied
+            else:
+                formatter.write_text(", ".join(row.provides) or "commands only")
+    click.echo(formatter.getvalue().strip(), color=has_colors())
 
 
 def main() -> None:

@@ -38,8 +38,19 @@ SECTIONS = {
 """The first field of `EngineConfig` in each section of the help, and the section's title."""
 
 
+MODEL_ARGUMENT = "model_argument"
+
+
 class EngineOption(FileOption):
     """An option of the engine, shared by many commands. pydantic reads its environment variable."""
+
+
+class ModelArgument(click.Argument):
+    """The argument MODEL of an `EngineCommand`, which has the effect of `--model`."""
+
+    def __init__(self) -> None:
+        complete = functools.partial(_complete, "model", str)
+        super().__init__([MODEL_ARGUMENT], required=False, metavar="[MODEL]", shell_complete=complete)
 
 
 def engine_options() -> list[EngineOption]:

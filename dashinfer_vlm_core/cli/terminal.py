@@ -33,6 +33,11 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub("", text)
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, such as `1 token` or `2 tokens`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def show_note(text: str) -> None:
     """Print a note about the output, dim if the terminal supports it."""
     click.secho(printable(text), dim=True, color=has_colors())
@@ -43,9 +48,10 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     cells = [[column.upper() for column in columns], *rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:
-        click.echo("  ".join(map(_padded, row, widths)).rstrip(), color=has_colors())
+        click.echo("  ".join(map(colored, row, widths)).rstrip(), color=has_colors())
 
 
-def _padded(cell: str, width: int) -> str:
+def colored(cell: str, width: int = 0) -> str:
+    """Return a cell of a table; one with a status in its color."""
     text = cell.ljust(width)
     return click.style(text, fg=_COLORS[cell]) if cell in _COLORS else text

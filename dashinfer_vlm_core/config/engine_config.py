@@ -149,7 +149,7 @@ class EngineConfig(Options):
 
     # Capacity
     max_model_len: int | None = Field(None, ge=16)
-    """Maximum number of tokens of prompt plus completion; defaults to the checkpoint's limit."""
+    """Maximum number of tokens of prompt plus completion; at most the checkpoint's limit, which is the default."""
 
     max_batch_size: int = Field(32, ge=1, le=4096)
     """Maximum number of completions decoded together; a request with n=2 counts twice."""

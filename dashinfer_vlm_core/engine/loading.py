@@ -15,7 +15,7 @@ from ..decoders import LORA, DecoderFactory, DecoderSupport
 from ..decoders.supervisor import Supervisor
 from ..embedding_store import EmbeddingStoreOptions, open_store, redacted
 from ..embedding_store.client import EmbeddingStoreClient
-from ..errors import SetupError
+from ..errors import ConfigError, SetupError
 from ..kernels.choice import KernelSelector
 from ..media.decoder import MediaDecoder
 from ..media.loader import MediaLoader
@@ -62,17 +62,19 @@ def _create_pipeline(config: EngineConfig, registry: Registry, observer: Request
     folder = find_model(config.model, registered=registry.models, revision=config.revision)
     family = registry.family_of(folder)
     spec = registry.load_spec(folder)
+    _check_context_length(config, spec)
+    # Before the decoder, which imports torch: the process that decodes media imports its libraries at the same time.
+    processor = family.image_processor(spec, config)
+    media_decoder = MediaDecoder(config=config, readers=readers, policy=spec.video.with_config(config))
+    media_executor = create_executor(
+        config, family=family, folder=folder, spec=spec, processor=processor, decoder=media_decoder
+    )
     kernels = KernelSelector(registry.kernels.values(), config)
     factory, reason = select_decoder(registry, spec, config)
     logger.info("model %s from %s, decoder %s: %s", config.name, folder, factory.name, reason)
     decoder = Supervisor(lambda: factory.create(spec, config, kernels), restarts=config.limits.decoder_restarts)
     prompts = PromptBuilder.load(spec, family.prompt_layout(spec), config, max_model_len=decoder.max_model_len)
     IncrementalDetokenizer(prompts.tokenizer)  # rejects one that is not byte-level now, not at the first request
-    processor = family.image_processor(spec, config)
-    media_decoder = MediaDecoder(config=config, readers=readers, policy=spec.video.with_config(config))
-    media_executor = create_executor(
-        config, family=family, folder=folder, spec=spec, processor=processor, decoder=media_decoder
-    )
     vision = _load_vision(family, spec, config, kernels, registry)
     return ChatPipeline(
         name=config.name,
@@ -90,6 +92,15 @@ def _create_pipeline(config: EngineConfig, registry: Registry, observer: Request
         loras=LoraManager(config, spec, decoder, partial(family.load_vision_encoder, spec, config, kernels)),
         observer=observer,
     )
+
+
+def _check_context_length(config: EngineConfig, spec: ModelSpec) -> None:
+    if config.max_model_len is not None and config.max_model_len > spec.max_model_len:
+        raise ConfigError(
+            f"`max_model_len` is {config.max_model_len}, but the model {config.name} supports at most"
+            f" {spec.max_model_len} tokens. Lower it, or remove it.",
+            param="max_model_len",
+        )
 
 
 def _load_vision(

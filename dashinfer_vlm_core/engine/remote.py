@@ -234,7 +234,11 @@ def error_from_response(error: openai.APIError | httpx.HTTPError) -> DashInferVL
     if isinstance(error, openai.APITimeoutError | httpx.TimeoutException):
         return DeadlineExceeded("The server did not respond in time.")
     if isinstance(error, openai.APIConnectionError | httpx.HTTPError):
-        return EngineClosed("The server cannot be reached, or closed the connection.", code="connection_error")
+        return EngineClosed(
+            "The server cannot be reached, or closed the connection. Check `api_base`, and that a server such as"
+            " `dashinfer-vlm serve` is running there.",
+            code="connection_error",
+        )
     body = error.body if isinstance(error.body, Mapping) else {}
     message = str(body.get("message") or "The server rejected the request without a message.")
     code = error.code if isinstance(error.code, str) else None

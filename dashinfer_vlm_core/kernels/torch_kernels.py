@@ -20,6 +20,7 @@ class TorchKernels:
     name = "torch"
     supports_int8 = False
     supports_int4 = False
+    copies_weights = False
 
     def groups_experts(self, dtype: torch.dtype, inputs: Sequence[int]) -> bool:
         return False

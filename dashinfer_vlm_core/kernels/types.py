@@ -367,11 +367,13 @@ class Kernels(Protocol):
         name: the name shown in logs and reports.
         supports_int8: whether 8-bit weights are kept in 8 bits; otherwise they are rounded and kept in their dtype.
         supports_int4: the same for 4-bit weights.
+        copies_weights: whether layers and heads copy their weights, which may then be views of a mapped file.
     """
 
     name: str
     supports_int8: bool
     supports_int4: bool
+    copies_weights: bool
 
     def linear(
         self,

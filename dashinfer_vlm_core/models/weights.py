@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from ..errors import CheckpointError, ConfigError
@@ -71,7 +73,14 @@ class Weights(AbstractContextManager["Weights"]):
         return tensor
 
     def matrix(
-        self, modules: Sequence[str], outputs: Sequence[int], inputs: int, *, device: str, dtype: torch.dtype
+        self,
+        modules: Sequence[str],
+        outputs: Sequence[int],
+        inputs: int,
+        *,
+        device: str,
+        dtype: torch.dtype,
+        mapped: bool = False,
     ) -> StoredWeight:
         """Load the weights of linear layers, whose outputs are concatenated.
 
@@ -84,18 +93,36 @@ class Weights(AbstractContextManager["Weights"]):
             inputs: the number of inputs.
             device: torch's name of the device.
             dtype: the dtype of weights that are not quantized.
+            mapped: whether the result may be a view of the mapped file, which must not be kept or changed: for kernels
+                that copy the weights.
 
         Raises:
             CheckpointError: a tensor is missing or has another shape, or a file is damaged.
         """
+        shapes = [(count, inputs) for count in outputs]
         if self._quantized.isdisjoint(modules):
+            if mapped and (view := self._view(modules, shapes, dtype)) is not None:
+                return view
             joined = mmap_buffer.empty([sum(outputs), inputs], dtype, device)
             for module, part in zip(modules, torch.split(joined, list(outputs)), strict=True):
                 self.read(f"{module}.weight", part)
             return joined
-        shapes = [(count, inputs) for count in outputs]
         parts = [self._part(*named, device=device, dtype=dtype) for named in zip(modules, shapes, strict=True)]
         return self._join(modules, parts, inputs, device=device, dtype=dtype)
+
+    def _view(
+        self, modules: Sequence[str], shapes: Sequence[tuple[int, int]], dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """Return weights in the file; None if they must be converted or do not follow each other there."""
+        located = [self._locate(f"{module}.weight") for module in modules]
+        file = located[0][0]
+        if self._merge is not None or any(other != file for other, _ in located):
+            return None
+        with open_tensors(file, "pt") as opened:
+            parts = [opened.get_tensor(name) for _, name in located]
+        if any(part.dtype != dtype or part.shape != shape for part, shape in zip(parts, shapes, strict=True)):
+            return None
+        return _adjacent(parts)
 
     def _part(self, module: str, shape: tuple[int, int], *, device: str, dtype: torch.dtype) -> StoredWeight:
         if self.reader is None or module not in self._quantized:
@@ -216,6 +243,19 @@ def _copy(
             " format that `quantization_config` in config.json declares. Copy or download the checkpoint again."
         )
     into.copy_(merge(tensor))
+
+
+def _adjacent(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return matrices [n, inputs] as one without a copy, if they follow each other in one mapping of memory."""
+    if any(one.data_ptr() + one.nbytes != other.data_ptr() for one, other in pairwise(parts)):
+        return None
+    if len(parts) == 1:
+        return parts[0]
+    # NumPy, unlike torch, can exceed the first one's part of the mapping, which it keeps alive as a whole.
+    first = parts[0].view(torch.uint8).numpy()
+    rows = sum(len(part) for part in parts)
+    joined = np.lib.stride_tricks.as_strided(first, (rows, first.shape[1]), first.strides)
+    return torch.from_numpy(joined).view(parts[0].dtype)
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -8,71 +8,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..config import MIB, EngineConfig
+from ..config.vllm_arguments import REJECTED, RENAMED, WITHOUT_EFFECT
 from ..errors import ConfigError
 from ..plugins import load_plugins
 from ..protocol.fields import RejectedFields, reject_fields, rejection
 
 logger: logging.Logger = logging.getLogger(__name__)
-
-RENAMED: Mapping[str, str] = {
-    "enable_prefix_caching": "prefix_cache",
-    "kv_cache_memory_bytes": "kv_cache_mib",
-    "max_num_batched_tokens": "prefill_chunk",
-    "max_num_seqs": "max_batch_size",
-    "mm_processor_cache_gb": "vision_cache_mib",
-}
-"""Arguments that have another name here. None means the default, as in vLLM."""
-
-_ONE_PROCESS = "A model runs on one device, in one process. Remove it, and start one server for each GPU."
-_GENERATES = "The models generate text. Use another package for embeddings, scores and rewards."
-_FROM_CHECKPOINT = "It is read from the checkpoint. Remove it, or change the files of a copy of the checkpoint."
-
-
-REJECTED: RejectedFields = {
-    "compilation_config": ((0, {}), "Nothing is compiled with torch.compile. Remove it."),
-    "config_format": (("auto", "hf"), _FROM_CHECKPOINT),
-    "convert": (("auto", "none"), _GENERATES),
-    "cpu_offload_gb": ((0, 0.0), "Weights stay on one device. Use `quantization` to reduce their size."),
-    "data_parallel_size": ((1,), _ONE_PROCESS),
-    "decode_context_parallel_size": ((1,), _ONE_PROCESS),
-    "distributed_executor_backend": (("uni", "mp"), _ONE_PROCESS),
-    "download_dir": ((), "Models are in the cache of Hugging Face. Set its variable HF_HOME."),
-    "enable_chunked_prefill": (
-        (True,),
-        "Prompts are always computed in chunks. Set `prefill_chunk`, the size of a chunk in tokens.",
-    ),
-    "enable_sleep_mode": ((False,), "Use `close` to free the memory."),
-    "generation_config": (("auto", "vllm"), "Set the values in `SamplingParams`."),
-    "gpu_memory_utilization": (
-        (0.9,),
-        "Memory is not reserved in advance: the KV cache grows on demand. Set its maximum size, `kv_cache_mib`.",
-    ),
-    "hf_config_path": ((), _FROM_CHECKPOINT),
-    "hf_overrides": (({},), _FROM_CHECKPOINT),
-    "hf_token": ((False,), "Set the variable HF_TOKEN."),
-    "load_format": (("auto", "safetensors"), "Weights are loaded from safetensors files. Remove it."),
-    "logits_processors": (([],), "Use a response format, or `logit_bias`."),
-    "max_logprobs": (tuple(range(21)), "At most 20 log probabilities per token are available. Remove it."),
-    "num_gpu_blocks_override": ((), "Set the size of the KV cache, `kv_cache_mib`."),
-    "override_generation_config": (({},), "Set the values in `SamplingParams`."),
-    "pipeline_parallel_size": ((1,), _ONE_PROCESS),
-    "pooler_config": ((), _GENERATES),
-    "rope_scaling": (({},), _FROM_CHECKPOINT),
-    "rope_theta": ((), _FROM_CHECKPOINT),
-    "runner": (("auto", "generate"), _GENERATES),
-    "skip_tokenizer_init": ((False,), "The tokenizer is always used. Remove it."),
-    "speculative_config": (
-        ({},),
-        "Set `speculative_method`: `ngram` (the default) needs no other option, and `none` disables it.",
-    ),
-    "task": (("auto", "generate"), _GENERATES),
-    "tensor_parallel_size": ((1,), _ONE_PROCESS),
-    "tokenizer": ((), _FROM_CHECKPOINT),
-    "tokenizer_mode": (("auto", "hf"), _FROM_CHECKPOINT),
-    "tokenizer_revision": ((), _FROM_CHECKPOINT),
-    "video_pruning_rate": ((0, 0.0), "Visual tokens are not pruned. Use `max_pixels` or `fps`."),
-}
-"""Arguments that cannot be mapped, unless they have a neutral value."""
 
 _RENDERED = "Render the prompt with `get_tokenizer().apply_chat_template`, and use `generate`."
 
@@ -86,26 +27,6 @@ REJECTED_IN_CALLS: RejectedFields = {
     "tools": (([],), _RENDERED),
 }
 """Arguments of vLLM's `generate` and `chat` that are accepted only with a neutral value."""
-
-WITHOUT_EFFECT: Mapping[str, str] = {
-    "async_scheduling": "steps are scheduled ahead on CUDA, with the same result",
-    "block_size": "the KV cache has no blocks to configure",
-    "disable_custom_all_reduce": "there is one device",
-    "disable_log_stats": "the statistics are in `vlm.engine.stats()`",
-    "disable_mm_preprocessor_cache": "`vision_cache_mib=0` disables the cache of visual tokens",
-    "enable_expert_parallel": "there is one device",
-    "enforce_eager": "`cuda_graphs=False` disables CUDA graphs",
-    "interleave_mm_strings": "placeholders are always where the prompt has them",
-    "max_loras": "memory is not reserved for adapters; `limits` has the maximum number",
-    "max_seq_len_to_capture": "CUDA graphs are recorded for every context length",
-    "mm_encoder_tp_mode": "there is one device",
-    "mm_processor_cache_type": "there is one process",
-    "skip_mm_profiling": "memory is not profiled",
-    "swap_space": "the KV cache is not swapped",
-    "trust_remote_code": "code of checkpoints is never executed",
-    "use_v2_block_manager": "the KV cache has no blocks to configure",
-}
-"""Arguments that are accepted with any value, because they cannot change a result here; with the reason."""
 
 _OWN = ("engine", "media_io_kwargs", "mm_processor_kwargs", "seed")
 """Arguments of `VLM` that are not options of an engine."""

@@ -5,6 +5,7 @@ It is one file because the steps share the tokenizer's special tokens and the co
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -101,7 +102,6 @@ class PromptBuilder:
         self.supports_reasoning: bool = any(map(template.mentions, tags))
         """Whether completions may begin with reasoning."""
         self._first_chars = sorted({name[0] for name in self._special_tokens})
-        self._max_token_chars = max(len(token) for token in self.tokenizer.get_vocab(with_added_tokens=True))
 
     @classmethod
     def load(cls, spec: ModelSpec, layout: PromptLayout, config: EngineConfig, *, max_model_len: int) -> PromptBuilder:
@@ -336,9 +336,14 @@ class PromptBuilder:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
+    @functools.cached_property
+    def _max_token_chars(self) -> int:
+        return max(map(len, self.tokenizer.get_vocab(with_added_tokens=True)))
+
     def _check_size(self, texts: Any) -> None:
         # A lower bound, before the text is tokenized.
-        min_tokens = sum(map(len, strings_in(texts))) // self._max_token_chars
+        chars = sum(map(len, strings_in(texts)))
+        min_tokens = chars // self._max_token_chars if chars > self.max_model_len else 0
         if min_tokens > self.max_model_len:
             raise self._too_long(
                 f"The messages have at least {min_tokens} tokens, but the context length is {self.max_model_len},"

@@ -3,8 +3,8 @@
     ChatRequest.parse:  unsupported fields ─▶ types and ranges (pydantic) ─▶ consistency between fields
 
 Unknown keys are ignored, except in `media_io_kwargs`, `mm_processor_kwargs` and `structured_outputs`, where they are
-rejected. A misspelled field of the request is rejected, too. `null` means absent. Numbers are finite; booleans and
-strings are not converted to numbers.
+rejected. Misspelled fields, and media in unknown ones, are rejected everywhere (`field_names`). `null` means absent.
+Numbers are finite; booleans and strings are not converted to numbers.
 """
 
 from .media_part import EncodedEmbeddings, MediaPart

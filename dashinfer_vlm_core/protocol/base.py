@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, ClassVar, TypeAlias, TypeVar
+from collections.abc import Callable, Collection
+from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Strict, Tag, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Strict,
+    Tag,
+    ValidationInfo,
+    model_validator,
+)
+
+from .field_names import FieldNames, UnknownMedia
+from .fields import RETURNED_FIELDS
 
 LARGEST = 2**31 - 1
 """Maximum of counts, sizes and token IDs in a request."""
@@ -14,17 +27,35 @@ LARGEST = 2**31 - 1
 class RequestModel(BaseModel):
     """Base class of all objects in a request: unknown keys are ignored, nulls are absent, values are not converted.
 
-    `strict=True` of pydantic disables conversions; it does not concern unknown keys.
+    `strict=True` of pydantic disables conversions; it does not concern unknown keys, which `FieldNames` checks.
+
+    Attributes:
+        _accepted_fields: fields that may be set in addition to those of the class.
+        _unknown_media: detects media in other fields.
     """
+
+    _accepted_fields: ClassVar[Collection[str]] = RETURNED_FIELDS
+    _unknown_media: ClassVar[UnknownMedia | None] = None
+    _field_names: ClassVar[FieldNames]
 
     model_config: ClassVar[ConfigDict] = ConfigDict(
         frozen=True, extra="allow", strict=True, allow_inf_nan=False, serialize_by_alias=True
     )
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        fields = [field.alias or name for name, field in cls.model_fields.items()]
+        cls._field_names = FieldNames(fields, cls._accepted_fields, cls._unknown_media)
+
     @model_validator(mode="before")
     @classmethod
-    def _drop_nulls(cls, data: object) -> object:
-        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+    def _drop_nulls_and_check_names(cls, data: object, info: ValidationInfo) -> object:
+        if not isinstance(data, dict):
+            return data
+        given = {key: value for key, value in data.items() if value is not None}
+        cls._field_names.check(given, [] if info.context is None else info.context)
+        return given
 
 
 class ClosedModel(RequestModel):
@@ -83,6 +114,3 @@ StringOrObject: TypeAlias = Annotated[
 NumberOrArray: TypeAlias = Annotated[
     Annotated[FirstT, Tag("number")] | Annotated[SecondT, Tag("array")], Discriminator(_number_or_array)
 ]
-
-TAGS = frozenset({"string", "array", "object", "number", "subset"})
-"""Tags of union members, which pydantic's locations contain although the request does not."""

@@ -28,6 +28,21 @@ IGNORED_FIELDS = frozenset(
 )  # fmt: skip
 """Fields that by definition do not affect the completion: labels, hints for caches, and vLLM's choice of a library."""
 
+RETURNED_FIELDS = frozenset(
+    {
+        # OpenAI's types, and what its client adds to them.
+        "annotations", "caller", "created_by", "id", "index", "logprobs", "name", "namespace", "parsed",
+        "parsed_arguments", "phase", "prompt_cache_breakpoint", "refusal", "status",
+        # Other servers, LiteLLM and LangChain.
+        "additional_kwargs", "cache_control", "citations", "context", "example", "extra_content", "extras", "format",
+        "metadata", "prefix", "provider_specific_fields", "reasoning", "reasoning_content", "reasoning_details",
+        "reasoning_items", "response_metadata", "signature", "thinking", "thinking_blocks", "usage_metadata",
+        # Tools.
+        "allowed_callers", "defer_loading", "output_schema",
+    }
+)  # fmt: skip
+"""Fields without effect in messages, parts, items and tools, most of which clients copy from responses."""
+
 NO_AUDIO = "The models do not support audio. Remove it."
 _NO_FUNCTIONS = "It is deprecated. Use `tools` and `tool_choice`."
 _NO_GRAMMAR = "Use `response_format` with a JSON schema."

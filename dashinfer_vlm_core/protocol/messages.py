@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from .base import Array, Label, Name, RequestModel, StringOrArray, StringOrObject, Text
-from .fields import REJECTED_IN_MESSAGES, REJECTED_PARTS
+from .field_names import UnknownMedia
+from .fields import REJECTED_IN_MESSAGES, REJECTED_PARTS, RETURNED_FIELDS
 from .json_limits import MAX_CHARACTERS, MAX_VALUES, TOO_MANY_VALUES, JsonLimitExceeded, count_values
 from .media_part import MediaPart
 from .sources import FileSource, ImageEmbeds, ImageURL, InputVideo, MediaSource, VideoURL
@@ -16,6 +18,11 @@ from .validation_errors import invalid, show, unsupported
 
 MAX_PARTS = 1024
 MAX_TOOL_CALLS = 128
+
+_UNKNOWN_MEDIA = UnknownMedia(
+    image='{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}',
+    video='{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,..."}}',
+)
 
 _SOURCES: Mapping[str, type[MediaSource]] = {
     "image_url": ImageURL,
@@ -38,6 +45,9 @@ class Part(RequestModel):
 
     An image or video that was sent before under its `uuid` can be omitted.
     """
+
+    _accepted_fields: ClassVar[Collection[str]] = RETURNED_FIELDS | REJECTED_PARTS.keys()
+    _unknown_media: ClassVar[UnknownMedia | None] = replace(_UNKNOWN_MEDIA, by_value=True)
 
     type: Text
     text: Text | None = None
@@ -120,6 +130,9 @@ class ToolCall(RequestModel):
 
 class Message(RequestModel):
     """A message. `content` is optional for assistant messages with tool calls or a refusal."""
+
+    _accepted_fields: ClassVar[Collection[str]] = RETURNED_FIELDS | REJECTED_IN_MESSAGES.keys()
+    _unknown_media: ClassVar[UnknownMedia | None] = _UNKNOWN_MEDIA
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: StringOrArray[Text, Annotated[Array[Part], Field(min_length=1, max_length=MAX_PARTS)]] | None = None

@@ -96,7 +96,7 @@ class ChatRequest(CheckedBody):
     """Whether tool calls in the completion are parsed; otherwise, they are part of its text."""
 
     _rejected_fields: ClassVar[RejectedFields] = REJECTED_FIELDS
-    _accepted_fields: ClassVar[Collection[str]] = IGNORED_FIELDS
+    _accepted_fields: ClassVar[Collection[str]] = IGNORED_FIELDS | REJECTED_FIELDS.keys()
 
     messages: Annotated[Array[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     model: Name = DEFAULT_MODEL

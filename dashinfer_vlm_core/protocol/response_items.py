@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import ConfigDict, Field
 
 from .base import Array, Name, RequestModel, StringOrArray, Text
-from .fields import NO_AUDIO
+from .field_names import UnknownMedia
+from .fields import NO_AUDIO, RETURNED_FIELDS
 from .messages import MAX_PARTS
 from .validation_errors import invalid, show, unsupported
 
@@ -19,6 +20,12 @@ REFERENCE = "item_reference"
 
 _SUMMARY_MARK = "summary."
 """What the content of compaction items begins with, which clients should treat as opaque."""
+
+
+_UNKNOWN_MEDIA = UnknownMedia(
+    image='{"type": "input_image", "image_url": "data:image/png;base64,..."}',
+    video='{"type": "input_video", "video_url": "data:video/mp4;base64,..."}',
+)
 
 
 class _StoredModel(RequestModel):
@@ -29,6 +36,9 @@ class _StoredModel(RequestModel):
 
 class ItemPart(_StoredModel):
     """A content part of an item: text, an image or a video. The chat request that it becomes checks its source."""
+
+    _accepted_fields: ClassVar[Collection[str]] = RETURNED_FIELDS | {"input_audio"}
+    _unknown_media: ClassVar[UnknownMedia | None] = replace(_UNKNOWN_MEDIA, by_value=True)
 
     type: Text
     text: Text | None = None
@@ -102,6 +112,8 @@ class InputItem(_StoredModel):
     Output items of earlier responses are valid, too. Their `id`, `status`, `phase` and a reasoning item's
     `encrypted_content` have no effect.
     """
+
+    _unknown_media: ClassVar[UnknownMedia | None] = _UNKNOWN_MEDIA
 
     type: Text = "message"
     id: Text | None = None

@@ -147,7 +147,7 @@ class ResponsesRequest(CheckedBody):
     """
 
     _rejected_fields: ClassVar[RejectedFields] = REJECTED_IN_RESPONSES
-    _accepted_fields: ClassVar[Collection[str]] = _PASSED_ON
+    _accepted_fields: ClassVar[Collection[str]] = _PASSED_ON | REJECTED_IN_RESPONSES.keys()
 
     input: _Input
     model: Name = DEFAULT_MODEL
@@ -271,6 +271,8 @@ class ResponsesRequest(CheckedBody):
 
 class CompactRequest(RequestBody):
     """A request to replace a conversation by a summary, which the model writes."""
+
+    _accepted_fields: ClassVar[Collection[str]] = IGNORED_FIELDS | {"service_tier"}
 
     model: Name
     input: _Input | None = None

@@ -6,12 +6,16 @@ import re
 from collections.abc import Mapping
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from ..errors import InvalidParameter, UnsupportedParameter
-from .base import TAGS
 
 SHOWN_CHARACTERS = 60
+
+TAGS = frozenset({"string", "array", "object", "number", "subset"})
+"""Tags of union members, which pydantic's locations contain although the request does not."""
+
+_FIELD_ERROR = "field_error"
 
 _INDEX = re.compile(r"\[\d+\]")
 
@@ -90,9 +94,16 @@ def unsupported(path: str, predicate: str) -> UnsupportedParameter:
     return UnsupportedParameter(f"`{path}` {predicate}", param=path)
 
 
+def field_error(name: str, predicate: str) -> PydanticCustomError:
+    """Return the error for a field of the object that pydantic validates; `explain` adds the path of the object."""
+    return PydanticCustomError(_FIELD_ERROR, "{predicate}", {"name": name, "predicate": predicate})
+
+
 def explain(error: ValidationError) -> InvalidParameter:
     """Convert the first error to an `InvalidParameter` with the field and the allowed values."""
     details = error.errors(include_url=False)[0]
+    if details["type"] == _FIELD_ERROR:
+        return invalid(_param((*details["loc"], details["ctx"]["name"])), details["ctx"]["predicate"])
     param = _param(details["loc"])
     message = validation_message(details)
     got = "" if details["type"] in {"missing", "too_short", "string_too_short"} else f"; got {show(details['input'])}"

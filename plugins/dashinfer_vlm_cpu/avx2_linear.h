@@ -58,27 +58,6 @@ INLINE void finish(const Epilogue *ep, ptrdiff_t row, ptrdiff_t panel, const __m
     }
 }
 
-void pack_bf16(const uint32_t *weight, int64_t outputs, int64_t inputs, int32_t gated, uint32_t *packed,
-               int32_t threads)
-{
-    ptrdiff_t panels = ceil_div(outputs, PANEL), pairs = inputs / 2;
-#pragma omp parallel for num_threads(threads)
-    for (ptrdiff_t panel = 0; panel < panels; panel++)
-        for (ptrdiff_t p = 0; p < pairs; p += LANES)
-            for (int column = 0; column < PANEL; column += LANES) {
-                __m256i rows[LANES];
-                for (int j = 0; j < LANES; j++) {
-                    ptrdiff_t row = source_row(panel, column + j, outputs, gated);
-                    rows[j] = row < outputs
-                                  ? _mm256_maskload_epi32((const int *)weight + row * pairs + p, first(pairs - p))
-                                  : _mm256_setzero_si256();
-                }
-                transpose(rows);
-                for (int i = 0; i < LANES && p + i < pairs; i++)
-                    _mm256_storeu_si256((__m256i *)(packed + (panel * pairs + p + i) * PANEL + column), rows[i]);
-            }
-}
-
 /* acc[m] = row m times a panel, unpacked in registers. */
 INLINE void tile_unpacked(const int rows, const int coded, const bf16 *x, ptrdiff_t stride, ptrdiff_t inputs, Reader r,
                           __m256 acc[FEW_ROWS][VECTORS])

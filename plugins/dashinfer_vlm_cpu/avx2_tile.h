@@ -73,3 +73,31 @@ static void add_product(ptrdiff_t rows, ptrdiff_t vectors, const Product *p)
         part.step = 0;
     }
 }
+
+/* Interleave the rows of a panel: pairs of inputs of 32 outputs. */
+static void interleave_panel(const uint32_t *weight, ptrdiff_t panel, int64_t outputs, int64_t inputs, int32_t gated,
+                       uint32_t *packed)
+{
+    ptrdiff_t pairs = inputs / 2;
+    for (ptrdiff_t p = 0; p < pairs; p += LANES)
+        for (int column = 0; column < PANEL; column += LANES) {
+            __m256i rows[LANES];
+            for (int j = 0; j < LANES; j++) {
+                ptrdiff_t row = source_row(panel, column + j, outputs, gated);
+                rows[j] = row < outputs
+                              ? _mm256_maskload_epi32((const int *)weight + row * pairs + p, first(pairs - p))
+                              : _mm256_setzero_si256();
+            }
+            transpose(rows);
+            for (int i = 0; i < LANES && p + i < pairs; i++)
+                _mm256_storeu_si256((__m256i *)(packed + (p + i) * PANEL + column), rows[i]);
+        }
+}
+
+void pack_bf16(const uint32_t *weight, int64_t outputs, int64_t inputs, int32_t gated, uint32_t *packed,
+               int32_t threads)
+{
+#pragma omp parallel for num_threads(threads)
+    for (ptrdiff_t panel = 0; panel < ceil_div(outputs, PANEL); panel++)
+        interleave_panel(weight, panel, outputs, inputs, gated, packed + panel * (inputs / 2) * PANEL);
+}

@@ -94,21 +94,28 @@ INLINE void finish(const Epilogue *ep, ptrdiff_t row, ptrdiff_t panel, __m512 le
     store_output(ep, row, column + LANES, right);
 }
 
+/* Interleave the rows of a panel: pairs of inputs of 32 outputs. */
+static void interleave_panel(const uint32_t *weight, ptrdiff_t panel, int64_t outputs, int64_t inputs, int32_t gated,
+                       uint32_t *packed)
+{
+    ptrdiff_t pairs = inputs / 2;
+    for (ptrdiff_t p = 0; p < pairs; p += LANES)
+        for (int half = 0; half < PANEL; half += LANES) {
+            __m512i rows[LANES];
+            for (int j = 0; j < LANES; j++) {
+                ptrdiff_t row = source_row(panel, half + j, outputs, gated);
+                rows[j] = _mm512_maskz_loadu_epi32(row < outputs ? first(pairs - p) : 0, weight + row * pairs + p);
+            }
+            transpose(rows);
+            for (int i = 0; i < LANES && p + i < pairs; i++)
+                _mm512_storeu_si512(packed + (p + i) * PANEL + half, rows[i]);
+        }
+}
+
 void pack_bf16(const uint32_t *weight, int64_t outputs, int64_t inputs, int32_t gated, uint32_t *packed,
                int32_t threads)
 {
-    ptrdiff_t panels = (outputs + PANEL - 1) / PANEL, pairs = inputs / 2;
 #pragma omp parallel for num_threads(threads)
-    for (ptrdiff_t panel = 0; panel < panels; panel++)
-        for (ptrdiff_t p = 0; p < pairs; p += LANES)
-            for (int half = 0; half < PANEL; half += LANES) {
-                __m512i rows[LANES];
-                for (int j = 0; j < LANES; j++) {
-                    ptrdiff_t row = source_row(panel, half + j, outputs, gated);
-                    rows[j] = _mm512_maskz_loadu_epi32(row < outputs ? first(pairs - p) : 0, weight + row * pairs + p);
-                }
-                transpose(rows);
-                for (int i = 0; i < LANES && p + i < pairs; i++)
-                    _mm512_storeu_si512(packed + (panel * pairs + p + i) * PANEL + half, rows[i]);
-            }
+    for (ptrdiff_t panel = 0; panel < (outputs + PANEL - 1) / PANEL; panel++)
+        interleave_panel(weight, panel, outputs, inputs, gated, packed + panel * (inputs / 2) * PANEL);
 }

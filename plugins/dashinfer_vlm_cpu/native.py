@@ -40,7 +40,7 @@ MAX_HEADS_PER_KV_HEAD = 192
 
 SIGNATURES = {
     "pack_bf16": "pllipi",
-    "pack_codes": "pllppi->i",
+    "pack_codes": "pllipppi->i",
     "pack_int8": "pllippi",
     "pack_int8_codes": "ppllippi",
     "quantize_int4": "plllplpppi",
@@ -76,6 +76,7 @@ class NativeKernels(TorchKernels):
 
     supports_int8 = True
     supports_int4 = True
+    copies_weights = True
 
     def __init__(self, library: ctypes.CDLL, name: str) -> None:
         super().__init__("cpu")
@@ -96,7 +97,7 @@ class NativeKernels(TorchKernels):
             quantized = quantize_int4(self._library, weight, quantization.group)
             return NativeLinear(self._library, quantized, bias, activation, fp32_output)
         if weight.shape[1] % 4:  # weights are packed in groups of four inputs
-            return super().linear(weight, bias, activation=activation, fp32_output=fp32_output)
+            return super().linear(weight.clone(), bias, activation=activation, fp32_output=fp32_output)
         return NativeLinear(self._library, weight, bias, activation, fp32_output, int8=quantization is not None)
 
     def linear_quantized(

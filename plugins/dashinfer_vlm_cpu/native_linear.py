@@ -135,20 +135,19 @@ class NativeLinear:
         return self._pack_int4(weight, gated) if weight.bits == 4 else self._pack_int8_codes(weight, gated)
 
     def _pack_bf16(self, weight: Tensor, gated: bool) -> PackedWeights:
-        panels = self._panels(weight, gated)
         outputs, inputs = weight.shape
-        packed = huge_pages.empty(len(panels) // 2 * 3, torch.uint8)
+        threads = torch.get_num_threads()
+        packed = huge_pages.empty(_padded(outputs) * inputs // 2 * 3, torch.uint8)
         codes = huge_pages.empty(_padded(outputs) // PANEL * self._library.codes_size(inputs), torch.uint8)
+        scratch = torch.empty(threads * PANEL * inputs, dtype=torch.bfloat16)  # a panel for each thread
         coded = self._library.pack_codes(
-            panels.data_ptr(), outputs, inputs, packed.data_ptr(), codes.data_ptr(), torch.get_num_threads()
-        )  # fmt: skip
-        if coded:
-            return PackedWeights(packed, codes=codes)
-        return PackedWeights(huge_pages.empty(len(panels), panels.dtype).copy_(panels))
+            weight.data_ptr(), outputs, inputs, gated, scratch.data_ptr(), packed.data_ptr(), codes.data_ptr(), threads
+        )
+        return PackedWeights(packed, codes=codes) if coded else PackedWeights(self._panels(weight, gated))
 
     def _panels(self, weight: Tensor, gated: bool) -> Tensor:
         outputs, inputs = weight.shape
-        panels = mmap_buffer.empty([_padded(outputs) * inputs], torch.bfloat16)
+        panels = huge_pages.empty(_padded(outputs) * inputs, torch.bfloat16)
         self._library.pack_bf16(weight.data_ptr(), outputs, inputs, gated, panels.data_ptr(), torch.get_num_threads())
         return panels
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+import os
+from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,7 +25,6 @@ from dashinfer_vlm_core.models.spec import ModelSpec
 from dashinfer_vlm_core.models.weights import Weights
 
 from .decode_graphs import DecodeGraphs, record_graphs, step_shapes
-from .host_memory import default_kv_mib, memory_limit
 from .kv_cache import KVCache
 from .lora import TextLora
 from .model import TextModel
@@ -37,6 +38,9 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 MIN_KV_TOKENS = 16
 """Minimum size of the KV pool: one block of the prefix cache. A smaller `kv_cache_mib` is rejected."""
+
+MIN_KV_MIB = 256
+"""The default size is not less, even if the weights need all memory."""
 
 
 class TorchDecoder:
@@ -257,3 +261,42 @@ def _text_quantization(config: EngineConfig, kernels: Kernels, device: str) -> Q
             kernels.name,
         )
     return INT4
+
+
+def memory_limit(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the memory that this process may use, in bytes: that of the machine, or less in a container.
+
+    Args:
+        groups: the file that lists the control groups of this process.
+        root: where control groups (version 2) are mounted.
+    """
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([machine, *_group_limits(groups, root)])
+
+
+def _group_limits(groups: Path, root: Path) -> Iterator[int]:
+    try:
+        path = next((line[3:] for line in groups.read_text().splitlines() if line.startswith("0::")), None)
+    except OSError:
+        return
+    if path is None:
+        return
+    folder = root / path.strip("/")
+    for group in (folder, *folder.parents):
+        try:
+            limit = (group / "memory.max").read_text().strip()
+        except OSError:  # the root of the control groups has no limit
+            continue
+        if limit.isdigit():
+            yield int(limit)
+
+
+def default_kv_mib(default: int, *, memory: int, weights: int) -> int:
+    """Return the default size of the KV cache in MiB: at most half of the memory that the weights leave.
+
+    Args:
+        default: the size without this limit, in MiB.
+        memory: see `memory_limit`.
+        weights: size of the weights in bytes.
+    """
+    return min(default, max(MIN_KV_MIB, (memory - weights) // 2 // MIB))

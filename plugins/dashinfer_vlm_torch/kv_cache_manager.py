@@ -8,7 +8,7 @@ from itertools import islice
 from operator import attrgetter
 from typing import NamedTuple
 
-from .kv_allocator import KVAllocation, KVAllocator
+from .kv_cache import KVAllocation, KVAllocator
 from .prefix_hash import BLOCK_SIZE, PrefixHash
 
 MAX_CANDIDATES = 8

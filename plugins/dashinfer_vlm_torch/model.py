@@ -211,8 +211,12 @@ class _Reader(NamedTuple):
             experts=experts,
         )
 
-    def _matrix(self, modules: Sequence[str], rows: Sequence[int], inputs: int) -> Tensor | QuantizedWeight:
-        return self.weights.matrix(modules, rows, inputs, device=self.device, dtype=self.dtype)
+    def _matrix(
+        self, modules: Sequence[str], rows: Sequence[int], inputs: int, *, changed: bool = False
+    ) -> Tensor | QuantizedWeight:
+        """Read the weights of a layer, with `changed` to change them first."""
+        mapped = self.kernels.copies_weights and not changed
+        return self.weights.matrix(modules, rows, inputs, device=self.device, dtype=self.dtype, mapped=mapped)
 
     def _linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, activation: Activation = Activation.NONE
@@ -269,7 +273,7 @@ class _Reader(NamedTuple):
         query, key = (heads * spec.head_dim for heads in (spec.num_attention_heads, spec.num_key_value_heads))
         rows = [query, key, key]
         modules = [f"{prefix}.{name}" for name in (names.query, names.key, names.value)]
-        weight = self._matrix(modules, rows, spec.hidden_size)
+        weight = self._matrix(modules, rows, spec.hidden_size, changed=self.balances_keys)
         bias = self._biases(modules, rows) if spec.qkv_bias else None
         if spec.rotary.pairs == "neighbors":
             order = torch.arange(query + 2 * key, device=self.device)

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 from dashinfer_vlm_core.decoders import DecoderStats, Token
 from dashinfer_vlm_core.errors import DecoderFailed, QueueFull
 
-from .kv_allocator import KVAllocation
+from .kv_cache import KVAllocation
 from .kv_cache_manager import KVCacheManager, KVCopy
 from .prefix_hash import BLOCK_SIZE
 from .proposer import Draft, DraftProposer, StepCost, count_equal

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from dashinfer_vlm_core.decoders import DecodeRequest, FinishReason, GrammarMatcher
 
-from .kv_allocator import KVAllocation
+from .kv_cache import KVAllocation
 from .prefix_hash import PrefixHash
 from .proposer import Draft, DraftProposer
 

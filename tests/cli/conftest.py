@@ -19,7 +19,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dashinfer_vlm_cli import plugin
-from dashinfer_vlm_core.cli.main import cli
+from dashinfer_vlm_core.cli.main import CommandLine, cli
 from dashinfer_vlm_core.testing import ScriptedResponse, scripted_engine
 from tests.server.conftest import serving
 from tests.waiting import HANG
@@ -30,7 +30,7 @@ MAIN = "from dashinfer_vlm_core.cli.main import main; main()"
 @pytest.fixture
 def group() -> click.Group:
     """The command line with the commands of this package only."""
-    group = click.Group(params=cli.params, callback=cli.callback, commands=cli.commands)
+    group = CommandLine(params=cli.params, callback=cli.callback, commands=cli.commands)
     plugin.register_commands(group)
     return group
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from dashinfer_vlm_cli.chat import chat
+from dashinfer_vlm_cli.completion_stats import Completion
 from dashinfer_vlm_cli.conversation import Conversation
 from dashinfer_vlm_cli.media import clipboard_part, find_media, media_part
 from dashinfer_vlm_cli.repl import COMMANDS, Repl
@@ -240,7 +242,22 @@ def test_repl_shows_response_and_rates(repl):
     session.handle("What is this?")
     assert message_texts(session) == ["What is this?", "A red circle."]
     assert "".join(session.shown).startswith("A red circle.\n")
-    assert all(words in session.shown[-1] for words in ("tokens, first after", "tokens/s", "prompt"))
+    assert re.fullmatch(r"\d+ tokens, first after [\d.]+ s(, [\d.]+ tokens/s)?, prompt \d+ tokens", session.shown[-1])
+
+
+@pytest.mark.parametrize(
+    ("chunk_times", "text"),
+    [
+        ([1.0], "1 token, first after 1.00 s"),
+        ([1.0, 1.04], "2 tokens, first after 1.00 s"),
+        ([1.0, 1.01, 1.05], "3 tokens, first after 1.00 s, 40.0 tokens/s"),
+        ([], "0 tokens"),
+    ],
+)
+def test_rate_needs_50_milliseconds(chunk_times, text):
+    completion = Completion(started_at=0.0, chunk_times=chunk_times)
+    assert completion.as_text() == text
+    assert (completion.as_json()["tokens_per_second"] is None) == ("tokens/s" not in text)
 
 
 def test_repl_attaches_image_to_next_prompt(repl, images):
@@ -262,6 +279,24 @@ def test_repl_image_and_video_commands(repl, images):
     assert session.shown[-1] == "Usage: /image PATH or URL"
     session.handle("/image none.png")
     assert "none.png cannot be read" in session.shown[-1]
+
+
+def test_repl_checks_files_that_are_attached(repl, tmp_path, images):
+    session = repl("Yes.")
+    text = tmp_path / "README.md"
+    text.write_text("# Not an image")
+    incomplete = tmp_path / "incomplete.png"
+    incomplete.write_bytes((images / "circle.png").read_bytes()[:-100])
+    for line, message in (
+        (f"/image {text}", f"{text}: This is not a complete PNG, JPEG"),
+        (f"/video {text}", f"{text}: The video is incomplete or its format is not supported"),
+        (f"/image {images}/moving.mp4", f"{images}/moving.mp4: This is not a complete PNG"),
+        (f"{incomplete} What is it?", f"{incomplete}: This is not a complete PNG"),
+        (str(incomplete), f"{incomplete}: This is not a complete PNG"),
+    ):
+        session.handle(line)
+        assert session.shown[-1].startswith(message)
+    assert session.conversation == Conversation()
 
 
 def test_repl_undo_retry_and_reset(repl):
@@ -313,6 +348,7 @@ def test_repl_save_does_not_overwrite_other_files(repl, tmp_path):
     assert other.read_text() == "precious"
     session.handle("Is it?")
     session.handle(f"/save {tmp_path}/talk.json")
+    assert session.shown[-1] == f"Saved to {tmp_path}/talk.json, 1 prompt."
     session.handle("And it?")
     session.handle(f"/save {tmp_path}/talk.json")
     assert session.shown[-1] == f"Saved to {tmp_path}/talk.json, 2 prompts."
@@ -328,8 +364,14 @@ def test_repl_help_lists_commands_and_unknown_is_rejected(repl):
     session.handle("/halp")
     assert session.shown[-1] == "Unknown command /halp. /help lists all commands."
     assert message_texts(session) == []
-    session.handle("/exit")
+
+
+@pytest.mark.parametrize("line", ["/exit", "/bye", "/quit", "exit", " quit "])
+def test_repl_ends(repl, line):
+    session = repl("Yes.")
+    session.handle(line)
     assert session.done
+    assert message_texts(session) == []
 
 
 # The program
@@ -338,6 +380,36 @@ def test_repl_help_lists_commands_and_unknown_is_rejected(repl):
 def test_single_prompt_with_image(run, server_url, images):
     result = run("chat", "--api-base", server_url("A red circle."), "--image", images / "circle.png", "What is it?")
     assert (result.stdout, result.exit_code) == ("A red circle.\n", 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "model", "prompt"),
+    [
+        (["demo"], "demo", None),
+        (["CHECKPOINT"], "CHECKPOINT", None),
+        (["demo", "demo"], "demo", "demo"),
+        (["maker/model", "Is it?"], "maker/model", "Is it?"),
+        (["Is it?", "--model", "demo"], "demo", "Is it?"),
+        (["demonstration"], None, "demonstration"),
+        (["-"], None, "-"),
+        ([""], None, ""),
+        (["~nobody"], None, "~nobody"),
+        (["long" * 1000], None, "long" * 1000),
+        ([], None, None),
+    ],
+)
+def test_single_argument_is_model_or_prompt(tiny_checkpoint, monkeypatch, words, model, prompt):
+    monkeypatch.chdir(tiny_checkpoint)
+    given = [str(tiny_checkpoint) if word == "CHECKPOINT" else word for word in words]
+    with chat.make_context("chat", given) as context:
+        found = (context.params["model"], context.params["prompt"])
+    assert found == (str(tiny_checkpoint) if model == "CHECKPOINT" else model, prompt)
+
+
+def test_model_of_server_is_selected_by_argument(run, server_url):
+    url = server_url("Yes.")
+    assert run("chat", "--api-base", url, "tiny", "Is it?").stdout == "Yes.\n"
+    assert "'other' is not served here" in run("chat", "--api-base", url, "other", "Is it?").stderr
 
 
 def test_dash_reads_standard_input_as_one_prompt(run, server_url):
@@ -384,6 +456,7 @@ def test_unreachable_server_is_reported():
     result = run_process("chat", "--api-base", "http://127.0.0.1:9/v1", "Is it?")
     assert result.returncode == 2
     assert result.stderr.startswith("dashinfer-vlm: http://127.0.0.1:9/v1: The server cannot be reached")
+    assert "that a server such as `dashinfer-vlm serve` is running there" in result.stderr
 
 
 WITHOUT_EXTRA = (
@@ -407,10 +480,10 @@ def test_ctrl_c_stops_response_but_not_program(terminal, server_url, program):
     chat.wait_for(">")
     chat.type("And now?\r")
     chat.wait_for("Short.")
-    chat.wait_for("tokens/s")
+    chat.wait_for("first after")
     chat.wait_for(">")
     chat.type("half a line\x03")
-    chat.type_until("/help\r", "exit (also Ctrl-D)")
+    chat.type_until("/help\r", "Ctrl-C stops a response")
     chat.wait_for(">")
     chat.type("\x04")
     assert chat.wait() == 0
@@ -426,7 +499,7 @@ def test_colors_require_capable_terminal(terminal, server_url, environment, forb
     chat = terminal("chat", "--api-base", server_url("Yes."), **environment)
     shown = chat.wait_for("Ctrl-D exits.") + chat.wait_for(">")
     chat.type("Is it?\r")
-    shown += chat.wait_for("tokens/s") + chat.wait_for(">")
+    shown += chat.wait_for("first after") + chat.wait_for(">")
     chat.type("/exit\r")
     assert chat.wait() == 0
     assert (re.search(forbidden, shown + chat.output) is None) == (environment != {"TERM": "xterm"})
@@ -437,7 +510,7 @@ def test_prompt_history_is_stored_privately(terminal, server_url, tmp_path):
     chat = terminal("chat", "--api-base", server_url("Yes."))
     chat.wait_for(">")
     chat.type("Is it?\r")
-    chat.wait_for("tokens/s")
+    chat.wait_for("first after")
     chat.wait_for(">")
     chat.type("/exit\r")
     assert chat.wait() == 0

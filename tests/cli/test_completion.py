@@ -44,4 +44,5 @@ def test_completes_commands_options_models_and_choices():
     assert "--max-pixels" in completions("dashinfer-vlm chat --max-p")
     assert "--max-pixels" in completions("dashinfer-vlm serve --max-p")
     assert completions("dashinfer-vlm chat --model de") == {"demo"}
+    assert completions("dashinfer-vlm serve de") == {"demo"}
     assert completions("dashinfer-vlm serve --dtype b") == {"bfloat16"}

@@ -91,6 +91,7 @@ def test_values_stay_text(options):
     [
         ("prot: 1", r"line 1: Unknown option 'prot'\. Did you mean 'port'\?"),
         ("port: 1\nmax_pixel: 9", r"line 2: Unknown option 'max_pixel'\. Did you mean 'max-pixels'\?"),
+        ("max-num-seqs: 4", r"Unknown option 'max-num-seqs'\. It is `max_batch_size` here\."),
         ("qqqq: 1", "`--help` lists all options"),
         ("no-prefix-cache: true", "Unknown option 'no-prefix-cache'"),
         ("config: other.yaml", "Unknown option 'config'"),

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dashinfer_vlm_cli.checks import EXTRAS, REQUIRED, _embedding_store, _media_workers, all_findings
+from dashinfer_vlm_cli.checks import EXTRAS, REQUIRED, _embedding_store, _media_workers, _without_gpu, all_findings
 from dashinfer_vlm_core import hookimpl
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.findings import Finding
@@ -109,8 +109,19 @@ def test_cuda_build_without_gpu_is_reported_with_the_command():
     assert cuda["status"] == "unusable"
     assert "is a build for CUDA 13.0" in cuda["detail"]
     assert cuda["fix"].startswith("Run: pip uninstall -y torch")
-    assert f"pip install torch=={release} --index-url https://download.pytorch.org/whl/cpu" in cuda["fix"]
+    assert f"pip install torch=={release} " in cuda["fix"]
+    assert "--index-url https://download.pytorch.org/whl/cpu" in cuda["fix"]
     assert result.returncode == 0
+
+
+def test_torchvision_for_cuda_is_replaced_too(tmp_path, monkeypatch):
+    metadata = tmp_path / "torchvision-0.30.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.30.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    fix = _without_gpu("2.15.0+cu132", "13.2").fix
+    assert fix.startswith("Run: pip uninstall -y torch torchvision")
+    assert "pip install torch==2.15.0 torchvision --index-url" in fix
 
 
 def supports_c_kernels(found):

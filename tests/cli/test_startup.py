@@ -9,6 +9,7 @@ import pytest
 
 from dashinfer_vlm_cli.plugin import COMMANDS
 from dashinfer_vlm_core.cli.command import unknown_variables
+from dashinfer_vlm_core.cli.main import COMMAND_HINTS
 from dashinfer_vlm_core.cli.main import cli as core
 from dashinfer_vlm_core.errors import CheckpointError
 from dashinfer_vlm_core.plugins import add_commands
@@ -100,6 +101,35 @@ def test_help_shows_units_and_defaults(run):
         "--revision NAME Branch, tag or commit of a Hugging Face model; defaults to the main branch. --",
     ):
         assert words in text
+
+
+@pytest.mark.parametrize("name", COMMAND_HINTS)
+def test_commands_of_other_programs_name_ours(run, group, name):
+    group.add_command(serve)
+    result = run(name, "maker/model")
+    assert result.exit_code == 2
+    assert f"No such command '{name}'. {COMMAND_HINTS[name]}" in result.stderr
+    assert set(re.findall(r"`dashinfer-vlm (\w+)", COMMAND_HINTS[name])) <= group.commands.keys()
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["serve", "demo", "--gpu-memory-utilization=0.9"], "Set its maximum size, `--kv-cache-mib`."),
+        (["serve", "--tensor-parallel-size", "2"], "start one server for each GPU"),
+        (["serve", "--max_num_batched_tokens", "64"], "It is `--prefill-chunk` here."),
+        (["serve", "--no-enable-prefix-caching"], "It is `--no-prefix-cache` here."),
+        (["serve", "--trust-remote-code"], "Remove it: code of checkpoints is never executed."),
+        (["serve", "--lora-modules", "a=b"], "It is `--lora` here, once for each adapter."),
+        (["chat", "--max-num-seqs", "4"], "It is `--max-batch-size` here."),
+        (["serve", "--prot", "1"], "'--port'"),
+    ],
+)
+def test_options_of_vllm_name_ours(run, group, words, hint):
+    group.add_command(serve)
+    result = run(*words)
+    assert result.exit_code == 2
+    assert hint in result.stderr
 
 
 @pytest.fixture

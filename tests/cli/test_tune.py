@@ -103,10 +103,10 @@ def test_unwritable_cache_is_reported(tune, tmp_path):
     assert "Choose another --cache-dir." in result.stderr
 
 
-def test_model_given_twice_is_rejected(run):
-    result = run("tune", "demo", "--model", "demo")
+def test_two_different_models_are_rejected(run):
+    result = run("tune", "demo", "--model", "other")
     assert result.exit_code == 2
-    assert "The model is given twice: as MODEL and by --model." in result.stderr
+    assert "MODEL is 'demo', but --model is 'other'. Leave out one of the two." in result.stderr
 
 
 def test_other_devices_are_rejected(run, tmp_path):

@@ -12,6 +12,7 @@ from dashinfer_vlm_core.concurrency.compute import THREAD_NAME
 from dashinfer_vlm_core.engine import select_decoder
 from dashinfer_vlm_core.errors import (
     CheckpointError,
+    ConfigError,
     ContextLengthExceeded,
     EngineClosed,
     EngineError,
@@ -110,6 +111,12 @@ def test_default_max_tokens_is_remaining_context(scripted):
     engine.chat(HELLO)
     (request,) = script.requests
     assert request.sampling.max_tokens == 100 - len(request.token_ids)
+
+
+def test_context_length_above_the_models_limit_is_rejected(scripted):
+    with pytest.raises(ConfigError, match=r"`max_model_len` is 2049, .* supports at most 2048 tokens") as caught:
+        scripted("ok", max_model_len=2049)
+    assert caught.value.param == "max_model_len"
 
 
 @pytest.mark.parametrize("name", ["model", "demo-under-test", None])

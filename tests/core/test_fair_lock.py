@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from dashinfer_vlm_core.concurrency.fair_lock import FairLock
+from dashinfer_vlm_core.kernels.streams import FairLock
 from tests.waiting import HANG, until
 
 
@@ -19,10 +19,10 @@ def test_threads_get_the_lock_in_order():
     with lock:
         for count, thread in enumerate(threads, start=1):
             thread.start()
-            until(lambda count=count: lock.waiting == count)
+            until(lambda count=count: len(lock._waiting) == count)
     with lock:  # although this thread asks at once
         order.append("again")
     for thread in threads:
         thread.join(HANG)
     assert order == [0, 1, 2, 3, 4, "again"]
-    assert lock.waiting == 0
+    assert len(lock._waiting) == 0

@@ -448,6 +448,7 @@ def test_invalid_embeddings_are_rejected_and_valid_ones_work(demo, rows, grid, o
         ({"type": "video", "video": [blurred_image(1), "x"]}, "messages[0].content[0][1]"),
         ({"type": "audio_url"}, "messages[0].content[0].type"),
         ({"type": "image_url", "image_url": {"url": "/etc/hostname"}}, "messages[0].content[0]"),
+        ({"type": "image_url", "image_url": {"max_pixls": 1}}, "messages[0].content[0].image_url.max_pixls"),
         (3, "messages[0].content[0]"),
     ],
     ids=label,

@@ -183,8 +183,10 @@ def test_plugin_list_names_broken_plugins(install):
     install("broken_plugin", "import no_such_module_here")
     result = CliRunner().invoke(cli, ["plugins"])
     assert result.exit_code == 0
-    assert "decoder torch" in result.output
-    assert "broken_plugin: 'broken_plugin' (broken_plugin) cannot be imported" in result.output
+    blocks = {block.split(" ")[0]: block for block in result.output.split("\n\n")}
+    assert "\n  decoder torch, " in blocks["torch"]
+    assert ", broken:\n  'broken_plugin' (broken_plugin) cannot be imported" in blocks.pop("broken_plugin")
+    assert max(len(line) for block in blocks.values() for line in block.splitlines()) <= 80
     assert CliRunner().invoke(cli, ["plugins", "--strict"]).exit_code == 1
 
 

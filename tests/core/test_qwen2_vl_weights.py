@@ -56,6 +56,26 @@ def test_shards(tied, published, tmp_path):
     assert_holds(tmp_path, published)
 
 
+@pytest.mark.parametrize(
+    ("modules", "dtype", "is_view"),
+    [
+        (["model.layers.0.mlp.down_proj"], torch.float32, True),
+        (["model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"], torch.float32, True),
+        (["model.layers.0.mlp.up_proj", "model.layers.0.mlp.gate_proj"], torch.float32, False),
+        (["model.layers.0.mlp.down_proj"], torch.bfloat16, False),
+    ],
+)
+def test_matrix_is_a_view_of_the_file_where_it_is_stored_in_this_form(tied, published, modules, dtype, is_view):
+    stored = [published[f"{module}.weight"] for module in modules]
+    outputs = [len(tensor) for tensor in stored]
+    with Weights(tied, TENSOR_RENAMES) as weights:
+        inputs = stored[0].shape[1]
+        view = weights._view(modules, [(count, inputs) for count in outputs], dtype)
+        matrix = weights.matrix(modules, outputs, inputs, device="cpu", dtype=dtype, mapped=True)
+    assert (view is not None) == is_view
+    assert torch.equal(matrix, torch.cat(stored).to(dtype))
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_output_layer_is_stored_unless_it_is_tied(tmp_path, tied):
     with Weights(write_checkpoint(tmp_path, tie_word_embeddings=tied)) as weights:

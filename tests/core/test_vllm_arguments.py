@@ -11,15 +11,9 @@ import torch
 
 from dashinfer_vlm_core import VLM, EngineConfig, SamplingParams, StructuredOutputsParams
 from dashinfer_vlm_core.config import MediaLimits
+from dashinfer_vlm_core.config.vllm_arguments import OF_THE_SERVER, REJECTED, RENAMED, WITHOUT_EFFECT
 from dashinfer_vlm_core.errors import ConfigError, InvalidParameter, UnsupportedParameter
-from dashinfer_vlm_core.offline.vllm_arguments import (
-    REJECTED,
-    REJECTED_IN_CALLS,
-    RENAMED,
-    WITHOUT_EFFECT,
-    check_call_arguments,
-    to_engine_options,
-)
+from dashinfer_vlm_core.offline.vllm_arguments import REJECTED_IN_CALLS, check_call_arguments, to_engine_options
 from dashinfer_vlm_core.protocol import ChatRequest
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -112,8 +106,9 @@ def test_arguments_without_effect_are_logged_with_reason(caplog):
 
 
 def test_tables_name_each_argument_once():
-    assert not REJECTED.keys() & WITHOUT_EFFECT.keys()
-    assert not (REJECTED.keys() | WITHOUT_EFFECT.keys() | RENAMED.keys()) & EngineConfig.model_fields.keys()
+    names = [*REJECTED, *WITHOUT_EFFECT, *RENAMED, *OF_THE_SERVER]
+    assert len(set(names)) == len(names)
+    assert not set(names) & EngineConfig.model_fields.keys()
 
 
 def test_invalid_value_is_named():

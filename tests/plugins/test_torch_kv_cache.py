@@ -15,8 +15,7 @@ from dashinfer_vlm_core.decoders import DecodeRequest, Token
 from dashinfer_vlm_core.errors import QueueFull
 from dashinfer_vlm_core.media import Grid
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
-from dashinfer_vlm_torch.kv_allocator import KVAllocation, KVAllocator
-from dashinfer_vlm_torch.kv_cache import KVCache
+from dashinfer_vlm_torch.kv_cache import KVAllocation, KVAllocator, KVCache
 from dashinfer_vlm_torch.kv_cache_manager import KVCacheManager, KVCopy
 from dashinfer_vlm_torch.prefix_hash import BLOCK_SIZE, PrefixHash
 from dashinfer_vlm_torch.runner import _verify

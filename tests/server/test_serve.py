@@ -260,6 +260,14 @@ def test_help_lists_every_engine_option(runner):
     assert "DASHINFER_VLM_MAX_PIXELS for --max-pixels" in text
 
 
+def test_help_begins_with_model_memory_and_speed(runner):
+    lines = runner("serve", "--help").output.splitlines()
+    titles = [line.removesuffix(":") for line in lines if re.fullmatch(r"[A-Z].*:", line)]
+    assert titles[:6] == [*plugin.serve.first_sections, "API keys", "Requests"]
+    assert "  --model NAME|FOLDER" in lines[lines.index("Model:") + 1]
+    assert lines.index("Model:") < 20
+
+
 @pytest.mark.parametrize(
     "options", [["--port", "65536"], ["--port", "x"], ["--max-body-mib", "0"], ["--no-such-option"]]
 )
@@ -267,6 +275,13 @@ def test_invalid_option_is_named(runner, options):
     result = runner("serve", *options)
     assert result.exit_code == 2
     assert options[0] in result.output
+
+
+@pytest.mark.parametrize("words", [["tiny"], ["--model", "tiny"], ["tiny", "--model", "tiny"]])
+def test_model_is_an_argument_or_an_option(tmp_path, words):
+    (tmp_path / "options.yaml").write_text("model: other")
+    with plugin.serve.make_context("serve", [*words, "--config", str(tmp_path / "options.yaml")]) as context:
+        assert context.params["model"] == "tiny"
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,13 @@
-"""What a run finds, by name, and the report of it as Markdown or JSON."""
+"""What a run finds, by name, and the report of it."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import platform
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from importlib.metadata import version
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -16,7 +15,6 @@ from dashinfer_vlm_core import __version__
 from dashinfer_vlm_core.kernels.devices import cpu_model
 
 LIBRARIES = ("torch", "transformers", "numpy", "safetensors", "tokenizers")
-TIMINGS = "part | ms | rate | used | of the limit | device idle"
 UNITS = {"copy": ("GB/s", 1e9), "product": ("TFLOP/s", 1e12)}
 
 
@@ -105,20 +103,6 @@ class Results:
         return False
 
 
-def as_json(results: Results) -> str:
-    timings = {name: each._asdict() | {"share": results.share(each)} for name, each in results.timings.items()}
-    report: dict[str, Any] = {
-        "device": results.device,
-        "machine": _machine(results),
-        "checks": {name: check._asdict() for name, check in results.checks.items()},
-        "limits": results.limits,
-        "timings": timings,
-        "skipped": results.skipped,
-        "failed": results.failed,
-    }
-    return json.dumps(report, indent=2)
-
-
 def as_markdown(results: Results) -> str:
     """Return the whole report; it ends with the verdict."""
     lines = [f"# Verification on `{results.device}`", "", *(f"* {line}" for line in _machine(results))]
@@ -132,7 +116,7 @@ def as_markdown(results: Results) -> str:
         product = f"{limits['product'] / 1e12:,.1f} TFLOP/s"
         lines += ["", "## Timings", "", f"A copy in memory reads and writes {copy}, bfloat16 products take {product}."]
         rows = (_timing_row(name, timing, results.share(timing)) for name, timing in results.timings.items())
-        lines += ["", *_table(TIMINGS, rows)]
+        lines += ["", *_table("part | ms | rate | used | of the limit | device idle", rows)]
     if results.skipped:
         lines += ["", "## Skipped", "", *(f"* {name}: {_cell(reason)}." for name, reason in results.skipped.items())]
     passed = f"All {len(results.checks)} checks passed on {results.device}, {len(results.skipped)} parts skipped."

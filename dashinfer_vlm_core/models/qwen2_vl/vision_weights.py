@@ -75,7 +75,9 @@ class VisionWeights(NamedTuple):
         counts = [outputs] * len(names)
         return create_linear(
             self.kernels,
-            self.weights.matrix(modules, counts, inputs, device=self.device, dtype=self.dtype),
+            self.weights.matrix(
+                modules, counts, inputs, device=self.device, dtype=self.dtype, mapped=self.kernels.copies_weights
+            ),
             torch.cat([self.tensor(f"{name}.bias", outputs) for name in names]),
             dtype=self.dtype,
             activation=activation,
