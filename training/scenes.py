@@ -74,11 +74,11 @@ Maker = Callable[[random.Random], "tuple[tuple[Scene, ...], bool, Question | Non
 
 
 def sample(task: str, seed: int, layout: str = "after", *, with_tools: bool = False) -> Sample:
-    """Create the sample of a task (a key of `TASKS`) with this seed; `with_tools` adds tools."""
+    """Create the sample of a task (a key of `TASKS` or `USER_TASKS`) with this seed; `with_tools` adds tools."""
     tools = offer(random.Random(f"tools {task} {seed}"), unseen=True) if with_tools else []
     rng = random.Random(f"sample {task} {seed}")
     while True:
-        scenes, is_video, question = TASKS[task](rng)
+        scenes, is_video, question = (TASKS | USER_TASKS)[task](rng)
         if question:
             return Sample(
                 task=task, seed=seed, scenes=scenes, is_video=is_video, question=question.text, answer=question.answer,
@@ -227,18 +227,21 @@ TASKS: dict[str, Maker] = {
     "unknown": _topic("unknown", 1, 2, 3, 4),
     "photo": _about_photo,
     "describe_freely": _image(functools.partial(out_of_scope.describe, unseen=True), 1, 2),
+}
+"""The factory for samples of each task."""
+USER_TASKS: dict[str, Maker] = {
     "drawn_one": _drawn(1),
     "drawn_more": _drawn(2, 3, 4),
     "drawn_many": _many,
     **{f"centered, radius {radius}": _centered(radius) for radius in RADII},
     **{f"unknown: {kind}": _unknown(kind) for kind in UNKNOWN_KINDS},
 }
-"""The factory for samples of each task."""
+"""The same for images as users draw them, which the published checkpoint has not been trained on."""
 IMAGE_TASKS = tuple(list(TASKS)[:13])
 SET_TASKS = ("nth", "which", "nth_colour", "each", "changed")
 VIDEO_TASKS = ("motion", "motion_still", "motion_two_frames", "clip", "recolour")
 TEXT_TASKS = ("chat", "no_picture", "outside_text")
-CENTERED_TASKS = tuple(task for task in TASKS if task.startswith("centered"))
-UNKNOWN_TASKS = tuple(task for task in TASKS if task.startswith("unknown:"))
+CENTERED_TASKS = tuple(task for task in USER_TASKS if task.startswith("centered"))
+UNKNOWN_TASKS = tuple(task for task in USER_TASKS if task.startswith("unknown:"))
 OUT_OF_SCOPE_TASKS = (*out_of_scope.TOPICS,)
 """Tasks whose prompts are not phrased as in training."""

@@ -93,3 +93,19 @@ def test_tuning_has_all_topics_and_keeps_the_earlier_tasks() -> None:
     tasks = {task for seed in range(10) for task in batches.batch(random.Random(seed), 8, mix).tasks}
     assert {*out_of_scope.TOPICS, "describe_freely", "empty"} <= tasks
     assert {"describe_one", "count", "corner", "nth", "changed", "motion", "recolour", "chat", "no_picture"} <= tasks
+
+
+def test_drawn_images_are_added_to_the_earlier_tasks() -> None:
+    tasks = {task for seed in range(40) for task in batches.batch(random.Random(seed), 8, train.DRAWN).tasks}
+    assert {
+        "many",
+        "empty",
+        "describe_one",
+        "list",
+        "count",
+        "corner",
+        "nth",
+        "motion",
+        "chat",
+        *out_of_scope.TOPICS,
+    } <= tasks

@@ -17,7 +17,7 @@ def pixels(sample: scenes.Sample) -> list[bytes]:
     return [image.tobytes() for image in (*sample.images, *sample.frames)]
 
 
-@pytest.mark.parametrize("task", scenes.TASKS)
+@pytest.mark.parametrize("task", scenes.TASKS | scenes.USER_TASKS)
 def test_same_seed_gives_same_sample(task: str) -> None:
     one, two = scenes.sample(task, 7), scenes.sample(task, 7)
     assert one == two
