@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 from urllib.parse import unquote, urlsplit
 
-from dashinfer_vlm_core.errors import MediaUndecodable, MediaUnreachable, MissingDependency
+from dashinfer_vlm_core.config import Limits
+from dashinfer_vlm_core.errors import MediaError, MediaUndecodable, MediaUnreachable, MissingDependency
 
 Part: TypeAlias = "dict[str, Any]"
 Kind = Literal["image", "video"]
@@ -28,6 +29,7 @@ def media_part(kind: Kind, source: str) -> Part:
 
     Raises:
         MediaUnreachable: the file does not exist, or cannot be read.
+        MediaError: it is empty, not an image, or too large.
     """
     url = source if _is_url(source) else _file_url(kind, _local_path(source))
     return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
@@ -105,8 +107,22 @@ def _file_url(kind: Kind, path: Path) -> str:
         data = path.read_bytes()
     except OSError as error:
         raise MediaUnreachable(f"{path} cannot be read: {error.strerror or error}. Check the path.") from error
+    _check(kind, path, data)
     media_type = mimetypes.guess_type(path.name)[0] or f"{kind}/{'png' if kind == 'image' else 'mp4'}"
     return _data_url(media_type, data)
+
+
+def _check(kind: Kind, path: Path, data: bytes) -> None:
+    # The engine checks this too, but does not know the name of the file.
+    from dashinfer_vlm_core.media.image import count_pixels
+
+    if not data:
+        raise MediaUndecodable(f"{path} has 0 bytes. Save it again.")
+    if kind == "image":
+        try:
+            count_pixels(data, path="", max_pixels=Limits().max_decoded_pixels)
+        except MediaError as error:
+            raise type(error)(f"{path}: {error.message}") from error
 
 
 def _data_url(media_type: str, data: bytes) -> str:
