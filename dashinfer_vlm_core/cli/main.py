@@ -45,11 +45,15 @@ def list_plugins(as_json: bool, strict: bool) -> None:
 
 
 def _show(rows: list[PluginRow]) -> None:
-    cells = [(row.name, row.status, row.distribution, ", ".join(row.provides) or "commands only") for row in rows]
+    cells = [(row.name, row.status, row.distribution, _provided(row)) for row in rows]
     show_table(("Plugin", "Status", "From", "Provides"), cells)
     for row in rows:
         if row.problem:
             click.echo(f"\n{row.name}: {row.problem}")
+
+
+def _provided(row: PluginRow) -> str:
+    return ", ".join(row.provides) or ("commands only" if row.status == "ok" else "")
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from ..errors import PluginError
 from ..findings import Finding
 from ..models.checkpoint import model_type
 from ..models.formats.detection import find_reader
-from .discovery import create_manager
+from .discovery import create_manager, located
 
 if TYPE_CHECKING:
     import pluggy
@@ -122,7 +122,7 @@ class Registry:
         try:
             staged.call(hook)
         except Exception as error:
-            raise PluginError(f"Plugin {name!r} failed during registration: {error}") from error
+            raise PluginError(f"Plugin {name!r} failed during registration: {located(error)}") from error
         for table, copied in zip(self._tables().values(), staged._tables().values(), strict=True):
             table.update(copied)
         return tuple(each for each in self.names() if each not in before)
