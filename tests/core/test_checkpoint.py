@@ -110,6 +110,17 @@ def test_unknown_model_value_is_explained(name):
     assert caught.value.param == "model"
 
 
+def test_model_that_is_a_file_is_explained(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("models").mkdir()
+    for name in ("qwen.gguf", "models/qwen.gguf"):  # the second looks like a Hugging Face model ID
+        Path(name).touch()
+        with pytest.raises(
+            CheckpointError, match=f"'{name}' is a file. Set `model` to a folder .* GGUF files are not read"
+        ):
+            find_model(name, registered={})
+
+
 @pytest.mark.slow
 def test_hub_id_is_downloaded_once_then_found_offline(hub, tmp_path, tiny_checkpoint):
     endpoint = f"http://127.0.0.1:{hub.server_port}"
