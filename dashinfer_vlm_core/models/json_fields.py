@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from ..errors import CheckpointError
 
 CONFIG = "config.json"
+GENERATION = "generation_config.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
