@@ -99,7 +99,21 @@ class ModelNotFound(RequestError):
 
 
 class MediaError(RequestError):
-    """An error in an image or video of the request; `param` names the content part."""
+    """An error in an image or video of the request; `param` names the content part.
+
+    Attributes:
+        file: the local file that contains it, if known. It is part of `str(error)`, for callers in this process, and
+            not of `message`, which remote callers receive.
+    """
+
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str | None = None, file: Path | None = None
+    ) -> None:
+        super().__init__(message, param=param, code=code)
+        self.file = file
+
+    def __str__(self) -> str:
+        return self.message if self.file is None else f"{self.message} Its path is {str(self.file)!r}."
 
 
 class MediaRefused(MediaError):
@@ -115,23 +129,9 @@ class MediaTooLarge(MediaError):
 
 
 class MediaUnreachable(MediaError):
-    """The source could not be fetched completely and in time.
-
-    Attributes:
-        file: the local file that could not be read. It is part of `str(error)`, for callers in this process, and not of
-            `message`, which remote callers receive.
-    """
+    """The source could not be fetched completely and in time."""
 
     code: str = "media_unreachable"
-
-    def __init__(
-        self, message: str, *, param: str | None = None, code: str | None = None, file: Path | None = None
-    ) -> None:
-        super().__init__(message, param=param, code=code)
-        self.file = file
-
-    def __str__(self) -> str:
-        return self.message if self.file is None else f"{self.message} Its path is {str(self.file)!r}."
 
 
 class MediaUndecodable(MediaError):

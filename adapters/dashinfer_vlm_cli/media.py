@@ -109,6 +109,8 @@ def _file_url(kind: Kind, path: Path) -> str:
         data = path.read_bytes()
     except OSError as error:
         raise MediaUnreachable(f"{path} cannot be read: {error.strerror or error}. Check the path.") from error
+    if not data:
+        raise MediaUndecodable(f"{path} has 0 bytes. Save it again.")
     check = _check_image if kind == "image" else _check_video
     try:
         check(data)

@@ -58,7 +58,6 @@ class Endpoint(APIRoute):
         any_host: whether it accepts any `Host` on a server without API keys, as process supervisors need.
         generates: whether its requests use tokens.
         quiet: whether it is polled every few seconds, so that its requests are logged at level DEBUG.
-        listed: whether the error for unknown URLs lists it.
         include_in_schema: whether the OpenAPI document describes it.
     """
 
@@ -76,7 +75,6 @@ class Endpoint(APIRoute):
         any_host: bool = False,
         generates: bool = False,
         quiet: bool = False,
-        listed: bool = True,
         include_in_schema: bool = True,
     ) -> None:
         methods: list[str] = ["GET", "HEAD"] if method == "GET" else [method]
@@ -87,7 +85,6 @@ class Endpoint(APIRoute):
         self.any_host = any_host
         self.generates = generates
         self.quiet = quiet
-        self.listed = listed
         described: Responses = {200: {"model": response}} if response else {}
         described |= {status: {"model": ErrorBody, "description": http.HTTPStatus(status).phrase} for status in errors}
         self._documented = partial(

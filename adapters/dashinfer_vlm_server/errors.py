@@ -6,9 +6,10 @@ For an unknown URL, the message has the next step.
 
 from __future__ import annotations
 
+import difflib
 import logging
 import math
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
 from fastapi import Request
@@ -185,18 +186,12 @@ HANDLERS: Mapping[type[Exception], Callable[[Request, Exception], Coroutine[Any,
 
 
 def _unknown_url(routes: Iterable[BaseRoute], path: str) -> HTTPException:
-    endpoints = [route for route in routes if isinstance(route, Endpoint)]
-    paths = {endpoint.path for endpoint in endpoints}
+    paths = [route.path for route in routes if isinstance(route, Endpoint) and "{" not in route.path]
     steps = [text for known, text in _NEXT_STEPS.items() if f"{path}/".startswith(f"{known}/") and known not in paths]
     if f"/v1{path}" in paths:
         steps = ["The base URL of a client must end with /v1."]
-    return HTTPException(404, f"Unknown URL. {steps[0] if steps else _list(endpoints)}")
-
-
-def _list(endpoints: Sequence[Endpoint]) -> str:
-    names = [
-        f"{endpoint.method} {endpoint.path.replace('{name:path}', '{model}')}"
-        for endpoint in endpoints
-        if endpoint.listed
-    ]
-    return f"This server supports {', '.join(names[:-1])} and {names[-1]}."
+    if not steps:
+        similar = difflib.get_close_matches(path, paths, n=1)
+        hint = f"Did you mean {similar[0]}?" if similar else "Chat requests go to POST /v1/chat/completions."
+        steps = [f"{hint} GET /openapi.json lists the URLs of this server."]
+    return HTTPException(404, f"Unknown URL. {steps[0]}")

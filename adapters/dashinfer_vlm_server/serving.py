@@ -286,6 +286,8 @@ def _ready(url: str, address: Address, settings: Settings, engine: Engine) -> No
         logger.info("%s", served, extra={"fields": {"model": status.model, "decoder": status.decoder, "url": url}})
         return
     click.echo(served, err=True)
+    if status.card.description:
+        click.echo(f"{status.model}: {status.card.description}", err=True)
     if address.uds is None:
         key = f'-H "Authorization: Bearer ${KEY_VARIABLE}" ' if len(settings.keys) else ""
         curl = f"curl {url}/chat/completions {key}-H 'Content-Type: application/json' -d '{SAMPLE_REQUEST}'"

@@ -8,7 +8,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Coroutine, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from ..concurrency.loop import LoopThread, engine_closed
@@ -17,6 +17,7 @@ from ..decoders import GUIDED_DECODING, DecoderStats
 from ..errors import DecoderFailed, EngineClosed, UnsupportedParameter
 from ..media.fetch import FetchStats
 from ..media_workers import MediaWorkerStats
+from ..models.model_card import ModelCard
 from ..plugins import Registry, load_plugins
 from ..protocol import ChatRequest
 from ..vision import VisionStats
@@ -149,6 +150,7 @@ class EngineStatus:
         max_model_len: the maximum number of tokens of prompt and completion together; 0 while closed.
         fatal_error: why a `failed` engine cannot continue; it must be started again.
         supports_reasoning: whether the model can reason before it responds; None if unknown, as of a closed engine.
+        card: what users are shown of the model; empty while closed.
         loras: the LoRA adapters that requests can name as their model.
     """
 
@@ -159,6 +161,7 @@ class EngineStatus:
     max_model_len: int = 0
     fatal_error: str = ""
     supports_reasoning: bool | None = None
+    card: ModelCard = field(default_factory=ModelCard)
     loras: tuple[LoraStatus, ...] = ()
 
 
@@ -265,8 +268,6 @@ class Engine(LoopEngine):
         """Return the tokens as written in the vocabulary. Raises the same errors as `chat`."""
         return await asyncio.to_thread(self._ready().pipeline.prompts.convert_ids_to_tokens, ids)
 
-    # Model
-
     def model_spec(self) -> ModelSpec:
         """Return the specification of the model. Raises EngineClosed if the engine is not ready."""
         return self._ready().pipeline.spec
@@ -318,6 +319,7 @@ class Engine(LoopEngine):
             max_model_len=running.pipeline.prompts.max_model_len,
             fatal_error=decoder.fatal_error,
             supports_reasoning=running.pipeline.prompts.supports_reasoning,
+            card=running.pipeline.spec.card,
             loras=running.pipeline.loras.statuses,
         )
 

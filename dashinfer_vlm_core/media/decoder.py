@@ -56,6 +56,10 @@ class MediaDecoder:
         check_stop()
         if part.content is not None:
             return load_object(part, self.config, self.policy, check_stop)
+        for index, file in enumerate(data):
+            if not file:
+                path = frame_path(part, index) if isinstance(part.url, tuple) else part.path
+                raise MediaUndecodable(f"The file of the {part.kind} has 0 bytes. Save it again.", param=path)
         if isinstance(part.url, tuple):
             return self._frames(part, data, check_stop, resizer)
         if part.kind == "video":

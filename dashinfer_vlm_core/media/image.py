@@ -76,7 +76,7 @@ def decode_image(data: bytes, *, path: str, max_pixels: int, background: tuple[i
         InvalidParameter: the image is only one pixel high or wide, or one side exceeds `MAX_ASPECT` times the other.
         MediaUndecodable: another format, damaged or truncated data, or a pixel format without a defined range.
     """
-    with _errors(path), _open(data, path) as image:
+    with _errors(path), _open(data, path, max_pixels) as image:
         return convert_image(image, path=path, max_pixels=max_pixels, background=background)
 
 
@@ -99,7 +99,7 @@ def convert_image(
 
 def count_pixels(data: bytes, *, path: str, max_pixels: int) -> int:
     """Count an image's pixels from its header, without decoding it. Raises the same errors as `decode_image`."""
-    with _errors(path), _open(data, path) as image:
+    with _errors(path), _open(data, path, max_pixels) as image:
         check_size(image.size, max_pixels, path)
         _check_coding(image, path)
         return int(image.width * image.height)
@@ -114,7 +114,11 @@ def check_size(size: tuple[int, int], max_pixels: int, path: str) -> None:
     """
     width, height = size
     if width * height > max_pixels:
-        raise MediaTooLarge(f"The image has more than {max_pixels} pixels. Send a smaller one.", param=path)
+        raise MediaTooLarge(
+            f"The image has {width} x {height} pixels, more than the limit of {max_pixels} (`limits.max_decoded_pixels`"
+            " of the engine). Send a smaller one.",
+            param=path,
+        )
     if min(size) < 2:
         raise InvalidParameter(
             f"The image has {width} x {height} pixels. Send one that is at least 2 pixels high and wide.", param=path
@@ -126,10 +130,24 @@ def check_size(size: tuple[int, int], max_pixels: int, path: str) -> None:
         )
 
 
-def _open(data: bytes, path: str) -> PILImage.Image:
+def _open(data: bytes, path: str, max_pixels: int) -> PILImage.Image:
     check_jpeg(data, path)
     _ignore_metadata_warnings()
-    return PILImage.open(BytesIO(data), formats=FORMATS)
+    try:
+        return PILImage.open(BytesIO(data), formats=FORMATS)
+    except (PILImage.DecompressionBombError, PILImage.DecompressionBombWarning):
+        check_size(_read_size(data), max_pixels, path)
+        raise
+
+
+def _read_size(data: bytes) -> tuple[int, int]:
+    """Read the size of an image that has too many pixels for `PILImage.open`, whose error does not contain it."""
+    for name in FORMATS:
+        create, accept = PILImage.OPEN[name]
+        if accept is not None and accept(data[:16]):
+            with create(BytesIO(data), "") as image:
+                return int(image.width), int(image.height)
+    raise PILImage.DecompressionBombError
 
 
 def check_jpeg(data: bytes, path: str) -> None:

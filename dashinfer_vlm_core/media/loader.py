@@ -8,11 +8,12 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from itertools import chain
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from ..concurrency.fair_slots import FairSlots
 from ..config import EngineConfig
-from ..errors import EngineClosed, MediaTooLarge, MissingDependency, UnsupportedParameter
+from ..errors import EngineClosed, MediaError, MediaTooLarge, MissingDependency, UnsupportedParameter
 from ..protocol import EncodedEmbeddings, MediaPart
 from ..protocol.client import current_client
 from .fetch import ByteBudget, Fetcher, FetchStats
@@ -178,15 +179,25 @@ class MediaLoader:
         fetched: Mapping[Source, Awaitable[bytes]],
         process: ProcessPart[T],
     ) -> T:
-        if isinstance(part.url, tuple):
-            await _check_bytes({fetched[source] for source in sources}, part, self._config)
-        return await process(part, [await fetched[source] for source in sources])
+        try:
+            if isinstance(part.url, tuple):
+                await _check_bytes({fetched[source] for source in sources}, part, self._config)
+            return await process(part, [await fetched[source] for source in sources])
+        except MediaError as error:
+            error.file = error.file or _file_of(sources, error.param)
+            raise
 
     async def _run(self, function: Callable[..., T], *arguments: object) -> T:
         """Run blocking work in a thread, without blocking the event loop. Clients with many large media wait for their
         own work only."""
         async with self._slots.slot(current_client.get().id, limit=self._client_threads):
             return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+
+
+def _file_of(sources: Sequence[Source], path: str | None) -> Path | None:
+    """Return the local file of a part, or of the frame at `path` of a list."""
+    files = (source for source in sources if isinstance(source, LocalSource))
+    return next((file.folder / file.name for file in files if len(sources) == 1 or file.path == path), None)
 
 
 def _sources(part: MediaPart, config: EngineConfig, policy: VideoSamplingPolicy) -> list[Source]:

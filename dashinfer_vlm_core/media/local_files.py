@@ -16,7 +16,8 @@ MAX_PATH_CHARS = 64 * 1024
 """Maximum length of a file: URL or path. Linux allows paths of 4,096 bytes, and 255 in a name."""
 
 _MISSING = "The file does not exist or cannot be read. Check its name."
-_BARE_BASE64 = re.compile(r"[A-Za-z0-9+/]{256}")  # and no dot: the path of an image has one, or is shorter
+# How PNG, JPEG, GIF, WebP, TIFF and MP4 files start in base64, or else many characters. The path of an image has a dot.
+_BARE_BASE64 = re.compile(r"iVBORw0KGgo|[/_]9j[/_]|R0lGOD|UklGR|SUkqA|TU0AK|AAAA..Z0eX|[A-Za-z0-9+/_-]{256}")
 
 # O_NONBLOCK does not wait for a pipe; O_NOFOLLOW rejects a link that replaced the file after the check.
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -49,10 +50,10 @@ def find_file(text: str, folder: Path | None, *, limit: int, path: str) -> Local
         MediaRefused: local files are not allowed, the path is outside the folder, or it is not a path but base64.
         MediaUnreachable: the path is too long.
     """
-    if _BARE_BASE64.match(text) and "." not in text:
+    if _BARE_BASE64.match("".join(text[:512].split())) and "." not in text:  # many encoders write lines
         raise MediaRefused(
-            f"`{path}` has base64 without the prefix of a data: URL. Write data:image/png;base64,... or"
-            " data:video/mp4;base64,...",
+            f"`{path}` is base64 without the prefix of a data: URL. Put `data:image/png;base64,` in front of it, or"
+            " `data:video/mp4;base64,` for a video.",
             param=path,
         )
     if folder is not None:
@@ -67,7 +68,7 @@ def find_file(text: str, folder: Path | None, *, limit: int, path: str) -> Local
             pass
     raise MediaRefused(
         "Local files are not allowed here. Send a data:, http: or https: URL, or start the engine with"
-        " `allowed_local_media_path`, the folder of the files.",
+        " --allowed-local-media-path (in Python, `allowed_local_media_path`), the folder of the files.",
         param=path,
     )
 

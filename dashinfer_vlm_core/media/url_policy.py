@@ -178,5 +178,7 @@ def _port(url: httpx.URL) -> int:
 
 def _not_public_error(path: str) -> MediaRefused:
     return MediaRefused(
-        "The URL resolves to an address that the engine may not fetch from. Use a public URL.", param=path
+        "The URL resolves to an address that the engine may not fetch from, because it is not public. Use a public URL,"
+        " or send the media as a data: URL. Only the operator can allow private addresses: --allow-private-addresses.",
+        param=path,
     )

@@ -142,7 +142,8 @@ def check_total(pixels: int, *, part: MediaPart, config: EngineConfig) -> None:
     limit = config.limits.video_max_decoded_pixels
     if pixels > limit:
         raise MediaTooLarge(
-            f"The frames of the video have more than {limit} pixels in total. Send fewer or smaller ones.",
+            f"The frames of the video have {pixels} pixels in total, more than the limit of {limit}"
+            " (`limits.video_max_decoded_pixels` of the engine). Send fewer or smaller ones.",
             param=part.path,
         )
 
@@ -206,9 +207,11 @@ def sample_video(
 def _check_header(info: VideoInfo, part: MediaPart, config: EngineConfig) -> None:
     if min(info.frames, info.height, info.width) < 1 or not 0 < info.fps < math.inf:
         raise undecodable_error(part.path)
-    if info.height * info.width > config.limits.max_decoded_pixels:
+    limit = config.limits.max_decoded_pixels
+    if info.height * info.width > limit:
         raise MediaTooLarge(
-            f"The video has more than {config.limits.max_decoded_pixels} pixels per frame. Send a smaller video.",
+            f"The frames of the video have {info.width} x {info.height} pixels, more than the limit of {limit}"
+            " (`limits.max_decoded_pixels` of the engine). Send a smaller video.",
             param=part.path,
         )
     if info.frames / min(info.fps, MAX_FPS) > config.video_max_seconds:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from ..errors import CheckpointError
+from .json_fields import CONFIG, read_fields
 
 # Configuration, tokenizer and safetensors only: archives, pickles and other frameworks' weights are not downloaded.
 FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
+
+_FOLDER_STEP = (
+    "Set `model` to a folder with a checkpoint as transformers saves it: config.json, tokenizer.json and safetensors"
+    " files. GGUF files are not read; docs/quantization.md lists the formats."
+)
 
 
 def find_model(name: str, *, registered: Mapping[str, Path], revision: str | None = None) -> Path:
@@ -25,6 +30,8 @@ def find_model(name: str, *, registered: Mapping[str, Path], revision: str | Non
     folder = Path(name).expanduser()
     if name and folder.is_dir():  # an empty name would mean the current folder
         return folder
+    if folder.is_file():
+        raise CheckpointError(f"{name!r} is a file. {_FOLDER_STEP}", param="model")
     if HUB_ID.fullmatch(name):
         return download(name, revision=revision)
     known = ", ".join(sorted(registered)) or "none"
@@ -59,13 +66,12 @@ def model_type(folder: Path) -> str:
     Raises:
         CheckpointError: the file is missing or is not a model configuration.
     """
-    path = folder / "config.json"
-    try:
-        return str(json.loads(path.read_text(encoding="utf-8"))["model_type"])
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror}): is this a checkpoint folder?") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is not a model configuration: it has no model_type. Replace it.") from error
+    if not (folder / CONFIG).exists():
+        raise CheckpointError(f"{folder} has no {CONFIG}. {_FOLDER_STEP}", param="model")
+    config = read_fields(folder / CONFIG)
+    if config.get("model_type") is None:
+        config.fail_value("model_type", "must be the name of an architecture")
+    return str(config.get("model_type"))
 
 
 def download(repo_id: str, *, revision: str | None = None) -> Path:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from ..errors import CheckpointError
 
 CONFIG = "config.json"
+GENERATION = "generation_config.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +88,9 @@ def read_fields(file: Path) -> JsonFields:
         values = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{file} is missing. Set `model` to a folder with a complete checkpoint.") from None
-    except (OSError, ValueError) as error:
+    except ValueError as error:  # also if it is not UTF-8
+        raise CheckpointError(f"{file} is not valid JSON: {error}. Copy or download it again.") from error
+    except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}. Copy or download it again.") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{file} is not a JSON object. Copy or download it again.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,6 +10,7 @@ from ..media.frame_sampling import VideoSamplingPolicy
 from ..text_spec import TextModelSpec
 from ..tokenization.conversation import ConversationFormat
 from .coordinates import CoordinateSpec
+from .model_card import ModelCard
 
 if TYPE_CHECKING:
     from .formats.interface import ModuleReader
@@ -96,6 +97,7 @@ class ModelSpec:
         profile: its capabilities, which the adapters report.
         tensor_renames: pairs of a regular expression and its replacement, applied in this order, that map the stored
             tensor names to those that the family and `text.weights` use.
+        card: what users are shown of it.
         coordinates: how it writes positions in images; None if that is not known.
     """
 
@@ -111,6 +113,7 @@ class ModelSpec:
     profile: Profile
     tensor_renames: tuple[tuple[str, str], ...] = ()
     quantization: ModuleReader | None = None
+    card: ModelCard = field(default_factory=ModelCard)
     coordinates: CoordinateSpec | None = None
 
     @property

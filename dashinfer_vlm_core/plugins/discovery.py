@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from importlib.metadata import Distribution, EntryPoint, entry_points
 from pathlib import Path
@@ -94,7 +95,7 @@ def import_plugin(entry: EntryPoint) -> object:
     except ImportError as error:
         raise missing_dependency(entry, error) from error
     except Exception as error:
-        raise PluginError(f"Plugin {entry.name!r} ({entry.value}) failed during import: {error}") from error
+        raise PluginError(f"Plugin {entry.name!r} ({entry.value}) failed during import: {located(error)}") from error
 
 
 def missing_dependency(entry: EntryPoint, error: ImportError) -> MissingDependency:
@@ -102,6 +103,14 @@ def missing_dependency(entry: EntryPoint, error: ImportError) -> MissingDependen
     return MissingDependency(
         f"{entry.name!r} ({entry.value}) cannot be imported: {error}. Try: pip install '{requirement}'"
     )
+
+
+def located(error: Exception) -> str:
+    """Return the message of an error with the file and line that raised it."""
+    if isinstance(error, PluginError | SyntaxError):  # ours states the cause; that of a syntax error has file and line
+        return str(error)
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{error} ({type(error).__name__} in {frame.filename}, line {frame.lineno})"
 
 
 def call_hooks(entry: EntryPoint, use: Callable[[pluggy.HookRelay], None]) -> bool:

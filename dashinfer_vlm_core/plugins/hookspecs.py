@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..hooks import hookspec
@@ -22,8 +21,11 @@ if TYPE_CHECKING:
 
 
 @hookspec
-def register_models(register: Callable[[str, Path], None]) -> None:
-    """Register a name for a checkpoint folder: `register("demo", folder)`."""
+def register_models(register: Callable[..., None]) -> None:
+    """Register a name for a checkpoint folder: `register("demo", folder)`.
+
+    The server shows its users a `description` of the model and `example_prompts`, a list, if they are given too.
+    """
 
 
 @hookspec

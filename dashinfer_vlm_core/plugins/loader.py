@@ -10,12 +10,14 @@ from ..errors import MissingDependency, PluginError
 from ..hooks import GROUP
 from .discovery import (
     ALLOWED_VARIABLE,
+    DISTRIBUTION,
     allowed_names,
     call_hooks,
     identity,
     import_plugin,
     installed_entries,
     is_allowed,
+    owner,
     plugin_entries,
 )
 from .registry import PluginRow, Registry, lookup
@@ -99,8 +101,20 @@ def _load(entry: EntryPoint, registry: Registry, seen: set[str], *, strict: bool
     except (PluginError, MissingDependency) as error:
         if strict:
             raise
-        logger.warning("%s", error.message)
-        return _row(entry, status="broken", problem=error.message)
+        is_complete = isinstance(error, MissingDependency)  # it has the command that installs what is missing
+        problem = error.message if is_complete else f"{error.message.removesuffix('.')}. {_step(entry)}"
+        logger.warning("%s", problem)
+        return _row(entry, status="broken", problem=problem)
+
+
+def _step(entry: EntryPoint) -> str:
+    """Return the next step for a plugin that fails."""
+    if owner(entry) == DISTRIBUTION:
+        return f"Install {DISTRIBUTION} again."
+    return (
+        f"Correct its code, uninstall {owner(entry)}, or set {ALLOWED_VARIABLE} to the names of the plugins to import,"
+        " separated by commas."
+    )
 
 
 def _row(entry: EntryPoint, **fields: Any) -> PluginRow:

@@ -16,7 +16,8 @@ from ..errors import PluginError
 from ..findings import Finding
 from ..models.checkpoint import model_type
 from ..models.formats.detection import find_reader
-from .discovery import create_manager
+from ..models.model_card import ModelCard, read_generation_config
+from .discovery import create_manager, located
 
 if TYPE_CHECKING:
     import pluggy
@@ -58,6 +59,7 @@ class Registry:
     """Everything that plugins registered, by name."""
 
     models: dict[str, Path] = field(default_factory=dict)
+    cards: dict[Path, ModelCard] = field(default_factory=dict)
     families: dict[str, ModelFamily] = field(default_factory=dict)
     decoders: dict[str, DecoderFactory] = field(default_factory=dict)
     kernels: dict[str, KernelFactory] = field(default_factory=dict)
@@ -81,14 +83,15 @@ class Registry:
         return self.family(model_type(folder))
 
     def load_spec(self, folder: Path) -> ModelSpec:
-        """Load the configuration of the checkpoint in a folder, with the reader of its quantized weights.
+        """Load the configuration of the checkpoint in a folder, with its card and the reader of its quantized weights.
 
         Raises:
             CheckpointError: a file is missing, invalid or requires an unsupported feature.
             PluginError: no plugin supports its `model_type`.
         """
         spec = self.family_of(folder).load_spec(folder)
-        return replace(spec, quantization=find_reader(folder, self.checkpoint_formats))
+        card = replace(self.cards.get(folder, ModelCard()), generation_config=read_generation_config(folder))
+        return replace(spec, card=card, quantization=find_reader(folder, self.checkpoint_formats))
 
     def decoder(self, name: str) -> DecoderFactory:
         return lookup("decoder", name, self.decoders)
@@ -122,13 +125,14 @@ class Registry:
         try:
             staged.call(hook)
         except Exception as error:
-            raise PluginError(f"Plugin {name!r} failed during registration: {error}") from error
+            raise PluginError(f"Plugin {name!r} failed during registration: {located(error)}") from error
         for table, copied in zip(self._tables().values(), staged._tables().values(), strict=True):
             table.update(copied)
+        self.cards.update(staged.cards)
         return tuple(each for each in self.names() if each not in before)
 
     def call(self, hook: pluggy.HookRelay) -> None:
-        hook.register_models(register=partial(_register, "model", self.models))
+        hook.register_models(register=self._add_model)
         hook.register_checks(register=partial(_register, "check", self.checks))
         hook.register_decoders(register=partial(_register_named, "decoder", self.decoders))
         hook.register_kernels(register=partial(_register_named, "kernels", self.kernels))
@@ -139,6 +143,13 @@ class Registry:
         hook.register_model_families(register=self._add_family)
         hook.register_embedding_stores(register=self._add_embedding_store)
         hook.register_options(register=self.add_options)
+
+    def _add_model(
+        self, name: str, folder: Path, *, description: str = "", example_prompts: Iterable[str] = ()
+    ) -> None:
+        _register("model", self.models, name, folder)
+        if description:
+            self.cards[folder] = ModelCard(description=description, example_prompts=tuple(example_prompts))
 
     def _add_family(self, family: ModelFamily) -> None:
         for name in sorted(family.model_types):

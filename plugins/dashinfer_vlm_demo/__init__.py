@@ -13,6 +13,13 @@ CHECKPOINT = Path(__file__).parent / "checkpoint"
 """Folder of the trained model, in its family's published file layout."""
 
 
+DESCRIPTION = (
+    "A tiny model to try the API with. It knows five shapes (circle, square, triangle, star, cross) in eight colors"
+    " (red, orange, yellow, green, cyan, blue, purple, pink), where they are, and which way they move in short videos."
+)
+EXAMPLE_PROMPTS = ("Describe the picture.", "Where is the star?", "Which way does the circle move?")
+
+
 @hookimpl
-def register_models(register: Callable[[str, Path], None]) -> None:
-    register("demo", CHECKPOINT)
+def register_models(register: Callable[..., None]) -> None:
+    register("demo", CHECKPOINT, description=DESCRIPTION, example_prompts=EXAMPLE_PROMPTS)

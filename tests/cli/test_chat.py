@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import re
+import struct
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from dashinfer_vlm_core.cli.terminal import printable
 from dashinfer_vlm_core.errors import (
     ConfigError,
     InvalidParameter,
+    MediaError,
     MediaUndecodable,
     MediaUnreachable,
     MissingDependency,
@@ -27,7 +29,10 @@ from dashinfer_vlm_core.errors import (
 )
 from dashinfer_vlm_core.testing import scripted_engine
 from tests.cli.conftest import MAIN, run_process
-from tests.samples import data_url
+from tests.samples import data_url, encode, noise
+
+BITMAP = encode(noise(4, 4), "BMP")
+BOMB = BITMAP[:18] + struct.pack("<ii", 20_000, 16_000) + BITMAP[26:]
 
 
 def text_of(content):
@@ -51,6 +56,15 @@ def test_media_part_keeps_url():
 def test_media_part_reports_missing_file():
     with pytest.raises(MediaUnreachable, match=r"none\.png cannot be read: No such file"):
         media_part("image", "none.png")
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"), [(b"", "has 0 bytes"), (b"words", "is not a complete PNG"), (BOMB, "20000 x 16000 pixels")]
+)
+def test_media_part_names_file_that_is_no_image(tmp_path, data, problem):
+    (tmp_path / "notes.png").write_bytes(data)
+    with pytest.raises(MediaError, match=rf"notes\.png.* {problem}"):
+        media_part("image", str(tmp_path / "notes.png"))
 
 
 @pytest.mark.parametrize("written", ["'{path}'", '"{path}"', "{escaped}", "file://{quoted}"])

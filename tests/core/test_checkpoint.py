@@ -13,6 +13,7 @@ import pytest
 
 from dashinfer_vlm_core.errors import CheckpointError
 from dashinfer_vlm_core.models.checkpoint import find_model
+from dashinfer_vlm_core.models.model_card import read_generation_config
 from tests.waiting import HANG
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -108,6 +109,36 @@ def test_unknown_model_value_is_explained(name):
     with pytest.raises(CheckpointError, match=r"known: demo\), a folder, or a Hugging Face model ID such as") as caught:
         find_model(name, registered={"demo": Path()})
     assert caught.value.param == "model"
+
+
+@pytest.mark.parametrize(
+    ("content", "sampling"),
+    [
+        (None, {}),
+        ({"eos_token_id": 1}, {}),
+        ({"do_sample": False, "top_p": 0.8}, {"temperature": 0}),
+        (
+            {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20},
+            {"temperature": 0.7, "top_p": 0.8, "top_k": 20},
+        ),
+        ({"repetition_penalty": 1.05, "temperature": "hot"}, {"repetition_penalty": 1.05}),
+    ],
+)
+def test_sampling_parameters_are_read_from_generation_config(tmp_path, content, sampling):
+    if content is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(content))
+    assert read_generation_config(tmp_path) == sampling
+
+
+def test_model_that_is_a_file_is_explained(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("models").mkdir()
+    for name in ("qwen.gguf", "models/qwen.gguf"):  # the second looks like a Hugging Face model ID
+        Path(name).touch()
+        with pytest.raises(
+            CheckpointError, match=f"'{name}' is a file. Set `model` to a folder .* GGUF files are not read"
+        ):
+            find_model(name, registered={})
 
 
 @pytest.mark.slow

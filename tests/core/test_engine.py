@@ -393,11 +393,17 @@ def test_decoder_failing_support_check_is_skipped(tiny_checkpoint, caplog):
 
 
 def test_invalid_checkpoint_folder_is_named(tmp_path):
-    with pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
+    with pytest.raises(CheckpointError, match=r"has no config\.json\. Set `model` to a folder"):
         Engine(EngineConfig(model=str(tmp_path))).start()
-    (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(CheckpointError, match="no model_type"):
-        Engine(EngineConfig(model=str(tmp_path))).start()
+    contents = {
+        "{bad": r"config\.json is not valid JSON: .* line 1 column 2",
+        "[]": "is not a JSON object",
+        "{}": "`model_type` is missing",
+    }
+    for content, problem in contents.items():
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(CheckpointError, match=problem):
+            Engine(EngineConfig(model=str(tmp_path))).start()
     (tmp_path / "config.json").write_text('{"model_type": "llava"}')
     with pytest.raises(PluginError, match=r"No model family is named 'llava'; available: .*qwen2_vl"):
         Engine(EngineConfig(model=str(tmp_path))).start()

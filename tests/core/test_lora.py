@@ -203,7 +203,7 @@ def test_missing_and_truncated_files_are_named(spec, write, tmp_path):
     (folder / "adapter_model.bin").unlink()
     assert "contains no adapter_model.safetensors" in message(folder)
     (folder / "adapter_config.json").write_text("{")
-    assert "adapter_config.json cannot be read" in message(folder)
+    assert "adapter_config.json is not valid JSON" in message(folder)
     (folder / "adapter_config.json").unlink()
     assert "adapter_config.json is missing" in message(folder)
     assert f"There is no LoRA adapter '{tmp_path / 'none'}'" in message(tmp_path / "none")

@@ -306,6 +306,21 @@ def test_missing_file_is_named_to_the_caller_only(tiny_checkpoint, tmp_path, mon
             assert "/" not in output.error.message
 
 
+def test_invalid_file_is_named_to_the_caller_only(tiny_checkpoint, tmp_path):
+    (tmp_path / "empty.png").write_bytes(b"")
+    (tmp_path / "text.png").write_text("words")
+    problems = {"empty.png": "has 0 bytes", "text.png": "not a complete PNG"}
+    with VLM(tiny_checkpoint) as vlm:
+        for name, problem in problems.items():
+            file = str(tmp_path / name)
+            image = {"type": "image_url", "image_url": {"url": file}}
+            frames = {"type": "video_url", "video_url": {"url": [str(CIRCLE), file]}}
+            for output in vlm.chat([[user_of(image)], [user_of(frames)]], GREEDY):
+                assert str(output.error).endswith(f"Its path is {file!r}.")
+                assert problem in output.error.message
+                assert "/" not in output.error.message
+
+
 def test_refusal_of_local_file_names_the_option(tiny_checkpoint, monkeypatch):
     disallowed = VLM(tiny_checkpoint, allowed_local_media_path=None)
     monkeypatch.setenv("DASHINFER_VLM_ALLOWED_LOCAL_MEDIA_PATH", "/nowhere")

@@ -237,7 +237,7 @@ def test_broken_field_is_named_with_its_file(published, name, path, value, words
 
 @pytest.mark.parametrize("name", ["config.json", "preprocessor_config.json"])
 @pytest.mark.parametrize(
-    ("content", "words"), [(None, "is missing"), ("{", "cannot be read"), ("[]", "not a JSON object")]
+    ("content", "words"), [(None, "is missing"), ("{", "is not valid JSON"), ("[]", "not a JSON object")]
 )
 def test_broken_file_is_named(published, name, content, words):
     (published / name).unlink()

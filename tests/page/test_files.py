@@ -67,6 +67,13 @@ def test_page_has_no_remote_or_inline_code(path):
     )
 
 
+def test_models_have_what_the_page_shows_of_them(http):
+    (model,) = http.get("/v1/models").json()["data"]
+    assert model["description"].startswith("A tiny model to try the API with. It knows five shapes (circle, ")
+    assert model["example_prompts"][0] == "Describe the picture."
+    assert model["generation_config"] == {"temperature": 0}
+
+
 def test_preview_returns_frames_and_token_counts(http):
     body = {"messages": as_openai([user(blurred_image(1, 200, 100), [blurred_image(2)] * 3, "Compare.")])}
     response = http.post("/v1/media/preview", json=body).json()

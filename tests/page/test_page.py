@@ -70,17 +70,48 @@ def test_drop_images_send_stop_and_regenerate(open_page, scripted):
     tab.screenshot("4-regenerated")
 
 
+def test_empty_page_shows_what_the_model_can_do(open_page, scripted):
+    server, script, _ = scripted("A star.")
+    tab = open_page(server)
+    welcome = tab.page.get_by_role("heading", name="Start with an image or a video")
+    expect(tab.page.get_by_text("demo: A tiny model to try the API with. It knows five shapes")).to_be_visible()
+    expect(tab.page.get_by_label("Temperature")).to_have_value("0")  # of its generation_config.json
+    tab.drop(IMAGES / "circle.png")
+    expect(welcome).to_be_hidden()
+    tab.page.get_by_role("button", name="Where is the star?").click()
+    expect(tab.page.get_by_label("Prompt", exact=True)).to_have_value("Where is the star?")
+    tab.page.get_by_label("Prompt", exact=True).press("Enter")
+    tab.finished()
+    expect(tab.page.get_by_role("list", name="Example prompts")).to_be_hidden()
+    assert script.requests[0].sampling.temperature == 0
+
+
+def test_settings_on_a_phone_can_be_closed(open_page, scripted):
+    server, *_ = scripted("Never.")
+    tab = open_page(server, viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
+    expect(tab.page.get_by_text("Drop files anywhere")).to_be_hidden()
+    button = tab.page.get_by_role("button", name="Settings")
+    for close in (
+        lambda: tab.page.get_by_role("button", name="Close").click(),
+        lambda: tab.page.keyboard.press("Escape"),
+    ):
+        button.click()
+        expect(tab.page.get_by_label("Prompt", exact=True)).to_be_hidden()
+        close()
+        expect(button).to_be_focused()
+        expect(tab.page.get_by_label("Prompt", exact=True)).to_be_visible()
+
+
 def test_response_shows_statistics(open_page, demo):
     """The screenshot is used in docs/page.md."""
     tab = open_page(demo, viewport={"width": 1280, "height": 720})
     tab.drop(IMAGES / "before.png", IMAGES / "after.png")
     expect(tab.page.get_by_text("2 images · 72 tokens")).to_be_visible()
-    tab.page.get_by_label("Temperature").fill("0")
     tab.send("Which picture has a red square?")
     response = tab.finished()
     expect(response).to_contain_text("The second picture.")
     statistics = (
-        r"First token\s*\d+ ms",
+        r"First token\s*[\d.]+ m?s",
         r"Prompt\s*\d+ tokens, 72 of them visual",
         r"Response\s*\d+ tokens",
     )
@@ -114,7 +145,8 @@ def test_error_is_shown_and_the_prompt_is_kept(open_page, scripted):
     tab = open_page(server)
     tab.expects_errors = True
     tab.send("Is there a slot?")
-    problem = tab.page.get_by_role("alert").filter(has_text="Request failed")
+    problem = tab.page.get_by_role("alert").filter(has_text="The request failed")
+    expect(problem).to_contain_text("Status 429")
     expect(problem).to_contain_text("7 requests are already waiting")
     expect(problem).to_contain_text("Try again in 2 seconds.")
     expect(tab.page.get_by_role("article", name="Your prompt")).to_have_text("Is there a slot?")
@@ -134,7 +166,7 @@ def test_failed_stream_keeps_the_partial_response(open_page, scripted):
     tab.send("Go on.")
     expect(tab.response()).to_contain_text("It goes on and on.")
     engine.close()
-    expect(tab.response().get_by_role("alert")).to_contain_text("Request failed")
+    expect(tab.response().get_by_role("alert")).to_contain_text("The request failed")
     expect(tab.response()).to_contain_text("It goes on and on.")
 
 
@@ -146,17 +178,21 @@ def test_invalid_file_shows_an_error(open_page, scripted, tmp_path):
     (tmp_path / "notes.txt").write_text("words")
     tab.drop(tmp_path / "broken.png", tmp_path / "notes.txt")
     expect(tab.tile("broken.png")).to_contain_text("Save it again in one of these formats")
-    expect(tab.page.get_by_text("Not an image or a video: notes.txt")).to_be_visible()
+    expect(tab.page.get_by_text("notes.txt is not an image or a video. Add PNG,")).to_be_visible()
     tab.page.get_by_role("button", name="Remove broken.png").click()
     expect(tab.page.get_by_role("button", name="Add files")).to_be_focused()
+    tab.send("Hello?")
+    tab.finished()
+    expect(tab.page.get_by_text("notes.txt is not")).to_be_hidden()
 
 
 def test_images_can_be_pasted_and_chosen(open_page, scripted):
     server, *_ = scripted("Fine.")
     tab = open_page(server)
+    tab.page.get_by_role("button", name="Use a sample image").click()
+    expect(tab.tile("sample.png")).to_be_visible()
     tab.drop(IMAGES / "circle.png", by=["paste"])
     tab.page.locator("input[type=file]").set_input_files([IMAGES / "circle.png", IMAGES / "moving.mp4"])
-    tab.page.get_by_role("button", name="Use a sample image").click()
     expect(tab.page.get_by_text(re.compile(r"3 images · 1 video · \d+ tokens"))).to_be_visible()
     names = tab.page.locator(".composer .tile-name").all_inner_texts()
     assert sorted(names) == ["circle-2.png", "circle.png", "moving.mp4", "sample.png"]
@@ -176,7 +212,7 @@ def test_preview_dialog_shows_frames(open_page, demo):
     tab.screenshot("6-frames")
 
 
-def test_forbidden_url_names_the_field(open_page, scripted):
+def test_forbidden_url_names_the_file_and_the_field(open_page, scripted):
     server, *_ = scripted("Never.", allow_remote_media=False)
     tab = open_page(server)
     tab.expects_errors = True
@@ -185,7 +221,9 @@ def test_forbidden_url_names_the_field(open_page, scripted):
     tab.page.get_by_role("button", name="Add", exact=True).click()
     expect(tab.tile("cat.png")).to_contain_text("The engine does not fetch media")
     tab.send("What is it?")
-    expect(tab.finished().get_by_role("alert")).to_contain_text("messages[0].content[0]")
+    problem = tab.finished().get_by_role("alert")
+    expect(problem).to_contain_text("cat.png could not be used")
+    expect(problem).to_contain_text("Status 400, field messages[0].content[0]")
 
 
 SETTINGS = {

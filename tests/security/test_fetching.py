@@ -30,7 +30,7 @@ IMAGE = encode(noise(20, 30))
 WORDS = text("What is this?")
 LOCAL_FILES_MESSAGE = (
     "Local files are not allowed here. Send a data:, http: or https: URL, or start the engine with"
-    " `allowed_local_media_path`, the folder of the files."
+    " --allowed-local-media-path (in Python, `allowed_local_media_path`), the folder of the files."
 )
 
 # Rule 1: one connector for every interface
@@ -96,7 +96,10 @@ def test_security_01_every_interface_rejects_alike(default_server, interface):
         message = caught.value.message
     else:
         message = default_server.rejection(part, stream=interface != "server")
-    assert message == "The URL resolves to an address that the engine may not fetch from. Use a public URL."
+    assert message == (
+        "The URL resolves to an address that the engine may not fetch from, because it is not public. Use a public URL,"
+        " or send the media as a data: URL. Only the operator can allow private addresses: --allow-private-addresses."
+    )
 
 
 # Rule 2: files

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+
 import pytest
 from PIL import Image
 
-from tests.samples import data_url, encode, image_url
+from tests.samples import data_url, encode, encode_video, image_url, noise
 
 GOOD = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
 
@@ -189,6 +191,26 @@ BAD = {
 }
 
 
+MESSAGES = {
+    "an image that is too large": (with_image(blank(2000, 2000)), "2000 x 2000 pixels, more than the limit of 1000000"),
+    "base64 in lines": (
+        with_image(base64.encodebytes(encode(noise(9, 9))).decode()),
+        "Put `data:image/png;base64,` in",
+    ),
+    "URL-safe base64": (
+        with_image(base64.urlsafe_b64encode(encode(noise(9, 9), "JPEG")).decode()),
+        "Put `data:image/png;base64,` in",
+    ),
+    "base64 of a video": (
+        with_video(base64.b64encode(encode_video(2)).decode()),
+        "`data:video/mp4;base64,` for a video",
+    ),
+    "a path": (with_image("/9j/photo.jpg"), "--allowed-local-media-path"),
+    "a private address": (with_image("http://10.0.0.1/a.png"), "--allow-private-addresses"),
+    "an empty file": (with_image("data:image/png;base64,"), "The file of the image has 0 bytes."),
+}
+
+
 @pytest.fixture(scope="module")
 def client(tiny_checkpoint):
     from dashinfer_vlm_core.testing import scripted_engine
@@ -230,3 +252,10 @@ def test_bad_streaming_request_names_the_field(client, name):
 def body(change):
     """Return a valid request with changes, or raw JSON that a dictionary cannot express."""
     return {"content": change} if isinstance(change, str) else {"json": GOOD | change}
+
+
+@pytest.mark.parametrize(("change", "part"), MESSAGES.values(), ids=MESSAGES)
+def test_message_about_media_has_the_cause_and_the_next_step(client, change, part):
+    message = client.post("/v1/chat/completions", **body(change)).json()["error"]["message"]
+    assert part in message
+    assert len(message) < 400

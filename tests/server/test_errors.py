@@ -134,15 +134,20 @@ def test_unknown_url_and_method_return_openai_errors(scripted):
     }
 
 
-def test_404_lists_the_routes_of_the_server(tiny_checkpoint):
-    with scripted_engine("Fine.", model=str(tiny_checkpoint)) as engine:
-        for page in (True, False):
-            with serving(engine, page=page) as server, server.http() as client:
-                message = client.get("/v1/nothing").json()["error"]["message"]
-            assert "GET /v1/models/{model}" in message
-            assert ("POST /v1/media/preview" in message) is page
-            assert ("GET /," in message or "GET / " in message) is page
-            assert "/page/" not in message
+SIMILAR = {
+    "/v1/chat/completion": "/v1/chat/completions",
+    "/v1/v1/chat/completions": "/v1/chat/completions",
+    "/v1/model/tiny": "/v1/models",
+    "/metric": "/metrics",
+}
+
+
+def test_404_names_a_similar_route_and_where_all_are_listed(scripted):
+    with scripted("Fine.").server.http() as client:
+        for path, similar in SIMILAR.items():
+            message = client.get(path).json()["error"]["message"]
+            assert message == f"Unknown URL. Did you mean {similar}? GET /openapi.json lists the URLs of this server."
+        assert "Did you mean" not in client.get("/page/pages.js").json()["error"]["message"]
 
 
 def test_other_routes_of_openai_name_the_next_step(scripted):

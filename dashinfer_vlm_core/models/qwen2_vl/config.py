@@ -16,7 +16,7 @@ from ...media.frame_sampling import VideoSamplingPolicy
 from ...text_spec import RotarySpec, TextModelSpec
 from ...tokenization.conversation import HERMES
 from ..coordinates import CoordinateSpec
-from ..json_fields import CONFIG, JsonFields, read_fields
+from ..json_fields import CONFIG, GENERATION, JsonFields, read_fields
 from ..spec import ModelSpec, PixelSpec, Profile, TokenSpec
 
 MODEL_TYPE = "qwen2_vl"
@@ -27,7 +27,6 @@ OUTPUT_SIZE = "hidden_size"
 
 VISION_ROPE_THETA = 10000.0
 
-GENERATION = "generation_config.json"
 PREPROCESSOR = "preprocessor_config.json"
 PROCESSOR = "processor_config.json"
 

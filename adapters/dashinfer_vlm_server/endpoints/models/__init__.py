@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from fastapi.responses import Response
@@ -25,6 +26,13 @@ class ServedModel(Model):
 
     root: str = Field(description="The model's name, or the folder's name or Hugging Face ID of an adapter.")
     parent: str | None = Field(description="The model that an adapter changes; null for the model itself.")
+    description: str | None = Field(default=None, description="What the model can see and do; absent if unknown.")
+    example_prompts: list[str] | None = Field(default=None, description="Prompts to try it with; absent if unknown.")
+    generation_config: dict[str, float] | None = Field(
+        default=None,
+        description="Sampling parameters of the checkpoint's generation_config.json, which the chat page starts with."
+        " Requests without them have OpenAI's defaults. Absent if there are none.",
+    )
 
 
 class ModelList(BaseModel):
@@ -55,7 +63,8 @@ def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
 def _models(engine: ChatEngine, started: int) -> list[ServedModel]:
     status = engine.status()
     shared: dict[str, Any] = {"object": "model", "created": started, "owned_by": "dashinfer-vlm"}
+    card = {name: value for name, value in asdict(status.card).items() if value}
     return [
-        ServedModel(id=status.model, root=status.model, parent=None, **shared),
+        ServedModel(id=status.model, root=status.model, parent=None, **shared, **card),
         *(ServedModel(id=lora.name, root=lora.source, parent=status.model, **shared) for lora in status.loras),
     ]

@@ -91,7 +91,7 @@ def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
     page = partial(Endpoint, public=True, include_in_schema=False)
     return [
         page("/", index),
-        page("/page/{name}", file, listed=False),
+        page("/page/{name}", file),
         Endpoint("/v1/media/preview", preview, method="POST", body=[ChatRequest], errors=ENGINE_STATUSES),
     ]
 

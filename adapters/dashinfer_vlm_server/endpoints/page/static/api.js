@@ -21,13 +21,13 @@ export function setKey(value) {
 /** The API's absolute URL, for generated code. */
 export const baseUrl = () => new URL("v1", document.baseURI).href;
 
-/** The name of the served model. */
+/** The served model: `id`, and if they are known `description`, `example_prompts` and `generation_config`. */
 export async function model(signal) {
   const { data } = await (await call("v1/models", { signal })).json();
-  return data[0].id;
+  return data[0];
 }
 
-/** The status of the server: `status`, `decoder`, `max_model_len`; available even if the engine is not ready. */
+/** The status of the server: `status`, `max_model_len`; available even if the engine is not ready. */
 export async function health(signal) {
   return (await fetch("health", { signal })).json();
 }

@@ -74,7 +74,7 @@ export class Exchange extends EventTarget {
   record() {
     const { text, results, reasoning, response, state, error, timings } = this;
     const attachments = this.attachments.map((attachment) => attachment.record());
-    const problem = error && { message: error.message, status: error.status, param: error.param };
+    const problem = error && { message: error.message, status: error.status, param: error.param, file: error.file };
     return { text, attachments, results, reasoning, response, calls: this.calls.calls, state, error: problem, timings };
   }
 
@@ -91,6 +91,7 @@ export class Exchange extends EventTarget {
   /** Send the request, and show the response while it is streamed. */
   async send(request) {
     this.error = null;
+    this.messageIndex = request.messages.length - 1;
     this.#controller = new AbortController();
     this.reasoning = this.response = "";
     this.#replaceCalls([]);
@@ -159,9 +160,16 @@ export class Exchange extends EventTarget {
 
   #fail(error) {
     this.error = error instanceof ApiError ? error : new ApiError("This page could not read the response.");
+    this.error.file = this.#fileAt(this.error.param);
     this.#setState("failed");
     this.footer.prepend(errorBox(this.error));
     this.dispatchEvent(new Event("update"));
+  }
+
+  /** The name of the file of the prompt that a field of the request contains, if any. */
+  #fileAt(param) {
+    const [, message, part] = /^messages\[(\d+)\]\.content\[(\d+)\]/.exec(param) ?? [];
+    return Number(message) === this.messageIndex ? this.attachments[part]?.name : undefined;
   }
 
   /** The form for the results of the tool calls, if the response has complete ones. */
@@ -185,16 +193,17 @@ export class Exchange extends EventTarget {
   }
 }
 
-function errorBox({ message, status, param, retryAfter }) {
+function errorBox({ message, status, param, file, retryAfter }) {
   const wait = retryAfter ? ` Try again in ${counted(Number(retryAfter), "second")}.` : "";
   const next = `${NEXT_STEP[status] ?? ""}${wait}`;
+  const fieldNote = param ? [", field ", element("code", {}, param)] : [];
   return element(
     "div",
     { class: "problem", role: "alert" },
-    element("p", { class: "problem-title" }, status ? `Request failed (${status})` : "Request failed"),
+    element("p", { class: "problem-title" }, file ? `${file} could not be used` : "The request failed"),
     element("p", {}, message),
     next && element("p", {}, next),
-    param && element("p", { class: "note" }, "Field: ", element("code", {}, param)),
+    status ? element("p", { class: "note" }, `Status ${status}`, ...fieldNote) : null,
   );
 }
 

@@ -3,13 +3,14 @@
 import { health, key, model } from "./api.js";
 import { copy, openCode, showCode, urlInCode } from "./code.js";
 import { Exchange } from "./conversation.js";
-import { announce, byId, closable, counted } from "./dom.js";
+import { announce, button, byId, closable, counted, element } from "./dom.js";
 import { openHistory, save } from "./history.js";
 import { Attachment, openFrames, tile } from "./media.js";
-import { invalidField, openSettings, options, showServerError, systemMessages } from "./settings.js";
+import { invalidField, openSettings, options, setDefaults, showServerError, systemMessages } from "./settings.js";
 
 const promptInput = byId("prompt");
 const conversation = byId("conversation");
+const wide = matchMedia("(min-width: 64rem)"); // otherwise, the settings replace the chat
 let exchanges = [];
 let attachments = [];
 let conversationId = newId();
@@ -38,6 +39,7 @@ function submit(event) {
   if (!checkSettings()) return;
   const exchange = new Exchange({ text, attachments });
   promptInput.value = "";
+  byId("file-error").textContent = "";
   resizePrompt();
   setAttachments([]);
   append(exchange);
@@ -87,11 +89,9 @@ function addListeners(exchange) {
 function edit(exchange) {
   exchanges = exchanges.filter((other) => other !== exchange);
   exchange.element.remove();
-  promptInput.value = exchange.text;
   setAttachments(exchange.attachments);
   updateState();
-  resizePrompt();
-  promptInput.focus();
+  setPrompt(exchange.text);
 }
 
 function checkSettings() {
@@ -116,9 +116,14 @@ function updateState() {
   byId("send").hidden = busy;
   if (busy && focused === byId("send")) byId("stop").focus();
   if (!busy && focused === byId("stop")) promptInput.focus();
-  byId("welcome").hidden = exchanges.length > 0;
+  updateWelcome();
   exchanges.forEach((exchange, index) => exchange.element.classList.toggle("last", index === exchanges.length - 1));
   if (exchanges.at(-1)?.state === "failed") connect(); // the server may have restarted with another model or an API key
+}
+
+function updateWelcome() {
+  byId("examples").hidden = exchanges.length > 0;
+  byId("welcome").hidden = exchanges.length > 0 || attachments.length > 0;
 }
 
 /** Scroll to the end of a streamed response, unless the user has scrolled up. */
@@ -191,7 +196,11 @@ async function addFiles(files) {
     if (attachment) add(attachment);
     else rejected.push(file.name);
   }
-  byId("file-error").textContent = rejected.length ? `Not an image or a video: ${rejected.join(", ")}` : "";
+  const verb = rejected.length === 1 ? "is" : "are";
+  byId("file-error").textContent = rejected.length
+    ? `${rejected.join(", ")} ${verb} not an image or a video. Add PNG, JPEG, WebP, GIF, BMP, TIFF or video files, and ` +
+      "copy text into the prompt."
+    : "";
 }
 
 function add(attachment) {
@@ -214,6 +223,7 @@ function setAttachments(updated) {
     ...updated.map((attachment) => tiles.get(attachment) ?? tile(attachment, () => remove(attachment))),
   );
   drawMediaSummary();
+  updateWelcome();
 }
 
 function drawMediaSummary() {
@@ -228,8 +238,13 @@ function drawMediaSummary() {
 async function useSample() {
   const image = await (await fetch("page/sample.png")).blob();
   await addFiles([new File([image], "sample.png", { type: image.type })]);
-  promptInput.value ||= "Describe the picture.";
+  setPrompt(promptInput.value || "Describe the picture.");
+}
+
+function setPrompt(text) {
+  promptInput.value = text;
   resizePrompt();
+  promptInput.focus();
 }
 
 function listenForDrops() {
@@ -266,6 +281,13 @@ function toggleSettings(open = !document.body.classList.contains("with-settings"
   byId("toggle-settings").setAttribute("aria-expanded", String(open));
 }
 
+function closeSettings() {
+  toggleSettings(false);
+  byId("toggle-settings").focus();
+}
+
+const coversChat = () => !wide.matches && document.body.classList.contains("with-settings");
+
 function promptForKey() {
   byId("key-field").hidden = false;
   toggleSettings(true);
@@ -274,12 +296,12 @@ function promptForKey() {
 
 async function connect() {
   try {
-    const { status, decoder, max_model_len: length } = await health();
-    modelName = await model();
+    const { status, max_model_len: length } = await health();
+    showModel(await model());
     showStatus(
       status === "ready" ? "ready" : "down",
       status === "ready"
-        ? `${modelName} · ${decoder} · ${length.toLocaleString("en")} tokens`
+        ? `${modelName} · up to ${length.toLocaleString("en")} tokens`
         : `${modelName} is ${status}`,
     );
   } catch (error) {
@@ -288,6 +310,17 @@ async function connect() {
       showStatus("down", "API key required");
     } else showStatus("down", "Server unreachable");
   }
+}
+
+/** Show what the model can do, and start with its sampling parameters. */
+function showModel({ id, description = "", example_prompts: prompts = [], generation_config: parameters = {} }) {
+  modelName = id;
+  byId("description").hidden = !description;
+  byId("description").textContent = `${id}: ${description}`;
+  byId("examples").replaceChildren(
+    ...prompts.map((prompt) => element("li", {}, button(prompt, () => setPrompt(prompt)))),
+  );
+  setDefaults(parameters);
 }
 
 function showStatus(state, text) {
@@ -303,7 +336,9 @@ function listenToComposer() {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) submit(event);
   });
   addEventListener("keydown", (event) => {
-    if (event.key === "Escape" && !document.querySelector("dialog[open]")) stop();
+    if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
+    if (coversChat()) closeSettings();
+    else stop();
   });
   byId("choose").addEventListener("click", () => byId("files").click());
   byId("files").addEventListener("change", () => {
@@ -326,6 +361,7 @@ function listenToUrlDialog() {
 function listenToToolbar() {
   byId("new-chat").addEventListener("click", newChat);
   byId("toggle-settings").addEventListener("click", () => toggleSettings());
+  byId("close-settings").addEventListener("click", closeSettings);
   byId("show-code").addEventListener("click", () => {
     if (checkSettings()) showCode(draftRequest());
   });
@@ -350,6 +386,6 @@ listenToToolbar();
 listenToComposer();
 listenForDrops();
 listenToScrolling();
-toggleSettings(matchMedia("(min-width: 64rem)").matches);
+toggleSettings(wide.matches);
 connect();
 promptInput.focus();

@@ -124,6 +124,11 @@ function showToolChoice() {
   byId("tools-format").hidden = !hasTools;
 }
 
+/** Start with a model's own sampling parameters. Fields that the user has edited keep their values. */
+export function setDefaults(parameters) {
+  for (const name of NUMBERS) byId(name).defaultValue = parameters[name] ?? "";
+}
+
 /** The request fields that are set. */
 export function options() {
   const fields = {};
