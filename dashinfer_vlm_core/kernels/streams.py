@@ -32,7 +32,7 @@ class FairLock:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._waiting: deque[object] = deque()
+        self.waiting: deque[object] = deque()
         self._owner: int | None = None
         self._depth = 0
 
@@ -41,9 +41,9 @@ class FairLock:
         ticket = object()
         with self._changed:
             if self._owner != me:
-                self._waiting.append(ticket)
-                self._changed.wait_for(lambda: self._owner is None and self._waiting[0] is ticket)
-                self._waiting.popleft()
+                self.waiting.append(ticket)
+                self._changed.wait_for(lambda: self._owner is None and self.waiting[0] is ticket)
+                self.waiting.popleft()
                 self._owner = me
             self._depth += 1
 
@@ -73,7 +73,7 @@ class StreamExecutor(Executor):
 
     @property
     def waiting(self) -> int:
-        return self._lock.waiting
+        return len(self._lock.waiting)
 
     def run(self, work: Callable[[], T]) -> T:
         with self._lock:

@@ -19,10 +19,10 @@ def test_threads_get_the_lock_in_order():
     with lock:
         for count, thread in enumerate(threads, start=1):
             thread.start()
-            until(lambda count=count: len(lock._waiting) == count)
+            until(lambda count=count: len(lock.waiting) == count)
     with lock:  # although this thread asks at once
         order.append("again")
     for thread in threads:
         thread.join(HANG)
     assert order == [0, 1, 2, 3, 4, "again"]
-    assert len(lock._waiting) == 0
+    assert len(lock.waiting) == 0
