@@ -122,7 +122,7 @@ def prefill_flop(config: TextModelSpec, tokens: int) -> float:
     """Return the floating-point operations to prefill a prompt of `tokens` tokens; attention is causal."""
     queries = config.num_attention_heads * config.head_dim
     attention = 2 * tokens**2 * queries * config.num_hidden_layers
-    return float(2 * tokens * _layer_weights(config) + attention + 2 * config.vocab_size * config.hidden_size)
+    return float(2 * tokens * layer_weights(config) + attention + 2 * config.vocab_size * config.hidden_size)
 
 
 def step_bytes(config: TextModelSpec, *, packed: bool) -> float:
@@ -133,10 +133,10 @@ def step_bytes(config: TextModelSpec, *, packed: bool) -> float:
         packed: in the formats of the C kernels; otherwise bfloat16.
     """
     layer, head = (PACKED_BF16, PACKED_HEAD) if packed else (BF16, BF16)
-    return layer * _layer_weights(config) + head * config.vocab_size * config.hidden_size
+    return layer * layer_weights(config) + head * config.vocab_size * config.hidden_size
 
 
-def _layer_weights(config: TextModelSpec) -> int:
+def layer_weights(config: TextModelSpec) -> int:
     """Return the number of weights of all layers that compute one token: of a mixture, those of its experts."""
     queries, keys = (count * config.head_dim for count in (config.num_attention_heads, config.num_key_value_heads))
     attention = config.num_hidden_layers * config.hidden_size * (2 * queries + 2 * keys)

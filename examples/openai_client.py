@@ -1,4 +1,4 @@
-"""Send an image to a running server (`dashinfer-vlm serve`): python openai_client.py IMAGE [PROMPT]"""
+"""Send an image to a running server (`dashinfer-vlm serve`): python openai_client.py [IMAGE [PROMPT]]"""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from pathlib import Path
 
 import openai
 
-image = Path(sys.argv[1])
-prompt = sys.argv[2] if len(sys.argv) > 2 else "What is this?"
+PICTURES = Path(__file__).parent / "pictures"
+
+image = Path(sys.argv[1]) if len(sys.argv) > 1 else PICTURES / "circle.png"
+prompt = sys.argv[2] if len(sys.argv) > 2 else "Describe the picture."
 kind = mimetypes.guess_type(image.name)[0]
 data = base64.b64encode(image.read_bytes()).decode()
 messages = [

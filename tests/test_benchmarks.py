@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from benchmarks import attacks, compare, formats, limits, models, overhead, qwen3_vl, ray_routing, stages, workloads
 from benchmarks.client import Sample
+from benchmarks.model_table import FORMATS, MODELS, model_table
 from benchmarks.report import LIMIT, Ratio, Results, Row
 from benchmarks.workloads import Run
 from dashinfer_vlm_core import Engine, EngineConfig
@@ -24,6 +25,7 @@ from dashinfer_vlm_core.testing import scripted_engine
 from dashinfer_vlm_core.text_spec import ExpertsSpec, RotarySpec, TextModelSpec
 from dashinfer_vlm_qwen2_5_vl.config import Qwen25VLVisionConfig
 from dashinfer_vlm_qwen3_vl.config import Qwen3VLVisionConfig
+from tests.pages import page_text
 from tests.qwen3_vl import tiny_qwen3
 from tests.server.conftest import serving
 from tests.tiny import to_bfloat16, write_qwen2_5_vl
@@ -184,6 +186,29 @@ def test_limits_of_mixture_count_experts_of_one_token():
         experts=ExpertsSpec(num_experts=128, experts_per_token=8, intermediate_size=768),
     )  # fmt: skip
     assert limits.step_bytes(text, packed=False) / 1e9 == pytest.approx(6.083, abs=0.001)
+
+
+def test_model_table_of_page_is_current():
+    assert f"\n{model_table()}\n" in page_text("models.md"), "run python -m benchmarks.model_table"
+
+
+def test_model_table_counts_published_parameters():
+    """In 1e9; the names of the models contain them, rounded."""
+    counts = {name: round(model.parameters / 1e9, 1) for name, model in MODELS.items()}
+    assert counts == {
+        "Qwen2-VL-2B": 2.2, "Qwen2-VL-7B": 8.3, "Qwen2-VL-72B": 73.4,
+        "Qwen2.5-VL-3B": 3.8, "Qwen2.5-VL-7B": 8.3, "Qwen2.5-VL-32B": 33.5, "Qwen2.5-VL-72B": 73.4,
+        "Qwen3-VL-2B": 2.1, "Qwen3-VL-4B": 4.4, "Qwen3-VL-8B": 8.8, "Qwen3-VL-32B": 33.4,
+        "Qwen3-VL-30B-A3B": 31.1, "Qwen3-VL-235B-A22B": 235.7,
+    }  # fmt: skip
+
+
+def test_model_table_equals_measured_sizes():
+    """Of `2b` in docs/lab/quantization.md: bfloat16, `--quantization int8`, AWQ with `--quantization int8`."""
+    model = MODELS["Qwen2-VL-2B"]
+    assert [model.memory(stored) / 1e6 for stored in FORMATS] == pytest.approx([4081, 2688, 2102], rel=0.03)
+    assert [model.disk(stored) / 1e6 for stored in FORMATS] == pytest.approx([4418, 3109, 2478], rel=0.005)
+    assert model.step_bytes(FORMATS[0]) == limits.step_bytes(model.text, packed=True)
 
 
 @pytest.mark.slow

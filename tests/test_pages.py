@@ -120,6 +120,21 @@ def test_code_blocks_of_pages_parse():
                     raise AssertionError(f"{page}: {error!r} in this block of {language}:\n{code}") from error
 
 
+def test_installation_commands_have_constraints_and_index():
+    """Without them, pip installs untested versions, or replaces PyTorch's build for CPUs by that for CUDA."""
+    examples = (path for path in (ROOT / "examples").rglob("*") if path.suffix in {"", ".md", ".yaml"})
+    files = ["README.md", *(ROOT / "docs").rglob("*.md"), *(path for path in examples if path.is_file())]
+    commands = [
+        command
+        for file in files
+        for command in re.findall(r"pip install [^`\n]+", read_page(file).replace("\\\n", ""))
+        if re.search(r"\.\[\w|adapters\[|/wheels", command) and "--no-index" not in command
+    ]
+    assert len(commands) > 10
+    options = re.compile(r"-c \S*constraints\.txt +--extra-index-url https://download\.pytorch\.org/whl/cpu ")
+    assert [command for command in commands if not options.search(command)] == []
+
+
 def test_glossary_names_exist_in_code():
     names = set(re.findall(r"^\| `([A-Z]\w+)`", page_text("glossary.md"), re.MULTILINE))
     sources = [

@@ -86,11 +86,6 @@ def test_python_examples_run(server, code):
     assert re.search(r"circles, squares, triangles, stars and crosses|circle|square|triangle|star|cross", output)
 
 
-def test_openai_client_example_runs(server):
-    program = [sys.executable, "examples/openai_client.py", "examples/pictures/circle.png", "Describe the picture."]
-    assert run(program, OPENAI_BASE_URL=f"{server}/v1") == "A red circle.\n"
-
-
 def block(start):
     """Return the README command that starts with `start`."""
     return next(code.strip() for language, code in BLOCKS if language == "bash" and code.startswith(start))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Mapping
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
     from dashinfer_vlm_core.config import EngineConfig
     from dashinfer_vlm_server.settings import Settings
+
+logger: logging.Logger = logging.getLogger("ray.serve")
 
 ENGINE = "engine"
 INGRESS = "ingress"
@@ -65,6 +68,7 @@ def build_app(config: RayConfig | None = None) -> Application:
         from .ingress import Ingress
 
     config = config or RayConfig()
+    _warn_of_cpu_shortage(config)
     settings = _shared_settings(config.settings)
     engine_config = load_plugins().resolve_options(isolate_clients(_engine_config(config), settings))
     engine = _engine_deployment(config).bind(engine_config, threads=config.threads)
@@ -77,6 +81,34 @@ def build_app(config: RayConfig | None = None) -> Application:
         graceful_shutdown_timeout_s=config.grace,
     )
     return ingress.bind(engine, model=engine_config.name, settings=settings)
+
+
+def cpu_shortage(config: RayConfig, available: float) -> str | None:
+    """Return a message if a cluster with `available` CPUs has too few for the application."""
+    required = config.min_replicas * config.cpus + config.ingress_replicas * config.ingress_cpus
+    if required <= available:
+        return None
+    replicas = f"`min_replicas` {config.min_replicas} x `cpus` {config.cpus:g}"
+    ingress = f"`ingress_replicas` {config.ingress_replicas} x `ingress_cpus` {config.ingress_cpus:g}"
+    return (
+        f"The application requires {required:g} CPUs, and the cluster has {available:g}: {replicas} + {ingress}."
+        " Lower these options, or add CPUs; until then, the application is not ready."
+    )
+
+
+def _warn_of_cpu_shortage(config: RayConfig) -> None:
+    """Log what the application lacks, now or when this process joins a cluster: `serve run` builds it before that."""
+    import ray
+    from ray._private.worker import _post_init_hooks
+
+    def warn() -> None:
+        if shortage := cpu_shortage(config, ray.cluster_resources().get("CPU", 0)):
+            logger.warning(shortage)
+
+    if ray.is_initialized():
+        warn()
+    else:
+        _post_init_hooks.append(warn)
 
 
 def _engine_deployment(config: RayConfig) -> Any:

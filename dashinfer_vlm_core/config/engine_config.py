@@ -65,7 +65,7 @@ def _lora_module(value: object) -> object:
         return value
     name, equals, path = value.strip().partition("=")
     if not (name and equals and path):
-        raise ValueError(f"must be name=folder or name=owner/model, got {value!r}")
+        raise ValueError("must be name=folder or name=owner/model")
     return LoraModule(name, path)
 
 

@@ -1,4 +1,4 @@
-"""An agent with a tool that describes images: python agent.py FOLDER PROMPT
+"""An agent with a tool that describes images: python agent.py [FOLDER [PROMPT]]
 
 The bundled model was not trained to call tools, so this example scripts the agent's responses. Engine, agent and tool
 are real. With a checkpoint that was trained on tools, use `ChatDashInferVLM(model="...")` for the agent.
@@ -18,7 +18,10 @@ from langchain_core.tools import tool
 from dashinfer_vlm_core.testing import scripted_engine
 from dashinfer_vlm_langchain import ChatDashInferVLM
 
-folder, prompt = Path(sys.argv[1]), sys.argv[2]
+PICTURES = Path(__file__).parents[1] / "pictures"
+
+folder = Path(sys.argv[1]) if len(sys.argv) > 1 else PICTURES
+prompt = sys.argv[2] if len(sys.argv) > 2 else "What is in circle.png?"
 vision_model = ChatDashInferVLM(temperature=0)
 
 

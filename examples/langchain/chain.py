@@ -1,4 +1,4 @@
-"""A chain with a prompt template: python chain.py IMAGE SHAPE"""
+"""A chain with a prompt template: python chain.py [IMAGE [SHAPE]]"""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 
 from dashinfer_vlm_langchain import ChatDashInferVLM
+
+PICTURES = Path(__file__).parents[1] / "pictures"
 
 prompt = ChatPromptTemplate.from_messages(
     [
@@ -23,5 +25,6 @@ prompt = ChatPromptTemplate.from_messages(
     ]
 )
 chain = prompt | ChatDashInferVLM(temperature=0) | StrOutputParser()
-image = base64.b64encode(Path(sys.argv[1]).read_bytes()).decode()
-print(chain.invoke({"image": image, "shape": sys.argv[2]}))
+image = Path(sys.argv[1]) if len(sys.argv) > 1 else PICTURES / "stone.png"
+shape = sys.argv[2] if len(sys.argv) > 2 else "triangle"
+print(chain.invoke({"image": base64.b64encode(image.read_bytes()).decode(), "shape": shape}))

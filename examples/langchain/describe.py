@@ -1,4 +1,4 @@
-"""Describe an image without a server: python describe.py IMAGE [PROMPT]"""
+"""Describe an image without a server: python describe.py [IMAGE [PROMPT]]"""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from langchain_core.messages import HumanMessage
 
 from dashinfer_vlm_langchain import ChatDashInferVLM
 
-image = Path(sys.argv[1])
+PICTURES = Path(__file__).parents[1] / "pictures"
+
+image = Path(sys.argv[1]) if len(sys.argv) > 1 else PICTURES / "circle.png"
 prompt = sys.argv[2] if len(sys.argv) > 2 else "Describe the picture."
 kind = mimetypes.guess_type(image.name)[0] or "image/png"
 block = {"type": kind.partition("/")[0], "base64": base64.b64encode(image.read_bytes()).decode(), "mime_type": kind}

@@ -1,4 +1,4 @@
-"""Describe an image through LiteLLM without a server: python in_process.py IMAGE [PROMPT]"""
+"""Describe an image through LiteLLM without a server: python in_process.py [IMAGE [PROMPT]]"""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import litellm
 
 import dashinfer_vlm_litellm
 
-image = Path(sys.argv[1])
+PICTURES = Path(__file__).parents[1] / "pictures"
+
+image = Path(sys.argv[1]) if len(sys.argv) > 1 else PICTURES / "circle.png"
 prompt = sys.argv[2] if len(sys.argv) > 2 else "Describe the picture."
 url = f"data:{mimetypes.guess_type(image.name)[0]};base64,{base64.b64encode(image.read_bytes()).decode()}"
 content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": prompt}]

@@ -222,7 +222,7 @@ def test_option(value):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"lora": "a"}, "must be name=folder or name=owner/model, got 'a'"),
+        ({"lora": "a"}, "lora.0: must be name=folder or name=owner/model (got 'a')."),
         ({"lora": "a=x,a=y"}, "'a' is used twice"),
         ({"lora": "demo=x"}, "the model's own name"),
     ],

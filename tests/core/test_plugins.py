@@ -23,6 +23,7 @@ from dashinfer_vlm_core.errors import ConfigError, MissingDependency, PluginErro
 from dashinfer_vlm_core.plugins import Registry, discovery, load_adapter, load_plugins
 from dashinfer_vlm_core.protocol import MediaPart
 from tests.decoding_loader import DecodingLoader
+from tests.pages import page_text
 from tests.samples import data_url, encode
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "write_a_plugin"
@@ -385,8 +386,16 @@ def test_example_plugin_reads_animated_gif_as_video(monkeypatch):
     np.testing.assert_array_equal(asyncio.run(run())[0], frames)
 
 
-def test_example_plugin_declares_entry_point():
-    declared = re.search(
-        r'entry-points."dashinfer_vlm"]\nslideshow = "(\w+)"', (EXAMPLE / "pyproject.toml").read_text()
-    )
-    assert (EXAMPLE / f"{declared[1]}.py").is_file()
+@pytest.mark.slow
+def test_documented_plugins_can_be_installed(tmp_path, monkeypatch):
+    """That of the page is copied into an empty folder."""
+    project, installed = tmp_path / "project", tmp_path / "installed"
+    project.mkdir()
+    for language, name in (("python", "shapes_plugin.py"), ("toml", "pyproject.toml")):
+        code = re.search(rf"^```{language}\n(.*?)^```$", page_text("plugins.md"), re.MULTILINE | re.DOTALL)
+        (project / name).write_text(code[1])
+    options = ["--no-index", "--no-deps", "--no-build-isolation", "--target", installed]
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", *options, project, EXAMPLE], check=True)
+    monkeypatch.syspath_prepend(installed)
+    assert row("shapes").provides == ("model shapes",)
+    assert row("slideshow").provides == ("video reader slideshow",)

@@ -524,6 +524,26 @@ def test_configuration_files_fit_the_schema_of_ray_serve(ray):
         ray.validate(config)
 
 
+BUILD_TWICE = """
+import ray
+from dashinfer_vlm_ray import app
+app({"model": "demo", "min_replicas": 2})
+ray.init(num_cpus=2, include_dashboard=False, object_store_memory=200 * 1024 * 1024)
+app({"model": "demo", "min_replicas": 1})
+app({"model": "demo", "min_replicas": 4, "ingress_cpus": 0.5})
+"""
+
+
+def test_application_states_what_the_cluster_lacks(interpreter):
+    """Before this process joins a cluster, as in `serve run`, and after, as in `serve deploy`."""
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        environment = {**os.environ, **interpreter.environment, "RAY_TMPDIR": folder, **TOKEN}
+        command = [interpreter.python, "-c", BUILD_TWICE]
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG, check=True)
+    found = re.findall(r"requires (\S+) CPUs, and the cluster has (\S+):", ended.stdout + ended.stderr)
+    assert found == [("3", "2"), ("4.5", "2")]
+
+
 # A process that was started in the background may ignore SIGINT.
 SERVE = """
 import signal

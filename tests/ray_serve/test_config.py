@@ -14,6 +14,7 @@ import dashinfer_vlm_ray
 from dashinfer_vlm_core import EngineConfig
 from dashinfer_vlm_core.errors import ConfigError, MissingDependency
 from dashinfer_vlm_ray import RayConfig
+from dashinfer_vlm_ray.application import cpu_shortage
 from dashinfer_vlm_ray.config import parse_arguments
 from dashinfer_vlm_server.settings import Settings
 from tests.pages import page_text
@@ -102,6 +103,16 @@ def test_configuration_can_be_sent_to_another_process():
     assert copy.engine == config.engine
     assert copy.engine.plugin_options == config.engine.plugin_options
     assert copy.settings.keys.find(b"Bearer secret")
+
+
+def test_documented_command_requires_two_cpus():
+    (command,) = re.findall(r"^serve run dashinfer_vlm_ray:app (.*)$", page_text("ray.md"), re.MULTILINE)
+    config = parse_arguments(dict(argument.split("=") for argument in command.split()))
+    assert cpu_shortage(config, 2) is None
+    assert cpu_shortage(config, 1.9) == (
+        "The application requires 2 CPUs, and the cluster has 1.9: `min_replicas` 1 x `cpus` 1 + `ingress_replicas` 1 x"
+        " `ingress_cpus` 1. Lower these options, or add CPUs; until then, the application is not ready."
+    )
 
 
 def test_ray_is_required_to_build_the_application(monkeypatch):

@@ -1,0 +1,47 @@
+"""The programs of `examples` print what the pages show; each page shows them without arguments, too."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+import sys
+
+import pytest
+
+from dashinfer_vlm_core import EngineConfig
+from dashinfer_vlm_core.engine.shared import SHARED, close_shared
+from tests.pages import ROOT, read_page
+from tests.server.conftest import serving
+
+COMMAND = re.compile(r"^\$ python (examples/\S+)(.*)\n((?:(?!\$ |```).*\n)*)", re.MULTILINE)
+COMMANDS = [command for page in sorted((ROOT / "docs").glob("*.md")) for command in COMMAND.findall(read_page(page))]
+
+
+@pytest.fixture(scope="module")
+def server():
+    from tests.litellm import conftest  # noqa: F401  imports LiteLLM without its warnings
+
+    with serving(SHARED.get(EngineConfig())) as server:
+        yield server
+    close_shared()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: "".join(command[:2]))
+def test_program_prints_documented_output(command, server, monkeypatch, capsys):
+    """Where a page shows no output, the program only has to run."""
+    program, arguments, printed = command
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("OPENAI_BASE_URL", f"{server.url}/v1")
+    monkeypatch.setattr(sys, "argv", [program, *shlex.split(arguments)])
+    runpy.run_path(program, run_name="__main__")
+    output = capsys.readouterr().out
+    assert output == printed or (output and not printed)
+
+
+def test_each_program_is_shown_without_arguments():
+    programs = {str(path.relative_to(ROOT)) for path in (ROOT / "examples").rglob("*.py")}
+    shown = {program for program, arguments, _ in COMMANDS if not arguments}
+    assert programs - shown == {"examples/write_a_plugin/slideshow_plugin.py"}
