@@ -376,7 +376,24 @@ def test_engine_option_with_api_base_is_rejected(run, server_url):
 @pytest.mark.slow
 def test_bundled_model_in_process(images):
     result = run_process("chat", "--set", "temperature=0", "--image", images / "circle.png", "Describe the picture.")
-    assert (result.stdout, result.stderr, result.returncode) == ("A red circle.\n", "Loading demo ...\n", 0)
+    assert (result.stdout, result.returncode) == ("A red circle.\n", 0)
+    assert " dashinfer_vlm_core.progress: Loading demo ...\n" in result.stderr
+    assert re.search(r"^(\S+ \S+ INFO dashinfer_vlm_core\.progress: Loading .*\n)+$", result.stderr)
+
+
+LOADING = """
+import threading
+from dashinfer_vlm_core.progress import Progress, show_progress
+with show_progress("Loading demo"), Progress(total=2, desc="Loading layers", unit="") as bar:
+    bar.update()
+    threading.Event().wait()
+"""
+
+
+@pytest.mark.slow
+def test_terminal_shows_a_bar_of_what_is_loaded(terminal):
+    shown = terminal(program=LOADING).wait_for(" 1/2 [")
+    assert re.fullmatch(r"\rLoading layers:  50%\|.+\| 1/2 \[", shown)
 
 
 @pytest.mark.slow
