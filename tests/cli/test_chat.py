@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from dashinfer_vlm_cli.conversation import Conversation
+from dashinfer_vlm_cli.line_reader import line_reader
 from dashinfer_vlm_cli.media import clipboard_part, find_media, media_part
 from dashinfer_vlm_cli.repl import COMMANDS, Repl
 from dashinfer_vlm_core.cli.terminal import printable
@@ -394,6 +395,16 @@ with show_progress("Loading demo"), Progress(total=2, desc="Loading layers", uni
 def test_terminal_shows_a_bar_of_what_is_loaded(terminal):
     shown = terminal(program=LOADING).wait_for(" 1/2 [")
     assert re.fullmatch(r"\rLoading layers:  50%\|.+\| 1/2 \[", shown)
+
+
+def test_unwritable_cache_is_reported_once(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    for _ in range(2):
+        line_reader(tmp_path / "file", [])
+    (message,) = caplog.messages
+    problem = f"The cache folder {tmp_path / 'file'} cannot be written to: File exists."
+    assert message.startswith(f"Prompts are not stored for later. {problem}")
+    assert "`export DASHINFER_VLM_CACHE_DIR=FOLDER`" in caplog.text
 
 
 @pytest.mark.slow
