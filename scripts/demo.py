@@ -88,7 +88,7 @@ def main() -> int:
 @contextlib.contextmanager
 def serving(*, keep: bool) -> Iterator[str]:
     """Start a server on a free loopback port, and yield its URL. If anything fails, print the end of its log."""
-    print("Starting the server. The first start compiles the C kernels, which can take a minute.", flush=True)
+    print("Starting the server.", flush=True)
     start = time.monotonic()
     with tempfile.NamedTemporaryFile("w+", prefix="dashinfer-vlm-", suffix=".log", delete=not keep) as log:
         command = [Path(sys.executable).with_name("dashinfer-vlm"), "serve", "--port", "0"]

@@ -22,7 +22,7 @@ from dashinfer_vlm_cli.verify import SIZES as CHOICES
 from dashinfer_vlm_cli.verify import verify
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.decoders import DecoderSupport
-from dashinfer_vlm_core.errors import PluginError
+from dashinfer_vlm_core.errors import ConfigError, PluginError
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec, read_vision_config
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_dashinfer.environment import private_folder
@@ -88,6 +88,12 @@ def cache(tmp_path, monkeypatch):
 
 def invoke(*arguments, registry=None):
     return CliRunner().invoke(verify, list(map(str, arguments)), obj=registry, catch_exceptions=False)
+
+
+def test_unwritable_cache_is_reported(cache):
+    cache.write_text("")
+    with pytest.raises(ConfigError, match=f"The cache folder {cache} cannot be written to: File exists"):
+        invoke("--device", "cpu", "--family", "qwen2_vl", "--model", "none")
 
 
 def registry_with(decoder, name="torch"):

@@ -108,14 +108,16 @@ class _Job:
 
 
 def _run(job: _Job, pending: list[Entry], source: EngineSource, concurrency: int) -> None:
-    from .concurrency import progress, run_concurrently
+    from dashinfer_vlm_core.progress import Progress
+
+    from .concurrency import run_concurrently
 
     if not pending:
         return
-    with source.open() as engine, progress(len(pending), unit="request") as advance:
+    with source.open() as engine, Progress(total=len(pending), desc="Requests", unit="") as progress:
 
         async def work(entry: Entry) -> None:
             await job.process(engine, entry)
-            advance()
+            progress.update()
 
         asyncio.run(run_concurrently(pending, work, max_concurrency=concurrency))

@@ -158,8 +158,8 @@ def bench(
     workload = Workload(images=images, size=size, words=words, tokens=max_tokens, seed=seed)
     bodies = [workload.request(index) for index in range(-warmup, requests)]
     with source.open() as engine:
-        asyncio.run(measure(engine, bodies[:warmup], concurrency=concurrency))
-        result = asyncio.run(measure(engine, bodies[warmup:], concurrency=concurrency, rate=rate, show=True))
+        asyncio.run(measure(engine, bodies[:warmup], concurrency=concurrency, show="Warm-up"))
+        result = asyncio.run(measure(engine, bodies[warmup:], concurrency=concurrency, rate=rate, show="Requests"))
     if as_json:
         click.echo(json.dumps(result.as_json(), indent=2))
     else:
@@ -173,17 +173,22 @@ async def measure(
     *,
     concurrency: int,
     rate: float | None = None,
-    show: bool = False,
+    show: str = "",
 ) -> Measurement:
-    """Send the requests, at most `concurrency` at a time. With a `rate` per second, they start at random times."""
-    from .concurrency import progress, run_concurrently
+    """Send the requests, at most `concurrency` at a time. With a `rate` per second, they start at random times.
+
+    With `show`, a progress bar has this description.
+    """
+    from dashinfer_vlm_core.progress import Progress
+
+    from .concurrency import run_concurrently
 
     result = Measurement()
     rng = random.Random(len(chats))  # noqa: S311 - as above
     start = time.perf_counter()
     pauses = [rng.expovariate(rate) if rate else 0.0 for _ in chats[1:]]
     start_times = itertools.accumulate(pauses, initial=start)
-    with progress(len(chats) if show else 0, unit="request") as advance:
+    with Progress(total=len(chats), desc=show, unit="", disable=not show) as progress:
 
         async def work(item: tuple[float, dict[str, Any]]) -> None:
             start_time, chat = item
@@ -192,7 +197,7 @@ async def measure(
                 result.completions.append(await acomplete(engine, chat))
             except DashInferVLMError as error:
                 result.errors.append(error.message)
-            advance()
+            progress.update()
 
         await run_concurrently(zip(start_times, chats, strict=False), work, max_concurrency=concurrency)
     result.seconds = time.perf_counter() - start

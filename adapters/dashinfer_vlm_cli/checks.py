@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from dashinfer_vlm_core.config import ENV_PREFIX, EngineConfig
-from dashinfer_vlm_core.config.folders import write_error
+from dashinfer_vlm_core.config.folders import CACHE_FIX, write_error
 from dashinfer_vlm_core.embedding_store import EmbeddingStoreOptions, open_store, redacted
 from dashinfer_vlm_core.errors import DashInferVLMError
 from dashinfer_vlm_core.findings import Finding
@@ -200,10 +200,7 @@ def _cache(config: EngineConfig) -> Iterator[Finding]:
     # The folder is optional: without it, nothing is stored. Plugins that need it check it.
     folder = config.cache_folder
     if error := write_error(folder):
-        fix = (
-            f"Make it writable, or choose another folder: `export {ENV_PREFIX}CACHE_DIR=FOLDER`, or --cache-dir FOLDER."
-        )
-        yield Finding(name="cache", status="unusable", detail=f"{folder}: {error}", fix=fix)
+        yield Finding(name="cache", status="unusable", detail=f"{folder}: {error}", fix=CACHE_FIX)
     else:
         yield Finding(name="cache", status="ok", detail=str(folder))
 

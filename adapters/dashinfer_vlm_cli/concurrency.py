@@ -1,14 +1,10 @@
-"""Concurrent requests with a limit, and a progress bar."""
+"""Concurrent requests with a limit."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import sys
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
-
-from tqdm import tqdm
 
 T = TypeVar("T")
 
@@ -28,10 +24,3 @@ async def run_concurrently(items: Iterable[T], work: Callable[[T], Awaitable[Non
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-@contextlib.contextmanager
-def progress(total: int, *, unit: str) -> Iterator[Callable[[], None]]:
-    """Show a progress bar on standard error if it is a terminal, and yield a function that advances it by one."""
-    with tqdm(total=total, unit=unit, disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar:
-        yield lambda: bar.update() and None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from dashinfer_vlm_core import progress
 from dashinfer_vlm_core.cli.config_file import FileOption
 from dashinfer_vlm_core.cli.options import EngineOption
 from dashinfer_vlm_core.config import ENV_PREFIX, EngineConfig
@@ -53,10 +54,11 @@ class EngineSource:
             EngineClosed: the server cannot be reached.
         """
         if self.api_base is None:
-            from dashinfer_vlm_core.engine import Engine
+            with progress.show_progress(f"Loading {self.config.name}"):  # also while the engine is imported
+                from dashinfer_vlm_core.engine import Engine
 
-            click.echo(f"Loading {self.config.name} ...", err=True)
-            with Engine(self.config) as engine:
+                engine = Engine(self.config).start()
+            with engine:
                 yield engine
         else:
             with self._remote(self.api_base) as remote:
@@ -128,7 +130,8 @@ def _given() -> set[str]:
 
 
 def log_warnings_only() -> None:
-    """Log warnings only, unless `--log-level` is set. The command itself prints what matters."""
+    """Log warnings and progress only, unless `--log-level` is set. The command itself prints what matters."""
     root = click.get_current_context().find_root()
     if root.get_parameter_source("log_level") is ParameterSource.DEFAULT:
         logging.getLogger().setLevel(logging.WARNING)
+        logging.getLogger(progress.__name__).setLevel(logging.INFO)

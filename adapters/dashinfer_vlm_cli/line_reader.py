@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dashinfer_vlm_core.config.folders import cache_problem, write_error
+
+if TYPE_CHECKING:
+    from prompt_toolkit.history import History
+
+logger: logging.Logger = logging.getLogger(__name__)
 
 HISTORY = "chat_history"
 
@@ -13,11 +23,10 @@ def line_reader(folder: Path, commands: Iterable[str]) -> Callable[[], str]:
     """Return a function that reads a line. It raises EOFError at the end of the input, and KeyboardInterrupt on Ctrl-C.
 
     Args:
-        folder: the folder of the history file. If it is not writable, the history is not stored.
+        folder: the folder of the history file. If it is not writable, a warning says so, and the history is not stored.
         commands: words to complete at the beginning of a line.
     """
-    history = _history_file(folder)
-    return _toolkit_reader(history, list(commands)) if _has_toolkit() else _plain_reader()
+    return _toolkit_reader(folder, list(commands)) if _has_toolkit() else _plain_reader()
 
 
 def _has_toolkit() -> bool:
@@ -28,25 +37,42 @@ def _has_toolkit() -> bool:
     return not is_dumb_terminal()
 
 
-def _history_file(folder: Path) -> Path | None:
+@functools.cache
+def _warn(folder: Path, reason: str) -> None:
+    logger.warning("Prompts are not stored for later. %s", cache_problem(folder, reason))
+
+
+def _history(folder: Path) -> History:
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+    class StoredHistory(FileHistory):
+        def store_string(self, string: str) -> None:
+            try:
+                super().store_string(string)
+            except OSError as error:
+                _warn(folder, error.strerror or str(error))
+
+    file = folder / HISTORY
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        (folder / HISTORY).touch(mode=0o600)
-    except OSError:
-        return None
-    return folder / HISTORY
+        problem = write_error(folder)
+        if not problem:
+            file.touch(mode=0o600)
+            return StoredHistory(file)
+    except OSError as error:
+        problem = error.strerror or str(error)
+    _warn(folder, problem)
+    return InMemoryHistory()
 
 
-def _toolkit_reader(history: Path | None, commands: list[str]) -> Callable[[], str]:
+def _toolkit_reader(folder: Path, commands: list[str]) -> Callable[[], str]:
     from prompt_toolkit import PromptSession
     from prompt_toolkit.auto_suggest import AutoSuggestFromHistory
     from prompt_toolkit.completion import NestedCompleter, PathCompleter
-    from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     files = PathCompleter(expanduser=True)
     file_commands = {"/image", "/video", "/save", "/load"}
     session: PromptSession[str] = PromptSession(
-        history=FileHistory(str(history)) if history else InMemoryHistory(),
+        history=_history(folder),
         auto_suggest=AutoSuggestFromHistory(),
         completer=NestedCompleter({command: files if command in file_commands else None for command in commands}),
         complete_while_typing=False,

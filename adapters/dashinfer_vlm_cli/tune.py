@@ -12,10 +12,12 @@ from dashinfer_vlm_core.cli.command import EngineCommand
 from dashinfer_vlm_core.cli.options import ModelArgument
 from dashinfer_vlm_core.cli.terminal import show_table
 from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.config.folders import cache_problem, write_error
 from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_core.kernels.choice import KernelSelector
 from dashinfer_vlm_core.kernels.devices import cpu_model
-from dashinfer_vlm_core.kernels.tuned import TunedKernels, store_tuned
+from dashinfer_vlm_core.kernels.tuned import FOLDER, TunedKernels, store_tuned
+from dashinfer_vlm_core.progress import show_progress
 
 from .bench import Measurement, Workload, measure
 from .engines import log_warnings_only
@@ -69,6 +71,8 @@ def tune(*, config: EngineConfig) -> None:
     from dashinfer_vlm_core.plugins import load_plugins
 
     log_warnings_only()
+    if error := write_error(config.cache_folder / FOLDER):  # before it measures for minutes
+        raise _not_stored(config, error)
     click.echo(f"{config.name} on {cpu_model()}\n")
     registry = load_plugins()
     rounds = _measure_sets(config, _usable_sets(config, registry))
@@ -103,10 +107,10 @@ def _measure_sets(config: EngineConfig, names: list[str]) -> dict[str, Round]:
     """Measure kernel sets; those that do not support the options, such as the quantization, are left out."""
     rounds: dict[str, Round] = {}
     for name in names:
-        click.echo(f"Measuring {name} ...", err=True)
         try:
-            rounds[name] = _measure(config.model_copy(update={**MEASURED, "cpu_kernels": name}))
-        except ConfigError as error:
+            with show_progress(f"Measuring {name}"):
+                rounds[name] = _measure(config.model_copy(update={**MEASURED, "cpu_kernels": name}))
+        except ConfigError as error:  # noqa: PERF203 - a set takes seconds
             click.echo(f"{name} is left out: {error.message}", err=True)
             if name == names[-1] and not rounds:
                 raise
@@ -155,10 +159,14 @@ def _show(rounds: Mapping[str, Round]) -> None:
     show_table(("Kernels", "First token", "Next tokens", f"{AT_ONCE} at once", "Reference requests"), rows)
 
 
+def _not_stored(config: EngineConfig, reason: str) -> click.ClickException:
+    return click.ClickException(f"The result cannot be stored. {cache_problem(config.cache_folder, reason)}")
+
+
 def _store(config: EngineConfig, tuned: TunedKernels) -> None:
     try:
         click.echo(f"Stored in {store_tuned(config, tuned)}")
-    except (OSError, RuntimeError) as error:
-        raise click.ClickException(f"The result cannot be stored: {error}. Choose another --cache-dir.") from error
+    except OSError as error:
+        raise _not_stored(config, error.strerror or str(error)) from error
     if config.cpu_kernels != "auto":
         click.echo(f"`cpu_kernels` is set to {config.cpu_kernels}: with this option, the result is not used.", err=True)

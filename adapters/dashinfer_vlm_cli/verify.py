@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import click
 
 from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.config.folders import cache_problem, write_error
+from dashinfer_vlm_core.errors import ConfigError
 
 from .engines import log_warnings_only
 
@@ -81,7 +83,8 @@ async def _verify(results: Results, registry: Registry, families: Sequence[str],
     from .verification.checkpoint import Checkpoint
 
     parent = EngineConfig().cache_folder
-    parent.mkdir(parents=True, exist_ok=True)
+    if error := write_error(parent):
+        raise ConfigError(cache_problem(parent, error), param="cache_dir")
     with tempfile.TemporaryDirectory(prefix="dashinfer-vlm-verify-", dir=parent) as scratch:
         for family in families:
             if family not in CONFIG_MAPPING:

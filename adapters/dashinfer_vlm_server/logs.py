@@ -15,6 +15,7 @@ import click
 
 from dashinfer_vlm_core.cli.main import SETUP_FAILED
 from dashinfer_vlm_core.errors import DashInferVLMError
+from dashinfer_vlm_core.progress import Progress
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -52,11 +53,12 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_format(log_format: LogFormat) -> None:
-    """Set the format of the root logger's handlers. With JSON, warnings of libraries are logged too."""
+    """Set the format of the root logger's handlers. With JSON, warnings of libraries and progress are logged too."""
     formatter = JsonFormatter() if log_format == "json" else TextFormatter(TEXT)
     for handler in logging.getLogger().handlers:
         handler.setFormatter(formatter)
     logging.captureWarnings(log_format == "json")
+    Progress.uses_bars = log_format == "text"
 
 
 def writes_json() -> bool:

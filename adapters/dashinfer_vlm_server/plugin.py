@@ -17,6 +17,7 @@ from dashinfer_vlm_core.config import EngineConfig, variable
 from dashinfer_vlm_core.embedding_store import EmbeddingStoreOptions
 from dashinfer_vlm_core.errors import extra_required
 from dashinfer_vlm_core.hooks import hookimpl
+from dashinfer_vlm_core.progress import show_progress
 
 from .api_keys import KEY_VARIABLE, KEYS_VARIABLE
 from .help import Option, ServerCommand, from_options, options_of
@@ -101,7 +102,7 @@ def create_settings(options: dict[str, Any], config: EngineConfig) -> Settings:
 
 
 def _serve(config: EngineConfig, options: dict[str, Any]) -> int:
-    with extra_required("The server", extra="server"):
+    with extra_required("The server", extra="server"), show_progress("Starting the server"):
         from .serving import run
     process = from_options(ProcessOptions, options)
     address = from_options(Address, options)

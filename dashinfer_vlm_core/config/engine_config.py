@@ -23,8 +23,9 @@ from pydantic import (
 from pydantic_settings import SettingsConfigDict
 from typing_extensions import Self
 
+from ..errors import ConfigError
 from .limits import Limits
-from .options import Options, PluginOptions
+from .options import Options, PluginOptions, variable
 
 MIB = 1024 * 1024
 
@@ -307,10 +308,17 @@ class EngineConfig(Options):
 
     @property
     def cache_folder(self) -> Path:
-        """Folder for generated files: `cache_dir`, or the default of the XDG Base Directory Specification."""
-        if self.cache_dir is not None:
-            return self.cache_dir.expanduser()
-        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dashinfer-vlm"
+        """Folder for generated files: `cache_dir`, or the default of the XDG Base Directory Specification.
+
+        Raises:
+            ConfigError: it is in a home folder that is unknown.
+        """
+        folder = self.cache_dir or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "dashinfer-vlm"
+        try:
+            return folder.expanduser()
+        except RuntimeError as error:
+            message = f"The cache folder {folder} is in a home folder that is unknown. Set {variable('cache_dir')}."
+            raise ConfigError(message, param="cache_dir") from error
 
     @property
     def name(self) -> str:

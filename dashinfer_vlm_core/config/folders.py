@@ -8,17 +8,30 @@ import stat
 import tempfile
 from pathlib import Path
 
+from .options import variable
+
 logger: logging.Logger = logging.getLogger(__name__)
+
+CACHE_FIX = (
+    f"Make it writable, free some space, or choose another folder: `export {variable('cache_dir')}=FOLDER`, or"
+    " --cache-dir FOLDER."
+)
 
 
 def write_error(folder: Path) -> str:
     """Create `folder` if it does not exist, and return why no file can be written to it; empty if one can."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return ""
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"1")  # on a full disk, a file can be created
     except OSError as error:
         return error.strerror or str(error)
+    return ""
+
+
+def cache_problem(folder: Path, reason: str) -> str:
+    """Return a message for a cache folder that cannot be written to."""
+    return f"The cache folder {folder} cannot be written to: {reason}. {CACHE_FIX}"
 
 
 def access_problem(status: os.stat_result) -> str:

@@ -248,10 +248,13 @@ class DecoderSupport:
     Attributes:
         score: 0 if it cannot run; `decoder="auto"` selects the decoder with the highest score.
         reason: one sentence for the log and for `/health`; if it cannot run, what has to change.
+        is_expected: whether the log states why it was not selected. False where few would want it, such as on a device
+            that it is not meant for.
     """
 
     score: int
     reason: str
+    is_expected: bool = True
 
 
 class DecoderFactory(Protocol):

@@ -136,7 +136,9 @@ class FileStore:
                 # Before the file is renamed: after a crash, the total is too large rather than too small.
                 self._write_total(total)
                 temporary.replace(self._path(key))
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, OSError) and error.filename is None:
+                error.filename = str(self._folder)  # for the log
             temporary.unlink(missing_ok=True)
             raise
 

@@ -19,6 +19,7 @@ from ..media.fetch import FetchStats
 from ..media_workers import MediaWorkerStats
 from ..models.model_card import ModelCard
 from ..plugins import Registry, load_plugins
+from ..progress import show_progress
 from ..protocol import ChatRequest
 from ..vision import VisionStats
 from .capabilities import Capabilities
@@ -335,7 +336,8 @@ class Engine(LoopEngine):
             if self._running is None:
                 self._loading = True
                 try:
-                    self._running = self._load()
+                    with show_progress(f"Loading {self.config.name}"):
+                        self._running = self._load()
                 finally:
                     self._loading = False
         return self

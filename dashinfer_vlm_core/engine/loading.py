@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -63,6 +65,7 @@ def _create_pipeline(config: EngineConfig, registry: Registry, observer: Request
     family = registry.family_of(folder)
     spec = registry.load_spec(folder)
     _check_context_length(config, spec)
+    logger.info("Model %s from %s.", config.name, folder)
     # Before the decoder, which imports torch: the process that decodes media imports its libraries at the same time.
     processor = family.image_processor(spec, config)
     media_decoder = MediaDecoder(config=config, readers=readers, policy=spec.video.with_config(config))
@@ -71,7 +74,6 @@ def _create_pipeline(config: EngineConfig, registry: Registry, observer: Request
     )
     kernels = KernelSelector(registry.kernels.values(), config)
     factory, reason = select_decoder(registry, spec, config)
-    logger.info("model %s from %s, decoder %s: %s", config.name, folder, factory.name, reason)
     decoder = Supervisor(lambda: factory.create(spec, config, kernels), restarts=config.limits.decoder_restarts)
     prompts = PromptBuilder.load(spec, family.prompt_layout(spec), config, max_model_len=decoder.max_model_len)
     IncrementalDetokenizer(prompts.tokenizer)  # rejects one that is not byte-level now, not at the first request
@@ -168,7 +170,7 @@ def _family_identity(registry: Registry, family: ModelFamily, spec: ModelSpec) -
 
 
 def select_decoder(registry: Registry, spec: ModelSpec, config: EngineConfig) -> tuple[DecoderFactory, str]:
-    """Select the decoder; return its factory and the reason.
+    """Select the decoder; log it, and return its factory and the reason.
 
     Raises:
         PluginError: no decoder of the requested name is registered.
@@ -185,18 +187,26 @@ def select_decoder(registry: Registry, spec: ModelSpec, config: EngineConfig) ->
         raise SetupError(f"No decoder can run here ({reasons}). `dashinfer-vlm plugins` lists what is installed.")
     for kind in registry.option_classes:
         config.options_of(kind).check(factory.name)
-    others = [f"{other.name}: {support.reason}" for support, other in candidates if other is not factory]
-    return factory, " ".join([best.reason, *(["Not selected:"] if others else []), *others])
+    others = {other.name: support for support, other in candidates if other is not factory}
+    expected = {name: support for name, support in others.items() if support.is_expected}
+    logger.info("Decoder %s: %s", factory.name, _selection_reason(best, expected))
+    return factory, _selection_reason(best, others)
+
+
+def _selection_reason(best: DecoderSupport, others: Mapping[str, DecoderSupport]) -> str:
+    reasons = [f"{name}: {support.reason}" for name, support in others.items()]
+    return " ".join([best.reason, *(["Not selected:"] if reasons else []), *reasons])
 
 
 def _check_support(factory: DecoderFactory, spec: ModelSpec, config: EngineConfig) -> DecoderSupport:
+    try:
+        support = factory.check_support(spec, config)
+    except Exception as error:  # one decoder that cannot run does not affect the others
+        logger.exception("check_support of the decoder %s failed", factory.name)
+        return DecoderSupport(score=0, reason=f"its check failed: {error}")
     if config.lora and LORA not in factory.supported_params:
         reason = (
             "It does not apply LoRA adapters (`lora`). Merge the adapter into a checkpoint, or use the decoder torch."
         )
-        return DecoderSupport(score=0, reason=reason)
-    try:
-        return factory.check_support(spec, config)
-    except Exception as error:  # one decoder that cannot run does not affect the others
-        logger.exception("check_support of the decoder %s failed", factory.name)
-        return DecoderSupport(score=0, reason=f"its check failed: {error}")
+        return replace(support, score=0, reason=reason)
+    return support

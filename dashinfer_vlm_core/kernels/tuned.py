@@ -14,6 +14,7 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from ..config import EngineConfig
+from ..errors import ConfigError
 
 FOLDER = "tuned-kernels"
 """Name of the folder in the cache folder."""
@@ -62,7 +63,6 @@ def store_tuned(config: EngineConfig, tuned: TunedKernels) -> Path:
 
     Raises:
         OSError: it cannot be written.
-        RuntimeError: there is no home folder.
     """
     path = _path(config, tuned.conditions)
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -77,7 +77,7 @@ def load_tuned(config: EngineConfig, conditions: Conditions) -> TunedKernels | N
     """Return what was measured under these conditions, or None if nothing was; a damaged file is logged."""
     try:
         return _read(_path(config, conditions))
-    except RuntimeError:  # no home folder
+    except ConfigError:  # the home folder is unknown
         return None
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from ..errors import CheckpointError
+from ..progress import Progress
 from .json_fields import CONFIG, read_fields
 
 # Configuration, tokenizer and safetensors only: archives, pickles and other frameworks' weights are not downloaded.
@@ -85,17 +88,41 @@ def download(repo_id: str, *, revision: str | None = None) -> Path:
     from huggingface_hub import errors, snapshot_download
 
     try:
-        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(FILES)))
+        with _download_progress(repo_id) as bars:
+            return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(FILES), tqdm_class=bars))
     except (
         OSError,
         errors.HFValidationError,
         httpx.TransportError,
+        RuntimeError,  # of hf_xet, for example on a full disk
     ) as error:
         raise CheckpointError(_download_problem(repo_id, error), param="model") from error
 
 
+@contextlib.contextmanager
+def _download_progress(repo_id: str) -> Iterator[type[Progress]]:
+    """Yield a class for the hub's client: one bar for the bytes of all files, instead of several bars."""
+    bars: list[Progress] = []  # the client does not close them
+
+    class DownloadProgress(Progress):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            options |= {"desc": f"Downloading {repo_id}", "disable": options.get("unit") != "B"}
+            super().__init__(*args, **options)
+            bars.append(self)
+
+        def set_description(self, *args: Any, **options: Any) -> None:
+            """Keep the description."""
+
+    try:
+        yield DownloadProgress
+    finally:
+        for bar in bars:
+            bar.close()
+
+
 def _download_problem(repo_id: str, error: Exception) -> str:
     from huggingface_hub import errors
+    from huggingface_hub.constants import HF_HUB_CACHE
 
     if isinstance(error, errors.RepositoryNotFoundError):
         return (
@@ -109,10 +136,11 @@ def _download_problem(repo_id: str, error: Exception) -> str:
         )
     if isinstance(error, errors.HfHubHTTPError | errors.HFValidationError):
         return f"Downloading {repo_id!r} failed: {error}"
-    if isinstance(error, OSError):
+    if isinstance(error, OSError | RuntimeError):
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
         return (
-            f"Downloading {repo_id!r} failed: {error.strerror or error}. Check that the Hugging Face cache folder"
-            " (HF_HOME) is writable and has free space."
+            f"Downloading {repo_id!r} failed: {reason}. Check that the Hugging Face cache folder {HF_HUB_CACHE} is"
+            " writable and has free space, or set HF_HOME to another folder."
         )
     return (
         f"The connection to the Hugging Face Hub was lost while {repo_id!r} was being downloaded ({error}). Try again"

@@ -16,11 +16,12 @@ package.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from dashinfer_vlm_core.decoders.interface import Decoder, DecoderFactory, DecoderSupport
-from dashinfer_vlm_core.errors import SetupError
+from dashinfer_vlm_core.errors import MissingDependency, SetupError
 from dashinfer_vlm_core.findings import Finding
 from dashinfer_vlm_core.hooks import hookimpl
 
@@ -39,6 +40,8 @@ SCORE_ON_CUDA = 20
 SCORE_ON_CPU = 1
 """Below all others: it has to be selected explicitly."""
 
+TEXT_ONLY = "exact for text only, so it has to be selected explicitly."
+
 
 class DashInferFactory:
     """The factory of the decoder `dashinfer`."""
@@ -53,22 +56,24 @@ class DashInferFactory:
         from .environment import find_environment
         from .plan import make_plan
 
+        devices = cuda_devices()
+        is_expected = config.decoder == self.name or (devices > 0 and config.device != "cpu")
+        support = functools.partial(DecoderSupport, is_expected=is_expected)
         if spec.quantization:
             reason = f"Its converter takes unquantized weights, not {spec.quantization.name}: use the decoder torch."
-            return DecoderSupport(score=0, reason=reason)
+            return support(score=0, reason=reason)
         if reason := unsupported(spec.text):
-            return DecoderSupport(score=0, reason=f"It does not support {spec.model_type}: {reason}.")
+            return support(score=0, reason=f"It does not support {spec.model_type}: {reason}.")
         try:
             environment = find_environment(config)
-            plan = make_plan(spec, config, cuda=cuda_devices(), cpu_only=environment.cpu_only)
+            plan = make_plan(spec, config, cuda=devices, cpu_only=environment.cpu_only)
         except SetupError as error:
-            return DecoderSupport(score=0, reason=error.message)
+            is_missing = isinstance(error, MissingDependency) and not is_expected
+            return support(score=0, reason=f"On a CPU, it is {TEXT_ONLY}" if is_missing else error.message)
         where = f"DashInfer runs {environment.origin}, on {plan.compute_unit}"
         if plan.on_cpu:
-            return DecoderSupport(
-                score=SCORE_ON_CPU, reason=f"{where}: exact for text only, so it has to be selected explicitly."
-            )
-        return DecoderSupport(score=SCORE_ON_CUDA, reason=f"{where}.")
+            return support(score=SCORE_ON_CPU, reason=f"{where}: {TEXT_ONLY}")
+        return support(score=SCORE_ON_CUDA, reason=f"{where}.")
 
     def create(self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> Decoder:
         from .decoder import DashInferDecoder

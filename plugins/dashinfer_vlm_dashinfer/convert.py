@@ -13,10 +13,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dashinfer_vlm_core.config.folders import access_problem
+from dashinfer_vlm_core.config.folders import access_problem, cache_problem
 from dashinfer_vlm_core.errors import CheckpointError, SetupError
 from dashinfer_vlm_core.models.files import stored_tensors
 from dashinfer_vlm_core.models.spec import ModelSpec
+from dashinfer_vlm_core.progress import Progress
 from dashinfer_vlm_core.text_spec import TextModelSpec, TextWeightNames
 
 from .environment import VERSION, Environment, check_space, inherited_variables, locked, sha256
@@ -85,8 +86,10 @@ def convert(spec: ModelSpec, weight_format: WeightFormat, *, environment: Enviro
     tensors = {name: location for name, location in stored.items() if name.startswith(TEXT_PREFIXES)}
     _check_tensors(tensors, text, spec)
     folder = cache / _key(tensors, text, weight_format)
+    if _is_usable(folder):  # also in a cache that is read-only
+        return ConvertedModel.at(folder)
     with locked(folder.with_suffix(".lock")):
-        if _is_usable(folder):
+        if _is_usable(folder):  # another process converted it
             return ConvertedModel.at(folder)
         if folder.exists():
             logger.warning(
@@ -95,7 +98,10 @@ def convert(spec: ModelSpec, weight_format: WeightFormat, *, environment: Enviro
                 access_problem(folder.stat()) or "it is damaged",
             )
         needed = _size(tensors, spec, weight_format)
-        _rebuild(folder, _job(tensors, text, weight_format), environment=environment, needed=needed)
+        try:
+            _rebuild(folder, _job(tensors, text, weight_format), environment=environment, needed=needed)
+        except OSError as error:
+            raise SetupError(cache_problem(cache, error.strerror or str(error))) from error
     return ConvertedModel.at(folder)
 
 
@@ -178,7 +184,8 @@ def _rebuild(folder: Path, job: dict[str, Any], *, environment: Environment, nee
         logger.info(
             "Converting the language model to DashInfer's format, once: up to %.1f GB in %s.", needed / 1e9, folder
         )
-        _run_serializer({**job, "folder": str(partial)}, partial, environment)
+        with Progress(desc="Converting the language model to DashInfer's format"):
+            _run_serializer({**job, "folder": str(partial)}, partial, environment)
         (partial / MANIFEST).write_text(json.dumps(_checksums(partial)), encoding="utf-8")
         partial.rename(folder)
     finally:

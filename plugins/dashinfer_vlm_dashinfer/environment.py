@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.config.folders import access_problem
+from dashinfer_vlm_core.config.folders import CACHE_FIX, access_problem, cache_problem
 from dashinfer_vlm_core.errors import MissingDependency, SetupError
 
 from . import worker
@@ -202,10 +202,7 @@ def locked(path: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         opened = path.open("w")
     except OSError as error:
-        raise SetupError(
-            f"The cache folder {path.parent} cannot be written to ({error.strerror or error}). Make it writable, or"
-            " set cache_dir to another folder."
-        ) from error
+        raise SetupError(cache_problem(path.parent, error.strerror or str(error))) from error
     with opened as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -229,8 +226,7 @@ def check_space(folder: Path, needed: int, purpose: str) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise SetupError(
-            f"{purpose} needs {needed / 1e9:.1f} GB in {folder}, where {free / 1e9:.1f} GB are free. Free some space,"
-            " or set cache_dir to a folder on another disk."
+            f"{purpose} needs {needed / 1e9:.1f} GB in {folder}, where {free / 1e9:.1f} GB are free. {CACHE_FIX}"
         )
 
 

@@ -24,6 +24,7 @@ from dashinfer_vlm_core.kernels.cuda import CudaKernels
 from dashinfer_vlm_core.kernels.graphs import CudaGraphRecorder, Recorder
 from dashinfer_vlm_core.kernels.streams import copy_to_device, to_device
 from dashinfer_vlm_core.kernels.types import ForwardBatch, KeyRanges, KVSpan, KVSpans
+from dashinfer_vlm_core.progress import Progress
 
 from .kv_cache import KVCache
 from .model import TextModel
@@ -83,8 +84,9 @@ def record_graphs(model: TextModel, cache: KVCache, shapes: Iterable[StepShape])
     started = time.perf_counter()
     try:
         graphs = DecodeGraphs(model, cache, CudaGraphRecorder())
-        for shape in shapes:
-            model.executor.run(functools.partial(graphs.record, shape))
+        with Progress(shapes, desc="Recording CUDA graphs", unit="") as progress:
+            for shape in progress:
+                model.executor.run(functools.partial(graphs.record, shape))
     except RuntimeError:
         logger.warning(
             "CUDA graphs could not be recorded, so decode steps are slower. `cuda_graphs` false omits them.",

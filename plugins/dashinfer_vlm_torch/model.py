@@ -33,6 +33,7 @@ from dashinfer_vlm_core.kernels.types import (
 )
 from dashinfer_vlm_core.models.lora import LoraWeights
 from dashinfer_vlm_core.models.weights import Weights
+from dashinfer_vlm_core.progress import Progress
 from dashinfer_vlm_core.text_spec import ExpertsSpec, RotarySpec, TextModelSpec
 
 from .key_balance import balance_norms, balance_projection
@@ -86,7 +87,8 @@ class TextModel:
         ]
         # One task per part, so that other tasks can run in between.
         self._embedding = run(lambda: read.tensor(f"{names.embedding}.weight", config.vocab_size, config.hidden_size))
-        layers = [run(functools.partial(reader.layer, number)) for number, reader in enumerate(readers)]
+        with Progress(readers, desc="Loading layers of the text model", unit="") as progress:
+            layers = [run(functools.partial(reader.layer, number)) for number, reader in enumerate(progress)]
         self._layers = kernels.decoder_layers(layers, _decoder_shape(config))
         self.loops_over_experts: bool = any(isinstance(layer.experts, MixtureOfExperts) for layer in layers)
         self._norm = read.norm(names.norm, config.hidden_size)

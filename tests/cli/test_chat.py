@@ -15,6 +15,7 @@ from PIL import Image
 from dashinfer_vlm_cli.chat import chat
 from dashinfer_vlm_cli.completion_stats import Completion
 from dashinfer_vlm_cli.conversation import Conversation
+from dashinfer_vlm_cli.line_reader import line_reader
 from dashinfer_vlm_cli.media import clipboard_part, find_media, media_part
 from dashinfer_vlm_cli.repl import COMMANDS, Repl
 from dashinfer_vlm_core.cli.terminal import printable
@@ -462,7 +463,34 @@ def test_engine_option_with_api_base_is_rejected(run, server_url):
 @pytest.mark.slow
 def test_bundled_model_in_process(images):
     result = run_process("chat", "--set", "temperature=0", "--image", images / "circle.png", "Describe the picture.")
-    assert (result.stdout, result.stderr, result.returncode) == ("A red circle.\n", "Loading demo ...\n", 0)
+    assert (result.stdout, result.returncode) == ("A red circle.\n", 0)
+    assert " dashinfer_vlm_core.progress: Loading demo ...\n" in result.stderr
+    assert re.search(r"^(\S+ \S+ INFO dashinfer_vlm_core\.progress: Loading .*\n)+$", result.stderr)
+
+
+LOADING = """
+import threading
+from dashinfer_vlm_core.progress import Progress, show_progress
+with show_progress("Loading demo"), Progress(total=2, desc="Loading layers", unit="") as bar:
+    bar.update()
+    threading.Event().wait()
+"""
+
+
+@pytest.mark.slow
+def test_terminal_shows_a_bar_of_what_is_loaded(terminal):
+    shown = terminal(program=LOADING).wait_for(" 1/2 [")
+    assert re.fullmatch(r"\rLoading layers:  50%\|.+\| 1/2 \[", shown)
+
+
+def test_unwritable_cache_is_reported_once(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    for _ in range(2):
+        line_reader(tmp_path / "file", [])
+    (message,) = caplog.messages
+    problem = f"The cache folder {tmp_path / 'file'} cannot be written to: File exists."
+    assert message.startswith(f"Prompts are not stored for later. {problem}")
+    assert "`export DASHINFER_VLM_CACHE_DIR=FOLDER`" in caplog.text
 
 
 @pytest.mark.slow

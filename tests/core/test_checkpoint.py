@@ -18,11 +18,15 @@ from tests.waiting import HANG
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FIND = """
-import sys
+import logging, sys
 from dashinfer_vlm_core.models.checkpoint import find_model
 from dashinfer_vlm_core.errors import CheckpointError
+from dashinfer_vlm_core.progress import Progress
+logging.basicConfig(format="%(message)s")
+logging.getLogger("dashinfer_vlm_core").setLevel("INFO")
 try:
     print(find_model(sys.argv[1], registered={}))
+    assert not Progress._open
 except CheckpointError as error:
     sys.exit(error.message)
 """
@@ -149,7 +153,8 @@ def test_hub_id_is_downloaded_once_then_found_offline(hub, tmp_path, tiny_checkp
     folder = Path(first.stdout.strip())
     assert (folder / "model.safetensors").read_bytes() == (tiny_checkpoint / "model.safetensors").read_bytes()
     assert not (folder / "pickle.bin").exists()
-    assert "%" in first.stderr  # a progress bar
+    assert first.stderr.startswith("Downloading maker/tiny ...\n")
+    assert "Fetching" not in first.stderr  # the hub's own bar
 
     asked = list(hub.RequestHandlerClass.asked)
     again = find("maker/tiny", tmp_path, endpoint)

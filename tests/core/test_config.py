@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from click.testing import CliRunner
 from dashinfer_vlm_core.cli.command import EngineCommand
 from dashinfer_vlm_core.cli.options import engine_options
 from dashinfer_vlm_core.config import EngineConfig, Limits, MediaLimits
+from dashinfer_vlm_core.config.folders import write_error
 from dashinfer_vlm_core.errors import ConfigError
 
 OPTIONS = EngineConfig.model_fields.keys() - {"isolate_clients", "limits"}
@@ -159,3 +161,19 @@ def test_importing_public_names_does_not_import_torch():
     code += "c.hookimpl; c.EngineConfig; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "transformers", "openai", "fastapi"} & set(modules)
+
+
+def test_unknown_home_folder_is_reported():
+    with pytest.raises(ConfigError, match=r"~nobody-at-all/x is in a home folder that is unknown\. Set DASHINFER_VLM_"):
+        _ = EngineConfig(cache_dir=Path("~nobody-at-all/x")).cache_folder
+
+
+def test_full_disk_is_recognized(tmp_path):
+    """A file size limit simulates it: files can be created, but not written."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    assert write_error(tmp_path) == ""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        assert write_error(tmp_path) == "File too large"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import shutil
@@ -378,6 +379,16 @@ def test_full_store_pauses_writes_but_not_lookups(caplog):
 
     run_skippable(scenario())
     assert caplog.text.count("Writes to the embedding store fail: OSError: No space left on device.") == 1
+
+
+def test_failed_write_to_a_folder_names_it(tmp_path, monkeypatch):
+    def full(file, mode):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    store = FileStore(tmp_path, max_bytes=1000 * BLOCK, ttl=60)
+    monkeypatch.setattr(file_store_module, "open", full, raising=False)
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}'"):
+        asyncio.run(store.put("a", b"value"))
 
 
 def test_write_has_a_timeout():

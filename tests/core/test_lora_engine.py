@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 
 import pytest
@@ -23,6 +24,7 @@ from dashinfer_vlm_core.errors import (
     SetupError,
     UnsupportedParameter,
 )
+from dashinfer_vlm_core.kernels.devices import cuda_devices
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_core.protocol import OfflineRequest
@@ -205,12 +207,15 @@ def test_vision_change_that_a_family_does_not_read_is_reported(tiny_checkpoint, 
 
 @pytest.mark.supports("lora", backend="dashinfer-cpu", rejected=True)
 @pytest.mark.supports("lora", backend="dashinfer-cuda", rejected=True)
-def test_decoder_without_lora_is_not_selected(tiny_checkpoint):
+def test_decoder_without_lora_is_not_selected(tiny_checkpoint, caplog):
+    caplog.set_level(logging.INFO)
     spec, registry = read_spec(tiny_checkpoint), load_plugins()
     config = EngineConfig(model=str(tiny_checkpoint), lora=(LoraModule("a", "/a"),))
     factory, reason = select_decoder(registry, spec, config)
     assert factory.name == "torch"
     assert "dashinfer: It does not apply LoRA adapters" in reason
+    assert "Decoder torch: PyTorch runs on any device" in caplog.text
+    assert ("dashinfer: It does not" in caplog.text) == bool(cuda_devices())
     with pytest.raises(SetupError, match="dashinfer: It does not apply LoRA adapters"):
         select_decoder(registry, spec, config.model_copy(update={"decoder": "dashinfer"}))
 

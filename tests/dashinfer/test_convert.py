@@ -44,6 +44,22 @@ def test_model_is_converted_once_and_again_if_damaged(spec, environment, tmp_pat
     assert sorted(path.suffix for path in tmp_path.iterdir()) == ["", ".lock"]
 
 
+def test_unwritable_cache_is_used_and_reported(spec, environment, tmp_path):
+    """root can write anywhere, so a folder replaces the lock, and a file the folder of a conversion."""
+    first = convert(spec, FLOAT32, environment=environment, cache=tmp_path)
+    (lock,) = tmp_path.glob("*.lock")
+    lock.unlink()
+    lock.mkdir()
+    assert convert(spec, FLOAT32, environment=environment, cache=tmp_path) == first
+    first.weights.unlink()
+    with pytest.raises(SetupError, match=f"The cache folder {tmp_path} cannot be written to: Is a directory"):
+        convert(spec, FLOAT32, environment=environment, cache=tmp_path)
+    lock.rmdir()
+    lock.with_suffix(".partial").write_text("")
+    with pytest.raises(SetupError, match=f"The cache folder {tmp_path} cannot be written to: File exists"):
+        convert(spec, FLOAT32, environment=environment, cache=tmp_path)
+
+
 def test_concurrent_conversions_write_once(spec, environment, tmp_path):
     with ThreadPoolExecutor() as pool:
         both = [pool.submit(convert, spec, FLOAT32, environment=environment, cache=tmp_path) for _ in range(2)]

@@ -53,9 +53,11 @@ def test_status_reports_missing_installation_and_next_step(tmp_path):
 @needs_3_11
 def test_decoder_without_environment_reports_reason(tmp_path, oracles):
     spec = read_spec(oracles("64-untied").folder)
-    check_support = DashInferFactory().check_support(spec, EngineConfig(cache_dir=tmp_path))
-    assert check_support.score == 0
-    assert "dashinfer install" in check_support.reason
+    for decoder, device, suggested in (("auto", "cpu", False), ("dashinfer", "cpu", True)):
+        config = EngineConfig(cache_dir=tmp_path, decoder=decoder, device=device)
+        support = DashInferFactory().check_support(spec, config)
+        assert (support.score, support.is_expected) == (0, suggested)
+        assert ("dashinfer install" in support.reason) == suggested
 
 
 @needs_3_11

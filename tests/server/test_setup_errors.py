@@ -114,6 +114,7 @@ def test_download_to_a_full_disk_reports_it(tmp_path, cache, limit, words):
     assert completed.returncode == 2, completed.stderr
     assert "Traceback" not in completed.stderr
     assert line.startswith(f"dashinfer-vlm: Downloading 'maker/tiny' failed: {words}. Check that")
+    assert str(tmp_path / cache) in line
 
 
 def test_write_checkpoint_writes_all_damaged_files(tmp_path):

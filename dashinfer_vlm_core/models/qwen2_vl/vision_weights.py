@@ -15,6 +15,7 @@ from ...kernels.choice import KernelSelector
 from ...kernels.linears import create_linear
 from ...kernels.quantization import INT8
 from ...kernels.types import Activation, Kernels, Linear, Norm
+from ...progress import Progress
 from ..lora import LoraWeights, VisionMerge
 from ..placement import quantizes_vision_encoder, resolve_placement
 from ..spec import ModelSpec
@@ -132,13 +133,15 @@ def load_vision_model(
     """
     loader = _Loader(config, read, layout)
     run = executor_for(read.device).run
+    with Progress(range(config.depth), desc="Loading layers of the vision encoder", unit="") as numbers:
+        blocks = [run(functools.partial(loader.block, f"blocks.{number}")) for number in numbers]
     return model(
         config=config,
         kernels=read.kernels,
         device=torch.device(read.device),
         dtype=read.dtype,
         patch_embed=run(loader.patch_embed),
-        blocks=[run(functools.partial(loader.block, f"blocks.{number}")) for number in range(config.depth)],
+        blocks=blocks,
         merger=run(functools.partial(loader.merger, "merger", config.hidden_size)),
         deepstack={
             number: run(functools.partial(loader.merger, name, config.merge_width))
