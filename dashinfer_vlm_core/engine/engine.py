@@ -324,8 +324,6 @@ class Engine(LoopEngine):
             loras=running.pipeline.loras.statuses,
         )
 
-    # Start and close
-
     def start(self) -> Self:
         """Load the model; return when the engine is ready. Calling it again has no effect.
 
