@@ -68,10 +68,12 @@ class Progress(tqdm):  # type: ignore[misc]
         return is_shown and bool(super().display(msg, pos))
 
     def close(self) -> None:
-        self._open.pop(self, None)
-        self._closed.set()
-        if self._thread.is_alive():
+        if self in self._open:
+            del self._open[self]
+            self._closed.set()
             self._thread.join()
+            if not self._is_bar and not self._open:
+                self._record(self._line())
         super().close()
 
     def _is_newest(self) -> bool:
@@ -82,8 +84,11 @@ class Progress(tqdm):  # type: ignore[misc]
             if self._is_bar:
                 self.refresh()
             elif self._is_newest() and time.monotonic() >= Progress._next_record:
-                format_ = LOG_FORMAT if self.total else ELAPSED_FORMAT
-                self._record(self.format_meter(**{**self.format_dict, "bar_format": format_}))
+                self._record(self._line())
+
+    def _line(self) -> str:
+        line_format = LOG_FORMAT if self.total else ELAPSED_FORMAT
+        return str(self.format_meter(**{**self.format_dict, "bar_format": line_format}))
 
     def _record(self, text: str) -> None:
         Progress._next_record = time.monotonic() + LOG_SECONDS

@@ -201,8 +201,8 @@ def open_file_store(url: str, options: EmbeddingStoreOptions) -> EmbeddingStore:
     except OSError as error:
         problem = error.strerror or str(error)
     raise ConfigError(
-        f"`embedding_store`: the folder {folder} cannot be used: {problem}. Name a folder that only this user can write"
-        " to.",
+        f"`embedding_store`: the folder {folder} cannot be used: {problem}. Name a folder with free space that only"
+        " this user can write to.",
         param="embedding_store",
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import logging
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from ..config import EngineConfig
 from ..errors import ConfigError
 from .devices import cpu_flags, cpu_model
-from .tuned import Conditions, load_tuned
+from .tuned import Conditions, TunedKernels, load_tuned
 
 if TYPE_CHECKING:
     import torch
@@ -205,6 +206,10 @@ class KernelSelector:
             sets={name: factory.identity() for name, factory in self._factories.items()},
         )
 
+    @functools.cached_property
+    def _tuned(self) -> TunedKernels | None:
+        return load_tuned(self._config, self.conditions())
+
     def _find_best(self, device: str, dtype: torch.dtype, text: TextModelSpec | None) -> KernelChoice:
         found = self.candidates(device, dtype, text)
         loaded = {name: item.kernels for name, item in found.items() if item.kernels is not None}
@@ -215,7 +220,7 @@ class KernelSelector:
         unavailable = missing[-1] if missing and best in PYTORCH_SETS else LoadedKernels(None)
         if not _is_cpu(device):
             return KernelChoice(loaded[best], f"the default for {device}", unavailable)
-        tuned = load_tuned(self._config, self.conditions())
+        tuned = self._tuned
         if tuned and tuned.chosen in loaded:
             reason = f"measured by `dashinfer-vlm tune` ({tuned.describe()})"
             return KernelChoice(loaded[tuned.chosen], reason, unavailable)

@@ -94,7 +94,7 @@ def _path(config: EngineConfig, conditions: Conditions) -> Path:
 def _read(file: Path) -> TunedKernels | None:
     try:
         return TunedKernels.model_validate_json(file.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValidationError) as error:
         problem = error.strerror if isinstance(error, OSError) else "it is damaged, or another version wrote it"

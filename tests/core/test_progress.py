@@ -20,7 +20,7 @@ def messages(caplog, monkeypatch):
 
 def test_newest_progress_is_logged_also_without_updates(messages):
     with show_progress("Loading demo"):
-        assert messages() == ["Loading demo ..."]
+        assert messages()[0] == "Loading demo ..."
         until(lambda: messages()[-1].startswith("Loading demo: 00:"))
         with Progress(total=2, desc="Loading layers", unit="") as bar:
             bar.update()
@@ -35,7 +35,9 @@ def test_records_have_a_minimum_distance(messages, monkeypatch):
     with show_progress("Loading demo"), Progress(total=100, desc="Reading", unit="B", unit_scale=True) as bar:
         for _ in range(100):
             bar.update()
-    assert messages() == ["Loading demo ..."]
+    first, last = messages()
+    assert first == "Loading demo ..."
+    assert last.startswith("Loading demo: 00:")  # how long it took
 
 
 def test_failed_work_is_not_shown_any_longer():
