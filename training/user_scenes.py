@@ -18,7 +18,7 @@ from training.sizes import FACTOR
 SMALLEST, LARGEST = 0.1, 0.95
 """Diameters, as shares of the shorter side."""
 LEAST_PIXELS = 15
-"""Diameters in pixels of the model's input; smaller shapes cannot be told apart."""
+"""Diameters in pixels of the model's input; smaller shapes look alike."""
 CUT = 0.35
 """The largest part of a radius beyond the border."""
 CONTRAST = 60

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -827,14 +825,6 @@ def test_own_engine_is_closed(tiny_checkpoint):
     with pytest.raises(EngineClosed):
         vlm.generate("a")
     assert [type(output.error) for output in vlm.generate(["a", "b"])] == [EngineClosed] * 2
-
-
-@pytest.mark.slow
-def test_example_runs():
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "examples/offline.py", "examples/pictures/circle.png"]
-    found = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    assert found.stdout == "examples/pictures/circle.png: A red circle.\n", found.stderr
 
 
 def test_low_detail_respects_model_limit(demo):
