@@ -127,8 +127,8 @@ def parse_arguments(arguments: Mapping[str, Any]) -> RayConfig:
 
     Args:
         arguments: name -> value. Names are fields of `RayConfig`, options of `dashinfer-vlm serve` and of the engine;
-            `config` is the path of a YAML file with more of them. Environment variables apply as to
-            `dashinfer-vlm serve`.
+            `config` is the path of a YAML file with more of them, and `limits` a mapping of fields of `Limits`.
+            Environment variables apply as to `dashinfer-vlm serve`.
 
     Raises:
         ConfigError: an option is unknown or does not apply, or its value is invalid.
@@ -136,14 +136,19 @@ def parse_arguments(arguments: Mapping[str, Any]) -> RayConfig:
     for name in arguments:
         if reason := SERVED_BY_RAY.get(name.replace("-", "_")):
             raise ConfigError(f"`{name}` does not apply here: {reason}. Remove it.", param=name)
-    values = option_values(_command, arguments)
+    options = dict(arguments)
+    limits = options.pop("limits", None)
+    values = option_values(_command, options)
     try:
         config: RayConfig = _command.main(
             [], prog_name="dashinfer_vlm_ray:app", standalone_mode=False, default_map=values
         )
     except click.ClickException as error:
         raise ConfigError(error.format_message()) from error
-    return config
+    if limits is None:
+        return config
+    engine = config.engine.model_copy(update={"limits": EngineConfig(limits=limits).limits})
+    return config.model_copy(update={"engine": engine})
 
 
 _OPTIONS = RayConfig.option_fields()

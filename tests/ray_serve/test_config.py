@@ -135,3 +135,10 @@ def test_configuration_file_of_the_page_is_valid(tmp_path):
     keys.write_text("secret\n")
     config = parse_arguments({**application["args"], "api_key_file": str(keys)})
     assert (config.min_replicas, config.max_replicas, len(config.settings.keys)) == (2, 8, 1)
+
+
+def test_limits_of_the_engine_are_a_mapping():
+    config = parse_arguments({"limits": {"store_timeout": 30}, "min_replicas": 2})
+    assert (config.engine.limits.store_timeout, config.min_replicas) == (30, 2)
+    with pytest.raises(ConfigError, match="store_timeot"):
+        parse_arguments({"limits": {"store_timeot": 30}})
