@@ -246,16 +246,23 @@ def _copy(
 
 
 def _adjacent(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return matrices [n, inputs] as one without a copy, if they follow each other in one mapping of memory."""
+    """Return matrices [n, inputs] as one without a copy, if they follow each other in memory."""
     if any(one.data_ptr() + one.nbytes != other.data_ptr() for one, other in pairwise(parts)):
         return None
-    if len(parts) == 1:
-        return parts[0]
-    # NumPy, unlike torch, can exceed the first one's part of the mapping, which it keeps alive as a whole.
-    first = parts[0].view(torch.uint8).numpy()
-    rows = sum(len(part) for part in parts)
-    joined = np.lib.stride_tricks.as_strided(first, (rows, first.shape[1]), first.strides)
-    return torch.from_numpy(joined).view(parts[0].dtype)
+    return torch.from_numpy(np.asarray(_Adjacent(parts))).view(parts[0].dtype).view(-1, parts[0].shape[1])
+
+
+class _Adjacent:
+    """The bytes of tensors that follow each other in memory. An array of them keeps all of the tensors alive."""
+
+    def __init__(self, parts: Sequence[torch.Tensor]) -> None:
+        self._parts = parts
+        self.__array_interface__: dict[str, Any] = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (sum(part.nbytes for part in parts),),
+            "data": (parts[0].data_ptr(), False),
+        }
 
 
 def torch_dtype(name: str) -> torch.dtype:
