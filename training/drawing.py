@@ -84,12 +84,7 @@ def paint(color: str, wobble: float, saturation: float, value: float) -> Rgb:
 
 def render(scene: Scene) -> Image.Image:
     """Draw a scene as an RGB image of the scene's size."""
-    image = _backdrop(scene.backdrop, scene.width, scene.height)
-    for item in scene.objects:
-        _draw(image, item)
-    for figure in scene.figures:
-        figures.draw(image, figure)
-    return _lossy(image, scene.jpeg) if scene.jpeg else image
+    return render_video([scene])[0]
 
 
 def render_video(scenes: list[Scene]) -> list[Image.Image]:
@@ -100,6 +95,8 @@ def render_video(scenes: list[Scene]) -> list[Image.Image]:
         frame = still.copy()
         for item in scene.objects:
             _draw(frame, item)
+        for figure in scene.figures:
+            figures.draw(frame, figure)
         frames.append(_lossy(frame, scene.jpeg) if scene.jpeg else frame)
     return frames
 

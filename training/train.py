@@ -134,7 +134,7 @@ DRAWN = replace(
     drawn=0.5, unknown=0.18, grids=compose.IMAGE_GRIDS | {(6, 6): 12},
 )  # fmt: skip
 DRAW = Plan(
-    stages=(Stage(name="draw", steps=4500, rate=7e-4, warmup=200, cooldown=0.85, batches=2, mix=DRAWN, pointing=0.2),),
+    stages=(Stage(name="draw", steps=6000, rate=7e-4, warmup=200, cooldown=0.85, batches=2, mix=DRAWN, pointing=0.2),),
     seed=2,
 )
 """Continue from a checkpoint, the vision encoder included, with images as users draw them."""
