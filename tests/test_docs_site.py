@@ -27,6 +27,8 @@ from tests.pages import ROOT, check_programs, page_text
 from tests.server.conftest import serving
 from tests.waiting import HANG
 
+pytestmark = pytest.mark.slow
+
 LARGEST_PICTURE = 150_000
 PAGES = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
 

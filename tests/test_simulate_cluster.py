@@ -10,6 +10,8 @@ import pytest
 from benchmarks import simulate_cluster
 from benchmarks.simulate_cluster import POLICIES, Cluster, Load, LruSet, Service, Simulation
 
+pytestmark = pytest.mark.slow
+
 IDLE = 1e-9
 """Seconds of a resource that is not simulated."""
 

@@ -7,6 +7,8 @@ import pytest
 from tests import support
 from tests.pages import ROOT
 
+pytestmark = pytest.mark.slow
+
 REPORT = """\
 <testsuites><testsuite>
 <testcase name="a"><properties><property name="supports" value="qwen2_vl text torch-cpu yes"/></properties></testcase>

@@ -9,6 +9,8 @@ import pytest
 from dashinfer_vlm_cli.bench import Workload, summary
 from dashinfer_vlm_core.errors import QueueFull
 
+pytestmark = pytest.mark.slow
+
 
 def workload(**changes):
     return Workload(**{"images": 2, "size": (56, 84), "words": 5, "tokens": 8, "seed": 0, **changes})

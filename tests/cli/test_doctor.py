@@ -32,6 +32,8 @@ from dashinfer_vlm_dashinfer.environment import (
 from tests.cli.conftest import MAIN, run_process
 from tests.quantized_checkpoints import LAYOUTS, write_config, write_quantized
 
+pytestmark = pytest.mark.slow
+
 
 def findings(result):
     return {row["name"]: row for row in json.loads(result.stdout)}

@@ -14,7 +14,7 @@ from dashinfer_vlm_core.kernels.tuned import FOLDER
 from tests.kernels import needs_native
 from tests.quantized_checkpoints import LAYOUTS, write_quantized
 
-pytestmark = pytest.mark.usefixtures("small_requests")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("small_requests")]
 
 
 @pytest.fixture

@@ -15,6 +15,8 @@ from tests.clients.drivers import DRIVERS, TOOL, Color, openai_messages, respons
 from tests.clients.features import CALL, CHECKS, IMAGE, RESPONSE, TEXT, cells, serve_script
 from tests.waiting import HANG
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def served(tiny_checkpoint):

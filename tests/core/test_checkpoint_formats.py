@@ -102,6 +102,7 @@ def test_quantization_changes_the_logprobs(written, tiny_checkpoint):
         assert abs(float(logprobs[0] - original[0])) > 1e-3, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("write", "layout", "modules"),
     [
@@ -148,6 +149,7 @@ def test_fp8_experts_in_one_tensor_equal_transformers(tmp_path, experts):
     assert memory.widened == 4 * 4 + 3 + 3 * 2
 
 
+@pytest.mark.slow
 def test_balanced_keys_of_quantized_weights(written):
     """Channels of keys are scaled by powers of two for an 8-bit KV cache: an exact change of the scales."""
     folders = written("gptq-act-order")
@@ -159,6 +161,7 @@ def test_balanced_keys_of_quantized_weights(written):
     assert torch.equal(found[1], expected[1])
 
 
+@pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize("name", ["awq", "int8", "fp8-block"])
 def test_first_logprob_with_c_kernels_is_close(written, name):
@@ -527,6 +530,7 @@ def test_damaged_experts_are_named_with_their_file(tmp_path, layout, damage, mes
 # Memory, plugins, decoders --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_memory_is_described_before_loading(written, name):
     folder = written(name).quantized

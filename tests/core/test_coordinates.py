@@ -223,6 +223,7 @@ def stream_text(engine, body):
 RESPONSES = [text for text, _ in NOTATIONS] + ["It is at (500,", "(", '{"bbox_2d": [1, 2']
 
 
+@pytest.mark.slow
 def test_response_has_pixels_of_the_original(tiny_checkpoint):
     with scripted(tiny_checkpoint, *(response for response in RESPONSES for _ in range(5))) as (engine, _):
         for response in RESPONSES:

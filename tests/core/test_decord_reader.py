@@ -22,6 +22,8 @@ from tests.core.test_media_workers import process, run  # noqa: F401  `run` is a
 from tests.media_pool import make_executor, video
 from tests.samples import encode_video, noise
 
+pytestmark = pytest.mark.slow
+
 needs_decord = pytest.mark.skipif(not DecordReader().available(), reason="decord has no wheel for this platform")
 
 CONTAINERS = ["mp4", "mov", "matroska", "webm", "avi"]

@@ -444,6 +444,7 @@ TOO_MANY_STEPS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schema", TOO_MANY_STEPS.values(), ids=TOO_MANY_STEPS)
 def test_security_35_steps_of_a_schema_are_bounded(schema):
     widened = []
@@ -599,6 +600,7 @@ def test_one_of_allows_exactly_its_texts(compiler):
 # Bounds
 
 
+@pytest.mark.slow
 def test_grammar_has_no_recursive_rule():
     """Nor an unbounded repetition: the languages are finite."""
     rules = Rules()

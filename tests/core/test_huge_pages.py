@@ -16,6 +16,8 @@ import torch
 from dashinfer_vlm_cpu import huge_pages
 from tests.waiting import HANG, until
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 
 

@@ -613,6 +613,7 @@ def test_causal_attention_of_many_requests(kernels, heads, width):
     assert error(found, attention(q, k, v, CAUSAL)) < 1e-2
 
 
+@pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize(("heads", "width"), [(14, 64), (24, 128), (8, 40), (2, 8)])
 def test_attention_is_bit_exact_alone_and_in_chunks(native, heads, width):
@@ -668,6 +669,7 @@ def test_attention_to_cache_in_another_dtype():
     assert error(found, attention(q, *pool.chunk(2), CAUSAL)) < 1e-5
 
 
+@pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize(("heads", "width"), [(14, 64), (24, 128), (8, 40), (2, 8)])
 def test_attention_to_int8_cache_is_bit_exact_alone_and_in_chunks(native, heads, width):
@@ -770,6 +772,7 @@ def test_int8_cache_is_close_to_bfloat16_cache(native):
     assert 0 < error(found, expected.float()) < 3e-2
 
 
+@pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize("levels", [0, 1, 2])
 def test_fused_layers_with_head_norms_and_additions_are_bit_exact(native, levels):
@@ -822,6 +825,7 @@ def lora_layers(kernels, count, *, seed, rank=8):
     return LoraLayers(layers)
 
 
+@pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize("quantization", [None, INT8, INT4])
 def test_fused_layers_with_lora_are_bit_exact_with_reference_layers(native, quantization):

@@ -276,6 +276,7 @@ def test_readers_open_no_other_containers():
             reader.open(encode_video(container="flv"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("container", CONTAINERS)
 def test_damaged_video_is_decoded_or_rejected(container):
     rng = np.random.default_rng(2)

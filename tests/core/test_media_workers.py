@@ -164,6 +164,7 @@ def test_memory_of_a_worker_is_limited(run):
     assert caught.value.param == PATH
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "seconds"), [("video", 0.1), ("image", 0.001)])
 def test_work_beyond_its_time_is_ended(run, kind, seconds):
     """The other kind has time: a busy machine may need longer than the limit for any job."""

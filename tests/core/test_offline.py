@@ -127,6 +127,7 @@ def rendered(oracle, messages):
     return {"prompt": text, "multi_modal_data": {kind: found for kind, found in media.items() if found}}
 
 
+@pytest.mark.slow
 def test_rendered_prompts_equal_transformers(vlm_fp32, oracle, expected):
     outputs = vlm_fp32.generate([rendered(oracle, messages) for messages in CONVERSATIONS.values()], GREEDY)
     assert dict(zip(expected, map(tokens, outputs), strict=True)) == expected

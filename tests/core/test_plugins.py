@@ -352,6 +352,7 @@ def test_option_name_conflict_disables_plugin(install):
     assert EngineConfig(max_pixels=1000).max_pixels == 1000
 
 
+@pytest.mark.slow
 def test_plugin_adds_commands_and_broken_one_is_ignored(tmp_path, install):
     install(
         "greeter",

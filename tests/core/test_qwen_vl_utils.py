@@ -96,6 +96,7 @@ def test_frame_indices(total):
         assert POLICY.indices(total, count) == torch.linspace(0, total - 1, count).round().long().tolist(), count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"fps": 1.0}, {"fps": 5.0}, {"num_frames": 6}])
 def test_file_frames(published, tmp_path, options):
     """Compare the frames before they are resized."""
@@ -161,6 +162,7 @@ def messages(tmp_path):
     return [{"role": "user", "content": parts}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("metadata", [False, True], ids=["fps", "metadata"])
 def test_recipe_of_model_cards_equals_transformers(process_vision_info, messages, tiny_checkpoint, metadata):
     images, videos, video_kwargs = process_vision_info(
@@ -203,6 +205,7 @@ def test_number_of_fps_must_be_that_of_videos(process_vision_info, messages, tin
     assert caught.value.param == "mm_processor_kwargs.fps"
 
 
+@pytest.mark.slow
 def test_page_runs(process_vision_info, monkeypatch):
     """The programs of docs/vllm.md."""
     monkeypatch.chdir(ROOT)

@@ -162,6 +162,7 @@ def test_closing_stream_cancels_on_server(remote):
     until(lambda: script.running == 0)
 
 
+@pytest.mark.slow
 def test_silent_server_times_out(remote):
     engine, _, script = remote(LONG, delay=30, timeout=0.5)
     with pytest.raises(errors.DeadlineExceeded):
@@ -256,6 +257,7 @@ def test_truncated_stream_is_an_error(pieces):
         assert caught.value.retryable
 
 
+@pytest.mark.slow
 def test_silence_in_stream_times_out():
     ended = threading.Event()
     writer = raw(HEAD, b"%x\r\n%s\r\n" % (len(PIECE), PIECE), then=ended.wait)

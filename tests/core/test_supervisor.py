@@ -133,6 +133,7 @@ def test_decoder_is_replaced_without_new_requests(start, injector):
     stream.close()
 
 
+@pytest.mark.slow
 def test_decoder_is_abandoned_after_too_many_restarts(start, injector):
     engine = start(limits={"decoder_restarts": 1})
     for _ in range(2):
@@ -146,6 +147,7 @@ def test_decoder_is_abandoned_after_too_many_restarts(start, injector):
     assert len(injector.decoders) == 2
 
 
+@pytest.mark.slow
 def test_restart_count_resets_after_healthy_period(start, injector, monkeypatch):
     monkeypatch.setattr("dashinfer_vlm_core.decoders.supervisor.HEALTHY_SECONDS", 0.0)
     engine = start(limits={"decoder_restarts": 1})
@@ -167,6 +169,7 @@ def test_failed_restart_is_retried(start, injector):
     assert (engine.stats().restarts, injector.pending_failures) == (1, 0)
 
 
+@pytest.mark.slow
 def test_impossible_restart_reports_reason(start, injector):
     engine = start()
     injector.pending_failures = 100
@@ -202,6 +205,7 @@ def test_request_during_restart_waits(start, injector):
     stream.close()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 def test_close_with_hanging_step_does_not_hang(start, injector):
     engine = start()
@@ -218,6 +222,7 @@ def test_close_with_hanging_step_does_not_hang(start, injector):
         hang.end()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 def test_hanging_step_does_not_hide_error_of_with_block(start, injector, caplog):
     engine = start()
@@ -233,6 +238,7 @@ def test_hanging_step_does_not_hide_error_of_with_block(start, injector, caplog)
         hang.end()
 
 
+@pytest.mark.slow
 def test_close_with_hanging_step_does_not_wait_for_tower(start, injector, impatient):
     engine = start()
     hang = injector.hang()

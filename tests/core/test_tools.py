@@ -161,6 +161,7 @@ def test_broken_call_does_not_hide_next_call():
     assert calls_of(choice) == [("ping", "{}")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields", [{"tool_choice": "required"}, {"tool_choice": NAMED}, {"tool_choice": "auto"}], ids=str
 )
@@ -247,6 +248,7 @@ def test_forced_call():
     assert len(calls_of(play(f"{CALL}\n{CALL}", tool_choice="required")[0])) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", ["\n", "weather", "}", "<tool_call>"])
 def test_stop_strings_do_not_match_calls(stop):
     """Clients see neither the tags nor how the name and the arguments are written."""

@@ -10,6 +10,8 @@ import pytest
 from dashinfer_vlm_core.protocol.request import ChatRequest
 from training import batches, compose, drawing, out_of_scope, questions, scenes, tokenizer, tools, train, vocabulary
 
+pytestmark = pytest.mark.slow
+
 FORMS = {**out_of_scope.TOPICS, "describe": out_of_scope.DESCRIBE}
 
 

@@ -341,6 +341,7 @@ def test_with_retry_retries_transient_errors(scripted):
     assert len(provider.script.requests) == 2
 
 
+@pytest.mark.slow
 def test_max_retries_limits_retries(scripted):
     busy = QueueFull("Busy.", retry_after=0.01)
     chat = scripted(*[busy, busy, busy, "Yes."] * 4, max_retries=3).chat
@@ -372,6 +373,7 @@ def idle(provider):
     return lambda: provider.script.running == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streamed", [False, True])
 def test_timeout_cancels_request(slow, streamed):
     with pytest.raises(DeadlineExceeded):
@@ -380,6 +382,7 @@ def test_timeout_cancels_request(slow, streamed):
     assert len(slow.script.requests) <= 2  # the first request loaded the model; the second is not retried
 
 
+@pytest.mark.slow
 def test_started_stream_is_not_retried(slow):
     chunks = slow.chat.stream("?", max_retries=3)
     next(chunks)
@@ -389,6 +392,7 @@ def test_started_stream_is_not_retried(slow):
     assert len(slow.script.requests) == 2
 
 
+@pytest.mark.slow
 def test_closing_stream_cancels_request(slow):
     chunks = slow.chat.stream("?")
     assert isinstance(next(chunks), AIMessageChunk)
@@ -397,6 +401,7 @@ def test_closing_stream_cancels_request(slow):
     until(idle(slow))
 
 
+@pytest.mark.slow
 def test_closing_async_stream_cancels_request(slow):
     async def leave():
         chunks = slow.chat.astream("?")

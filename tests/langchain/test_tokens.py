@@ -54,6 +54,7 @@ def test_count_is_that_of_the_prompt(chat, messages):
     assert chat.get_num_tokens_from_messages(messages) == chat.invoke(messages).usage_metadata["input_tokens"]
 
 
+@pytest.mark.slow
 def test_tools_are_counted(chat):
     with_tools = chat.bind_tools([weather]).invoke(MESSAGES).usage_metadata["input_tokens"]
     assert chat.get_num_tokens_from_messages(MESSAGES, tools=[weather]) == with_tools
@@ -79,6 +80,7 @@ def test_own_function_for_token_ids_is_used():
     assert chat.get_num_tokens("Hello") == 3
 
 
+@pytest.mark.slow
 def test_trim_messages_counts_images(chat):
     """Only the last message fits into the tokens of a single image."""
     limit = chat.get_num_tokens_from_messages([MESSAGES[1]]) - 1
@@ -88,6 +90,7 @@ def test_trim_messages_counts_images(chat):
     assert everything == MESSAGES
 
 
+@pytest.mark.slow
 def test_messages_longer_than_the_context_are_counted(chat):
     long = [HumanMessage("word " * 1000), *MESSAGES]
     assert chat.get_num_tokens_from_messages(long) > 2048

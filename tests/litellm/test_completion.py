@@ -162,6 +162,7 @@ def test_response_is_accepted_in_next_request(scripted):
     assert second.choices[0].message.content == "Two."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize(
     ("options", "param"),

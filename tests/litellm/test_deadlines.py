@@ -12,6 +12,8 @@ from litellm.exceptions import MidStreamFallbackError
 from tests.litellm.conftest import HELLO
 from tests.waiting import HANG, until
 
+pytestmark = pytest.mark.slow
+
 LONG = "A long response that goes on and on and on. " * 20
 
 

@@ -15,6 +15,8 @@ from dashinfer_vlm_core.testing import EVERYTHING, scripted_engine
 from tests.samples import image_url
 from tests.server.conftest import serving
 
+pytestmark = pytest.mark.slow
+
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 TOOL = {
     "type": "function",

@@ -11,6 +11,8 @@ from dashinfer_vlm_core.errors import DecoderFailed, InvalidParameter, QueueFull
 from tests.litellm.conftest import HELLO, text_of
 from tests.waiting import until
 
+pytestmark = pytest.mark.slow
+
 BUSY, DEAD = QueueFull("Busy.", retry_after=0), DecoderFailed("Dead.")
 
 

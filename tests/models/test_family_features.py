@@ -16,6 +16,8 @@ from tests.qwen3_vl import tiny_qwen3
 from tests.tiny import MERGES, write_qwen2_5_vl
 from tests.waiting import HANG, until
 
+pytestmark = pytest.mark.slow
+
 WRITERS = {"qwen2_5_vl": write_qwen2_5_vl, "qwen3_vl": tiny_qwen3.write_checkpoint}
 PROMPT = {"messages": as_openai([user(blurred_image(1), [blurred_image(2), blurred_image(3)], "Compare.")])}
 LONG = PROMPT | {"max_tokens": 1500, "ignore_eos": True}

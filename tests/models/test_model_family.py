@@ -112,6 +112,7 @@ def test_batched_output_equals_reference(start, expected):
         assert dict(zip(REQUESTS, answers, strict=True)) == expected
 
 
+@pytest.mark.slow
 def test_lora_equals_merged_weights(start, folder, tmp_path):
     """This family stores queries and keys in another order than the kernels rotate them."""
     lora = write_lora(tmp_path / "adapter", folder, ("query", "key", "value", "gate"))
@@ -131,6 +132,7 @@ def test_cached_output_equals_reference(engine, expected):
     assert after.vision.encoded == before.vision.encoded
 
 
+@pytest.mark.slow
 def test_equal_frames_at_other_times_share_embedding_not_prompt(engine, folder):
     """The embedding depends on the content only; the prompt contains the timestamps."""
     body = [video(encode_video(4, fps=fps), "video/mp4", num_frames=4) for fps in (1, 2)]

@@ -12,6 +12,8 @@ from tests.waiting import HANG
 
 from .published import LAYOUTS, publish, write_small
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):

@@ -561,6 +561,7 @@ def test_tokens_and_logprobs_equal_transformers(engine, oracle, name):
     np.testing.assert_allclose(logprobs, expected, rtol=0, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_output_depends_on_every_part(expected):
     """Otherwise the comparison would prove nothing."""
     assert len(set(map(tuple, expected.values()))) == len(expected)

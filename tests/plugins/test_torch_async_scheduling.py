@@ -85,6 +85,7 @@ def test_tokens_are_those_of_steps_in_order(oracle, options, speculative_method)
     assert count > 20 or speculative_method == "ngram"  # how often that drafts depends on measured times
 
 
+@pytest.mark.slow
 def test_preempted_sequences_continue(oracle):
     """2048 tokens fit; each request grows to 620."""
     requests = [prompt(seed, 20, max_tokens=600, ignore_eos=True) for seed in range(4)]
@@ -95,6 +96,7 @@ def test_preempted_sequences_continue(oracle):
     assert count > 600
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sampling", [{"logprobs": 2}, {"presence_penalty": 0.5}, {"repetition_penalty": 1.2}, {"frequency_penalty": 0.5}]
 )

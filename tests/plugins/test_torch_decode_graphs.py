@@ -117,6 +117,7 @@ def requests(oracle):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 3, 32])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_padded_steps_give_the_tokens_of_transformers(oracle, batch, ahead):

@@ -108,6 +108,7 @@ def test_canceling_reader_task_frees_memory(oracle):
     assert after == IDLE
 
 
+@pytest.mark.slow
 def test_requests_wait_for_memory_and_all_complete(oracle):
     """2048 tokens fit; each request grows to 620."""
     requests = [prompt(seed, 20, max_tokens=600, ignore_eos=True) for seed in range(4)]

@@ -137,6 +137,7 @@ def test_visual_token_dtype_does_not_matter(oracle):
     assert in_bfloat16 == in_float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_stays_close(oracle, dtype):
     """Log probabilities of a forced completion agree within the precision of 8 (or 11) mantissa bits."""
@@ -311,6 +312,7 @@ def test_cached_prompt_with_int8_kv_cache_is_bit_exact(oracle):
     assert [[replace(token, cached_tokens=0) for token in tokens] for tokens in found] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=needs_native)])
 @pytest.mark.supports("int8-kv-cache", backend="torch-cpu")

@@ -61,6 +61,7 @@ def run(decoder, requests):
     return asyncio.run(decode())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LORAS)
 @pytest.mark.supports("lora", backend="torch-cpu")
 def test_tokens_and_logprobs_equal_merged_weights(base, adapted, name):
@@ -77,6 +78,7 @@ def test_tokens_and_logprobs_equal_merged_weights(base, adapted, name):
     assert [merged.greedy(request) for request in given] != [base.greedy(request) for request in given]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

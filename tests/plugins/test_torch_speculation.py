@@ -280,6 +280,7 @@ FAST = ("greedy", "penalties, seeded", "minimum", "stop token", "logprobs, seede
 """The samplings of the fast tests: each kind of bookkeeping once."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in SAMPLING]
 )
@@ -294,6 +295,7 @@ def test_output_equals_one_token_per_step(oracle, name):
     assert (plain.draft_tokens, plain.accepted_tokens, plain.forced_tokens) == (0, 0, 0)
 
 
+@pytest.mark.slow
 def test_periodic_output_takes_fewer_steps(oracle):
     request = few_words(0, ignore_eos=True, max_tokens=300, logit_bias={1: 50.0, 2: 50.0})
     ((expected,), plain), ((tokens,), stats) = (
@@ -419,6 +421,7 @@ def steps_of(engine, body):
     return response, engine.stats().decoder.steps - before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [

@@ -65,6 +65,7 @@ def body(name, **options):
     return {"messages": as_openai(REQUESTS[name]), "temperature": 0, "max_tokens": TOKENS, **options}
 
 
+@pytest.mark.slow
 def test_outputs_are_distinct(expected):
     """Otherwise the comparisons would prove nothing."""
     assert len({tuple(ids) for ids, _ in expected.values()}) == len(expected)
@@ -123,6 +124,7 @@ def test_cached_equals_uncached(folder, expected):
             assert other_recorder.tokens[without.chat(body(name)).id] == expected[name][0], name
 
 
+@pytest.mark.slow
 def test_prefix_with_one_of_two_images_is_reused(folder):
     """The additions of the second image are prefilled after a cached prefix with those of the first."""
     engine, recorder = start(folder)
@@ -137,6 +139,7 @@ def test_prefix_with_one_of_two_images_is_reused(folder):
     assert cached == [0, 44, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"fps": 4.0}, {"num_frames": 5}])
 def test_video_file_equals_transformers(dense, oracle, options):
     data = encode_video(23, fps=10, height=96, width=64)
@@ -177,6 +180,7 @@ def test_tied_output_layer_equals_transformers(tmp_path):
         assert recorder.tokens[engine.chat(body("one picture")).id] == ids
 
 
+@pytest.mark.slow
 def test_bfloat16_is_close_to_float32(folder, expected):
     """With the C kernels if this machine has them: the log probability of the first token."""
     engine, recorder = start(folder, dtype="bfloat16")
@@ -204,6 +208,7 @@ def test_int8_is_close_to_bfloat16(folder):
     assert max(abs(exact[token] - quantized[token]) for token in list(exact)[:3]) < 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.supports("lora", backend="torch-cpu", family="qwen3_vl")
 def test_lora_equals_merged_weights(dense, tmp_path):
     """It changes the text model and the vision encoder, with the mergers of all levels."""

@@ -455,6 +455,7 @@ class ConcurrencyGauge:
         stream.sendall(IMAGE)
 
 
+@pytest.mark.slow
 def test_security_04_concurrent_fetches_are_limited(open_server):
     gauge = ConcurrencyGauge()
     with serve({f"/{index}": gauge.response for index in range(16)}) as web, ThreadPoolExecutor(2) as pool:

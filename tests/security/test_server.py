@@ -319,6 +319,7 @@ SOURCES = [
 ]
 
 
+@pytest.mark.slow
 def test_security_22_no_module_unpickles():
     assert len(SOURCES) > 80
     for path in SOURCES:

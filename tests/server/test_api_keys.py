@@ -166,6 +166,7 @@ def break_file(file, content):
         file.write_bytes(content)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", [None, b"", b"\xff", b"sk-new unknown=1\n", b"# only a comment\n", "pipe"])
 def test_unusable_key_file_keeps_the_previous_keys(scripted, key_file, clock, caplog, content):
     settings = {"keys": ApiKeys([], key_file), "clock": clock}
@@ -318,6 +319,7 @@ def remaining(client, key):
     return int(client.post(CHAT, json={}, headers=auth(key)).headers["x-ratelimit-remaining-tokens"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_disconnected_request_counts_what_was_generated(scripted, tmp_path, clock, stream):
     settings = limited(tmp_path, "sk-a tokens_per_minute=100000", clock=clock)
@@ -338,6 +340,7 @@ def test_disconnected_request_counts_what_was_generated(scripted, tmp_path, cloc
         assert remaining(client, "sk-a") == before - used
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_tokens_of_a_remote_engine_are_counted(scripted, tmp_path, clock, stream):
     settings = limited(tmp_path, "sk-a tokens_per_minute=6000", clock=clock)

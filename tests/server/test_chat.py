@@ -184,6 +184,7 @@ VIDEO_BASE64 = base64.b64encode(encode_video()).decode()
 VIDEO_URL = f"data:video/mp4;base64,{VIDEO_BASE64}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "part",
     [
@@ -235,6 +236,7 @@ def test_errors_after_validation_name_the_field_of_the_client(shared, part, para
     assert caught.value.param == f"messages[0].content[0].{param}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "text"),
     [

@@ -101,6 +101,7 @@ def sum_of(text, name, **labels):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "path", "route"),
     [

@@ -235,6 +235,7 @@ STREAMS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STREAMS)
 def test_streamed_response_equals_plain(scripted, thinking, name):
     completion, fields, expected = STREAMS[name]
@@ -447,6 +448,7 @@ def assert_same_decode_requests(served, given, messages, fields=None, chat_field
     assert (ours.grammar is None, ours.cache_salt) == (chat.grammar is None, chat.cache_salt)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAME)
 def test_input_gives_the_prompt_of_a_chat_request(scripted, name):
     assert_same_decode_requests(scripted(RESPONSE), *SAME[name])
