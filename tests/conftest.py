@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tests.plugins.oracle import Oracle
 
 # Profiles of tests/fuzz, whose conftest describes how to choose one. Hypothesis's health checks do not apply there.
-for name, share in (("default", 100), ("nightly", 2000)):
+for name, share in (("default", 60), ("nightly", 2000)):
     settings.register_profile(
         name,
         max_examples=share,
@@ -83,7 +83,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--artifacts", metavar="DIR", help="directory for test artifacts such as screenshots")
     parser.addoption("--interop", action="store_true", help="run tests with other programs, which are installed first")
-    parser.addoption("--soak-minutes", default=0, help="how long tests/soak runs; without it, for 20 faults")
+    parser.addoption("--soak-minutes", default=0, help="how long tests/soak runs; without it, for 12 faults")
 
 
 @pytest.fixture(autouse=True)

@@ -61,6 +61,8 @@ class Mix:
     """Share of the rows with one image whose image is a photograph without shapes."""
     drawn: float = 0.0
     """Share of the rows with one image whose shapes are those of `user_scenes`."""
+    extremes: float = 0.0
+    """Share of these images with one shape where it is much smaller or much larger than usual."""
     unknown: float = 0.0
     """Share of the rows with one image that shows something that the model does not know."""
     tools: float = 0.0
@@ -348,21 +350,21 @@ def _image(rng: random.Random, grid: Grid, mix: Mix) -> tuple[drawing.Scene, Map
     if mix.unknown and rng.random() < mix.unknown:
         return user_scenes.compose_unknown(rng, grid), out_of_scope.PHOTO_GENERATORS
     if mix.drawn and rng.random() < mix.drawn:
-        return _drawn(rng, grid)
+        return _drawn(rng, grid, mix.extremes)
     if rng.random() < LISTS:
         return _list_scene(rng, grid), _LIST_GENERATORS
     count = rng.choices((0, 1, 2, 3, 4), (0.05, 0.22, 0.33, 0.24, 0.16))[0]
     return compose.compose(rng, grid, count, clear=rng.random() < 0.55), questions.IMAGE_GENERATORS
 
 
-def _drawn(rng: random.Random, grid: Grid) -> tuple[drawing.Scene, Mapping[Any, float]]:
+def _drawn(rng: random.Random, grid: Grid, extremes: float) -> tuple[drawing.Scene, Mapping[Any, float]]:
     """Compose an image as users draw them, and return it with the question generators about it."""
     if rng.random() < MANY:
         many = user_scenes.compose_many(rng, grid)
         if many:
             return many, out_of_scope.MANY_GENERATORS
     count = rng.choices((1, 2, 3, 4), (0.5, 0.2, 0.16, 0.14))[0]
-    return user_scenes.compose(rng, grid, count), questions.IMAGE_GENERATORS
+    return user_scenes.compose(rng, grid, count, extremes=extremes), questions.IMAGE_GENERATORS
 
 
 def _list_scene(rng: random.Random, grid: Grid) -> drawing.Scene:

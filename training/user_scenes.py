@@ -16,7 +16,8 @@ from training.figures import Figure
 from training.sizes import FACTOR
 
 SMALLEST, LARGEST = 0.1, 0.95
-"""Diameters, as shares of the shorter side."""
+SMALL, LARGE = 0.25, 0.75
+"""Diameters, as shares of the shorter side: their limits, and those of small and large shapes."""
 LEAST_PIXELS = 15
 """Diameters in pixels of the model's input; smaller shapes look alike."""
 CUT = 0.35
@@ -39,11 +40,15 @@ COMMON_COLORS: dict[str, tuple[Rgb, ...]] = {
 """Colors of these names in CSS, matplotlib and drawing programs."""
 
 
-def compose(rng: random.Random, grid: Grid, count: int) -> Scene:
-    """Compose an image of up to four objects, or fewer if they do not fit."""
+def compose(rng: random.Random, grid: Grid, count: int, *, extremes: float = 0.0) -> Scene:
+    """Compose an image of up to four objects, or fewer if they do not fit. A single one is small or large in the share
+    `extremes` of the images."""
     width, height = canvas(rng, grid)
     while count:
-        placed = _place_one(rng, width, height, grid) if count == 1 else _place(rng, width, height, grid, count)
+        if count == 1:
+            placed = _place_one(rng, width, height, grid, extremes)
+        else:
+            placed = _place(rng, width, height, grid, count)
         if placed:
             break
         count -= 1
@@ -132,10 +137,15 @@ def _smallest(width: int, height: int, grid: Grid) -> float:
     return max(SMALLEST * min(width, height), LEAST_PIXELS * width / (grid[1] * FACTOR))
 
 
-def _place_one(rng: random.Random, width: int, height: int, grid: Grid) -> list[tuple[float, float, float]]:
+def _place_one(
+    rng: random.Random, width: int, height: int, grid: Grid, extremes: float
+) -> list[tuple[float, float, float]]:
     """Choose center and radius of a single object: in the middle, anywhere inside, or cut by the border."""
     short = min(width, height)
-    radius = rng.uniform(_smallest(width, height, grid), LARGEST * short) / 2
+    least, most = _smallest(width, height, grid), LARGEST * short
+    if extremes and rng.random() < extremes:
+        least, most = rng.choice(((least, max(least, SMALL * short)), (LARGE * short, most)))
+    radius = rng.uniform(least, most) / 2
     kind = rng.random()
     if kind < 0.3:
         return [(width / 2 + rng.uniform(-0.02, 0.02) * short, height / 2 + rng.uniform(-0.02, 0.02) * short, radius)]

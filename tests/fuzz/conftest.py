@@ -1,11 +1,11 @@
 """Random requests and random files: each succeeds or is rejected, in bounded time and memory.
 
-`scripts/test` runs 3,500 cases, always the same ones. 70,000 others, different in each run, are run by
+`scripts/test` runs 2,100 cases, always the same ones. 70,000 others, different in each run, are run by
 
     scripts/test tests/fuzz --hypothesis-profile=nightly
 
 and `--hypothesis-show-statistics` reports how many of them each property ran, with which outcomes. tests/conftest.py
-defines both profiles: their `max_examples` is a share of 100 or 2,000 cases. The properties of requests and of random
+defines both profiles: their `max_examples` is a share of 60 or 2,000 cases. The properties of requests and of random
 damage use ten shares together; test_fuzz_structures.py, whose cases are ended by a deadline, uses 25.
 """
 

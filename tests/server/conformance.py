@@ -25,7 +25,7 @@ CHECKS = (
     unsupported_method,
 )
 FEW = settings(
-    max_examples=15,
+    max_examples=10,
     deadline=None,
     database=None,
     derandomize=True,

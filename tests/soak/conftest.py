@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-FAULTS = 20
+FAULTS = 12
 
 
 @pytest.fixture
