@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from training import compose, drawing, labels, out_of_scope, questions, tokenizer, tools, user_scenes
+from training import compose, drawing, figures, labels, out_of_scope, questions, tokenizer, tools, user_scenes
 from training.compose import Grid
 from training.network import Batch
 from training.questions import Mention, Question
@@ -61,10 +61,11 @@ class Mix:
     """Share of the rows with one image whose image is a photograph without shapes."""
     drawn: float = 0.0
     """Share of the rows with one image whose shapes are those of `user_scenes`."""
-    extremes: float = 0.0
-    """Share of these images with one shape where it is much smaller or much larger than usual."""
+    extremes: user_scenes.Extremes = user_scenes.NEVER
     unknown: float = 0.0
     """Share of the rows with one image that shows something that the model does not know."""
+    kinds: Mapping[str, float] = field(default_factory=lambda: figures.WEIGHTS)
+    """Weights of the kinds of what it does not know."""
     tools: float = 0.0
     """Share of the batches whose prompts offer tools."""
     grids: Mapping[Grid, float] = field(default_factory=lambda: compose.IMAGE_GRIDS)
@@ -348,23 +349,23 @@ def _image(rng: random.Random, grid: Grid, mix: Mix) -> tuple[drawing.Scene, Map
     if mix.photos and rng.random() < mix.photos:
         return compose.compose_photo(rng, grid), out_of_scope.PHOTO_GENERATORS
     if mix.unknown and rng.random() < mix.unknown:
-        return user_scenes.compose_unknown(rng, grid), out_of_scope.PHOTO_GENERATORS
+        return user_scenes.compose_unknown(rng, grid, weights=mix.kinds), out_of_scope.PHOTO_GENERATORS
     if mix.drawn and rng.random() < mix.drawn:
-        return _drawn(rng, grid, mix.extremes)
+        return _drawn(rng, grid, mix)
     if rng.random() < LISTS:
         return _list_scene(rng, grid), _LIST_GENERATORS
     count = rng.choices((0, 1, 2, 3, 4), (0.05, 0.22, 0.33, 0.24, 0.16))[0]
     return compose.compose(rng, grid, count, clear=rng.random() < 0.55), questions.IMAGE_GENERATORS
 
 
-def _drawn(rng: random.Random, grid: Grid, extremes: float) -> tuple[drawing.Scene, Mapping[Any, float]]:
+def _drawn(rng: random.Random, grid: Grid, mix: Mix) -> tuple[drawing.Scene, Mapping[Any, float]]:
     """Compose an image as users draw them, and return it with the question generators about it."""
     if rng.random() < MANY:
         many = user_scenes.compose_many(rng, grid)
         if many:
             return many, out_of_scope.MANY_GENERATORS
     count = rng.choices((1, 2, 3, 4), (0.5, 0.2, 0.16, 0.14))[0]
-    return user_scenes.compose(rng, grid, count, extremes=extremes), questions.IMAGE_GENERATORS
+    return user_scenes.compose(rng, grid, count, mix.extremes), questions.IMAGE_GENERATORS
 
 
 def _list_scene(rng: random.Random, grid: Grid) -> drawing.Scene:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from training import scenes
+from training import scenes, vocabulary
 from training.scenes import Sample, sample
 
 if TYPE_CHECKING:
@@ -43,7 +43,11 @@ MIXTURES = {
     "sets, labeled": Mixture(scenes.SET_TASKS, "labeled"),
     "clips, question first": Mixture(scenes.VIDEO_TASKS, "before"),
     "tools offered": Mixture(_WITH_TOOLS, with_tools=True),
+    "centered, any radius": Mixture(scenes.CENTERED_TASKS),
+    "unknown, any kind": Mixture(scenes.UNKNOWN_TASKS),
 }
+NAMELESS = (vocabulary.NOT_KNOWN, vocabulary.NO_SHAPES, vocabulary.OUTSIDE)
+"""Responses that count as correct if the image shows nothing that the model knows: they name no shape."""
 FIRST_SEED = 1_000_000
 
 OWN_ENGINES: dict[str, dict[str, Any]] = {
@@ -60,7 +64,8 @@ OWN_ENGINES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """The share of exactly matching responses, and the wrong ones as (question, expected answer, response)."""
+    """The share of exactly matching responses, and the wrong ones as (question, expected answer, response); see
+    `NAMELESS`."""
 
     name: str
     exact: float
@@ -70,13 +75,13 @@ class Result:
 
 def evaluate(answer: Answer, count: int = 300, names: Sequence[str] | None = None) -> Iterator[Result]:
     """Yield the result of each task and then of each mixture; `names` selects some of them."""
-    for name in names or (*scenes.TASKS, *MIXTURES):
+    for name in names or (*scenes.TASKS, *scenes.USER_TASKS, *MIXTURES):
         samples = [_sample(name, index) for index in range(count)]
         responses = answer(samples)
         wrong = [
             (one.question, one.answer, response)
             for one, response in zip(samples, responses, strict=True)
-            if response.strip() != one.answer
+            if response.strip() not in (NAMELESS if one.answer == vocabulary.NOT_KNOWN else (one.answer,))
         ]
         yield Result(name=name, exact=1 - len(wrong) / count, count=count, wrong=tuple(wrong))
 

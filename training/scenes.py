@@ -236,7 +236,7 @@ USER_TASKS: dict[str, Maker] = {
     **{f"centered, radius {radius}": _centered(radius) for radius in RADII},
     **{f"unknown: {kind}": _unknown(kind) for kind in UNKNOWN_KINDS},
 }
-"""The same for images as users draw them, which the published checkpoint has not been trained on."""
+"""The same for images as users draw them."""
 IMAGE_TASKS = tuple(list(TASKS)[:13])
 SET_TASKS = ("nth", "which", "nth_colour", "each", "changed")
 VIDEO_TASKS = ("motion", "motion_still", "motion_two_frames", "clip", "recolour")

@@ -21,9 +21,10 @@ import torch
 from torch import distributed, multiprocessing
 
 from training import batches as making
-from training import compose, out_of_scope, published, questions
+from training import compose, figures, out_of_scope, published, questions
 from training.learner import MEMORY, Learner, Tally
 from training.network import Architecture, Batch
+from training.user_scenes import Extremes
 
 PROGRESS = "progress.pt"
 """File in the output folder from which a run is resumed."""
@@ -134,12 +135,28 @@ DRAWN = replace(
     drawn=0.5, unknown=0.18, grids=compose.IMAGE_GRIDS | {(6, 6): 12},
 )  # fmt: skip
 # After that, the errors are about very small and very large shapes, and about what the model does not know.
-EXTREMES = replace(DRAWN, drawn=0.6, extremes=0.65, unknown=0.26)
+EXTREMES = replace(DRAWN, drawn=0.6, extremes=Extremes(0.65), unknown=0.26)
+LIKENESS = replace(EXTREMES, extremes=Extremes(0.8), unknown=0.3, kinds=figures.LIKE_SHAPES)
+SMALLNESS = replace(
+    LIKENESS, extremes=Extremes(0.85, small=0.8),
+    kinds=figures.LIKE_SHAPES | {"5 corners": 7, "6 corners": 8, "face": 5, "heart": 4, "bar chart": 4},
+)  # fmt: skip
+# Images as users draw them leave fewer other words for a description; half of those about photographs were declined.
+WORDS = replace(SMALLNESS, extremes=Extremes(0.9, small=0.85), text=2.6, also_share=0.38, photos=0.16)
+# Circles were no longer recognized, because polygons were so frequent, and images without shapes were not described.
+BALANCE = replace(
+    WORDS, extremes=Extremes(0.75, small=0.85), text=1.4, also_share=0.15, photos=0.14, unknown=0.17,
+    kinds=figures.WEIGHTS | {"5 corners": 3, "6 corners": 2.5, "8 corners": 0, "ellipse": 0.5, "heart": 1},
+)  # fmt: skip
 _drawing = functools.partial(Stage, batches=2, pointing=0.2)
 DRAW = Plan(
     stages=(
         _drawing(name="draw", steps=2250, rate=7e-4, warmup=200, cooldown=0.6, final=0.74, mix=DRAWN),
-        _drawing(name="extremes", steps=4500, rate=5.2e-4, cooldown=1.0, mix=EXTREMES),
+        _drawing(name="extremes", steps=1500, rate=5.2e-4, cooldown=1.0, final=0.67, mix=EXTREMES),
+        _drawing(name="likeness", steps=1500, rate=4e-4, warmup=20, cooldown=1.0, final=0.58, mix=LIKENESS),
+        _drawing(name="smallness", steps=2500, rate=3e-4, warmup=20, cooldown=1.0, final=0.3, mix=SMALLNESS),
+        _drawing(name="words", steps=2400, rate=2e-4, warmup=20, cooldown=1.0, mix=WORDS),
+        _drawing(name="balance", steps=1400, rate=1.5e-4, warmup=20, cooldown=1.0, mix=BALANCE),
     ),
     seed=2,
 )

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from training import figures
 from training.compose import Grid, backdrop, canvas, jpeg_quality, object_color
@@ -40,9 +41,23 @@ COMMON_COLORS: dict[str, tuple[Rgb, ...]] = {
 """Colors of these names in CSS, matplotlib and drawing programs."""
 
 
-def compose(rng: random.Random, grid: Grid, count: int, *, extremes: float = 0.0) -> Scene:
-    """Compose an image of up to four objects, or fewer if they do not fit. A single one is small or large in the share
-    `extremes` of the images."""
+class Extremes(NamedTuple):
+    """How often a single shape is much smaller or much larger than usual.
+
+    Attributes:
+        share: share of the images with one shape where it is.
+        small: share of these where it is smaller.
+    """
+
+    share: float
+    small: float = 0.5
+
+
+NEVER = Extremes(0.0)
+
+
+def compose(rng: random.Random, grid: Grid, count: int, extremes: Extremes = NEVER) -> Scene:
+    """Compose an image of up to four objects, or fewer if they do not fit."""
     width, height = canvas(rng, grid)
     while count:
         if count == 1:
@@ -70,12 +85,19 @@ def compose_many(rng: random.Random, grid: Grid) -> Scene | None:
     return Scene(width=width, height=height, objects=objects, backdrop=_paper(rng), jpeg=jpeg_quality(rng))
 
 
-def compose_unknown(rng: random.Random, grid: Grid, kind: str | None = None, *, smallest: float = 0.3) -> Scene:
-    """Compose an image of something that the model does not know; `kind` is of `figures.KINDS`."""
+def compose_unknown(
+    rng: random.Random,
+    grid: Grid,
+    kind: str | None = None,
+    *,
+    weights: Mapping[str, float] = figures.WEIGHTS,
+    smallest: float = 0.3,
+) -> Scene:
+    """Compose an image of something that the model does not know: of a kind, or one or two chosen by their weights."""
     width, height = canvas(rng, grid)
     count, paper = 1 if kind or rng.random() < 0.8 else 2, _paper(rng)
     parts = [(width * number / count, width / count, height) for number in range(count)]
-    shown = tuple(_figure(rng, part, kind, smallest, paper) for part in parts)
+    shown = tuple(_figure(rng, part, kind or figures.choose_kind(rng, weights), smallest, paper) for part in parts)
     return Scene(width=width, height=height, objects=(), backdrop=paper, jpeg=jpeg_quality(rng), figures=shown)
 
 
@@ -86,11 +108,10 @@ def centered(rng: random.Random, radius: float, side: int = 224) -> Scene:
 
 
 def _figure(
-    rng: random.Random, part: tuple[float, float, float], kind: str | None, smallest: float, paper: Backdrop
+    rng: random.Random, part: tuple[float, float, float], kind: str, smallest: float, paper: Backdrop
 ) -> Figure:
     """Place a figure in a part of the canvas: its left edge, width and height."""
     left, width, height = part
-    kind = kind or figures.trained_kind(rng)
     radius = rng.uniform(smallest, LARGEST) * min(width, height) / 2
     return Figure(
         kind=kind,
@@ -138,13 +159,14 @@ def _smallest(width: int, height: int, grid: Grid) -> float:
 
 
 def _place_one(
-    rng: random.Random, width: int, height: int, grid: Grid, extremes: float
+    rng: random.Random, width: int, height: int, grid: Grid, extremes: Extremes
 ) -> list[tuple[float, float, float]]:
     """Choose center and radius of a single object: in the middle, anywhere inside, or cut by the border."""
     short = min(width, height)
     least, most = _smallest(width, height, grid), LARGEST * short
-    if extremes and rng.random() < extremes:
-        least, most = rng.choice(((least, max(least, SMALL * short)), (LARGE * short, most)))
+    if extremes.share and rng.random() < extremes.share:
+        is_small = rng.random() < extremes.small
+        least, most = (least, max(least, SMALL * short)) if is_small else (LARGE * short, most)
     radius = rng.uniform(least, most) / 2
     kind = rng.random()
     if kind < 0.3:
