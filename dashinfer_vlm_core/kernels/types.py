@@ -203,7 +203,7 @@ class LowRank(NamedTuple):
 
 
 class LoraLayer(NamedTuple):
-    """What an adapter adds to a `DecoderLayer`; None for linear layers that it does not change."""
+    """What an adapter adds to the linear layers of a `DecoderLayer`; None for those that it does not change."""
 
     qkv: LowRank | None = None
     output: LowRank | None = None
@@ -244,30 +244,41 @@ class LoraRows(NamedTuple):
         return self._replace(start=self.last_start, stop=self.last_stop)
 
 
-class DecoderLayer(NamedTuple):
-    """One layer of a decoder.
+class Attention(NamedTuple):
+    """The attention of a layer.
 
     Attributes:
-        input_norm: the norm before attention.
         qkv: the projection to query, key and value heads, concatenated in this order.
-        output: the output projection of attention.
-        mlp_norm: the norm before the MLP.
-        gate_up: the gate and up projection with `SILU_GATE`; None with `experts`.
-        down: the projection back to the hidden size; None with `experts`.
+        output: the output projection.
         query_norm: the norm of each query head before rotary embedding.
         key_norm: the norm of each key head before rotary embedding.
-        experts: the mixture of experts that replaces the MLP.
     """
 
-    input_norm: Norm
     qkv: Linear
     output: Linear
-    mlp_norm: Norm
-    gate_up: Linear | None
-    down: Linear | None
     query_norm: Norm | None = None
     key_norm: Norm | None = None
-    experts: Experts | None = None
+
+
+class Mlp(NamedTuple):
+    """A gated MLP.
+
+    Attributes:
+        gate_up: the gate and up projection with `SILU_GATE`.
+        down: the projection back to the hidden size.
+    """
+
+    gate_up: Linear
+    down: Linear
+
+
+class DecoderLayer(NamedTuple):
+    """One layer of a decoder, see `LayerSpec`."""
+
+    input_norm: Norm
+    mixer: Attention
+    mlp_norm: Norm
+    mlp: Mlp | Experts
 
 
 class DecoderShape(NamedTuple):
@@ -298,10 +309,10 @@ class ForwardBatch(NamedTuple):
         spans: one per sequence.
         last: int64, increasing: the tokens whose hidden states are returned.
         last_spans: one per token of `last`.
-        cache: [layers, 2 * kv_heads, rows, head_dim]: keys, then values, of all earlier tokens. In the dtype of the
-            hidden states, or int8 with scales.
+        cache: [attention layers, 2 * kv_heads, rows, head_dim]: keys, then values, of all earlier tokens. In the dtype
+            of the hidden states, or int8 with scales.
         additions: rows to add to the hidden states of some tokens after the first layers.
-        cache_scales: float32 [layers, 2 * kv_heads, rows] if `cache` is int8: the scale of each of its rows.
+        cache_scales: float32 [attention layers, 2 * kv_heads, rows] if `cache` is int8: the scale of each of its rows.
         loras: the tokens with an adapter, in order, after all tokens without one.
     """
 
@@ -317,7 +328,7 @@ class ForwardBatch(NamedTuple):
     loras: tuple[LoraRows, ...] = ()
 
     def cache_layer(self, number: int) -> KVCacheLayer:
-        """Return one layer of the cache."""
+        """Return the cache of one of the attention layers."""
         return KVCacheLayer(self.cache[number], None if self.cache_scales is None else self.cache_scales[number])
 
 
