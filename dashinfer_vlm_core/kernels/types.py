@@ -299,6 +299,70 @@ class DecoderShape(NamedTuple):
     levels: int = 0
 
 
+class RecurrentStates(NamedTuple):
+    """The states of gated delta nets, in slots. A forward pass never changes a slot that it reads.
+
+    Attributes:
+        conv: [delta net layers, slots, conv_width - 1, channels]: the inputs of the convolution of the last tokens.
+        delta: float32 [delta net layers, slots, value heads, key_dim, value_dim].
+    """
+
+    conv: Tensor
+    delta: Tensor
+
+
+class StateSpan(NamedTuple):
+    """The tokens of one sequence in a batch, and the slots of its state.
+
+    Attributes:
+        first_token: row of the first token.
+        num_tokens: number of tokens.
+        num_drafts: the number of these, at the end, that may be rejected.
+        start: index in the sequence of the first token. At 0, the state begins with zeros. Without `is_decoding`, a
+            multiple of `delta_net.CHUNK`.
+        source: the slot with the state before the first token; -1 at 0.
+        target: the slot for the state after the last token, not `source`.
+        is_decoding: whether all tokens are computed one by one, and not only the drafts.
+    """
+
+    first_token: int
+    num_tokens: int
+    num_drafts: int
+    start: int
+    source: int
+    target: int
+    is_decoding: bool
+
+
+class DeltaInputs(NamedTuple):
+    """What gated delta nets compute states from.
+
+    Attributes:
+        rows: [tokens, channels], before the convolution.
+        decay: float32 [tokens, value heads], the logarithm of the factor of the previous state.
+        beta: float32 [tokens, value heads], the strength of the update.
+    """
+
+    rows: Tensor
+    decay: Tensor
+    beta: Tensor
+
+
+class RecurrentBatch(NamedTuple):
+    """The recurrent states of a batch.
+
+    Attributes:
+        states: all slots.
+        spans: one per sequence, in the order of `ForwardBatch.spans`.
+        kept: for each delta net layer, the inputs of the spans with drafts, by the number of the span; each layer
+            appends its own.
+    """
+
+    states: RecurrentStates
+    spans: tuple[StateSpan, ...]
+    kept: list[dict[int, DeltaInputs]]
+
+
 class ForwardBatch(NamedTuple):
     """The new tokens of many sequences, packed one sequence after the other.
 
@@ -314,6 +378,7 @@ class ForwardBatch(NamedTuple):
         additions: rows to add to the hidden states of some tokens after the first layers.
         cache_scales: float32 [attention layers, 2 * kv_heads, rows] if `cache` is int8: the scale of each of its rows.
         loras: the tokens with an adapter, in order, after all tokens without one.
+        recurrent: the states of gated delta nets; None for models without them.
     """
 
     cos: Tensor
@@ -326,6 +391,7 @@ class ForwardBatch(NamedTuple):
     additions: Additions | None = None
     cache_scales: Tensor | None = None
     loras: tuple[LoraRows, ...] = ()
+    recurrent: RecurrentBatch | None = None
 
     def cache_layer(self, number: int) -> KVCacheLayer:
         """Return the cache of one of the attention layers."""
