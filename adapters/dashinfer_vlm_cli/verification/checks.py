@@ -45,19 +45,20 @@ class Session:
         self.decoder = decoder
         self.encoder = checkpoint.load_encoder(checkpoint.config(dtype, **OPTIONS))
         build = PromptBuilder(checkpoint)
+        before = build.text(40)  # an image after it ends behind the first recurrent state that is cached, of 64 tokens
         text = build.text(9)
         image = build.image(168, 224)
-        two = (build.text(3), build.image(84, 140), build.text(4), build.image(224, 112), build.text(6))
+        two = (build.text(43), build.image(84, 140), build.text(4), build.image(224, 112), build.text(6))
         self.batch = [
             build.prompt("text", build.text(12)),
             build.prompt("long text", build.text(150)),
-            build.prompt("image", image, text),
+            build.prompt("image", before, image, text),
             build.prompt("two images", *two),
             # Two steps in time: after longer videos, positions differ from those of transformers.
-            build.prompt("video", build.text(4), build.video(4, 112, 140), build.text(7)),
+            build.prompt("video", build.text(44), build.video(4, 112, 140), build.text(7)),
         ]
-        self.other_text = build.prompt("image, other text", image, build.text(9))
-        self.other_image = build.prompt("other image", build.image(168, 224), text)
+        self.other_text = build.prompt("image, other text", before, image, build.text(9))
+        self.other_image = build.prompt("other image", before, build.image(168, 224), text)
 
     def run_other(self, **options: Any) -> contextlib.AbstractAsyncContextManager[Decoder]:
         """Run a decoder with other options."""

@@ -142,8 +142,8 @@ def _text_config(size: Size, default: Any) -> dict[str, Any]:
         "shared_expert_intermediate_size": size.inner // CHOSEN_EXPERTS,
         "linear_num_key_heads": size.kv_heads,
         "linear_num_value_heads": size.heads,
-        "linear_key_head_dim": head_dim,
-        "linear_value_head_dim": head_dim,
+        "linear_key_head_dim": size.hidden // 16,
+        "linear_value_head_dim": size.hidden // 16,
     }
     if hasattr(default, "linear_num_key_heads"):
         options["layer_types"] = [
