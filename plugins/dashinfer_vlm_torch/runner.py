@@ -240,10 +240,12 @@ def _pack(chunks: Sequence[ScheduledChunk]) -> npt.NDArray[np.int64]:
     packed = np.empty((5, sum(chunk.end - chunk.start for chunk in chunks)), dtype=np.int64)
     offset = 0
     for chunk in chunks:
-        sequence, start, stop, draft = chunk
+        sequence = chunk.sequence
+        start = chunk.start
+        num_known = chunk.stop - start
         part = packed[:, offset : offset + chunk.end - start]
-        part[0, : stop - start] = sequence.ids[start:stop]
-        part[0, stop - start :] = draft.tokens
+        part[0, :num_known] = sequence.ids[start : chunk.stop]
+        part[0, num_known:] = chunk.draft.tokens
         part[1:4] = sequence.positions(start, chunk.end)
         part[4] = np.arange(sequence.first_row + start, sequence.first_row + chunk.end)
         offset += chunk.end - start
@@ -354,10 +356,10 @@ def _merge_visual_tokens(x: Tensor, chunks: Sequence[ScheduledChunk]) -> Additio
     indices: list[int] = []
     levels: list[Tensor] = []
     for chunk in chunks:
-        sequence, start, stop, _ = chunk
-        for span in sequence.request.spans:
+        start = chunk.start
+        for span in chunk.sequence.request.spans:
             first = max(start, span.start)
-            end = min(stop, span.stop)
+            end = min(chunk.stop, span.stop)
             if first < end:
                 row = span.row + first - span.start
                 rows = span.tokens.embedding[row : row + end - first]
