@@ -25,7 +25,7 @@ from dashinfer_vlm_core.models.qwen2_vl.config import VisionConfig, read_vision_
 from dashinfer_vlm_core.models.qwen2_vl.image_processor import DEFAULT_TOKENS
 from dashinfer_vlm_core.models.spec import ModelSpec
 from dashinfer_vlm_core.plugins import load_plugins
-from dashinfer_vlm_core.text_spec import TextModelSpec
+from dashinfer_vlm_core.text_spec import LayerSpec, MlpSpec, TextModelSpec
 from dashinfer_vlm_cpu.native import NativeKernels
 from dashinfer_vlm_qwen2_5_vl import config as qwen2_5_vl
 from dashinfer_vlm_qwen3_vl import config as qwen3_vl
@@ -120,8 +120,7 @@ def load_spec(model: Path) -> ModelSpec:
 
 def prefill_flop(config: TextModelSpec, tokens: int) -> float:
     """Return the floating-point operations to prefill a prompt of `tokens` tokens; attention is causal."""
-    queries = config.num_attention_heads * config.head_dim
-    attention = 2 * tokens**2 * queries * config.num_hidden_layers
+    attention = 2 * tokens**2 * config.attention.width * config.num_attention_layers
     return float(2 * tokens * layer_weights(config) + attention + 2 * config.vocab_size * config.hidden_size)
 
 
@@ -138,15 +137,16 @@ def step_bytes(config: TextModelSpec, *, packed: bool) -> float:
 
 def layer_weights(config: TextModelSpec) -> int:
     """Return the number of weights of all layers that compute one token: of a mixture, those of its experts."""
-    queries, keys = (count * config.head_dim for count in (config.num_attention_heads, config.num_key_value_heads))
-    attention = config.num_hidden_layers * config.hidden_size * (2 * queries + 2 * keys)
-    dense, experts = config.num_hidden_layers, config.experts
-    mixtures = 0
-    if experts:
-        dense = len(experts.dense_layers)
-        columns = experts.num_experts + 3 * experts.experts_per_token * experts.intermediate_size
-        mixtures = (config.num_hidden_layers - dense) * config.hidden_size * columns
-    return attention + 3 * dense * config.hidden_size * config.intermediate_size + mixtures
+    return config.hidden_size * sum(map(_columns, config.layers))
+
+
+def _columns(layer: LayerSpec) -> int:
+    """Return the number of weights of a layer that compute one token, divided by the hidden size."""
+    mixer, mlp = layer.mixer, layer.mlp
+    mixer_columns = sum(mixer.outputs) + mixer.width
+    if isinstance(mlp, MlpSpec):
+        return mixer_columns + 3 * mlp.intermediate_size
+    return mixer_columns + mlp.num_experts + 3 * mlp.experts_per_token * mlp.intermediate_size
 
 
 def image_patches(model: Path, side: int = 448) -> int:

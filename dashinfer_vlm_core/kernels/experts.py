@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .types import Linear
-
-
-class Expert(NamedTuple):
-    """One expert.
-
-    Attributes:
-        gate_up: the gate and up projection with `SILU_GATE`.
-        down: the projection back to the hidden size.
-    """
-
-    gate_up: Linear
-    down: Linear
+from .types import Linear, Mlp
 
 
 class MixtureOfExperts:
@@ -36,7 +23,7 @@ class MixtureOfExperts:
         experts_per_token: number of experts that compute a row.
     """
 
-    def __init__(self, router: Linear, experts: Sequence[Expert], experts_per_token: int) -> None:
+    def __init__(self, router: Linear, experts: Sequence[Mlp], experts_per_token: int) -> None:
         self._router = router
         self._experts = experts
         self._per_token = experts_per_token

@@ -18,6 +18,7 @@ from .types import (
     Linear,
     LoraRows,
     LowRank,
+    Mlp,
     Norm,
 )
 
@@ -49,15 +50,15 @@ class ReferenceDecoderLayers:
 
     def _queries(self, number: int, x: Tensor, batch: ForwardBatch) -> Tensor:
         """Return the queries [tokens, heads, head_dim] and write the keys and values to the cache."""
-        layer = self._layers[number]
+        attention = self._layers[number].mixer
         heads = self._shape.heads
-        normed = self._normalize(x, layer.input_norm)
+        normed = self._normalize(x, self._layers[number].input_norm)
         bias = row_bias([(rows, rows.lora.layers[number].qkv) for rows in batch.loras], normed)
-        qkv = layer.qkv(normed, bias).view(len(x), -1, self._shape.head_dim)
-        if layer.query_norm and layer.key_norm:
+        qkv = attention.qkv(normed, bias).view(len(x), -1, self._shape.head_dim)
+        if attention.query_norm and attention.key_norm:
             qkv = torch.cat([
-                self._normalize_heads(qkv[:, :heads], layer.query_norm),
-                self._normalize_heads(qkv[:, heads : heads + self._shape.kv_heads], layer.key_norm),
+                self._normalize_heads(qkv[:, :heads], attention.query_norm),
+                self._normalize_heads(qkv[:, heads : heads + self._shape.kv_heads], attention.key_norm),
                 qkv[:, heads + self._shape.kv_heads :],
             ], dim=1)  # fmt: skip
         self._kernels.rotate_(qkv[:, : heads + self._shape.kv_heads], batch.cos, batch.sin)
@@ -77,16 +78,14 @@ class ReferenceDecoderLayers:
         layer = self._layers[number]
         changes = [(rows, rows.lora.layers[number]) for rows in loras]
         mixed = attend_cached(self._kernels, queries, cache, spans)
-        layer.output.add_to(x, mixed, row_bias([(rows, change.output) for rows, change in changes], mixed))
+        layer.mixer.output.add_to(x, mixed, row_bias([(rows, change.output) for rows, change in changes], mixed))
         normed = self._normalize(x, layer.mlp_norm)
-        if layer.experts:
-            layer.experts.add_to(x, normed)
+        if not isinstance(layer.mlp, Mlp):
+            layer.mlp.add_to(x, normed)
             return
-        assert layer.gate_up
-        assert layer.down
         bias = row_bias([(rows, change.gate_up) for rows, change in changes], normed)
-        inner = layer.gate_up(normed, bias)
-        layer.down.add_to(x, inner, row_bias([(rows, change.down) for rows, change in changes], inner))
+        inner = layer.mlp.gate_up(normed, bias)
+        layer.mlp.down.add_to(x, inner, row_bias([(rows, change.down) for rows, change in changes], inner))
 
     def _normalize(self, x: Tensor, norm: Norm) -> Tensor:
         return self._kernels.norm(x, norm.weight, norm.bias, self._shape.eps)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import CheckpointError
-from ..text_spec import TextModelSpec
+from ..text_spec import MlpSpec, TextModelSpec
 from .checkpoint import HUB_ID, download
 from .files import rename, stored_headers, stored_tensors, tensor_names
 from .headers import TensorHeader
@@ -255,15 +255,14 @@ def text_tensors(text: TextModelSpec) -> dict[str, tuple[int, int]]:
     """Return the shapes of the text model's tensors that adapters can change: first the embedding table, then the
     output layer, then the linear layers."""
     names, hidden = text.weights, text.hidden_size
-    query, key = (heads * text.head_dim for heads in (text.num_attention_heads, text.num_key_value_heads))
-    attention = {names.query: (query, hidden), names.key: (key, hidden), names.value: (key, hidden)}
-    attention[names.output] = (hidden, query)
-    inner = text.intermediate_size
-    mlp = {names.gate: (inner, hidden), names.up: (inner, hidden), names.down: (hidden, inner)}
+    projections = (names.query, names.key, names.value)
+    mixer = {name: (count, hidden) for name, count in zip(projections, text.attention.outputs, strict=True)}
+    mixer[names.output] = (hidden, text.attention.width)
     shapes = {f"{names.embedding}.weight": (text.vocab_size, hidden), f"{names.head}.weight": (text.vocab_size, hidden)}
-    for number in range(text.num_hidden_layers):
-        has_mlp = text.experts is None or number in text.experts.dense_layers
-        for name, shape in {**attention, **(mlp if has_mlp else {})}.items():
+    for number, layer in enumerate(text.layers):
+        inner = layer.mlp.intermediate_size
+        mlp = {names.gate: (inner, hidden), names.up: (inner, hidden), names.down: (hidden, inner)}
+        for name, shape in {**mixer, **(mlp if isinstance(layer.mlp, MlpSpec) else {})}.items():
             shapes[f"{names.layer.format(number)}.{name}.weight"] = shape
     return shapes
 

@@ -27,6 +27,7 @@ from dashinfer_vlm_core.kernels.types import (
     KVSpans,
     Linear,
     LMHead,
+    Mlp,
     SampledIds,
 )
 
@@ -194,10 +195,13 @@ class NativeKernels(TorchKernels):
 
 
 def _supports_layer(layer: DecoderLayer) -> bool:
-    norms = [norm for norm in (layer.input_norm, layer.mlp_norm, layer.query_norm, layer.key_norm) if norm]
-    linears = (layer.qkv, layer.output, layer.gate_up, layer.down)
+    if not isinstance(layer.mlp, Mlp):
+        return False
+    qkv, output, *head_norms = layer.mixer
+    norms = [norm for norm in (layer.input_norm, layer.mlp_norm, *head_norms) if norm]
+    linears = (qkv, output, *layer.mlp)
     return (
-        (layer.query_norm is None) == (layer.key_norm is None)
+        len(norms) != 3
         and all(norm.bias is None for norm in norms)
         and all(isinstance(linear, NativeLinear) for linear in linears)
     )

@@ -22,6 +22,7 @@ from dashinfer_vlm_core.kernels.types import (
     LoraLayers,
     LoraRows,
     LowRank,
+    Mlp,
     Norm,
 )
 
@@ -32,7 +33,7 @@ _POINTER = ctypes.c_void_p
 
 
 class CLayer(ctypes.Structure):
-    """`DecoderLayer` in C."""
+    """`DecoderLayer` with attention and an MLP in C."""
 
     _fields_ = fields("p input_norm qkv output mlp_norm gate_up down query_norm key_norm")
 
@@ -90,7 +91,8 @@ class NativeLayers:
     def __init__(self, library: ctypes.CDLL, layers: Sequence[DecoderLayer], shape: DecoderShape) -> None:
         self._library = library
         self._layers = tuple(layers)
-        linears = [part for layer in layers for part in layer if isinstance(part, NativeLinear)]
+        parts = (part for layer in layers for part in (*layer.mixer, *_mlp(layer)))
+        linears = [part for part in parts if isinstance(part, NativeLinear)]
         self._workspace_users = list({linear.workspace_key: linear for linear in linears}.values())
         self._table = (CLayer * len(layers))(*map(_c_layer, layers))
         self._shape = CDecoderShape(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim**-0.5, shape.eps)
@@ -230,7 +232,14 @@ def _c_additions(additions: Additions | None) -> tuple[int | None, ...]:
 
 
 def _c_layer(layer: DecoderLayer) -> CLayer:
-    return CLayer(**{name: _address(getattr(layer, name)) for name, *_ in CLayer._fields_})
+    qkv, output, query_norm, key_norm = layer.mixer
+    parts = (layer.input_norm, qkv, output, layer.mlp_norm, *_mlp(layer), query_norm, key_norm)
+    return CLayer(*map(_address, parts))
+
+
+def _mlp(layer: DecoderLayer) -> Mlp:
+    assert isinstance(layer.mlp, Mlp)
+    return layer.mlp
 
 
 def _address(part: Norm | Linear | None) -> int | None:

@@ -16,7 +16,7 @@ from dashinfer_vlm_core.models.qwen2_vl.config import (
     PREPROCESSOR,
     PROCESSOR,
     VisionConfig,
-    check_heads,
+    attention_spec,
     model_spec,
     mrope_section,
     pixel_limit,
@@ -27,7 +27,7 @@ from dashinfer_vlm_core.models.qwen2_vl.config import (
     text_fields,
 )
 from dashinfer_vlm_core.models.spec import ModelSpec, PixelLimits, PixelSpec, Profile
-from dashinfer_vlm_core.text_spec import ExpertsSpec, TextModelSpec
+from dashinfer_vlm_core.text_spec import ExpertsSpec, LayerSpec, MlpSpec, TextModelSpec
 from dashinfer_vlm_core.tokenization.chat_template import template_mentions
 from dashinfer_vlm_core.tokenization.conversation import HERMES
 
@@ -122,15 +122,12 @@ def _text_model(config: JsonFields) -> TextModelSpec:
     if text.flag("attention_bias"):
         text.fail("attention_bias", "is true", "Only projections without biases are supported.")
     is_moe = config.get("model_type") == MOE
-    shared = shared_text_model(config, _interleaved_axes(text), head_dim=None if is_moe else 128)
-    check_heads(text, shared)
-    layers = shared.num_hidden_layers
+    head_dim = text.integer("hidden_size") // text.integer("num_attention_heads") if is_moe else 128
+    attention = attention_spec(text, _interleaved_axes(text), head_dim=head_dim, head_norms=True)
+    mlps = _mlps(text, is_moe=is_moe)
     return replace(
-        shared,
-        qkv_bias=False,
-        qk_norm=True,
-        visual_levels=len(_deepstack_layers(config.section("vision_config"), layers)),
-        experts=_experts(text, layers) if is_moe else None,
+        shared_text_model(config, [LayerSpec(mixer=attention, mlp=mlp) for mlp in mlps]),
+        visual_levels=len(_deepstack_layers(config.section("vision_config"), len(mlps))),
     )
 
 
@@ -153,20 +150,28 @@ def _interleaved_axes(text: JsonFields) -> tuple[int, ...]:
     return tuple(axes)
 
 
-def _experts(text: JsonFields, layers: int) -> ExpertsSpec:
+def _mlps(text: JsonFields, *, is_moe: bool) -> list[MlpSpec | ExpertsSpec]:
+    count = text.integer("num_hidden_layers")
+    dense = MlpSpec(intermediate_size=text.integer("intermediate_size"))
+    if not is_moe:
+        return [dense] * count
+    experts = _experts(text)
+    step = text.integer("decoder_sparse_step", default=1)
+    dense_layers = text.get("mlp_only_layers") or []
+    if not isinstance(dense_layers, list) or not all(type(layer) is int for layer in dense_layers):
+        text.fail("mlp_only_layers", f"must be indices of layers, got {dense_layers!r}")
+    return [dense if layer in dense_layers or (layer + 1) % step else experts for layer in range(count)]
+
+
+def _experts(text: JsonFields) -> ExpertsSpec:
     if text.get("norm_topk_prob") is False:
         text.fail("norm_topk_prob", "is false", "Only normalized probabilities of experts are supported.")
-    step = text.integer("decoder_sparse_step", default=1)
-    dense = text.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
-        text.fail("mlp_only_layers", f"must be indices of layers, got {dense!r}")
     # transformers 5 writes `num_local_experts`.
     count = text.integer("num_experts" if text.get("num_experts") is not None else "num_local_experts")
     spec = ExpertsSpec(
         num_experts=count,
         experts_per_token=text.integer("num_experts_per_tok"),
         intermediate_size=text.integer("moe_intermediate_size"),
-        dense_layers=frozenset(layer for layer in range(layers) if layer in dense or (layer + 1) % step),
     )
     if spec.experts_per_token > spec.num_experts:
         text.fail("num_experts_per_tok", f"is above `num_experts` {spec.num_experts}")

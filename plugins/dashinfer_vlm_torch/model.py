@@ -16,12 +16,13 @@ from torch import Tensor
 
 from dashinfer_vlm_core.concurrency.compute import Executor
 from dashinfer_vlm_core.kernels import mmap_buffer
-from dashinfer_vlm_core.kernels.experts import Expert, GroupedExperts, MixtureOfExperts
+from dashinfer_vlm_core.kernels.experts import GroupedExperts, MixtureOfExperts
 from dashinfer_vlm_core.kernels.linears import create_head, create_linear
 from dashinfer_vlm_core.kernels.quantization import INT8, Quantization, QuantizedWeight, has_8_bits
 from dashinfer_vlm_core.kernels.streams import HIGH_PRIORITY, stream_executor
 from dashinfer_vlm_core.kernels.types import (
     Activation,
+    Attention,
     DecoderLayer,
     DecoderShape,
     Experts,
@@ -29,15 +30,17 @@ from dashinfer_vlm_core.kernels.types import (
     Kernels,
     Linear,
     LMHead,
+    Mlp,
     Norm,
 )
 from dashinfer_vlm_core.models.lora import LoraWeights
 from dashinfer_vlm_core.models.weights import Weights
 from dashinfer_vlm_core.progress import Progress
-from dashinfer_vlm_core.text_spec import ExpertsSpec, RotarySpec, TextModelSpec
+from dashinfer_vlm_core.text_spec import AttentionSpec, ExpertsSpec, MlpSpec, RotarySpec, TextModelSpec
 
+from .head_order import column_order, row_orders
 from .key_balance import balance_norms, balance_projection
-from .lora import HeadChange, LoraReader, TextLora, as_halves
+from .lora import HeadChange, LoraReader, TextLora
 
 
 def layer_quantization(quantization: Quantization | None, number: int, count: int) -> Quantization | None:
@@ -81,7 +84,7 @@ class TextModel:
         self._qkv_scales: dict[int, Tensor] = {}
         read = _Reader(weights, config, kernels, device, dtype, cache_dtype == torch.int8, self._qkv_scales)
         names = config.weights
-        count = config.num_hidden_layers
+        count = len(config.layers)
         readers = [
             read._replace(quantization=layer_quantization(quantization, number, count)) for number in range(count)
         ]
@@ -90,11 +93,11 @@ class TextModel:
         with Progress(readers, desc="Loading layers of the text model", unit="") as progress:
             layers = [run(functools.partial(reader.layer, number)) for number, reader in enumerate(progress)]
         self._layers = kernels.decoder_layers(layers, _decoder_shape(config))
-        self.loops_over_experts: bool = any(isinstance(layer.experts, MixtureOfExperts) for layer in layers)
+        self.loops_over_experts: bool = any(isinstance(layer.mlp, MixtureOfExperts) for layer in layers)
         self._norm = read.norm(names.norm, config.hidden_size)
         head = read._replace(quantization=INT8 if quantization else None)
         self._head = run(lambda: head.head(self._embedding))
-        self.rotary: Rotary = Rotary(config.rotary, config.head_dim, device)
+        self.rotary: Rotary = Rotary(config.attention.rotary, config.attention.head_dim, device)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Look up int64 [tokens]; returns a new, writable tensor [tokens, hidden_size]."""
@@ -136,9 +139,10 @@ class Rotary:
     position."""
 
     def __init__(self, rotary: RotarySpec, head_dim: int, device: str) -> None:
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        self._frequencies = (1.0 / rotary.theta**exponents).to(device)
-        self._axes = torch.tensor(rotary.axes).to(device)
+        exponents = torch.arange(0, rotary.columns, 2, dtype=torch.float32) / rotary.columns
+        others = (0, (head_dim - rotary.columns) // 2)
+        self._frequencies = F.pad(1.0 / rotary.theta**exponents, others).to(device)
+        self._axes = F.pad(torch.tensor(rotary.axes), others).to(device)
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the cosines and sines, float32 [tokens, head_dim / 2], of int64 positions [3, tokens]."""
@@ -147,10 +151,11 @@ class Rotary:
 
 
 def _decoder_shape(spec: TextModelSpec) -> DecoderShape:
+    attention = spec.attention
     return DecoderShape(
-        heads=spec.num_attention_heads,
-        kv_heads=spec.num_key_value_heads,
-        head_dim=spec.head_dim,
+        heads=attention.num_heads,
+        kv_heads=attention.num_kv_heads,
+        head_dim=attention.head_dim,
         eps=spec.norm_eps,
         levels=spec.visual_levels,
     )
@@ -178,7 +183,8 @@ class _Reader(NamedTuple):
         return self.weights.tensor(name, shape, device=self.device, dtype=self.dtype)
 
     def norm(self, name: str, width: int) -> Norm:
-        weight = self.tensor(f"{name}.weight", width)
+        stored = self.weights.tensor(f"{name}.weight", (width,), device=self.device, dtype=torch.float32)
+        weight = (stored + self.spec.norm_offset).to(self.dtype)
         return Norm(weight, None if self.spec.norm == "rms_norm" else torch.zeros_like(weight))
 
     def head(self, embedding: Tensor) -> LMHead:
@@ -188,29 +194,28 @@ class _Reader(NamedTuple):
         return create_head(self.kernels, weight, dtype=self.dtype, quantization=self.quantization)
 
     def layer(self, number: int) -> DecoderLayer:
-        spec = self.spec
-        names = spec.weights
+        names = self.spec.weights
         prefix = names.layer.format(number)
-        experts: Experts | None = None
-        gate_up: Linear | None = None
-        down: Linear | None = None
-        if spec.experts and number not in spec.experts.dense_layers:
-            experts = self._experts(spec.experts, prefix)
-        else:
-            mlp = (names.gate, names.up, names.down)
-            gate_up, down = self._mlp([f"{prefix}.{name}" for name in mlp], spec.intermediate_size)
-        query_norm, key_norm = self._head_norms(prefix)
-        query_size = spec.num_attention_heads * spec.head_dim
+        hidden = self.spec.hidden_size
+        mixer, mlp = self.spec.layers[number].mixer, self.spec.layers[number].mlp
+        assert isinstance(mixer, AttentionSpec)
+        modules = [f"{prefix}.{name}" for name in (names.gate, names.up, names.down)]
         return DecoderLayer(
-            input_norm=self.norm(f"{prefix}.{names.input_norm}", spec.hidden_size),
-            qkv=self._qkv(number),
-            output=self._linear(self._matrix([f"{prefix}.{names.output}"], [spec.hidden_size], query_size)),
-            mlp_norm=self.norm(f"{prefix}.{names.mlp_norm}", spec.hidden_size),
-            gate_up=gate_up,
-            down=down,
+            input_norm=self.norm(f"{prefix}.{names.input_norm}", hidden),
+            mixer=self._attention(number, mixer),
+            mlp_norm=self.norm(f"{prefix}.{names.mlp_norm}", hidden),
+            mlp=self._mlp(modules, mlp) if isinstance(mlp, MlpSpec) else self._experts(mlp, prefix),
+        )
+
+    def _attention(self, number: int, spec: AttentionSpec) -> Attention:
+        names = self.spec.weights
+        prefix = names.layer.format(number)
+        query_norm, key_norm = self._head_norms(prefix, spec)
+        return Attention(
+            qkv=self._qkv(number, spec),
+            output=self._linear(self._matrix([f"{prefix}.{names.output}"], [self.spec.hidden_size], spec.width)),
             query_norm=query_norm,
             key_norm=key_norm,
-            experts=experts,
         )
 
     def _matrix(
@@ -228,10 +233,11 @@ class _Reader(NamedTuple):
             self.kernels, weight, bias, dtype=self.dtype, activation=activation, quantization=quantization
         )
 
-    def _mlp(self, modules: Sequence[str], inner: int) -> Expert:
+    def _mlp(self, modules: Sequence[str], spec: MlpSpec | ExpertsSpec) -> Mlp:
         *gate_up, down = modules
+        inner = spec.intermediate_size
         hidden = self.spec.hidden_size
-        return Expert(
+        return Mlp(
             self._linear(self._matrix(gate_up, [inner, inner], hidden), activation=Activation.SILU_GATE),
             self._linear(self._matrix([down], [hidden], inner)),
         )
@@ -245,7 +251,7 @@ class _Reader(NamedTuple):
         router = self.kernels.linear(self.tensor(f"{prefix}.{names.router}.weight", count, hidden), fp32_output=True)
         if f"{prefix}.{names.experts_gate_up}.weight" not in self.weights.names:
             modules = [f"{prefix}.{name}" for name in (names.expert_gate, names.expert_up, names.expert_down)]
-            separate = [self._mlp([module.format(number) for module in modules], inner) for number in range(count)]
+            separate = [self._mlp([module.format(number) for module in modules], experts) for number in range(count)]
             return MixtureOfExperts(router, separate, experts.experts_per_token)
         gate_up, down = self._fused_experts({
             f"{prefix}.{names.experts_gate_up}": (count, 2 * inner, hidden),
@@ -254,7 +260,7 @@ class _Reader(NamedTuple):
         if self.quantization is None and self.kernels.groups_experts(self.dtype, (hidden, inner)):
             return GroupedExperts(router, gate_up, down, experts.experts_per_token)
         fused = [
-            Expert(self._linear(first, activation=Activation.SILU_GATE), self._linear(second))
+            Mlp(self._linear(first, activation=Activation.SILU_GATE), self._linear(second))
             for first, second in zip(gate_up, down, strict=True)
         ]
         return MixtureOfExperts(router, fused, experts.experts_per_token)
@@ -268,24 +274,22 @@ class _Reader(NamedTuple):
             self.weights.read_experts(name, tensor, transposed=transposed)
         return tensors
 
-    def _qkv(self, number: int) -> Linear:
-        spec = self.spec
-        names = spec.weights
+    def _qkv(self, number: int, spec: AttentionSpec) -> Linear:
+        names = self.spec.weights
         prefix = names.layer.format(number)
-        query, key = (heads * spec.head_dim for heads in (spec.num_attention_heads, spec.num_key_value_heads))
-        rows = [query, key, key]
+        rows = spec.outputs
         modules = [f"{prefix}.{name}" for name in (names.query, names.key, names.value)]
-        weight = self._matrix(modules, rows, spec.hidden_size, changed=self.balances_keys)
-        bias = self._biases(modules, rows) if spec.qkv_bias else None
-        if spec.rotary.pairs == "neighbors":
-            order = torch.arange(query + 2 * key, device=self.device)
-            order[: query + key] = as_halves(order[: query + key], spec.head_dim)
+        weight = self._matrix(modules, rows, self.spec.hidden_size, changed=self.balances_keys)
+        bias = self._biases(modules, rows) if spec.bias else None
+        starts = (0, rows[0], rows[0] + rows[1])
+        order = torch.cat([start + part for start, part in zip(starts, row_orders(spec), strict=True)]).to(self.device)
+        if not torch.equal(order, order.sort().values):
             weight = weight.take_rows(order) if isinstance(weight, QuantizedWeight) else weight[order]
             bias = None if bias is None else bias[order]
-        if self.balances_keys and not spec.qk_norm:
-            gain = self.tensor(f"{prefix}.{names.input_norm}.weight", spec.hidden_size)
+        if self.balances_keys and not spec.head_norms:
+            gain = self.norm(f"{prefix}.{names.input_norm}", self.spec.hidden_size).weight
             self.qkv_scales[number] = balance_projection(
-                weight, bias, gain, heads=spec.num_attention_heads, kv_heads=spec.num_key_value_heads
+                weight, bias, gain, heads=spec.num_heads, kv_heads=spec.num_kv_heads
             )
         return self._linear(weight, bias)
 
@@ -295,15 +299,11 @@ class _Reader(NamedTuple):
             self.weights.read(f"{module}.bias", part)
         return fused
 
-    def _head_norms(self, prefix: str) -> tuple[Norm | None, Norm | None]:
-        if not self.spec.qk_norm:
+    def _head_norms(self, prefix: str, spec: AttentionSpec) -> tuple[Norm | None, Norm | None]:
+        if not spec.head_norms:
             return None, None
         names = (self.spec.weights.query_norm, self.spec.weights.key_norm)
-        query, key = (self._head_norm(f"{prefix}.{name}") for name in names)
+        stored = (self.norm(f"{prefix}.{name}", spec.head_dim) for name in names)
+        order = column_order(spec).to(self.device)
+        query, key = (norm._replace(weight=norm.weight[order]) for norm in stored)  # the bias has zeros only
         return balance_norms(query, key) if self.balances_keys else (query, key)
-
-    def _head_norm(self, name: str) -> Norm:
-        norm = self.norm(name, self.spec.head_dim)
-        if self.spec.rotary.pairs == "halves":
-            return norm
-        return norm._replace(weight=as_halves(norm.weight, self.spec.head_dim))  # the bias has zeros only
