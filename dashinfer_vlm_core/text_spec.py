@@ -39,6 +39,7 @@ class TextWeightNames:
     """Names of the text model's tensors after `ModelSpec.tensor_renames`, without the suffix `.weight`.
 
     Attributes:
+        delta_rate: stored without a suffix, as is `delta_step_bias`.
         layer: prefix of a layer, where `{}` is its index; the attributes after this one are names within a layer.
         experts_gate_up: the gate and up projections of all experts, stored as one tensor, as in the next one.
         expert_gate: a layer of one expert, where `{}` is its index, as in the next two: most quantized checkpoints
@@ -61,11 +62,24 @@ class TextWeightNames:
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
     router: str = "mlp.gate"
+    delta_qkv: str = "linear_attn.in_proj_qkv"
+    delta_z: str = "linear_attn.in_proj_z"
+    delta_beta: str = "linear_attn.in_proj_b"
+    delta_step: str = "linear_attn.in_proj_a"
+    delta_conv: str = "linear_attn.conv1d"
+    delta_rate: str = "linear_attn.A_log"
+    delta_step_bias: str = "linear_attn.dt_bias"
+    delta_norm: str = "linear_attn.norm"
+    delta_output: str = "linear_attn.out_proj"
     experts_gate_up: str = "mlp.experts.gate_up_proj"
     experts_down: str = "mlp.experts.down_proj"
     expert_gate: str = "mlp.experts.{}.gate_proj"
     expert_up: str = "mlp.experts.{}.up_proj"
     expert_down: str = "mlp.experts.{}.down_proj"
+    shared_gate: str = "mlp.shared_expert.gate_proj"
+    shared_up: str = "mlp.shared_expert.up_proj"
+    shared_down: str = "mlp.shared_expert.down_proj"
+    shared_router: str = "mlp.shared_expert_gate"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,9 +133,14 @@ class DeltaNetSpec:
     conv_width: int
 
     @property
+    def value_width(self) -> int:
+        """Size of all value heads together."""
+        return self.num_value_heads * self.value_dim
+
+    @property
     def conv_channels(self) -> int:
         """Number of values of queries, keys and values together."""
-        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+        return 2 * self.num_key_heads * self.key_dim + self.value_width
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from ..text_spec import DeltaNetSpec
 from .quantization import Quantization, QuantizedWeight
 from .streams import to_device
 
@@ -203,12 +204,18 @@ class LowRank(NamedTuple):
 
 
 class LoraLayer(NamedTuple):
-    """What an adapter adds to the linear layers of a `DecoderLayer`; None for those that it does not change."""
+    """What an adapter adds to the linear layers of a `DecoderLayer`; None for those that it does not change.
+
+    Attributes:
+        qkv: of attention, or `qkvz` of a gated delta net.
+        gates: of a gated delta net.
+    """
 
     qkv: LowRank | None = None
     output: LowRank | None = None
     gate_up: LowRank | None = None
     down: LowRank | None = None
+    gates: LowRank | None = None
 
 
 class LoraLayers:
@@ -248,7 +255,8 @@ class Attention(NamedTuple):
     """The attention of a layer.
 
     Attributes:
-        qkv: the projection to query, key and value heads, concatenated in this order.
+        qkv: the projection to query, key and value heads, concatenated in this order; with `DecoderShape.gate`, the
+            gates of the query heads come first.
         output: the output projection.
         query_norm: the norm of each query head before rotary embedding.
         key_norm: the norm of each key head before rotary embedding.
@@ -258,6 +266,30 @@ class Attention(NamedTuple):
     output: Linear
     query_norm: Norm | None = None
     key_norm: Norm | None = None
+
+
+class DeltaNet(NamedTuple):
+    """A gated delta net.
+
+    Attributes:
+        spec: its shape.
+        qkvz: the projection to queries, keys, values and the gate of the output, concatenated in this order.
+        gates: the projection to beta and the step of the decay of each value head, float32.
+        output: the output projection.
+        conv: float32 [conv_width, channels], the weights of the convolution, for the oldest token first.
+        rate: float32 [value heads], the logarithm of the decay of a step of 1.
+        step_bias: float32 [value heads], added to the steps.
+        norm: float32 [value_dim], the weight of the norm of each value head.
+    """
+
+    spec: DeltaNetSpec
+    qkvz: Linear
+    gates: Linear
+    output: Linear
+    conv: Tensor
+    rate: Tensor
+    step_bias: Tensor
+    norm: Tensor
 
 
 class Mlp(NamedTuple):
@@ -276,7 +308,7 @@ class DecoderLayer(NamedTuple):
     """One layer of a decoder, see `LayerSpec`."""
 
     input_norm: Norm
-    mixer: Attention
+    mixer: Attention | DeltaNet
     mlp_norm: Norm
     mlp: Mlp | Experts
 
@@ -290,6 +322,7 @@ class DecoderShape(NamedTuple):
         head_dim: size of a head.
         eps: epsilon of the norms.
         levels: maximum number of levels of `ForwardBatch.additions`.
+        gate: whether a sigmoid gate multiplies the output of attention.
     """
 
     heads: int
@@ -297,6 +330,7 @@ class DecoderShape(NamedTuple):
     head_dim: int
     eps: float
     levels: int = 0
+    gate: bool = False
 
 
 class RecurrentStates(NamedTuple):

@@ -33,6 +33,7 @@ from dashinfer_vlm_core.tokenization.conversation import HERMES
 
 DENSE, MOE = "qwen3_vl", "qwen3_vl_moe"
 MODEL_TYPES = (DENSE, MOE)
+HYBRID_TYPES = ("qwen3_5", "qwen3_5_moe")
 VISION_ACTIVATIONS = ("gelu_pytorch_tanh", "gelu")
 
 EXPERT_RENAMES = (
@@ -66,7 +67,17 @@ def read_spec(folder: Path) -> ModelSpec:
             feature.
     """
     config = read_config(folder, *MODEL_TYPES)
-    spec = model_spec(config, _text_model(config), read_vision_config(folder), coordinates=CoordinateSpec(extent=1000))
+    return published_spec(config, _text_model(config), read_vision_config(folder))
+
+
+def published_spec(config: JsonFields, text: TextModelSpec, vision: Qwen3VLVisionConfig) -> ModelSpec:
+    """Return the `ModelSpec` of a checkpoint with the files of Qwen3-VL.
+
+    Raises:
+        CheckpointError: a file is missing or invalid, or files contradict each other.
+    """
+    folder = config.file.parent
+    spec = model_spec(config, text, vision, coordinates=CoordinateSpec(extent=1000))
     return replace(
         spec,
         video=_sampling_policy(_video_fields(folder, spec.pixels)),
@@ -83,10 +94,19 @@ def read_vision_config(folder: Path) -> Qwen3VLVisionConfig:
     """
     config = read_config(folder, *MODEL_TYPES)
     vision = config.section("vision_config")
+    return vision_config(vision, _deepstack_layers(vision, text_fields(config).integer("num_hidden_layers")))
+
+
+def vision_config(vision: JsonFields, deepstack_layers: tuple[int, ...]) -> Qwen3VLVisionConfig:
+    """Return the vision encoder of `vision_config`.
+
+    Raises:
+        CheckpointError: a field is missing or invalid, or requires an unsupported feature.
+    """
     spec = Qwen3VLVisionConfig(
         **asdict(shared_vision_config(vision, VISION_ACTIVATIONS)),
         table_side=isqrt(vision.integer("num_position_embeddings")),
-        deepstack_layers=_deepstack_layers(vision, text_fields(config).integer("num_hidden_layers")),
+        deepstack_layers=deepstack_layers,
     )
     if spec.table_side**2 != vision.get("num_position_embeddings"):
         vision.fail("num_position_embeddings", f"must be a square, got {vision.get('num_position_embeddings')}")
@@ -113,7 +133,7 @@ def read_vision_tokens(folder: Path) -> tuple[int, int]:
     Raises:
         CheckpointError: `config.json` does not have them.
     """
-    config = read_config(folder, *MODEL_TYPES)
+    config = read_config(folder, *MODEL_TYPES, *HYBRID_TYPES)
     return config.integer("vision_start_token_id"), config.integer("vision_end_token_id")
 
 
@@ -123,7 +143,7 @@ def _text_model(config: JsonFields) -> TextModelSpec:
         text.fail("attention_bias", "is true", "Only projections without biases are supported.")
     is_moe = config.get("model_type") == MOE
     head_dim = text.integer("hidden_size") // text.integer("num_attention_heads") if is_moe else 128
-    attention = attention_spec(text, _interleaved_axes(text), head_dim=head_dim, head_norms=True)
+    attention = attention_spec(text, interleaved_axes(text), head_dim=head_dim, head_norms=True)
     mlps = _mlps(text, is_moe=is_moe)
     return replace(
         shared_text_model(config, [LayerSpec(mixer=attention, mlp=mlp) for mlp in mlps]),
@@ -131,11 +151,14 @@ def _text_model(config: JsonFields) -> TextModelSpec:
     )
 
 
-def _interleaved_axes(text: JsonFields) -> tuple[int, ...]:
+def interleaved_axes(text: JsonFields) -> tuple[int, ...]:
     """Return the axis of each frequency: height and width take turns with time, and time has the rest.
 
     Of the first `3 * section` frequencies of an axis, height has those of index 1, 4, 7 and so on, and width those of
     index 2, 5, 8 and so on.
+
+    Raises:
+        CheckpointError: a field is missing or invalid, or requires an unsupported feature.
     """
     rope = rope_fields(text)
     section = mrope_section(text)

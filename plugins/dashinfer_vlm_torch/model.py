@@ -7,40 +7,25 @@ input are fused into one matrix.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dashinfer_vlm_core.concurrency.compute import Executor
-from dashinfer_vlm_core.kernels import mmap_buffer
-from dashinfer_vlm_core.kernels.experts import GroupedExperts, MixtureOfExperts
-from dashinfer_vlm_core.kernels.linears import create_head, create_linear
-from dashinfer_vlm_core.kernels.quantization import INT8, Quantization, QuantizedWeight, has_8_bits
+from dashinfer_vlm_core.kernels import delta_net
+from dashinfer_vlm_core.kernels.experts import MixtureOfExperts
+from dashinfer_vlm_core.kernels.quantization import INT8, Quantization, has_8_bits
 from dashinfer_vlm_core.kernels.streams import HIGH_PRIORITY, stream_executor
-from dashinfer_vlm_core.kernels.types import (
-    Activation,
-    Attention,
-    DecoderLayer,
-    DecoderShape,
-    Experts,
-    ForwardBatch,
-    Kernels,
-    Linear,
-    LMHead,
-    Mlp,
-    Norm,
-)
+from dashinfer_vlm_core.kernels.types import DecoderShape, DeltaNet, ForwardBatch, Kernels, RecurrentBatch
 from dashinfer_vlm_core.models.lora import LoraWeights
 from dashinfer_vlm_core.models.weights import Weights
 from dashinfer_vlm_core.progress import Progress
-from dashinfer_vlm_core.text_spec import AttentionSpec, ExpertsSpec, MlpSpec, RotarySpec, TextModelSpec
+from dashinfer_vlm_core.text_spec import RotarySpec, TextModelSpec
 
-from .head_order import column_order, row_orders
-from .key_balance import balance_norms, balance_projection
 from .lora import HeadChange, LoraReader, TextLora
+from .text_model_reader import TextModelReader
 
 
 def layer_quantization(quantization: Quantization | None, number: int, count: int) -> Quantization | None:
@@ -82,7 +67,7 @@ class TextModel:
         self.executor: Executor = stream_executor(device, priority=HIGH_PRIORITY)
         run = self.executor.run
         self._qkv_scales: dict[int, Tensor] = {}
-        read = _Reader(weights, config, kernels, device, dtype, cache_dtype == torch.int8, self._qkv_scales)
+        read = TextModelReader(weights, config, kernels, device, dtype, cache_dtype == torch.int8, self._qkv_scales)
         names = config.weights
         count = len(config.layers)
         readers = [
@@ -93,6 +78,7 @@ class TextModel:
         with Progress(readers, desc="Loading layers of the text model", unit="") as progress:
             layers = [run(functools.partial(reader.layer, number)) for number, reader in enumerate(progress)]
         self._layers = kernels.decoder_layers(layers, _decoder_shape(config))
+        self._delta_nets = [layer.mixer for layer in layers if isinstance(layer.mixer, DeltaNet)]
         self.loops_over_experts: bool = any(isinstance(layer.mlp, MixtureOfExperts) for layer in layers)
         self._norm = read.norm(names.norm, config.hidden_size)
         head = read._replace(quantization=INT8 if quantization else None)
@@ -107,6 +93,11 @@ class TextModel:
         """Compute hidden states after the last layer, without the final norm, which `logits` applies; see
         `DecoderLayers`."""
         return self._layers(x, batch)
+
+    def rewind(self, batch: RecurrentBatch, number_of_span: int, num_tokens: int) -> None:
+        """Compute the state after the first `num_tokens` tokens of a span with drafts again, after a forward pass."""
+        for number, net in enumerate(self._delta_nets):
+            delta_net.rewind(net, number, batch, number_of_span, num_tokens)
 
     def logits(self, x: Tensor, heads: Sequence[tuple[slice, HeadChange]] = ()) -> Tensor:
         """Compute float32 [rows, vocab_size] from hidden states [rows, hidden_size]; `heads` are the rows for which an
@@ -158,152 +149,5 @@ def _decoder_shape(spec: TextModelSpec) -> DecoderShape:
         head_dim=attention.head_dim,
         eps=spec.norm_eps,
         levels=spec.visual_levels,
+        gate=attention.gate,
     )
-
-
-class _Reader(NamedTuple):
-    """Reads the parts of a model from a checkpoint.
-
-    Attributes:
-        quantization: how matrices are quantized; None keeps the dtype.
-        balances_keys: whether the channels of keys are balanced, for an int8 KV cache.
-        qkv_scales: the factors of balanced projections by layer, which it sets.
-    """
-
-    weights: Weights
-    spec: TextModelSpec
-    kernels: Kernels
-    device: str
-    dtype: torch.dtype
-    balances_keys: bool
-    qkv_scales: dict[int, Tensor]
-    quantization: Quantization | None = None
-
-    def tensor(self, name: str, *shape: int) -> Tensor:
-        return self.weights.tensor(name, shape, device=self.device, dtype=self.dtype)
-
-    def norm(self, name: str, width: int) -> Norm:
-        stored = self.weights.tensor(f"{name}.weight", (width,), device=self.device, dtype=torch.float32)
-        weight = (stored + self.spec.norm_offset).to(self.dtype)
-        return Norm(weight, None if self.spec.norm == "rms_norm" else torch.zeros_like(weight))
-
-    def head(self, embedding: Tensor) -> LMHead:
-        weight: Tensor | QuantizedWeight = embedding
-        if not self.spec.tie_word_embeddings:
-            weight = self._matrix([self.spec.weights.head], [self.spec.vocab_size], self.spec.hidden_size)
-        return create_head(self.kernels, weight, dtype=self.dtype, quantization=self.quantization)
-
-    def layer(self, number: int) -> DecoderLayer:
-        names = self.spec.weights
-        prefix = names.layer.format(number)
-        hidden = self.spec.hidden_size
-        mixer, mlp = self.spec.layers[number].mixer, self.spec.layers[number].mlp
-        assert isinstance(mixer, AttentionSpec)
-        modules = [f"{prefix}.{name}" for name in (names.gate, names.up, names.down)]
-        return DecoderLayer(
-            input_norm=self.norm(f"{prefix}.{names.input_norm}", hidden),
-            mixer=self._attention(number, mixer),
-            mlp_norm=self.norm(f"{prefix}.{names.mlp_norm}", hidden),
-            mlp=self._mlp(modules, mlp) if isinstance(mlp, MlpSpec) else self._experts(mlp, prefix),
-        )
-
-    def _attention(self, number: int, spec: AttentionSpec) -> Attention:
-        names = self.spec.weights
-        prefix = names.layer.format(number)
-        query_norm, key_norm = self._head_norms(prefix, spec)
-        return Attention(
-            qkv=self._qkv(number, spec),
-            output=self._linear(self._matrix([f"{prefix}.{names.output}"], [self.spec.hidden_size], spec.width)),
-            query_norm=query_norm,
-            key_norm=key_norm,
-        )
-
-    def _matrix(
-        self, modules: Sequence[str], rows: Sequence[int], inputs: int, *, changed: bool = False
-    ) -> Tensor | QuantizedWeight:
-        """Read the weights of a layer, with `changed` to change them first."""
-        mapped = self.kernels.copies_weights and not changed
-        return self.weights.matrix(modules, rows, inputs, device=self.device, dtype=self.dtype, mapped=mapped)
-
-    def _linear(
-        self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, activation: Activation = Activation.NONE
-    ) -> Linear:
-        quantization = self.quantization
-        return create_linear(
-            self.kernels, weight, bias, dtype=self.dtype, activation=activation, quantization=quantization
-        )
-
-    def _mlp(self, modules: Sequence[str], spec: MlpSpec | ExpertsSpec) -> Mlp:
-        *gate_up, down = modules
-        inner = spec.intermediate_size
-        hidden = self.spec.hidden_size
-        return Mlp(
-            self._linear(self._matrix(gate_up, [inner, inner], hidden), activation=Activation.SILU_GATE),
-            self._linear(self._matrix([down], [hidden], inner)),
-        )
-
-    def _experts(self, experts: ExpertsSpec, prefix: str) -> Experts:
-        # The router is not quantized: a wrong expert costs more than a rounded weight.
-        names = self.spec.weights
-        hidden = self.spec.hidden_size
-        inner = experts.intermediate_size
-        count = experts.num_experts
-        router = self.kernels.linear(self.tensor(f"{prefix}.{names.router}.weight", count, hidden), fp32_output=True)
-        if f"{prefix}.{names.experts_gate_up}.weight" not in self.weights.names:
-            modules = [f"{prefix}.{name}" for name in (names.expert_gate, names.expert_up, names.expert_down)]
-            separate = [self._mlp([module.format(number) for module in modules], experts) for number in range(count)]
-            return MixtureOfExperts(router, separate, experts.experts_per_token)
-        gate_up, down = self._fused_experts({
-            f"{prefix}.{names.experts_gate_up}": (count, 2 * inner, hidden),
-            f"{prefix}.{names.experts_down}": (count, hidden, inner),
-        })  # fmt: skip
-        if self.quantization is None and self.kernels.groups_experts(self.dtype, (hidden, inner)):
-            return GroupedExperts(router, gate_up, down, experts.experts_per_token)
-        fused = [
-            Mlp(self._linear(first, activation=Activation.SILU_GATE), self._linear(second))
-            for first, second in zip(gate_up, down, strict=True)
-        ]
-        return MixtureOfExperts(router, fused, experts.experts_per_token)
-
-    def _fused_experts(self, shapes: Mapping[str, tuple[int, int, int]]) -> list[Tensor]:
-        """Read the named weights of all experts, [experts, outputs, inputs]; published checkpoints store each of them
-        transposed."""
-        transposed = any(self.weights.shape(f"{name}.weight") != shape for name, shape in shapes.items())
-        tensors = [mmap_buffer.empty(shape, self.dtype, self.device) for shape in shapes.values()]
-        for name, tensor in zip(shapes, tensors, strict=True):
-            self.weights.read_experts(name, tensor, transposed=transposed)
-        return tensors
-
-    def _qkv(self, number: int, spec: AttentionSpec) -> Linear:
-        names = self.spec.weights
-        prefix = names.layer.format(number)
-        rows = spec.outputs
-        modules = [f"{prefix}.{name}" for name in (names.query, names.key, names.value)]
-        weight = self._matrix(modules, rows, self.spec.hidden_size, changed=self.balances_keys)
-        bias = self._biases(modules, rows) if spec.bias else None
-        starts = (0, rows[0], rows[0] + rows[1])
-        order = torch.cat([start + part for start, part in zip(starts, row_orders(spec), strict=True)]).to(self.device)
-        if not torch.equal(order, order.sort().values):
-            weight = weight.take_rows(order) if isinstance(weight, QuantizedWeight) else weight[order]
-            bias = None if bias is None else bias[order]
-        if self.balances_keys and not spec.head_norms:
-            gain = self.norm(f"{prefix}.{names.input_norm}", self.spec.hidden_size).weight
-            self.qkv_scales[number] = balance_projection(
-                weight, bias, gain, heads=spec.num_heads, kv_heads=spec.num_kv_heads
-            )
-        return self._linear(weight, bias)
-
-    def _biases(self, modules: Sequence[str], rows: Sequence[int]) -> Tensor:
-        fused = mmap_buffer.empty([sum(rows)], self.dtype, self.device)
-        for module, part in zip(modules, torch.split(fused, list(rows)), strict=True):
-            self.weights.read(f"{module}.bias", part)
-        return fused
-
-    def _head_norms(self, prefix: str, spec: AttentionSpec) -> tuple[Norm | None, Norm | None]:
-        if not spec.head_norms:
-            return None, None
-        names = (self.spec.weights.query_norm, self.spec.weights.key_norm)
-        stored = (self.norm(f"{prefix}.{name}", spec.head_dim) for name in names)
-        order = column_order(spec).to(self.device)
-        query, key = (norm._replace(weight=norm.weight[order]) for norm in stored)  # the bias has zeros only
-        return balance_norms(query, key) if self.balances_keys else (query, key)

@@ -559,7 +559,7 @@ def test_norms(kernels, columns):
     assert error(kernels.norm(x, weight, None, 1e-6), root) < 5e-3
 
 
-@pytest.mark.parametrize("width", [8, 64, 80, 128])
+@pytest.mark.parametrize("width", [8, 64, 80, 128, 256])
 def test_rotation_equals_transformers(kernels, width):
     x, angles = numbers(30, 6, width), torch.randn(30, width // 2)
     cos, sin = (torch.cat((table, table), dim=-1) for table in (angles.cos(), angles.sin()))
@@ -608,7 +608,7 @@ CAUSAL = [
 ]
 
 
-@pytest.mark.parametrize(("heads", "width"), [(14, 64), (2, 128), (12, 8)])
+@pytest.mark.parametrize(("heads", "width"), [(14, 64), (2, 128), (12, 8), (8, 256)])
 def test_causal_attention_of_many_requests(kernels, heads, width):
     q, (k, v) = numbers(82, heads, width), numbers(4, 2300, width, seed=1).split(2)
     found = kernels.attend(q, k, v, KVSpans(CAUSAL))
@@ -658,7 +658,7 @@ def int8_cache(rows, head_dim, *, heads=4, seed=1):
     return KVCacheLayer(quantized, scales), quantized * scales[..., None]
 
 
-@pytest.mark.parametrize(("heads", "width"), [(14, 64), (2, 128), (12, 8), (6, 40)])
+@pytest.mark.parametrize(("heads", "width"), [(14, 64), (2, 128), (12, 8), (6, 40), (8, 256)])
 def test_attention_to_int8_cache(kernels, heads, width):
     q, (cache, plain) = numbers(82, heads, width) / 2, int8_cache(2300, width)
     found = attend_cached(kernels, q, cache, KVSpans(CAUSAL))
