@@ -166,9 +166,10 @@ def interleaved_axes(text: JsonFields) -> tuple[int, ...]:
         rope.fail("mrope_interleaved", "is false", "Only interleaved M-RoPE is supported.")
     axes = [0] * sum(section)
     for axis in (1, 2):
-        if 3 * section[axis] > len(axes):
+        indices = range(axis, 3 * section[axis], 3)
+        if indices[-1] >= len(axes):
             rope.fail("mrope_section", f"has too many frequencies for one axis, {section[axis]} of {len(axes)}")
-        for index in range(axis, 3 * section[axis], 3):
+        for index in indices:
             axes[index] = axis
     return tuple(axes)
 

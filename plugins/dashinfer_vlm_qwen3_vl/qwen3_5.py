@@ -19,6 +19,7 @@ from dashinfer_vlm_core.text_spec import AttentionSpec, DeltaNetSpec, ExpertsSpe
 from .config import HYBRID_TYPES, Qwen3VLVisionConfig, interleaved_axes, published_spec, vision_config
 
 ATTENTION, DELTA_NET = "full_attention", "linear_attention"
+SUPPORTED = {"attention_bias": False, "attn_output_gate": True, "mlp_only_layers": [], "output_gate_type": "swish"}
 HEAD_DIM = 256
 ATTENTION_INTERVAL = 4
 ROTATED = 0.25
@@ -50,7 +51,7 @@ def read_vision_config(folder: Path) -> Qwen3VLVisionConfig:
 
 def _text_model(config: JsonFields) -> TextModelSpec:
     text = text_fields(config)
-    for name, expected in (("attention_bias", False), ("attn_output_gate", True), ("mlp_only_layers", [])):
+    for name, expected in SUPPORTED.items():
         if text.get(name) not in (None, expected):
             text.fail(name, f"is {text.get(name)!r}", f"Only {expected!r} is supported.")
     mixers: dict[str, AttentionSpec | DeltaNetSpec] = {ATTENTION: _attention(text), DELTA_NET: _delta_net(text)}

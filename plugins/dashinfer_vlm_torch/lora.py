@@ -14,7 +14,7 @@ from dashinfer_vlm_core.concurrency.compute import Executor
 from dashinfer_vlm_core.kernels.types import Kernels, Linear, LMHead, LoraLayer, LoraLayers, LowRank, LowRankPart
 from dashinfer_vlm_core.models.lora import LoraWeights
 from dashinfer_vlm_core.models.lora_weights import Factors, read_factors, read_tensor
-from dashinfer_vlm_core.text_spec import TextModelSpec
+from dashinfer_vlm_core.text_spec import AttentionSpec, TextModelSpec
 
 from .head_order import row_orders
 
@@ -112,17 +112,26 @@ class LoraReader(NamedTuple):
         spec = self.spec
         names = spec.weights
         prefix = names.layer.format(number)
+        mixer = spec.layers[number].mixer
         inner = spec.layers[number].mlp.intermediate_size
 
         def read(*modules: str) -> list[Factors | None]:
             return [self._factors(f"{prefix}.{name}") for name in modules]
 
-        qkv = self._as_loaded(number, read(names.query, names.key, names.value))
-        return LoraLayer(
-            qkv=self._low_rank(qkv, spec.attention.outputs),
-            output=self._low_rank(read(names.output), (spec.hidden_size,)),
+        layer = LoraLayer(
             gate_up=self._low_rank(read(names.gate, names.up), (inner, inner)),
             down=self._low_rank(read(names.down), (spec.hidden_size,)),
+        )
+        if isinstance(mixer, AttentionSpec):
+            qkv = self._as_loaded(number, read(names.query, names.key, names.value))
+            return layer._replace(
+                qkv=self._low_rank(qkv, mixer.outputs), output=self._low_rank(read(names.output), (spec.hidden_size,))
+            )
+        heads = mixer.num_value_heads
+        return layer._replace(
+            qkv=self._low_rank(read(names.delta_qkv, names.delta_z), (mixer.conv_channels, mixer.value_width)),
+            gates=self._low_rank(read(names.delta_beta, names.delta_step), (heads, heads)),
+            output=self._low_rank(read(names.delta_output), (spec.hidden_size,)),
         )
 
     def _as_loaded(self, number: int, factors: Sequence[Factors | None]) -> list[Factors | None]:

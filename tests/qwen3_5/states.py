@@ -9,18 +9,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dashinfer_vlm_core.kernels.quantization import Quantization
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.kernels.types import (
     ForwardBatch,
     Kernels,
     KVSpan,
     KVSpans,
+    LoraRows,
     RecurrentBatch,
     RecurrentStates,
     StateSpan,
 )
+from dashinfer_vlm_core.models.lora import read_lora
 from dashinfer_vlm_core.models.weights import Weights
-from dashinfer_vlm_qwen3_vl import Qwen35
+from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_torch.kv_cache import KVCache
 from dashinfer_vlm_torch.model import TextModel
 
@@ -45,20 +48,33 @@ class Sequences:
         count: number of sequences.
         kernels: the kernels; PyTorch's by default.
         dtype: the model's dtype.
+        cache_dtype: the dtype of keys and values; the model's by default.
+        quantization: how the matrices are quantized.
+        lora: the folder of an adapter.
     """
 
     def __init__(
-        self, folder: Path, count: int = 1, kernels: Kernels | None = None, dtype: torch.dtype = torch.float32
+        self,
+        folder: Path,
+        count: int = 1,
+        *,
+        kernels: Kernels | None = None,
+        dtype: torch.dtype = torch.float32,
+        cache_dtype: torch.dtype | None = None,
+        quantization: Quantization | None = None,
+        lora: Path | None = None,
     ) -> None:
-        spec = Qwen35().load_spec(folder)
-        with Weights(folder, spec.tensor_renames) as weights:
+        spec = load_plugins().load_spec(folder)
+        with Weights(folder, spec.tensor_renames, spec.quantization) as weights:
             self.model = TextModel(
-                weights, spec.text, kernels or TorchKernels("cpu"), device="cpu", dtype=dtype, quantization=None
-            )
+                weights, spec.text, kernels or TorchKernels("cpu"), device="cpu", dtype=dtype,
+                quantization=quantization, cache_dtype=cache_dtype,
+            )  # fmt: skip
+        self.lora = self.model.load_lora(read_lora("adapter", str(lora), spec)).layers if lora else None
         net = spec.text.delta_net
         assert net
         layers, slots = spec.text.num_delta_net_layers, 2 * count
-        self.cache = KVCache(spec.text, count * ROWS, device="cpu", dtype=dtype)
+        self.cache = KVCache(spec.text, count * ROWS, device="cpu", dtype=cache_dtype or dtype)
         self.states = RecurrentStates(
             torch.full((layers, slots, net.conv_width - 1, net.conv_channels), torch.nan, dtype=dtype),
             torch.full((layers, slots, net.num_value_heads, net.key_dim, net.value_dim), torch.nan),
@@ -94,6 +110,8 @@ class Sequences:
         )
         self.batch = ForwardBatch(
             cos, sin, torch.tensor(slots), KVSpans(spans), torch.arange(len(slots)), last, self.cache.pool,
+            cache_scales=self.cache.scales,
+            loras=(LoraRows(self.lora, 0, len(slots), 0, len(slots)),) if self.lora else (),
             recurrent=RecurrentBatch(self.states, tuple(states), []),
         )  # fmt: skip
         x = self.model.embed(torch.cat([step.ids for step in steps]))

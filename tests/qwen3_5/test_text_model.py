@@ -6,9 +6,13 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
+from dashinfer_vlm_core.kernels.quantization import INT4, INT8
 from tests.kernels import load_fastest, needs_native
+from tests.lora_folders import ATTENTION, MLP, merge_lora, write_lora
+from tests.quantized_checkpoints import LAYOUTS, write_quantized
 
 from .states import Sequences, Step
+from .tiny_qwen3_5 import write_checkpoint
 
 IDS = torch.randint(0, 250, (200,), generator=torch.Generator().manual_seed(1))
 
@@ -49,7 +53,7 @@ def test_tokens_of_several_sequences_equal_transformers(folder, expected):
 @pytest.fixture(scope="module")
 def native_model(folder):
     """Return a function that creates sequences in bfloat16 with the C kernels, whose rows are independent."""
-    return lambda count=1: Sequences(folder, count, load_fastest(), torch.bfloat16)
+    return lambda count=1: Sequences(folder, count, kernels=load_fastest(), dtype=torch.bfloat16)
 
 
 @needs_native
@@ -92,3 +96,57 @@ def test_rejected_drafts_leave_no_trace(native_model, accepted, is_decoding):
     for position in range(start + kept, start + kept + 3):
         after = Step(0, IDS[position : position + 1], is_decoding=True)
         assert torch.equal(sequences.run(after), expected.run(after))
+
+
+PUBLISHED_MODULES = r"layers\.\d+\.(self_attn|mlp|linear_attn).*(_proj|_qkv|_z)$"
+"""Those that published checkpoints quantize: all but the projections to beta and the step of the decay."""
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("dense", "awq"),
+        ("dense", "gptq-act-order"),
+        ("dense", "int8"),
+        ("dense", "fp8-block"),
+        ("moe", "int4-asymmetric"),
+        ("moe", "fp8-block"),
+    ],
+)
+def test_quantized_checkpoint_equals_the_dequantized_one(request, tmp_path, name, layout):
+    experts = "fused" if layout == "fp8-block" else "separate"
+    source = request.getfixturevalue(name)
+    written = write_quantized(source, tmp_path, LAYOUTS[layout], modules=PUBLISHED_MODULES, experts=experts)
+    found, expected = (Sequences(folder).logits(IDS[:70], [70]) for folder in (written.quantized, written.twin))
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, Sequences(source).logits(IDS[:70], [70]))
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("options", "least"), [({"quantization": INT8}, 0.97), ({"quantization": INT4}, 0.8), ({}, 0.99)],
+    ids=["int8", "int4", "cache"],
+)  # fmt: skip
+def test_8_and_4_bits_are_close_to_bfloat16(native_model, dense, options, least):
+    cache = None if options else torch.int8
+    model = Sequences(dense, kernels=load_fastest(), dtype=torch.bfloat16, cache_dtype=cache, **options)
+    found = model.logits(IDS, [192, *[1] * 8])
+    expected = Sequences(dense, kernels=load_fastest(), dtype=torch.bfloat16).logits(IDS, [192, *[1] * 8])
+    similarity = torch.cosine_similarity(found, expected, dim=-1).median()
+    assert least < similarity < 1
+
+
+def test_separate_experts_equal_fused_ones(moe, tmp_path):
+    folder = write_checkpoint(tmp_path, moe=True, fused=False)
+    assert torch.equal(Sequences(folder).logits(IDS, [200]), Sequences(moe).logits(IDS, [200]))
+
+
+@pytest.mark.parametrize(
+    "targets", [ATTENTION, MLP, ("in_proj_qkv",), ("in_proj_z", "in_proj_a", "in_proj_b", "out_proj")]
+)
+def test_lora_equals_merged_weights(dense, tmp_path, targets):
+    lora = write_lora(tmp_path / "adapter", dense, targets)
+    merged = Sequences(merge_lora(tmp_path / "merged", dense, lora)).logits(IDS, [128, *[1] * 72])
+    found = Sequences(dense, lora=lora).logits(IDS, [128, *[1] * 72])
+    torch.testing.assert_close(found, merged, rtol=0, atol=5e-4)
+    assert (found - Sequences(dense).logits(IDS, [200])).abs().max() > 0.1

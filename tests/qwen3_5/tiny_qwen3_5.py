@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
@@ -26,10 +27,16 @@ MOE = {
 }
 
 
-def write_checkpoint(folder: Path, *, moe: bool = False, seed: int = 0, **text: Any) -> Path:
-    """Write a random model to `folder`; `text` overrides fields of its text configuration."""
+def write_checkpoint(folder: Path, *, moe: bool = False, seed: int = 0, fused: bool = True, **text: Any) -> Path:
+    """Write a random model to `folder`; `text` overrides fields of its text configuration.
+
+    The weights of the experts of a layer are `fused` in one tensor, as published, or separate, as transformers saves
+    them.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     random_model(moe=moe, seed=seed, **text).save_pretrained(folder)
+    if moe and fused:
+        _fuse_experts(folder / "model.safetensors")
     write_json(folder / "preprocessor_config.json", PATCHES | {"size": IMAGE_SIZE})
     write_json(folder / "video_preprocessor_config.json", PATCHES | {"size": VIDEO_SIZE})
     write_tokenizer(folder)
@@ -96,6 +103,20 @@ def random_model(*, moe: bool, seed: int, **text: Any) -> torch.nn.Module:
     model.generation_config.eos_token_id = [IDS["<|im_end|>"], IDS["<|endoftext|>"]]
     model.generation_config.pad_token_id = IDS["<|endoftext|>"]
     return model
+
+
+def _fuse_experts(file: Path) -> None:
+    tensors = load_file(file)
+    prefixes = {name.partition(".experts.")[0] for name in tensors if ".experts." in name}
+    for prefix in sorted(prefixes):
+        parts = [
+            [tensors.pop(f"{prefix}.experts.{number}.{part}.weight") for number in range(MOE["num_experts"])]
+            for part in ("gate_proj", "up_proj", "down_proj")
+        ]
+        gate, up, down = map(torch.stack, parts)
+        tensors[f"{prefix}.experts.gate_up_proj"] = torch.cat([gate, up], dim=1)
+        tensors[f"{prefix}.experts.down_proj"] = down
+    save_file(tensors, file, {"format": "pt"})
 
 
 def _fill(name: str, weight: torch.Tensor) -> None:
