@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 from dashinfer_vlm_core.decoders import DecoderStats, Token
 from dashinfer_vlm_core.errors import DecoderFailed, QueueFull
+from dashinfer_vlm_core.kernels.delta_net import CHUNK
 
 from .kv_cache import KVAllocation
 from .kv_cache_manager import KVCacheManager, KVCopy
@@ -18,7 +19,7 @@ from .prefill_budget import PrefillBudget
 from .prefix_hash import BLOCK_SIZE
 from .proposer import Draft, DraftProposer, StepCost, count_equal
 from .sequence import ScheduledChunk, SequenceState
-from .state_manager import CHUNK_SIZE, StateManager, checkpoints, last_state, whole_chunks
+from .state_manager import StateManager, checkpoints, last_state, whole_chunks
 
 Outcome: TypeAlias = tuple[Token, ...] | DecoderFailed
 """The tokens that a step adds to a sequence, at least one, or why it failed."""
@@ -226,7 +227,7 @@ class Scheduler:
         free_rows = self._running[sequence].rows - sequence.length
         limit = min(free_rows, sequence.max_tokens - len(sequence.output_ids) - 1)
         if self._states:  # the next multiple is computed exactly, so that its state can be cached
-            limit = min(limit, -sequence.length % CHUNK_SIZE)
+            limit = min(limit, -sequence.length % CHUNK)
         return sequence.proposer.propose(sequence.ids[: sequence.length], max(limit, 0), threshold)
 
     def _append_all(self, chunk: ScheduledChunk, sampled: Sequence[Token]) -> list[Token]:
@@ -316,11 +317,12 @@ class Scheduler:
         waiting = self._without_duplicate_prefills(sequences)
         has_decodes = any(sequence.is_decoding for sequence in self._running)
         budget = self._prefill_budget.tokens(has_decodes=has_decodes)
+        if self._states:  # a whole chunk for the oldest and for the shortest
+            budget = max(budget, CHUNK * min(len(waiting), 2))
         num_scheduled = dict.fromkeys(waiting, 0)
         for sequence in waiting[:1]:
-            half = (budget + 1) // 2
-            num_scheduled[sequence] = _chunk_length(sequence, max(half, CHUNK_SIZE) if self._states else half)
-            budget = max(budget - num_scheduled[sequence], 0)
+            num_scheduled[sequence] = _chunk_length(sequence, (budget + 1) // 2)
+            budget -= num_scheduled[sequence]
         for sequence in sorted(waiting, key=attrgetter("num_pending_tokens")):
             before = num_scheduled[sequence]
             num_scheduled[sequence] = _chunk_length(sequence, before + budget)

@@ -1,5 +1,8 @@
-"""Assign the slots of recurrent states to sequences, and keep some states for later sequences. Pure Python, without
-tensors."""
+"""Assign the slots of recurrent states to sequences, and keep some states for later sequences, without tensors.
+
+Prefill begins at multiples of `CHUNK` only, so that a prompt's chunks, and therefore its bits, do not depend on how it
+is divided into steps.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from dashinfer_vlm_core.decoders import DecodeRequest
+from dashinfer_vlm_core.kernels.delta_net import CHUNK
 
 from .prefix_hash import BLOCK_SIZE, PrefixHash
-
-CHUNK_SIZE = 64
-"""Tokens per chunk of the delta rule. Prefill begins at multiples of it only, so that a prompt's chunks, and therefore
-its bits, do not depend on how it is divided into steps."""
 
 GENERATION_PROMPT_TOKENS = 8
 """The next turn of a conversation may not repeat the last tokens of a prompt, which begin the response: up to seven in
@@ -121,7 +121,7 @@ class StateManager:
         slots.spare = self._take()
         if num_tokens in slots.checkpoints:
             self._cache(slots, num_tokens)
-        elif num_tokens % CHUNK_SIZE == 0 and num_tokens > max(slots.checkpoints, default=0):
+        elif num_tokens % CHUNK == 0 and num_tokens > max(slots.checkpoints, default=0):
             self._uncache(slots.newest)
             slots.newest = self._cache(slots, num_tokens)
 
@@ -133,7 +133,7 @@ class StateManager:
             num_tokens: the number of computed tokens.
             keep: whether its states are valid and may be cached.
         """
-        if keep and num_tokens and num_tokens % CHUNK_SIZE == 0:
+        if keep and num_tokens and num_tokens % CHUNK == 0:
             self._cache(slots, num_tokens)
         for digest in () if keep else slots.added:
             self._uncache(digest)
@@ -171,26 +171,26 @@ class StateManager:
 
 def checkpoints(request: DecodeRequest) -> set[int]:
     """Return the positions in a prompt after which later prompts may differ: after each image or video, and before the
-    response begins; rounded down to a multiple of `CHUNK_SIZE`."""
+    response begins; rounded down to a multiple of `CHUNK`."""
     spans = request.spans
     # A video may have several spans; the first row of an image or video begins a new one.
     ends = [span.stop for span, after in pairwise(spans) if after.row == 0]
     ends += [*(span.stop for span in spans[-1:]), len(request.token_ids) - GENERATION_PROMPT_TOKENS]
-    return {whole_chunks(end) for end in ends if end >= CHUNK_SIZE}
+    return {whole_chunks(end) for end in ends if end >= CHUNK}
 
 
 def whole_chunks(num_tokens: int) -> int:
-    """Round down to a multiple of `CHUNK_SIZE`."""
-    return num_tokens - num_tokens % CHUNK_SIZE
+    """Round down to a multiple of `CHUNK`."""
+    return num_tokens - num_tokens % CHUNK
 
 
 def last_state(prefix: PrefixHash, num_tokens: int, digests: Container[bytes]) -> int:
-    """Return the largest multiple of `CHUNK_SIZE`, at most `num_tokens`, up to which the digest of `prefix` is in
+    """Return the largest multiple of `CHUNK`, at most `num_tokens`, up to which the digest of `prefix` is in
     `digests`; 0 if none is."""
-    positions = range(whole_chunks(num_tokens), 0, -CHUNK_SIZE)
+    positions = range(whole_chunks(num_tokens), 0, -CHUNK)
     return next((position for position in positions if state_digest(prefix, position) in digests), 0)
 
 
 def state_digest(prefix: PrefixHash, num_tokens: int) -> bytes:
-    """Return the digest of the first `num_tokens` tokens, a multiple of `CHUNK_SIZE`."""
+    """Return the digest of the first `num_tokens` tokens, a multiple of `CHUNK`."""
     return prefix.digests[num_tokens // BLOCK_SIZE - 1]

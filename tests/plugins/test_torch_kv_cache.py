@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from dashinfer_vlm_core.decoders import DecodeRequest, Token
 from dashinfer_vlm_core.errors import QueueFull
+from dashinfer_vlm_core.kernels.delta_net import CHUNK
 from dashinfer_vlm_core.media import Grid
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
 from dashinfer_vlm_torch.kv_cache import KVAllocation, KVAllocator, KVCache
@@ -21,7 +22,7 @@ from dashinfer_vlm_torch.prefix_hash import BLOCK_SIZE, PrefixHash
 from dashinfer_vlm_torch.runner import _verify
 from dashinfer_vlm_torch.scheduler import Scheduler
 from dashinfer_vlm_torch.sequence import SequenceState
-from dashinfer_vlm_torch.state_manager import CHUNK_SIZE, NO_STATE
+from dashinfer_vlm_torch.state_manager import NO_STATE
 
 from .oracle import prompt, visual
 
@@ -341,7 +342,7 @@ class Pool:
         decoding = {chunk.sequence for chunk in chunks if chunk.sequence.is_decoding}
         budget = (self.budget + 1) // 2 if decoding else self.budget
         if self.states:
-            budget = max(budget, CHUNK_SIZE)  # the oldest sequence computes a whole chunk
+            budget = max(budget, 2 * CHUNK)  # the oldest and the shortest sequence compute a whole chunk
         assert sum(chunk.stop - chunk.start for chunk in chunks if chunk.sequence not in decoding) <= budget
         assert decoding == {sequence for sequence in self.scheduler._running if sequence.is_decoding}
         if self.states:
@@ -376,8 +377,8 @@ class Pool:
         assert not used & set(targets)
         for chunk in chunks:
             assert chunk.is_decoding == chunk.sequence.is_decoding
-            assert chunk.is_decoding or chunk.start % CHUNK_SIZE == 0
-            assert chunk.needs_logits or chunk.stop % CHUNK_SIZE == 0
+            assert chunk.is_decoding or chunk.start % CHUNK == 0
+            assert chunk.needs_logits or chunk.stop % CHUNK == 0
 
     def check(self):
         """Check the invariants between any two steps."""

@@ -171,14 +171,14 @@ def test_prefill_ends_at_whole_chunks_and_checkpoints():
     assert run(queue, one) == [(0, 64), (64, 256), (256, 320), (320, 374)]
 
 
-def test_each_step_computes_one_chunk_of_the_oldest_at_least():
+def test_oldest_and_shortest_prompt_compute_a_chunk_in_each_step():
     queue = scheduler(prefill_chunk=10)
-    first, second = sequence(1, 150), sequence(2, 30)
-    queue.add(first)
-    queue.add(second)
-    assert [step(queue) for _ in range(2)] == [{first: (0, 64)}, {first: (64, 128)}]
-    assert step(queue) == {first: (128, 150)}
-    assert step(queue) == {first: (150, 151), second: (0, 30)}
+    first, second, third = sequence(1, 150), sequence(2, 90), sequence(3, 30)
+    for one in (first, second, third):
+        queue.add(one)
+    assert step(queue) == {first: (0, 64), third: (0, 30)}
+    assert step(queue) == {first: (64, 128), second: (0, 64), third: (30, 31)}
+    assert step(queue) == {first: (128, 150), second: (64, 90), third: (31, 32)}
 
 
 def test_batch_is_limited_by_slots():

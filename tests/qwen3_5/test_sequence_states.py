@@ -126,6 +126,13 @@ def test_cached_and_batched_equal_alone(folder, requests, expected, how, chunk):
         assert [tokens[0].cached_tokens for tokens in found] == [0, 64, 0, 64, 64, 192, 0, 128, 0, 0]
 
 
+def test_cached_equals_alone_with_8_bit_cache(folder, requests):
+    expected = run_alone(folder, requests, kv_cache_dtype="int8")
+    found, stats = run(folder, requests, kv_cache_dtype="int8")
+    assert_equal(found, expected)
+    assert stats.hits == 5
+
+
 @needs_native
 @pytest.mark.parametrize("how", [one_by_one, at_once])
 def test_c_kernels_compute_the_same_bits_from_cached_states(folder, requests, how):

@@ -172,7 +172,7 @@ async def _canceled(session: Session) -> Check:
     completions = await asyncio.gather(*map(partial(read, session.decoder), requests, limits))
     for _ in range(IDLE_POLLS):
         stats = session.decoder.snapshot()
-        used = stats.running + stats.waiting + stats.kv_used
+        used = stats.running + stats.waiting + stats.kv_used + stats.states_used
         if not used:
             break
         await asyncio.sleep(0.01)
