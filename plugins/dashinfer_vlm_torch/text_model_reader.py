@@ -183,8 +183,9 @@ class TextModelReader(NamedTuple):
         weight = self._matrix(modules, rows, self.spec.hidden_size, changed=self.balances_keys)
         bias = self._biases(modules, rows) if spec.bias else None
         starts = (0, rows[0], rows[0] + rows[1])
-        order = torch.cat([start + part for start, part in zip(starts, row_orders(spec), strict=True)]).to(self.device)
+        order = torch.cat([start + part for start, part in zip(starts, row_orders(spec), strict=True)])
         if not torch.equal(order, order.sort().values):
+            order = order.to(self.device)
             weight = weight.take_rows(order) if isinstance(weight, QuantizedWeight) else weight[order]
             bias = None if bias is None else bias[order]
         if self.balances_keys and not spec.head_norms:
