@@ -25,10 +25,11 @@ from dashinfer_vlm_core.models.qwen2_vl.config import VisionConfig, read_vision_
 from dashinfer_vlm_core.models.qwen2_vl.image_processor import DEFAULT_TOKENS
 from dashinfer_vlm_core.models.spec import ModelSpec
 from dashinfer_vlm_core.plugins import load_plugins
-from dashinfer_vlm_core.text_spec import LayerSpec, MlpSpec, TextModelSpec
+from dashinfer_vlm_core.text_spec import AttentionSpec, LayerSpec, MlpSpec, TextModelSpec
 from dashinfer_vlm_cpu.native import NativeKernels
 from dashinfer_vlm_qwen2_5_vl import config as qwen2_5_vl
 from dashinfer_vlm_qwen3_vl import config as qwen3_vl
+from dashinfer_vlm_qwen3_vl import qwen3_5
 
 BF16 = 2.0
 """Bytes of a weight."""
@@ -109,6 +110,8 @@ def vision_flop(model: Path, patches: int) -> float:
     family = model_type(model)
     if family == qwen2_5_vl.MODEL_TYPE:
         return qwen2_5_vision_flop(qwen2_5_vl.read_vision_config(model), patches)
+    if family in qwen3_vl.HYBRID_TYPES:
+        return qwen3_vision_flop(qwen3_5.read_vision_config(model), patches)
     if family in qwen3_vl.MODEL_TYPES:
         return qwen3_vision_flop(qwen3_vl.read_vision_config(model), patches)
     return qwen2_vision_flop(read_vision_config(model), patches)
@@ -143,10 +146,14 @@ def layer_weights(config: TextModelSpec) -> int:
 def _columns(layer: LayerSpec) -> int:
     """Return the number of weights of a layer that compute one token, divided by the hidden size."""
     mixer, mlp = layer.mixer, layer.mlp
-    mixer_columns = sum(mixer.outputs) + mixer.width
+    if isinstance(mixer, AttentionSpec):
+        columns = sum(mixer.outputs) + mixer.width
+    else:
+        columns = mixer.conv_channels + 2 * mixer.value_width + 2 * mixer.num_value_heads
     if isinstance(mlp, MlpSpec):
-        return mixer_columns + 3 * mlp.intermediate_size
-    return mixer_columns + mlp.num_experts + 3 * mlp.experts_per_token * mlp.intermediate_size
+        return columns + 3 * mlp.intermediate_size
+    inner = mlp.experts_per_token * mlp.intermediate_size + mlp.shared_intermediate_size
+    return columns + mlp.num_experts + bool(mlp.shared_intermediate_size) + 3 * inner
 
 
 def image_patches(model: Path, side: int = 448) -> int:

@@ -14,7 +14,19 @@ import pytest
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from benchmarks import attacks, compare, formats, limits, models, overhead, qwen3_vl, ray_routing, stages, workloads
+from benchmarks import (
+    attacks,
+    compare,
+    formats,
+    limits,
+    models,
+    overhead,
+    qwen3_5,
+    qwen3_vl,
+    ray_routing,
+    stages,
+    workloads,
+)
 from benchmarks.client import Sample
 from benchmarks.model_table import FORMATS, MODELS, model_table
 from benchmarks.report import LIMIT, Ratio, Results, Row
@@ -188,6 +200,18 @@ def test_limits_of_mixture_count_experts_of_one_token():
         vocab_size=151_936, max_position_embeddings=262_144, norm_eps=1e-6, tie_word_embeddings=False,
     )  # fmt: skip
     assert limits.step_bytes(text, packed=False) / 1e9 == pytest.approx(6.083, abs=0.001)
+
+
+def test_limits_count_the_matrices_of_gated_delta_nets(tmp_path):
+    shape = replace(
+        qwen3_5.SHAPES["qwen3.5-0.8b"], hidden=64, inner=96, layers=4, heads=2, kv_heads=1, head_dim=32,
+        sections=(2, 1, 1), key_heads=2, value_heads=4, value_dim=16, vision_width=48, vision_inner=96, vision_layers=1,
+    )  # fmt: skip
+    qwen3_5.write_model(shape, tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    counts = [weight.numel() for name, weight in weights.items() if ".layers." in name and weight.ndim == 2]
+    assert limits.layer_weights(limits.load_spec(tmp_path).text) == sum(counts)
+    assert limits.vision_flop(tmp_path, 64) > 0
 
 
 def test_model_table_of_page_is_current():

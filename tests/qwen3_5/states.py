@@ -83,9 +83,15 @@ class Sequences:
         self.sources = [2 * number for number in range(count)]
         self.batch: ForwardBatch | None = None
 
-    def run(self, *steps: Step) -> Tensor:
-        """Compute the steps in one forward pass, and return the logits of all tokens."""
-        spans, states, slots, positions = [], [], [], []
+    def run(self, *steps: Step, positions: Tensor | None = None, visual: dict[int, Tensor] | None = None) -> Tensor:
+        """Compute the steps in one forward pass, and return the logits of all tokens.
+
+        Args:
+            steps: the steps.
+            positions: [3, tokens] if they are not those of text.
+            visual: the visual tokens that replace those beginning at a row.
+        """
+        spans, states, slots, text_positions = [], [], [], []
         for step in steps:
             sequence, ids = step.sequence, step.ids
             start, first = self.lengths[sequence], len(slots)
@@ -96,11 +102,11 @@ class Sequences:
                     first, len(ids), step.num_drafts, start, source if start else -1, source ^ 1, step.is_decoding
                 )
             )
-            positions += range(start, start + len(ids))
+            text_positions += range(start, start + len(ids))
             slots += range(sequence * ROWS + start, sequence * ROWS + start + len(ids))
             self.lengths[sequence] += len(ids)
             self.sources[sequence] = source ^ 1
-        cos, sin = self.model.rotary(torch.tensor(positions).expand(3, -1))
+        cos, sin = self.model.rotary(torch.tensor(text_positions).expand(3, -1) if positions is None else positions)
         last = KVSpans(
             [
                 KVSpan(span.first_query + query, 1, span.first_key, span.start + query + 1, span.start + query)
@@ -115,6 +121,8 @@ class Sequences:
             recurrent=RecurrentBatch(self.states, tuple(states), []),
         )  # fmt: skip
         x = self.model.embed(torch.cat([step.ids for step in steps]))
+        for row, embedding in (visual or {}).items():
+            x[row : row + len(embedding)] = embedding
         return self.model.logits(self.model.forward(x, self.batch))
 
     def logits(self, ids: Tensor, lengths: Sequence[int], *, sequence: int = 0) -> Tensor:
