@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
@@ -13,12 +14,15 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
+from dashinfer_vlm_core import Engine
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_qwen3_vl import Qwen35
 from dashinfer_vlm_torch.decoder import TorchDecoder
 from tests.kernels import needs_native, selector
 from tests.plugins.oracle import collect, decoding, ids, prompt, text, visual
+from tests.samples import image_url
+from tests.server.conftest import serving
 
 WIDTH = 64
 LISTED = {"logprobs": 5, "max_tokens": 12, "ignore_eos": True}
@@ -184,6 +188,27 @@ def test_completions_are_equal_under_memory_pressure(folder, requests):
         found, stats = run(folder, longer, how=at_once, kv_cache_mib=1, prefix_cache=caching)
         assert_equal(found, expected)
         assert stats.preemptions > 1
+
+
+def test_second_turn_of_a_chat_finds_its_states(folder):
+    image = {"type": "image_url", "image_url": {"url": image_url(192, 192)}}
+    messages = [{"role": "user", "content": [image, {"type": "text", "text": "What is on the left of the tree?"}]}]
+    with Engine(EngineConfig(model=str(folder), dtype="float32")) as engine, serving(engine) as server:
+        first = chat(engine, messages, max_tokens=90)
+        messages += [{"role": "assistant", "content": first.choices[0].message.content}]
+        second = chat(engine, [*messages, {"role": "user", "content": "And on the right?"}], max_tokens=1)
+        with server.http() as client:
+            metrics = client.get("/metrics").text
+    assert second.usage.prompt_tokens_details.cached_tokens >= 64
+    for name, value in {"prefix_cache_hits_total": 1, "recurrent_states_used": 0}.items():
+        assert f"dashinfer_vlm_{name} {value:.1f}" in metrics
+    cached = re.search(r"^dashinfer_vlm_recurrent_states_cached (\d+)", metrics, re.MULTILINE)
+    assert cached
+    assert int(cached[1]) >= 2
+
+
+def chat(engine, messages, **fields):
+    return engine.chat({"messages": messages, "temperature": 0, "ignore_eos": True, **fields})
 
 
 # Drafts
