@@ -15,6 +15,7 @@ from dashinfer_vlm_core.models.qwen2_vl.config import (
 )
 from dashinfer_vlm_core.models.spec import ModelSpec
 from dashinfer_vlm_core.text_spec import AttentionSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, MlpSpec, TextModelSpec
+from dashinfer_vlm_core.tokenization.conversation import QWEN_XML
 
 from .config import HYBRID_TYPES, Qwen3VLVisionConfig, interleaved_axes, published_spec, vision_config
 
@@ -34,7 +35,8 @@ def read_spec(folder: Path) -> ModelSpec:
             feature.
     """
     config = read_config(folder, *HYBRID_TYPES)
-    return published_spec(config, _text_model(config), read_vision_config(folder))
+    spec = published_spec(config, _text_model(config), read_vision_config(folder))
+    return replace(spec, conversation=QWEN_XML)
 
 
 def read_vision_config(folder: Path) -> Qwen3VLVisionConfig:
