@@ -20,8 +20,6 @@ from .config import HYBRID_TYPES, Qwen3VLVisionConfig, interleaved_axes, publish
 
 ATTENTION, DELTA_NET = "full_attention", "linear_attention"
 SUPPORTED = {"attention_bias": False, "attn_output_gate": True, "mlp_only_layers": [], "output_gate_type": "swish"}
-PREDICTION = (r"^mtp\..*", "")
-"""The tensors of the head that predicts several tokens are ignored."""
 HEAD_DIM = 256
 ATTENTION_INTERVAL = 4
 ROTATED = 0.25
@@ -36,8 +34,7 @@ def read_spec(folder: Path) -> ModelSpec:
             feature.
     """
     config = read_config(folder, *HYBRID_TYPES)
-    spec = published_spec(config, _text_model(config), read_vision_config(folder))
-    return replace(spec, tensor_renames=(*spec.tensor_renames, PREDICTION))
+    return published_spec(config, _text_model(config), read_vision_config(folder))
 
 
 def read_vision_config(folder: Path) -> Qwen3VLVisionConfig:
