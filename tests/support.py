@@ -20,7 +20,7 @@ from dashinfer_vlm_core import __version__
 PAGE = Path(__file__).parent.parent / "docs" / "support.md"
 PROPERTY = "supports"
 
-FAMILIES = {"qwen2_vl": "Qwen2-VL", "qwen2_5_vl": "Qwen2.5-VL", "qwen3_vl": "Qwen3-VL"}
+FAMILIES = {"qwen2_vl": "Qwen2-VL", "qwen2_5_vl": "Qwen2.5-VL", "qwen3_vl": "Qwen3-VL", "qwen3_5": "Qwen3.5"}
 BACKENDS = {
     "torch-cpu": "PyTorch, CPU",
     "torch-cuda": "PyTorch, CUDA",

@@ -134,7 +134,7 @@ def _text_config(size: Size, default: Any) -> dict[str, Any]:
     columns = int(head_dim * rotary.get("partial_rotary_factor", 1))
     side = 5 * columns // 32  # published models of 128: 24, 20, 20
     sections = [columns // 2 - 2 * side, side, side]
-    options = {
+    options: dict[str, Any] = {
         "num_experts": EXPERTS,
         "num_local_experts": EXPERTS,
         "num_experts_per_tok": CHOSEN_EXPERTS,
@@ -142,13 +142,13 @@ def _text_config(size: Size, default: Any) -> dict[str, Any]:
         "shared_expert_intermediate_size": size.inner // CHOSEN_EXPERTS,
         "linear_num_key_heads": size.kv_heads,
         "linear_num_value_heads": size.heads,
-        "linear_key_head_dim": head_dim,
-        "linear_value_head_dim": head_dim,
+        "linear_key_head_dim": size.hidden // 16,
+        "linear_value_head_dim": size.hidden // 16,
     }
     if hasattr(default, "linear_num_key_heads"):
+        interval = min(4, size.layers - 1)
         options["layer_types"] = [
-            "full_attention" if number % 4 == min(3, size.layers - 1) else "linear_attention"
-            for number in range(size.layers)
+            "linear_attention" if number % interval else "full_attention" for number in range(size.layers)
         ]
     return {
         "vocab_size": size.vocabulary,
