@@ -303,7 +303,7 @@ class Scheduler:
 
     def _free(self, sequence: SequenceState, *, keep: bool) -> None:
         if self._states and sequence.state_slots:
-            self._states.free(sequence.state_slots, sequence.num_computed_tokens, keep=keep)
+            self._states.free(sequence.state_slots, keep=keep)
             sequence.state_slots = None
         self._kv_cache_manager.free(self._running.pop(sequence), keep=keep)
         sequence.allocation = None

@@ -34,7 +34,8 @@ class StateSlots:
         prefix: the content of the sequence.
         prompt_length: tokens of its prompt.
         checkpoints: increasing positions in the prompt after which the state is kept.
-        current: the slot with the state after all computed tokens. If it is cached, others may read it too.
+        current: the slot with the state after `num_tokens` tokens. If it is cached, others may read it too.
+        num_tokens: all computed tokens, or fewer if the sequence ends within a draft.
         spare: the slot that the next step writes.
         added: digests of the states that it added to the cache.
         newest: the one of them after all checkpoints; empty if there is none.
@@ -44,6 +45,7 @@ class StateSlots:
     prompt_length: int
     checkpoints: tuple[int, ...]
     current: int = NO_STATE
+    num_tokens: int = 0
     spare: int = NO_STATE
     added: set[bytes]
     newest: bytes = b""
@@ -122,7 +124,7 @@ class StateManager:
         """Continue from the cached state after `num_tokens`, a number that `usable_tokens` returned."""
         digest = slots.prefix.digest(num_tokens)
         self._release(slots.current)
-        slots.current = self._cached[digest].slot
+        slots.current, slots.num_tokens = self._cached[digest]
         self._num_users[slots.current] += 1
         self._cached.move_to_end(digest)
 
@@ -136,34 +138,38 @@ class StateManager:
         """
         self._release(slots.current)
         slots.current = slots.spare
+        slots.num_tokens = num_tokens
         slots.spare = self._take()
         if num_tokens in slots.checkpoints:
-            self._cache(slots, num_tokens)
+            self._cache(slots)
         elif num_tokens % CHUNK == 0 and num_tokens > max(slots.checkpoints, default=0):
             self._uncache(slots.newest)
-            slots.newest = self._cache(slots, num_tokens)
+            slots.newest = self._cache(slots)
 
-    def free(self, slots: StateSlots, num_tokens: int, *, keep: bool) -> None:
+    def free(self, slots: StateSlots, *, keep: bool) -> None:
         """Free the slots of a sequence, and cache its last state: the next turn of a conversation may continue from it.
 
         Args:
             slots: slots that are in use.
-            num_tokens: the number of computed tokens.
             keep: whether its states are valid and may be cached.
         """
-        if keep and num_tokens >= CHUNK and (num_tokens % CHUNK == 0 or num_tokens > slots.prompt_length):
-            self._cache(slots, num_tokens)
+        if (
+            keep
+            and slots.num_tokens >= CHUNK
+            and (slots.num_tokens % CHUNK == 0 or slots.num_tokens > slots.prompt_length)
+        ):
+            self._cache(slots)
         for digest in () if keep else slots.added:
             self._uncache(digest)
         self._release(slots.current)
         self._release(slots.spare)
 
-    def _cache(self, slots: StateSlots, num_tokens: int) -> bytes:
+    def _cache(self, slots: StateSlots) -> bytes:
         """Cache the current state; returns its digest, or nothing if it is cached already."""
-        digest = slots.prefix.digest(num_tokens)
+        digest = slots.prefix.digest(slots.num_tokens)
         if not self._caching or digest in self._cached:
             return b""
-        self._cached[digest] = CachedState(slots.current, num_tokens)
+        self._cached[digest] = CachedState(slots.current, slots.num_tokens)
         self._num_users[slots.current] += 1
         slots.added.add(digest)
         return digest

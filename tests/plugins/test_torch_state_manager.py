@@ -9,6 +9,7 @@ import pytest
 from dashinfer_vlm_core.decoders import Token
 from dashinfer_vlm_core.errors import DecoderFailed
 from dashinfer_vlm_torch.prefix_hash import PrefixHash
+from dashinfer_vlm_torch.proposer import Draft
 from dashinfer_vlm_torch.scheduler import Scheduler
 from dashinfer_vlm_torch.sequence import SequenceState
 from dashinfer_vlm_torch.state_manager import NO_STATE, StateManager, checkpoints
@@ -44,7 +45,7 @@ def test_steps_alternate_between_two_slots():
         states.advance(slots, position)
         assert slots.current == written[-1] != slots.spare
     assert written in ([0, 1, 0, 1], [1, 0, 1, 0])
-    states.free(slots, 4, keep=True)
+    states.free(slots, keep=True)
     assert (states.used, states.cached) == (0, 0)
 
 
@@ -73,13 +74,13 @@ def test_checkpoint_is_dropped_if_sequences_need_all_slots():
 def test_least_recently_used_state_is_evicted():
     states = StateManager(5, caching=True)
     for content in (1, 2, 3):
-        states.free(compute(states, prompt(content, 100), steps=[64], at=[64]), 64, keep=True)
+        states.free(compute(states, prompt(content, 100), steps=[64], at=[64]), keep=True)
     reader = states.allocate(SHORT, PrefixHash(prompt(1, 100)), set(), 64)
-    states.free(reader, 64, keep=True)
+    states.free(reader, keep=True)
     compute(states, prompt(4, 100), steps=[1, 2])
     other = compute(states, prompt(5, 100), steps=[1])
     assert [found(states, prompt(content, 100)) for content in (1, 2, 3)] == [64, 0, 0]
-    states.free(other, 1, keep=True)
+    states.free(other, keep=True)
 
 
 def test_state_is_not_evicted_while_it_is_read():
@@ -110,7 +111,7 @@ def test_state_of_another_sequence_is_not_dropped_with_the_newest():
 def test_last_state_of_sequence_is_kept_if_valid(position, keep, usable):
     states = StateManager(9, caching=True)
     slots = compute(states, prompt(1, 300), steps=[64, position], at=[64, 192])
-    states.free(slots, position, keep=keep)
+    states.free(slots, keep=keep)
     assert (states.used, found(states, prompt(1, 300))) == (0, usable)
 
 
@@ -121,7 +122,7 @@ def test_state_at_the_end_of_a_prompt_is_not_kept():
     slots = states.allocate(request, PrefixHash(request), set(), 0)
     for position in (64, 100):
         states.advance(slots, position)
-    states.free(slots, 100, keep=True)
+    states.free(slots, keep=True)
     assert found(states, prompt(1, 130)) == 64
 
 
@@ -135,7 +136,7 @@ def test_states_are_found_by_content_and_salt():
 
 def test_nothing_is_cached_without_prefix_cache():
     states = StateManager(4, caching=False)
-    states.free(compute(states, prompt(1, 100), steps=[64], at=[64]), 64, keep=True)
+    states.free(compute(states, prompt(1, 100), steps=[64], at=[64]), keep=True)
     assert (states.used, states.cached) == (0, 0)
 
 
@@ -271,6 +272,18 @@ def test_state_after_drafts_is_that_of_the_computed_tokens():
             assert {state.num_tokens for state in queue._states._cached.values()} <= {64, 128}
     assert longest > 1
     assert queue._states.usable_tokens(one.prefix, 139) == 139
+
+
+def test_state_before_a_draft_is_kept_if_the_sequence_ends_within_it():
+    queue = scheduler(speculative=True)
+    one = sequence(1, 100, max_tokens=60)
+    queue.add(one)
+    step(queue)  # up to a checkpoint
+    step(queue)
+    chunks = [chunk._replace(draft=Draft((5, 95, 5))) for chunk in queue.schedule().chunks]
+    queue.update(chunks, {one: tuple(Token(id=token) for token in (5, 95, 5, 5))})
+    assert len(one.output_ids) == 3
+    assert queue._states.usable_tokens(one.prefix, 102) == 64
 
 
 def test_states_of_failed_sequence_are_not_cached():
