@@ -19,7 +19,7 @@ from torch import Tensor
 from .types import DeltaInputs, DeltaNet, RecurrentBatch, RecurrentStates, StateSpan
 
 CHUNK = 64
-"""Tokens of a chunk; chunks begin at multiples of this in their sequence."""
+"""Tokens of a chunk; chunks end at multiples of this in their sequence."""
 
 EPSILON = 1e-6
 """Added to the squared length of queries and keys."""
@@ -97,8 +97,11 @@ def _advance(net: DeltaNet, number: int, inputs: DeltaInputs, batch: RecurrentBa
 def _mix_chunks(net: DeltaNet, inputs: DeltaInputs, span: StateSpan, mixed: Tensor, state: RecurrentStates) -> None:
     """Compute the tokens of a span before its drafts, and change its state in place."""
     stop = span.first_token + _num_chunked(span)
-    for start in range(span.first_token, stop, CHUNK):
-        rows = slice(start, min(start + CHUNK, stop))
+    start = span.first_token
+    while start < stop:
+        position = span.start + start - span.first_token
+        rows = slice(start, min(start + CHUNK - position % CHUNK, stop))
+        start = rows.stop
         count = rows.stop - rows.start
         padding = (0, 0, 0, CHUNK - count)
         part = DeltaInputs(*(torch.nn.functional.pad(part[rows], padding) for part in inputs))

@@ -352,8 +352,7 @@ class StateSpan(NamedTuple):
         first_token: row of the first token.
         num_tokens: number of tokens.
         num_drafts: the number of these, at the end, that may be rejected.
-        start: index in the sequence of the first token. At 0, the state begins with zeros. Without `is_decoding`, a
-            multiple of `delta_net.CHUNK`.
+        start: index in the sequence of the first token. At 0, the state begins with zeros.
         source: the slot with the state before the first token; -1 at 0.
         target: the slot for the state after the last token, not `source`.
         is_decoding: whether all tokens are computed one by one, and not only the drafts.

@@ -19,7 +19,7 @@ from .prefill_budget import PrefillBudget
 from .prefix_hash import BLOCK_SIZE
 from .proposer import Draft, DraftProposer, StepCost, count_equal
 from .sequence import ScheduledChunk, SequenceState
-from .state_manager import StateManager, checkpoints, last_state, whole_chunks
+from .state_manager import StateManager, last_state, whole_chunks
 
 Outcome: TypeAlias = tuple[Token, ...] | DecoderFailed
 """The tokens that a step adds to a sequence, at least one, or why it failed."""
@@ -226,8 +226,6 @@ class Scheduler:
         assert sequence.proposer
         free_rows = self._running[sequence].rows - sequence.length
         limit = min(free_rows, sequence.max_tokens - len(sequence.output_ids) - 1)
-        if self._states:  # the next multiple is computed exactly, so that its state can be cached
-            limit = min(limit, -sequence.length % CHUNK)
         return sequence.proposer.propose(sequence.ids[: sequence.length], max(limit, 0), threshold)
 
     def _append_all(self, chunk: ScheduledChunk, sampled: Sequence[Token]) -> list[Token]:
@@ -276,8 +274,10 @@ class Scheduler:
             self._running[sequence] = sequence.allocation = allocation
             if self._states:
                 # Where an earlier prompt differed, later ones may differ too.
-                positions = checkpoints(sequence.request) | {whole_chunks(allocation.num_matched_tokens)}
-                sequence.state_slots = self._states.allocate(sequence.prefix, positions, allocation.num_computed_tokens)
+                positions = {whole_chunks(allocation.num_matched_tokens)}
+                sequence.state_slots = self._states.allocate(
+                    sequence.request, sequence.prefix, positions, allocation.num_computed_tokens
+                )
             if not sequence.output_ids:
                 sequence.num_cached_tokens = min(allocation.num_computed_tokens, sequence.num_cached_tokens) + max(
                     allocation.num_computed_tokens - sequence.num_cached_tokens - sequence.num_preempted_tokens, 0
@@ -303,7 +303,7 @@ class Scheduler:
 
     def _free(self, sequence: SequenceState, *, keep: bool) -> None:
         if self._states and sequence.state_slots:
-            self._states.free(sequence.state_slots, sequence.num_computed_tokens, keep=keep)
+            self._states.free(sequence.state_slots, keep=keep)
             sequence.state_slots = None
         self._kv_cache_manager.free(self._running.pop(sequence), keep=keep)
         sequence.allocation = None

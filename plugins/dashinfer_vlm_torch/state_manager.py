@@ -1,7 +1,8 @@
 """Assign the slots of recurrent states to sequences, and keep some states for later sequences, without tensors.
 
-Prefill begins at multiples of `CHUNK` only, so that a prompt's chunks, and therefore its bits, do not depend on how it
-is divided into steps.
+The states of prompts are kept at multiples of `CHUNK` only, where steps of a prefill end too. Therefore a prompt's
+chunks, and its bits, do not depend on how it is divided into steps, nor on what was cached. The end of an output can be
+anywhere, since decoding computes other bits anyway.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from collections import OrderedDict
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from dashinfer_vlm_core.decoders import DecodeRequest
 from dashinfer_vlm_core.kernels.delta_net import CHUNK
 
-from .prefix_hash import BLOCK_SIZE, PrefixHash
+from .prefix_hash import PrefixHash
 
 GENERATION_PROMPT_TOKENS = 8
 """The next turn of a conversation may not repeat the last tokens of a prompt, which begin the response: up to seven in
@@ -30,16 +32,20 @@ class StateSlots:
 
     Attributes:
         prefix: the content of the sequence.
+        prompt_length: tokens of its prompt.
         checkpoints: increasing positions in the prompt after which the state is kept.
-        current: the slot with the state after all computed tokens. If it is cached, others may read it too.
+        current: the slot with the state after `num_tokens` tokens. If it is cached, others may read it too.
+        num_tokens: all computed tokens, or fewer if the sequence ends within a draft.
         spare: the slot that the next step writes.
         added: digests of the states that it added to the cache.
         newest: the one of them after all checkpoints; empty if there is none.
     """
 
     prefix: PrefixHash
+    prompt_length: int
     checkpoints: tuple[int, ...]
     current: int = NO_STATE
+    num_tokens: int = 0
     spare: int = NO_STATE
     added: set[bytes]
     newest: bytes = b""
@@ -58,10 +64,17 @@ class StateSlots:
 
     def digests_to_come(self, num_tokens: int) -> list[bytes]:
         """Return the digests of the checkpoints after `num_tokens`."""
-        return [state_digest(self.prefix, position) for position in self._following_checkpoints(num_tokens)]
+        return [self.prefix.digest(position) for position in self._following_checkpoints(num_tokens)]
 
     def _following_checkpoints(self, num_tokens: int) -> Iterator[int]:
         return (position for position in self.checkpoints if position > num_tokens)
+
+
+class CachedState(NamedTuple):
+    """A slot with the state after `num_tokens` tokens."""
+
+    slot: int
+    num_tokens: int
 
 
 class StateManager:
@@ -77,7 +90,7 @@ class StateManager:
         self._caching = caching
         self._free = list(range(slots))
         self._num_users = [0] * slots
-        self._cached: OrderedDict[bytes, int] = OrderedDict()  # by the digest of the prefix
+        self._cached: OrderedDict[bytes, CachedState] = OrderedDict()  # by the digest of the prefix
 
     @property
     def used(self) -> int:
@@ -90,11 +103,18 @@ class StateManager:
 
     def usable_tokens(self, prefix: PrefixHash, num_tokens: int) -> int:
         """Return the number of leading tokens, at most `num_tokens`, after which the state is cached; 0 if none is."""
-        return last_state(prefix, num_tokens, self._cached)
+        lengths = {state.num_tokens for state in self._cached.values() if state.num_tokens <= num_tokens}
+        return next((length for length in sorted(lengths, reverse=True) if prefix.digest(length) in self._cached), 0)
 
-    def allocate(self, prefix: PrefixHash, checkpoints: set[int], num_tokens: int) -> StateSlots:
-        """Allocate slots for a sequence, which continues after `num_tokens`; see `restore`."""
-        slots = StateSlots(prefix=prefix, checkpoints=tuple(sorted(checkpoints)), added=set())
+    def allocate(self, request: DecodeRequest, prefix: PrefixHash, positions: set[int], num_tokens: int) -> StateSlots:
+        """Allocate slots for a sequence, which continues after `num_tokens`; see `restore`. Its checkpoints are those
+        of the request, and `positions`."""
+        slots = StateSlots(
+            prefix=prefix,
+            prompt_length=len(request.token_ids),
+            checkpoints=tuple(sorted(checkpoints(request) | positions)),
+            added=set(),
+        )
         if num_tokens:
             self.restore(slots, num_tokens)
         slots.spare = self._take()
@@ -102,9 +122,9 @@ class StateManager:
 
     def restore(self, slots: StateSlots, num_tokens: int) -> None:
         """Continue from the cached state after `num_tokens`, a number that `usable_tokens` returned."""
-        digest = state_digest(slots.prefix, num_tokens)
+        digest = slots.prefix.digest(num_tokens)
         self._release(slots.current)
-        slots.current = self._cached[digest]
+        slots.current, slots.num_tokens = self._cached[digest]
         self._num_users[slots.current] += 1
         self._cached.move_to_end(digest)
 
@@ -118,45 +138,49 @@ class StateManager:
         """
         self._release(slots.current)
         slots.current = slots.spare
+        slots.num_tokens = num_tokens
         slots.spare = self._take()
         if num_tokens in slots.checkpoints:
-            self._cache(slots, num_tokens)
+            self._cache(slots)
         elif num_tokens % CHUNK == 0 and num_tokens > max(slots.checkpoints, default=0):
             self._uncache(slots.newest)
-            slots.newest = self._cache(slots, num_tokens)
+            slots.newest = self._cache(slots)
 
-    def free(self, slots: StateSlots, num_tokens: int, *, keep: bool) -> None:
-        """Free the slots of a sequence.
+    def free(self, slots: StateSlots, *, keep: bool) -> None:
+        """Free the slots of a sequence, and cache its last state: the next turn of a conversation may continue from it.
 
         Args:
             slots: slots that are in use.
-            num_tokens: the number of computed tokens.
             keep: whether its states are valid and may be cached.
         """
-        if keep and num_tokens and num_tokens % CHUNK == 0:
-            self._cache(slots, num_tokens)
+        if (
+            keep
+            and slots.num_tokens >= CHUNK
+            and (slots.num_tokens % CHUNK == 0 or slots.num_tokens > slots.prompt_length)
+        ):
+            self._cache(slots)
         for digest in () if keep else slots.added:
             self._uncache(digest)
         self._release(slots.current)
         self._release(slots.spare)
 
-    def _cache(self, slots: StateSlots, num_tokens: int) -> bytes:
+    def _cache(self, slots: StateSlots) -> bytes:
         """Cache the current state; returns its digest, or nothing if it is cached already."""
-        digest = state_digest(slots.prefix, num_tokens)
+        digest = slots.prefix.digest(slots.num_tokens)
         if not self._caching or digest in self._cached:
             return b""
-        self._cached[digest] = slots.current
+        self._cached[digest] = CachedState(slots.current, slots.num_tokens)
         self._num_users[slots.current] += 1
         slots.added.add(digest)
         return digest
 
     def _uncache(self, digest: bytes) -> None:
         if digest in self._cached:
-            self._release(self._cached.pop(digest))
+            self._release(self._cached.pop(digest).slot)
 
     def _take(self) -> int:
         if not self._free:
-            self._uncache(next(digest for digest, slot in self._cached.items() if self._num_users[slot] == 1))
+            self._uncache(next(digest for digest, state in self._cached.items() if self._num_users[state.slot] == 1))
         slot = self._free.pop()
         self._num_users[slot] += 1
         return slot
@@ -188,9 +212,4 @@ def last_state(prefix: PrefixHash, num_tokens: int, digests: Container[bytes]) -
     """Return the largest multiple of `CHUNK`, at most `num_tokens`, up to which the digest of `prefix` is in
     `digests`; 0 if none is."""
     positions = range(whole_chunks(num_tokens), 0, -CHUNK)
-    return next((position for position in positions if state_digest(prefix, position) in digests), 0)
-
-
-def state_digest(prefix: PrefixHash, num_tokens: int) -> bytes:
-    """Return the digest of the first `num_tokens` tokens, a multiple of `CHUNK`."""
-    return prefix.digests[num_tokens // BLOCK_SIZE - 1]
+    return next((position for position in positions if prefix.digest(position) in digests), 0)

@@ -372,12 +372,11 @@ class Pool:
         """Check that a step writes each slot once and changes none that is read, and that prefills are cut at whole
         chunks."""
         targets = [chunk.target for chunk in chunks]
-        used = {chunk.source for chunk in chunks} | set(self.scheduler._states._cached.values())
+        used = {chunk.source for chunk in chunks} | {state.slot for state in self.scheduler._states._cached.values()}
         assert len(set(targets)) == len(targets)
         assert not used & set(targets)
         for chunk in chunks:
             assert chunk.is_decoding == chunk.sequence.is_decoding
-            assert chunk.is_decoding or chunk.start % CHUNK == 0
             assert chunk.needs_logits or chunk.stop % CHUNK == 0
 
     def check(self):
@@ -385,7 +384,8 @@ class Pool:
         if self.states:
             states = self.scheduler._states
             slots = [sequence.state_slots for sequence in self.scheduler._running]
-            users = [*states._cached.values(), *(slot for each in slots for slot in (each.current, each.spare))]
+            users = [state.slot for state in states._cached.values()]
+            users += [slot for each in slots for slot in (each.current, each.spare)]
             assert states._num_users == [users.count(slot) for slot in range(len(self.states))]
             assert sorted(states._free) == [slot for slot in range(len(self.states)) if slot not in users]
         memory = self.scheduler._kv_cache_manager

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 
 from dashinfer_vlm_core.decoders import Token
 from dashinfer_vlm_core.errors import DecoderFailed
 from dashinfer_vlm_torch.prefix_hash import PrefixHash
+from dashinfer_vlm_torch.proposer import Draft
 from dashinfer_vlm_torch.scheduler import Scheduler
 from dashinfer_vlm_torch.sequence import SequenceState
 from dashinfer_vlm_torch.state_manager import NO_STATE, StateManager, checkpoints
 
 from .oracle import prompt, text, visual
 
+SHORT = prompt(0, 10)
+"""A prompt without checkpoints of its own."""
+
 
 def compute(states, request, *, steps, at=()):
     """Run a sequence that is at the position of each step after it, with checkpoints at `at`; return its slots."""
-    slots = states.allocate(PrefixHash(request), set(at), 0)
+    slots = states.allocate(SHORT, PrefixHash(request), set(at), 0)
     for position in steps:
         states.advance(slots, position)
     return slots
@@ -34,7 +37,7 @@ def found(states, request):
 
 def test_steps_alternate_between_two_slots():
     states = StateManager(2, caching=True)
-    slots = states.allocate(PrefixHash(prompt(1, 10)), set(), 0)
+    slots = states.allocate(SHORT, PrefixHash(prompt(1, 10)), set(), 0)
     assert slots.current == NO_STATE
     written = []
     for position in range(1, 5):
@@ -42,7 +45,7 @@ def test_steps_alternate_between_two_slots():
         states.advance(slots, position)
         assert slots.current == written[-1] != slots.spare
     assert written in ([0, 1, 0, 1], [1, 0, 1, 0])
-    states.free(slots, 4, keep=True)
+    states.free(slots, keep=True)
     assert (states.used, states.cached) == (0, 0)
 
 
@@ -50,7 +53,7 @@ def test_cached_state_is_read_by_many_and_never_written():
     states = StateManager(9, caching=True)
     first = compute(states, prompt(1, 100), steps=[64], at=[64])
     cached = first.current
-    readers = [states.allocate(PrefixHash(prompt(1, 100)), set(), 64) for _ in range(3)]
+    readers = [states.allocate(SHORT, PrefixHash(prompt(1, 100)), set(), 64) for _ in range(3)]
     assert {slots.current for slots in readers} == {cached}
     assert len({slots.spare for slots in (first, *readers)} | {cached}) == 5
     for slots in (first, *readers):
@@ -71,19 +74,19 @@ def test_checkpoint_is_dropped_if_sequences_need_all_slots():
 def test_least_recently_used_state_is_evicted():
     states = StateManager(5, caching=True)
     for content in (1, 2, 3):
-        states.free(compute(states, prompt(content, 100), steps=[64], at=[64]), 64, keep=True)
-    reader = states.allocate(PrefixHash(prompt(1, 100)), set(), 64)
-    states.free(reader, 64, keep=True)
+        states.free(compute(states, prompt(content, 100), steps=[64], at=[64]), keep=True)
+    reader = states.allocate(SHORT, PrefixHash(prompt(1, 100)), set(), 64)
+    states.free(reader, keep=True)
     compute(states, prompt(4, 100), steps=[1, 2])
     other = compute(states, prompt(5, 100), steps=[1])
     assert [found(states, prompt(content, 100)) for content in (1, 2, 3)] == [64, 0, 0]
-    states.free(other, 1, keep=True)
+    states.free(other, keep=True)
 
 
 def test_state_is_not_evicted_while_it_is_read():
     states = StateManager(4, caching=True)
     first = compute(states, prompt(1, 200), steps=[64], at=[64])
-    reader = states.allocate(PrefixHash(prompt(1, 200)), set(), 64)
+    reader = states.allocate(SHORT, PrefixHash(prompt(1, 200)), set(), 64)
     states.advance(first, 128)  # its state is used more recently, but only by the cache after the next step
     states.advance(first, 129)
     assert found(states, prompt(1, 200)) == 64
@@ -104,12 +107,23 @@ def test_state_of_another_sequence_is_not_dropped_with_the_newest():
     assert (states.cached, found(states, prompt(1, 190))) == (3, 128)
 
 
-@pytest.mark.parametrize(("position", "keep", "usable"), [(128, True, 128), (127, True, 64), (128, False, 0)])
-def test_state_of_removed_sequence_is_kept_if_valid(position, keep, usable):
+@pytest.mark.parametrize(("position", "keep", "usable"), [(128, True, 128), (131, True, 131), (128, False, 0)])
+def test_last_state_of_sequence_is_kept_if_valid(position, keep, usable):
     states = StateManager(9, caching=True)
     slots = compute(states, prompt(1, 300), steps=[64, position], at=[64, 192])
-    states.free(slots, position, keep=keep)
+    states.free(slots, keep=keep)
     assert (states.used, found(states, prompt(1, 300))) == (0, usable)
+
+
+def test_state_at_the_end_of_a_prompt_is_not_kept():
+    """It has other bits than that of a longer prompt, which would not be cut there."""
+    states = StateManager(9, caching=True)
+    request = prompt(1, 100)
+    slots = states.allocate(request, PrefixHash(request), set(), 0)
+    for position in (64, 100):
+        states.advance(slots, position)
+    states.free(slots, keep=True)
+    assert found(states, prompt(1, 130)) == 64
 
 
 def test_states_are_found_by_content_and_salt():
@@ -122,7 +136,7 @@ def test_states_are_found_by_content_and_salt():
 
 def test_nothing_is_cached_without_prefix_cache():
     states = StateManager(4, caching=False)
-    states.free(compute(states, prompt(1, 100), steps=[64], at=[64]), 64, keep=True)
+    states.free(compute(states, prompt(1, 100), steps=[64], at=[64]), keep=True)
     assert (states.used, states.cached) == (0, 0)
 
 
@@ -188,14 +202,14 @@ def test_batch_is_limited_by_slots():
     assert (queue.stats.running, queue.stats.waiting, queue.stats.states_size) == (2, 1, 5)
 
 
-def test_next_turn_continues_from_newest_state():
+def test_next_turn_continues_from_the_end_of_the_output():
     queue = scheduler()
     turn = sequence(1, 90, max_tokens=50)
     run(queue, turn)
-    assert queue.stats.states_cached == 2
+    assert queue.stats.states_cached == 3
     ids = [*turn.ids[:139].tolist(), *prompt(3, 30).token_ids.tolist()]
-    assert run(queue, SequenceState(text(*ids, max_tokens=1), stop=())) == [(128, 169)]
-    assert (queue.stats.hits, queue.stats.cached_tokens) == (1, 128)
+    assert run(queue, SequenceState(text(*ids, max_tokens=1), stop=())) == [(139, 169)]
+    assert (queue.stats.hits, queue.stats.cached_tokens) == (1, 139)
 
 
 def test_state_is_kept_where_an_earlier_prompt_differed():
@@ -228,7 +242,7 @@ def test_prompt_does_not_wait_for_tokens_after_the_last_checkpoint():
     assert step(queue) == {first: (0, 70), second: (0, 70)}
 
 
-def test_preempted_sequence_continues_from_newest_state():
+def test_preempted_sequence_continues_where_it_was():
     queue = scheduler(kv_tokens=400)
     filler, old, young = sequence(3, 150), sequence(1, 90, max_tokens=120), sequence(2, 90, max_tokens=200)
     queue.add(filler)  # so that the young one is placed in front of the old one, which grows
@@ -240,22 +254,36 @@ def test_preempted_sequence_continues_from_newest_state():
     chunks = step(queue)
     while young not in chunks:
         chunks = step(queue)
-    assert chunks[young] == (128, young.length - 1)
+    assert chunks[young] == (young.length - 2, young.length - 1)
     assert len(old.output_ids) == 120
 
 
-def test_drafts_end_at_states_that_are_kept():
+def test_state_after_drafts_is_that_of_the_computed_tokens():
     queue = scheduler(speculative=True)
-    one = SequenceState(text(*[5] * 40, max_tokens=60), stop=())
+    one = SequenceState(text(*[5] * 80, max_tokens=60), stop=())
     queue.add(one)
-    ends = []
+    longest = 0
     while queue.busy:
         (chunk,) = queue.schedule().chunks
-        ends.append(chunk.end)
-        queue.update([chunk], {one: tuple(Token(id=5) for _ in range(len(chunk.draft.tokens) + 1))})
-    assert 64 in ends
-    assert max(after - before for before, after in pairwise(ends)) > 1
-    assert queue._states.usable_tokens(one.prefix, 99) == 64
+        longest = max(longest, len(chunk.draft.tokens))
+        accepted = (Token(id=5),) * (len(chunk.draft.tokens) // 2)
+        queue.update([chunk], {one: (*accepted, Token(id=5))})
+        if one.state_slots:
+            assert {state.num_tokens for state in queue._states._cached.values()} <= {64, 128}
+    assert longest > 1
+    assert queue._states.usable_tokens(one.prefix, 139) == 139
+
+
+def test_state_before_a_draft_is_kept_if_the_sequence_ends_within_it():
+    queue = scheduler(speculative=True)
+    one = sequence(1, 100, max_tokens=60)
+    queue.add(one)
+    step(queue)  # up to a checkpoint
+    step(queue)
+    chunks = [chunk._replace(draft=Draft((5, 95, 5))) for chunk in queue.schedule().chunks]
+    queue.update(chunks, {one: tuple(Token(id=token) for token in (5, 95, 5, 5))})
+    assert len(one.output_ids) == 3
+    assert queue._states.usable_tokens(one.prefix, 102) == 64
 
 
 def test_states_of_failed_sequence_are_not_cached():

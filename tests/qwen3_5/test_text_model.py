@@ -33,7 +33,9 @@ def expected(folder):
 
 
 @pytest.mark.parametrize(
-    "lengths", [[200], [64, 128, 8], [128, *[1] * 72], [1] * 200], ids=["whole", "cut", "decoded", "decoded from start"]
+    "lengths",
+    [[200], [64, 128, 8], [128, *[1] * 72], [1] * 200, [64, *[1] * 5, 131], [64, *[1] * 5, 59, 72]],
+    ids=["whole", "cut", "decoded", "decoded from start", "next turn", "next turn, cut"],
 )
 def test_logits_equal_transformers(folder, expected, lengths):
     found = Sequences(folder).logits(IDS, lengths)
@@ -72,6 +74,12 @@ def native_model(folder):
 @pytest.mark.parametrize("lengths", [[64, 136], [64, 64, 72], [128, 72], [192, 8]])
 def test_prompt_cut_at_chunks_has_the_same_bits(native_model, lengths):
     assert torch.equal(native_model().logits(IDS, lengths), native_model().logits(IDS, [200]))
+
+
+@needs_native
+def test_prompt_after_an_output_is_cut_at_the_same_chunks(native_model):
+    cut, whole = ([64, *[1] * 5, *lengths] for lengths in ([59, 72], [131]))
+    assert torch.equal(native_model().logits(IDS, cut), native_model().logits(IDS, whole))
 
 
 @needs_native
