@@ -85,7 +85,7 @@ def _advance(net: DeltaNet, number: int, inputs: DeltaInputs, batch: RecurrentBa
         if span.start == 0:
             states.conv[index].zero_()
             states.delta[index].zero_()
-    mixed = torch.empty(len(inputs.rows), net.spec.num_value_heads, net.spec.value_dim, device=device)
+    mixed = states.delta.new_empty(len(inputs.rows), net.spec.num_value_heads, net.spec.value_dim)
     for index, span in enumerate(spans):
         _mix_chunks(net, inputs, span, mixed, RecurrentStates(states.conv[index], states.delta[index]))
     _mix_tokens(net, inputs, spans, mixed, states)

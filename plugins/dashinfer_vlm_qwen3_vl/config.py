@@ -36,12 +36,13 @@ MODEL_TYPES = (DENSE, MOE)
 HYBRID_TYPES = ("qwen3_5", "qwen3_5_moe")
 VISION_ACTIVATIONS = ("gelu_pytorch_tanh", "gelu")
 
-EXPERT_RENAMES = (
+RENAMES = (
     (r"\.experts\.(gate_up_proj|down_proj)$", r".experts.\1.weight"),
     (r"\.experts\.(gate_up_proj|down_proj)_scale_inv$", r".experts.\1.weight_scale_inv"),
+    (r"^mtp\..*", ""),
 )
 """Map the names of a tensor with the weights of all experts, and of its scales in FP8 checkpoints, to those that the
-tensors of a module have."""
+tensors of a module have. The head that predicts several tokens (Qwen3.5) is ignored."""
 
 VIDEO_PREPROCESSOR = "video_preprocessor_config.json"
 
@@ -82,7 +83,7 @@ def published_spec(config: JsonFields, text: TextModelSpec, vision: Qwen3VLVisio
         spec,
         video=_sampling_policy(_video_fields(folder, spec.pixels)),
         profile=Profile(reasoning=template_mentions(folder, (HERMES.reasoning_begin, HERMES.reasoning_end))),
-        tensor_renames=spec.tensor_renames + EXPERT_RENAMES,
+        tensor_renames=spec.tensor_renames + RENAMES,
     )
 
 

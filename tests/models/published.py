@@ -127,7 +127,7 @@ QWEN3_5_MOE_TEXT = {
     "layers.{}.mlp.shared_expert_gate.weight": "1 h",
 }
 PREDICTION = {"mtp.fc.weight": "h 2*h", "mtp.norm.weight": "h", "mtp.layers.0.self_attn.k_proj.weight": "kv*c h"}
-"""Some tensors of the head that predicts several tokens, which is not used."""
+"""Some tensors of the head that predicts several tokens, which are ignored."""
 QWEN3_MOE_TEXT = {
     **_QWEN3_ATTENTION,
     "layers.{}.mlp.gate.weight": "experts h",

@@ -27,9 +27,6 @@ from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_torch.kv_cache import KVCache
 from dashinfer_vlm_torch.model import TextModel
 
-ROWS = 600
-"""Rows of the KV cache per sequence; a sequence has two slots."""
-
 
 class Step(NamedTuple):
     """Tokens of one sequence in a forward pass, and whether they are computed one by one; see `StateSpan`."""
@@ -49,6 +46,7 @@ class Sequences:
         kernels: the kernels; PyTorch's by default.
         dtype: the model's dtype.
         cache_dtype: the dtype of keys and values; the model's by default.
+        rows: rows of the KV cache per sequence, which also has two slots.
         quantization: how the matrices are quantized.
         lora: the folder of an adapter.
     """
@@ -61,6 +59,7 @@ class Sequences:
         kernels: Kernels | None = None,
         dtype: torch.dtype = torch.float32,
         cache_dtype: torch.dtype | None = None,
+        rows: int = 600,
         quantization: Quantization | None = None,
         lora: Path | None = None,
     ) -> None:
@@ -74,11 +73,12 @@ class Sequences:
         net = spec.text.delta_net
         assert net
         layers, slots = spec.text.num_delta_net_layers, 2 * count
-        self.cache = KVCache(spec.text, count * ROWS, device="cpu", dtype=cache_dtype or dtype)
+        self.cache = KVCache(spec.text, count * rows, device="cpu", dtype=cache_dtype or dtype)
         self.states = RecurrentStates(
             torch.full((layers, slots, net.conv_width - 1, net.conv_channels), torch.nan, dtype=dtype),
             torch.full((layers, slots, net.num_value_heads, net.key_dim, net.value_dim), torch.nan),
         )
+        self.rows = rows
         self.lengths = [0] * count
         self.sources = [2 * number for number in range(count)]
         self.batch: ForwardBatch | None = None
@@ -96,14 +96,14 @@ class Sequences:
             sequence, ids = step.sequence, step.ids
             start, first = self.lengths[sequence], len(slots)
             source = self.sources[sequence]
-            spans.append(KVSpan(first, len(ids), sequence * ROWS, start + len(ids), start))
+            spans.append(KVSpan(first, len(ids), sequence * self.rows, start + len(ids), start))
             states.append(
                 StateSpan(
                     first, len(ids), step.num_drafts, start, source if start else -1, source ^ 1, step.is_decoding
                 )
             )
             text_positions += range(start, start + len(ids))
-            slots += range(sequence * ROWS + start, sequence * ROWS + start + len(ids))
+            slots += range(sequence * self.rows + start, sequence * self.rows + start + len(ids))
             self.lengths[sequence] += len(ids)
             self.sources[sequence] = source ^ 1
         cos, sin = self.model.rotary(torch.tensor(text_positions).expand(3, -1) if positions is None else positions)

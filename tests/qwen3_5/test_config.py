@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 from transformers import AutoConfig
 
 from dashinfer_vlm_core import EngineConfig
 from dashinfer_vlm_core.errors import CheckpointError
+from dashinfer_vlm_core.models.files import rename
 from dashinfer_vlm_core.models.spec import PixelLimits
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_core.text_spec import AttentionSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, MlpSpec, RotarySpec
@@ -146,6 +148,9 @@ def test_published_layout(published):
     assert (text.norm_offset, text.tie_word_embeddings, text.visual_levels) == (1, True, 0)
     assert read_video_pixels(folder, spec.pixels) == PixelLimits(min_pixels=4096, max_pixels=25165824)
     assert read_vision_config(folder).deepstack_layers == ()
+    assert [rename(f"{name}.weight", spec.tensor_renames) for name in ("mtp.fc", "model.language_model.norm")] == [
+        "", "model.norm.weight"
+    ]  # fmt: skip
 
 
 def test_mixture_of_experts(published):
@@ -211,6 +216,16 @@ def test_broken_field_is_named_with_its_file(published, config, path, value, wor
     assert str(folder / "config.json") in error.value.message
 
 
+def test_mixers_of_a_type_are_equal(published):
+    text = read_spec(published(DENSE)).text
+    other = replace(text.layers[3], mixer=replace(text.attention, num_heads=8))
+    with pytest.raises(ValueError, match="`layers` must have one AttentionSpec, got 2"):
+        replace(text, layers=(*text.layers, other))
+    with pytest.raises(ValueError, match="`layers` must have one AttentionSpec, got 0"):
+        replace(text, layers=text.layers[:3])
+
+
+@pytest.mark.supports("text", backend="dashinfer-cpu", family="qwen3_5", rejected=True)
 @pytest.mark.parametrize("config", [DENSE, MOE], ids=["dense", "moe"])
 def test_dashinfer_reports_unsupported_text_model(published, config):
     support = DashInferFactory().check_support(read_spec(published(config)), EngineConfig())
