@@ -25,10 +25,11 @@ from dashinfer_vlm_core.models.qwen2_vl.config import VisionConfig, read_vision_
 from dashinfer_vlm_core.models.qwen2_vl.image_processor import DEFAULT_TOKENS
 from dashinfer_vlm_core.models.spec import ModelSpec
 from dashinfer_vlm_core.plugins import load_plugins
-from dashinfer_vlm_core.text_spec import TextModelSpec
+from dashinfer_vlm_core.text_spec import AttentionSpec, LayerSpec, MlpSpec, TextModelSpec
 from dashinfer_vlm_cpu.native import NativeKernels
 from dashinfer_vlm_qwen2_5_vl import config as qwen2_5_vl
 from dashinfer_vlm_qwen3_vl import config as qwen3_vl
+from dashinfer_vlm_qwen3_vl import qwen3_5
 
 BF16 = 2.0
 """Bytes of a weight."""
@@ -109,6 +110,8 @@ def vision_flop(model: Path, patches: int) -> float:
     family = model_type(model)
     if family == qwen2_5_vl.MODEL_TYPE:
         return qwen2_5_vision_flop(qwen2_5_vl.read_vision_config(model), patches)
+    if family in qwen3_vl.HYBRID_TYPES:
+        return qwen3_vision_flop(qwen3_5.read_vision_config(model), patches)
     if family in qwen3_vl.MODEL_TYPES:
         return qwen3_vision_flop(qwen3_vl.read_vision_config(model), patches)
     return qwen2_vision_flop(read_vision_config(model), patches)
@@ -120,8 +123,7 @@ def load_spec(model: Path) -> ModelSpec:
 
 def prefill_flop(config: TextModelSpec, tokens: int) -> float:
     """Return the floating-point operations to prefill a prompt of `tokens` tokens; attention is causal."""
-    queries = config.num_attention_heads * config.head_dim
-    attention = 2 * tokens**2 * queries * config.num_hidden_layers
+    attention = 2 * tokens**2 * config.attention.width * config.num_attention_layers
     return float(2 * tokens * layer_weights(config) + attention + 2 * config.vocab_size * config.hidden_size)
 
 
@@ -138,15 +140,20 @@ def step_bytes(config: TextModelSpec, *, packed: bool) -> float:
 
 def layer_weights(config: TextModelSpec) -> int:
     """Return the number of weights of all layers that compute one token: of a mixture, those of its experts."""
-    queries, keys = (count * config.head_dim for count in (config.num_attention_heads, config.num_key_value_heads))
-    attention = config.num_hidden_layers * config.hidden_size * (2 * queries + 2 * keys)
-    dense, experts = config.num_hidden_layers, config.experts
-    mixtures = 0
-    if experts:
-        dense = len(experts.dense_layers)
-        columns = experts.num_experts + 3 * experts.experts_per_token * experts.intermediate_size
-        mixtures = (config.num_hidden_layers - dense) * config.hidden_size * columns
-    return attention + 3 * dense * config.hidden_size * config.intermediate_size + mixtures
+    return config.hidden_size * sum(map(_columns, config.layers))
+
+
+def _columns(layer: LayerSpec) -> int:
+    """Return the number of weights of a layer that compute one token, divided by the hidden size."""
+    mixer, mlp = layer.mixer, layer.mlp
+    if isinstance(mixer, AttentionSpec):
+        columns = sum(mixer.outputs) + mixer.width
+    else:
+        columns = mixer.conv_channels + 2 * mixer.value_width + 2 * mixer.num_value_heads
+    if isinstance(mlp, MlpSpec):
+        return columns + 3 * mlp.intermediate_size
+    inner = mlp.experts_per_token * mlp.intermediate_size + mlp.shared_intermediate_size
+    return columns + mlp.num_experts + bool(mlp.shared_intermediate_size) + 3 * inner
 
 
 def image_patches(model: Path, side: int = 448) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from dashinfer_vlm_core.text_spec import ExpertsSpec, RotarySpec, TextModelSpec
+from dashinfer_vlm_core.text_spec import AttentionSpec, ExpertsSpec, LayerSpec, MlpSpec, RotarySpec, TextModelSpec
 
 from .limits import BF16, PACKED_BF16, PACKED_HEAD, layer_weights
 
@@ -69,9 +69,7 @@ class PublishedModel:
 
     @property
     def layers(self) -> int:
-        if experts := self.text.experts:
-            experts = replace(experts, experts_per_token=experts.num_experts)
-        return layer_weights(replace(self.text, experts=experts))
+        return layer_weights(replace(self.text, layers=tuple(map(_with_all_experts, self.text.layers))))
 
     @property
     def head(self) -> int:
@@ -99,11 +97,20 @@ def _text(
     hidden: int, inner: int, layers: int, heads: int, kv_heads: int, *,
     vocabulary: int = 151_936, tied: bool = False, experts: ExpertsSpec | None = None,
 ) -> TextModelSpec:  # fmt: skip
-    return TextModelSpec(
-        hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, head_dim=128, vocab_size=vocabulary, max_position_embeddings=32_768,
-        norm_eps=1e-6, rotary=RotarySpec(theta=1e6, axes=()), tie_word_embeddings=tied, experts=experts,
+    attention = AttentionSpec(
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=128, rotary=RotarySpec(theta=1e6, axes=())
     )  # fmt: skip
+    layer = LayerSpec(mixer=attention, mlp=experts or MlpSpec(intermediate_size=inner))
+    return TextModelSpec(
+        hidden_size=hidden, layers=(layer,) * layers, vocab_size=vocabulary, max_position_embeddings=32_768,
+        norm_eps=1e-6, tie_word_embeddings=tied,
+    )  # fmt: skip
+
+
+def _with_all_experts(layer: LayerSpec) -> LayerSpec:
+    if isinstance(layer.mlp, MlpSpec):
+        return layer
+    return replace(layer, mlp=replace(layer.mlp, experts_per_token=layer.mlp.num_experts))
 
 
 LARGE = 152_064

@@ -13,7 +13,7 @@ from dashinfer_vlm_core import EngineConfig
 from dashinfer_vlm_core.models.checkpoint import find_model
 from dashinfer_vlm_core.plugins import load_plugins
 
-from . import qwen3_vl
+from . import qwen3_5, qwen3_vl
 from .random_weights import save_random_weights
 
 CACHE = EngineConfig().cache_folder / "benchmarks" / "models"
@@ -71,7 +71,7 @@ def checkpoint(name: str, folder: Path = CACHE) -> Path:
 
 def model_names() -> tuple[str, ...]:
     """Return the names of the models that are created on demand."""
-    return (*SHAPES, *qwen3_vl.SHAPES)
+    return (*SHAPES, *qwen3_vl.SHAPES, *qwen3_5.SHAPES)
 
 
 def ensure_model(name: str, folder: Path) -> Path:
@@ -84,6 +84,8 @@ def ensure_model(name: str, folder: Path) -> Path:
         draft.mkdir(parents=True)
         if name in qwen3_vl.SHAPES:
             qwen3_vl.write_model(qwen3_vl.SHAPES[name], draft)
+        elif name in qwen3_5.SHAPES:
+            qwen3_5.write_model(qwen3_5.SHAPES[name], draft)
         else:
             write_model(SHAPES[name], draft)
         draft.rename(made)

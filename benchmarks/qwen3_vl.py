@@ -83,6 +83,11 @@ def write_model(shape: Shape, folder: Path) -> None:
     )
     save_random_weights(config, folder)
     _publish_config(folder / "config.json")
+    write_processors(folder)
+
+
+def write_processors(folder: Path) -> None:
+    """Write the files of images, videos and text."""
     write_json(folder / "preprocessor_config.json", PATCHES | {"size": IMAGE_SIZE})
     write_json(folder / "video_preprocessor_config.json", PATCHES | {"size": VIDEO_SIZE})
     write_tokenizer(folder)

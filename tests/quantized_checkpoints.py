@@ -289,7 +289,7 @@ def write_quantized(
     twin: dict[str, torch.Tensor] = {}
     tensors = load_file(source / "model.safetensors")
     for name, tensor in tensors.items() if experts != "separate" else _separate_experts(tensors):
-        if ".experts." in name and experts != "separate":
+        if ".experts." in name and tensor.ndim == 3 and experts != "separate":
             packed = [layout.pack(expert.float().numpy()) for expert in tensor]
             for part, suffix in (("weight", ""), ("weight_scale_inv", "_scale_inv")):
                 stack = torch.stack([expert.tensors[part] for expert in packed])
@@ -319,7 +319,7 @@ def _separate_experts(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, t
     """Yield the tensors; those of fused experts [experts, outputs, inputs] as modules of their own."""
     for name, tensor in tensors.items():
         prefix, fused, kind = name.partition(".experts.")
-        if not fused:
+        if not fused or tensor.ndim != 3:
             yield name, tensor
             continue
         for number, expert in enumerate(tensor):

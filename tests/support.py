@@ -20,7 +20,7 @@ from dashinfer_vlm_core import __version__
 PAGE = Path(__file__).parent.parent / "docs" / "support.md"
 PROPERTY = "supports"
 
-FAMILIES = {"qwen2_vl": "Qwen2-VL", "qwen2_5_vl": "Qwen2.5-VL", "qwen3_vl": "Qwen3-VL"}
+FAMILIES = {"qwen2_vl": "Qwen2-VL", "qwen2_5_vl": "Qwen2.5-VL", "qwen3_vl": "Qwen3-VL", "qwen3_5": "Qwen3.5"}
 BACKENDS = {
     "torch-cpu": "PyTorch, CPU",
     "torch-cuda": "PyTorch, CUDA",
@@ -53,10 +53,10 @@ SUPPORTED, REJECTED, FAILED, SKIPPED = "yes", "rejected", "failed", "not run"
 INTRODUCTION = """\
 # Supported features
 
-Each cell is the outcome of tests. "{supported}": a test of this feature passed on this decoder and device.
+Each cell is the outcome of tests. "{supported}": a test of this feature passed with this family, decoder and device.
 "{rejected}": a test shows that the server rejects such a request, with the reason and the next step. "{skipped}": a
-test exists, but this machine could not run it. "-": there is no test. `tests/support.py` writes this page from the
-results of a test run.
+test exists, but this machine could not run it. "-", and rows that are left out: there is no test. `tests/support.py`
+writes this page from the results of a test run.
 
 """
 
@@ -101,17 +101,17 @@ def _worst(outcomes: Iterable[str]) -> str:
 
 
 def render(outcomes: dict[tuple[str, ...], str], environment: str) -> str:
-    """Render the page: a table for each family, a row for each feature."""
+    """Render the page: a table for each decoder and device, a row for each feature with a result."""
     lines = [INTRODUCTION.format(supported=SUPPORTED, rejected=REJECTED, skipped=SKIPPED), f"{environment}\n"]
-    for family, title in FAMILIES.items():
-        lines += [
-            f"\n## {title}\n\n",
-            f"| Feature | {' | '.join(BACKENDS.values())} |\n",
-            f"|---{'|---' * len(BACKENDS)}|\n",
-        ]
-        for feature, label in FEATURES.items():
-            cells = [outcomes.get((family, feature, backend), "-") for backend in BACKENDS]
-            lines.append(f"| {label} | {' | '.join(cells)} |\n")
+    for backend, title in BACKENDS.items():
+        rows = {
+            label: [outcomes.get((family, feature, backend), "-") for family in FAMILIES]
+            for feature, label in FEATURES.items()
+        }
+        filled = [f"| {label} | {' | '.join(cells)} |\n" for label, cells in rows.items() if set(cells) != {"-"}]
+        if filled:
+            header = f"| Feature | {' | '.join(FAMILIES.values())} |\n|---{'|---' * len(FAMILIES)}|\n"
+            lines += [f"\n## {title}\n\n", header, *filled]
     return "".join(lines)
 
 

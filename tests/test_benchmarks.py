@@ -14,7 +14,19 @@ import pytest
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from benchmarks import attacks, compare, formats, limits, models, overhead, qwen3_vl, ray_routing, stages, workloads
+from benchmarks import (
+    attacks,
+    compare,
+    formats,
+    limits,
+    models,
+    overhead,
+    qwen3_5,
+    qwen3_vl,
+    ray_routing,
+    stages,
+    workloads,
+)
 from benchmarks.client import Sample
 from benchmarks.model_table import FORMATS, MODELS, model_table
 from benchmarks.report import LIMIT, Ratio, Results, Row
@@ -22,7 +34,7 @@ from benchmarks.workloads import Run
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.models.qwen2_vl.config import VisionConfig
 from dashinfer_vlm_core.testing import scripted_engine
-from dashinfer_vlm_core.text_spec import ExpertsSpec, RotarySpec, TextModelSpec
+from dashinfer_vlm_core.text_spec import AttentionSpec, ExpertsSpec, LayerSpec, MlpSpec, RotarySpec, TextModelSpec
 from dashinfer_vlm_qwen2_5_vl.config import Qwen25VLVisionConfig
 from dashinfer_vlm_qwen3_vl.config import Qwen3VLVisionConfig
 from tests.pages import page_text
@@ -150,10 +162,11 @@ def test_every_attack_is_a_request():
 
 def test_limits_match_model_shape():
     """Counted by hand for `small`, in 1e9 operations and bytes: 24 layers of 14.9 M weights, output layer of 136 M."""
+    rotary = RotarySpec(theta=1e6, axes=(0,) * 8 + (1,) * 12 + (2,) * 12)
+    attention = AttentionSpec(num_heads=14, num_kv_heads=2, head_dim=64, rotary=rotary, bias=True)
     text = TextModelSpec(
-        hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
-        head_dim=64, vocab_size=151_936, max_position_embeddings=32_768, norm_eps=1e-6,
-        rotary=RotarySpec(theta=1e6, axes=(0,) * 8 + (1,) * 12 + (2,) * 12), tie_word_embeddings=True,
+        hidden_size=896, layers=(LayerSpec(mixer=attention, mlp=MlpSpec(intermediate_size=4864)),) * 24,
+        vocab_size=151_936, max_position_embeddings=32_768, norm_eps=1e-6, tie_word_embeddings=True,
     )  # fmt: skip
     vision = VisionConfig(
         depth=16, hidden_size=640, intermediate_size=2560, output_size=896, num_heads=8, patch_size=14,
@@ -179,13 +192,26 @@ def test_limits_match_model_shape():
 
 def test_limits_of_mixture_count_experts_of_one_token():
     """Counted by hand for Qwen3-VL-30B-A3B: 48 layers of 56.9 M weights that compute a token, output layer of 311 M."""
+    rotary = RotarySpec(theta=5e6, axes=(0,) * 64)
+    attention = AttentionSpec(num_heads=32, num_kv_heads=4, head_dim=128, rotary=rotary, head_norms=True)
+    experts = ExpertsSpec(num_experts=128, experts_per_token=8, intermediate_size=768)
     text = TextModelSpec(
-        hidden_size=2048, intermediate_size=6144, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4,
-        head_dim=128, vocab_size=151_936, max_position_embeddings=262_144, norm_eps=1e-6,
-        rotary=RotarySpec(theta=5e6, axes=(0,) * 64), tie_word_embeddings=False, qk_norm=True,
-        experts=ExpertsSpec(num_experts=128, experts_per_token=8, intermediate_size=768),
+        hidden_size=2048, layers=(LayerSpec(mixer=attention, mlp=experts),) * 48,
+        vocab_size=151_936, max_position_embeddings=262_144, norm_eps=1e-6, tie_word_embeddings=False,
     )  # fmt: skip
     assert limits.step_bytes(text, packed=False) / 1e9 == pytest.approx(6.083, abs=0.001)
+
+
+def test_limits_count_the_matrices_of_gated_delta_nets(tmp_path):
+    shape = replace(
+        qwen3_5.SHAPES["qwen3.5-0.8b"], hidden=64, inner=96, layers=4, heads=2, kv_heads=1, head_dim=32,
+        sections=(2, 1, 1), key_heads=2, value_heads=4, value_dim=16, vision_width=48, vision_inner=96, vision_layers=1,
+    )  # fmt: skip
+    qwen3_5.write_model(shape, tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    counts = [weight.numel() for name, weight in weights.items() if ".layers." in name and weight.ndim == 2]
+    assert limits.layer_weights(limits.load_spec(tmp_path).text) == sum(counts)
+    assert limits.vision_flop(tmp_path, 64) > 0
 
 
 def test_model_table_of_page_is_current():

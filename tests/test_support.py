@@ -36,8 +36,11 @@ def test_outcome_of_feature_is_that_of_its_tests(tmp_path):
         ("qwen2_vl", "int8", "torch-cpu"): "failed",
     }
     page = support.render(outcomes, "On a test machine.")
+    assert "## PyTorch, CPU\n\n| Feature | Qwen2-VL | Qwen2.5-VL | Qwen3-VL | Qwen3.5 |\n" in page
     assert "| Text | yes | - | - | - |" in page
-    assert "| Images | - | not run | rejected | - |" in page
+    assert "## PyTorch, CUDA" in page.partition("| Images | not run |")[0]
+    assert "## DashInfer, CPU" in page.partition("| Images | rejected |")[0]
+    assert "DashInfer, CUDA" not in page
 
 
 def test_unknown_feature_of_mark_is_named():
@@ -56,24 +59,23 @@ def marks():
                 yield words.get("family", "qwen2_vl"), ast.literal_eval(node.args[0]), words["backend"]
 
 
-def rows_of(family):
+def rows_of(backend):
     """Return the cells of the page by feature."""
     page = support.PAGE.read_text(encoding="utf-8")
-    section = page.partition(f"## {support.FAMILIES[family]}\n")[2].partition("\n## ")[0]
+    section = page.partition(f"## {support.BACKENDS[backend]}\n")[2].partition("\n## ")[0]
     lines = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in section.splitlines()]
     return {row[0]: row[1:] for row in lines if len(row) > 1}
 
 
-@pytest.mark.parametrize("family", support.FAMILIES)
-def test_page_has_a_row_for_every_feature(family):
-    header, *features = rows_of(family)
+def test_page_has_a_row_for_every_feature():
+    header, *features = rows_of("torch-cpu")
     assert (header, features) == ("Feature", list(support.FEATURES.values()))
 
 
 def test_page_has_a_result_for_every_mark():
     found = list(marks())
-    columns = list(support.BACKENDS)
+    columns = list(support.FAMILIES)
     assert len(found) >= 20
     for family, feature, backend in found:
-        cells = rows_of(family)[support.FEATURES[feature]]
-        assert cells[columns.index(backend)] in ("yes", "rejected", "not run")
+        cells = rows_of(backend)[support.FEATURES[feature]]
+        assert cells[columns.index(family)] in ("yes", "rejected", "not run")

@@ -318,7 +318,7 @@ def test_model_is_complete_checkpoint(tmp_path):
     assert len({row.tobytes() for row in matrix.view(torch.int16).numpy()}) == len(matrix)
     text, patches = read_spec(tmp_path).text, 64
     assert 2 * (counted.text + counted.head) == pytest.approx(step_bytes(text, packed=False), rel=0.01)
-    assert counted.kv == 2 * text.num_key_value_heads * text.head_dim * text.num_hidden_layers
+    assert counted.kv == 2 * text.attention.num_kv_heads * text.attention.head_dim * len(text.layers)
     config = read_vision_config(tmp_path)
     attention = 4 * patches**2 * config.hidden_size * config.depth
     merger = 2 * patches * 0.75 * 4 * config.hidden_size * (4 * config.hidden_size + config.output_size)

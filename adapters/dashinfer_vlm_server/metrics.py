@@ -164,27 +164,25 @@ def _requests(stats: EngineStats) -> Iterator[Metric]:
     limit = stats.max_active_requests
     yield _gauge("max_active_requests", "Maximum number of completions that run or wait; more are rejected.", limit)
     yield _count("decoder_restarts", "Decoder restarts.", stats.restarts)
-    yield _count("media_fetches", "Images and videos fetched.", stats.fetches.fetched)
-    yield _count("media_fetch_failures", "Images and videos that could not be fetched.", stats.fetches.failed)
-    yield _count("media_fetched_bytes", "Bytes of fetched images and videos.", stats.fetches.bytes)
+    yield _count("media_fetches", "Media fetched.", stats.fetches.fetched)
+    yield _count("media_fetch_failures", "Media that could not be fetched.", stats.fetches.failed)
+    yield _count("media_fetched_bytes", "Bytes of fetched media.", stats.fetches.bytes)
     workers = stats.media_workers
-    yield _gauge("media_workers_busy", "Media workers that process an image or video.", workers.busy)
-    yield _gauge("media_waiting", "Images and videos that wait for a media worker.", workers.waiting)
+    yield _gauge("media_workers_busy", "Busy media workers.", workers.busy)
+    yield _gauge("media_waiting", "Media that wait for a worker.", workers.waiting)
     yield _count("media_workers_started", "Media workers started.", workers.started)
     reasons = {"timed_out": workers.timed_out, "crashed": workers.crashed, "canceled": workers.canceled}
-    yield _counts("media_workers_ended", "Media workers that were killed or crashed.", "reason", reasons)
+    yield _counts("media_workers_ended", "Media workers killed or crashed.", "reason", reasons)
 
 
 def _vision(stats: EngineStats) -> Iterator[Metric]:
     vision = stats.vision
-    yield _summary(
-        "vision_batch_size", "Images and videos per forward pass of the vision encoder.", vision.passes, vision.encoded
-    )
+    yield _summary("vision_batch_size", "Media per forward pass of the vision encoder.", vision.passes, vision.encoded)
     queries = vision.hits + vision.joins + vision.encoded + (vision.store.hits if vision.store else 0)
-    yield _count("mm_cache_queries", "Images and videos looked up in the embedding cache.", queries)
+    yield _count("mm_cache_queries", "Media looked up in the embedding cache.", queries)
     yield _count(
         "mm_cache_hits",
-        "Images and videos found in the embedding cache, or already being encoded.",
+        "Media found in the embedding cache, or already being encoded.",
         vision.hits + vision.joins,
     )
     yield _gauge("mm_cache_bytes", "Memory used by the embedding cache.", vision.bytes)
@@ -219,11 +217,14 @@ def _decoder(stats: EngineStats) -> Iterator[Metric]:
         decoder.queue_seconds,
     )
     yield _summary("decode_batch_size", "Completions per decoder step.", decoder.steps, decoder.step_requests)
-    yield _gauge("kv_cache_used_tokens", "KV cache used by running completions, in tokens.", decoder.kv_used)
+    yield _gauge("kv_cache_used_tokens", "KV cache of running completions, in tokens.", decoder.kv_used)
     yield _gauge("kv_cache_cached_tokens", "KV cache kept for later prompts, in tokens.", decoder.kv_cached)
     yield _gauge("kv_cache_size_tokens", "Size of the KV cache, in tokens.", decoder.kv_size)
+    yield _gauge("recurrent_states_used", "Recurrent states of running completions.", decoder.states_used)
+    yield _gauge("recurrent_states_cached", "Recurrent states kept for later prompts.", decoder.states_cached)
+    yield _gauge("recurrent_states_size", "Recurrent states that fit.", decoder.states_size)
     yield _count("prefix_cache_queries", "Prompts looked up in the prefix cache (vLLM counts tokens).", decoder.queries)
-    yield _count("prefix_cache_hits", "Prompts with a cached prefix (vLLM counts tokens).", decoder.hits)
+    yield _count("prefix_cache_hits", "Prompts with a cached prefix.", decoder.hits)
     yield _count("prefix_cache_hit_tokens", "Prompt tokens of these cached prefixes.", decoder.cached_tokens)
     yield _count("num_preemptions", "Preemptions of completions.", decoder.preemptions)
     yield _count("spec_decode_num_draft_tokens", "Tokens drafted by speculation.", decoder.draft_tokens)

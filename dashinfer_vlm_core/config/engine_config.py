@@ -163,8 +163,8 @@ class EngineConfig(Options):
     many as take 0.1 seconds."""
 
     kv_cache_mib: int = Field(4096, ge=1)
-    """Size of the KV cache, for running requests and earlier prompts, in MiB. On a CPU, the default is less if the
-    weights leave less than twice as much of the machine's memory."""
+    """Size of the KV cache and of recurrent states, for running requests and earlier prompts, in MiB. On a CPU, the
+    default is less if the weights leave less than twice as much of the machine's memory."""
 
     kv_cache_dtype: Literal["auto", "bfloat16", "int8"] = "auto"
     """Data type of the KV cache, with the PyTorch decoder; `auto` uses that of the weights, int8 needs half the memory

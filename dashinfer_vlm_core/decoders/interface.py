@@ -210,6 +210,9 @@ class DecoderStats:
         kv_used: size of the KV cache that running sequences use, in tokens.
         kv_cached: size that is kept for later sequences and evicted when it is needed, in tokens.
         kv_size: total size of the KV cache, in tokens.
+        states_used: recurrent states of running sequences.
+        states_cached: recurrent states that are kept for later sequences and evicted when one is needed.
+        states_size: recurrent states that fit into the memory; 0 for models without such states.
         started: sequences that got a slot.
         queue_seconds: total time that they waited for it.
         steps: forward passes of the language model.
@@ -228,6 +231,9 @@ class DecoderStats:
     kv_used: int = 0
     kv_cached: int = 0
     kv_size: int = 0
+    states_used: int = 0
+    states_cached: int = 0
+    states_size: int = 0
     started: int = 0
     queue_seconds: float = 0.0
     steps: int = 0

@@ -76,6 +76,7 @@ def _create_pipeline(config: EngineConfig, registry: Registry, observer: Request
     factory, reason = select_decoder(registry, spec, config)
     decoder = Supervisor(lambda: factory.create(spec, config, kernels), restarts=config.limits.decoder_restarts)
     prompts = PromptBuilder.load(spec, family.prompt_layout(spec), config, max_model_len=decoder.max_model_len)
+    spec = replace(spec, conversation=prompts.conversation)
     IncrementalDetokenizer(prompts.tokenizer)  # rejects one that is not byte-level now, not at the first request
     vision = _load_vision(family, spec, config, kernels, registry)
     return ChatPipeline(

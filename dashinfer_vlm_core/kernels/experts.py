@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .types import Linear
-
-
-class Expert(NamedTuple):
-    """One expert.
-
-    Attributes:
-        gate_up: the gate and up projection with `SILU_GATE`.
-        down: the projection back to the hidden size.
-    """
-
-    gate_up: Linear
-    down: Linear
+from .delta_net import sigmoid
+from .types import Experts, Linear, Mlp
 
 
 class MixtureOfExperts:
@@ -36,7 +24,7 @@ class MixtureOfExperts:
         experts_per_token: number of experts that compute a row.
     """
 
-    def __init__(self, router: Linear, experts: Sequence[Expert], experts_per_token: int) -> None:
+    def __init__(self, router: Linear, experts: Sequence[Mlp], experts_per_token: int) -> None:
         self._router = router
         self._experts = experts
         self._per_token = experts_per_token
@@ -57,6 +45,25 @@ class MixtureOfExperts:
                 out.index_add_(0, rows[chosen], computed.float() * weights[chosen])
                 start += count
         total += out
+
+
+class SharedExpert:
+    """See `Experts`: a mixture, and an MLP for all rows whose output is multiplied by the sigmoid of a gate.
+
+    Args:
+        experts: the mixture.
+        mlp: the MLP.
+        gate: the projection to one value, float32.
+    """
+
+    def __init__(self, experts: Experts, mlp: Mlp, gate: Linear) -> None:
+        self._experts = experts
+        self._mlp = mlp
+        self._gate = gate
+
+    def add_to(self, total: Tensor, x: Tensor) -> None:
+        self._experts.add_to(total, x)
+        total += self._mlp.down(self._mlp.gate_up(x)).float() * sigmoid(self._gate(x))
 
 
 class GroupedExperts:

@@ -7,17 +7,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .delta_net import delta_inputs, gated_norm, mix, sigmoid
 from .kv_cache import attend_cached, write_rows
 from .types import (
+    Attention,
     DecoderLayer,
     DecoderShape,
+    DeltaNet,
     ForwardBatch,
     Kernels,
     KVCacheLayer,
     KVSpans,
     Linear,
+    LoraLayer,
     LoraRows,
     LowRank,
+    Mlp,
     Norm,
 )
 
@@ -33,60 +38,79 @@ class ReferenceDecoderLayers:
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         final = len(self._layers) - 1
         levels = len(batch.additions.values) if batch.additions else 0
-        for number in range(final):
-            queries = self._queries(number, x, batch)
-            cache = batch.cache_layer(number)
-            self._add_attention_and_mlp(number, x, queries, batch.spans, cache, loras=batch.loras)
-            if batch.additions and number < levels:
+        num_attention = 0
+        for number, layer in enumerate(self._layers):
+            loras = batch.loras
+            if isinstance(layer.mixer, Attention):
+                cache = batch.cache_layer(num_attention)
+                num_attention += 1
+                gate, queries = self._gate_and_queries(number, layer.mixer, x, batch, cache)
+                if number == final:
+                    gate, queries = gate[batch.last], queries[batch.last]
+                spans = batch.last_spans if number == final else batch.spans
+                mixed = self._attend(gate, queries, cache, spans)
+            else:
+                mixed = self._mix(number, layer.mixer, x, batch)
+                mixed = mixed[batch.last] if number == final else mixed
+            if number == final:
+                x = x[batch.last]
+                loras = tuple(rows.in_last() for rows in loras)
+            if len(x):
+                self._add_mixed_and_mlp(layer, x, mixed, [(rows, rows.lora.layers[number]) for rows in loras])
+            if batch.additions and number < min(levels, final):
                 x.index_add_(0, batch.additions.rows, batch.additions.values[number])
-        queries = self._queries(final, x, batch)
-        cache = batch.cache_layer(final)
-        x = x[batch.last]
-        if len(x):
-            loras = tuple(rows.in_last() for rows in batch.loras)
-            self._add_attention_and_mlp(final, x, queries[batch.last], batch.last_spans, cache, loras=loras)
         return x
 
-    def _queries(self, number: int, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """Return the queries [tokens, heads, head_dim] and write the keys and values to the cache."""
-        layer = self._layers[number]
+    def _gate_and_queries(
+        self, number: int, attention: Attention, x: Tensor, batch: ForwardBatch, cache: KVCacheLayer
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gate, if any, and the queries, both [tokens, heads, head_dim], and write keys and values to the
+        cache."""
         heads = self._shape.heads
-        normed = self._normalize(x, layer.input_norm)
+        normed = self._normalize(x, self._layers[number].input_norm)
         bias = row_bias([(rows, rows.lora.layers[number].qkv) for rows in batch.loras], normed)
-        qkv = layer.qkv(normed, bias).view(len(x), -1, self._shape.head_dim)
-        if layer.query_norm and layer.key_norm:
+        projected = attention.qkv(normed, bias).view(len(x), -1, self._shape.head_dim)
+        first = heads if self._shape.gate else 0
+        gate, qkv = projected[:, :first], projected[:, first:]
+        if attention.query_norm and attention.key_norm:
             qkv = torch.cat([
-                self._normalize_heads(qkv[:, :heads], layer.query_norm),
-                self._normalize_heads(qkv[:, heads : heads + self._shape.kv_heads], layer.key_norm),
+                self._normalize_heads(qkv[:, :heads], attention.query_norm),
+                self._normalize_heads(qkv[:, heads : heads + self._shape.kv_heads], attention.key_norm),
                 qkv[:, heads + self._shape.kv_heads :],
             ], dim=1)  # fmt: skip
         self._kernels.rotate_(qkv[:, : heads + self._shape.kv_heads], batch.cos, batch.sin)
-        write_rows(batch.cache_layer(number), batch.slots, qkv[:, heads:])
-        return qkv[:, :heads]
+        write_rows(cache, batch.slots, qkv[:, heads:])
+        return gate, qkv[:, :heads]
 
-    def _add_attention_and_mlp(
-        self,
-        number: int,
-        x: Tensor,
-        queries: Tensor,
-        spans: KVSpans,
-        cache: KVCacheLayer,
-        *,
-        loras: Sequence[LoraRows],
-    ) -> None:
-        layer = self._layers[number]
-        changes = [(rows, rows.lora.layers[number]) for rows in loras]
+    def _attend(self, gate: Tensor, queries: Tensor, cache: KVCacheLayer, spans: KVSpans) -> Tensor:
+        if not len(queries):
+            return queries.flatten(1)
         mixed = attend_cached(self._kernels, queries, cache, spans)
-        layer.output.add_to(x, mixed, row_bias([(rows, change.output) for rows, change in changes], mixed))
+        return mixed.mul_(sigmoid(gate.flatten(1))) if self._shape.gate else mixed
+
+    def _mix(self, number: int, net: DeltaNet, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """Return the output of a gated delta net before its output projection, [tokens, value heads * value_dim]."""
+        assert batch.recurrent
+        normed = self._normalize(x, self._layers[number].input_norm)
+        changes = [(rows, rows.lora.layers[number]) for rows in batch.loras]
+        qkvz = net.qkvz(normed, row_bias([(rows, change.qkv) for rows, change in changes], normed))
+        gates = net.gates(normed, row_bias([(rows, change.gates) for rows, change in changes], normed))
+        rows, gate = qkvz[:, : net.spec.conv_channels], qkvz[:, net.spec.conv_channels :]
+        mixed = mix(net, delta_inputs(net, rows, gates), batch.recurrent)
+        normed = gated_norm(net, mixed, gate.reshape(mixed.shape), self._shape.eps)
+        return normed.flatten(1).to(x.dtype)
+
+    def _add_mixed_and_mlp(
+        self, layer: DecoderLayer, x: Tensor, mixed: Tensor, changes: Sequence[tuple[LoraRows, LoraLayer]]
+    ) -> None:
+        layer.mixer.output.add_to(x, mixed, row_bias([(rows, change.output) for rows, change in changes], mixed))
         normed = self._normalize(x, layer.mlp_norm)
-        if layer.experts:
-            layer.experts.add_to(x, normed)
+        if not isinstance(layer.mlp, Mlp):
+            layer.mlp.add_to(x, normed)
             return
-        assert layer.gate_up
-        assert layer.down
         bias = row_bias([(rows, change.gate_up) for rows, change in changes], normed)
-        inner = layer.gate_up(normed, bias)
-        layer.down.add_to(x, inner, row_bias([(rows, change.down) for rows, change in changes], inner))
+        inner = layer.mlp.gate_up(normed, bias)
+        layer.mlp.down.add_to(x, inner, row_bias([(rows, change.down) for rows, change in changes], inner))
 
     def _normalize(self, x: Tensor, norm: Norm) -> Tensor:
         return self._kernels.norm(x, norm.weight, norm.bias, self._shape.eps)

@@ -34,6 +34,7 @@ def create_linear(
     *,
     dtype: torch.dtype,
     activation: Activation = Activation.NONE,
+    fp32_output: bool = False,
     quantization: Quantization | None = None,
 ) -> Linear:
     """Create a linear layer; see `Kernels.linear`.
@@ -46,11 +47,14 @@ def create_linear(
         bias: [outputs].
         dtype: the model's dtype.
         activation: the activation to apply to the output.
+        fp32_output: return float32.
         quantization: how to quantize weights that are not quantized, or not anymore.
     """
     if isinstance(weight, QuantizedWeight) and keeps_bits(kernels, weight):
-        return kernels.linear_quantized(weight, bias, dtype=dtype, activation=activation)
-    return kernels.linear(_dequantized(weight, dtype), bias, activation=activation, quantization=quantization)
+        return kernels.linear_quantized(weight, bias, dtype=dtype, activation=activation, fp32_output=fp32_output)
+    return kernels.linear(
+        _dequantized(weight, dtype), bias, activation=activation, fp32_output=fp32_output, quantization=quantization
+    )
 
 
 def create_head(

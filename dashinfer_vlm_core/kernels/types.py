@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from ..text_spec import DeltaNetSpec
 from .quantization import Quantization, QuantizedWeight
 from .streams import to_device
 
@@ -203,12 +204,18 @@ class LowRank(NamedTuple):
 
 
 class LoraLayer(NamedTuple):
-    """What an adapter adds to a `DecoderLayer`; None for linear layers that it does not change."""
+    """What an adapter adds to the linear layers of a `DecoderLayer`; None for those that it does not change.
+
+    Attributes:
+        qkv: of attention, or `qkvz` of a gated delta net.
+        gates: of a gated delta net.
+    """
 
     qkv: LowRank | None = None
     output: LowRank | None = None
     gate_up: LowRank | None = None
     down: LowRank | None = None
+    gates: LowRank | None = None
 
 
 class LoraLayers:
@@ -244,30 +251,66 @@ class LoraRows(NamedTuple):
         return self._replace(start=self.last_start, stop=self.last_stop)
 
 
-class DecoderLayer(NamedTuple):
-    """One layer of a decoder.
+class Attention(NamedTuple):
+    """The attention of a layer.
 
     Attributes:
-        input_norm: the norm before attention.
-        qkv: the projection to query, key and value heads, concatenated in this order.
-        output: the output projection of attention.
-        mlp_norm: the norm before the MLP.
-        gate_up: the gate and up projection with `SILU_GATE`; None with `experts`.
-        down: the projection back to the hidden size; None with `experts`.
+        qkv: the projection to query, key and value heads, concatenated in this order; with `DecoderShape.gate`, the
+            gates of the query heads come first.
+        output: the output projection.
         query_norm: the norm of each query head before rotary embedding.
         key_norm: the norm of each key head before rotary embedding.
-        experts: the mixture of experts that replaces the MLP.
     """
 
-    input_norm: Norm
     qkv: Linear
     output: Linear
-    mlp_norm: Norm
-    gate_up: Linear | None
-    down: Linear | None
     query_norm: Norm | None = None
     key_norm: Norm | None = None
-    experts: Experts | None = None
+
+
+class DeltaNet(NamedTuple):
+    """A gated delta net.
+
+    Attributes:
+        spec: its shape.
+        qkvz: the projection to queries, keys, values and the gate of the output, concatenated in this order.
+        gates: the projection to beta and the step of the decay of each value head, float32.
+        output: the output projection.
+        conv: float32 [conv_width, channels], the weights of the convolution, for the oldest token first.
+        rate: float32 [value heads], the logarithm of the decay of a step of 1.
+        step_bias: float32 [value heads], added to the steps.
+        norm: float32 [value_dim], the weight of the norm of each value head.
+    """
+
+    spec: DeltaNetSpec
+    qkvz: Linear
+    gates: Linear
+    output: Linear
+    conv: Tensor
+    rate: Tensor
+    step_bias: Tensor
+    norm: Tensor
+
+
+class Mlp(NamedTuple):
+    """A gated MLP.
+
+    Attributes:
+        gate_up: the gate and up projection with `SILU_GATE`.
+        down: the projection back to the hidden size.
+    """
+
+    gate_up: Linear
+    down: Linear
+
+
+class DecoderLayer(NamedTuple):
+    """One layer of a decoder, see `LayerSpec`."""
+
+    input_norm: Norm
+    mixer: Attention | DeltaNet
+    mlp_norm: Norm
+    mlp: Mlp | Experts
 
 
 class DecoderShape(NamedTuple):
@@ -279,6 +322,7 @@ class DecoderShape(NamedTuple):
         head_dim: size of a head.
         eps: epsilon of the norms.
         levels: maximum number of levels of `ForwardBatch.additions`.
+        gate: whether a sigmoid gate multiplies the output of attention.
     """
 
     heads: int
@@ -286,6 +330,70 @@ class DecoderShape(NamedTuple):
     head_dim: int
     eps: float
     levels: int = 0
+    gate: bool = False
+
+
+class RecurrentStates(NamedTuple):
+    """The states of gated delta nets, in slots. A forward pass never changes a slot that it reads.
+
+    Attributes:
+        conv: [delta net layers, slots, conv_width - 1, channels]: the inputs of the convolution of the last tokens.
+        delta: float32 [delta net layers, slots, value heads, key_dim, value_dim].
+    """
+
+    conv: Tensor
+    delta: Tensor
+
+
+class StateSpan(NamedTuple):
+    """The tokens of one sequence in a batch, and the slots of its state.
+
+    Attributes:
+        first_token: row of the first token.
+        num_tokens: number of tokens.
+        num_drafts: the number of these, at the end, that may be rejected.
+        start: index in the sequence of the first token. At 0, the state begins with zeros.
+        source: the slot with the state before the first token; -1 at 0.
+        target: the slot for the state after the last token, not `source`.
+        is_decoding: whether all tokens are computed one by one, and not only the drafts.
+    """
+
+    first_token: int
+    num_tokens: int
+    num_drafts: int
+    start: int
+    source: int
+    target: int
+    is_decoding: bool
+
+
+class DeltaInputs(NamedTuple):
+    """What gated delta nets compute states from.
+
+    Attributes:
+        rows: [tokens, channels], before the convolution.
+        decay: float32 [tokens, value heads], the logarithm of the factor of the previous state.
+        beta: float32 [tokens, value heads], the strength of the update.
+    """
+
+    rows: Tensor
+    decay: Tensor
+    beta: Tensor
+
+
+class RecurrentBatch(NamedTuple):
+    """The recurrent states of a batch.
+
+    Attributes:
+        states: all slots.
+        spans: one per sequence, in the order of `ForwardBatch.spans`.
+        kept: for each delta net layer, the inputs of the spans with drafts, by the number of the span; each layer
+            appends its own.
+    """
+
+    states: RecurrentStates
+    spans: tuple[StateSpan, ...]
+    kept: list[dict[int, DeltaInputs]]
 
 
 class ForwardBatch(NamedTuple):
@@ -298,11 +406,12 @@ class ForwardBatch(NamedTuple):
         spans: one per sequence.
         last: int64, increasing: the tokens whose hidden states are returned.
         last_spans: one per token of `last`.
-        cache: [layers, 2 * kv_heads, rows, head_dim]: keys, then values, of all earlier tokens. In the dtype of the
-            hidden states, or int8 with scales.
+        cache: [attention layers, 2 * kv_heads, rows, head_dim]: keys, then values, of all earlier tokens. In the dtype
+            of the hidden states, or int8 with scales.
         additions: rows to add to the hidden states of some tokens after the first layers.
-        cache_scales: float32 [layers, 2 * kv_heads, rows] if `cache` is int8: the scale of each of its rows.
+        cache_scales: float32 [attention layers, 2 * kv_heads, rows] if `cache` is int8: the scale of each of its rows.
         loras: the tokens with an adapter, in order, after all tokens without one.
+        recurrent: the states of gated delta nets; None for models without them.
     """
 
     cos: Tensor
@@ -315,9 +424,10 @@ class ForwardBatch(NamedTuple):
     additions: Additions | None = None
     cache_scales: Tensor | None = None
     loras: tuple[LoraRows, ...] = ()
+    recurrent: RecurrentBatch | None = None
 
     def cache_layer(self, number: int) -> KVCacheLayer:
-        """Return one layer of the cache."""
+        """Return the cache of one of the attention layers."""
         return KVCacheLayer(self.cache[number], None if self.cache_scales is None else self.cache_scales[number])
 
 

@@ -29,7 +29,9 @@ def stored_tensors(folder: Path, renames: Iterable[tuple[str, str]] = ()) -> dic
         CheckpointError: there are no safetensors files, a shard is missing, or a file is damaged.
     """
     rules = list(renames)
-    return {rename(name, rules): (file, name) for file in _files(folder) for name in tensor_names(file)}
+    stored = {rename(name, rules): (file, name) for file in _files(folder) for name in tensor_names(file)}
+    stored.pop("", None)
+    return stored
 
 
 def stored_headers(tensors: Mapping[str, tuple[Path, str]]) -> dict[str, TensorHeader]:

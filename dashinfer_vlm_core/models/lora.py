@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import CheckpointError
-from ..text_spec import TextModelSpec
+from ..text_spec import AttentionSpec, DeltaNetSpec, MlpSpec, TextModelSpec
 from .checkpoint import HUB_ID, download
 from .files import rename, stored_headers, stored_tensors, tensor_names
 from .headers import TensorHeader
@@ -255,17 +255,28 @@ def text_tensors(text: TextModelSpec) -> dict[str, tuple[int, int]]:
     """Return the shapes of the text model's tensors that adapters can change: first the embedding table, then the
     output layer, then the linear layers."""
     names, hidden = text.weights, text.hidden_size
-    query, key = (heads * text.head_dim for heads in (text.num_attention_heads, text.num_key_value_heads))
-    attention = {names.query: (query, hidden), names.key: (key, hidden), names.value: (key, hidden)}
-    attention[names.output] = (hidden, query)
-    inner = text.intermediate_size
-    mlp = {names.gate: (inner, hidden), names.up: (inner, hidden), names.down: (hidden, inner)}
     shapes = {f"{names.embedding}.weight": (text.vocab_size, hidden), f"{names.head}.weight": (text.vocab_size, hidden)}
-    for number in range(text.num_hidden_layers):
-        has_mlp = text.experts is None or number in text.experts.dense_layers
-        for name, shape in {**attention, **(mlp if has_mlp else {})}.items():
+    for number, layer in enumerate(text.layers):
+        inner = layer.mlp.intermediate_size
+        mlp = {names.gate: (inner, hidden), names.up: (inner, hidden), names.down: (hidden, inner)}
+        for name, shape in {
+            **_mixer_tensors(text, layer.mixer),
+            **(mlp if isinstance(layer.mlp, MlpSpec) else {}),
+        }.items():
             shapes[f"{names.layer.format(number)}.{name}.weight"] = shape
     return shapes
+
+
+def _mixer_tensors(text: TextModelSpec, mixer: AttentionSpec | DeltaNetSpec) -> dict[str, tuple[int, int]]:
+    names = text.weights
+    if isinstance(mixer, AttentionSpec):
+        outputs = dict(zip((names.query, names.key, names.value), mixer.outputs, strict=True))
+        output, width = names.output, mixer.width
+    else:
+        outputs = {names.delta_qkv: mixer.conv_channels, names.delta_z: mixer.value_width}
+        outputs |= dict.fromkeys((names.delta_beta, names.delta_step), mixer.num_value_heads)
+        output, width = names.delta_output, mixer.value_width
+    return {name: (count, text.hidden_size) for name, count in outputs.items()} | {output: (text.hidden_size, width)}
 
 
 def _headers(file: Path) -> dict[str, TensorHeader]:

@@ -96,7 +96,7 @@ class ModelSpec:
         conversation: the format of tool calls.
         profile: its capabilities, which the adapters report.
         tensor_renames: pairs of a regular expression and its replacement, applied in this order, that map the stored
-            tensor names to those that the family and `text.weights` use.
+            tensor names to those that the family and `text.weights` use. Tensors without a name after that are ignored.
         card: what users are shown of it.
         coordinates: how it writes positions in images; None if that is not known.
     """

@@ -25,6 +25,7 @@ from ..models.interface import Placeholder, PlaceholderSpan, PromptLayout
 from ..models.spec import ModelSpec
 from ..protocol import ChatRequest
 from ..tokenization.chat_template import ChatTemplate, read_chat_template, template_config_error
+from ..tokenization.conversation import ConversationFormat
 from ..tokenization.hermes import parse_tool_arguments, render_tools_as_text
 from ..tokenization.tokenizer import CheckpointTokenizer, read_tokenizer
 from .coordinates import with_model_coordinates
@@ -98,7 +99,8 @@ class PromptBuilder:
         self._split = re.compile(
             "|".join(re.escape(name) for name in sorted(self._special_tokens, key=len, reverse=True))
         )
-        tags = spec.conversation.reasoning_begin, spec.conversation.reasoning_end
+        self.conversation: ConversationFormat = template.conversation(spec.conversation)
+        tags = self.conversation.reasoning_begin, self.conversation.reasoning_end
         self.supports_reasoning: bool = any(map(template.mentions, tags))
         """Whether completions may begin with reasoning."""
         self._first_chars = sorted({name[0] for name in self._special_tokens})
@@ -205,14 +207,14 @@ class PromptBuilder:
             return False
         tools = [tool.for_template() for tool in request.offered_tools]
         text = self.render([{"role": "user", "content": "Hello"}], tools, self._options(request))
-        return text.rstrip().endswith(self._spec.conversation.reasoning_begin)
+        return text.rstrip().endswith(self.conversation.reasoning_begin)
 
     def _options(self, request: ChatRequest) -> dict[str, Any]:
         return {**self._reasoning_options(request.reasoning_effort), **request.chat_template_kwargs}
 
     def _ends_with_tag(self, token_ids: list[int]) -> bool:
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=False)
-        return text.rstrip().endswith(self._spec.conversation.reasoning_begin)
+        return text.rstrip().endswith(self.conversation.reasoning_begin)
 
     def check_template(self) -> None:
         """Render a minimal conversation, so that a broken template is reported at startup instead of by requests.
@@ -243,7 +245,7 @@ class PromptBuilder:
         """
         if self._template.supports_tools:
             return self._template.render(messages, tools, options)
-        return self._template.render(render_tools_as_text(messages, tools, self._spec.conversation), (), options)
+        return self._template.render(render_tools_as_text(messages, tools, self.conversation), (), options)
 
     def _segments(self, request: ChatRequest, coordinates: ImageCoordinates | None) -> Iterable[_Segment]:
         prompt = request.raw_prompt
@@ -261,7 +263,7 @@ class PromptBuilder:
         if coordinates:
             messages = with_model_coordinates(messages, coordinates)
         # Arguments are parsed first, because JSON-escaped text in them must be guarded as well.
-        given = [parse_tool_arguments(messages), tools, options]
+        given = [parse_tool_arguments(messages, self.conversation), tools, options]
         mark = unused_mark(given)
         pieces = self._pieces(self.render(*(guard_text(value, self._first_chars, mark) for value in given)), mark)
         self._check_size(pieces)  # arguments of many short values are rendered as more text than their strings

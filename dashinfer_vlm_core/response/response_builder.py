@@ -114,7 +114,8 @@ class ResponseBuilder:
         self._wants_usage = request.include_usage
         self._detokenizer = IncrementalDetokenizer(tokenizer)
         self._stop_strings = StopStringMatcher(request.stop_strings)
-        tools = {tool.function.name for tool in request.callable_tools} if request.parses_tool_calls else ()
+        functions = [tool.function for tool in request.callable_tools] if request.parses_tool_calls else []
+        tools = {function.name: function.parameters for function in functions}
         self._must_call = bool(tools) and request.must_call
         self._tool_parser = ToolCallParser(tools, guided=guided, must_call=self._must_call, conversation=conversation)
         self._supports_reasoning = supports_reasoning

@@ -112,8 +112,11 @@ class GrammarCompiler:
 
     @cachedmethod(attrgetter("_patterns"), key=_digest, lock=attrgetter("_lock"))
     def compiles(self, text: str) -> bool:
-        """Return whether the grammar of one regular expression compiles within the limits."""
-        return not self._matcher(text).is_error()
+        """Return whether the grammar of one regular expression compiles within the limits, and matches a text."""
+        matcher = self._matcher(text)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        return not matcher.is_error()
 
     @cachedmethod(attrgetter("_grammars"), key=_digest, lock=attrgetter("_lock"))
     def _compile(self, text: str, param: str) -> LLGuidanceMatcher:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ..errors import InvalidParameter
@@ -14,10 +15,11 @@ from ..protocol import ChatRequest
 from ..protocol.output import OutputConstraint, ToolFunction
 from ..tokenization.conversation import HERMES, ConversationFormat
 from .coordinate_schema import with_model_coordinates
-from .grammar.json_schema import json_schema, widest
+from .grammar.json_schema import SchemaCompiler
 from .grammar.rules import Rules, literal
 from .grammar.schema_shape import TYPES, SchemaError
 from .grammar.values import COLON, COMMA, any_value, matching_text
+from .grammar.xml_calls import CallCompiler
 
 MAX_CALLS = 16
 """Maximum number of tool calls in one completion."""
@@ -143,20 +145,39 @@ class _GrammarBuilder:
         schema = tool.parameters or {"properties": {}}
         if not _allows_object(schema, strict=tool.strict):
             raise InvalidParameter(f"`{param}` must be a schema of type object.", param=param)
+        schema = {**schema, "type": "object"}
         with _naming(param):
-            arguments = self._schema({**schema, "type": "object"}, tool.name, strict=tool.strict)
+            if self.conversation.call_syntax == "xml":
+                return self._xml_call(tool, schema)
+            arguments = self._schema(schema, tool.name, strict=tool.strict)
         name = literal(f'"{tool.name}"')
         key = literal('"arguments"')
         end = literal("}\n" + self.conversation.call_end)
         return self.rules.add(f"{_CALL} {COLON} {name} {COMMA} {key} {COLON} {arguments} {end}")
 
-    def _schema(self, schema: Mapping[str, Any], name: str, *, strict: bool) -> str:
+    def _xml_call(self, tool: ToolFunction, schema: Mapping[str, Any]) -> str:
+        compiler = partial(CallCompiler, end=f"</function>\n{self.conversation.call_end}")
+        arguments = self._schema(schema, tool.name, strict=tool.strict, compiler=compiler)
+        begin = literal(f"\n<function={tool.name}>\n")
+        return self.rules.add(f"{begin} {arguments}")
+
+    def _schema(
+        self,
+        schema: Mapping[str, Any],
+        name: str,
+        *,
+        strict: bool,
+        compiler: Callable[[Rules, Mapping[str, Any], list[str] | None], SchemaCompiler] = SchemaCompiler,
+    ) -> str:
         if self.maximum is not None:
             schema = with_model_coordinates(schema, self.maximum, self.rules.steps)
         if strict:
-            return json_schema(self.rules, schema)
-        paths = [""] if self.is_widest else []
-        rule = widest(self.rules, schema) if self.is_widest else json_schema(self.rules, schema, widened=paths)
+            return compiler(self.rules, schema, None).compile_root()
+        if self.is_widest:
+            self.widened.append(f"{name}: the whole schema")
+            return compiler(self.rules, schema, []).widest(schema)
+        paths: list[str] = []
+        rule = compiler(self.rules, schema, paths).compile_root()
         self.widened += [f"{name}: {path or 'the whole schema'}" for path in paths]
         return rule
 

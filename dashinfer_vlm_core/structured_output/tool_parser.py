@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from ..tokenization.conversation import HERMES, ConversationFormat
 from ..tokenization.stop_strings import length_held
+from .call_syntax import ArgumentsReader, Tools, call_syntax
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +59,7 @@ class ToolCallParser:
     complete and valid; text that looks like a call but is not is emitted as content, unchanged.
 
     Args:
-        names: the names of the tools that may be called; empty if all text is content.
+        tools: the tools that may be called; empty if all text is content.
         guided: whether a grammar constrains the completion.
         must_call: whether the grammar allows nothing but calls.
         conversation: how the model writes tool calls.
@@ -71,7 +71,7 @@ class ToolCallParser:
 
     def __init__(
         self,
-        names: Collection[str],
+        tools: Tools,
         *,
         guided: bool,
         must_call: bool = False,
@@ -79,20 +79,19 @@ class ToolCallParser:
     ) -> None:
         self._call_begin = conversation.call_begin
         self._call_end = conversation.call_end
-        begin = re.escape(conversation.call_begin)
-        name = rf'\s*{begin}\s*\{{"name": ?"([^"\\]*)"'
-        self._begin = re.compile(rf"\n?{begin}")
-        self._named = re.compile(name)
-        self._head = re.compile(name + r', ?"arguments": ?(?=\{)')
+        separator = conversation.call_separator
+        self._beginnings = [separator[index:] + self._call_begin for index in range(len(separator) + 1)]
+        self._begin = re.compile("|".join(map(re.escape, self._beginnings)))
+        self._syntax = call_syntax(conversation, tools)
         self.calls: int = 0
         self.complete: int = 0
-        self._names = names
+        self._tools = tools
         self._guided = guided
         self._must_call = must_call
         self._state: Callable[[], list[ParserEvent]] = self._read_text
         self._consumed = 0  # characters emitted as content or parsed as part of a call
         self._pending = ""  # the text after them
-        self._arguments: list[str] = []  # pieces of the arguments of the call that is being read
+        self._arguments: ArgumentsReader | None = None  # of the call that is being read
 
     @property
     def may_call(self) -> bool:
@@ -102,7 +101,7 @@ class ToolCallParser:
     def feed(self, text: str) -> list[ParserEvent]:
         """Parse more text; return the events that are certain."""
         self._pending += text
-        if not self._names:
+        if not self._tools:
             return self._emit_content(len(text))
         events: list[ParserEvent] = []
         state = None
@@ -113,13 +112,12 @@ class ToolCallParser:
 
     def flush(self) -> list[ParserEvent]:
         """End the text; return the events for what was held back."""
-        if self._state == self._read_arguments:
-            is_argument = _parse("".join(self._arguments)) is None  # a brace ends an inner object, or the call
-            return self._emit_arguments(self._pending if is_argument else "")
+        if self._arguments:
+            return self._emit_arguments(self._arguments.flush(self._pending))
         is_call = self._state == self._read_call
         if self._guided and (self._must_call or self.calls or is_call):
             # The beginning of a truncated call is not content.
-            head = self._named.match(self._pending)
+            head = self._syntax.named.match(self._pending)
             return [self._start_call(head[1])] if head else []
         if is_call:
             return self._parse_call(len(self._pending))
@@ -128,43 +126,40 @@ class ToolCallParser:
     def _read_text(self) -> list[ParserEvent]:
         begin = self._begin.search(self._pending)
         if begin is None:
-            held = length_held(self._pending, (self._call_begin, f"\n{self._call_begin}"))
+            held = length_held(self._pending, self._beginnings)
             return self._emit_content(len(self._pending) - held)
         self._state = self._read_call
         return self._emit_content(begin.start())
 
     def _read_call(self) -> list[ParserEvent]:
         end = self._pending.find(self._call_end)
-        head = self._head.match(self._pending, 0, len(self._pending) if end < 0 else end) if self._guided else None
-        if head and head[1] in self._names:
+        limit = len(self._pending) if end < 0 else end
+        head = self._syntax.head.match(self._pending, 0, limit) if self._guided else None
+        if head and head[1] in self._tools:
             self._consume(head.end())
             self._state = self._read_arguments
-            self._arguments = []
+            self._arguments = self._syntax.arguments(head[1])
             return [self._start_call(head[1])]
         return [] if end < 0 else self._parse_call(end + len(self._call_end))
 
     def _read_arguments(self) -> list[ParserEvent]:
-        end = "}\n" + self._call_end
-        text, tag, _ = self._pending.partition(end)
-        if tag:
+        assert self._arguments is not None, "a call has begun"
+        piece = self._arguments.read(self._pending)
+        self._consume(piece.length)
+        if piece.is_last:
             self.complete += 1
             self._state = self._read_text
-        else:
-            text = text[: len(text) - length_held(text, (end,))]
-        self._arguments.append(text)
-        self._consume(len(text + tag))
-        return self._emit_arguments(text)
+            self._arguments = None
+        return self._emit_arguments(piece.arguments)
 
     def _parse_call(self, length: int) -> list[ParserEvent]:
         self._state = self._read_text
-        call = _parse(self._pending[:length].partition(self._call_begin)[2].removesuffix(self._call_end))
-        name = call.get("name") if isinstance(call, dict) else None
-        arguments = call.get("arguments", {}) if isinstance(call, dict) else None
-        if not isinstance(name, str) or name not in self._names or not isinstance(arguments, dict):
+        call = self._syntax.parse(self._pending[:length].partition(self._call_begin)[2].removesuffix(self._call_end))
+        if call is None:
             return self._emit_content(length)
         self._consume(length)
         self.complete += 1
-        return [self._start_call(name), *self._emit_arguments(json.dumps(arguments, ensure_ascii=False))]
+        return [self._start_call(call.name), *self._emit_arguments(call.arguments)]
 
     def _start_call(self, name: str) -> ToolCallStart:
         self.calls += 1
@@ -186,10 +181,3 @@ class ToolCallParser:
     def _consume(self, length: int) -> None:
         self._consumed += length
         self._pending = self._pending[length:]
-
-
-def _parse(text: str) -> object:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None

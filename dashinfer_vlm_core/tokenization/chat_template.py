@@ -17,6 +17,7 @@ import jinja2
 from jinja2 import ext, meta, nodes, parser, sandbox, utils
 
 from ..errors import CheckpointError, ConfigError, InvalidParameter
+from .conversation import HERMES, QWEN_XML, ConversationFormat
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -68,6 +69,10 @@ class ChatTemplate:
     def mentions(self, text: str) -> bool:
         """Return whether a template contains `text`."""
         return any(text in source for source in self._sources)
+
+    def conversation(self, default: ConversationFormat) -> ConversationFormat:
+        """Return the format in which the template writes tool calls: `default`, or XML instead of Hermes."""
+        return QWEN_XML if default == HERMES and self.mentions("<parameter=") else default
 
     def render(
         self,

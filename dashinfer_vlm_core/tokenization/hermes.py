@@ -17,13 +17,14 @@ from .conversation import HERMES, ConversationFormat
 Message: TypeAlias = dict[str, Any]
 
 
-def parse_tool_arguments(messages: list[Message]) -> list[Message]:
+def parse_tool_arguments(messages: list[Message], conversation: ConversationFormat = HERMES) -> list[Message]:
     """Parse the arguments of tool calls to objects, because templates would encode a string as JSON a second time.
 
-    Arguments that are not valid JSON stay strings.
+    Arguments that are not valid JSON stay strings. Since templates with calls in XML accept only objects, others become
+    the argument `arguments` there.
     """
     return [
-        message | {"tool_calls": [_parse_arguments(call) for call in message["tool_calls"]]}
+        message | {"tool_calls": [_parse_arguments(call, conversation) for call in message["tool_calls"]]}
         if "tool_calls" in message
         else message
         for message in messages
@@ -57,14 +58,18 @@ def render_tools_as_text(
     return converted
 
 
-def _parse_arguments(call: dict[str, Any]) -> dict[str, Any]:
+def _parse_arguments(call: dict[str, Any], conversation: ConversationFormat) -> dict[str, Any]:
     function = call["function"]
+    arguments = function["arguments"]
     try:
-        arguments = json.loads(function["arguments"])
-        if r"\u" in function["arguments"]:  # half of a surrogate pair in an escape sequence is no text
-            json.dumps(arguments, ensure_ascii=False).encode()
+        parsed = json.loads(arguments)
+        if r"\u" in arguments:  # half of a surrogate pair in an escape sequence is no text
+            json.dumps(parsed, ensure_ascii=False).encode()
+        arguments = parsed
     except (ValueError, RecursionError):
-        return call
+        pass
+    if conversation.call_syntax == "xml" and not isinstance(arguments, dict):
+        arguments = {"arguments": arguments} if arguments else {}
     return call | {"function": function | {"arguments": arguments}}
 
 
@@ -72,11 +77,23 @@ def _calls_as_text(message: Message, conversation: ConversationFormat) -> Messag
     functions = [call["function"] for call in message.get("tool_calls", ())]
     if not functions:
         return message
-    objects = [_to_json({"name": each["name"], "arguments": each["arguments"]}) for each in functions]
-    calls = "\n".join(f"{conversation.call_begin}\n{text}\n{conversation.call_end}" for text in objects)
+    to_text = _xml_call if conversation.call_syntax == "xml" else _json_call
+    calls = "\n".join(f"{conversation.call_begin}\n{to_text(each)}\n{conversation.call_end}" for each in functions)
     content = message["content"]
     plain = {key: value for key, value in message.items() if key != "tool_calls"}
-    return plain | {"content": _join_contents([content, "\n" if content else "", calls])}
+    return plain | {"content": _join_contents([content, conversation.call_separator if content else "", calls])}
+
+
+def _json_call(function: dict[str, Any]) -> str:
+    return _to_json({"name": function["name"], "arguments": function["arguments"]})
+
+
+def _xml_call(function: dict[str, Any]) -> str:
+    parameters = "".join(
+        f"<parameter={name}>\n{value if isinstance(value, str) else _to_json(value)}\n</parameter>\n"
+        for name, value in function["arguments"].items()
+    )
+    return f"<function={function['name']}>\n{parameters}</function>"
 
 
 def _results_as_user_message(messages: list[Message], conversation: ConversationFormat) -> Message:

@@ -41,8 +41,9 @@ class NativeKernelFactory:
         return device.partition(":")[0] == "cpu" and str(dtype) == "torch.bfloat16"
 
     def unsupported_reason(self, text: TextModelSpec) -> str:
-        if text.head_dim % 2 or text.hidden_size % 2:
-            return f"they require an even head_dim and hidden_size, got {text.head_dim} and {text.hidden_size}"
+        head_dim = text.attention.head_dim
+        if head_dim % 2 or text.hidden_size % 2:
+            return f"they require an even head_dim and hidden_size, got {head_dim} and {text.hidden_size}"
         return ""
 
     def load(self, device: str) -> LoadedKernels:

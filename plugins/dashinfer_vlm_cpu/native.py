@@ -20,6 +20,7 @@ from dashinfer_vlm_core.kernels.quantization import Quantization, QuantizedWeigh
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.kernels.types import (
     Activation,
+    Attention,
     DecoderLayer,
     DecoderLayers,
     DecoderShape,
@@ -27,6 +28,7 @@ from dashinfer_vlm_core.kernels.types import (
     KVSpans,
     Linear,
     LMHead,
+    Mlp,
     SampledIds,
 )
 
@@ -188,16 +190,23 @@ class NativeKernels(TorchKernels):
         return sampled
 
     def decoder_layers(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> DecoderLayers:
-        if all(map(_supports_layer, layers)) and _supports_attention(shape.heads, shape.kv_heads, shape.head_dim):
+        if (
+            not shape.gate
+            and all(map(_supports_layer, layers))
+            and _supports_attention(shape.heads, shape.kv_heads, shape.head_dim)
+        ):
             return NativeLayers(self._library, layers, shape)
         return super().decoder_layers(layers, shape)
 
 
 def _supports_layer(layer: DecoderLayer) -> bool:
-    norms = [norm for norm in (layer.input_norm, layer.mlp_norm, layer.query_norm, layer.key_norm) if norm]
-    linears = (layer.qkv, layer.output, layer.gate_up, layer.down)
+    if not isinstance(layer.mlp, Mlp) or not isinstance(layer.mixer, Attention):
+        return False
+    qkv, output, *head_norms = layer.mixer
+    norms = [norm for norm in (layer.input_norm, layer.mlp_norm, *head_norms) if norm]
+    linears = (qkv, output, *layer.mlp)
     return (
-        (layer.query_norm is None) == (layer.key_norm is None)
+        len(norms) != 3
         and all(norm.bias is None for norm in norms)
         and all(isinstance(linear, NativeLinear) for linear in linears)
     )

@@ -15,13 +15,16 @@ from torch import Tensor
 
 from dashinfer_vlm_core.kernels.types import (
     Additions,
+    Attention,
     DecoderLayer,
     DecoderShape,
     ForwardBatch,
     Linear,
+    LoraLayer,
     LoraLayers,
     LoraRows,
     LowRank,
+    Mlp,
     Norm,
 )
 
@@ -32,7 +35,7 @@ _POINTER = ctypes.c_void_p
 
 
 class CLayer(ctypes.Structure):
-    """`DecoderLayer` in C."""
+    """`DecoderLayer` with attention and an MLP in C."""
 
     _fields_ = fields("p input_norm qkv output mlp_norm gate_up down query_norm key_norm")
 
@@ -90,7 +93,8 @@ class NativeLayers:
     def __init__(self, library: ctypes.CDLL, layers: Sequence[DecoderLayer], shape: DecoderShape) -> None:
         self._library = library
         self._layers = tuple(layers)
-        linears = [part for layer in layers for part in layer if isinstance(part, NativeLinear)]
+        parts = (part for layer in layers for part in (*_attention(layer), *_mlp(layer)))
+        linears = [part for part in parts if isinstance(part, NativeLinear)]
         self._workspace_users = list({linear.workspace_key: linear for linear in linears}.values())
         self._table = (CLayer * len(layers))(*map(_c_layer, layers))
         self._shape = CDecoderShape(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim**-0.5, shape.eps)
@@ -187,7 +191,7 @@ class _NativeLora(NamedTuple):
         changes = [change for layer in lora.layers for change in layer if change]
         linears = {linear.workspace_key: linear for change in changes for linear in _linears(change)}
         return cls(
-            (CLoraLayer * len(lora.layers))(*(CLoraLayer(*map(_c_low_rank, layer)) for layer in lora.layers)),
+            (CLoraLayer * len(lora.layers))(*map(_c_lora_layer, lora.layers)),
             max((linear.columns for change in changes for linear in _linears(change, parts=False)), default=0),
             max((change.outputs for change in changes), default=0),
             list(linears.values()),
@@ -212,6 +216,10 @@ def _c_low_rank(change: LowRank | None) -> CLowRank:
     )
 
 
+def _c_lora_layer(layer: LoraLayer) -> CLoraLayer:
+    return CLoraLayer(*map(_c_low_rank, (layer.qkv, layer.output, layer.gate_up, layer.down)))
+
+
 def _pointer(part: Tensor | ctypes.Array[Any] | int | None) -> int | None:
     if isinstance(part, Tensor):
         return part.data_ptr()
@@ -230,7 +238,19 @@ def _c_additions(additions: Additions | None) -> tuple[int | None, ...]:
 
 
 def _c_layer(layer: DecoderLayer) -> CLayer:
-    return CLayer(**{name: _address(getattr(layer, name)) for name, *_ in CLayer._fields_})
+    qkv, output, query_norm, key_norm = _attention(layer)
+    parts = (layer.input_norm, qkv, output, layer.mlp_norm, *_mlp(layer), query_norm, key_norm)
+    return CLayer(*map(_address, parts))
+
+
+def _attention(layer: DecoderLayer) -> Attention:
+    assert isinstance(layer.mixer, Attention)
+    return layer.mixer
+
+
+def _mlp(layer: DecoderLayer) -> Mlp:
+    assert isinstance(layer.mlp, Mlp)
+    return layer.mlp
 
 
 def _address(part: Norm | Linear | None) -> int | None:

@@ -18,7 +18,7 @@ from dashinfer_vlm_core.errors import CheckpointError, SetupError
 from dashinfer_vlm_core.models.files import stored_tensors
 from dashinfer_vlm_core.models.spec import ModelSpec
 from dashinfer_vlm_core.progress import Progress
-from dashinfer_vlm_core.text_spec import TextModelSpec, TextWeightNames
+from dashinfer_vlm_core.text_spec import MlpSpec, TextModelSpec, TextWeightNames
 
 from .environment import VERSION, Environment, check_space, inherited_variables, locked, sha256
 
@@ -107,15 +107,18 @@ def convert(spec: ModelSpec, weight_format: WeightFormat, *, environment: Enviro
 
 def unsupported(text: TextModelSpec) -> str:
     """Why DashInfer has no class for a text model; empty if it has one."""
+    attention = text.attention
+    rotary = attention.rotary
     requirements = {
         "RMSNorm": text.norm == "rms_norm",
-        "biases for queries, keys and values": text.qkv_bias,
-        "no norms for queries and keys": not text.qk_norm,
-        "rotary positions in halves, time before height before width": text.rotary.pairs == "halves"
-        and text.rotary.sections is not None,
+        "biases for queries, keys and values": attention.bias,
+        "no norms for queries and keys": not attention.head_norms,
+        "rotary positions in halves, time before height before width": rotary.pairs == "halves"
+        and rotary.sections is not None,
         "no additions after its first layers": not text.visual_levels,
-        "no mixture of experts": text.experts is None,
-        "a head size of 64 or 128": text.head_dim in HEAD_DIMS,
+        "no gated delta nets": text.delta_net is None,
+        "no mixture of experts": all(isinstance(layer.mlp, MlpSpec) for layer in text.layers),
+        "a head size of 64 or 128": attention.head_dim in HEAD_DIMS,
         "Qwen2-VL's tensor names": text.weights == TextWeightNames(),
     }
     missing = [requirement for requirement, met in requirements.items() if not met]
@@ -124,7 +127,7 @@ def unsupported(text: TextModelSpec) -> str:
 
 def _check_tensors(tensors: Tensors, text: TextModelSpec, spec: ModelSpec) -> None:
     # DashInfer reports other missing tensors itself.
-    last = f"model.layers.{text.num_hidden_layers - 1}."
+    last = f"model.layers.{len(text.layers) - 1}."
     wanted = {"model.embed_tokens.weight", "model.norm.weight"} | (
         set() if text.tie_word_embeddings else {"lm_head.weight"}
     )
@@ -143,21 +146,23 @@ def _key(tensors: Tensors, text: TextModelSpec, weight_format: WeightFormat) -> 
 
 
 def _job(tensors: Tensors, text: TextModelSpec, weight_format: WeightFormat) -> dict[str, Any]:
+    attention = text.attention
+    rotary = attention.rotary
     config = {
         "hidden_size": text.hidden_size,
-        "intermediate_size": text.intermediate_size,
-        "num_hidden_layers": text.num_hidden_layers,
-        "num_attention_heads": text.num_attention_heads,
-        "num_key_value_heads": text.num_key_value_heads,
+        "intermediate_size": text.layers[0].mlp.intermediate_size,
+        "num_hidden_layers": len(text.layers),
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads,
         "vocab_size": text.vocab_size,
         "max_position_embeddings": text.max_position_embeddings,
         "rms_norm_eps": text.norm_eps,
-        "rope_theta": text.rotary.theta,
+        "rope_theta": rotary.theta,
         "model_type": ENGINE_CLASS,
         "hidden_act": "silu",
-        "rotary_emb_base": text.rotary.theta,
-        "size_per_head": text.head_dim,
-        "rope_scaling": {"type": "mrope", "mrope_section": list(text.rotary.sections or ())},
+        "rotary_emb_base": rotary.theta,
+        "size_per_head": attention.head_dim,
+        "rope_scaling": {"type": "mrope", "mrope_section": list(rotary.sections or ())},
     }
     return {
         "name": NAME,

@@ -68,7 +68,7 @@ def make_plan(spec: ModelSpec, config: EngineConfig, *, cuda: int, cpu_only: boo
     if last > cuda:
         message = f"`tensor_parallel` {devices} from device {first} on requires {last} devices, got {cuda}. Reduce it."
         raise ConfigError(message, param="tensor_parallel")
-    heads = spec.text.num_key_value_heads
+    heads = spec.text.attention.num_kv_heads
     if heads % devices:
         message = f"`tensor_parallel` {devices} does not divide the model's {heads} key-value heads. Choose a divisor."
         raise ConfigError(message, param="tensor_parallel")
@@ -131,7 +131,8 @@ def _plan_cpu(text: TextModelSpec, config: EngineConfig, context: int) -> Plan:
     if config.dtype not in {"auto", "float32"}:
         message = f"`dtype` {config.dtype!r}: on a CPU, DashInfer computes only in float32. Set it to auto or float32."
         raise ConfigError(message, param="dtype")
-    per_token = text.num_hidden_layers * 2 * text.num_key_value_heads * text.head_dim * DTYPE_BYTES["float32"]
+    attention = text.attention
+    per_token = len(text.layers) * 2 * attention.num_kv_heads * attention.head_dim * DTYPE_BYTES["float32"]
     affordable = config.kv_cache_mib * MIB // per_token
     if affordable < MIN_KV_TOKENS:
         message = f"`kv_cache_mib` {config.kv_cache_mib} holds only {affordable} tokens of this model. Increase it."

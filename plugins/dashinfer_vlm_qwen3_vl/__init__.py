@@ -1,7 +1,7 @@
-"""Qwen3-VL, dense and with a mixture of experts. Importing this package is cheap: torch is imported when a vision
-encoder is loaded.
+"""Qwen3-VL and Qwen3.5, dense and with a mixture of experts. Importing this package is cheap: torch is imported when a
+vision encoder is loaded.
 
-config.py                            the checkpoint's JSON files
+config.py  qwen3_5.py                the checkpoint's JSON files
 image_processor.py  prompt_layout.py images and videos as patches, and in the prompt
 position_table.py  vision_model.py   the vision encoder with DeepStack
 """
@@ -18,7 +18,8 @@ from dashinfer_vlm_core.models.interface import ImageProcessor, ModelFamily, Pro
 from dashinfer_vlm_core.models.qwen2_vl import Qwen2VL
 from dashinfer_vlm_core.models.spec import ModelSpec
 
-from .config import MODEL_TYPES, read_spec, read_video_pixels, read_vision_config
+from . import qwen3_5
+from .config import HYBRID_TYPES, MODEL_TYPES, read_spec, read_video_pixels, read_vision_config
 
 if TYPE_CHECKING:
     from dashinfer_vlm_core.models.qwen2_vl.vision_weights import VisionWeights
@@ -49,6 +50,22 @@ class Qwen3VL(Qwen2VL):
         return load(read_vision_config(folder), read)
 
 
+class Qwen35(Qwen3VL):
+    """The family of Qwen3.5, Qwen3.6 and Qwen3.8 checkpoints: the vision encoder without DeepStack, and a text model of
+    gated delta nets and attention. Their heads for the prediction of several tokens are not used."""
+
+    model_types: frozenset[str] = frozenset(HYBRID_TYPES)
+
+    def load_spec(self, folder: Path) -> ModelSpec:
+        return qwen3_5.read_spec(folder)
+
+    def load_vision_model(self, folder: Path, read: VisionWeights) -> VisionModel:
+        from .vision_model import load
+
+        return load(qwen3_5.read_vision_config(folder), read)
+
+
 @hookimpl
 def register_model_families(register: Callable[[ModelFamily], None]) -> None:
     register(Qwen3VL())
+    register(Qwen35())

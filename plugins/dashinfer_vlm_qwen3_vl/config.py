@@ -16,7 +16,7 @@ from dashinfer_vlm_core.models.qwen2_vl.config import (
     PREPROCESSOR,
     PROCESSOR,
     VisionConfig,
-    check_heads,
+    attention_spec,
     model_spec,
     mrope_section,
     pixel_limit,
@@ -27,20 +27,22 @@ from dashinfer_vlm_core.models.qwen2_vl.config import (
     text_fields,
 )
 from dashinfer_vlm_core.models.spec import ModelSpec, PixelLimits, PixelSpec, Profile
-from dashinfer_vlm_core.text_spec import ExpertsSpec, TextModelSpec
+from dashinfer_vlm_core.text_spec import ExpertsSpec, LayerSpec, MlpSpec, TextModelSpec
 from dashinfer_vlm_core.tokenization.chat_template import template_mentions
 from dashinfer_vlm_core.tokenization.conversation import HERMES
 
 DENSE, MOE = "qwen3_vl", "qwen3_vl_moe"
 MODEL_TYPES = (DENSE, MOE)
+HYBRID_TYPES = ("qwen3_5", "qwen3_5_moe")
 VISION_ACTIVATIONS = ("gelu_pytorch_tanh", "gelu")
 
-EXPERT_RENAMES = (
+RENAMES = (
     (r"\.experts\.(gate_up_proj|down_proj)$", r".experts.\1.weight"),
     (r"\.experts\.(gate_up_proj|down_proj)_scale_inv$", r".experts.\1.weight_scale_inv"),
+    (r"^mtp\..*", ""),
 )
 """Map the names of a tensor with the weights of all experts, and of its scales in FP8 checkpoints, to those that the
-tensors of a module have."""
+tensors of a module have. The head that predicts several tokens (Qwen3.5) is ignored."""
 
 VIDEO_PREPROCESSOR = "video_preprocessor_config.json"
 
@@ -66,12 +68,22 @@ def read_spec(folder: Path) -> ModelSpec:
             feature.
     """
     config = read_config(folder, *MODEL_TYPES)
-    spec = model_spec(config, _text_model(config), read_vision_config(folder), coordinates=CoordinateSpec(extent=1000))
+    return published_spec(config, _text_model(config), read_vision_config(folder))
+
+
+def published_spec(config: JsonFields, text: TextModelSpec, vision: Qwen3VLVisionConfig) -> ModelSpec:
+    """Return the `ModelSpec` of a checkpoint with the files of Qwen3-VL.
+
+    Raises:
+        CheckpointError: a file is missing or invalid, or files contradict each other.
+    """
+    folder = config.file.parent
+    spec = model_spec(config, text, vision, coordinates=CoordinateSpec(extent=1000))
     return replace(
         spec,
         video=_sampling_policy(_video_fields(folder, spec.pixels)),
         profile=Profile(reasoning=template_mentions(folder, (HERMES.reasoning_begin, HERMES.reasoning_end))),
-        tensor_renames=spec.tensor_renames + EXPERT_RENAMES,
+        tensor_renames=spec.tensor_renames + RENAMES,
     )
 
 
@@ -83,10 +95,19 @@ def read_vision_config(folder: Path) -> Qwen3VLVisionConfig:
     """
     config = read_config(folder, *MODEL_TYPES)
     vision = config.section("vision_config")
+    return vision_config(vision, _deepstack_layers(vision, text_fields(config).integer("num_hidden_layers")))
+
+
+def vision_config(vision: JsonFields, deepstack_layers: tuple[int, ...]) -> Qwen3VLVisionConfig:
+    """Return the vision encoder of `vision_config`.
+
+    Raises:
+        CheckpointError: a field is missing or invalid, or requires an unsupported feature.
+    """
     spec = Qwen3VLVisionConfig(
         **asdict(shared_vision_config(vision, VISION_ACTIVATIONS)),
         table_side=isqrt(vision.integer("num_position_embeddings")),
-        deepstack_layers=_deepstack_layers(vision, text_fields(config).integer("num_hidden_layers")),
+        deepstack_layers=deepstack_layers,
     )
     if spec.table_side**2 != vision.get("num_position_embeddings"):
         vision.fail("num_position_embeddings", f"must be a square, got {vision.get('num_position_embeddings')}")
@@ -113,7 +134,7 @@ def read_vision_tokens(folder: Path) -> tuple[int, int]:
     Raises:
         CheckpointError: `config.json` does not have them.
     """
-    config = read_config(folder, *MODEL_TYPES)
+    config = read_config(folder, *MODEL_TYPES, *HYBRID_TYPES)
     return config.integer("vision_start_token_id"), config.integer("vision_end_token_id")
 
 
@@ -122,23 +143,23 @@ def _text_model(config: JsonFields) -> TextModelSpec:
     if text.flag("attention_bias"):
         text.fail("attention_bias", "is true", "Only projections without biases are supported.")
     is_moe = config.get("model_type") == MOE
-    shared = shared_text_model(config, _interleaved_axes(text), head_dim=None if is_moe else 128)
-    check_heads(text, shared)
-    layers = shared.num_hidden_layers
+    head_dim = text.integer("hidden_size") // text.integer("num_attention_heads") if is_moe else 128
+    attention = attention_spec(text, interleaved_axes(text), head_dim=head_dim, head_norms=True)
+    mlps = _mlps(text, is_moe=is_moe)
     return replace(
-        shared,
-        qkv_bias=False,
-        qk_norm=True,
-        visual_levels=len(_deepstack_layers(config.section("vision_config"), layers)),
-        experts=_experts(text, layers) if is_moe else None,
+        shared_text_model(config, [LayerSpec(mixer=attention, mlp=mlp) for mlp in mlps]),
+        visual_levels=len(_deepstack_layers(config.section("vision_config"), len(mlps))),
     )
 
 
-def _interleaved_axes(text: JsonFields) -> tuple[int, ...]:
+def interleaved_axes(text: JsonFields) -> tuple[int, ...]:
     """Return the axis of each frequency: height and width take turns with time, and time has the rest.
 
     Of the first `3 * section` frequencies of an axis, height has those of index 1, 4, 7 and so on, and width those of
     index 2, 5, 8 and so on.
+
+    Raises:
+        CheckpointError: a field is missing or invalid, or requires an unsupported feature.
     """
     rope = rope_fields(text)
     section = mrope_section(text)
@@ -146,27 +167,36 @@ def _interleaved_axes(text: JsonFields) -> tuple[int, ...]:
         rope.fail("mrope_interleaved", "is false", "Only interleaved M-RoPE is supported.")
     axes = [0] * sum(section)
     for axis in (1, 2):
-        if 3 * section[axis] > len(axes):
+        indices = range(axis, 3 * section[axis], 3)
+        if indices[-1] >= len(axes):
             rope.fail("mrope_section", f"has too many frequencies for one axis, {section[axis]} of {len(axes)}")
-        for index in range(axis, 3 * section[axis], 3):
+        for index in indices:
             axes[index] = axis
     return tuple(axes)
 
 
-def _experts(text: JsonFields, layers: int) -> ExpertsSpec:
+def _mlps(text: JsonFields, *, is_moe: bool) -> list[MlpSpec | ExpertsSpec]:
+    count = text.integer("num_hidden_layers")
+    dense = MlpSpec(intermediate_size=text.integer("intermediate_size"))
+    if not is_moe:
+        return [dense] * count
+    experts = _experts(text)
+    step = text.integer("decoder_sparse_step", default=1)
+    dense_layers = text.get("mlp_only_layers") or []
+    if not isinstance(dense_layers, list) or not all(type(layer) is int for layer in dense_layers):
+        text.fail("mlp_only_layers", f"must be indices of layers, got {dense_layers!r}")
+    return [dense if layer in dense_layers or (layer + 1) % step else experts for layer in range(count)]
+
+
+def _experts(text: JsonFields) -> ExpertsSpec:
     if text.get("norm_topk_prob") is False:
         text.fail("norm_topk_prob", "is false", "Only normalized probabilities of experts are supported.")
-    step = text.integer("decoder_sparse_step", default=1)
-    dense = text.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
-        text.fail("mlp_only_layers", f"must be indices of layers, got {dense!r}")
     # transformers 5 writes `num_local_experts`.
     count = text.integer("num_experts" if text.get("num_experts") is not None else "num_local_experts")
     spec = ExpertsSpec(
         num_experts=count,
         experts_per_token=text.integer("num_experts_per_tok"),
         intermediate_size=text.integer("moe_intermediate_size"),
-        dense_layers=frozenset(layer for layer in range(layers) if layer in dense or (layer + 1) % step),
     )
     if spec.experts_per_token > spec.num_experts:
         text.fail("num_experts_per_tok", f"is above `num_experts` {spec.num_experts}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
@@ -32,6 +33,7 @@ from .runner import ModelRunner
 from .scheduler import Scheduler
 from .sequence import SequenceState
 from .settings import SUPPORTED_PARAMS, TorchOptions
+from .state_cache import bytes_per_state, count_slots, create_states
 from .worker import OutputQueue, Worker
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -65,7 +67,10 @@ class TorchDecoder:
         self._quantization = _text_quantization(config, self._kernels, self._device)
         self._cache_dtype = _cache_dtype(config, self._dtype)
         context = min(spec.max_model_len, config.max_model_len or spec.max_model_len)
-        self._kv_tokens = self._kv_pool_tokens(context)
+        self._bytes_per_state = bytes_per_state(spec.text, self._dtype)
+        budget = self._kv_budget()
+        self._state_slots = count_slots(self._bytes_per_state, budget * MIB)
+        self._kv_tokens = self._kv_pool_tokens(budget, context)
         self.max_model_len: int = min(context, self._kv_tokens)
         self._worker: Worker | None = None
         self._runner: ModelRunner | None = None
@@ -73,7 +78,9 @@ class TorchDecoder:
         self._lora_lock = asyncio.Lock()
 
     def snapshot(self) -> DecoderStats:
-        return self._worker.stats if self._worker else DecoderStats(kv_size=self._kv_tokens)
+        if self._worker:
+            return self._worker.stats
+        return DecoderStats(kv_size=self._kv_tokens, states_size=self._state_slots)
 
     @property
     def fatal_error(self) -> str:
@@ -135,12 +142,11 @@ class TorchDecoder:
                 logger.info("LoRA adapter %r from %s: %.1f MiB in its file.", lora.name, lora.source, mib)
             return loaded
 
-    def _kv_pool_tokens(self, context: int) -> int:
-        budget = self._kv_budget()
-        tokens = budget * MIB // KVCache.bytes_per_token(self._text, self._cache_dtype)
+    def _kv_pool_tokens(self, budget: int, context: int) -> int:
+        per_token = KVCache.bytes_per_token(self._text, self._cache_dtype)
+        tokens = max(budget * MIB - self._state_slots * self._bytes_per_state, 0) // per_token
         if tokens < MIN_KV_TOKENS:
-            message = f"`kv_cache_mib` {budget} holds only {tokens} tokens of this model. Increase it."
-            raise ConfigError(message, param="kv_cache_mib")
+            raise ConfigError(self._too_small(budget, tokens, per_token), param="kv_cache_mib")
         if tokens < context:
             logger.warning(
                 "kv_cache_mib=%d holds %d tokens, fewer than the context of %d. Increase it to accept longer prompts.",
@@ -149,6 +155,15 @@ class TorchDecoder:
                 context,
             )
         return min(tokens, context * self._config.max_batch_size)
+
+    def _too_small(self, budget: int, tokens: int, per_token: int) -> str:
+        if not self._state_slots:
+            return f"`kv_cache_mib` {budget} holds only {tokens} tokens of this model. Increase it."
+        least = math.ceil((2 * self._bytes_per_state + MIN_KV_TOKENS * per_token) / MIB)
+        return (
+            f"`kv_cache_mib` {budget} does not hold one sequence of this model, which needs two recurrent states of"
+            f" {self._bytes_per_state / MIB:.1f} MiB and its keys and values. Set it to at least {least}."
+        )
 
     def _kv_budget(self) -> int:
         """Size of the KV cache in MiB: `kv_cache_mib`, whose default fits into the memory of the machine on a CPU.
@@ -183,13 +198,19 @@ class TorchDecoder:
         which = "Other weights" if self._spec.quantization else "Weights"
         logger.info("%s in %s on %s, with the kernels %r.", which, weight_dtype, self._device, self._kernels.name)
         logger.info("KV cache of %d tokens in %s.", self._kv_tokens, _name(self._cache_dtype))
+        if self._state_slots:
+            message = "%d recurrent states of %.1f MiB, two per sequence: up to %d sequences run at the same time."
+            sequences = min(self._config.max_batch_size, self._state_slots // 2)
+            logger.info(message, self._state_slots, self._bytes_per_state / MIB, sequences)
         if self._cache_dtype != self._dtype and not isinstance(self._kernels, Int8CacheAttention):
             message = "kv_cache_dtype=%s slows down decoding here: the kernels %r convert the cache in each step."
             logger.warning(message, self._config.kv_cache_dtype, self._kernels.name)
         on_cuda = self._device.startswith("cuda")
         rows = self._kv_tokens + on_cuda  # the last one is for the padding of CUDA graphs
         cache = KVCache(self._text, rows, device=self._device, dtype=self._cache_dtype)
-        return ModelRunner(model, cache, self._record_graphs(model, cache) if on_cuda else None)
+        states = create_states(self._text, self._state_slots, device=self._device, dtype=self._dtype)
+        graphs = self._record_graphs(model, cache) if on_cuda and not states else None
+        return ModelRunner(model, cache, graphs, states)
 
     def _record_graphs(self, model: TextModel, cache: KVCache) -> DecodeGraphs | None:
         if not self._config.cuda_graphs:
@@ -205,6 +226,7 @@ class TorchDecoder:
             prefill_chunk=self._config.prefill_chunk,
             prefix_cache=self._config.prefix_cache,
             speculative=self._config.options_of(TorchOptions).speculative_method == "ngram",
+            state_slots=self._state_slots,
         )
 
 

@@ -20,23 +20,25 @@ class KVCache:
     On a CPU, the operating system allocates memory when a row is first written, so a new pool costs almost nothing.
 
     Attributes:
-        pool: [layers, 2 * kv heads, tokens, head_dim], keys first.
-        scales: float32 [layers, 2 * kv heads, tokens], the scale of each row of an int8 pool; None for other dtypes.
-            They are a separate tensor, so that the rows keep their alignment, and attention reads the scales of
-            consecutive keys as a vector.
+        pool: [attention layers, 2 * kv heads, tokens, head_dim], keys first.
+        scales: float32 [attention layers, 2 * kv heads, tokens], the scale of each row of an int8 pool; None for other
+            dtypes. They are a separate tensor, so that the rows keep their alignment, and attention reads the scales
+            of consecutive keys as a vector.
     """
 
     def __init__(self, config: TextModelSpec, tokens: int, *, device: str, dtype: torch.dtype) -> None:
-        shape = (config.num_hidden_layers, 2 * config.num_key_value_heads, tokens)
-        self.pool: torch.Tensor = torch.empty((*shape, config.head_dim), device=device, dtype=dtype)
+        attention = config.attention
+        shape = (config.num_attention_layers, 2 * attention.num_kv_heads, tokens)
+        self.pool: torch.Tensor = torch.empty((*shape, attention.head_dim), device=device, dtype=dtype)
         self.scales: torch.Tensor | None = None
         if dtype == torch.int8:
             self.scales = torch.empty(shape, device=device, dtype=torch.float32)
 
     @staticmethod
     def bytes_per_token(config: TextModelSpec, dtype: torch.dtype) -> int:
-        row = config.head_dim * dtype.itemsize + (torch.float32.itemsize if dtype == torch.int8 else 0)
-        return config.num_hidden_layers * 2 * config.num_key_value_heads * row
+        attention = config.attention
+        row = attention.head_dim * dtype.itemsize + (torch.float32.itemsize if dtype == torch.int8 else 0)
+        return config.num_attention_layers * 2 * attention.num_kv_heads * row
 
     def copy_rows(self, source: int, target: int, rows: int) -> None:
         """Copy rows; the ranges may overlap."""
@@ -60,6 +62,7 @@ class KVAllocation:
         rows: number of rows.
         num_computed_tokens: leading tokens whose keys and values are computed.
         num_indexed_blocks: leading blocks by which the prefix cache finds it.
+        num_matched_tokens: leading tokens that another one had computed when it was allocated.
         is_cached: whether its sequence has left it to the prefix cache; a running sequence uses it otherwise.
     """
 
@@ -68,6 +71,7 @@ class KVAllocation:
     rows: int = 0
     num_computed_tokens: int = 0
     num_indexed_blocks: int = 0
+    num_matched_tokens: int = 0
     is_cached: bool = False
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
+from collections.abc import Callable
 from itertools import islice
 from operator import attrgetter
 from typing import NamedTuple
@@ -25,9 +26,16 @@ class KVCopy(NamedTuple):
 
 
 class PrefixMatch(NamedTuple):
-    """An allocation whose first `num_tokens` tokens match."""
+    """An allocation with computed tokens of a prefix.
+
+    Attributes:
+        allocation: the allocation.
+        num_matched: leading tokens that match.
+        num_tokens: those of them that may be taken from the cache.
+    """
 
     allocation: KVAllocation
+    num_matched: int
     num_tokens: int
 
 
@@ -39,11 +47,19 @@ class KVCacheManager:
 
     This class only records which rows are copied: the next user of the pool has to execute `take_copies` first, in
     order. `KVAllocation.num_computed_tokens` assumes that these copies have been executed.
+
+    Args:
+        rows: number of rows of the pool.
+        caching: whether to keep the rows of finished sequences.
+        usable_tokens: how many of the matching tokens of a prefix may be taken from the cache; all by default.
     """
 
-    def __init__(self, rows: int, *, caching: bool) -> None:
+    def __init__(
+        self, rows: int, *, caching: bool, usable_tokens: Callable[[PrefixHash, int], int] | None = None
+    ) -> None:
         self._allocator = KVAllocator(rows)
         self._caching = caching
+        self._usable_tokens = usable_tokens
         self._index: dict[bytes, dict[KVAllocation, None]] = {}  # an ordered set for each block's digest
         # By the digest of the last block, least recently used first.
         self._cached: OrderedDict[bytes, KVAllocation] = OrderedDict()
@@ -72,14 +88,10 @@ class KVCacheManager:
         The last token of `prefix` is never taken from the cache, since its logits are required.
         """
         match = self._find_prefix(prefix)
-        is_reusable = match is not None and match.allocation.is_cached
-        if match and is_reusable and match.allocation.num_computed_tokens - match.num_tokens < BLOCK_SIZE:
-            return self._reuse(match, prefix, rows)
-        allocation = KVAllocation(prefix=prefix)
-        if self._reserve_rows(allocation, rows, exclude=match and match.allocation):
-            self._copy(match, allocation)
-            return allocation
-        return self._reuse(match, prefix, rows) if match and is_reusable else None
+        allocation = self._allocate(match, prefix, rows)
+        if allocation:
+            allocation.num_matched_tokens = match.num_matched if match else 0
+        return allocation
 
     def grow(self, allocation: KVAllocation, rows: int) -> bool:
         """Grow an allocation to at least `rows` rows, in place or by moving it; returns whether that was possible."""
@@ -111,6 +123,16 @@ class KVCacheManager:
         else:
             self._discard(allocation)
 
+    def _allocate(self, match: PrefixMatch | None, prefix: PrefixHash, rows: int) -> KVAllocation | None:
+        is_reusable = match is not None and match.allocation.is_cached
+        if match and is_reusable and match.allocation.num_computed_tokens - match.num_matched < BLOCK_SIZE:
+            return self._reuse(match, prefix, rows)
+        allocation = KVAllocation(prefix=prefix)
+        if self._reserve_rows(allocation, rows, exclude=match and match.allocation):
+            self._copy(match, allocation)
+            return allocation
+        return self._reuse(match, prefix, rows) if match and is_reusable else None
+
     def _find_prefix(self, prefix: PrefixHash, *, exclude: KVAllocation | None = None) -> PrefixMatch | None:
         """Find the allocation with the longest common prefix. Allocations are indexed by each of their blocks, so that
         the last cached block can be found by bisection."""
@@ -123,9 +145,12 @@ class KVCacheManager:
         for allocation in candidates:
             if allocation is not exclude:
                 num_equal = start + prefix.common_length(allocation.prefix, start)
-                num_tokens = min(num_equal, allocation.num_computed_tokens, len(prefix) - 1)
-                matches.append(PrefixMatch(allocation, num_tokens))
-        return max(matches, key=attrgetter("num_tokens"), default=None)
+                num_matched = min(num_equal, allocation.num_computed_tokens, len(prefix) - 1)
+                matches.append(PrefixMatch(allocation, num_matched, num_matched))
+        match = max(matches, key=attrgetter("num_matched"), default=None)
+        if match is None or self._usable_tokens is None:
+            return match
+        return match._replace(num_tokens=self._usable_tokens(prefix, match.num_matched))
 
     def _copy(self, match: PrefixMatch | None, allocation: KVAllocation) -> None:
         if match is None or match.num_tokens <= allocation.num_computed_tokens:

@@ -14,7 +14,9 @@ from dashinfer_vlm_core.concurrency.compute import Executor
 from dashinfer_vlm_core.kernels.types import Kernels, Linear, LMHead, LoraLayer, LoraLayers, LowRank, LowRankPart
 from dashinfer_vlm_core.models.lora import LoraWeights
 from dashinfer_vlm_core.models.lora_weights import Factors, read_factors, read_tensor
-from dashinfer_vlm_core.text_spec import TextModelSpec
+from dashinfer_vlm_core.text_spec import AttentionSpec, TextModelSpec
+
+from .head_order import row_orders
 
 RANK_MULTIPLE = 4
 """Ranks are padded with zeros to a multiple of this, which the C kernels require of the inputs of a linear layer."""
@@ -102,7 +104,7 @@ class LoraReader(NamedTuple):
             CheckpointError: the adapter's file is damaged.
         """
         run = executor.run
-        layers = [run(functools.partial(self._layer, number)) for number in range(self.spec.num_hidden_layers)]
+        layers = [run(functools.partial(self._layer, number)) for number in range(len(self.spec.layers))]
         adapted = LoraLayers(layers) if any(any(layer) for layer in layers) else None
         return TextLora(adapted, run(self._embedding), run(self._head))
 
@@ -110,32 +112,37 @@ class LoraReader(NamedTuple):
         spec = self.spec
         names = spec.weights
         prefix = names.layer.format(number)
-        query, key = (heads * spec.head_dim for heads in (spec.num_attention_heads, spec.num_key_value_heads))
-        inner = spec.intermediate_size
+        mixer = spec.layers[number].mixer
+        inner = spec.layers[number].mlp.intermediate_size
 
         def read(*modules: str) -> list[Factors | None]:
             return [self._factors(f"{prefix}.{name}") for name in modules]
 
-        qkv = self._as_loaded(number, read(names.query, names.key, names.value))
-        return LoraLayer(
-            qkv=self._low_rank(qkv, (query, key, key)),
-            output=self._low_rank(read(names.output), (spec.hidden_size,)),
+        layer = LoraLayer(
             gate_up=self._low_rank(read(names.gate, names.up), (inner, inner)),
             down=self._low_rank(read(names.down), (spec.hidden_size,)),
         )
+        if isinstance(mixer, AttentionSpec):
+            qkv = self._as_loaded(number, read(names.query, names.key, names.value))
+            return layer._replace(
+                qkv=self._low_rank(qkv, mixer.outputs), output=self._low_rank(read(names.output), (spec.hidden_size,))
+            )
+        heads = mixer.num_value_heads
+        return layer._replace(
+            qkv=self._low_rank(read(names.delta_qkv, names.delta_z), (mixer.conv_channels, mixer.value_width)),
+            gates=self._low_rank(read(names.delta_beta, names.delta_step), (heads, heads)),
+            output=self._low_rank(read(names.delta_output), (spec.hidden_size,)),
+        )
 
     def _as_loaded(self, number: int, factors: Sequence[Factors | None]) -> list[Factors | None]:
-        spec = self.spec
-        query, key = (heads * spec.head_dim for heads in (spec.num_attention_heads, spec.num_key_value_heads))
-        scales = self.qkv_scales.get(number, torch.ones(query + 2 * key))
-        loaded: list[Factors | None] = []
-        for index, (part, scale) in enumerate(zip(factors, torch.split(scales, [query, key, key]), strict=True)):
-            if part is None:
-                loaded.append(None)
-                continue
-            b = as_halves(part.b, spec.head_dim) if spec.rotary.pairs == "neighbors" and index < 2 else part.b
-            loaded.append(Factors(part.a, b * scale.cpu()[:, None]))
-        return loaded
+        attention = self.spec.attention
+        scales = self.qkv_scales.get(number, torch.ones(sum(attention.outputs))).cpu()
+        return [
+            None if part is None else Factors(part.a, part.b[order] * scale[:, None])
+            for part, order, scale in zip(
+                factors, row_orders(attention), torch.split(scales, list(attention.outputs)), strict=True
+            )
+        ]
 
     def _low_rank(self, factors: Sequence[Factors | None], outputs: Sequence[int]) -> LowRank | None:
         downs: list[Tensor] = []
@@ -183,9 +190,3 @@ class LoraReader(NamedTuple):
 def _padded(factors: Factors) -> Factors:
     missing = -len(factors.a) % RANK_MULTIPLE
     return Factors(F.pad(factors.a, (0, 0, 0, missing)), F.pad(factors.b, (0, missing)))
-
-
-def as_halves(rows: Tensor, head_dim: int) -> Tensor:
-    """Permute rows [heads * head_dim, ...] in which neighbors are rotated together to the order that the kernels
-    rotate: the even rows of each head, then the odd ones. Products of queries and keys do not change."""
-    return torch.cat([torch.unflatten(rows, 0, (-1, head_dim))[:, start::2] for start in (0, 1)], dim=1).flatten(0, 1)

@@ -7,37 +7,25 @@ input are fused into one matrix.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dashinfer_vlm_core.concurrency.compute import Executor
-from dashinfer_vlm_core.kernels import mmap_buffer
-from dashinfer_vlm_core.kernels.experts import Expert, GroupedExperts, MixtureOfExperts
-from dashinfer_vlm_core.kernels.linears import create_head, create_linear
-from dashinfer_vlm_core.kernels.quantization import INT8, Quantization, QuantizedWeight, has_8_bits
+from dashinfer_vlm_core.kernels import delta_net
+from dashinfer_vlm_core.kernels.experts import MixtureOfExperts
+from dashinfer_vlm_core.kernels.quantization import INT8, Quantization, has_8_bits
 from dashinfer_vlm_core.kernels.streams import HIGH_PRIORITY, stream_executor
-from dashinfer_vlm_core.kernels.types import (
-    Activation,
-    DecoderLayer,
-    DecoderShape,
-    Experts,
-    ForwardBatch,
-    Kernels,
-    Linear,
-    LMHead,
-    Norm,
-)
+from dashinfer_vlm_core.kernels.types import DecoderShape, DeltaNet, ForwardBatch, Kernels, RecurrentBatch
 from dashinfer_vlm_core.models.lora import LoraWeights
 from dashinfer_vlm_core.models.weights import Weights
 from dashinfer_vlm_core.progress import Progress
-from dashinfer_vlm_core.text_spec import ExpertsSpec, RotarySpec, TextModelSpec
+from dashinfer_vlm_core.text_spec import RotarySpec, TextModelSpec
 
-from .key_balance import balance_norms, balance_projection
-from .lora import HeadChange, LoraReader, TextLora, as_halves
+from .lora import HeadChange, LoraReader, TextLora
+from .text_model_reader import TextModelReader
 
 
 def layer_quantization(quantization: Quantization | None, number: int, count: int) -> Quantization | None:
@@ -79,9 +67,9 @@ class TextModel:
         self.executor: Executor = stream_executor(device, priority=HIGH_PRIORITY)
         run = self.executor.run
         self._qkv_scales: dict[int, Tensor] = {}
-        read = _Reader(weights, config, kernels, device, dtype, cache_dtype == torch.int8, self._qkv_scales)
+        read = TextModelReader(weights, config, kernels, device, dtype, cache_dtype == torch.int8, self._qkv_scales)
         names = config.weights
-        count = config.num_hidden_layers
+        count = len(config.layers)
         readers = [
             read._replace(quantization=layer_quantization(quantization, number, count)) for number in range(count)
         ]
@@ -90,11 +78,12 @@ class TextModel:
         with Progress(readers, desc="Loading layers of the text model", unit="") as progress:
             layers = [run(functools.partial(reader.layer, number)) for number, reader in enumerate(progress)]
         self._layers = kernels.decoder_layers(layers, _decoder_shape(config))
-        self.loops_over_experts: bool = any(isinstance(layer.experts, MixtureOfExperts) for layer in layers)
+        self._delta_nets = [layer.mixer for layer in layers if isinstance(layer.mixer, DeltaNet)]
+        self.loops_over_experts: bool = any(isinstance(layer.mlp, MixtureOfExperts) for layer in layers)
         self._norm = read.norm(names.norm, config.hidden_size)
         head = read._replace(quantization=INT8 if quantization else None)
         self._head = run(lambda: head.head(self._embedding))
-        self.rotary: Rotary = Rotary(config.rotary, config.head_dim, device)
+        self.rotary: Rotary = Rotary(config.attention.rotary, config.attention.head_dim, device)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Look up int64 [tokens]; returns a new, writable tensor [tokens, hidden_size]."""
@@ -104,6 +93,11 @@ class TextModel:
         """Compute hidden states after the last layer, without the final norm, which `logits` applies; see
         `DecoderLayers`."""
         return self._layers(x, batch)
+
+    def rewind(self, batch: RecurrentBatch, number_of_span: int, num_tokens: int) -> None:
+        """Compute the state after the first `num_tokens` tokens of a span with drafts again, after a forward pass."""
+        for number, net in enumerate(self._delta_nets):
+            delta_net.rewind(net, number, batch, number_of_span, num_tokens)
 
     def logits(self, x: Tensor, heads: Sequence[tuple[slice, HeadChange]] = ()) -> Tensor:
         """Compute float32 [rows, vocab_size] from hidden states [rows, hidden_size]; `heads` are the rows for which an
@@ -136,9 +130,10 @@ class Rotary:
     position."""
 
     def __init__(self, rotary: RotarySpec, head_dim: int, device: str) -> None:
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        self._frequencies = (1.0 / rotary.theta**exponents).to(device)
-        self._axes = torch.tensor(rotary.axes).to(device)
+        exponents = torch.arange(0, rotary.columns, 2, dtype=torch.float32) / rotary.columns
+        others = (0, (head_dim - rotary.columns) // 2)
+        self._frequencies = F.pad(1.0 / rotary.theta**exponents, others).to(device)
+        self._axes = F.pad(torch.tensor(rotary.axes), others).to(device)
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the cosines and sines, float32 [tokens, head_dim / 2], of int64 positions [3, tokens]."""
@@ -147,163 +142,12 @@ class Rotary:
 
 
 def _decoder_shape(spec: TextModelSpec) -> DecoderShape:
+    attention = spec.attention
     return DecoderShape(
-        heads=spec.num_attention_heads,
-        kv_heads=spec.num_key_value_heads,
-        head_dim=spec.head_dim,
+        heads=attention.num_heads,
+        kv_heads=attention.num_kv_heads,
+        head_dim=attention.head_dim,
         eps=spec.norm_eps,
         levels=spec.visual_levels,
+        gate=attention.gate,
     )
-
-
-class _Reader(NamedTuple):
-    """Reads the parts of a model from a checkpoint.
-
-    Attributes:
-        quantization: how matrices are quantized; None keeps the dtype.
-        balances_keys: whether the channels of keys are balanced, for an int8 KV cache.
-        qkv_scales: the factors of balanced projections by layer, which it sets.
-    """
-
-    weights: Weights
-    spec: TextModelSpec
-    kernels: Kernels
-    device: str
-    dtype: torch.dtype
-    balances_keys: bool
-    qkv_scales: dict[int, Tensor]
-    quantization: Quantization | None = None
-
-    def tensor(self, name: str, *shape: int) -> Tensor:
-        return self.weights.tensor(name, shape, device=self.device, dtype=self.dtype)
-
-    def norm(self, name: str, width: int) -> Norm:
-        weight = self.tensor(f"{name}.weight", width)
-        return Norm(weight, None if self.spec.norm == "rms_norm" else torch.zeros_like(weight))
-
-    def head(self, embedding: Tensor) -> LMHead:
-        weight: Tensor | QuantizedWeight = embedding
-        if not self.spec.tie_word_embeddings:
-            weight = self._matrix([self.spec.weights.head], [self.spec.vocab_size], self.spec.hidden_size)
-        return create_head(self.kernels, weight, dtype=self.dtype, quantization=self.quantization)
-
-    def layer(self, number: int) -> DecoderLayer:
-        spec = self.spec
-        names = spec.weights
-        prefix = names.layer.format(number)
-        experts: Experts | None = None
-        gate_up: Linear | None = None
-        down: Linear | None = None
-        if spec.experts and number not in spec.experts.dense_layers:
-            experts = self._experts(spec.experts, prefix)
-        else:
-            mlp = (names.gate, names.up, names.down)
-            gate_up, down = self._mlp([f"{prefix}.{name}" for name in mlp], spec.intermediate_size)
-        query_norm, key_norm = self._head_norms(prefix)
-        query_size = spec.num_attention_heads * spec.head_dim
-        return DecoderLayer(
-            input_norm=self.norm(f"{prefix}.{names.input_norm}", spec.hidden_size),
-            qkv=self._qkv(number),
-            output=self._linear(self._matrix([f"{prefix}.{names.output}"], [spec.hidden_size], query_size)),
-            mlp_norm=self.norm(f"{prefix}.{names.mlp_norm}", spec.hidden_size),
-            gate_up=gate_up,
-            down=down,
-            query_norm=query_norm,
-            key_norm=key_norm,
-            experts=experts,
-        )
-
-    def _matrix(
-        self, modules: Sequence[str], rows: Sequence[int], inputs: int, *, changed: bool = False
-    ) -> Tensor | QuantizedWeight:
-        """Read the weights of a layer, with `changed` to change them first."""
-        mapped = self.kernels.copies_weights and not changed
-        return self.weights.matrix(modules, rows, inputs, device=self.device, dtype=self.dtype, mapped=mapped)
-
-    def _linear(
-        self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, activation: Activation = Activation.NONE
-    ) -> Linear:
-        quantization = self.quantization
-        return create_linear(
-            self.kernels, weight, bias, dtype=self.dtype, activation=activation, quantization=quantization
-        )
-
-    def _mlp(self, modules: Sequence[str], inner: int) -> Expert:
-        *gate_up, down = modules
-        hidden = self.spec.hidden_size
-        return Expert(
-            self._linear(self._matrix(gate_up, [inner, inner], hidden), activation=Activation.SILU_GATE),
-            self._linear(self._matrix([down], [hidden], inner)),
-        )
-
-    def _experts(self, experts: ExpertsSpec, prefix: str) -> Experts:
-        # The router is not quantized: a wrong expert costs more than a rounded weight.
-        names = self.spec.weights
-        hidden = self.spec.hidden_size
-        inner = experts.intermediate_size
-        count = experts.num_experts
-        router = self.kernels.linear(self.tensor(f"{prefix}.{names.router}.weight", count, hidden), fp32_output=True)
-        if f"{prefix}.{names.experts_gate_up}.weight" not in self.weights.names:
-            modules = [f"{prefix}.{name}" for name in (names.expert_gate, names.expert_up, names.expert_down)]
-            separate = [self._mlp([module.format(number) for module in modules], inner) for number in range(count)]
-            return MixtureOfExperts(router, separate, experts.experts_per_token)
-        gate_up, down = self._fused_experts({
-            f"{prefix}.{names.experts_gate_up}": (count, 2 * inner, hidden),
-            f"{prefix}.{names.experts_down}": (count, hidden, inner),
-        })  # fmt: skip
-        if self.quantization is None and self.kernels.groups_experts(self.dtype, (hidden, inner)):
-            return GroupedExperts(router, gate_up, down, experts.experts_per_token)
-        fused = [
-            Expert(self._linear(first, activation=Activation.SILU_GATE), self._linear(second))
-            for first, second in zip(gate_up, down, strict=True)
-        ]
-        return MixtureOfExperts(router, fused, experts.experts_per_token)
-
-    def _fused_experts(self, shapes: Mapping[str, tuple[int, int, int]]) -> list[Tensor]:
-        """Read the named weights of all experts, [experts, outputs, inputs]; published checkpoints store each of them
-        transposed."""
-        transposed = any(self.weights.shape(f"{name}.weight") != shape for name, shape in shapes.items())
-        tensors = [mmap_buffer.empty(shape, self.dtype, self.device) for shape in shapes.values()]
-        for name, tensor in zip(shapes, tensors, strict=True):
-            self.weights.read_experts(name, tensor, transposed=transposed)
-        return tensors
-
-    def _qkv(self, number: int) -> Linear:
-        spec = self.spec
-        names = spec.weights
-        prefix = names.layer.format(number)
-        query, key = (heads * spec.head_dim for heads in (spec.num_attention_heads, spec.num_key_value_heads))
-        rows = [query, key, key]
-        modules = [f"{prefix}.{name}" for name in (names.query, names.key, names.value)]
-        weight = self._matrix(modules, rows, spec.hidden_size, changed=self.balances_keys)
-        bias = self._biases(modules, rows) if spec.qkv_bias else None
-        if spec.rotary.pairs == "neighbors":
-            order = torch.arange(query + 2 * key, device=self.device)
-            order[: query + key] = as_halves(order[: query + key], spec.head_dim)
-            weight = weight.take_rows(order) if isinstance(weight, QuantizedWeight) else weight[order]
-            bias = None if bias is None else bias[order]
-        if self.balances_keys and not spec.qk_norm:
-            gain = self.tensor(f"{prefix}.{names.input_norm}.weight", spec.hidden_size)
-            self.qkv_scales[number] = balance_projection(
-                weight, bias, gain, heads=spec.num_attention_heads, kv_heads=spec.num_key_value_heads
-            )
-        return self._linear(weight, bias)
-
-    def _biases(self, modules: Sequence[str], rows: Sequence[int]) -> Tensor:
-        fused = mmap_buffer.empty([sum(rows)], self.dtype, self.device)
-        for module, part in zip(modules, torch.split(fused, list(rows)), strict=True):
-            self.weights.read(f"{module}.bias", part)
-        return fused
-
-    def _head_norms(self, prefix: str) -> tuple[Norm | None, Norm | None]:
-        if not self.spec.qk_norm:
-            return None, None
-        names = (self.spec.weights.query_norm, self.spec.weights.key_norm)
-        query, key = (self._head_norm(f"{prefix}.{name}") for name in names)
-        return balance_norms(query, key) if self.balances_keys else (query, key)
-
-    def _head_norm(self, name: str) -> Norm:
-        norm = self.norm(name, self.spec.head_dim)
-        if self.spec.rotary.pairs == "halves":
-            return norm
-        return norm._replace(weight=as_halves(norm.weight, self.spec.head_dim))  # the bias has zeros only

@@ -46,6 +46,13 @@ class PrefixHash:
         self._rows += _OUTPUT_TOKEN.pack(token, position, position, position, *[0] * (_COLUMNS - 4))
         self._digest_blocks()
 
+    def digest(self, num_tokens: int) -> bytes:
+        """Return the digest of the first `num_tokens` tokens, which need not end with a block."""
+        num_blocks = num_tokens // BLOCK_SIZE
+        before = self.digests[num_blocks - 1] if num_blocks else self._salt
+        rest = self._rows[num_blocks * BLOCK_SIZE * _TOKEN_BYTES : num_tokens * _TOKEN_BYTES]
+        return _digest(before, rest) if rest else before
+
     def truncated(self, tokens: int) -> PrefixHash:
         """Return a copy with the first `tokens` tokens."""
         prefix = object.__new__(PrefixHash)

@@ -8,12 +8,10 @@ then copied on the device.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, islice
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,7 +19,15 @@ from dashinfer_vlm_core.concurrency.compute import Executor
 from dashinfer_vlm_core.decoders import Token
 from dashinfer_vlm_core.errors import DecoderFailed
 from dashinfer_vlm_core.kernels.streams import HostCopy, to_device
-from dashinfer_vlm_core.kernels.types import Additions, ForwardBatch, KVSpan, KVSpans, LoraRows, TokenSampling
+from dashinfer_vlm_core.kernels.types import (
+    Additions,
+    ForwardBatch,
+    KVSpans,
+    LoraRows,
+    RecurrentBatch,
+    RecurrentStates,
+    TokenSampling,
+)
 from dashinfer_vlm_core.models.lora import LoraWeights
 
 from .decode_graphs import DecodeGraphs
@@ -30,14 +36,10 @@ from .kv_cache import KVCache
 from .kv_cache_manager import KVCopy
 from .lora import HeadChange, TextLora
 from .model import TextModel
-from .proposer import Draft
 from .sampler import LaunchedArgmax, LaunchedSample, LogitsRow, index_tensor, is_greedy, launch_sample
 from .scheduler import Outcome
 from .sequence import ScheduledChunk, SequenceState
-
-NOT_READ = Draft(tokens=(0,), num_forced=1)
-"""Stands for the token that the previous step samples: one that is certain, with any id, which is replaced on the
-device."""
+from .step_batch import StepBatch, by_lora, lay_out, state_spans
 
 
 class LaunchedStep(NamedTuple):
@@ -47,11 +49,13 @@ class LaunchedStep(NamedTuple):
         chunks: its chunks, in the order of their rows of logits.
         num_rows: how many rows of logits each of them has.
         sampled: the tokens of these rows; None without rows.
+        recurrent: what was computed from recurrent states; None for models without them.
     """
 
     chunks: Sequence[ScheduledChunk]
     num_rows: Sequence[int]
     sampled: LaunchedSample | LaunchedArgmax | None
+    recurrent: RecurrentBatch | None = None
 
     def token_ids(self, sequences: Sequence[SequenceState]) -> Tensor:
         """Return the tokens of sequences that each have one row, int64 [sequences], on the device."""
@@ -66,26 +70,36 @@ class LaunchedStep(NamedTuple):
 class ModelRunner:
     """Model and KV cache on one device; used by one thread at a time.
 
-    A step depends only on the sequences' tokens and the cache entries before them, so it can be repeated after a
-    failure.
+    A step depends only on the sequences' tokens and the cache entries before them, and changes no recurrent state that
+    it reads, so it can be repeated after a failure.
 
     Args:
         model: the model.
         cache: the KV cache.
         graphs: the steps that are replayed as CUDA graphs, if there are any.
+        states: the recurrent states, if the model has any.
 
     Attributes:
         executor: the model's executor, on which rows are copied and steps run.
         computes_in_background: whether `launch` returns while the device computes. With a loop over experts, it waits
-            in each layer.
+            in each layer. The slots of recurrent states are assigned after the previous step was read.
     """
 
-    def __init__(self, model: TextModel, cache: KVCache, graphs: DecodeGraphs | None = None) -> None:
+    def __init__(
+        self,
+        model: TextModel,
+        cache: KVCache,
+        graphs: DecodeGraphs | None = None,
+        states: RecurrentStates | None = None,
+    ) -> None:
         self._model = model
         self._cache = cache
+        self._states = states
         self._graphs = graphs
         self.executor: Executor = model.executor
-        self.computes_in_background: bool = model.device.startswith("cuda") and not model.loops_over_experts
+        self.computes_in_background: bool = (
+            model.device.startswith("cuda") and not model.loops_over_experts and states is None
+        )
         kernels = model.kernels
         self._kernel_sampler = (
             functools.partial(sample_with_kernels, kernels) if isinstance(kernels, TokenSampling) else None
@@ -127,16 +141,17 @@ class ModelRunner:
             chunks: the chunks; with `previous`, one token each, as `Scheduler.schedule_ahead` returns them.
             previous: the step that samples these tokens, which has not been read.
         """
-        chunks = _by_lora(chunks)
-        batch = _lay_out(chunks, previous)
+        chunks = by_lora(chunks)
+        batch = lay_out(chunks, previous.token_ids([chunk.sequence for chunk in chunks]) if previous else None)
+        recurrent = RecurrentBatch(self._states, state_spans(chunks), []) if self._states else None
         x = self._replay(batch)
         if x is None:
-            x = self._forward(batch)
-        num_rows = [len(rows) for rows in batch.rows]
-        if not batch.last:
-            return LaunchedStep(chunks, num_rows, None)
-        heads = [(tokens.last, tokens.lora.head) for tokens in batch.adapted if tokens.lora.head]
-        return LaunchedStep(chunks, num_rows, self._sample(x, [row for rows in batch.rows for row in rows], heads))
+            x = self._forward(batch, recurrent)
+        sampled = None
+        if batch.last:
+            heads = [(tokens.last, tokens.lora.head) for tokens in batch.adapted if tokens.lora.head]
+            sampled = self._sample(x, [row for rows in batch.rows for row in rows], heads)
+        return LaunchedStep(chunks, [len(rows) for rows in batch.rows], sampled, recurrent)
 
     @torch.inference_mode()
     def read(self, launched: LaunchedStep) -> dict[SequenceState, Outcome]:
@@ -144,14 +159,28 @@ class ModelRunner:
         if launched.sampled is None:
             self._wait()
             return {}
-        outcomes = iter(launched.sampled.read())
-        return {
-            chunk.sequence: _verify(chunk, list(islice(outcomes, count)))
+        sampled = iter(launched.sampled.read())
+        outcomes = {
+            chunk.sequence: _verify(chunk, list(islice(sampled, count)))
             for chunk, count in zip(launched.chunks, launched.num_rows, strict=True)
             if count
         }
+        if launched.recurrent:
+            self._rewind(launched.recurrent, launched.chunks, outcomes)
+        return outcomes
 
-    def _forward(self, step: _StepBatch) -> Tensor:
+    def _rewind(
+        self, recurrent: RecurrentBatch, chunks: Sequence[ScheduledChunk], outcomes: Mapping[SequenceState, Outcome]
+    ) -> None:
+        """Compute the states again that contain rejected drafts. The last token of an outcome is not computed yet."""
+        for number, chunk in enumerate(chunks):
+            outcome = outcomes.get(chunk.sequence)
+            if chunk.draft.tokens and isinstance(outcome, tuple):
+                stop = chunk.stop + len(outcome) - 1
+                if stop < chunk.end:
+                    self._model.rewind(recurrent, number, stop - chunk.start)
+
+    def _forward(self, step: StepBatch, recurrent: RecurrentBatch | None) -> Tensor:
         inputs = to_device(torch.from_numpy(step.packed), self._model.device)
         if step.token_ids is not None:
             inputs[0].copy_(step.token_ids)
@@ -176,11 +205,12 @@ class ModelRunner:
                 for lora, start, stop, last in step.adapted
                 if lora.layers
             ),
+            recurrent=recurrent,
         )
         self.executor.run_deferred()
         return self._model.forward(x, batch)
 
-    def _replay(self, step: _StepBatch) -> Tensor | None:
+    def _replay(self, step: StepBatch) -> Tensor | None:
         if self._graphs is None or any(map(_needs_forward, step.chunks)):
             return None
         x = self._graphs.run(step.packed, step.spans, step.token_ids)
@@ -198,130 +228,6 @@ class ModelRunner:
         if not heads and all(map(is_greedy, rows)) and (tokens := self._model.argmax(x)) is not None:
             return LaunchedArgmax(tokens, HostCopy(tokens))
         return launch_sample(self._model.logits(x, heads), rows, self._kernel_sampler)
-
-
-class _StepBatch(NamedTuple):
-    """The packed tokens of a step.
-
-    Attributes:
-        chunks: the chunks.
-        packed: int64 [5, tokens]: token ids, positions on three axes, and rows of the cache.
-        spans: the keys that each chunk attends to.
-        rows: the rows of logits that each chunk needs.
-        last: the tokens whose hidden states are needed.
-        last_spans: the keys that each of them attends to.
-        adapted: the tokens that each adapter applies to.
-        token_ids: int64 [tokens] on the device, which replace those in `packed`.
-    """
-
-    chunks: Sequence[ScheduledChunk]
-    packed: npt.NDArray[np.int64]
-    spans: Sequence[KVSpan]
-    rows: Sequence[Sequence[LogitsRow]]
-    last: Sequence[int]
-    last_spans: Sequence[KVSpan]
-    adapted: Sequence[_AdaptedTokens]
-    token_ids: Tensor | None
-
-
-def _lay_out(chunks: Sequence[ScheduledChunk], previous: LaunchedStep | None) -> _StepBatch:
-    token_ids = None
-    if previous is not None:
-        token_ids = previous.token_ids([chunk.sequence for chunk in chunks])
-        chunks = [chunk._replace(stop=chunk.start, draft=NOT_READ) for chunk in chunks]
-    spans = _spans(chunks)
-    rows = [_rows(chunk) for chunk in chunks]
-    last, last_spans = _last_tokens(chunks, spans, rows)
-    adapted = _adapted_tokens(chunks, spans, rows)
-    return _StepBatch(chunks, _pack(chunks), spans, rows, last, last_spans, adapted, token_ids)
-
-
-def _pack(chunks: Sequence[ScheduledChunk]) -> npt.NDArray[np.int64]:
-    packed = np.empty((5, sum(chunk.end - chunk.start for chunk in chunks)), dtype=np.int64)
-    offset = 0
-    for chunk in chunks:
-        sequence, start, stop, draft = chunk
-        part = packed[:, offset : offset + chunk.end - start]
-        part[0, : stop - start] = sequence.ids[start:stop]
-        part[0, stop - start :] = draft.tokens
-        part[1:4] = sequence.positions(start, chunk.end)
-        part[4] = np.arange(sequence.first_row + start, sequence.first_row + chunk.end)
-        offset += chunk.end - start
-    return packed
-
-
-class _AdaptedTokens(NamedTuple):
-    """The tokens of a batch that an adapter applies to.
-
-    Attributes:
-        lora: the adapter.
-        start: index of the first token.
-        stop: index after the last token.
-        last: their part of `ForwardBatch.last`.
-    """
-
-    lora: TextLora
-    start: int
-    stop: int
-    last: slice
-
-
-def _by_lora(chunks: Sequence[ScheduledChunk]) -> Sequence[ScheduledChunk]:
-    # Chunks without an adapter are first, and those of each adapter are adjacent.
-    order: dict[int, int] = {id(None): 0}
-    for chunk in chunks:
-        order.setdefault(id(chunk.sequence.lora), len(order))
-    return chunks if len(order) == 1 else sorted(chunks, key=lambda chunk: order[id(chunk.sequence.lora)])
-
-
-def _adapted_tokens(
-    chunks: Sequence[ScheduledChunk], spans: Sequence[KVSpan], rows: Sequence[Sequence[LogitsRow]]
-) -> list[_AdaptedTokens]:
-    adapted: list[_AdaptedTokens] = []
-    stop_last = 0
-    for chunk, span, chunk_rows in zip(chunks, spans, rows, strict=True):
-        start_last = stop_last
-        stop_last += len(chunk_rows)
-        lora = chunk.sequence.lora
-        if lora is None:
-            continue
-        start = span.first_query
-        if adapted and adapted[-1].lora is lora:  # the chunks of an adapter are adjacent
-            _, start, _, last = adapted.pop()
-            start_last = last.start
-        stop = span.first_query + span.num_queries
-        adapted.append(_AdaptedTokens(lora, start, stop, slice(start_last, stop_last)))
-    return adapted
-
-
-def _spans(chunks: Sequence[ScheduledChunk]) -> list[KVSpan]:
-    # Each token attends to all tokens of its sequence up to itself.
-    firsts = np.cumsum([0, *(chunk.end - chunk.start for chunk in chunks)]).tolist()
-    return [
-        KVSpan(first, chunk.end - chunk.start, chunk.sequence.first_row, chunk.end, chunk.start)
-        for first, chunk in zip(firsts, chunks, strict=False)
-    ]
-
-
-def _rows(chunk: ScheduledChunk) -> list[LogitsRow]:
-    # One after the last token, and one after each token of the draft.
-    if not chunk.needs_logits:
-        return []
-    tokens = chunk.draft.tokens
-    return [LogitsRow(chunk.sequence, tokens[:count]) for count in range(chunk.num_unsampled, len(tokens) + 1)]
-
-
-def _last_tokens(
-    chunks: Sequence[ScheduledChunk], spans: Sequence[KVSpan], rows: Sequence[Sequence[LogitsRow]]
-) -> tuple[list[int], list[KVSpan]]:
-    last: list[int] = []
-    last_spans: list[KVSpan] = []
-    for chunk, span, chunk_rows in zip(chunks, spans, rows, strict=True):
-        for row in chunk_rows:
-            stop = chunk.stop + len(row.draft)
-            last_spans.append(KVSpan(len(last), 1, span.first_key, stop, stop - 1))
-            last.append(span.first_query + stop - chunk.start - 1)
-    return last, last_spans
 
 
 def _verify(chunk: ScheduledChunk, sampled: Sequence[Token | DecoderFailed]) -> Outcome:
@@ -354,10 +260,10 @@ def _merge_visual_tokens(x: Tensor, chunks: Sequence[ScheduledChunk]) -> Additio
     indices: list[int] = []
     levels: list[Tensor] = []
     for chunk in chunks:
-        sequence, start, stop, _ = chunk
-        for span in sequence.request.spans:
+        start = chunk.start
+        for span in chunk.sequence.request.spans:
             first = max(start, span.start)
-            end = min(stop, span.stop)
+            end = min(chunk.stop, span.stop)
             if first < end:
                 row = span.row + first - span.start
                 rows = span.tokens.embedding[row : row + end - first]

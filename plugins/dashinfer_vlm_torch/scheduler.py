@@ -3,7 +3,6 @@ threads or clocks."""
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -12,28 +11,18 @@ from typing import NamedTuple, TypeAlias
 
 from dashinfer_vlm_core.decoders import DecoderStats, Token
 from dashinfer_vlm_core.errors import DecoderFailed, QueueFull
+from dashinfer_vlm_core.kernels.delta_net import CHUNK
 
 from .kv_cache import KVAllocation
 from .kv_cache_manager import KVCacheManager, KVCopy
+from .prefill_budget import PrefillBudget
 from .prefix_hash import BLOCK_SIZE
 from .proposer import Draft, DraftProposer, StepCost, count_equal
 from .sequence import ScheduledChunk, SequenceState
+from .state_manager import StateManager, last_state, whole_chunks
 
 Outcome: TypeAlias = tuple[Token, ...] | DecoderFailed
 """The tokens that a step adds to a sequence, at least one, or why it failed."""
-
-
-STEP_SECONDS = 0.1
-"""The duration of a step that a running sequence should wait for its next token at most."""
-
-MIN_TOKENS = 80
-"""With fewer rows, matrix products take more time per row, so that all requests would take longer."""
-
-MIN_RECORDED_TOKENS = 32
-"""Steps of fewer tokens read weights most of the time, so that they do not show what a token costs."""
-
-RECENT_STEPS = 5
-"""Their median is used, since a pause of the process must not change the budget."""
 
 
 class SchedulerOutput(NamedTuple):
@@ -41,40 +30,6 @@ class SchedulerOutput(NamedTuple):
 
     copies: list[KVCopy]
     chunks: list[ScheduledChunk]
-
-
-class PrefillBudget:
-    """The number of prompt tokens per step.
-
-    A step that also continues running sequences delays their next tokens. It computes at most half a chunk, and no
-    more than takes about `STEP_SECONDS`, as measured in recent steps.
-
-    Args:
-        prefill_chunk: maximum number of prompt tokens of a step.
-    """
-
-    def __init__(self, prefill_chunk: int) -> None:
-        self._prefill_chunk = prefill_chunk
-        self._seconds_per_token = deque[float](maxlen=RECENT_STEPS)
-
-    def record(self, tokens: int, seconds: float) -> None:
-        """Record how long a step of `tokens` tokens took."""
-        if tokens >= MIN_RECORDED_TOKENS:
-            self._seconds_per_token.append(seconds / tokens)
-
-    def tokens(self, *, has_decodes: bool) -> int:
-        """Return the number of prompt tokens of the next step.
-
-        Args:
-            has_decodes: whether the step also continues running sequences.
-        """
-        if not has_decodes:
-            return self._prefill_chunk
-        half = (self._prefill_chunk + 1) // 2
-        if not self._seconds_per_token:
-            return half
-        tokens = int(STEP_SECONDS / max(statistics.median(self._seconds_per_token), 1e-9))
-        return min(max(tokens, MIN_TOKENS), half)
 
 
 class Scheduler:
@@ -87,6 +42,8 @@ class Scheduler:
 
     With `speculative`, a step may add several tokens to a sequence. The keys and values of rejected drafts remain in
     its rows, but are not marked as computed: later tokens overwrite them.
+
+    With `state_slots`, each running sequence also has two slots of recurrent state; see `StateManager`.
 
     Attributes:
         counters: what has been counted so far; the caller counts what depends on a clock.
@@ -101,17 +58,20 @@ class Scheduler:
         prefill_chunk: int,
         prefix_cache: bool = True,
         speculative: bool = False,
+        state_slots: int = 0,
     ) -> None:
-        self._kv_cache_manager = KVCacheManager(kv_tokens, caching=prefix_cache)
+        self._states = StateManager(state_slots, caching=prefix_cache) if state_slots else None
+        usable_tokens = self._states.usable_tokens if self._states else None
+        self._kv_cache_manager = KVCacheManager(kv_tokens, caching=prefix_cache, usable_tokens=usable_tokens)
         self._prefix_cache = prefix_cache
-        self._max_batch_size = max_batch_size
+        self._max_batch_size = min(max_batch_size, self._states.max_sequences) if self._states else max_batch_size
         self._max_waiting = max_waiting
         self._prefill_budget = PrefillBudget(prefill_chunk)
         self._speculative = speculative
         self._step_cost = StepCost()
         self._waiting: deque[SequenceState] = deque()
         self._running: dict[SequenceState, KVAllocation] = {}  # oldest first
-        self.counters: DecoderStats = DecoderStats(kv_size=kv_tokens)
+        self.counters: DecoderStats = DecoderStats(kv_size=kv_tokens, states_size=state_slots)
 
     @property
     def busy(self) -> bool:
@@ -125,6 +85,8 @@ class Scheduler:
             waiting=len(self._waiting),
             kv_used=self._kv_cache_manager.used,
             kv_cached=self._kv_cache_manager.cached,
+            states_used=self._states.used if self._states else 0,
+            states_cached=self._states.cached if self._states else 0,
         )
 
     def add(self, sequence: SequenceState) -> None:
@@ -144,16 +106,15 @@ class Scheduler:
     def remove(self, sequence: SequenceState, *, failed: bool = False) -> None:
         """Remove a sequence and free its memory; does nothing if it has already ended.
 
-        Steps that were launched may still write to the sequence's rows. That is harmless: these tokens are not marked
-        as computed, and the next owner of the rows writes to them in a later step.
+        Steps that were launched may still write to the sequence's rows and its spare slot. That is harmless: these
+        tokens are not marked as computed, and the next owner writes to them in a later step before it reads them.
 
         Args:
             sequence: a sequence that was added.
-            failed: whether its keys and values may be wrong, so that they must not be cached.
+            failed: whether its keys, values and states may be wrong, so that they must not be cached.
         """
         if sequence in self._running:
-            self._kv_cache_manager.free(self._running.pop(sequence), keep=not failed)
-            sequence.allocation = None
+            self._free(sequence, keep=not failed)
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
         self._admit()
@@ -180,7 +141,10 @@ class Scheduler:
             num_tokens = 1 if sequence.is_decoding else num_scheduled_tokens.get(sequence, 0)
             if num_tokens:
                 start = sequence.num_computed_tokens
-                chunks.append(ScheduledChunk(sequence, start, start + num_tokens))
+                chunk = ScheduledChunk(sequence, start, start + num_tokens)
+                if slots := sequence.state_slots:
+                    chunk = chunk._replace(source=slots.current, target=slots.spare)
+                chunks.append(chunk)
         if self._speculative:
             self._add_drafts(chunks)
         return SchedulerOutput(self._kv_cache_manager.take_copies(), chunks)
@@ -235,6 +199,7 @@ class Scheduler:
                 outputs.append((sequence, outcome))
             elif outcome is None:
                 self._kv_cache_manager.mark_computed(self._running[sequence], chunk.stop)
+                self._advance_state(sequence)
             else:
                 outputs += [(sequence, token) for token in self._append_all(chunk, outcome)]
         return outputs
@@ -270,6 +235,8 @@ class Scheduler:
             sequence.proposer.observe([token.id for token in sampled])
         for count, token in enumerate(sampled):  # all but the last one were computed, as drafts
             self._kv_cache_manager.mark_computed(self._running[sequence], chunk.stop + count)
+            if count == len(sampled) - 1:
+                self._advance_state(sequence)
             tokens.append(self._append(sequence, token))
             if tokens[-1].finish_reason:
                 break
@@ -280,6 +247,10 @@ class Scheduler:
             self.counters.draft_tokens += len(chunk.draft.tokens)
             self.counters.accepted_tokens += accepted
         return tokens
+
+    def _advance_state(self, sequence: SequenceState) -> None:
+        if self._states and sequence.state_slots:
+            self._states.advance(sequence.state_slots, sequence.num_computed_tokens)
 
     def _append(self, sequence: SequenceState, token: Token) -> Token:
         sequence.append(token.id)
@@ -301,6 +272,12 @@ class Scheduler:
                 return
             self._waiting.popleft()
             self._running[sequence] = sequence.allocation = allocation
+            if self._states:
+                # Where an earlier prompt differed, later ones may differ too.
+                positions = {whole_chunks(allocation.num_matched_tokens)}
+                sequence.state_slots = self._states.allocate(
+                    sequence.request, sequence.prefix, positions, allocation.num_computed_tokens
+                )
             if not sequence.output_ids:
                 sequence.num_cached_tokens = min(allocation.num_computed_tokens, sequence.num_cached_tokens) + max(
                     allocation.num_computed_tokens - sequence.num_cached_tokens - sequence.num_preempted_tokens, 0
@@ -320,10 +297,16 @@ class Scheduler:
 
     def _preempt(self, sequence: SequenceState) -> None:
         sequence.num_preempted_tokens = sequence.num_computed_tokens - sequence.num_cached_tokens
-        self._kv_cache_manager.free(self._running.pop(sequence))
-        sequence.allocation = None
+        self._free(sequence, keep=True)
         self._waiting.appendleft(sequence)
         self.counters.preemptions += 1
+
+    def _free(self, sequence: SequenceState, *, keep: bool) -> None:
+        if self._states and sequence.state_slots:
+            self._states.free(sequence.state_slots, keep=keep)
+            sequence.state_slots = None
+        self._kv_cache_manager.free(self._running.pop(sequence), keep=keep)
+        sequence.allocation = None
 
     def _divide_budget(self, sequences: Iterable[SequenceState]) -> dict[SequenceState, int]:
         """Divide the prefill budget of the next step.
@@ -334,14 +317,16 @@ class Scheduler:
         waiting = self._without_duplicate_prefills(sequences)
         has_decodes = any(sequence.is_decoding for sequence in self._running)
         budget = self._prefill_budget.tokens(has_decodes=has_decodes)
+        if self._states:  # a whole chunk for the oldest and for the shortest
+            budget = max(budget, CHUNK * min(len(waiting), 2))
         num_scheduled = dict.fromkeys(waiting, 0)
         for sequence in waiting[:1]:
-            num_scheduled[sequence] = min(sequence.num_pending_tokens, (budget + 1) // 2)
+            num_scheduled[sequence] = _chunk_length(sequence, (budget + 1) // 2)
             budget -= num_scheduled[sequence]
         for sequence in sorted(waiting, key=attrgetter("num_pending_tokens")):
-            num_tokens = min(sequence.num_pending_tokens - num_scheduled[sequence], budget)
-            num_scheduled[sequence] += num_tokens
-            budget -= num_tokens
+            before = num_scheduled[sequence]
+            num_scheduled[sequence] = _chunk_length(sequence, before + budget)
+            budget -= num_scheduled[sequence] - before
         return num_scheduled
 
     def _without_duplicate_prefills(self, sequences: Iterable[SequenceState]) -> list[SequenceState]:
@@ -353,13 +338,40 @@ class Scheduler:
         if not self._prefix_cache:
             return list(sequences)
         scheduled: list[SequenceState] = []
-        scheduled_blocks: set[bytes] = set()
+        expected: set[bytes] = set()
         for sequence in sequences:
-            num_cached = self._kv_cache_manager.extend_from_cache(self._running[sequence])
-            sequence.num_cached_tokens += 0 if sequence.output_ids else num_cached
-            blocks = sequence.prefix.digests[sequence.num_computed_tokens // BLOCK_SIZE :]
-            num_blocks = next((i for i, digest in enumerate(blocks) if digest not in scheduled_blocks), len(blocks))
-            if not num_blocks or 2 * num_blocks * BLOCK_SIZE < sequence.num_pending_tokens:
+            self._extend_from_cache(sequence)
+            if 2 * _count_shared(sequence, expected) < sequence.num_pending_tokens:
                 scheduled.append(sequence)
-                scheduled_blocks.update(blocks)
+                expected.update(_digests_to_come(sequence))
         return scheduled
+
+    def _extend_from_cache(self, sequence: SequenceState) -> None:
+        num_cached = self._kv_cache_manager.extend_from_cache(self._running[sequence])
+        if num_cached and self._states and sequence.state_slots:
+            self._states.restore(sequence.state_slots, sequence.num_computed_tokens)
+        sequence.num_cached_tokens += 0 if sequence.output_ids else num_cached
+
+
+def _chunk_length(sequence: SequenceState, limit: int) -> int:
+    num_tokens = min(sequence.num_pending_tokens, limit)
+    if sequence.state_slots is None:
+        return num_tokens
+    start = sequence.num_computed_tokens
+    return max(sequence.state_slots.chunk_end(start, start + num_tokens, sequence.length) - start, 0)
+
+
+def _digests_to_come(sequence: SequenceState) -> list[bytes]:
+    """The digests of the prefixes that other sequences can take from this one after its prefill."""
+    if sequence.state_slots:
+        return sequence.state_slots.digests_to_come(sequence.num_computed_tokens)
+    return sequence.prefix.digests[sequence.num_computed_tokens // BLOCK_SIZE :]
+
+
+def _count_shared(sequence: SequenceState, expected: set[bytes]) -> int:
+    """The number of pending tokens that it can take from sequences with these digests to come."""
+    start = sequence.num_computed_tokens
+    if sequence.state_slots:
+        return max(last_state(sequence.prefix, sequence.length - 1, expected) - start, 0)
+    blocks = sequence.prefix.digests[start // BLOCK_SIZE :]
+    return BLOCK_SIZE * next((i for i, digest in enumerate(blocks) if digest not in expected), len(blocks))

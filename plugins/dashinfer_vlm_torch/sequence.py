@@ -14,6 +14,7 @@ from dashinfer_vlm_core.decoders import DecodeRequest, FinishReason, GrammarMatc
 from .kv_cache import KVAllocation
 from .prefix_hash import PrefixHash
 from .proposer import Draft, DraftProposer
+from .state_manager import NO_STATE, StateSlots
 
 if TYPE_CHECKING:
     from .lora import TextLora
@@ -41,6 +42,7 @@ class SequenceState:
         first_row: first row of its keys and values in the pool during the current step; only `Scheduler.schedule`
             changes it.
         allocation: its rows in the pool; None while it waits.
+        state_slots: the slots of its recurrent state; None while it waits, or if the model has no such state.
         ids: int64 [max_len], the token ids of the prompt, and of the output so far.
         output_ids: tokens sampled so far.
         matcher: the output's state in the request's grammar, if it has one.
@@ -67,6 +69,7 @@ class SequenceState:
         self.prefix: PrefixHash = PrefixHash(request)
         self.first_row: int = -1
         self.allocation: KVAllocation | None = None
+        self.state_slots: StateSlots | None = None
         self.ids: npt.NDArray[np.int64] = np.empty(self.max_len, np.int64)
         self.ids[: self.prompt_length] = request.token_ids
         self.output_ids: list[int] = []
@@ -135,12 +138,16 @@ class ScheduledChunk(NamedTuple):
         start: index of the first token.
         stop: index after the last token of its prompt and output.
         draft: the proposed tokens; none unless `needs_logits`.
+        source: the slot with the recurrent state before the first token.
+        target: the slot for the recurrent state after the last one.
     """
 
     sequence: SequenceState
     start: int
     stop: int
     draft: Draft = Draft()
+    source: int = NO_STATE
+    target: int = NO_STATE
 
     @property
     def end(self) -> int:
@@ -156,3 +163,8 @@ class ScheduledChunk(NamedTuple):
     def needs_logits(self) -> bool:
         """Whether the step samples the sequence's next token."""
         return self.stop == self.sequence.length
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether it is the newest output token."""
+        return self.start >= self.sequence.prompt_length and self.stop - self.start == 1

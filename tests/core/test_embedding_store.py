@@ -41,11 +41,12 @@ from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_core.vision import VisionService
 from dashinfer_vlm_core.vision.service import FIRST_BUDGET
 from dashinfer_vlm_qwen2_5_vl import Qwen25VL
-from dashinfer_vlm_qwen3_vl import Qwen3VL
+from dashinfer_vlm_qwen3_vl import Qwen3VL, Qwen35
 from tests.clock import run as run_skippable
 from tests.clock import skippable_loop
 from tests.core.test_vision import WIDTH, MeanTower, cancel, mean_of, wait_for_pass
 from tests.patches import random_patches
+from tests.qwen3_5.tiny_qwen3_5 import write_checkpoint as write_qwen3_5
 from tests.qwen3_vl.tiny_qwen3 import write_checkpoint as write_qwen3_vl
 from tests.samples import image_url
 from tests.tiny import write_qwen2_5_vl
@@ -867,6 +868,7 @@ FAMILIES = {
     "qwen2_vl": (Qwen2VL, None),
     "qwen2_5_vl": (Qwen25VL, write_qwen2_5_vl),
     "qwen3_vl": (Qwen3VL, write_qwen3_vl),
+    "qwen3_5": (Qwen35, write_qwen3_5),
 }
 
 

@@ -25,6 +25,7 @@ from dashinfer_vlm_core.structured_output.grammar.numbers import numbers_between
 from dashinfer_vlm_core.structured_output.grammar.rules import Rules, Steps
 from dashinfer_vlm_core.structured_output.grammar.schema_shape import InvalidSchema, SchemaError
 from dashinfer_vlm_core.structured_output.grammar.values import any_value, matching_text
+from dashinfer_vlm_core.structured_output.grammar.xml_calls import CallCompiler
 from dashinfer_vlm_core.structured_output.grammar_compiler import MAX_CACHED_GRAMMARS, GrammarCompiler
 from tests.schemas import damaged, random_schema
 
@@ -739,14 +740,21 @@ def trained_tokenizer():
     return tokenizer
 
 
+def xml_call(rules, schema):
+    return CallCompiler(rules, schema, None, end="</function>").compile_root()
+
+
 @pytest.mark.parametrize("make", [lambda: TOKENIZER, trained_tokenizer], ids=["bundled", "trained"])
-def test_forced_tokens_are_the_only_allowed_ones(make):
+@pytest.mark.parametrize("write", [json_schema, xml_call])
+def test_forced_tokens_are_the_only_allowed_ones(make, write):
     tokenizer = make()
     stop = tokenizer.token_to_id("<|im_end|>")
     compiler = GrammarCompiler(tokenizer, SimpleNamespace(vocab_size=SIZE, tokens=SimpleNamespace(stop=(stop,))))
+    rules = Rules(compiler.compiles)
+    grammar = compiler.compile(rules, write(rules, FORCING), param="schema")
     num_forced = 0
     for seed in range(20):
-        rng, matcher, token, announced = np.random.default_rng(seed), compiled(compiler, FORCING).copy(), -1, []
+        rng, matcher, token, announced = np.random.default_rng(seed), grammar.copy(), -1, []
         while token != stop:
             allowed, forced = np.flatnonzero(matcher.allowed_tokens()), matcher.forced_tokens()
             assert forced[: len(announced)] == announced

@@ -23,6 +23,7 @@ from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.kernels.types import (
     Activation,
     Additions,
+    Attention,
     DecoderLayer,
     DecoderShape,
     ForwardBatch,
@@ -34,6 +35,7 @@ from dashinfer_vlm_core.kernels.types import (
     LoraRows,
     LowRank,
     LowRankPart,
+    Mlp,
     Norm,
 )
 from dashinfer_vlm_core.plugins import load_plugins
@@ -557,7 +559,7 @@ def test_norms(kernels, columns):
     assert error(kernels.norm(x, weight, None, 1e-6), root) < 5e-3
 
 
-@pytest.mark.parametrize("width", [8, 64, 80, 128])
+@pytest.mark.parametrize("width", [8, 64, 80, 128, 256])
 def test_rotation_equals_transformers(kernels, width):
     x, angles = numbers(30, 6, width), torch.randn(30, width // 2)
     cos, sin = (torch.cat((table, table), dim=-1) for table in (angles.cos(), angles.sin()))
@@ -606,7 +608,7 @@ CAUSAL = [
 ]
 
 
-@pytest.mark.parametrize(("heads", "width"), [(14, 64), (2, 128), (12, 8)])
+@pytest.mark.parametrize(("heads", "width"), [(14, 64), (2, 128), (12, 8), (8, 256)])
 def test_causal_attention_of_many_requests(kernels, heads, width):
     q, (k, v) = numbers(82, heads, width), numbers(4, 2300, width, seed=1).split(2)
     found = kernels.attend(q, k, v, KVSpans(CAUSAL))
@@ -656,7 +658,7 @@ def int8_cache(rows, head_dim, *, heads=4, seed=1):
     return KVCacheLayer(quantized, scales), quantized * scales[..., None]
 
 
-@pytest.mark.parametrize(("heads", "width"), [(14, 64), (2, 128), (12, 8), (6, 40)])
+@pytest.mark.parametrize(("heads", "width"), [(14, 64), (2, 128), (12, 8), (6, 40), (8, 256)])
 def test_attention_to_int8_cache(kernels, heads, width):
     q, (cache, plain) = numbers(82, heads, width) / 2, int8_cache(2300, width)
     found = attend_cached(kernels, q, cache, KVSpans(CAUSAL))
@@ -713,11 +715,15 @@ def decoder_layer(kernels, number, *, quantization=None):
     heads, keys = SHAPE.heads * SHAPE.head_dim, 2 * SHAPE.kv_heads * SHAPE.head_dim
     return DecoderLayer(
         input_norm=Norm(numbers(HIDDEN, seed=1)),
-        qkv=linear(heads + keys, HIDDEN, 2, bias=numbers(heads + keys, seed=3)),
-        output=linear(HIDDEN, heads, 4),
+        mixer=Attention(
+            qkv=linear(heads + keys, HIDDEN, 2, bias=numbers(heads + keys, seed=3)),
+            output=linear(HIDDEN, heads, 4),
+        ),
         mlp_norm=Norm(numbers(HIDDEN, seed=5)),
-        gate_up=linear(2 * INNER, HIDDEN, 6, activation=Activation.SILU_GATE),
-        down=linear(HIDDEN, INNER, 7),
+        mlp=Mlp(
+            gate_up=linear(2 * INNER, HIDDEN, 6, activation=Activation.SILU_GATE),
+            down=linear(HIDDEN, INNER, 7),
+        ),
     )
 
 
@@ -777,7 +783,8 @@ def test_int8_cache_is_close_to_bfloat16_cache(native):
 @pytest.mark.parametrize("levels", [0, 1, 2])
 def test_fused_layers_with_head_norms_and_additions_are_bit_exact(native, levels):
     norms = {"query_norm": Norm(numbers(SHAPE.head_dim, seed=11)), "key_norm": Norm(numbers(SHAPE.head_dim, seed=12))}
-    layers = [decoder_layer(native, number)._replace(**norms) for number in range(3)]
+    layers = [decoder_layer(native, number) for number in range(3)]
+    layers = [layer._replace(mixer=layer.mixer._replace(**norms)) for layer in layers]
     shape = SHAPE._replace(levels=levels)
     whole, parts = native.decoder_layers(layers, shape), ReferenceDecoderLayers(native, layers, shape)
     assert type(whole) is not type(parts)
@@ -895,7 +902,8 @@ def test_layers_without_requested_rows_fill_kv_cache(native):
 def test_layers_unsupported_in_c_use_reference_layers(native):
     odd = native.linear(numbers(HIDDEN, 66))  # 66 inputs are left to PyTorch
     layer = decoder_layer(native, 0)
-    assert isinstance(native.decoder_layers([layer._replace(output=odd)], SHAPE), ReferenceDecoderLayers)
+    layer_with_odd = layer._replace(mixer=layer.mixer._replace(output=odd))
+    assert isinstance(native.decoder_layers([layer_with_odd], SHAPE), ReferenceDecoderLayers)
     assert isinstance(native.decoder_layers([layer], SHAPE._replace(head_dim=41)), ReferenceDecoderLayers)
     assert not isinstance(native.decoder_layers([layer], SHAPE), ReferenceDecoderLayers)
 
@@ -926,7 +934,9 @@ def test_cpu_device_with_index_uses_c_kernels():
 
 
 def test_unsupported_text_model_falls_back_to_next_kernels(caplog):
-    text = replace(load_plugins().families["qwen2_vl"].load_spec(CHECKPOINT).text, head_dim=15)
+    text = load_plugins().families["qwen2_vl"].load_spec(CHECKPOINT).text
+    odd = replace(text.layers[0], mixer=replace(text.attention, head_dim=15))
+    text = replace(text, layers=(odd,))
     chosen = selector(EngineConfig()).choose("cpu", torch.bfloat16, text)
     assert chosen.name in PYTORCH_SETS
     assert "they require an even head_dim and hidden_size, got 15" in caplog.text

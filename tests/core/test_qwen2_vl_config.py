@@ -14,7 +14,7 @@ from dashinfer_vlm_core.models.qwen2_vl.config import (
     read_vision_config,
 )
 from dashinfer_vlm_core.models.spec import PixelSpec
-from dashinfer_vlm_core.text_spec import RotarySpec, TextModelSpec
+from dashinfer_vlm_core.text_spec import AttentionSpec, LayerSpec, MlpSpec, RotarySpec, TextModelSpec
 
 PUBLISHED_2B = {
     "architectures": ["Qwen2VLForConditionalGeneration"],
@@ -105,17 +105,19 @@ def test_published_layout(published):
     assert (spec.tokens.image, spec.tokens.video, spec.tokens.stop) == (151655, 151656, (151645, 151643))
     assert spec.pixels == PixelSpec(max_pixels=12845056)
     assert spec.coordinates == CoordinateSpec(extent=1000, pairs=True)
+    attention = AttentionSpec(
+        num_heads=12,
+        num_kv_heads=2,
+        head_dim=128,
+        rotary=RotarySpec(theta=1e6, axes=(0,) * 16 + (1,) * 24 + (2,) * 24),
+        bias=True,
+    )
     assert read_spec(published).text == TextModelSpec(
         hidden_size=1536,
-        intermediate_size=8960,
-        num_hidden_layers=28,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        head_dim=128,
+        layers=(LayerSpec(mixer=attention, mlp=MlpSpec(intermediate_size=8960)),) * 28,
         vocab_size=151936,
         max_position_embeddings=32768,
         norm_eps=1e-6,
-        rotary=RotarySpec(theta=1e6, axes=(0,) * 16 + (1,) * 24 + (2,) * 24),
         tie_word_embeddings=True,
     )
     assert read_vision_config(published) == VisionConfig(
@@ -148,7 +150,7 @@ def test_rope_scaling_of_transformers_4_45(published):
     scaling = {"type": "mrope", "rope_type": "default", "mrope_section": [16, 24, 24]}
     edit(published, "config.json", "rope_scaling", scaling)
 
-    assert read_spec(published).text.rotary.sections == (16, 24, 24)
+    assert read_spec(published).text.attention.rotary.sections == (16, 24, 24)
 
 
 def test_output_layer_is_tied_if_set_at_either_level(published):

@@ -219,7 +219,7 @@ def test_parsing_is_independent_of_chunking(seed):
     text = "".join(parts)
 
     def read(pieces):
-        reader = ToolCallParser({"weather", "ping"}, guided=False)
+        reader = ToolCallParser({"weather": PARAMETERS, "ping": None}, guided=False)
         events = [event for piece in pieces for event in reader.feed(piece)] + reader.flush()
         said = "".join(event.text for event in events if isinstance(event, ContentDelta))
         positions = [(event.begin, event.text) for event in events if isinstance(event, ContentDelta)]

@@ -127,7 +127,7 @@ def test_disk_space_is_checked_first(tmp_path):
 
 
 def test_checkpoint_without_layers_is_named(spec, environment, tmp_path):
-    longer = replace(spec, folder=tmp_path, text=replace(spec.text, num_hidden_layers=3))
+    longer = replace(spec, folder=tmp_path, text=replace(spec.text, layers=3 * spec.text.layers[:1]))
     (tmp_path / "model.safetensors").symlink_to(spec.folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"no tensor 'model.layers.2.\*'"):
         convert(longer, FLOAT32, environment=environment, cache=tmp_path / "cache")

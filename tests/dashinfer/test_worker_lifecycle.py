@@ -197,7 +197,6 @@ def test_dangerous_requests_never_reach_the_engine(decoder, oracle):
     assert asyncio.run(run()) == (12, "")
 
 
-@pytest.mark.supports("restart", backend="dashinfer-cpu")
 def read_variables(pid):
     return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
@@ -351,6 +350,7 @@ def unlimited_restarts(monkeypatch):
     monkeypatch.setattr("dashinfer_vlm_core.decoders.supervisor.HEALTHY_SECONDS", 0.0)
 
 
+@pytest.mark.supports("restart", backend="dashinfer-cpu")
 @pytest.mark.usefixtures("unlimited_restarts")
 def test_waiting_request_continues_in_next_worker(environment, decoder, oracle, tmp_path, children):
     """It fails if there is no next worker."""

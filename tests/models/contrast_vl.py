@@ -22,7 +22,7 @@ from dashinfer_vlm_core.media.frame_sampling import VideoSamplingPolicy
 from dashinfer_vlm_core.models.interface import Expansion, GridShape, Patches, Placeholder
 from dashinfer_vlm_core.models.spec import ModelSpec, PixelSpec, Profile, TokenSpec
 from dashinfer_vlm_core.models.weights import Weights
-from dashinfer_vlm_core.text_spec import RotarySpec, TextModelSpec, TextWeightNames
+from dashinfer_vlm_core.text_spec import AttentionSpec, LayerSpec, MlpSpec, RotarySpec, TextModelSpec, TextWeightNames
 from dashinfer_vlm_core.tokenization.conversation import ConversationFormat
 from tests.tiny import MERGES, SPECIAL, TEMPLATE, write_tokenizer
 
@@ -192,6 +192,15 @@ class VisionEncoder:
         return torch.from_numpy(rows)
 
 
+ATTENTION = AttentionSpec(
+    num_heads=HEADS,
+    num_kv_heads=KV_HEADS,
+    head_dim=HEAD_DIM,
+    rotary=RotarySpec(theta=THETA, axes=AXES, pairs="neighbors"),
+    head_norms=True,
+)
+
+
 class ContrastVL:
     model_types = frozenset({MODEL_TYPE})
 
@@ -206,19 +215,12 @@ class ContrastVL:
             tokens=TokenSpec(image=IMAGE, video=VIDEO, stop=(STOP,)),
             text=TextModelSpec(
                 hidden_size=HIDDEN,
-                intermediate_size=INNER,
-                num_hidden_layers=LAYERS,
-                num_attention_heads=HEADS,
-                num_key_value_heads=KV_HEADS,
-                head_dim=HEAD_DIM,
+                layers=(LayerSpec(mixer=ATTENTION, mlp=MlpSpec(intermediate_size=INNER)),) * LAYERS,
                 vocab_size=VOCAB,
                 max_position_embeddings=CONTEXT,
                 norm_eps=EPS,
-                rotary=RotarySpec(theta=THETA, axes=AXES, pairs="neighbors"),
                 tie_word_embeddings=False,
                 norm="layer_norm",
-                qkv_bias=False,
-                qk_norm=True,
                 visual_levels=LEVELS,
                 weights=NAMES,
             ),

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests import tiny
+from tests.qwen3_5 import tiny_qwen3_5
 from tests.qwen3_vl import tiny_qwen3
 
 
@@ -93,6 +94,40 @@ _QWEN3_ATTENTION = {
     "layers.{}.self_attn.k_norm.weight": "c",
 }
 QWEN3_TEXT = {**_QWEN3_ATTENTION, **_MLP}
+_QWEN3_5_LAYERS = {
+    "embed_tokens.weight": "v h",
+    "norm.weight": "h",
+    "layers.{}.input_layernorm.weight": "h",
+    "layers.{}.post_attention_layernorm.weight": "h",
+    "layers.{attention}.self_attn.q_proj.weight": "2*heads*c h",
+    "layers.{attention}.self_attn.k_proj.weight": "kv*c h",
+    "layers.{attention}.self_attn.v_proj.weight": "kv*c h",
+    "layers.{attention}.self_attn.o_proj.weight": "h heads*c",
+    "layers.{attention}.self_attn.q_norm.weight": "c",
+    "layers.{attention}.self_attn.k_norm.weight": "c",
+    "layers.{delta}.linear_attn.A_log": "lv",
+    "layers.{delta}.linear_attn.dt_bias": "lv",
+    "layers.{delta}.linear_attn.conv1d.weight": "conv 1 w",
+    "layers.{delta}.linear_attn.in_proj_a.weight": "lv h",
+    "layers.{delta}.linear_attn.in_proj_b.weight": "lv h",
+    "layers.{delta}.linear_attn.in_proj_qkv.weight": "conv h",
+    "layers.{delta}.linear_attn.in_proj_z.weight": "lv*vd h",
+    "layers.{delta}.linear_attn.norm.weight": "vd",
+    "layers.{delta}.linear_attn.out_proj.weight": "h lv*vd",
+}
+QWEN3_5_TEXT = {**_QWEN3_5_LAYERS, **_MLP}
+QWEN3_5_MOE_TEXT = {
+    **_QWEN3_5_LAYERS,
+    "layers.{}.mlp.gate.weight": "experts h",
+    "layers.{}.mlp.experts.gate_up_proj": "experts 2*e h",
+    "layers.{}.mlp.experts.down_proj": "experts h e",
+    "layers.{}.mlp.shared_expert.gate_proj.weight": "s h",
+    "layers.{}.mlp.shared_expert.up_proj.weight": "s h",
+    "layers.{}.mlp.shared_expert.down_proj.weight": "h s",
+    "layers.{}.mlp.shared_expert_gate.weight": "1 h",
+}
+PREDICTION = {"mtp.fc.weight": "h 2*h", "mtp.norm.weight": "h", "mtp.layers.0.self_attn.k_proj.weight": "kv*c h"}
+"""Some tensors of the head that predicts several tokens, which are ignored."""
 QWEN3_MOE_TEXT = {
     **_QWEN3_ATTENTION,
     "layers.{}.mlp.gate.weight": "experts h",
@@ -132,12 +167,16 @@ LAYOUTS = {
     "Qwen3-VL-2B-Instruct": Layout("qwen3_vl", NEW, 1, tied=True),
     "Qwen3-VL-8B-Instruct": Layout("qwen3_vl", NEW, 4, tied=False),
     "Qwen3-VL-30B-A3B-Instruct": Layout("qwen3_vl_moe", NEW, 13, tied=False),
+    "Qwen3.5-4B": Layout("qwen3_5", NEW, 2, tied=True),
+    "Qwen3.5-35B-A3B": Layout("qwen3_5_moe", NEW, 14, tied=False),
 }
 TABLES = {
     "qwen2_vl": (QWEN2_VISION, QWEN2_TEXT),
     "qwen2_5_vl": (QWEN2_5_VISION, QWEN2_TEXT),
     "qwen3_vl": (QWEN3_VISION, QWEN3_TEXT),
     "qwen3_vl_moe": (QWEN3_VISION, QWEN3_MOE_TEXT),
+    "qwen3_5": (QWEN3_VISION, QWEN3_5_TEXT),
+    "qwen3_5_moe": (QWEN3_VISION, QWEN3_5_MOE_TEXT),
 }
 
 
@@ -149,6 +188,8 @@ def write_small(family: str, folder: Path, *, tied: bool) -> Path:
         return tiny.write_qwen2_5_vl(folder, tie_word_embeddings=tied)
     if family == "qwen3_vl":
         return tiny_qwen3.write_checkpoint(folder, tie_word_embeddings=tied)
+    if family.startswith("qwen3_5"):
+        return tiny_qwen3_5.write_checkpoint(folder, moe=family == "qwen3_5_moe", tie_word_embeddings=tied)
     # Every layer of the published model has experts.
     return tiny_qwen3.write_checkpoint(folder, moe=True, tie_word_embeddings=tied, mlp_only_layers=[])
 
@@ -158,15 +199,22 @@ def published_tensors(layout: Layout, config: Mapping[str, Any]) -> dict[str, tu
     `config.json` were `config`."""
     text, vision = config.get("text_config", config), config["vision_config"]
     sizes = _sizes(text, vision)
+    kinds = text.get("layer_types") or []
+    numbers = {
+        "{attention}": [number for number, kind in enumerate(kinds) if kind == "full_attention"],
+        "{delta}": [number for number, kind in enumerate(kinds) if kind == "linear_attention"],
+        "[]": range(len(vision.get("deepstack_visual_indexes") or ())),
+    }
     counts = {"text": text["num_hidden_layers"], "vision": vision["depth"]}
-    levels = len(vision.get("deepstack_visual_indexes") or ())
     tensors: dict[str, tuple[int, ...]] = {}
     for part, prefix, table in zip(("vision", "text"), layout.prefixes, TABLES[layout.family], strict=True):
         for pattern, shape in table.items():
-            count = levels if "[]" in pattern else counts[part] if "{}" in pattern else 1
-            for number in range(count):
-                name = pattern.replace("[]", str(number)).replace("{}", str(number))
+            place = next((place for place in (*numbers, "{}") if place in pattern), "")
+            for number in {**numbers, "{}": range(counts[part])}.get(place, range(1)):
+                name = pattern.replace(place, str(number)) if place else pattern
                 tensors[prefix + name] = tuple(_product(term, sizes) for term in shape.split())
+    if layout.family.startswith("qwen3_5"):
+        tensors |= {name: tuple(_product(term, sizes) for term in shape.split()) for name, shape in PREDICTION.items()}
     return tensors if layout.tied else tensors | {"lm_head.weight": (sizes["v"], sizes["h"])}
 
 
@@ -180,13 +228,26 @@ def _sizes(text: Mapping[str, Any], vision: Mapping[str, Any]) -> dict[str, int]
         "p": vision.get("patch_size", 14),
         "positions": vision.get("num_position_embeddings", 0),
         "h": text["hidden_size"],
-        "i": text["intermediate_size"],
+        "i": text.get("intermediate_size") or 0,
         "v": text["vocab_size"],
         "c": text.get("head_dim") or text["hidden_size"] // heads,
         "heads": heads,
         "kv": text["num_key_value_heads"],
         "experts": text.get("num_experts") or text.get("num_local_experts") or 0,
         "e": text.get("moe_intermediate_size") or 0,
+        "s": text.get("shared_expert_intermediate_size") or 0,
+        **_delta_net_sizes(text),
+    }
+
+
+def _delta_net_sizes(text: Mapping[str, Any]) -> dict[str, int]:
+    key_heads, value_heads = text.get("linear_num_key_heads", 0), text.get("linear_num_value_heads", 0)
+    key_dim, value_dim = text.get("linear_key_head_dim", 0), text.get("linear_value_head_dim", 0)
+    return {
+        "lv": value_heads,
+        "vd": value_dim,
+        "w": text.get("linear_conv_kernel_dim", 0),
+        "conv": 2 * key_heads * key_dim + value_heads * value_dim,
     }
 
 
@@ -204,12 +265,14 @@ def publish(small: Path, layout: Layout, folder: Path) -> Path:
     for file in small.iterdir():
         if file.suffix != ".safetensors":
             shutil.copy(file, folder)
-    # transformers 5 saves the weights of the experts transposed.
+    # transformers 5 saves the weights of Qwen3-VL's experts transposed.
+    is_transposed = layout.family == "qwen3_vl_moe"
     stored = {
-        _plain(name): tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
+        _plain(name): tensor.transpose(1, 2).contiguous() if is_transposed and ".experts." in name else tensor
         for name, tensor in load_file(small / "model.safetensors").items()
     }
     shapes = published_tensors(layout, json.loads((small / "config.json").read_text()))
+    stored |= {name: torch.zeros(shape) for name, shape in shapes.items() if name.startswith("mtp.")}
     assert {_plain(name): shape for name, shape in shapes.items()} == {
         name: tuple(tensor.shape) for name, tensor in stored.items()
     }

@@ -12,13 +12,18 @@ import pytest
 from dashinfer_vlm_core import Engine, EngineConfig
 from tests.conversations import CONVERSATIONS, as_openai, blurred_image, user
 from tests.kernels import needs_native
+from tests.qwen3_5 import tiny_qwen3_5
 from tests.qwen3_vl import tiny_qwen3
 from tests.tiny import MERGES, write_qwen2_5_vl
 from tests.waiting import HANG, until
 
 pytestmark = pytest.mark.slow
 
-WRITERS = {"qwen2_5_vl": write_qwen2_5_vl, "qwen3_vl": tiny_qwen3.write_checkpoint}
+WRITERS = {
+    "qwen2_5_vl": write_qwen2_5_vl,
+    "qwen3_vl": tiny_qwen3.write_checkpoint,
+    "qwen3_5": tiny_qwen3_5.write_checkpoint,
+}
 PROMPT = {"messages": as_openai([user(blurred_image(1), [blurred_image(2), blurred_image(3)], "Compare.")])}
 LONG = PROMPT | {"max_tokens": 1500, "ignore_eos": True}
 PARAMETERS = {
@@ -96,7 +101,7 @@ def test_seeded_sampling_gives_the_same_tokens_in_any_batch(engines, family):
 def test_streamed_text_equals_plain_text(engines, family):
     engine = engines(family)
     for name in ("text", "three pictures between text", "picture and video"):
-        request = {"messages": as_openai(CONVERSATIONS[name]), "temperature": 0, "max_tokens": 16}
+        request = {"messages": as_openai(CONVERSATIONS[name]), "temperature": 0, "max_tokens": 16, "ignore_eos": True}
         plain = engine.chat(request).choices[0]
         chunks = [chunk.choices[0] for chunk in engine.stream(request)]
         assert "".join(chunk.delta.content or "" for chunk in chunks) == plain.message.content

@@ -18,11 +18,17 @@ from dashinfer_vlm_core.models.qwen2_vl.vit import Qwen2VLEncoder
 from dashinfer_vlm_core.plugins import load_plugins
 from tests.patches import random_patches
 from tests.plugins.test_torch_decode_graphs import CudaFactory
+from tests.qwen3_5 import tiny_qwen3_5
 from tests.qwen3_vl import tiny_qwen3
 from tests.recording import check_recordable, repeat
 from tests.tiny import write_checkpoint, write_qwen2_5_vl
 
-WRITERS = {"qwen2_vl": write_checkpoint, "qwen2_5_vl": write_qwen2_5_vl, "qwen3_vl": tiny_qwen3.write_checkpoint}
+WRITERS = {
+    "qwen2_vl": write_checkpoint,
+    "qwen2_5_vl": write_qwen2_5_vl,
+    "qwen3_vl": tiny_qwen3.write_checkpoint,
+    "qwen3_5": tiny_qwen3_5.write_checkpoint,
+}
 GRIDS = [(1, 8, 6), (2, 4, 4), (1, 6, 8)]
 FAMILY = pytest.mark.parametrize("family", WRITERS)
 
@@ -42,7 +48,7 @@ def load(folder, graphs, device="cpu"):
 
 
 def batch_of(grids, family="qwen2_vl", seed=0):
-    side = 16 if family == "qwen3_vl" else 14
+    side = 16 if family in ("qwen3_vl", "qwen3_5") else 14
     return [random_patches(*grid, seed=seed + number, side=side) for number, grid in enumerate(grids)]
 
 

@@ -135,11 +135,12 @@ def test_published_sizes_are_read(tmp_path, size):
     spec, vision = Qwen25VL().load_spec(write_published(tmp_path, size)), read_vision_config(tmp_path)
 
     text = spec.text
-    assert (text.hidden_size, text.num_hidden_layers, text.intermediate_size) == (hidden, layers, inner)
-    assert (text.num_attention_heads, text.num_key_value_heads, text.head_dim) == (heads, kv_heads, 128)
+    attention = text.attention
+    assert (text.hidden_size, len(text.layers), text.layers[0].mlp.intermediate_size) == (hidden, layers, inner)
+    assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (heads, kv_heads, 128)
     assert (text.vocab_size, text.tie_word_embeddings) == (vocabulary, tied)
-    assert (text.rotary.theta, text.rotary.sections) == (1e6, (16, 24, 24))
-    assert (text.norm, text.qkv_bias, text.qk_norm, text.visual_levels) == ("rms_norm", True, False, 0)
+    assert (attention.rotary.theta, attention.rotary.sections) == (1e6, (16, 24, 24))
+    assert (text.norm, attention.bias, attention.head_norms, text.visual_levels) == ("rms_norm", True, False, 0)
     assert (spec.model_type, spec.max_model_len, spec.dtype) == (FAMILY, 128000, "bfloat16")
     assert (spec.tokens.image, spec.tokens.video, spec.tokens.stop) == (151655, 151656, (151645, 151643))
     assert spec.pixels == PixelSpec(max_pixels=12845056)

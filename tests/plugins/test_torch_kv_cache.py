@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from dashinfer_vlm_core.decoders import DecodeRequest, Token
 from dashinfer_vlm_core.errors import QueueFull
+from dashinfer_vlm_core.kernels.delta_net import CHUNK
 from dashinfer_vlm_core.media import Grid
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
 from dashinfer_vlm_torch.kv_cache import KVAllocation, KVAllocator, KVCache
@@ -21,6 +22,7 @@ from dashinfer_vlm_torch.prefix_hash import BLOCK_SIZE, PrefixHash
 from dashinfer_vlm_torch.runner import _verify
 from dashinfer_vlm_torch.scheduler import Scheduler
 from dashinfer_vlm_torch.sequence import SequenceState
+from dashinfer_vlm_torch.state_manager import NO_STATE
 
 from .oracle import prompt, visual
 
@@ -289,14 +291,16 @@ def test_row_copies_may_overlap(oracle, dtype):
 
 
 class Pool:
-    """Simulates the model: each row stores a hash of its whole prefix, which determines the next token, one of
-    `vocabulary` tokens. With few of them, n-grams repeat, and about as many drafts are rejected as accepted."""
+    """Simulates the model: each row and each recurrent state stores a hash of its whole prefix, which determines the
+    next token, one of `vocabulary` tokens. With few of them, n-grams repeat, and about as many drafts are rejected as
+    accepted."""
 
     def __init__(self, vocabulary=90, **options):
         self.vocabulary = vocabulary
         self.scheduler = Scheduler(max_waiting=3, **options)
         self.budget = options["prefill_chunk"]
         self.rows = [None] * options["kv_tokens"]
+        self.states = [None] * options["state_slots"]
         self.active = []
         self.finished = []
 
@@ -337,28 +341,53 @@ class Pool:
         assert all(chunk.end <= chunk.sequence.allocation.rows for chunk in chunks)
         decoding = {chunk.sequence for chunk in chunks if chunk.sequence.is_decoding}
         budget = (self.budget + 1) // 2 if decoding else self.budget
+        if self.states:
+            budget = max(budget, 2 * CHUNK)  # the oldest and the shortest sequence compute a whole chunk
         assert sum(chunk.stop - chunk.start for chunk in chunks if chunk.sequence not in decoding) <= budget
         assert decoding == {sequence for sequence in self.scheduler._running if sequence.is_decoding}
+        if self.states:
+            self.check_slots(chunks)
         for source, target, rows in moves:
             self.rows[target : target + rows] = self.rows[source : source + rows]
         for event in events_during:
             self.handle(event)
         choices = {}
         for chunk in chunks:
-            sequence, start, stop, draft = chunk
+            sequence, start, stop, draft, source, target = chunk
             expected, row = row_hashes(sequence, draft.tokens), sequence.first_row
             assert self.rows[row : row + start] == expected[:start]
             self.rows[row + start : row + chunk.end] = expected[start : chunk.end]
             if chunk.needs_logits:
                 sampled = [Token(id=name % self.vocabulary) for name in expected[stop - 1 :]]
                 choices[sequence] = _verify(chunk, sampled)
+            if self.states:
+                assert source == NO_STATE if start == 0 else self.states[source] == expected[start - 1]
+                self.states[target] = expected[stop - 1 + len(choices.get(sequence, "?")) - 1]
         for sequence, token in self.scheduler.update(chunks, choices):
             if token.finish_reason:
                 self.active.remove(sequence)
                 self.finished.append(sequence)
 
+    def check_slots(self, chunks):
+        """Check that a step writes each slot once and changes none that is read, and that prefills are cut at whole
+        chunks."""
+        targets = [chunk.target for chunk in chunks]
+        used = {chunk.source for chunk in chunks} | {state.slot for state in self.scheduler._states._cached.values()}
+        assert len(set(targets)) == len(targets)
+        assert not used & set(targets)
+        for chunk in chunks:
+            assert chunk.is_decoding == chunk.sequence.is_decoding
+            assert chunk.needs_logits or chunk.stop % CHUNK == 0
+
     def check(self):
         """Check the invariants between any two steps."""
+        if self.states:
+            states = self.scheduler._states
+            slots = [sequence.state_slots for sequence in self.scheduler._running]
+            users = [state.slot for state in states._cached.values()]
+            users += [slot for each in slots for slot in (each.current, each.spare)]
+            assert states._num_users == [users.count(slot) for slot in range(len(self.states))]
+            assert sorted(states._free) == [slot for slot in range(len(self.states)) if slot not in users]
         memory = self.scheduler._kv_cache_manager
         allocations = memory._allocator.allocations
         assert all(one.stop <= other.start for one, other in pairwise(allocations))
@@ -407,34 +436,35 @@ def expected_output(sequence, vocabulary):
     return alone.output_ids
 
 
-PARTS = (17, (1, 3, 4), 9, (1, 2, 3), 20, (2, 2, 3), 30)
+PARTS = (17, (1, 3, 4), 9, (1, 2, 3), 20, (2, 2, 3), 30, (1, 4, 4), 60)
 
 requests = st.builds(
     lambda content, parts, tail, length, salt: replace(
         visual(*PARTS[:parts], tail, width=1, content=content, max_tokens=length, ignore_eos=True), cache_salt=salt
     ),
     content=st.integers(0, 1),
-    parts=st.integers(0, len(PARTS)),
+    parts=st.integers(0, len(PARTS)) | st.sampled_from([8, 9]),
     tail=st.integers(1, 40),
     length=st.integers(1, 120),
     salt=st.sampled_from(["", "", "", "anna"]),
 )
-arrivals = st.one_of(requests, st.tuples(st.integers(0, 5)))
-events = st.lists(st.one_of(arrivals, st.integers(1, 30), st.lists(arrivals, max_size=3)), min_size=1, max_size=25)
+arrivals = st.one_of(requests, requests, st.tuples(st.integers(0, 5)))
+events = st.lists(st.one_of(arrivals, st.integers(1, 30), st.lists(arrivals, max_size=3)), min_size=5, max_size=25)
 
 
 @pytest.mark.slow
 @given(
     events=events,
-    kv_tokens=st.integers(300, 700),
+    kv_tokens=st.integers(390, 790),
     batch=st.integers(1, 5),
     chunk=st.integers(1, 200),
     caching=st.sampled_from([True, True, True, False]),
     vocabulary=st.sampled_from([90, 3]),
     speculative=st.booleans(),
+    state_slots=st.sampled_from([0, 2, 3, 7, 20]),
 )
-def test_sequences_read_only_their_rows_and_all_finish(
-    *, events, kv_tokens, batch, chunk, caching, vocabulary, speculative
+def test_sequences_read_only_their_rows_and_states_and_all_finish(
+    *, events, kv_tokens, batch, chunk, caching, vocabulary, speculative, state_slots
 ):
     pool = Pool(
         vocabulary=vocabulary,
@@ -443,6 +473,7 @@ def test_sequences_read_only_their_rows_and_all_finish(
         prefill_chunk=chunk,
         prefix_cache=caching,
         speculative=speculative,
+        state_slots=state_slots,
     )
     for event in events:
         pool.handle(event)
@@ -452,7 +483,7 @@ def test_sequences_read_only_their_rows_and_all_finish(
     for sequence in pool.finished:
         assert sequence.output_ids == expected_output(sequence, vocabulary)
         assert 0 <= sequence.num_cached_tokens < sequence.prompt_length
-    assert pool.scheduler.stats.kv_used == 0
+    assert (pool.scheduler.stats.kv_used, pool.scheduler.stats.states_used) == (0, 0)
 
 
 def test_prefix_lookup_cost_with_many_equal_prefixes():

@@ -9,7 +9,8 @@ import pytest
 from dashinfer_vlm_core.decoders import Token
 from dashinfer_vlm_core.errors import DecoderFailed, QueueFull
 from dashinfer_vlm_torch.kv_cache_manager import KVCopy
-from dashinfer_vlm_torch.scheduler import PrefillBudget, Scheduler
+from dashinfer_vlm_torch.prefill_budget import PrefillBudget
+from dashinfer_vlm_torch.scheduler import Scheduler
 from dashinfer_vlm_torch.sequence import INITIAL_OUTPUT_ROWS, ScheduledChunk, SequenceState
 
 from .oracle import prompt

@@ -13,7 +13,7 @@ from dashinfer_vlm_core.errors import CheckpointError
 from dashinfer_vlm_core.media.frame_sampling import VideoSamplingPolicy
 from dashinfer_vlm_core.models.coordinates import CoordinateSpec
 from dashinfer_vlm_core.models.spec import PixelLimits, PixelSpec
-from dashinfer_vlm_core.text_spec import ExpertsSpec
+from dashinfer_vlm_core.text_spec import ExpertsSpec, MlpSpec
 from dashinfer_vlm_dashinfer import DashInferFactory
 from dashinfer_vlm_qwen3_vl.config import Qwen3VLVisionConfig, read_spec, read_video_pixels, read_vision_config
 
@@ -119,10 +119,12 @@ def test_published_layout(published):
     assert spec.video == VideoSamplingPolicy(frame_factor=1, precision="float64")
     assert spec.coordinates == CoordinateSpec(extent=1000)
     text = spec.text
-    assert (text.hidden_size, text.head_dim, text.num_attention_heads) == (2560, 128, 32)
-    assert (text.qkv_bias, text.qk_norm, text.tie_word_embeddings, text.experts) == (False, True, True, None)
+    attention = text.attention
+    assert (text.hidden_size, attention.head_dim, attention.num_heads) == (2560, 128, 32)
+    assert (attention.bias, attention.head_norms, text.tie_word_embeddings) == (False, True, True)
+    assert {layer.mlp for layer in text.layers} == {MlpSpec(intermediate_size=9728)}
     assert (text.visual_levels, spec.visual_width) == (3, 4 * 2560)
-    assert text.rotary.theta == 5e6
+    assert attention.rotary.theta == 5e6
     assert read_video_pixels(published, spec.pixels) == PixelLimits(min_pixels=4096, max_pixels=25165824)
     assert read_vision_config(published) == Qwen3VLVisionConfig(
         depth=24,
@@ -166,32 +168,35 @@ def test_published_sizes_are_read(published, size):
     config["vision_config"] |= vision | {"out_hidden_size": hidden}
     (published / "config.json").write_text(json.dumps(config))
     text, found = read_spec(published).text, read_vision_config(published)
-    assert (text.hidden_size, text.num_hidden_layers, text.intermediate_size) == (hidden, layers, inner)
-    assert (text.num_attention_heads, text.num_key_value_heads, text.head_dim) == (heads, kv_heads, 128)
-    assert text.tie_word_embeddings == tied
-    assert text.experts == (
-        ExpertsSpec(num_experts=128, experts_per_token=8, intermediate_size=expert) if expert else None
-    )
+    attention = text.attention
+    assert (text.hidden_size, len(text.layers), text.tie_word_embeddings) == (hidden, layers, tied)
+    assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (heads, kv_heads, 128)
+    experts = ExpertsSpec(num_experts=128, experts_per_token=8, intermediate_size=expert) if expert else None
+    assert {layer.mlp for layer in text.layers} == {experts or MlpSpec(intermediate_size=inner)}
     assert (found.depth, found.hidden_size, found.intermediate_size) == tuple(vision.values())[:3]
     assert (found.deepstack_layers, found.output_size) == (tuple(vision["deepstack_visual_indexes"]), hidden)
 
 
 def test_rotary_axes_are_interleaved(published):
     """Height and width take every third frequency up to three times their section; the rest is time's."""
-    axes = read_spec(published).text.rotary.axes
+    axes = read_spec(published).text.attention.rotary.axes
     assert axes[:7] == (0, 1, 2, 0, 1, 2, 0)
     assert axes[56:] == (2, 0, 1, 2, 0, 0, 0, 0)
     assert [axes.count(axis) for axis in range(3)] == [24, 20, 20]
 
 
+def dense_layers(layers):
+    return [number for number, layer in enumerate(layers) if isinstance(layer.mlp, MlpSpec)]
+
+
 def test_mixture_of_experts(published):
     (published / "config.json").write_text(json.dumps(MOE))
     edit(published, "config.json", "text_config.mlp_only_layers", [2])
-    assert read_spec(published).text.experts == ExpertsSpec(
-        num_experts=128, experts_per_token=8, intermediate_size=768, dense_layers=frozenset({2})
-    )
+    layers = read_spec(published).text.layers
+    assert layers[1].mlp == ExpertsSpec(num_experts=128, experts_per_token=8, intermediate_size=768)
+    assert dense_layers(layers) == [2]
     edit(published, "config.json", "text_config.decoder_sparse_step", 2)
-    assert read_spec(published).text.experts.dense_layers == frozenset(range(0, 36, 2))
+    assert dense_layers(read_spec(published).text.layers) == list(range(0, 36, 2))
 
 
 @pytest.mark.parametrize("config", [DENSE, MOE], ids=["dense", "moe"])

@@ -13,12 +13,12 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTex
 
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.kernels.cuda import CudaKernels
-from dashinfer_vlm_core.kernels.experts import Expert, GroupedExperts, MixtureOfExperts
+from dashinfer_vlm_core.kernels.experts import GroupedExperts, MixtureOfExperts
 from dashinfer_vlm_core.kernels.layers import ReferenceDecoderLayers
 from dashinfer_vlm_core.kernels.quantization import INT8
 from dashinfer_vlm_core.kernels.streams import HostCopy
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
-from dashinfer_vlm_core.kernels.types import Activation, DecoderLayer, DecoderShape, Norm
+from dashinfer_vlm_core.kernels.types import Activation, Attention, DecoderLayer, DecoderShape, Mlp, Norm
 from dashinfer_vlm_core.models.weights import Weights
 from dashinfer_vlm_qwen3_vl import Qwen3VL
 from dashinfer_vlm_torch.kv_cache import KVCache
@@ -57,7 +57,7 @@ def mixture(kernels, block, *, dtype=torch.float32, int8=False):
     return MixtureOfExperts(
         kernels.linear(block.gate.weight.data.to(dtype), fp32_output=True),
         [
-            Expert(
+            Mlp(
                 kernels.linear(gate_up.to(dtype), activation=Activation.SILU_GATE, quantization=INT8 if int8 else None),
                 kernels.linear(down.to(dtype), quantization=INT8 if int8 else None),
             )
@@ -121,11 +121,9 @@ def test_layers_with_experts_use_reference_layers(native, block):
     norm = Norm(torch.ones(HIDDEN).bfloat16())
     layer = DecoderLayer(
         input_norm=norm,
+        mixer=Attention(**linears),
         mlp_norm=norm,
-        gate_up=None,
-        down=None,
-        experts=mixture(native, block, dtype=torch.bfloat16),
-        **linears,
+        mlp=mixture(native, block, dtype=torch.bfloat16),
     )
     assert isinstance(native.decoder_layers([layer], DecoderShape(1, 1, HIDDEN, 1e-6)), ReferenceDecoderLayers)
 

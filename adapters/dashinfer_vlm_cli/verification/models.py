@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 ORDINARY = 4600  # text tokens, before the control tokens: more than the sampler's fast path looks at
 IMAGE, VIDEO, VISION_START, VISION_END, STOP = range(ORDINARY, ORDINARY + 5)
+TEXT_NORM = re.compile(r"language_model\..*norm\.weight$")
 EXPERTS = 8
 CHOSEN_EXPERTS = 4
 
@@ -72,7 +74,7 @@ def count_weights(model: Any) -> Weights:
         text=sum(weight.numel() for weight in model.model.language_model.layers.parameters()),
         head=model.lm_head.weight.numel(),
         vision=sum(weight.numel() for weight in model.model.visual.parameters()),
-        kv=2 * text.num_key_value_heads * text.head_dim * text.num_hidden_layers,
+        kv=2 * text.num_key_value_heads * text.head_dim * _layer_types(text).count("full_attention"),
     )
 
 
@@ -102,8 +104,11 @@ def write_model(model: Any, folder: Path) -> None:
 @torch.no_grad()
 def _fill(model: Any) -> None:
     generator = torch.Generator().manual_seed(0)
+    is_hybrid = hasattr(model.config.text_config, "linear_num_key_heads")
     for name, weight in model.named_parameters():
-        weight.normal_(*_distribution(name, weight), generator=generator)
+        mean, std = _distribution(name, weight)
+        has_offset = is_hybrid and "linear_attn" not in name and TEXT_NORM.search(name) is not None
+        weight.normal_(mean - has_offset, std, generator=generator)
     # A completion with a control token could not be given to transformers.
     model.lm_head.weight[ORDINARY : STOP + 1] = 0
 
@@ -111,6 +116,8 @@ def _fill(model: Any) -> None:
 def _distribution(name: str, weight: Tensor) -> tuple[float, float]:
     """Return mean and standard deviation."""
     # Large enough that the best two tokens differ clearly, and that completions do not only repeat the last token.
+    if name.endswith("A_log"):  # otherwise, states would be forgotten after few tokens
+        return -3.0, 1.0
     if weight.ndim == 1:
         return (0.0, 0.5) if name.endswith("bias") else (1.0, 0.1)  # otherwise, it is of a norm
     if "embed_tokens" in name or "pos_embed" in name:
@@ -123,13 +130,26 @@ def _distribution(name: str, weight: Tensor) -> tuple[float, float]:
 
 def _text_config(size: Size, default: Any) -> dict[str, Any]:
     head_dim = size.hidden // size.heads
-    side = 5 * head_dim // 32  # published models of 128: 24, 20, 20
-    sections = [head_dim // 2 - 2 * side, side, side]
-    experts = {
+    rotary = default.to_dict().get("rope_parameters") or {}
+    columns = int(head_dim * rotary.get("partial_rotary_factor", 1))
+    side = 5 * columns // 32  # published models of 128: 24, 20, 20
+    sections = [columns // 2 - 2 * side, side, side]
+    options: dict[str, Any] = {
+        "num_experts": EXPERTS,
         "num_local_experts": EXPERTS,
         "num_experts_per_tok": CHOSEN_EXPERTS,
         "moe_intermediate_size": size.inner // CHOSEN_EXPERTS,
+        "shared_expert_intermediate_size": size.inner // CHOSEN_EXPERTS,
+        "linear_num_key_heads": size.kv_heads,
+        "linear_num_value_heads": size.heads,
+        "linear_key_head_dim": size.hidden // 16,
+        "linear_value_head_dim": size.hidden // 16,
     }
+    if hasattr(default, "linear_num_key_heads"):
+        interval = min(4, size.layers - 1)
+        options["layer_types"] = [
+            "linear_attention" if number % interval else "full_attention" for number in range(size.layers)
+        ]
     return {
         "vocab_size": size.vocabulary,
         "hidden_size": size.hidden,
@@ -140,11 +160,15 @@ def _text_config(size: Size, default: Any) -> dict[str, Any]:
         "head_dim": head_dim,
         "max_position_embeddings": 4096,
         # The base is so small that short prompts depend on positions.
-        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": sections},
+        "rope_parameters": {**rotary, "rope_type": "default", "rope_theta": 100.0, "mrope_section": sections},
         "tie_word_embeddings": True,
         "eos_token_id": STOP,
-        **{name: value for name, value in experts.items() if hasattr(default, name)},
+        **{name: value for name, value in options.items() if hasattr(default, name)},
     }
+
+
+def _layer_types(text: Any) -> list[str]:
+    return list(text.to_dict().get("layer_types") or ["full_attention"] * text.num_hidden_layers)
 
 
 def _vision_config(size: Size, default: Any) -> dict[str, Any]:

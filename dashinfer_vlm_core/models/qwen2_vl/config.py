@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ...errors import CheckpointError
 from ...media.frame_sampling import VideoSamplingPolicy
-from ...text_spec import RotarySpec, TextModelSpec
+from ...text_spec import AttentionSpec, LayerSpec, MlpSpec, RotarySpec, TextModelSpec
 from ...tokenization.conversation import HERMES
 from ..coordinates import CoordinateSpec
 from ..json_fields import CONFIG, GENERATION, JsonFields, read_fields
@@ -71,53 +71,74 @@ def text_model_spec(config: JsonFields) -> TextModelSpec:
     """
     text = text_fields(config)
     axes = tuple(axis for axis, count in enumerate(mrope_section(text)) for _ in range(count))
-    spec = shared_text_model(config, axes)
-    if spec.num_attention_heads * spec.head_dim != spec.hidden_size:
-        text.fail("num_attention_heads", f"times `head_dim` {spec.head_dim} is not `hidden_size` {spec.hidden_size}")
-    check_heads(text, spec)
-    return spec
+    heads, hidden_size = text.integer("num_attention_heads"), text.integer("hidden_size")
+    head_dim = text.integer("head_dim", default=hidden_size // heads)
+    if heads * head_dim != hidden_size:
+        text.fail("num_attention_heads", f"times `head_dim` {head_dim} is not `hidden_size` {hidden_size}")
+    attention = attention_spec(text, axes, head_dim=head_dim, bias=True)
+    mlp = MlpSpec(intermediate_size=text.integer("intermediate_size"))
+    return shared_text_model(config, [LayerSpec(mixer=attention, mlp=mlp)] * text.integer("num_hidden_layers"))
 
 
-def shared_text_model(config: JsonFields, axes: tuple[int, ...], *, head_dim: int | None = None) -> TextModelSpec:
-    """Return a text model from the fields that families share.
-
-    Args:
-        config: `config.json`, in either layout.
-        axes: see `RotarySpec`.
-        head_dim: the size of a head if it is absent; by default, that of all heads together is `hidden_size`.
+def shared_text_model(config: JsonFields, layers: Sequence[LayerSpec]) -> TextModelSpec:
+    """Return a text model from the fields of `config.json`, in either layout, that families share.
 
     Raises:
         CheckpointError: a field is missing or invalid, or requires an unsupported feature.
     """
     text = text_fields(config)
     _check_text_model(text)
-    heads = text.integer("num_attention_heads")
-    hidden_size = text.integer("hidden_size")
     return TextModelSpec(
-        hidden_size=hidden_size,
-        intermediate_size=text.integer("intermediate_size"),
-        num_hidden_layers=text.integer("num_hidden_layers"),
-        num_attention_heads=heads,
-        num_key_value_heads=text.integer("num_key_value_heads", default=heads),
-        head_dim=text.integer("head_dim", default=head_dim or hidden_size // heads),
+        hidden_size=text.integer("hidden_size"),
+        layers=tuple(layers),
         vocab_size=text.integer("vocab_size"),
         max_position_embeddings=text.integer("max_position_embeddings"),
         norm_eps=text.number("rms_norm_eps"),
-        rotary=RotarySpec(theta=_rope_theta(text), axes=axes),
         tie_word_embeddings=config.flag("tie_word_embeddings") or text.flag("tie_word_embeddings"),
     )
 
 
-def check_heads(text: JsonFields, spec: TextModelSpec) -> None:
-    """Check that the heads of a text model share keys evenly, and that its rotary frequencies fill a head.
+def attention_spec(
+    text: JsonFields,
+    axes: tuple[int, ...],
+    *,
+    head_dim: int,
+    rotated: float = 1.0,
+    bias: bool = False,
+    head_norms: bool = False,
+    gate: bool = False,
+) -> AttentionSpec:
+    """Return the attention of a text model's layers.
+
+    Args:
+        text: the text model's fields.
+        axes: see `RotarySpec`.
+        head_dim: the size of a head if it is absent.
+        rotated: the part of a head's columns that is rotated.
+        bias: as in `AttentionSpec`, like the others.
+        head_norms: whether there are norms of heads.
+        gate: whether there is a gate.
 
     Raises:
-        CheckpointError: they do not.
+        CheckpointError: a field is missing or invalid, the heads do not share keys evenly, or the rotary frequencies
+            do not fill these columns.
     """
-    if spec.num_attention_heads % spec.num_key_value_heads:
-        text.fail("num_key_value_heads", f"does not divide `num_attention_heads` {spec.num_attention_heads}")
-    if 2 * len(spec.rotary.axes) != spec.head_dim:
-        rope_fields(text).fail("mrope_section", f"does not add up to half of `head_dim` {spec.head_dim}")
+    heads = text.integer("num_attention_heads")
+    spec = AttentionSpec(
+        num_heads=heads,
+        num_kv_heads=text.integer("num_key_value_heads", default=heads),
+        head_dim=text.integer("head_dim", default=head_dim),
+        rotary=RotarySpec(theta=_rope_theta(text), axes=axes),
+        bias=bias,
+        head_norms=head_norms,
+        gate=gate,
+    )
+    if heads % spec.num_kv_heads:
+        text.fail("num_key_value_heads", f"does not divide `num_attention_heads` {heads}")
+    if spec.rotary.columns != int(spec.head_dim * rotated):
+        part = "half" if rotated == 1 else f"{rotated / 2}"
+        rope_fields(text).fail("mrope_section", f"does not add up to {part} of `head_dim` {spec.head_dim}")
+    return spec
 
 
 def read_vision_config(folder: Path) -> VisionConfig:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeAlias
 
 from . import bounds
 from .combinations import SchemaMerger, are_disjoint
@@ -19,6 +19,7 @@ from .schema_shape import (
     SchemaError,
     comparable,
     find_faults,
+    is_one_of,
     is_types,
     normalized,
     types_of,
@@ -36,6 +37,9 @@ from .values import (
     sequence,
     string_rule,
 )
+
+CompileType: TypeAlias = Callable[[Mapping[str, Any], int, str], str | None]
+"""Compiles a schema of one type, from its keywords, its level and its path."""
 
 _COMBINATIONS = ("$ref", "allOf", "anyOf", "oneOf")
 
@@ -59,29 +63,13 @@ def json_schema(rules: Rules, schema: Mapping[str, Any], *, widened: list[str] |
         SchemaError: the schema is invalid; or, without `widened`, is too complex, cannot be guaranteed, or allows no
             value.
     """
-    count = len(rules)
-    compiler = _SchemaCompiler(rules, schema, widened)
-    try:
-        rule = compiler.compile(schema, level=0, path="")
-        if rule is not None:
-            return rule
-        compiler.tolerate(SchemaError("", "allows no value"))
-    except TooComplex:
-        if widened is None:
-            raise
-        rules.discard(count)
-        widened.append("")
-    return widest(rules, schema)
+    return SchemaCompiler(rules, schema, widened).compile_root()
 
 
-def widest(rules: Rules, schema: Schema) -> str:
-    """Add the rule of any value of the types that a schema names."""
-    named = schema.get("type") if isinstance(schema, Mapping) else None
-    return any_value(rules, types_of({"type": named}) if is_types(named) else TYPES)
-
-
-class _SchemaCompiler:
+class SchemaCompiler:
     """Compiles the parts of one schema to rules; None represents a part that no value satisfies.
+
+    Subclasses write some values in another way than JSON.
 
     Args:
         rules: the rules to add to.
@@ -91,14 +79,14 @@ class _SchemaCompiler:
 
     def __init__(self, rules: Rules, root: Mapping[str, Any], widened: list[str] | None) -> None:
         self._rules = rules
+        self._root = root
         self._steps = rules.steps
         self._references = References(root, self._steps)
         self._merge = SchemaMerger(self._steps).merge
         self._widened = widened
-        self._depth = 0
         self._rules_by_reference: dict[tuple[str, int], str | None] = {}
         # Scalars are first, and arrays last: what is wrong is found before the parts of the others are compiled.
-        self._compile_by_type: dict[str, Callable[[Mapping[str, Any], int, str], str | None]] = {
+        self.compile_by_type: dict[str, CompileType] = {
             "string": lambda schema, _, path: string_rule(rules, schema, path),
             "number": lambda schema, _, path: number_rule(rules, schema, path, places=bounds.DECIMAL_PLACES),
             "integer": lambda schema, _, path: number_rule(rules, schema, path, places=0),
@@ -108,6 +96,21 @@ class _SchemaCompiler:
             "array": self._array,
         }
 
+    def compile_root(self) -> str:
+        """Compile the whole schema; raises like `json_schema`."""
+        count = len(self._rules)
+        try:
+            rule = self.compile(self._root, level=0, path="")
+            if rule is not None:
+                return rule
+            self.tolerate(SchemaError("", "allows no value"))
+        except TooComplex:
+            if self._widened is None:
+                raise
+            self._rules.discard(count)
+            self._widened.append("")
+        return self.widest(self._root)
+
     def compile(self, schema: Schema, level: int, path: str) -> str | None:
         """Compile a part of the schema; return its rule.
 
@@ -116,20 +119,21 @@ class _SchemaCompiler:
             level: the number of recursive references that were followed.
             path: the path of the part, for messages.
         """
-        self._depth += 1
         try:
-            self._steps.count_text(path)
-            if self._depth > bounds.MAX_NESTING:
-                raise SchemaError("", f"nests deeper than {bounds.MAX_NESTING} levels: make it flatter")
-            return self._compile(schema, level, path)
+            with self._steps.nested():
+                self._steps.count_text(path)
+                return self._compile(schema, level, path)
         except TooComplex:
             raise
         except SchemaError as error:
             self.tolerate(error)
             reduced = _without_fault(schema, error, path)
-        finally:
-            self._depth -= 1
-        return widest(self._rules, schema) if reduced is None else self.compile(reduced, level, path)
+        return self.widest(schema) if reduced is None else self.compile(reduced, level, path)
+
+    def widest(self, schema: Schema) -> str:
+        """Return the rule of any value of the types that a schema names."""
+        named = schema.get("type") if isinstance(schema, Mapping) else None
+        return self._any_value(types_of({"type": named}) if is_types(named) else TYPES)
 
     def tolerate(self, error: SchemaError) -> None:
         """Record the path of something that cannot be guaranteed, and raise its error unless it may be widened."""
@@ -139,7 +143,7 @@ class _SchemaCompiler:
 
     def _compile(self, schema: Schema, level: int, path: str) -> str | None:
         if isinstance(schema, bool):
-            return any_value(self._rules) if schema else None
+            return self._any_value() if schema else None
         keywords = self._keywords(schema, path)
         if "$ref" in keywords:
             return self._reference(keywords, level, path)
@@ -152,8 +156,8 @@ class _SchemaCompiler:
             return self._enum(keywords, path)
         types = types_of(keywords)
         if not types:
-            return any_value(self._rules)
-        compilers = [compiler for name, compiler in self._compile_by_type.items() if name in types]
+            return self._any_value()
+        compilers = [compiler for name, compiler in self.compile_by_type.items() if name in types]
         return self._either([compiler(keywords, level, path) for compiler in compilers])
 
     def _keywords(self, schema: Mapping[str, Any], path: str) -> Mapping[str, Any]:
@@ -225,6 +229,9 @@ class _SchemaCompiler:
 
     # Values
 
+    def _any_value(self, types: Collection[str] = TYPES) -> str:
+        return any_value(self._rules, types)
+
     def _enum(self, schema: Mapping[str, Any], path: str) -> str | None:
         texts = [json.dumps(value, ensure_ascii=False, separators=(",", ":")) for value in self._values(schema, path)]
         return self._rules.one_of(texts) if texts else None
@@ -238,7 +245,7 @@ class _SchemaCompiler:
             const = comparable(schema["const"])
             values = [value for value in values if comparable(value) == const]
         kinds = types_of({"type": schema["type"]}) if "type" in schema else ()
-        return [value for value in values if not kinds or _is_one_of(value, kinds)]
+        return [value for value in values if not kinds or is_one_of(value, kinds)]
 
     def _array(self, schema: Mapping[str, Any], level: int, path: str) -> str | None:
         min_count = schema.get("minItems", 0)
@@ -293,13 +300,17 @@ class _SchemaCompiler:
         """Return the parts of the named properties; None if a required one has no value."""
         parts: list[Part] = []
         for name, part in named.items():
-            value = self.compile(part, level, f"{path}.properties.{name}")
-            if value is not None:
-                key = literal(json.dumps(name, ensure_ascii=False))
-                parts.append((self._rules.add(f"{key} {COLON} {value}"), name not in required))
+            pair = self._pair(name, part, level, f"{path}.properties.{name}")
+            if pair is not None:
+                parts.append((pair, name not in required))
             elif name in required:
                 return None
         return parts
+
+    def _pair(self, name: str, schema: Schema, level: int, path: str) -> str | None:
+        value = self.compile(schema, level, path)
+        key = literal(json.dumps(name, ensure_ascii=False))
+        return None if value is None else self._rules.add(f"{key} {COLON} {value}")
 
     def _numbers_of_others(self, schema: Mapping[str, Any], named: Mapping[str, Schema], path: str) -> tuple[int, int]:
         min_count = max(schema.get("minProperties", 0) - len(set(schema.get("required", ()))), 0)
@@ -339,12 +350,3 @@ def _without_fault(schema: Schema, error: SchemaError, path: str) -> Schema | No
     key = error.path.removeprefix(path.removeprefix(".")).removeprefix(".")
     key = next((name for name in (key, *_COMBINATIONS) if name in schema), "")
     return _without(schema, key) if key else None
-
-
-def _is_one_of(value: object, kinds: tuple[str, ...]) -> bool:
-    if isinstance(value, bool):
-        return "boolean" in kinds
-    if isinstance(value, int):
-        return "integer" in kinds or "number" in kinds
-    named = {str: "string", float: "number", list: "array", dict: "object", type(None): "null"}
-    return named.get(type(value)) in kinds

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from . import bounds
@@ -30,6 +31,22 @@ class Steps:
     def __init__(self, check: Callable[[], None] = lambda: None) -> None:
         self._check = check
         self._count = 0
+        self._depth = 0
+
+    @contextlib.contextmanager
+    def nested(self) -> Iterator[None]:
+        """Enter a part of a schema.
+
+        Raises:
+            SchemaError: parts nest too deeply; their compiler is recursive.
+        """
+        self._depth += 1
+        try:
+            if self._depth > bounds.MAX_NESTING:
+                raise SchemaError("", f"nests deeper than {bounds.MAX_NESTING} levels: make it flatter")
+            yield
+        finally:
+            self._depth -= 1
 
     def count(self, number: int = 1) -> None:
         """Count what takes microseconds: a part of a schema, a value that is compared, a piece of a text.
@@ -118,7 +135,9 @@ class Rules:
             self._patterns[body] = self._compiles is None or self._compiles(f"start: {name}\n{name}: {body}")
         if not self._patterns[body]:
             raise SchemaError(
-                path, "is not a supported regular expression, or cannot be compiled within the limits: make it simpler"
+                path,
+                "is not a supported regular expression, matches no text that is allowed there, or cannot be compiled"
+                " within the limits: make it simpler",
             )
         return self._add(body, name)
 

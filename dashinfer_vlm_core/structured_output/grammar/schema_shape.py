@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from . import bounds
@@ -34,6 +34,17 @@ _IMPLIED = {
     "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"},
 }
 """The type implied by the keywords of a schema without `type`."""
+
+
+_TYPE_NAMES: Mapping[type, str] = {
+    dict: "object",
+    list: "array",
+    str: "string",
+    float: "number",
+    int: "integer",
+    bool: "boolean",
+    type(None): "null",
+}
 
 
 class SchemaError(Exception):
@@ -184,3 +195,14 @@ def comparable(value: object) -> Hashable:
     if isinstance(value, Mapping):
         return frozenset((key, comparable(part)) for key, part in value.items())
     return (bool, value) if isinstance(value, bool) else value
+
+
+def type_of(value: object) -> str:
+    """Return the type of parsed JSON, "integer" for an integer."""
+    return _TYPE_NAMES.get(type(value), "")
+
+
+def is_one_of(value: object, types: Collection[str]) -> bool:
+    """Return whether parsed JSON has one of these types."""
+    name = type_of(value)
+    return name in types or (name == "integer" and "number" in types)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from . import bounds
+from .formats import FORMATS
 from .numbers import any_number
 from .rules import Rules, literal, regex
 from .schema_shape import TYPES, Schema, SchemaError
@@ -18,8 +19,8 @@ COMMA = regex(", ?")
 COLON = regex(": ?")
 
 _CHARACTER = r'([^"\\\x00-\x1F\x7F]|\\["\\bfnrt])'
-_FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid"})
 _FORMAT_CHARACTERS = 256
+_PARTS = re.compile(r"\\.|.", re.DOTALL)
 _ESCAPED = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
 
 LENGTHS = frozenset({"minLength", "maxLength"})
@@ -57,18 +58,24 @@ def string_rule(rules: Rules, schema: Mapping[str, Any], path: str) -> str | Non
     Raises:
         SchemaError: `pattern` is not a supported regular expression, or the request has too many of them.
     """
-    text = {key: schema[key] for key in ("pattern", "format") if key in schema}
-    if text.get("format") not in _FORMATS:
-        text.pop("format", None)
-    default = _FORMAT_CHARACTERS if "format" in text else bounds.STRING_CHARACTERS
-    min_length = schema.get("minLength", 0)
-    max_length = min(schema.get("maxLength", max(min_length, default)), bounds.MAX_STRING_CHARACTERS)
+    text, min_length, max_length = string_limits(schema)
     if min_length > max_length:
         return None
     if not text:
         return rules.terminal(string_body(min_length, max_length))
     bounded = {"type": "string", "minLength": min_length, "maxLength": max_length, **text}
     return rules.pattern(f"%json {json.dumps(bounded)}", f"{path}.{next(iter(text))}")
+
+
+def string_limits(schema: Mapping[str, Any]) -> tuple[dict[str, str], int, int]:
+    """Return `pattern` and `format` of a schema of strings, if it has them, and their minimum and maximum length."""
+    text = {key: schema[key] for key in ("pattern", "format") if key in schema}
+    if text.get("format") not in FORMATS:
+        text.pop("format", None)
+    default = _FORMAT_CHARACTERS if "format" in text else bounds.STRING_CHARACTERS
+    min_length = schema.get("minLength", 0)
+    max_length = min(schema.get("maxLength", max(min_length, default)), bounds.MAX_STRING_CHARACTERS)
+    return text, min_length, max_length
 
 
 def matching_text(rules: Rules, pattern: str) -> str:
@@ -86,14 +93,18 @@ def matching_text(rules: Rules, pattern: str) -> str:
     Raises:
         SchemaError: the expression is not supported.
     """
-    parts = re.findall(r"\\.|.", pattern.removeprefix("^"), re.DOTALL)
+    parts = _PARTS.findall(pattern.removeprefix("^"))
     if parts[-1:] == ["\\"]:
         raise SchemaError("", "ends with an incomplete escape: write two backslashes for one")
     if parts[-1:] == ["$"]:
         parts.pop()
-    escaped = "".join(_ESCAPED.get(part, part) for part in parts)
     bounded = rf"(.|\n){{0,{bounds.STRING_CHARACTERS}}}"
-    return rules.pattern(f"{regex(escaped)} & {regex(bounded)}", "", is_terminal=True)
+    return rules.pattern(f"{regex(escaped(''.join(parts)))} & {regex(bounded)}", "", is_terminal=True)
+
+
+def escaped(pattern: str) -> str:
+    """Escape a regular expression for use in a rule."""
+    return "".join(_ESCAPED.get(part, part) for part in _PARTS.findall(pattern))
 
 
 def list_of(item: str, min_count: int, max_count: int) -> str:

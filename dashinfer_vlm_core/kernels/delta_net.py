@@ -1,0 +1,171 @@
+"""Gated delta nets (arXiv:2412.06464), composed of PyTorch's operations.
+
+A value head has a state S [key_dim, value_dim]. A token with key k and value v changes it to
+
+    S' = decay * S + k (beta * (v - decay * S^T k))^T
+
+and its output is S'^T q. Tokens are computed one by one, those of all sequences at once, or in chunks. The result of a
+sequence does not depend on the other ones: chunks are computed separately and have the same shape, and the operations
+on single tokens treat each sequence alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .types import DeltaInputs, DeltaNet, RecurrentBatch, RecurrentStates, StateSpan
+
+CHUNK = 64
+"""Tokens of a chunk; chunks end at multiples of this in their sequence."""
+
+EPSILON = 1e-6
+"""Added to the squared length of queries and keys."""
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Return float32, each element independent of its position, unlike those of `torch.sigmoid` on a CPU."""
+    return 1 / (1 + torch.exp(-x.float()))
+
+
+def delta_inputs(net: DeltaNet, rows: Tensor, gates: Tensor) -> DeltaInputs:
+    """Return the inputs of the recurrence.
+
+    Args:
+        net: the layer.
+        rows: [tokens, channels]: queries, keys and values.
+        gates: float32 [tokens, 2 * value heads], the outputs of `net.gates`.
+    """
+    beta, step = gates.chunk(2, dim=-1)
+    step = step + net.step_bias
+    softplus = torch.where(step > 20, step, torch.log1p(torch.exp(step)))
+    return DeltaInputs(rows, net.rate * softplus, sigmoid(beta))
+
+
+def mix(net: DeltaNet, inputs: DeltaInputs, batch: RecurrentBatch) -> Tensor:
+    """Return float32 [tokens, value heads, value_dim], write the new states, and keep what `rewind` needs."""
+    number = len(batch.kept)
+    drafted = [(index, span) for index, span in enumerate(batch.spans) if span.num_drafts]
+    batch.kept.append({index: DeltaInputs(*(part[_rows(span)].clone() for part in inputs)) for index, span in drafted})
+    return _advance(net, number, inputs, batch)
+
+
+def rewind(net: DeltaNet, number: int, batch: RecurrentBatch, number_of_span: int, num_tokens: int) -> None:
+    """Compute the state of delta net layer `number` after the first `num_tokens` tokens of a span with drafts again."""
+    span = batch.spans[number_of_span]
+    num_drafts = span.num_drafts - (span.num_tokens - num_tokens)
+    accepted = span._replace(first_token=0, num_tokens=num_tokens, num_drafts=num_drafts)
+    _advance(net, number, batch.kept[number][number_of_span], batch._replace(spans=(accepted,)))
+
+
+def gated_norm(net: DeltaNet, x: Tensor, gate: Tensor, eps: float) -> Tensor:
+    """Normalize float32 x [tokens, value heads, value_dim], and multiply it by silu(gate) of the same shape."""
+    normed = x * torch.rsqrt((x * x).mean(dim=-1, keepdim=True) + eps) * net.norm
+    return normed * gate.float() * sigmoid(gate)
+
+
+def _rows(span: StateSpan) -> slice:
+    return slice(span.first_token, span.first_token + span.num_tokens)
+
+
+def _num_chunked(span: StateSpan) -> int:
+    return 0 if span.is_decoding else span.num_tokens - span.num_drafts
+
+
+def _advance(net: DeltaNet, number: int, inputs: DeltaInputs, batch: RecurrentBatch) -> Tensor:
+    spans = sorted(batch.spans, key=lambda span: _num_chunked(span) - span.num_tokens)
+    device = inputs.rows.device
+    sources = torch.tensor([max(span.source, 0) for span in spans], device=device)
+    targets = torch.tensor([span.target for span in spans], device=device)
+    pools = [pool[number] for pool in batch.states]
+    states = RecurrentStates(*(pool[sources] for pool in pools))
+    for index, span in enumerate(spans):
+        if span.start == 0:
+            states.conv[index].zero_()
+            states.delta[index].zero_()
+    mixed = states.delta.new_empty(len(inputs.rows), net.spec.num_value_heads, net.spec.value_dim)
+    for index, span in enumerate(spans):
+        _mix_chunks(net, inputs, span, mixed, RecurrentStates(states.conv[index], states.delta[index]))
+    _mix_tokens(net, inputs, spans, mixed, states)
+    for pool, state in zip(pools, states, strict=True):
+        pool[targets] = state
+    return mixed
+
+
+def _mix_chunks(net: DeltaNet, inputs: DeltaInputs, span: StateSpan, mixed: Tensor, state: RecurrentStates) -> None:
+    """Compute the tokens of a span before its drafts, and change its state in place."""
+    stop = span.first_token + _num_chunked(span)
+    start = span.first_token
+    while start < stop:
+        position = span.start + start - span.first_token
+        rows = slice(start, min(start + CHUNK - position % CHUNK, stop))
+        start = rows.stop
+        count = rows.stop - rows.start
+        padding = (0, 0, 0, CHUNK - count)
+        part = DeltaInputs(*(torch.nn.functional.pad(part[rows], padding) for part in inputs))
+        window = torch.cat([state.conv, part.rows])
+        state.conv.copy_(window[count : count + len(state.conv)])
+        mixed[rows] = _mix_chunk(net, window, part, state.delta)[:, :count].transpose(0, 1)
+
+
+def _mix_chunk(net: DeltaNet, window: Tensor, inputs: DeltaInputs, state: Tensor) -> Tensor:
+    """Compute a chunk from the inputs of its convolution; returns [value heads, CHUNK, value_dim].
+
+    The tokens' updates of the state depend on each other linearly, by a triangular matrix. Padding has no update.
+    """
+    q, k, v = (part.transpose(0, 1) for part in _heads(net, [window[i : i + CHUNK] for i in range(len(net.conv))]))
+    beta = inputs.beta.T[..., None]
+    total = inputs.decay.T.cumsum(dim=1)
+    decay = torch.exp((total[:, :, None] - total[:, None, :]).tril())  # of the update of column j until row i
+    since_start = torch.exp(total)[..., None]
+    matrix = (beta * (k @ k.mT) * decay).tril(-1)
+    updates: Tensor = torch.linalg.solve_triangular(
+        matrix, beta * (v - since_start * (k @ state)), upper=False, unitriangular=True
+    )
+    mixed = since_start * (q @ state) + (q @ k.mT * decay).tril() @ updates
+    until_end = torch.exp(total[:, -1:] - total)[..., None]
+    state.mul_(since_start[:, -1:]).add_((k * until_end).mT @ updates)
+    return mixed
+
+
+def _mix_tokens(
+    net: DeltaNet, inputs: DeltaInputs, spans: Sequence[StateSpan], mixed: Tensor, states: RecurrentStates
+) -> None:
+    """Compute the remaining tokens of all spans, which are sorted by their number, and change the states in place."""
+    most = spans[0].num_tokens - _num_chunked(spans[0])
+    for step in range(most):
+        active = [span for span in spans if _num_chunked(span) + step < span.num_tokens]
+        rows = torch.tensor([span.first_token + _num_chunked(span) + step for span in active], device=mixed.device)
+        part = DeltaInputs(*(part[rows] for part in inputs))
+        window = torch.cat([states.conv[: len(rows)], part.rows[:, None]], dim=1)
+        states.conv[: len(rows)] = window[:, 1:]
+        mixed[rows] = _mix_token(net, window, part, states.delta[: len(rows)])
+
+
+def _mix_token(net: DeltaNet, window: Tensor, inputs: DeltaInputs, state: Tensor) -> Tensor:
+    """Compute a token of each sequence from the inputs of its convolution; returns [tokens, value heads, value_dim]."""
+    heads = state.shape[:2]
+    q, k, v = (part.flatten(0, 1)[:, None] for part in _heads(net, window.unbind(1)))
+    flat = state.flatten(0, 1).mul_(torch.exp(inputs.decay).view(-1, 1, 1))
+    flat.baddbmm_(k.mT, inputs.beta.view(-1, 1, 1) * (v - k @ flat))
+    return torch.unflatten((q @ flat)[:, 0], 0, heads)
+
+
+def _heads(net: DeltaNet, taps: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Apply the convolution to its inputs [tokens, channels], the oldest ones first; returns queries and keys
+    [tokens, value heads, key_dim] and values [tokens, value heads, value_dim], float32."""
+    spec = net.spec
+    x = torch.zeros_like(taps[0], dtype=torch.float32)
+    for tap, weight in zip(taps, net.conv, strict=True):
+        x += tap.float() * weight
+    x *= sigmoid(x)
+    keys = spec.num_key_heads * spec.key_dim
+    q, k = torch.unflatten(x[:, : 2 * keys], 1, (2, spec.num_key_heads, spec.key_dim)).unbind(1)
+    repeats = spec.num_value_heads // spec.num_key_heads
+    q, k = (
+        (part * torch.rsqrt((part * part).sum(dim=-1, keepdim=True) + EPSILON)).repeat_interleave(repeats, dim=1)
+        for part in (q, k)
+    )
+    return q * spec.key_dim**-0.5, k, torch.unflatten(x[:, 2 * keys :], 1, (-1, spec.value_dim))

@@ -1,0 +1,109 @@
+"""Parse `config.json` of a Qwen3.5 checkpoint; its other files are those of Qwen3-VL."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from dashinfer_vlm_core.models.json_fields import JsonFields
+from dashinfer_vlm_core.models.qwen2_vl.config import (
+    attention_spec,
+    read_config,
+    rope_fields,
+    shared_text_model,
+    text_fields,
+)
+from dashinfer_vlm_core.models.spec import ModelSpec
+from dashinfer_vlm_core.text_spec import AttentionSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, MlpSpec, TextModelSpec
+from dashinfer_vlm_core.tokenization.conversation import QWEN_XML
+
+from .config import HYBRID_TYPES, Qwen3VLVisionConfig, interleaved_axes, published_spec, vision_config
+
+ATTENTION, DELTA_NET = "full_attention", "linear_attention"
+SUPPORTED = {"attention_bias": False, "attn_output_gate": True, "mlp_only_layers": [], "output_gate_type": "swish"}
+HEAD_DIM = 256
+ATTENTION_INTERVAL = 4
+ROTATED = 0.25
+"""transformers' default values."""
+
+
+def read_spec(folder: Path) -> ModelSpec:
+    """Read the `ModelSpec` of the checkpoint in `folder`.
+
+    Raises:
+        CheckpointError: a file is missing or invalid, files contradict each other, or they require an unsupported
+            feature.
+    """
+    config = read_config(folder, *HYBRID_TYPES)
+    spec = published_spec(config, _text_model(config), read_vision_config(folder))
+    return replace(spec, conversation=QWEN_XML)
+
+
+def read_vision_config(folder: Path) -> Qwen3VLVisionConfig:
+    """Read the vision encoder's configuration of the checkpoint in `folder`.
+
+    Raises:
+        CheckpointError: `config.json` is missing or invalid, or requires an unsupported feature.
+    """
+    vision = read_config(folder, *HYBRID_TYPES).section("vision_config")
+    if vision.get("deepstack_visual_indexes"):
+        vision.fail("deepstack_visual_indexes", "is not empty", "Only vision encoders without DeepStack are supported.")
+    return vision_config(vision, ())
+
+
+def _text_model(config: JsonFields) -> TextModelSpec:
+    text = text_fields(config)
+    for name, expected in SUPPORTED.items():
+        if text.get(name) not in (None, expected):
+            text.fail(name, f"is {text.get(name)!r}", f"Only {expected!r} is supported.")
+    mixers: dict[str, AttentionSpec | DeltaNetSpec] = {ATTENTION: _attention(text), DELTA_NET: _delta_net(text)}
+    mlp = _mlp(text, is_moe=config.get("model_type") == HYBRID_TYPES[1])
+    layers = [LayerSpec(mixer=mixers[kind], mlp=mlp) for kind in _layer_types(text)]
+    return replace(shared_text_model(config, layers), norm_offset=1)
+
+
+def _layer_types(text: JsonFields) -> list[str]:
+    count = text.integer("num_hidden_layers")
+    interval = text.integer("full_attention_interval", default=ATTENTION_INTERVAL)
+    types = text.get("layer_types")
+    if types is None:
+        types = [DELTA_NET if (number + 1) % interval else ATTENTION for number in range(count)]
+    if not isinstance(types, list) or len(types) != count or not set(types) <= {ATTENTION, DELTA_NET}:
+        text.fail("layer_types", f"must be {count} of {ATTENTION!r} and {DELTA_NET!r}, got {types!r}")
+    if ATTENTION not in types:
+        text.fail("layer_types", f"has no {ATTENTION!r}", "Only models with attention are supported.")
+    return types
+
+
+def _attention(text: JsonFields) -> AttentionSpec:
+    rope = rope_fields(text)
+    source = rope if rope.get("partial_rotary_factor") is not None else text
+    rotated = ROTATED if source.get("partial_rotary_factor") is None else source.number("partial_rotary_factor")
+    return attention_spec(text, interleaved_axes(text), head_dim=HEAD_DIM, rotated=rotated, head_norms=True, gate=True)
+
+
+def _delta_net(text: JsonFields) -> DeltaNetSpec:
+    spec = DeltaNetSpec(
+        num_key_heads=text.integer("linear_num_key_heads"),
+        num_value_heads=text.integer("linear_num_value_heads"),
+        key_dim=text.integer("linear_key_head_dim"),
+        value_dim=text.integer("linear_value_head_dim"),
+        conv_width=text.integer("linear_conv_kernel_dim"),
+    )
+    if spec.num_value_heads % spec.num_key_heads:
+        text.fail("linear_num_key_heads", f"does not divide `linear_num_value_heads` {spec.num_value_heads}")
+    return spec
+
+
+def _mlp(text: JsonFields, *, is_moe: bool) -> MlpSpec | ExpertsSpec:
+    if not is_moe:
+        return MlpSpec(intermediate_size=text.integer("intermediate_size"))
+    spec = ExpertsSpec(
+        num_experts=text.integer("num_experts"),
+        experts_per_token=text.integer("num_experts_per_tok"),
+        intermediate_size=text.integer("moe_intermediate_size"),
+        shared_intermediate_size=text.integer("shared_expert_intermediate_size"),
+    )
+    if spec.experts_per_token > spec.num_experts:
+        text.fail("num_experts_per_tok", f"is above `num_experts` {spec.num_experts}")
+    return spec

@@ -1,0 +1,36 @@
+"""The recurrent states of all sequences, and their part of the cache's memory."""
+
+from __future__ import annotations
+
+import torch
+
+from dashinfer_vlm_core.kernels.types import RecurrentStates
+from dashinfer_vlm_core.text_spec import TextModelSpec
+
+
+def create_states(config: TextModelSpec, slots: int, *, device: str, dtype: torch.dtype) -> RecurrentStates | None:
+    """Create slots, which are written before they are read; None for models without recurrent states.
+
+    On a CPU, the operating system allocates memory when a slot is first written.
+    """
+    spec = config.delta_net
+    if spec is None:
+        return None
+    layers = config.num_delta_net_layers
+    delta = (layers, slots, spec.num_value_heads, spec.key_dim, spec.value_dim)
+    return RecurrentStates(
+        conv=torch.empty((layers, slots, spec.conv_width - 1, spec.conv_channels), device=device, dtype=dtype),
+        delta=torch.empty(delta, device=device, dtype=torch.float32),
+    )
+
+
+def bytes_per_state(config: TextModelSpec, dtype: torch.dtype) -> int:
+    """Return the size of a slot; 0 for models without recurrent states."""
+    states = create_states(config, 1, device="meta", dtype=dtype)
+    return sum(tensor.nbytes for tensor in states) if states else 0
+
+
+def count_slots(bytes_per_state: int, memory: int) -> int:
+    """Return the number of slots in `memory` bytes for states, keys and values: half of it, since a prefix is cached
+    with both. A sequence needs two; 0 for models without recurrent states."""
+    return max(memory // 2 // bytes_per_state, 2) if bytes_per_state else 0

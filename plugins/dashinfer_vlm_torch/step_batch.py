@@ -1,0 +1,161 @@
+"""Pack the tokens of a step: what each of them attends to, and which hidden states and logits are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from dashinfer_vlm_core.kernels.types import KVSpan, StateSpan
+
+from .lora import TextLora
+from .proposer import Draft
+from .sampler import LogitsRow
+from .sequence import ScheduledChunk
+
+NOT_READ = Draft(tokens=(0,), num_forced=1)
+"""Stands for the token that the previous step samples: one that is certain, with any id, which is replaced on the
+device."""
+
+
+class StepBatch(NamedTuple):
+    """The packed tokens of a step.
+
+    Attributes:
+        chunks: the chunks.
+        packed: int64 [5, tokens]: token ids, positions on three axes, and rows of the cache.
+        spans: the keys that each chunk attends to.
+        rows: the rows of logits that each chunk needs.
+        last: the tokens whose hidden states are needed.
+        last_spans: the keys that each of them attends to.
+        adapted: the tokens that each adapter applies to.
+        token_ids: int64 [tokens] on the device, which replace those in `packed`.
+    """
+
+    chunks: Sequence[ScheduledChunk]
+    packed: npt.NDArray[np.int64]
+    spans: Sequence[KVSpan]
+    rows: Sequence[Sequence[LogitsRow]]
+    last: Sequence[int]
+    last_spans: Sequence[KVSpan]
+    adapted: Sequence[AdaptedTokens]
+    token_ids: Tensor | None
+
+
+def lay_out(chunks: Sequence[ScheduledChunk], token_ids: Tensor | None) -> StepBatch:
+    """Pack the tokens of a step.
+
+    Args:
+        chunks: the chunks, in the order of `by_lora`.
+        token_ids: int64 [chunks] on the device: the tokens that these consist of, if they are not known here.
+    """
+    if token_ids is not None:
+        chunks = [chunk._replace(stop=chunk.start, draft=NOT_READ) for chunk in chunks]
+    spans = _spans(chunks)
+    rows = [_rows(chunk) for chunk in chunks]
+    last, last_spans = _last_tokens(chunks, spans, rows)
+    adapted = _adapted_tokens(chunks, spans, rows)
+    return StepBatch(chunks, _pack(chunks), spans, rows, last, last_spans, adapted, token_ids)
+
+
+def _pack(chunks: Sequence[ScheduledChunk]) -> npt.NDArray[np.int64]:
+    packed = np.empty((5, sum(chunk.end - chunk.start for chunk in chunks)), dtype=np.int64)
+    offset = 0
+    for chunk in chunks:
+        sequence = chunk.sequence
+        start = chunk.start
+        num_known = chunk.stop - start
+        part = packed[:, offset : offset + chunk.end - start]
+        part[0, :num_known] = sequence.ids[start : chunk.stop]
+        part[0, num_known:] = chunk.draft.tokens
+        part[1:4] = sequence.positions(start, chunk.end)
+        part[4] = np.arange(sequence.first_row + start, sequence.first_row + chunk.end)
+        offset += chunk.end - start
+    return packed
+
+
+class AdaptedTokens(NamedTuple):
+    """The tokens of a batch that an adapter applies to.
+
+    Attributes:
+        lora: the adapter.
+        start: index of the first token.
+        stop: index after the last token.
+        last: their part of `ForwardBatch.last`.
+    """
+
+    lora: TextLora
+    start: int
+    stop: int
+    last: slice
+
+
+def by_lora(chunks: Sequence[ScheduledChunk]) -> Sequence[ScheduledChunk]:
+    """Sort chunks: those without an adapter are first, and those of each adapter are adjacent."""
+    order: dict[int, int] = {id(None): 0}
+    for chunk in chunks:
+        order.setdefault(id(chunk.sequence.lora), len(order))
+    return chunks if len(order) == 1 else sorted(chunks, key=lambda chunk: order[id(chunk.sequence.lora)])
+
+
+def _adapted_tokens(
+    chunks: Sequence[ScheduledChunk], spans: Sequence[KVSpan], rows: Sequence[Sequence[LogitsRow]]
+) -> list[AdaptedTokens]:
+    adapted: list[AdaptedTokens] = []
+    stop_last = 0
+    for chunk, span, chunk_rows in zip(chunks, spans, rows, strict=True):
+        start_last = stop_last
+        stop_last += len(chunk_rows)
+        lora = chunk.sequence.lora
+        if lora is None:
+            continue
+        start = span.first_query
+        if adapted and adapted[-1].lora is lora:  # the chunks of an adapter are adjacent
+            _, start, _, last = adapted.pop()
+            start_last = last.start
+        stop = span.first_query + span.num_queries
+        adapted.append(AdaptedTokens(lora, start, stop, slice(start_last, stop_last)))
+    return adapted
+
+
+def _spans(chunks: Sequence[ScheduledChunk]) -> list[KVSpan]:
+    # Each token attends to all tokens of its sequence up to itself.
+    firsts = np.cumsum([0, *(chunk.end - chunk.start for chunk in chunks)]).tolist()
+    return [
+        KVSpan(first, chunk.end - chunk.start, chunk.sequence.first_row, chunk.end, chunk.start)
+        for first, chunk in zip(firsts, chunks, strict=False)
+    ]
+
+
+def state_spans(chunks: Sequence[ScheduledChunk]) -> tuple[StateSpan, ...]:
+    """Return the tokens of each chunk with the slots of its recurrent state."""
+    lengths = [chunk.end - chunk.start for chunk in chunks]
+    return tuple(
+        StateSpan(first, length, len(chunk.draft.tokens), chunk.start, chunk.source, chunk.target, chunk.is_decoding)
+        for first, length, chunk in zip(accumulate(lengths, initial=0), lengths, chunks, strict=False)
+    )
+
+
+def _rows(chunk: ScheduledChunk) -> list[LogitsRow]:
+    # One after the last token, and one after each token of the draft.
+    if not chunk.needs_logits:
+        return []
+    tokens = chunk.draft.tokens
+    return [LogitsRow(chunk.sequence, tokens[:count]) for count in range(chunk.num_unsampled, len(tokens) + 1)]
+
+
+def _last_tokens(
+    chunks: Sequence[ScheduledChunk], spans: Sequence[KVSpan], rows: Sequence[Sequence[LogitsRow]]
+) -> tuple[list[int], list[KVSpan]]:
+    last: list[int] = []
+    last_spans: list[KVSpan] = []
+    for chunk, span, chunk_rows in zip(chunks, spans, rows, strict=True):
+        for row in chunk_rows:
+            stop = chunk.stop + len(row.draft)
+            last_spans.append(KVSpan(len(last), 1, span.first_key, stop, stop - 1))
+            last.append(span.first_query + stop - chunk.start - 1)
+    return last, last_spans

@@ -1,0 +1,211 @@
+"""Read the layers of the text model from a checkpoint, in the order of rows and columns that the kernels require."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dashinfer_vlm_core.kernels import mmap_buffer
+from dashinfer_vlm_core.kernels.experts import GroupedExperts, MixtureOfExperts, SharedExpert
+from dashinfer_vlm_core.kernels.linears import create_head, create_linear
+from dashinfer_vlm_core.kernels.quantization import Quantization, QuantizedWeight
+from dashinfer_vlm_core.kernels.types import (
+    Activation,
+    Attention,
+    DecoderLayer,
+    DeltaNet,
+    Experts,
+    Kernels,
+    Linear,
+    LMHead,
+    Mlp,
+    Norm,
+)
+from dashinfer_vlm_core.models.weights import Weights
+from dashinfer_vlm_core.text_spec import AttentionSpec, DeltaNetSpec, ExpertsSpec, MlpSpec, TextModelSpec
+
+from .head_order import column_order, row_orders
+from .key_balance import balance_norms, balance_projection
+
+
+class TextModelReader(NamedTuple):
+    """Reads the parts of a model from a checkpoint.
+
+    Attributes:
+        quantization: how matrices are quantized; None keeps the dtype.
+        balances_keys: whether the channels of keys are balanced, for an int8 KV cache.
+        qkv_scales: the factors of balanced projections by layer, which it sets.
+    """
+
+    weights: Weights
+    spec: TextModelSpec
+    kernels: Kernels
+    device: str
+    dtype: torch.dtype
+    balances_keys: bool
+    qkv_scales: dict[int, Tensor]
+    quantization: Quantization | None = None
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        return self.weights.tensor(name, shape, device=self.device, dtype=self.dtype)
+
+    def _floats(self, name: str, *shape: int) -> Tensor:
+        return self.weights.tensor(name, shape, device=self.device, dtype=torch.float32)
+
+    def norm(self, name: str, width: int) -> Norm:
+        weight = (self._floats(f"{name}.weight", width) + self.spec.norm_offset).to(self.dtype)
+        return Norm(weight, None if self.spec.norm == "rms_norm" else torch.zeros_like(weight))
+
+    def head(self, embedding: Tensor) -> LMHead:
+        weight: Tensor | QuantizedWeight = embedding
+        if not self.spec.tie_word_embeddings:
+            weight = self._matrix([self.spec.weights.head], [self.spec.vocab_size], self.spec.hidden_size)
+        return create_head(self.kernels, weight, dtype=self.dtype, quantization=self.quantization)
+
+    def layer(self, number: int) -> DecoderLayer:
+        names = self.spec.weights
+        prefix = names.layer.format(number)
+        hidden = self.spec.hidden_size
+        mixer, mlp = self.spec.layers[number].mixer, self.spec.layers[number].mlp
+        modules = [f"{prefix}.{name}" for name in (names.gate, names.up, names.down)]
+        return DecoderLayer(
+            input_norm=self.norm(f"{prefix}.{names.input_norm}", hidden),
+            mixer=self._delta_net(mixer, prefix) if isinstance(mixer, DeltaNetSpec) else self._attention(number, mixer),
+            mlp_norm=self.norm(f"{prefix}.{names.mlp_norm}", hidden),
+            mlp=self._mlp(modules, mlp.intermediate_size) if isinstance(mlp, MlpSpec) else self._experts(mlp, prefix),
+        )
+
+    def _attention(self, number: int, spec: AttentionSpec) -> Attention:
+        names = self.spec.weights
+        prefix = names.layer.format(number)
+        query_norm, key_norm = self._head_norms(prefix, spec)
+        return Attention(
+            qkv=self._qkv(number, spec),
+            output=self._linear(self._matrix([f"{prefix}.{names.output}"], [self.spec.hidden_size], spec.width)),
+            query_norm=query_norm,
+            key_norm=key_norm,
+        )
+
+    def _delta_net(self, spec: DeltaNetSpec, prefix: str) -> DeltaNet:
+        names = self.spec.weights
+        hidden = self.spec.hidden_size
+        heads = spec.num_value_heads
+        inputs = [f"{prefix}.{name}" for name in (names.delta_qkv, names.delta_z)]
+        output = self._matrix([f"{prefix}.{names.delta_output}"], [hidden], spec.value_width)
+        # Not quantized: they are few, and determine how long a state lasts.
+        gates = self._matrix([f"{prefix}.{name}" for name in (names.delta_beta, names.delta_step)], [heads] * 2, hidden)
+        conv = self._floats(f"{prefix}.{names.delta_conv}.weight", spec.conv_channels, 1, spec.conv_width)
+        return DeltaNet(
+            spec=spec,
+            qkvz=self._linear(self._matrix(inputs, [spec.conv_channels, spec.value_width], hidden)),
+            gates=create_linear(self.kernels, gates, dtype=self.dtype, fp32_output=True),
+            output=self._linear(output),
+            conv=conv[:, 0].T.contiguous(),
+            rate=-self._floats(f"{prefix}.{names.delta_rate}", heads).exp(),
+            step_bias=self._floats(f"{prefix}.{names.delta_step_bias}", heads),
+            norm=self._floats(f"{prefix}.{names.delta_norm}.weight", spec.value_dim),
+        )
+
+    def _matrix(
+        self, modules: Sequence[str], rows: Sequence[int], inputs: int, *, changed: bool = False
+    ) -> Tensor | QuantizedWeight:
+        """Read the weights of a layer, with `changed` to change them first."""
+        mapped = self.kernels.copies_weights and not changed
+        return self.weights.matrix(modules, rows, inputs, device=self.device, dtype=self.dtype, mapped=mapped)
+
+    def _linear(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, activation: Activation = Activation.NONE
+    ) -> Linear:
+        quantization = self.quantization
+        return create_linear(
+            self.kernels, weight, bias, dtype=self.dtype, activation=activation, quantization=quantization
+        )
+
+    def _mlp(self, modules: Sequence[str], inner: int) -> Mlp:
+        *gate_up, down = modules
+        hidden = self.spec.hidden_size
+        return Mlp(
+            self._linear(self._matrix(gate_up, [inner, inner], hidden), activation=Activation.SILU_GATE),
+            self._linear(self._matrix([down], [hidden], inner)),
+        )
+
+    def _experts(self, spec: ExpertsSpec, prefix: str) -> Experts:
+        routed = self._routed_experts(spec, prefix)
+        if not spec.shared_intermediate_size:
+            return routed
+        names = self.spec.weights
+        modules = [f"{prefix}.{name}" for name in (names.shared_gate, names.shared_up, names.shared_down)]
+        gate = self.tensor(f"{prefix}.{names.shared_router}.weight", 1, self.spec.hidden_size)
+        return SharedExpert(
+            routed, self._mlp(modules, spec.shared_intermediate_size), self.kernels.linear(gate, fp32_output=True)
+        )
+
+    def _routed_experts(self, experts: ExpertsSpec, prefix: str) -> Experts:
+        # The router is not quantized: a wrong expert costs more than a rounded weight.
+        names = self.spec.weights
+        hidden = self.spec.hidden_size
+        inner = experts.intermediate_size
+        count = experts.num_experts
+        router = self.kernels.linear(self.tensor(f"{prefix}.{names.router}.weight", count, hidden), fp32_output=True)
+        if f"{prefix}.{names.experts_gate_up}.weight" not in self.weights.names:
+            modules = [f"{prefix}.{name}" for name in (names.expert_gate, names.expert_up, names.expert_down)]
+            separate = [self._mlp([module.format(number) for module in modules], inner) for number in range(count)]
+            return MixtureOfExperts(router, separate, experts.experts_per_token)
+        gate_up, down = self._fused_experts({
+            f"{prefix}.{names.experts_gate_up}": (count, 2 * inner, hidden),
+            f"{prefix}.{names.experts_down}": (count, hidden, inner),
+        })  # fmt: skip
+        if self.quantization is None and self.kernels.groups_experts(self.dtype, (hidden, inner)):
+            return GroupedExperts(router, gate_up, down, experts.experts_per_token)
+        fused = [
+            Mlp(self._linear(first, activation=Activation.SILU_GATE), self._linear(second))
+            for first, second in zip(gate_up, down, strict=True)
+        ]
+        return MixtureOfExperts(router, fused, experts.experts_per_token)
+
+    def _fused_experts(self, shapes: Mapping[str, tuple[int, int, int]]) -> list[Tensor]:
+        """Read the named weights of all experts, [experts, outputs, inputs]; published checkpoints store each of them
+        transposed."""
+        transposed = any(self.weights.shape(f"{name}.weight") != shape for name, shape in shapes.items())
+        tensors = [mmap_buffer.empty(shape, self.dtype, self.device) for shape in shapes.values()]
+        for name, tensor in zip(shapes, tensors, strict=True):
+            self.weights.read_experts(name, tensor, transposed=transposed)
+        return tensors
+
+    def _qkv(self, number: int, spec: AttentionSpec) -> Linear:
+        names = self.spec.weights
+        prefix = names.layer.format(number)
+        rows = spec.outputs
+        modules = [f"{prefix}.{name}" for name in (names.query, names.key, names.value)]
+        weight = self._matrix(modules, rows, self.spec.hidden_size, changed=self.balances_keys)
+        bias = self._biases(modules, rows) if spec.bias else None
+        starts = (0, rows[0], rows[0] + rows[1])
+        order = torch.cat([start + part for start, part in zip(starts, row_orders(spec), strict=True)])
+        if not torch.equal(order, order.sort().values):
+            order = order.to(self.device)
+            weight = weight.take_rows(order) if isinstance(weight, QuantizedWeight) else weight[order]
+            bias = None if bias is None else bias[order]
+        if self.balances_keys and not spec.head_norms:
+            gain = self.norm(f"{prefix}.{names.input_norm}", self.spec.hidden_size).weight
+            self.qkv_scales[number] = balance_projection(
+                weight, bias, gain, heads=spec.num_heads, kv_heads=spec.num_kv_heads
+            )
+        return self._linear(weight, bias)
+
+    def _biases(self, modules: Sequence[str], rows: Sequence[int]) -> Tensor:
+        fused = mmap_buffer.empty([sum(rows)], self.dtype, self.device)
+        for module, part in zip(modules, torch.split(fused, list(rows)), strict=True):
+            self.weights.read(f"{module}.bias", part)
+        return fused
+
+    def _head_norms(self, prefix: str, spec: AttentionSpec) -> tuple[Norm | None, Norm | None]:
+        if not spec.head_norms:
+            return None, None
+        names = (self.spec.weights.query_norm, self.spec.weights.key_norm)
+        stored = (self.norm(f"{prefix}.{name}", spec.head_dim) for name in names)
+        order = column_order(spec).to(self.device)
+        query, key = (norm._replace(weight=norm.weight[order]) for norm in stored)  # the bias has zeros only
+        return balance_norms(query, key) if self.balances_keys else (query, key)
