@@ -493,7 +493,7 @@ def test_control_tokens_in_tools_and_results_stay_text(demo, arguments):
 
 
 def test_choices_use_consecutive_seeds(demo):
-    request = {"messages": ASKED, "temperature": 1.8, "max_tokens": 12}
+    request = {"messages": ASKED, "temperature": 2, "max_tokens": 12, "ignore_eos": True}
     together = demo.chat({**request, "n": 4, "seed": 2**63 - 2})
     alone = [demo.chat({**request, "seed": (2**63 - 2 + i + 2**63) % 2**64 - 2**63}) for i in range(4)]
     assert [choice.index for choice in together.choices] == [0, 1, 2, 3]
