@@ -601,6 +601,7 @@ def test_outputs_are_in_order_and_batch_stays_full(scripted):
     assert script.delay == 0.001, "four requests never ran at the same time"
 
 
+@pytest.mark.slow
 def test_generator_of_prompts_is_read_lazily(scripted):
     vlm, _ = scripted("ok", max_batch_size=2, max_waiting=1)
     seen, alive = [], []

@@ -96,6 +96,7 @@ def output_ids(engine, parts):
     return list(generate(engine, request(parts)).token_ids[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REQUESTS)
 def test_output_equals_reference(engine, expected, name):
     assert output_ids(engine, REQUESTS[name]) == expected[name]

@@ -156,6 +156,7 @@ def test_several_choices_count_only_common_cached_tokens():
     assert read == first.prompt_tokens + 2 + first.completion_tokens - 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("salts", [("", "anna"), ("anna", ""), ("anna", "bert")])
 def test_cache_salt_isolates_text_and_images(salts):
     """The results are those of an empty cache."""

@@ -130,6 +130,7 @@ def test_cached_and_batched_equal_alone(folder, requests, expected, how, chunk):
         assert [tokens[0].cached_tokens for tokens in found] == [0, 64, 0, 64, 64, 192, 0, 128, 0, 0]
 
 
+@pytest.mark.slow
 def test_cached_equals_alone_with_8_bit_cache(folder, requests):
     expected = run_alone(folder, requests, kv_cache_dtype="int8")
     found, stats = run(folder, requests, kv_cache_dtype="int8")
@@ -137,6 +138,7 @@ def test_cached_equals_alone_with_8_bit_cache(folder, requests):
     assert stats.hits == 5
 
 
+@pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize("how", [one_by_one, at_once])
 def test_c_kernels_compute_the_same_bits_from_cached_states(folder, requests, how):
@@ -150,6 +152,7 @@ def test_c_kernels_compute_the_same_bits_from_cached_states(folder, requests, ho
     assert stats.cached_tokens > 0 or how is at_once
 
 
+@pytest.mark.slow
 def test_conversation_equals_transformers(folder):
     """Its turns continue from states of prompts and outputs."""
 
@@ -171,6 +174,7 @@ def test_conversation_equals_transformers(folder):
         assert logits[len(turn.token_ids) - 1 :].argmax(-1).tolist() == ids(tokens)
 
 
+@pytest.mark.slow
 def test_next_turn_continues_from_state_of_output(folder):
     first = image_prompt(1, (1, 8, 9), max_tokens=100)
     turns = [first, next_turn(first, ids(run_alone(folder, [first])[0]))]
@@ -260,6 +264,7 @@ DRAFTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DRAFTED)
 def test_drafts_change_no_token(folder, name):
     expected = run_alone(folder, [DRAFTED[name]])
@@ -306,6 +311,7 @@ def test_canceling_at_any_time_leaves_states_valid(folder, requests, expected):
     assert_equal(found, expected)
 
 
+@pytest.mark.slow
 def test_failed_step_is_repeated_for_each_sequence(folder, requests, expected):
     """Steps of several sequences fail after the model has written their states."""
 
