@@ -202,11 +202,11 @@ class NativeKernels(TorchKernels):
 def _supports_layer(layer: DecoderLayer) -> bool:
     if not isinstance(layer.mlp, Mlp) or not isinstance(layer.mixer, Attention):
         return False
-    qkv, output, *head_norms = layer.mixer
-    norms = [norm for norm in (layer.input_norm, layer.mlp_norm, *head_norms) if norm]
+    qkv, output, query_norm, key_norm = layer.mixer
+    norms = [norm for norm in (layer.input_norm, layer.mlp_norm, query_norm, key_norm) if norm]
     linears = (qkv, output, *layer.mlp)
     return (
-        len(norms) != 3
+        (query_norm is None) == (key_norm is None)
         and all(norm.bias is None for norm in norms)
         and all(isinstance(linear, NativeLinear) for linear in linears)
     )
