@@ -116,6 +116,7 @@ def test_file_without_license_is_found(script):
     assert script.files_without_license([name], script.settings()) == [name]
 
 
+@pytest.mark.slow
 def test_wheel_contains_no_third_party_notices(wheel_files):
     """Add a third-party file to `[tool.dashinfer-audit.files]` and here, and its license to `license-files`."""
     assert [str(path) for path in wheel_files if FOREIGN.search((ROOT / path).read_bytes())] == []

@@ -202,6 +202,7 @@ def test_limits_of_mixture_count_experts_of_one_token():
     assert limits.step_bytes(text, packed=False) / 1e9 == pytest.approx(6.083, abs=0.001)
 
 
+@pytest.mark.slow
 def test_limits_count_the_matrices_of_gated_delta_nets(tmp_path):
     shape = replace(
         qwen3_5.SHAPES["qwen3.5-0.8b"], hidden=64, inner=96, layers=4, heads=2, kv_heads=1, head_dim=32,

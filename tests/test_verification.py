@@ -214,6 +214,7 @@ def test_reasons_of_other_decoders_are_reported(tmp_path):
     assert all(on_cuda.values())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cache")
 def test_timings_without_time_are_skipped_and_named(monkeypatch):
     async def passes(results, checkpoint, family):

@@ -81,6 +81,7 @@ def reference(folder):
     return ids, torch.cat(out.logits).float().log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
 )

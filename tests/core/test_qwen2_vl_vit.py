@@ -224,6 +224,7 @@ def test_tensor_of_another_shape_is_rejected(tmp_path):
         load(tmp_path)
 
 
+@pytest.mark.slow
 def test_importing_the_plugin_does_not_import_torch():
     script = "import sys, dashinfer_vlm_core.models.qwen2_vl; sys.exit('torch' in sys.modules)"
 

@@ -74,6 +74,7 @@ def story(visuals: tuple[Visual, ...], label: str) -> Story:
     return Story(row=row, visuals=visuals)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [images, video])
 def test_branches_equal_plain_prompts_in_transformers(
     make: Callable[[], Story], learner: Learner, judge: TransformersEngine
@@ -153,6 +154,7 @@ def test_answers_point_at_their_subject() -> None:
         assert spots.nonzero().max() < index
 
 
+@pytest.mark.slow
 def test_every_question_generator_is_used_in_training() -> None:
     tasks = {task for seed in range(30) for task in batches.batch(random.Random(seed), 8).tasks}
     generators = len(questions.IMAGE_GENERATORS) + len(questions.SET_GENERATORS) + len(questions.VIDEO_GENERATORS)

@@ -49,6 +49,7 @@ def chat(request, scripted, tiny_checkpoint):
             yield ChatDashInferVLM(model="tiny", base_url=f"{server.url}/v1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("messages", [MESSAGES, MESSAGES[3:], MESSAGES[2:]])
 def test_count_is_that_of_the_prompt(chat, messages):
     assert chat.get_num_tokens_from_messages(messages) == chat.invoke(messages).usage_metadata["input_tokens"]

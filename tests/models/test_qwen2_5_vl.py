@@ -568,6 +568,7 @@ def test_output_depends_on_every_part(expected):
     assert len(set(map(tuple, expected.values()))) == len(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.supports("batching", backend="torch-cpu", family="qwen2_5_vl")
 def test_batched_output_equals_alone(start, expected):
     async def all_at_once(engine):

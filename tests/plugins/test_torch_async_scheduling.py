@@ -74,6 +74,7 @@ def mixed(width):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("speculative_method", ["none", "ngram"])
 @pytest.mark.parametrize("options", [{}, {"max_batch_size": 2, "prefill_chunk": 16}])
 def test_tokens_are_those_of_steps_in_order(oracle, options, speculative_method):

@@ -81,6 +81,7 @@ def test_tokens_and_logprobs_equal_transformers(folder, expected):
         assert done.usage.prompt_tokens_details.cached_tokens > 0
 
 
+@pytest.mark.slow
 @pytest.mark.supports("batching", backend="torch-cpu", family="qwen3_5")
 @pytest.mark.supports("chunked-prefill", backend="torch-cpu", family="qwen3_5")
 @pytest.mark.parametrize("chunk", [64, 1024])
@@ -126,6 +127,7 @@ def test_bfloat16_is_close_to_float32(folder, expected):
     assert max(errors) < 1
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 @needs_native
 @pytest.mark.supports("int8", backend="torch-cpu", family="qwen3_5")

@@ -119,6 +119,7 @@ def expected(folder, requests):
     return run_alone(folder, requests)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [one_by_one, at_once])
 @pytest.mark.parametrize("chunk", [1, 100, 512])
 def test_cached_and_batched_equal_alone(folder, requests, expected, how, chunk):
@@ -131,6 +132,7 @@ def test_cached_and_batched_equal_alone(folder, requests, expected, how, chunk):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_cached_equals_alone_with_8_bit_cache(folder, requests):
     expected = run_alone(folder, requests, kv_cache_dtype="int8")
     found, stats = run(folder, requests, kv_cache_dtype="int8")
@@ -138,6 +140,7 @@ def test_cached_equals_alone_with_8_bit_cache(folder, requests):
     assert stats.hits == 5
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize("how", [one_by_one, at_once])
@@ -264,6 +267,7 @@ DRAFTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DRAFTED)
 def test_drafts_change_no_token(folder, name):

@@ -70,6 +70,7 @@ def native_model(folder):
     return lambda count=1: Sequences(folder, count, kernels=load_fastest(), dtype=torch.bfloat16)
 
 
+@pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize("lengths", [[64, 136], [64, 64, 72], [128, 72], [192, 8]])
 def test_prompt_cut_at_chunks_has_the_same_bits(native_model, lengths):
@@ -155,6 +156,7 @@ PUBLISHED_MODULES = r"layers\.\d+\.(self_attn|mlp|linear_attn).*(_proj|_qkv|_z)$
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -176,6 +178,7 @@ def test_quantized_checkpoint_equals_the_dequantized_one(request, tmp_path, name
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize(
     ("options", "least"), [({"quantization": INT8}, 0.97), ({"quantization": INT4}, 0.8), ({}, 0.99)],
@@ -195,6 +198,7 @@ def test_separate_experts_equal_fused_ones(moe, tmp_path):
     assert torch.equal(Sequences(folder).logits(IDS, [200]), Sequences(moe).logits(IDS, [200]))
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "targets", [ATTENTION, MLP, ("in_proj_qkv",), ("in_proj_z", "in_proj_a", "in_proj_b", "out_proj")]

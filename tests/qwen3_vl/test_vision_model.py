@@ -121,6 +121,7 @@ def test_missing_level_is_named(tmp_path):
         load(tmp_path)
 
 
+@pytest.mark.slow
 def test_importing_the_plugin_does_not_import_torch():
     script = (
         "import sys, dashinfer_vlm_qwen3_vl, dashinfer_vlm_qwen3_vl.image_processor,"
