@@ -127,6 +127,7 @@ def test_read_body_rejects_file_changed_during_run(requests):
         read_body(file, entry)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "incomplete", ['{"id"', '{"id": "batch_req_1", "custom_id": "b', '{"id": "batch_req_1", "custom_id": "b"}']
 )

@@ -872,6 +872,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_embedding_in_store_equals_encoded_one(name, dtype, tiny_checkpoint, tmp_path):

@@ -744,6 +744,7 @@ def xml_call(rules, schema):
     return CallCompiler(rules, schema, None, end="</function>").compile_root()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [lambda: TOKENIZER, trained_tokenizer], ids=["bundled", "trained"])
 @pytest.mark.parametrize("write", [json_schema, xml_call])
 def test_forced_tokens_are_the_only_allowed_ones(make, write):

@@ -64,6 +64,7 @@ def test_outputs_are_distinct(expected):
     assert len({tuple(ids) for ids, _ in expected.values()}) == len(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.supports("text", backend="torch-cpu", family="qwen3_5")
 @pytest.mark.supports("images", backend="torch-cpu", family="qwen3_5")
 @pytest.mark.supports("videos", backend="torch-cpu", family="qwen3_5")

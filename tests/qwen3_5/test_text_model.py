@@ -100,6 +100,7 @@ def test_batched_has_the_same_bits_as_alone(native_model):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize("accepted", [0, 1, 3])
 @pytest.mark.parametrize("is_decoding", [False, True])

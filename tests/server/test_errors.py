@@ -102,6 +102,7 @@ def failing(tiny_checkpoint):
         yield server, raised
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("kind", CLIENT_CLASSES)
 def test_openai_client_raises_its_error_classes(failing, kind, stream):

@@ -165,6 +165,7 @@ def stoppable(tiny_checkpoint):
         yield StoppableServer.start(engine)
 
 
+@pytest.mark.slow
 def test_request_over_the_grace_period_gets_an_error(stoppable):
     with (
         httpx.Client(base_url=f"http://127.0.0.1:{stoppable.port}", trust_env=False) as client,
