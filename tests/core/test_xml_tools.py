@@ -191,7 +191,6 @@ def nested(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize("make", [random_schema, nested])
 @pytest.mark.parametrize("seed", range(20))
 def test_guided_call_is_valid(compiler, make, seed):
@@ -205,7 +204,7 @@ def test_guided_call_is_valid(compiler, make, seed):
 
 @pytest.mark.slow
 def test_many_guided_calls_are_valid(compiler):
-    for seed in range(20, 120):
+    for seed in range(20, 50):
         for make in (random_schema, nested):
             test_guided_call_is_valid(compiler, make, seed)
 
@@ -370,7 +369,6 @@ def test_other_answer_violates_forced_call(answer):
         play(answer, tool_choice=NAMED, **NO_THOUGHT)
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_truncated_call_has_the_arguments_so_far():
     length = len(TOKENIZER.encode(CALL, add_special_tokens=False).ids)

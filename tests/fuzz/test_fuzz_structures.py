@@ -124,7 +124,7 @@ def test_image_with_changed_structure_is_processed_or_rejected(resources, engine
     check(engine, "image", file, "image/png")
 
 
-@settings(max_examples=10 * SHARE)
+@settings(max_examples=5 * SHARE)
 @given(mutated_files(VIDEOS))
 def test_video_with_changed_structure_is_processed_or_rejected(resources, engine, file):
     check(engine, "video", file, "video/mp4")
@@ -134,7 +134,7 @@ def test_memory_of_engine_does_not_grow(engine):
     """Files are drawn before they are sent: Hypothesis itself keeps about 10 kB per case until all have run."""
     files = []
 
-    @settings(max_examples=100)
+    @settings(max_examples=40)
     @given(st.tuples(mutated_files(IMAGES), mutated_files(VIDEOS)))
     def collect(drawn):
         files.extend(zip(("image", "video"), drawn, strict=True))

@@ -97,7 +97,6 @@ def output_ids(engine, parts):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize("name", REQUESTS)
 def test_output_equals_reference(engine, expected, name):
     assert output_ids(engine, REQUESTS[name]) == expected[name]

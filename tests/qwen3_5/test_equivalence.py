@@ -129,7 +129,6 @@ def test_bfloat16_is_close_to_float32(folder, expected):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @needs_native
 @pytest.mark.supports("int8", backend="torch-cpu", family="qwen3_5")
 @pytest.mark.supports("int4", backend="torch-cpu", family="qwen3_5")

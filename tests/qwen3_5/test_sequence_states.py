@@ -29,9 +29,10 @@ LISTED = {"logprobs": 5, "max_tokens": 12, "ignore_eos": True}
 IDLE = {"running": 0, "waiting": 0, "kv_used": 0, "states_used": 0}
 
 
-@pytest.fixture(scope="module", params=["dense", pytest.param("moe", marks=pytest.mark.slow)])
-def folder(request):
-    return request.getfixturevalue(request.param)
+@pytest.fixture(scope="module")
+def folder(dense):
+    """The states of a mixture of experts are the same; one test shows it."""
+    return dense
 
 
 def decoder(folder, **options):
@@ -132,6 +133,11 @@ def test_cached_and_batched_equal_alone(folder, requests, expected, how, chunk):
 
 
 @pytest.mark.slow
+def test_cached_and_batched_experts_equal_alone(moe, requests):
+    found, _ = run(moe, requests, how=at_once, prefill_chunk=100)
+    assert_equal(found, run_alone(moe, requests))
+
+
 @pytest.mark.slow
 def test_cached_equals_alone_with_8_bit_cache(folder, requests):
     expected = run_alone(folder, requests, kv_cache_dtype="int8")
@@ -140,7 +146,6 @@ def test_cached_equals_alone_with_8_bit_cache(folder, requests):
     assert stats.hits == 5
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize("how", [one_by_one, at_once])
@@ -267,7 +272,6 @@ DRAFTED = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DRAFTED)
 def test_drafts_change_no_token(folder, name):

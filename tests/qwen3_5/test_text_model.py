@@ -100,7 +100,6 @@ def test_batched_has_the_same_bits_as_alone(native_model):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize("accepted", [0, 1, 3])
 @pytest.mark.parametrize("is_decoding", [False, True])
@@ -157,7 +156,6 @@ PUBLISHED_MODULES = r"layers\.\d+\.(self_attn|mlp|linear_attn).*(_proj|_qkv|_z)$
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -179,7 +177,6 @@ def test_quantized_checkpoint_equals_the_dequantized_one(request, tmp_path, name
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize(
     ("options", "least"), [({"quantization": INT8}, 0.97), ({"quantization": INT4}, 0.8), ({}, 0.99)],
@@ -199,7 +196,6 @@ def test_separate_experts_equal_fused_ones(moe, tmp_path):
     assert torch.equal(Sequences(folder).logits(IDS, [200]), Sequences(moe).logits(IDS, [200]))
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "targets", [ATTENTION, MLP, ("in_proj_qkv",), ("in_proj_z", "in_proj_a", "in_proj_b", "out_proj")]

@@ -31,7 +31,6 @@ PROMPTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize("name", PROMPTS)
 @pytest.mark.parametrize("checkpoint", ["dense", "moe"])
 def test_logits_equal_transformers(request, checkpoint, name):
