@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import json
 import random
 import shlex
 import sys
@@ -16,7 +14,6 @@ from safetensors.torch import load_file
 
 from benchmarks import (
     attacks,
-    compare,
     formats,
     limits,
     models,
@@ -29,7 +26,7 @@ from benchmarks import (
 )
 from benchmarks.client import Sample
 from benchmarks.model_table import FORMATS, MODELS, model_table
-from benchmarks.report import LIMIT, Ratio, Results, Row
+from benchmarks.report import Ratio, Results, Row
 from benchmarks.workloads import Run
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.models.qwen2_vl.config import VisionConfig
@@ -41,25 +38,6 @@ from tests.pages import page_text
 from tests.qwen3_vl import tiny_qwen3
 from tests.server.conftest import serving
 from tests.tiny import to_bfloat16, write_qwen2_5_vl
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_engine_comparison_includes_limits(tmp_path):
-    names = ["--engines", "", "--engine", "chunks=--prefill-chunk 64", "--engine", "in-process"]
-    work = ["--workloads", "fresh-1,chats-3", "--quick", "--rounds", "1", "--no-ready"]
-    results = compare.main(["--model", "demo", *names, *work, "--out", str(tmp_path)])
-    rate = Row("fresh-1", "new images, 1 user", "TTFT, s")
-    assert results.figures[rate].keys() == {"in-process", "chunks", LIMIT}
-    raw = json.loads((tmp_path / "compare.json").read_text())
-    assert len(raw["runs"]) == 2 * 2 - 1  # chats are not run in process
-    assert not [answer["fault"] for run in raw["runs"] for answer in run["answers"] if answer["fault"]]
-    assert (
-        "| chats-3: chats of three turns, 3 users | turns/s (more is better) |" in (tmp_path / "compare.md").read_text()
-    )
-    if importlib.util.find_spec("matplotlib"):
-        assert "<svg" in (tmp_path / "ratios.svg").read_text()
-        assert "<svg" in (tmp_path / "users.svg").read_text()
 
 
 @pytest.mark.slow
