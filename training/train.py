@@ -148,6 +148,13 @@ BALANCE = replace(
     WORDS, extremes=Extremes(0.75, small=0.85), text=1.4, also_share=0.15, photos=0.14, unknown=0.17,
     kinds=figures.WEIGHTS | {"5 corners": 3, "6 corners": 2.5, "8 corners": 0, "ellipse": 0.5, "heart": 1},
 )  # fmt: skip
+# Circles of half the side and hexagons were still mistaken for each other, and new words for a description declined.
+PHRASES = replace(
+    BALANCE, extremes=Extremes(0.5, small=0.8), text=2.0, also_share=0.25, photos=0.17, unknown=0.2,
+    kinds={**BALANCE.kinds, "6 corners": 5},
+)  # fmt: skip
+CORNERS = replace(PHRASES, unknown=0.26, extremes=Extremes(0.6, small=0.8), kinds={**PHRASES.kinds, "6 corners": 14})
+MIDDLE = replace(CORNERS, drawn=0.75, unknown=0.28, extremes=Extremes(0.4, small=0.7))
 _drawing = functools.partial(Stage, batches=2, pointing=0.2)
 DRAW = Plan(
     stages=(
@@ -157,6 +164,9 @@ DRAW = Plan(
         _drawing(name="smallness", steps=2500, rate=3e-4, warmup=20, cooldown=1.0, final=0.3, mix=SMALLNESS),
         _drawing(name="words", steps=2400, rate=2e-4, warmup=20, cooldown=1.0, mix=WORDS),
         _drawing(name="balance", steps=1400, rate=1.5e-4, warmup=20, cooldown=1.0, mix=BALANCE),
+        _drawing(name="phrases", steps=1800, rate=1.8e-4, warmup=20, cooldown=1.0, mix=PHRASES),
+        _drawing(name="corners", steps=1200, rate=1.5e-4, warmup=20, cooldown=1.0, mix=CORNERS),
+        _drawing(name="middle", steps=1500, rate=1.8e-4, warmup=20, cooldown=1.0, mix=MIDDLE),
     ),
     seed=2,
 )
