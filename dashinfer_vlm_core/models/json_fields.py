@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -69,6 +69,11 @@ class JsonFields:
         if not numbers or len(value) != 3:
             self.fail_value(name, "must be three positive numbers")
         return value[0], value[1], value[2]
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> JsonFields:
+        """Return these members, and those of `defaults` that are absent."""
+        present = {name: value for name, value in self.values.items() if value is not None}
+        return replace(self, values={**defaults, **present})
 
     def section(self, name: str) -> JsonFields:
         """Return a member that is an object."""

@@ -23,8 +23,19 @@ from dashinfer_vlm_core.models.spec import ModelSpec
 MODEL_TYPE = "qwen2_5_vl"
 VISION_ACTIVATIONS = ("silu",)
 
-DEFAULT_TOKENS_PER_SECOND = 4
-"""The value of transformers for a configuration without this field; the published checkpoints set 2."""
+VISION_DEFAULTS = {
+    "depth": 32,
+    "hidden_size": 3584,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "out_hidden_size": 3584,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "window_size": 112,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+    "tokens_per_second": 4,
+}
+"""transformers' default values. The published checkpoints set `hidden_size` 1280 and `tokens_per_second` 2."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,12 +59,12 @@ def read_vision_config(folder: Path) -> Qwen25VLVisionConfig:
     Raises:
         CheckpointError: `config.json` is missing or invalid, or requires an unsupported feature.
     """
-    vision = read_config(folder, MODEL_TYPE).section("vision_config")
+    vision = read_config(folder, MODEL_TYPE).section("vision_config").with_defaults(VISION_DEFAULTS)
     return Qwen25VLVisionConfig(
         **asdict(shared_vision_config(vision, VISION_ACTIVATIONS)),
         window=_window(vision),
         fullatt_block_indexes=_full_attention_blocks(vision),
-        tokens_per_second=vision.integer("tokens_per_second", default=DEFAULT_TOKENS_PER_SECOND),
+        tokens_per_second=vision.integer("tokens_per_second"),
     )
 
 

@@ -15,6 +15,7 @@ from dashinfer_vlm_core.models.json_fields import JsonFields, read_fields
 from dashinfer_vlm_core.models.qwen2_vl.config import (
     PREPROCESSOR,
     PROCESSOR,
+    TOKENS,
     VisionConfig,
     attention_spec,
     model_spec,
@@ -34,6 +35,13 @@ from dashinfer_vlm_core.tokenization.conversation import HERMES
 DENSE, MOE = "qwen3_vl", "qwen3_vl_moe"
 MODEL_TYPES = (DENSE, MOE)
 HYBRID_TYPES = ("qwen3_5", "qwen3_5_moe")
+HYBRID_TOKENS = {
+    "image_token_id": 248056,
+    "video_token_id": 248057,
+    "vision_start_token_id": 248053,
+    "vision_end_token_id": 248054,
+}
+"""transformers' default values for the hybrid types."""
 VISION_ACTIVATIONS = ("gelu_pytorch_tanh", "gelu")
 
 RENAMES = (
@@ -132,9 +140,10 @@ def read_vision_tokens(folder: Path) -> tuple[int, int]:
     """Return the tokens that begin and end a span of visual tokens.
 
     Raises:
-        CheckpointError: `config.json` does not have them.
+        CheckpointError: `config.json` is missing or invalid.
     """
-    config = read_config(folder, *MODEL_TYPES, *HYBRID_TYPES)
+    config = read_config(folder, *MODEL_TYPES, *HYBRID_TYPES, tokens={})
+    config = config.with_defaults(HYBRID_TOKENS if config.get("model_type") in HYBRID_TYPES else TOKENS)
     return config.integer("vision_start_token_id"), config.integer("vision_end_token_id")
 
 

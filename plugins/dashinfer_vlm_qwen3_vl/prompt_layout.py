@@ -22,7 +22,7 @@ class Qwen3VLPromptLayout:
         spec: the checkpoint.
 
     Raises:
-        CheckpointError: `config.json` does not have the tokens around visual tokens.
+        CheckpointError: `config.json` is missing or invalid.
     """
 
     def __init__(self, spec: ModelSpec) -> None:

@@ -17,7 +17,7 @@ from dashinfer_vlm_core.models.spec import ModelSpec
 from dashinfer_vlm_core.text_spec import AttentionSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, MlpSpec, TextModelSpec
 from dashinfer_vlm_core.tokenization.conversation import QWEN_XML
 
-from .config import HYBRID_TYPES, Qwen3VLVisionConfig, interleaved_axes, published_spec, vision_config
+from .config import HYBRID_TOKENS, HYBRID_TYPES, Qwen3VLVisionConfig, interleaved_axes, published_spec, vision_config
 
 ATTENTION, DELTA_NET = "full_attention", "linear_attention"
 SUPPORTED = {"attention_bias": False, "attn_output_gate": True, "mlp_only_layers": [], "output_gate_type": "swish"}
@@ -34,7 +34,7 @@ def read_spec(folder: Path) -> ModelSpec:
         CheckpointError: a file is missing or invalid, files contradict each other, or they require an unsupported
             feature.
     """
-    config = read_config(folder, *HYBRID_TYPES)
+    config = read_config(folder, *HYBRID_TYPES, tokens=HYBRID_TOKENS)
     spec = published_spec(config, _text_model(config), read_vision_config(folder))
     return replace(spec, conversation=QWEN_XML)
 

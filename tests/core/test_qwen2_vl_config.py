@@ -195,6 +195,20 @@ BROKEN = [
     (CONFIG, "torch_dtype", None, "`dtype` is missing"),
     (CONFIG, "torch_dtype", "float8_e4m3fn", "float32, bfloat16"),
     (CONFIG, "use_sliding_window", True, "sliding-window attention"),
+def test_absent_fields_have_the_values_of_transformers(published):
+    """transformers 4.49 leaves out the fields of `vision_config` that have its default values."""
+    expected, spec = read_vision_config(published), read_spec(published)
+    edit(published, "config.json", "vision_config", {"hidden_size": 1536, "in_chans": 3, "spatial_patch_size": 14})
+    for name in ("image_token_id", "video_token_id"):
+        edit(published, "config.json", name, None)
+
+    assert read_vision_config(published) == expected
+    assert read_spec(published).tokens == spec.tokens
+    config = AutoConfig.from_pretrained(published)
+    assert (config.vision_config.depth, config.vision_config.embed_dim) == (expected.depth, expected.hidden_size)
+    assert (config.image_token_id, config.video_token_id) == (spec.tokens.image, spec.tokens.video)
+
+
     (CONFIG, "hidden_act", "gelu", "Only 'silu'"),
     (CONFIG, "rope_scaling", {"type": "yarn", "factor": 4, "mrope_section": [16, 24, 24]}, "'yarn'"),
     (CONFIG, "rope_scaling", None, "`rope_scaling` is missing"),
@@ -209,10 +223,10 @@ BROKEN = [
     (CONFIG, "num_key_value_heads", 5, "does not divide"),
     (CONFIG, "rms_norm_eps", float("nan"), "`rms_norm_eps` must be a positive number"),
     (CONFIG, "tie_word_embeddings", "yes", "true or false"),
-    (CONFIG, "image_token_id", None, "`image_token_id` is missing"),
+    (CONFIG, "image_token_id", "<|image_pad|>", "`image_token_id` must be a positive integer"),
     (CONFIG, "vision_config", None, "`vision_config` is missing"),
     (CONFIG, "vision_config", [], "`vision_config` must be an object"),
-    (CONFIG, "vision_config.depth", None, "`vision_config.depth` is missing"),
+    (CONFIG, "vision_config.depth", 0, "`vision_config.depth` must be a positive integer"),
     (CONFIG, "vision_config.num_heads", 7, "into heads"),
     (CONFIG, "vision_config.hidden_size", 1280, "the text model's is 1536"),
     (CONFIG, "vision_config.hidden_act", "silu", "quick_gelu"),

@@ -164,11 +164,20 @@ def test_layout_written_by_transformers_is_read_alike(tmp_path):
     assert (found.text, found.tokens, found.dtype) == (expected.text, expected.tokens, expected.dtype)
 
 
-def test_tokens_per_second_defaults_to_that_of_transformers(tmp_path):
-    edit(write_published(tmp_path), "vision_config.tokens_per_second", None)
+def test_absent_fields_have_the_values_of_transformers(tmp_path):
+    """transformers 4.49 leaves out the fields of `vision_config` that have its default values."""
+    expected = read_vision_config(write_published(tmp_path, "7B"))
+    edit(tmp_path, "vision_config", {"hidden_size": 1280, "tokens_per_second": 2, "in_chans": 3})
+    assert read_vision_config(tmp_path) == expected
 
+    edit(tmp_path, "vision_config.tokens_per_second", None)
     config = AutoConfig.from_pretrained(tmp_path).vision_config
-    assert read_vision_config(tmp_path).tokens_per_second == config.tokens_per_second == 4
+    found = read_vision_config(tmp_path)
+    assert found.tokens_per_second == config.tokens_per_second == 4
+    assert found.fullatt_block_indexes == set(config.fullatt_block_indexes)
+    assert (found.window * 28, found.depth, found.intermediate_size, found.num_heads, found.output_size) == (
+        config.window_size, config.depth, config.intermediate_size, config.num_heads, config.out_hidden_size
+    )  # fmt: skip
 
 
 def edit(folder, path, value):
@@ -186,12 +195,10 @@ def edit(folder, path, value):
 BROKEN = [
     ("model_type", "qwen2_vl", "Only 'qwen2_5_vl'"),
     ("vision_config.hidden_act", "gelu", "Supported are silu"),
-    ("vision_config.intermediate_size", None, "`vision_config.intermediate_size` is missing"),
+    ("vision_config.intermediate_size", 0, "`vision_config.intermediate_size` must be a positive integer"),
     ("vision_config.num_heads", 7, "into heads"),
     ("vision_config.out_hidden_size", 3584, "`vision_config.out_hidden_size` is 3584, but the text model's is 2048"),
-    ("vision_config.window_size", None, "`vision_config.window_size` is missing"),
     ("vision_config.window_size", 27, "less than the 28 pixels"),
-    ("vision_config.fullatt_block_indexes", None, "`vision_config.fullatt_block_indexes` is missing"),
     ("vision_config.fullatt_block_indexes", [7, 32], "blocks from 0 to 31, got [7, 32]"),
     ("vision_config.fullatt_block_indexes", 7, "must be a list"),
     ("vision_config.tokens_per_second", 0, "`vision_config.tokens_per_second` must be a positive integer"),

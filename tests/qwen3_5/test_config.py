@@ -16,7 +16,7 @@ from dashinfer_vlm_core.models.spec import PixelLimits
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_core.text_spec import AttentionSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, MlpSpec, RotarySpec
 from dashinfer_vlm_dashinfer import DashInferFactory
-from dashinfer_vlm_qwen3_vl.config import read_video_pixels
+from dashinfer_vlm_qwen3_vl.config import read_video_pixels, read_vision_tokens
 from dashinfer_vlm_qwen3_vl.qwen3_5 import read_spec, read_vision_config
 
 LAYERS = [*["linear_attention"] * 3, "full_attention"]
@@ -184,6 +184,17 @@ def test_layout_written_by_transformers_is_read_alike(published, tmp_path_factor
     assert read_vision_config(rewritten) == read_vision_config(folder)
 
 
+@pytest.mark.parametrize("config", [DENSE, MOE], ids=["dense", "moe"])
+def test_absent_tokens_have_the_values_of_transformers(published, config):
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    folder = published(config, dict.fromkeys(names))
+    tokens = read_spec(folder).tokens
+    assert (tokens.image, tokens.video, *read_vision_tokens(folder)) == (248056, 248057, 248053, 248054)
+    (folder / "config.json").write_text(json.dumps({"model_type": config["model_type"]}))
+    defaults = AutoConfig.from_pretrained(folder)
+    assert [getattr(defaults, name) for name in names] == [248056, 248057, 248053, 248054]
+
+
 BROKEN = [
     (DENSE, "model_type", "qwen3_vl", "Only 'qwen3_5' and 'qwen3_5_moe'"),
     (DENSE, "text_config.attention_bias", True, "Only False"),
@@ -199,7 +210,7 @@ BROKEN = [
     (DENSE, "text_config.hidden_act", "gelu", "Only 'silu'"),
     (DENSE, "vision_config.deepstack_visual_indexes", [5], "without DeepStack"),
     (DENSE, "vision_config.out_hidden_size", 2048, "the text model's is 2560"),
-    (DENSE, "vision_start_token_id", None, "`vision_start_token_id` is missing"),
+    (DENSE, "vision_start_token_id", "a", "`vision_start_token_id` must be a positive integer"),
     (MOE, "text_config.mlp_only_layers", [1], "Only []"),
     (MOE, "text_config.num_experts_per_tok", 257, "above `num_experts` 256"),
     (MOE, "text_config.shared_expert_intermediate_size", None, "shared_expert_intermediate_size` is missing"),

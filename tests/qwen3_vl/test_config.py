@@ -239,7 +239,7 @@ BROKEN = [
     (CONFIG, "vision_config.deepstack_visual_indexes", [5, 24], "indices below `depth`"),
     (CONFIG, "vision_config.deepstack_visual_indexes", [11, 5], "ascending"),
     (CONFIG, "vision_config.deepstack_visual_indexes", ["5"], "indices of layers"),
-    (CONFIG, "vision_start_token_id", None, "`vision_start_token_id` is missing"),
+    (CONFIG, "vision_start_token_id", "a", "`vision_start_token_id` must be a positive integer"),
     (VIDEO, "patch_size", 14, "that of images is 16"),
     (VIDEO, "image_mean", [0.4, 0.4, 0.4], "that of images is"),
     (VIDEO, "size", None, "`size` is missing"),

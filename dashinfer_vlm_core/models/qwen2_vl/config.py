@@ -1,13 +1,14 @@
 """Parse a checkpoint's JSON files for the vision encoder, the text model and the engine.
 
 Two layouts are supported: the published one (text fields at the top level of `config.json`, `rope_scaling`,
-`torch_dtype`) and that of transformers 5 (`text_config`, `rope_parameters`, `dtype`). Checkpoints that cannot be
-computed exactly as trained are rejected, and the error names the field.
+`torch_dtype`) and that of transformers 5 (`text_config`, `rope_parameters`, `dtype`). Fields that are absent have
+transformers' defaults where one of its versions leaves out fields with these values, as 4.45 to 4.49 do in
+`vision_config`. Checkpoints that cannot be computed exactly as trained are rejected, and the error names the field.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,23 @@ OUTPUT_SIZE = "hidden_size"
 """The field of `vision_config` with the size of a visual token; in later families, it is the encoder's hidden size."""
 
 VISION_ROPE_THETA = 10000.0
+TOKENS = {
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+}
+VISION_DEFAULTS = {
+    "depth": 32,
+    "embed_dim": 1280,
+    "hidden_size": 3584,
+    "mlp_ratio": 4,
+    "num_heads": 16,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+}
+"""transformers' default values."""
+
 
 PREPROCESSOR = "preprocessor_config.json"
 PROCESSOR = "processor_config.json"
@@ -147,7 +165,7 @@ def read_vision_config(folder: Path) -> VisionConfig:
     Raises:
         CheckpointError: `config.json` is missing or invalid, or requires an unsupported feature.
     """
-    vision = read_config(folder, MODEL_TYPE).section("vision_config")
+    vision = read_config(folder, MODEL_TYPE).section("vision_config").with_defaults(VISION_DEFAULTS)
     inner = int(vision.integer("embed_dim") * vision.number("mlp_ratio"))
     return shared_vision_config(vision, VISION_ACTIVATIONS, width="embed_dim", output=OUTPUT_SIZE, inner=inner)
 
@@ -251,10 +269,15 @@ def model_spec(
     )
 
 
-def read_config(folder: Path, *model_types: str) -> JsonFields:
+def read_config(folder: Path, *model_types: str, tokens: Mapping[str, int] = TOKENS) -> JsonFields:
     """Read `config.json` and check that it is of this architecture.
 
     Raises:
+    Args:
+        folder: the checkpoint's folder.
+        model_types: the supported values of `model_type`.
+        tokens: the token ids where it does not have them.
+
         CheckpointError: it is missing or invalid, or its `model_type` is not one of `model_types`.
     """
     if not folder.is_dir():
@@ -263,7 +286,7 @@ def read_config(folder: Path, *model_types: str) -> JsonFields:
     if config.get("model_type") not in model_types:
         supported = " and ".join(map(repr, model_types))
         config.fail("model_type", f"is {config.get('model_type')!r}", f"Only {supported} checkpoints are supported.")
-    return config
+    return config.with_defaults(tokens)
 
 
 def text_fields(config: JsonFields) -> JsonFields:
