@@ -168,10 +168,45 @@ def test_stop_tokens_come_from_generation_config(published, found, stop):
     assert read_spec(published).tokens.stop == stop
 
 
+@pytest.mark.parametrize("eos_token", ["<|im_end|>", {"content": "<|im_end|>"}])
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "tokenizer.json"])
+def test_stop_tokens_include_the_end_of_a_turn(published, name, eos_token):
+    edit(published, "generation_config.json", "eos_token_id", 151643)
+    by_id = {"151643": {"content": "<|endoftext|>"}, "151645": {"content": "<|im_end|>"}}
+    added = [{"id": int(index), **token} for index, token in by_id.items()]
+    write(published, "tokenizer.json", {"added_tokens": added})
+    ids = {"added_tokens_decoder": by_id} if name == "tokenizer_config.json" else {}
+    write(published, "tokenizer_config.json", {"eos_token": eos_token, **ids})
+
+    assert read_spec(published).tokens.stop == (151643, 151645)
+
+
+@pytest.mark.parametrize("settings", [{}, {"eos_token": None}, {"eos_token": "</s>"}, []])
+def test_tokenizer_without_end_adds_no_stop_token(published, settings):
+    write(published, "tokenizer_config.json", settings)
+    write(published, "tokenizer.json", {"added_tokens": [{"id": 7, "content": "<|im_end|>"}]})
+
+    assert read_spec(published).tokens.stop == (151645, 151643)
+
+
 def test_stop_tokens_fall_back_to_config(published):
     (published / "generation_config.json").unlink()
 
     assert read_spec(published).tokens.stop == (151645,)
+
+
+def test_absent_fields_have_the_values_of_transformers(published):
+    """transformers 4.49 leaves out the fields of `vision_config` that have its default values."""
+    expected, spec = read_vision_config(published), read_spec(published)
+    edit(published, "config.json", "vision_config", {"hidden_size": 1536, "in_chans": 3, "spatial_patch_size": 14})
+    for name in ("image_token_id", "video_token_id"):
+        edit(published, "config.json", name, None)
+
+    assert read_vision_config(published) == expected
+    assert read_spec(published).tokens == spec.tokens
+    config = AutoConfig.from_pretrained(published)
+    assert (config.vision_config.depth, config.vision_config.embed_dim) == (expected.depth, expected.hidden_size)
+    assert (config.image_token_id, config.video_token_id) == (spec.tokens.image, spec.tokens.video)
 
 
 def test_pixel_limits_are_read_from_edge_names(published):
@@ -195,20 +230,6 @@ BROKEN = [
     (CONFIG, "torch_dtype", None, "`dtype` is missing"),
     (CONFIG, "torch_dtype", "float8_e4m3fn", "float32, bfloat16"),
     (CONFIG, "use_sliding_window", True, "sliding-window attention"),
-def test_absent_fields_have_the_values_of_transformers(published):
-    """transformers 4.49 leaves out the fields of `vision_config` that have its default values."""
-    expected, spec = read_vision_config(published), read_spec(published)
-    edit(published, "config.json", "vision_config", {"hidden_size": 1536, "in_chans": 3, "spatial_patch_size": 14})
-    for name in ("image_token_id", "video_token_id"):
-        edit(published, "config.json", name, None)
-
-    assert read_vision_config(published) == expected
-    assert read_spec(published).tokens == spec.tokens
-    config = AutoConfig.from_pretrained(published)
-    assert (config.vision_config.depth, config.vision_config.embed_dim) == (expected.depth, expected.hidden_size)
-    assert (config.image_token_id, config.video_token_id) == (spec.tokens.image, spec.tokens.video)
-
-
     (CONFIG, "hidden_act", "gelu", "Only 'silu'"),
     (CONFIG, "rope_scaling", {"type": "yarn", "factor": 4, "mrope_section": [16, 24, 24]}, "'yarn'"),
     (CONFIG, "rope_scaling", None, "`rope_scaling` is missing"),

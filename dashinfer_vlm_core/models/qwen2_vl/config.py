@@ -17,8 +17,9 @@ from ...media.frame_sampling import VideoSamplingPolicy
 from ...text_spec import AttentionSpec, LayerSpec, MlpSpec, RotarySpec, TextModelSpec
 from ...tokenization.conversation import HERMES
 from ..coordinates import CoordinateSpec
-from ..json_fields import CONFIG, GENERATION, JsonFields, read_fields
+from ..json_fields import CONFIG, JsonFields, read_fields
 from ..spec import ModelSpec, PixelSpec, Profile, TokenSpec
+from ..stop_tokens import read_stop_tokens
 
 MODEL_TYPE = "qwen2_vl"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -26,7 +27,6 @@ VISION_ACTIVATIONS = ("quick_gelu", "gelu")
 OUTPUT_SIZE = "hidden_size"
 """The field of `vision_config` with the size of a visual token; in later families, it is the encoder's hidden size."""
 
-VISION_ROPE_THETA = 10000.0
 TOKENS = {
     "image_token_id": 151655,
     "video_token_id": 151656,
@@ -44,6 +44,7 @@ VISION_DEFAULTS = {
 }
 """transformers' default values."""
 
+VISION_ROPE_THETA = 10000.0
 
 PREPROCESSOR = "preprocessor_config.json"
 PROCESSOR = "processor_config.json"
@@ -258,7 +259,7 @@ def model_spec(
         tokens=TokenSpec(
             image=config.integer("image_token_id"),
             video=config.integer("video_token_id"),
-            stop=stop_tokens(folder, config),
+            stop=read_stop_tokens(folder, (config, text_fields(config))),
         ),
         text=text,
         video=VideoSamplingPolicy(),
@@ -272,12 +273,12 @@ def model_spec(
 def read_config(folder: Path, *model_types: str, tokens: Mapping[str, int] = TOKENS) -> JsonFields:
     """Read `config.json` and check that it is of this architecture.
 
-    Raises:
     Args:
         folder: the checkpoint's folder.
         model_types: the supported values of `model_type`.
         tokens: the token ids where it does not have them.
 
+    Raises:
         CheckpointError: it is missing or invalid, or its `model_type` is not one of `model_types`.
     """
     if not folder.is_dir():
@@ -339,18 +340,6 @@ def stored_dtype(config: JsonFields) -> str:
     if dtype not in DTYPES:
         config.fail("dtype", "is missing" if dtype is None else f"is {dtype!r}", _DTYPE_STEP)
     return str(dtype)
-
-
-def stop_tokens(folder: Path, config: JsonFields) -> tuple[int, ...]:
-    """Return the end-of-sequence tokens of `generation_config.json`, else those of `config.json`."""
-    generation = folder / GENERATION
-    sources = ([read_fields(generation)] if generation.exists() else []) + [config, text_fields(config)]
-    fields = next((fields for fields in sources if fields.get("eos_token_id") is not None), config)
-    value = fields.get("eos_token_id")
-    tokens = value if isinstance(value, list) else [value]
-    if not tokens or not all(type(token) is int and token >= 0 for token in tokens):
-        fields.fail_value("eos_token_id", "must be token ids")
-    return tuple(tokens)
 
 
 def _pixel_spec(folder: Path, vision: VisionConfig) -> PixelSpec:
