@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dashinfer_vlm_core.text_spec import AttentionSpec, ExpertsSpec, LayerSpec, MlpSpec, RotarySpec, TextModelSpec
+from dashinfer_vlm_core.text_spec import (
+    AttentionSpec,
+    DeltaNetSpec,
+    ExpertsSpec,
+    LayerSpec,
+    MlpSpec,
+    RotarySpec,
+    TextModelSpec,
+)
 
 from .limits import BF16, PACKED_BF16, PACKED_HEAD, layer_weights
 
-BANDWIDTHS = (20, 50, 100)
+BANDWIDTH = 50
 """In 1e9 bytes per second."""
 INT4 = 4.25 / 8
 """Bytes of a 4-bit weight in the C kernels' format, in groups of 128 inputs."""
@@ -62,7 +70,7 @@ FORMATS = (
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedModel:
-    """Shapes of a model. Biases and norms are left out."""
+    """Shapes of a model. Biases, norms and convolutions are left out, and the head that predicts several tokens."""
 
     text: TextModelSpec
     vision: VisionEncoder
@@ -93,17 +101,34 @@ class PublishedModel:
         return stored.layers * layer_weights(self.text) + PACKED_HEAD * self.head
 
 
+ROTARY = RotarySpec(theta=1e6, axes=())
+
+
 def _text(
     hidden: int, inner: int, layers: int, heads: int, kv_heads: int, *,
     vocabulary: int = 151_936, tied: bool = False, experts: ExpertsSpec | None = None,
 ) -> TextModelSpec:  # fmt: skip
-    attention = AttentionSpec(
-        num_heads=heads, num_kv_heads=kv_heads, head_dim=128, rotary=RotarySpec(theta=1e6, axes=())
-    )  # fmt: skip
+    attention = AttentionSpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=128, rotary=ROTARY)
     layer = LayerSpec(mixer=attention, mlp=experts or MlpSpec(intermediate_size=inner))
+    return _of_layers(hidden, [layer] * layers, vocabulary=vocabulary, tied=tied)
+
+
+def _hybrid(
+    hidden: int, mlp: int | ExpertsSpec, layers: int, heads: int, kv_heads: int, *,
+    value_heads: int, tied: bool = False,
+) -> TextModelSpec:  # fmt: skip
+    """Return a text model of Qwen3.5: three gated delta nets before each attention."""
+    attention = AttentionSpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=256, rotary=ROTARY, gate=True)
+    delta_net = DeltaNetSpec(num_key_heads=16, num_value_heads=value_heads, key_dim=128, value_dim=128, conv_width=4)
+    inner = mlp if isinstance(mlp, ExpertsSpec) else MlpSpec(intermediate_size=mlp)
+    block = [LayerSpec(mixer=mixer, mlp=inner) for mixer in (delta_net, delta_net, delta_net, attention)]
+    return _of_layers(hidden, block * (layers // 4), vocabulary=248_320, tied=tied)
+
+
+def _of_layers(hidden: int, layers: Sequence[LayerSpec], *, vocabulary: int, tied: bool) -> TextModelSpec:
     return TextModelSpec(
-        hidden_size=hidden, layers=(layer,) * layers, vocab_size=vocabulary, max_position_embeddings=32_768,
-        norm_eps=1e-6, tie_word_embeddings=tied,
+        hidden_size=hidden, layers=tuple(layers), vocab_size=vocabulary, max_position_embeddings=32_768, norm_eps=1e-6,
+        tie_word_embeddings=tied,
     )  # fmt: skip
 
 
@@ -120,8 +145,14 @@ QWEN2_5 = VisionEncoder(width=1280, inner=3420, depth=32, gated=True)
 QWEN2_5_LARGE = replace(QWEN2_5, inner=3456)
 QWEN3_SMALL = VisionEncoder(width=1024, inner=4096, depth=24, patch_size=16, mergers=4, positions=48 * 48)
 QWEN3 = replace(QWEN3_SMALL, width=1152, inner=4304, depth=27)
+QWEN3_5_TINY = VisionEncoder(width=768, inner=3072, depth=12, patch_size=16, positions=48 * 48)
+QWEN3_5_SMALL = replace(QWEN3_SMALL, mergers=1)
+QWEN3_5 = replace(QWEN3, mergers=1)
 A3B = ExpertsSpec(num_experts=128, experts_per_token=8, intermediate_size=768)
 A22B = replace(A3B, intermediate_size=1536)
+HYBRID_A3B = ExpertsSpec(num_experts=256, experts_per_token=8, intermediate_size=512, shared_intermediate_size=512)
+A10B = replace(HYBRID_A3B, intermediate_size=1024, shared_intermediate_size=1024)
+A17B = replace(A10B, num_experts=512, experts_per_token=10)
 
 MODELS: Mapping[str, PublishedModel] = {
     "Qwen2-VL-2B": PublishedModel(text=_text(1536, 8960, 28, 12, 2, tied=True), vision=QWEN2),
@@ -137,21 +168,32 @@ MODELS: Mapping[str, PublishedModel] = {
     "Qwen3-VL-32B": PublishedModel(text=_text(5120, 25600, 64, 64, 8), vision=QWEN3),
     "Qwen3-VL-30B-A3B": PublishedModel(text=_text(2048, 6144, 48, 32, 4, experts=A3B), vision=QWEN3),
     "Qwen3-VL-235B-A22B": PublishedModel(text=_text(4096, 12288, 94, 64, 4, experts=A22B), vision=QWEN3),
+    "Qwen3.5-0.8B": PublishedModel(text=_hybrid(1024, 3584, 24, 8, 2, value_heads=16, tied=True), vision=QWEN3_5_TINY),
+    "Qwen3.5-2B": PublishedModel(text=_hybrid(2048, 6144, 24, 8, 2, value_heads=16, tied=True), vision=QWEN3_5_SMALL),
+    "Qwen3.5-4B": PublishedModel(text=_hybrid(2560, 9216, 32, 16, 4, value_heads=32, tied=True), vision=QWEN3_5_SMALL),
+    "Qwen3.5-9B": PublishedModel(text=_hybrid(4096, 12288, 32, 16, 4, value_heads=32), vision=QWEN3_5),
+    "Qwen3.5-27B": PublishedModel(text=_hybrid(5120, 17408, 64, 24, 4, value_heads=48), vision=QWEN3_5),
+    "Qwen3.5-35B-A3B": PublishedModel(text=_hybrid(2048, HYBRID_A3B, 40, 16, 2, value_heads=32), vision=QWEN3_5),
+    "Qwen3.5-122B-A10B": PublishedModel(text=_hybrid(3072, A10B, 48, 32, 2, value_heads=64), vision=QWEN3_5),
+    "Qwen3.5-397B-A17B": PublishedModel(text=_hybrid(4096, A17B, 60, 32, 2, value_heads=64), vision=QWEN3_5),
 }
 
 
 def model_table() -> str:
     """Return the table in Markdown."""
-    titles = ("Model", "Parameters, 1e9", "RAM, GB", "Disk, GB", *(f"Tokens/s at {rate} GB/s" for rate in BANDWIDTHS))
-    rows = (_row(name, model) for name, model in MODELS.items())
+    titles = ("Model", "Parameters, 1e9", "RAM, GB", "Disk, GB", f"Tokens/s at {BANDWIDTH} GB/s")
+    names: dict[str, list[str]] = {}
+    for name, model in MODELS.items():
+        names.setdefault(_cells(model), []).append(name)
+    rows = (f"| {', '.join(equal)} | {cells} |" for cells, equal in names.items())
     return "\n".join([f"| {' | '.join(titles)} |", "|---" * len(titles) + "|", *rows])
 
 
-def _row(name: str, model: PublishedModel) -> str:
+def _cells(model: PublishedModel) -> str:
     cells = [[model.memory(stored) / 1e9 for stored in FORMATS], [model.disk(stored) / 1e9 for stored in FORMATS]]
-    cells += [[rate * 1e9 / model.step_bytes(stored) for stored in FORMATS] for rate in BANDWIDTHS]
+    cells.append([BANDWIDTH * 1e9 / model.step_bytes(stored) for stored in FORMATS])
     texts = (" / ".join(map(_short, numbers)) for numbers in cells)
-    return " | ".join([f"| {name}", _short(model.parameters / 1e9), *texts]) + " |"
+    return " | ".join([_short(model.parameters / 1e9), *texts])
 
 
 def _short(number: float) -> str:

@@ -205,6 +205,8 @@ def test_model_table_counts_published_parameters():
         "Qwen2.5-VL-3B": 3.8, "Qwen2.5-VL-7B": 8.3, "Qwen2.5-VL-32B": 33.5, "Qwen2.5-VL-72B": 73.4,
         "Qwen3-VL-2B": 2.1, "Qwen3-VL-4B": 4.4, "Qwen3-VL-8B": 8.8, "Qwen3-VL-32B": 33.4,
         "Qwen3-VL-30B-A3B": 31.1, "Qwen3-VL-235B-A22B": 235.7,
+        "Qwen3.5-0.8B": 0.9, "Qwen3.5-2B": 2.2, "Qwen3.5-4B": 4.5, "Qwen3.5-9B": 9.4, "Qwen3.5-27B": 27.4,
+        "Qwen3.5-35B-A3B": 35.1, "Qwen3.5-122B-A10B": 122.6, "Qwen3.5-397B-A17B": 396.8,
     }  # fmt: skip
 
 
