@@ -907,9 +907,13 @@ def test_embedding_in_store_equals_encoded_one(name, dtype, tiny_checkpoint, tmp
 
 
 @pytest.mark.slow
-def test_engine_finds_images_after_a_restart(tmp_path):
+@pytest.mark.parametrize("write", [None, write_qwen3_5], ids=["demo", "qwen3_5"])
+def test_engine_finds_images_after_a_restart(tmp_path, write):
     config = EngineConfig(
-        model="demo", embedding_store=(tmp_path / "store").as_uri(), limits={"store_timeout": HANG}, cpu_kernels="torch"
+        model=str(write(tmp_path / "model")) if write else "demo",
+        embedding_store=(tmp_path / "store").as_uri(),
+        limits={"store_timeout": HANG},
+        cpu_kernels="torch",
     )
     part = {"type": "image_url", "image_url": {"url": image_url(60, 60, 3)}}
     content = [part, {"type": "text", "text": "Describe the picture."}]

@@ -30,6 +30,7 @@ from dashinfer_vlm_server.api_keys import ApiKeys
 from tests.interop import interpreters
 from tests.interop.interpreters import PROGRAMS
 from tests.pages import page_text, read_page
+from tests.qwen3_5.tiny_qwen3_5 import write_checkpoint
 from tests.samples import image_url
 from tests.server.conftest import serving
 from tests.waiting import HANG, until
@@ -415,6 +416,21 @@ def test_busy_replica_leaves_requests_to_the_next_one(ray):
         next(lines)
         turn(ray.http(), request)
     assert [count["encoded"] for count in ray.counts()] == [1, 1]
+
+
+def test_conversation_with_a_hybrid_model_equals_that_of_the_engine(ray, tmp_path):
+    """The second turn finds the states of the first one in its replica."""
+    config = {"model": str(write_checkpoint(tmp_path)), "dtype": "float32", "max_model_len": 2048}
+    ray.deploy(min_replicas=2, api_key=KEY, **config)
+    conversation = chat("What is this? " * 10, image_url(96, 96, seed=1))
+    with Engine(EngineConfig(kv_cache_mib=64, **config)) as engine:
+        for _ in range(2):
+            expected = engine.chat(conversation)
+            response = ray.http().post("/v1/chat/completions", json=conversation).json()
+            answer = {"role": "assistant", "content": response["choices"][0]["message"]["content"]}
+            assert answer["content"] == expected.choices[0].message.content
+            conversation["messages"] += [answer, {"role": "user", "content": "And now?"}]
+    assert response["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64
 
 
 TWO_INGRESSES = {"ingress_replicas": 2, "max_stored_responses": 0}

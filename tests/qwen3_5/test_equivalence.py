@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import statistics
 
 import pytest
 import torch
 from safetensors.numpy import save
+from transformers import AutoTokenizer
 
 from dashinfer_vlm_core import Engine, EngineConfig
+from dashinfer_vlm_core.engine.remote import RemoteEngine
 from dashinfer_vlm_core.media import Image
 from dashinfer_vlm_qwen3_vl import Qwen35
 from tests.conversations import CONVERSATIONS, as_openai, blurred_image, user
@@ -19,6 +22,7 @@ from tests.lora_folders import ATTENTION, MLP, merge_lora, write_lora
 from tests.quantized_checkpoints import LAYOUTS, write_quantized
 from tests.qwen3_vl.oracle import Oracle
 from tests.recorder import Recorder
+from tests.server.conftest import serving
 from tests.waiting import HANG
 
 from .test_text_model import PUBLISHED_MODULES
@@ -209,3 +213,49 @@ def test_guided_decoding_follows_the_schema(folder):
     }
     with engine:
         assert engine.chat(request).choices[0].message.content.replace(" ", "") in ('{"red":true}', '{"red":false}')
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "paint",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "color": {"type": "string", "maxLength": 5},
+                "sizes": {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 2},
+            },
+            "required": ["color", "sizes"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.mark.slow
+def test_forced_tool_call_is_written_in_xml(folder):
+    engine, recorder = start(folder)
+    request = body("one picture", max_tokens=200, tools=[TOOL], tool_choice="required", parallel_tool_calls=False)
+    with engine:
+        done = engine.chat(request)
+        chunks = [chunk.choices[0].delta.tool_calls or [] for chunk in engine.stream(request)]
+    (call,) = done.choices[0].message.tool_calls
+    arguments = json.loads(call.function.arguments)
+    text = AutoTokenizer.from_pretrained(folder).decode(recorder.tokens[done.id])
+    assert text.startswith(
+        f"<tool_call>\n<function=paint>\n<parameter=color>\n{arguments['color']}\n</parameter>\n<parameter=sizes>\n"
+    )
+    assert len(arguments["sizes"]) == 2
+    assert "".join(part.function.arguments or "" for calls in chunks for part in calls) == call.function.arguments
+
+
+@pytest.mark.slow
+def test_tokens_through_a_remote_engine_equal_local_ones(folder, expected):
+    engine, recorder = start(folder)
+    with engine, serving(engine) as server, RemoteEngine(f"{server.url}/v1") as remote:
+        for name in ("one picture", "picture and video"):
+            done = remote.chat(body(name))
+            assert recorder.tokens[done.id] == expected[name][0], name
+            streamed = "".join(chunk.choices[0].delta.content or "" for chunk in remote.stream(body(name)))
+            assert streamed == done.choices[0].message.content
