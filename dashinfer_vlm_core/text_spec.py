@@ -81,6 +81,16 @@ class TextWeightNames:
     shared_down: str = "mlp.shared_expert.down_proj"
     shared_router: str = "mlp.shared_expert_gate"
 
+    @property
+    def mlp(self) -> tuple[str, str, str]:
+        """The gate, up and down projections of an MLP."""
+        return self.gate, self.up, self.down
+
+    @property
+    def shared_expert(self) -> tuple[str, str, str]:
+        """The gate, up and down projections of a shared expert."""
+        return self.shared_gate, self.shared_up, self.shared_down
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSpec:

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .delta_net import sigmoid
-from .types import Experts, Linear, Mlp
+from .types import Linear, Mlp
 
 
 class MixtureOfExperts:
@@ -45,25 +44,6 @@ class MixtureOfExperts:
                 out.index_add_(0, rows[chosen], computed.float() * weights[chosen])
                 start += count
         total += out
-
-
-class SharedExpert:
-    """See `Experts`: a mixture, and an MLP for all rows whose output is multiplied by the sigmoid of a gate.
-
-    Args:
-        experts: the mixture.
-        mlp: the MLP.
-        gate: the projection to one value, float32.
-    """
-
-    def __init__(self, experts: Experts, mlp: Mlp, gate: Linear) -> None:
-        self._experts = experts
-        self._mlp = mlp
-        self._gate = gate
-
-    def add_to(self, total: Tensor, x: Tensor) -> None:
-        self._experts.add_to(total, x)
-        total += self._mlp.down(self._mlp.gate_up(x)).float() * sigmoid(self._gate(x))
 
 
 class GroupedExperts:

@@ -24,6 +24,7 @@ from .types import (
     LowRank,
     Mlp,
     Norm,
+    SharedExpert,
 )
 
 
@@ -105,18 +106,31 @@ class ReferenceDecoderLayers:
     ) -> None:
         layer.mixer.output.add_to(x, mixed, row_bias([(rows, change.output) for rows, change in changes], mixed))
         normed = self._normalize(x, layer.mlp_norm)
-        if not isinstance(layer.mlp, Mlp):
+        if isinstance(layer.mlp, Mlp):
+            inner, bias = _inner_and_bias(layer.mlp, normed, changes)
+            layer.mlp.down.add_to(x, inner, bias)
+        else:
             layer.mlp.add_to(x, normed)
-            return
-        bias = row_bias([(rows, change.gate_up) for rows, change in changes], normed)
-        inner = layer.mlp.gate_up(normed, bias)
-        layer.mlp.down.add_to(x, inner, row_bias([(rows, change.down) for rows, change in changes], inner))
+        if layer.shared_expert:
+            x += _shared_expert(layer.shared_expert, normed, changes)
 
     def _normalize(self, x: Tensor, norm: Norm) -> Tensor:
         return self._kernels.norm(x, norm.weight, norm.bias, self._shape.eps)
 
     def _normalize_heads(self, x: Tensor, norm: Norm) -> Tensor:
         return self._normalize(x.reshape(-1, x.shape[-1]), norm).view(x.shape)
+
+
+def _inner_and_bias(mlp: Mlp, x: Tensor, changes: Sequence[tuple[LoraRows, LoraLayer]]) -> tuple[Tensor, Tensor | None]:
+    """Return the input of the down projection, and what adapters add to its products."""
+    inner = mlp.gate_up(x, row_bias([(rows, change.gate_up) for rows, change in changes], x))
+    return inner, row_bias([(rows, change.down) for rows, change in changes], inner)
+
+
+def _shared_expert(expert: SharedExpert, x: Tensor, changes: Sequence[tuple[LoraRows, LoraLayer]]) -> Tensor:
+    inner, bias = _inner_and_bias(expert.mlp, x, changes)
+    router = expert.router(x, row_bias([(rows, change.shared_router) for rows, change in changes], x))
+    return expert.mlp.down(inner, bias).float() * sigmoid(router)
 
 
 class FullLMHead:

@@ -208,7 +208,9 @@ class LoraLayer(NamedTuple):
 
     Attributes:
         qkv: of attention, or `qkvz` of a gated delta net.
+        gate_up: of the MLP or the shared expert, as is `down`.
         gates: of a gated delta net.
+        shared_router: of the shared expert.
     """
 
     qkv: LowRank | None = None
@@ -216,6 +218,7 @@ class LoraLayer(NamedTuple):
     gate_up: LowRank | None = None
     down: LowRank | None = None
     gates: LowRank | None = None
+    shared_router: LowRank | None = None
 
 
 class LoraLayers:
@@ -304,13 +307,26 @@ class Mlp(NamedTuple):
     down: Linear
 
 
+class SharedExpert(NamedTuple):
+    """An MLP for all rows next to a mixture of experts; the sigmoid of its router multiplies its output.
+
+    Attributes:
+        mlp: the MLP.
+        router: the projection to one value, float32.
+    """
+
+    mlp: Mlp
+    router: Linear
+
+
 class DecoderLayer(NamedTuple):
-    """One layer of a decoder, see `LayerSpec`."""
+    """One layer of a decoder, see `LayerSpec`; `shared_expert` is added to the output of `mlp`."""
 
     input_norm: Norm
     mixer: Attention | DeltaNet
     mlp_norm: Norm
     mlp: Mlp | Experts
+    shared_expert: SharedExpert | None = None
 
 
 class DecoderShape(NamedTuple):

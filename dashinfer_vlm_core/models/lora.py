@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import CheckpointError
-from ..text_spec import AttentionSpec, DeltaNetSpec, MlpSpec, TextModelSpec
+from ..text_spec import AttentionSpec, DeltaNetSpec, ExpertsSpec, MlpSpec, TextModelSpec
 from .checkpoint import HUB_ID, download
 from .files import rename, stored_headers, stored_tensors, tensor_names
 from .headers import TensorHeader
@@ -254,15 +254,10 @@ _KINDS = {
 def text_tensors(text: TextModelSpec) -> dict[str, tuple[int, int]]:
     """Return the shapes of the text model's tensors that adapters can change: first the embedding table, then the
     output layer, then the linear layers."""
-    names, hidden = text.weights, text.hidden_size
-    shapes = {f"{names.embedding}.weight": (text.vocab_size, hidden), f"{names.head}.weight": (text.vocab_size, hidden)}
+    names, table = text.weights, (text.vocab_size, text.hidden_size)
+    shapes = {f"{names.embedding}.weight": table, f"{names.head}.weight": table}
     for number, layer in enumerate(text.layers):
-        inner = layer.mlp.intermediate_size
-        mlp = {names.gate: (inner, hidden), names.up: (inner, hidden), names.down: (hidden, inner)}
-        for name, shape in {
-            **_mixer_tensors(text, layer.mixer),
-            **(mlp if isinstance(layer.mlp, MlpSpec) else {}),
-        }.items():
+        for name, shape in (_mixer_tensors(text, layer.mixer) | _mlp_tensors(text, layer.mlp)).items():
             shapes[f"{names.layer.format(number)}.{name}.weight"] = shape
     return shapes
 
@@ -277,6 +272,17 @@ def _mixer_tensors(text: TextModelSpec, mixer: AttentionSpec | DeltaNetSpec) -> 
         outputs |= dict.fromkeys((names.delta_beta, names.delta_step), mixer.num_value_heads)
         output, width = names.delta_output, mixer.value_width
     return {name: (count, text.hidden_size) for name, count in outputs.items()} | {output: (text.hidden_size, width)}
+
+
+def _mlp_tensors(text: TextModelSpec, mlp: MlpSpec | ExpertsSpec) -> dict[str, tuple[int, int]]:
+    names, hidden = text.weights, text.hidden_size
+    if isinstance(mlp, MlpSpec):
+        gate, up, down = names.mlp
+        inner, router = mlp.intermediate_size, {}
+    else:
+        gate, up, down = names.shared_expert
+        inner, router = mlp.shared_intermediate_size, {names.shared_router: (1, hidden)}
+    return {gate: (inner, hidden), up: (inner, hidden), down: (hidden, inner), **router} if inner else {}
 
 
 def _headers(file: Path) -> dict[str, TensorHeader]:

@@ -14,7 +14,7 @@ from dashinfer_vlm_core.concurrency.compute import Executor
 from dashinfer_vlm_core.kernels.types import Kernels, Linear, LMHead, LoraLayer, LoraLayers, LowRank, LowRankPart
 from dashinfer_vlm_core.models.lora import LoraWeights
 from dashinfer_vlm_core.models.lora_weights import Factors, read_factors, read_tensor
-from dashinfer_vlm_core.text_spec import AttentionSpec, TextModelSpec
+from dashinfer_vlm_core.text_spec import AttentionSpec, MlpSpec, TextModelSpec
 
 from .head_order import row_orders
 
@@ -112,15 +112,17 @@ class LoraReader(NamedTuple):
         spec = self.spec
         names = spec.weights
         prefix = names.layer.format(number)
-        mixer = spec.layers[number].mixer
-        inner = spec.layers[number].mlp.intermediate_size
+        mixer, mlp = spec.layers[number].mixer, spec.layers[number].mlp
+        gate, up, down = names.mlp if isinstance(mlp, MlpSpec) else names.shared_expert
+        inner = mlp.intermediate_size if isinstance(mlp, MlpSpec) else mlp.shared_intermediate_size
 
         def read(*modules: str) -> list[Factors | None]:
             return [self._factors(f"{prefix}.{name}") for name in modules]
 
         layer = LoraLayer(
-            gate_up=self._low_rank(read(names.gate, names.up), (inner, inner)),
-            down=self._low_rank(read(names.down), (spec.hidden_size,)),
+            gate_up=self._low_rank(read(gate, up), (inner, inner)),
+            down=self._low_rank(read(down), (spec.hidden_size,)),
+            shared_router=self._low_rank(read(names.shared_router), (1,)),
         )
         if isinstance(mixer, AttentionSpec):
             qkv = self._as_loaded(number, read(names.query, names.key, names.value))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dashinfer_vlm_core.kernels import mmap_buffer
-from dashinfer_vlm_core.kernels.experts import GroupedExperts, MixtureOfExperts, SharedExpert
+from dashinfer_vlm_core.kernels.experts import GroupedExperts, MixtureOfExperts
 from dashinfer_vlm_core.kernels.linears import create_head, create_linear
 from dashinfer_vlm_core.kernels.quantization import Quantization, QuantizedWeight
 from dashinfer_vlm_core.kernels.types import (
@@ -23,9 +23,10 @@ from dashinfer_vlm_core.kernels.types import (
     LMHead,
     Mlp,
     Norm,
+    SharedExpert,
 )
 from dashinfer_vlm_core.models.weights import Weights
-from dashinfer_vlm_core.text_spec import AttentionSpec, DeltaNetSpec, ExpertsSpec, MlpSpec, TextModelSpec
+from dashinfer_vlm_core.text_spec import AttentionSpec, DeltaNetSpec, ExpertsSpec, TextModelSpec
 
 from .head_order import column_order, row_orders
 from .key_balance import balance_norms, balance_projection
@@ -70,12 +71,13 @@ class TextModelReader(NamedTuple):
         prefix = names.layer.format(number)
         hidden = self.spec.hidden_size
         mixer, mlp = self.spec.layers[number].mixer, self.spec.layers[number].mlp
-        modules = [f"{prefix}.{name}" for name in (names.gate, names.up, names.down)]
+        experts = mlp if isinstance(mlp, ExpertsSpec) else None
         return DecoderLayer(
             input_norm=self.norm(f"{prefix}.{names.input_norm}", hidden),
             mixer=self._delta_net(mixer, prefix) if isinstance(mixer, DeltaNetSpec) else self._attention(number, mixer),
             mlp_norm=self.norm(f"{prefix}.{names.mlp_norm}", hidden),
-            mlp=self._mlp(modules, mlp.intermediate_size) if isinstance(mlp, MlpSpec) else self._experts(mlp, prefix),
+            mlp=self._experts(experts, prefix) if experts else self._mlp(prefix, names.mlp, mlp.intermediate_size),
+            shared_expert=self._shared_expert(experts, prefix) if experts else None,
         )
 
     def _attention(self, number: int, spec: AttentionSpec) -> Attention:
@@ -124,26 +126,23 @@ class TextModelReader(NamedTuple):
             self.kernels, weight, bias, dtype=self.dtype, activation=activation, quantization=quantization
         )
 
-    def _mlp(self, modules: Sequence[str], inner: int) -> Mlp:
-        *gate_up, down = modules
+    def _mlp(self, prefix: str, names: Sequence[str], inner: int) -> Mlp:
+        *gate_up, down = (f"{prefix}.{name}" for name in names)
         hidden = self.spec.hidden_size
         return Mlp(
             self._linear(self._matrix(gate_up, [inner, inner], hidden), activation=Activation.SILU_GATE),
             self._linear(self._matrix([down], [hidden], inner)),
         )
 
-    def _experts(self, spec: ExpertsSpec, prefix: str) -> Experts:
-        routed = self._routed_experts(spec, prefix)
-        if not spec.shared_intermediate_size:
-            return routed
+    def _shared_expert(self, experts: ExpertsSpec, prefix: str) -> SharedExpert | None:
+        if not experts.shared_intermediate_size:
+            return None
         names = self.spec.weights
-        modules = [f"{prefix}.{name}" for name in (names.shared_gate, names.shared_up, names.shared_down)]
-        gate = self.tensor(f"{prefix}.{names.shared_router}.weight", 1, self.spec.hidden_size)
-        return SharedExpert(
-            routed, self._mlp(modules, spec.shared_intermediate_size), self.kernels.linear(gate, fp32_output=True)
-        )
+        router = self.tensor(f"{prefix}.{names.shared_router}.weight", 1, self.spec.hidden_size)
+        mlp = self._mlp(prefix, names.shared_expert, experts.shared_intermediate_size)
+        return SharedExpert(mlp, self.kernels.linear(router, fp32_output=True))
 
-    def _routed_experts(self, experts: ExpertsSpec, prefix: str) -> Experts:
+    def _experts(self, experts: ExpertsSpec, prefix: str) -> Experts:
         # The router is not quantized: a wrong expert costs more than a rounded weight.
         names = self.spec.weights
         hidden = self.spec.hidden_size
@@ -151,8 +150,8 @@ class TextModelReader(NamedTuple):
         count = experts.num_experts
         router = self.kernels.linear(self.tensor(f"{prefix}.{names.router}.weight", count, hidden), fp32_output=True)
         if f"{prefix}.{names.experts_gate_up}.weight" not in self.weights.names:
-            modules = [f"{prefix}.{name}" for name in (names.expert_gate, names.expert_up, names.expert_down)]
-            separate = [self._mlp([module.format(number) for module in modules], inner) for number in range(count)]
+            modules = (names.expert_gate, names.expert_up, names.expert_down)
+            separate = [self._mlp(prefix, [name.format(number) for name in modules], inner) for number in range(count)]
             return MixtureOfExperts(router, separate, experts.experts_per_token)
         gate_up, down = self._fused_experts({
             f"{prefix}.{names.experts_gate_up}": (count, 2 * inner, hidden),

@@ -198,11 +198,22 @@ def test_separate_experts_equal_fused_ones(moe, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "targets", [ATTENTION, MLP, ("in_proj_qkv",), ("in_proj_z", "in_proj_a", "in_proj_b", "out_proj")]
+    ("name", "targets"),
+    [
+        ("dense", ATTENTION),
+        ("dense", MLP),
+        ("dense", ("in_proj_qkv",)),
+        ("dense", ("in_proj_z", "in_proj_a", "in_proj_b", "out_proj")),
+        ("moe", MLP),
+        ("moe", ("shared_expert_gate",)),
+        ("moe", (*ATTENTION, "up_proj", "shared_expert_gate")),
+    ],
 )
-def test_lora_equals_merged_weights(dense, tmp_path, targets):
-    lora = write_lora(tmp_path / "adapter", dense, targets)
-    merged = Sequences(merge_lora(tmp_path / "merged", dense, lora)).logits(IDS, [128, *[1] * 72])
-    found = Sequences(dense, lora=lora).logits(IDS, [128, *[1] * 72])
+def test_lora_equals_merged_weights(request, tmp_path, name, targets):
+    """In a mixture of experts, it changes the shared expert."""
+    folder = request.getfixturevalue(name)
+    lora = write_lora(tmp_path / "adapter", folder, targets)
+    merged = Sequences(merge_lora(tmp_path / "merged", folder, lora)).logits(IDS, [128, *[1] * 72])
+    found = Sequences(folder, lora=lora).logits(IDS, [128, *[1] * 72])
     torch.testing.assert_close(found, merged, rtol=0, atol=5e-4)
-    assert (found - Sequences(dense).logits(IDS, [200])).abs().max() > 0.1
+    assert (found - Sequences(folder).logits(IDS, [200])).abs().max() > 0.1
