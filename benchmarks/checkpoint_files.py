@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,12 @@ PIXELS: dict[str, Any] = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "processor_class": "Qwen2VLProcessor",
 }
+
+
+def vision_token_ids(ids: Mapping[str, int] = IDS) -> dict[str, int]:
+    """Return the fields of `config.json` that name the tokens of images and videos."""
+    names = ("image_pad", "video_pad", "vision_start", "vision_end")
+    return {f"{name.removesuffix('_pad')}_token_id": ids[f"<|{name}|>"] for name in names}
 
 
 def write_tokenizer(folder: Path) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.checkpoint_files import IDS, PIXELS, write_json, write_tokenizer
+from benchmarks.checkpoint_files import IDS, PIXELS, vision_token_ids, write_json, write_tokenizer
 from dashinfer_vlm_core import EngineConfig
 from dashinfer_vlm_core.models.checkpoint import find_model
 from dashinfer_vlm_core.plugins import load_plugins
@@ -113,10 +113,7 @@ def write_model(shape: Shape, folder: Path) -> None:
             "tie_word_embeddings": True,
         },
         vision_config=_vision_config(shape),
-        image_token_id=IDS["<|image_pad|>"],
-        video_token_id=IDS["<|video_pad|>"],
-        vision_start_token_id=IDS["<|vision_start|>"],
-        vision_end_token_id=IDS["<|vision_end|>"],
+        **vision_token_ids(),
         tie_word_embeddings=True,
     )
     save_random_weights(config, folder)

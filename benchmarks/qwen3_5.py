@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.checkpoint_files import IDS
+from benchmarks.checkpoint_files import IDS, vision_token_ids
 
 from .qwen3_vl import write_processors
 from .random_weights import save_random_weights
@@ -78,10 +78,7 @@ def write_model(shape: Shape, folder: Path) -> None:
             "num_heads": shape.vision_heads,
             "out_hidden_size": shape.hidden,
         },
-        image_token_id=IDS["<|image_pad|>"],
-        video_token_id=IDS["<|video_pad|>"],
-        vision_start_token_id=IDS["<|vision_start|>"],
-        vision_end_token_id=IDS["<|vision_end|>"],
+        **vision_token_ids(),
         tie_word_embeddings=True,
     )
     save_random_weights(config, folder)

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.checkpoint_files import IDS, TEMPLATE, write_json, write_tokenizer
+from benchmarks.checkpoint_files import IDS, TEMPLATE, vision_token_ids, write_json, write_tokenizer
 
 from .random_weights import save_random_weights
 
@@ -75,10 +75,7 @@ def write_model(shape: Shape, folder: Path) -> None:
             "out_hidden_size": shape.hidden,
             "deepstack_visual_indexes": list(shape.levels),
         },
-        image_token_id=IDS["<|image_pad|>"],
-        video_token_id=IDS["<|video_pad|>"],
-        vision_start_token_id=IDS["<|vision_start|>"],
-        vision_end_token_id=IDS["<|vision_end|>"],
+        **vision_token_ids(),
         tie_word_embeddings=True,
     )
     save_random_weights(config, folder)

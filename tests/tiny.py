@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.checkpoint_files import CONTROL as SPECIAL
-from benchmarks.checkpoint_files import TEMPLATE, byte_level_bpe
+from benchmarks.checkpoint_files import TEMPLATE, byte_level_bpe, vision_token_ids
 
 MERGES = ("t h", "th e", "i n", "e r", "a n", "r e", "o n", "Ġ the", "Ġ a", "Ġ in", "s t", "Ċ Ċ")
+IDS = {name: 256 + len(MERGES) + index for index, name in enumerate(SPECIAL)}
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -62,13 +63,8 @@ def write_qwen2_5_vl(folder: Path, *, seed: int = 0, **text: Any) -> Path:
     return _write(folder, Qwen2_5_VLForConditionalGeneration, config, seed, vision_scale=1.0)
 
 
-def _token_ids() -> dict[str, int]:
-    return {name: 256 + len(MERGES) + index for index, name in enumerate(SPECIAL)}
-
-
 def _fields(text: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a configuration but those of the vision encoder."""
-    ids = _token_ids()
     return {
         "text_config": {
             "vocab_size": 320,
@@ -81,14 +77,11 @@ def _fields(text: dict[str, Any]) -> dict[str, Any]:
             "rms_norm_eps": 1e-6,
             "tie_word_embeddings": False,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
-            "bos_token_id": ids["<|endoftext|>"],
-            "eos_token_id": ids["<|im_end|>"],
+            "bos_token_id": IDS["<|endoftext|>"],
+            "eos_token_id": IDS["<|im_end|>"],
             **text,
         },
-        "image_token_id": ids["<|image_pad|>"],
-        "video_token_id": ids["<|video_pad|>"],
-        "vision_start_token_id": ids["<|vision_start|>"],
-        "vision_end_token_id": ids["<|vision_end|>"],
+        **vision_token_ids(IDS),
         "tie_word_embeddings": text.get("tie_word_embeddings", False),
     }
 
@@ -98,7 +91,6 @@ def _write(folder: Path, model_class: Any, config: Any, seed: int, *, vision_sca
 
     folder.mkdir(parents=True, exist_ok=True)
     write_tokenizer(folder)
-    ids = _token_ids()
     torch.manual_seed(seed)
     model = model_class(config).eval()
     with torch.no_grad():  # the usual 0.02 would leave attention flat and every response one repeated token
@@ -106,8 +98,8 @@ def _write(folder: Path, model_class: Any, config: Any, seed: int, *, vision_sca
             if parameter.ndim > 1:
                 scale = vision_scale if name.startswith("model.visual.") else 2.0
                 parameter.normal_(std=scale / math.sqrt(parameter[0].numel()))
-    model.generation_config.eos_token_id = [ids["<|im_end|>"], ids["<|endoftext|>"]]
-    model.generation_config.pad_token_id = ids["<|endoftext|>"]
+    model.generation_config.eos_token_id = [IDS["<|im_end|>"], IDS["<|endoftext|>"]]
+    model.generation_config.pad_token_id = IDS["<|endoftext|>"]
     model.save_pretrained(folder)
     pixels = {
         "patch_size": 14,

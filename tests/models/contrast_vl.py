@@ -24,7 +24,7 @@ from dashinfer_vlm_core.models.spec import ModelSpec, PixelSpec, Profile, TokenS
 from dashinfer_vlm_core.models.weights import Weights
 from dashinfer_vlm_core.text_spec import AttentionSpec, LayerSpec, MlpSpec, RotarySpec, TextModelSpec, TextWeightNames
 from dashinfer_vlm_core.tokenization.conversation import ConversationFormat
-from tests.tiny import MERGES, SPECIAL, TEMPLATE, write_tokenizer
+from tests.tiny import IDS, TEMPLATE, write_tokenizer
 
 MODEL_TYPE = "contrast_vl"
 PATCH = 8
@@ -34,9 +34,8 @@ HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB, CONTEXT = 48, 80, 4, 4,
 VISION_INNER = 64
 THETA = 50.0
 EPS = 1e-5
-TOKENS = {name: 256 + len(MERGES) + index for index, name in enumerate(SPECIAL)}
-IMAGE, VIDEO = TOKENS["<|image_pad|>"], TOKENS["<|video_pad|>"]
-START, END, STOP = TOKENS["<|vision_start|>"], TOKENS["<|vision_end|>"], TOKENS["<|im_end|>"]
+IMAGE, VIDEO = IDS["<|image_pad|>"], IDS["<|video_pad|>"]
+START, END, STOP = IDS["<|vision_start|>"], IDS["<|vision_end|>"], IDS["<|im_end|>"]
 AXES = tuple(index % 3 for index in range(HEAD_DIM // 2))
 
 NAMES = TextWeightNames(

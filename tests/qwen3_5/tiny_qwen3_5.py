@@ -15,9 +15,9 @@ from transformers import (
     Qwen3_5MoeForConditionalGeneration,
 )
 
-from benchmarks.checkpoint_files import write_json
-from tests.qwen3_vl.tiny_qwen3 import IDS, IMAGE_SIZE, PATCHES, TEMPLATE, THETA, VIDEO_SIZE
-from tests.tiny import write_tokenizer
+from benchmarks.checkpoint_files import vision_token_ids, write_json
+from tests.qwen3_vl.tiny_qwen3 import IMAGE_SIZE, PATCHES, TEMPLATE, THETA, VIDEO_SIZE
+from tests.tiny import IDS, write_tokenizer
 
 MOE = {
     "num_experts": 6,
@@ -88,10 +88,7 @@ def random_model(*, moe: bool, seed: int, **text: Any) -> torch.nn.Module:
     config = (Qwen3_5MoeConfig if moe else Qwen3_5Config)(
         text_config=text_config,
         vision_config=vision_config,
-        image_token_id=IDS["<|image_pad|>"],
-        video_token_id=IDS["<|video_pad|>"],
-        vision_start_token_id=IDS["<|vision_start|>"],
-        vision_end_token_id=IDS["<|vision_end|>"],
+        **vision_token_ids(IDS),
         tie_word_embeddings=text_config["tie_word_embeddings"],
         dtype="float32",
     )

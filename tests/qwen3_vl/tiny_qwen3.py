@@ -14,10 +14,9 @@ from transformers import (
     Qwen3VLMoeForConditionalGeneration,
 )
 
-from benchmarks.checkpoint_files import write_json
-from tests.tiny import MERGES, SPECIAL, write_tokenizer
+from benchmarks.checkpoint_files import vision_token_ids, write_json
+from tests.tiny import IDS, write_tokenizer
 
-IDS = {name: 256 + len(MERGES) + index for index, name in enumerate(SPECIAL)}
 # Renders like the published template: no default system message.
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -93,10 +92,7 @@ def random_model(*, moe: bool, seed: int, **text: Any) -> torch.nn.Module:
     config = (Qwen3VLMoeConfig if moe else Qwen3VLConfig)(
         text_config=text_config,
         vision_config=vision_config,
-        image_token_id=IDS["<|image_pad|>"],
-        video_token_id=IDS["<|video_pad|>"],
-        vision_start_token_id=IDS["<|vision_start|>"],
-        vision_end_token_id=IDS["<|vision_end|>"],
+        **vision_token_ids(IDS),
         tie_word_embeddings=text_config["tie_word_embeddings"],
         dtype="float32",
     )
