@@ -143,6 +143,7 @@ class _XmlArguments:
         self._end = end
         self._types_of = types_of
         self._types: frozenset[str] | None = None  # of the parameter that is being read
+        self._value: list[str] = []  # its text so far, if it is no string
         self._separator = "{"
 
     def read(self, text: str) -> Piece:
@@ -171,13 +172,18 @@ class _XmlArguments:
         return Piece(tag.end(), begin, False)
 
     def _read_value(self, text: str) -> Piece:
-        is_string = self._types == STRING
+        assert self._types is not None, "a parameter has begun"
         value, tag, _ = text.partition(PARAMETER_END)
         if not tag:
-            value = value[: len(value) - length_held(value, (PARAMETER_END,))] if is_string else ""
-            return Piece(len(value), _escaped(value), False)
-        arguments = f'{_escaped(value)}"' if is_string else parameter_json(value, self._types or STRING)
-        self._types = None
+            value = value[: len(value) - length_held(value, (PARAMETER_END,))]
+        if self._types == STRING:
+            arguments = _escaped(value) + ('"' if tag else "")
+        else:
+            self._value.append(value)
+            arguments = parameter_json("".join(self._value), self._types) if tag else ""
+        if tag:
+            self._types = None
+            self._value = []
         return Piece(len(value + tag), arguments, False)
 
 

@@ -13,6 +13,7 @@ import pytest
 from dashinfer_vlm_core.errors import DecoderFailed, InvalidParameter
 from dashinfer_vlm_core.protocol import ChatRequest
 from dashinfer_vlm_core.protocol.sampling import SAMPLING_PARAMETERS
+from dashinfer_vlm_core.structured_output.call_syntax import call_syntax
 from dashinfer_vlm_core.structured_output.grammar.rules import Rules
 from dashinfer_vlm_core.structured_output.grammar_compiler import GrammarCompiler
 from dashinfer_vlm_core.structured_output.output_grammar import grammar_for_request
@@ -157,6 +158,21 @@ def test_parsing_is_independent_of_chunking():
     for name, text, _ in VALUES[:-1]:
         pieces = list(f"Look.\n\n{call(**{name: text, 'last': '5'})}\n{call('g')}")
         assert read(pieces, guided=True) == read(pieces)
+
+
+@pytest.mark.parametrize("name", ["list", "text"])
+def test_characters_of_a_long_value_are_looked_at_once(name):
+    reader = call_syntax(QWEN_XML, TOOLS).arguments("f")
+    value, pending, looked_at, arguments = json.dumps(["a\n"] * 1000), "", 0, ""
+    for character in call(**{name: value}).partition("<function=f>\n")[2]:
+        pending += character
+        looked_at += len(pending)
+        piece = reader.read(pending)
+        pending = pending[piece.length :]
+        arguments += piece.arguments
+    assert piece.is_last
+    assert json.loads(arguments)[name] == (value if name == "text" else json.loads(value))
+    assert looked_at < 2 * len(value)
 
 
 # Grammars
