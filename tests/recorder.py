@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from dashinfer_vlm_core import hookimpl
+from dashinfer_vlm_core import Engine, EngineConfig, hookimpl
 from dashinfer_vlm_core.decoders import Decoder
 from dashinfer_vlm_core.plugins import load_plugins
 
@@ -37,6 +37,14 @@ class Recorder:
         return registry
 
 
+def recorded_engine(folder, **options):
+    """Return an engine in float32 that is not started, and the recorder of its tokens."""
+    recorder = Recorder()
+    options = {"dtype": "float32", "media_workers": 0} | options
+    config = EngineConfig(model=str(folder), device="cpu", decoder="recorded", kv_cache_mib=64, **options)
+    return Engine(config, registry=recorder.registry()), recorder
+
+
 class _RecordingDecoder(Decoder):
     def __init__(self, decoder, tokens, logprobs):
         self._decoder = decoder
@@ -48,6 +56,7 @@ class _RecordingDecoder(Decoder):
         self.unsupported_vision_reason = decoder.unsupported_vision_reason
         self.start = decoder.start
         self.close = decoder.close
+        self.load_lora = decoder.load_lora
 
     @property
     def fatal_error(self):

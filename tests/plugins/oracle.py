@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from transformers import DynamicCache, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
@@ -205,12 +207,43 @@ def visual(*parts: int | tuple[int, int, int], width: int, content: int = 0, **s
     )
 
 
+def next_turn(request: DecodeRequest, output_ids: list[int], message: DecodeRequest) -> DecodeRequest:
+    """Return the request, its completion and the next message."""
+    length, after = len(request.token_ids) + len(output_ids), int(request.positions.max()) + 1
+    output_positions = np.tile(np.arange(after, after + len(output_ids)), (3, 1))
+    positions = (request.positions, output_positions, message.positions + after + len(output_ids))
+    spans = (replace(span, start=span.start + length) for span in message.spans)
+    return replace(
+        request,
+        token_ids=np.concatenate((request.token_ids, output_ids, message.token_ids)),
+        positions=np.concatenate(positions, axis=1),
+        spans=(*request.spans, *spans),
+    )
+
+
 async def collect(decoder: TorchDecoder, request: DecodeRequest) -> list:
     return [token async for token in decoder.decode(request)]
 
 
+async def one_by_one(decoder: TorchDecoder, requests: list[DecodeRequest]) -> list:
+    return [await collect(decoder, request) for request in requests]
+
+
+async def at_once(decoder: TorchDecoder, requests: list[DecodeRequest]) -> list:
+    return await asyncio.gather(*(collect(decoder, request) for request in requests))
+
+
 def ids(tokens) -> list[int]:
     return [token.id for token in tokens]
+
+
+def assert_equal(found: list, expected: list, *, tolerance: float = 1e-4) -> None:
+    """Assert equal tokens, and log probabilities up to `tolerance`."""
+    for one, other in zip(found, expected, strict=True):
+        assert ids(one) == ids(other)
+        assert [token.logprob for token in one] == pytest.approx([token.logprob for token in other], abs=tolerance)
+        for token, twin in zip(one, other, strict=True):
+            assert dict(token.top_logprobs) == pytest.approx(dict(twin.top_logprobs), abs=tolerance)
 
 
 @asynccontextmanager

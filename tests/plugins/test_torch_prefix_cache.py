@@ -6,10 +6,9 @@ import asyncio
 from contextlib import aclosing
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from .oracle import SHAPES, collect, decoding, ids, prompt, visual
+from .oracle import SHAPES, assert_equal, at_once, collect, decoding, ids, next_turn, one_by_one, prompt, visual
 
 LISTED = {"logprobs": 5, "max_tokens": 12}
 
@@ -24,28 +23,7 @@ def image_prompt(width, content, number, *parts, **sampling):
 
 def conversation(oracle, request, output_ids, *more):
     """Return the next turn: the request, its completion and the next message."""
-    following = visual(*more, width=oracle.width, content=77, **LISTED)
-    length, after = len(request.token_ids), int(request.positions.max()) + 1
-    completion_positions = np.tile(np.arange(after, after + len(output_ids)), (3, 1))
-    return replace(
-        request,
-        token_ids=np.concatenate((request.token_ids, output_ids, following.token_ids)),
-        positions=np.concatenate(
-            (request.positions, completion_positions, following.positions + after + len(output_ids)), axis=1
-        ),
-        spans=(
-            *request.spans,
-            *(replace(span, start=span.start + length + len(output_ids)) for span in following.spans),
-        ),
-    )
-
-
-async def one_by_one(decoder, requests):
-    return [await collect(decoder, request) for request in requests]
-
-
-async def at_once(decoder, requests):
-    return await asyncio.gather(*(collect(decoder, request) for request in requests))
+    return next_turn(request, output_ids, visual(*more, width=oracle.width, content=77))
 
 
 def run_decoder(oracle, requests, *, how=one_by_one, **options):
@@ -56,15 +34,6 @@ def run_decoder(oracle, requests, *, how=one_by_one, **options):
             return await how(decoder, requests), decoder.snapshot()
 
     return asyncio.run(run())
-
-
-def assert_equal(found, expected):
-    """Assert equal tokens, and log probabilities up to rounding."""
-    for one, other in zip(found, expected, strict=True):
-        assert ids(one) == ids(other)
-        assert [token.logprob for token in one] == pytest.approx([token.logprob for token in other], abs=1e-4)
-        for token, twin in zip(one, other, strict=True):
-            assert dict(token.top_logprobs) == pytest.approx(dict(twin.top_logprobs), abs=1e-4)
 
 
 def requests_with_shared_prefixes(oracle):

@@ -8,6 +8,7 @@ import logging
 import re
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,13 +21,17 @@ from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_qwen3_vl import Qwen35
 from dashinfer_vlm_torch.decoder import TorchDecoder
 from tests.kernels import needs_native, selector
-from tests.plugins.oracle import collect, decoding, ids, prompt, text, visual
+from tests.plugins import oracle
+from tests.plugins.oracle import at_once, collect, decoding, ids, next_turn, one_by_one, prompt, text, visual
 from tests.samples import image_url
 from tests.server.conftest import serving
 
 WIDTH = 64
 LISTED = {"logprobs": 5, "max_tokens": 12, "ignore_eos": True}
 IDLE = {"running": 0, "waiting": 0, "kv_used": 0, "states_used": 0}
+MESSAGE = prompt(77, 20)
+assert_equal = partial(oracle.assert_equal, tolerance=1e-3)
+"""Logits have a standard deviation above 1."""
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +43,6 @@ def folder(dense):
 def decoder(folder, **options):
     config = EngineConfig(**{"device": "cpu", "dtype": "float32", "kv_cache_mib": 64} | options)
     return TorchDecoder(Qwen35().load_spec(folder), config, selector(config))
-
-
-async def one_by_one(decoder, requests):
-    return [await collect(decoder, request) for request in requests]
-
-
-async def at_once(decoder, requests):
-    return await asyncio.gather(*(collect(decoder, request) for request in requests))
 
 
 def run(folder, requests, *, how=one_by_one, **options):
@@ -65,15 +62,6 @@ def run_alone(folder, requests, **options):
     return run(folder, requests, prefix_cache=False, speculative_method="none", **options)[0]
 
 
-def assert_equal(found, expected, *, tolerance=1e-3):
-    """Assert equal tokens, and log probabilities up to `tolerance`; logits have a standard deviation above 1."""
-    for one, other in zip(found, expected, strict=True):
-        assert ids(one) == ids(other)
-        assert [token.logprob for token in one] == pytest.approx([token.logprob for token in other], abs=tolerance)
-        for token, twin in zip(one, other, strict=True):
-            assert dict(token.top_logprobs) == pytest.approx(dict(twin.top_logprobs), abs=tolerance)
-
-
 def with_tail(request, number, length=40):
     """Return a request whose last tokens are random."""
     request.token_ids[-length:] = prompt(1000 + number, length).token_ids
@@ -83,18 +71,6 @@ def with_tail(request, number, length=40):
 def image_prompt(number, *parts, content=1, **sampling):
     """Return random text after the media of `content`."""
     return with_tail(visual(19, *parts, 40, width=WIDTH, content=content, **LISTED | sampling), number)
-
-
-def next_turn(request, output_ids, *, length=20):
-    """Return the request, its completion and another message."""
-    after = int(request.positions.max()) + 1
-    tail = [*output_ids, *prompt(77, length).token_ids.tolist()]
-    positions = np.tile(np.arange(after, after + len(tail)), (3, 1))
-    return replace(
-        request,
-        token_ids=np.concatenate((request.token_ids, tail)),
-        positions=np.concatenate((request.positions, positions), axis=1),
-    )
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +143,7 @@ def test_conversation_equals_transformers(folder):
     async def converse(running, turns):
         for _ in range(3):
             found.append(await collect(running, turns[-1]))
-            turns.append(next_turn(turns[-1], ids(found[-1])))
+            turns.append(next_turn(turns[-1], ids(found[-1]), MESSAGE))
         return found
 
     found, turns = [], [prompt(5, 90, max_tokens=70, ignore_eos=True)]
@@ -185,7 +161,7 @@ def test_conversation_equals_transformers(folder):
 @pytest.mark.slow
 def test_next_turn_continues_from_state_of_output(folder):
     first = image_prompt(1, (1, 8, 9), max_tokens=100)
-    turns = [first, next_turn(first, ids(run_alone(folder, [first])[0]))]
+    turns = [first, next_turn(first, ids(run_alone(folder, [first])[0]), MESSAGE)]
     found, _ = run(folder, turns)
     assert_equal(found, run_alone(folder, turns))
     assert found[1][0].cached_tokens == 230
@@ -285,7 +261,9 @@ def test_drafts_change_no_token(folder, name):
 def test_drafts_of_a_batch_with_prompts_change_no_token(folder, requests, expected):
     """Some drafts are rejected, next to sequences that are prefilled, and the next turn continues from their states."""
     drafted = list(DRAFTED.values())
-    following = [next_turn(one, ids(tokens)) for one, tokens in zip(drafted, run_alone(folder, drafted), strict=True)]
+    following = [
+        next_turn(one, ids(tokens), MESSAGE) for one, tokens in zip(drafted, run_alone(folder, drafted), strict=True)
+    ]
     plain = run_alone(folder, [*drafted, *following])
 
     async def turns(decoder, requests):
