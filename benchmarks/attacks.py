@@ -73,6 +73,8 @@ def chat_body(*parts: dict[str, object], text: str = "What is this?") -> bytes:
 
 def media_part(file: HostileFile) -> dict[str, object]:
     url = f"data:{file.media_type};base64,{base64.b64encode(file.build()).decode()}"
+    if file.kind == "file":
+        return {"type": "file", "file": {"file_data": url}}
     return {"type": f"{file.kind}_url", f"{file.kind}_url": {"url": url}}
 
 

@@ -1,7 +1,7 @@
 """Media files of a few kilobytes that cost a decoder gigabytes of memory or many seconds.
 
-They are the files of rules 23, 24, 25 and 31 of SECURITY.md, for tests and for `benchmarks.attacks`. Each is built from
-its format's structures, without an encoder, and is equal in every run.
+They are the files of rules 23, 24, 25, 31 and 41 of SECURITY.md, for tests and for `benchmarks.attacks`. Each is built
+from its format's structures, without an encoder, and is equal in every run.
 
     python -m benchmarks.hostile_media FOLDER
 
@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
+
+from .hostile_documents import inflating, nested_forms
 
 MAX_LACES = 256
 """Maximum number of frames in a laced block: their number minus one is a byte (RFC 9559, section 10.3)."""
@@ -34,7 +36,7 @@ class HostileFile:
     """
 
     rule: int
-    kind: Literal["image", "video"]
+    kind: Literal["image", "video", "file"]
     media_type: str
     build: Callable[[], bytes]
 
@@ -283,6 +285,12 @@ HOSTILE: Mapping[str, HostileFile] = MappingProxyType(
         ),
         "TIFF: 60,000 damaged tags": HostileFile(
             rule=31, kind="image", media_type="image/tiff", build=lambda: damaged_tiff(60_000)
+        ),
+        "PDF: a gigabyte of content": HostileFile(
+            rule=41, kind="file", media_type="application/pdf", build=lambda: inflating(1 << 30)
+        ),
+        "PDF: 2 billion lines": HostileFile(
+            rule=41, kind="file", media_type="application/pdf", build=lambda: nested_forms(levels=9, copies=11)
         ),
     }
 )

@@ -1,4 +1,4 @@
-"""The sample files of `media_workers/self_test.py`: a small file of each image format and video codec.
+"""The sample files of `media_workers/self_test.py`: a small file of each image format and video codec, and a document.
 
     python -m tests.media_samples
 
@@ -14,6 +14,7 @@ from PIL import Image
 
 from dashinfer_vlm_core.media.image import FORMATS
 from dashinfer_vlm_core.media_workers.self_test import SAMPLES
+from tests.pdfs import document
 
 VIDEOS = {
     "h264.mp4": ("libx264", "yuv420p"),
@@ -62,6 +63,7 @@ def encode_video(name: str) -> bytes:
 def main() -> None:
     SAMPLES.mkdir(exist_ok=True)
     files = {f"image.{codec.lower()}": encode_image(codec) for codec in FORMATS}
+    files["document.pdf"] = document("Sample", size=(72, 36), font="Sample")  # a font that is searched for
     for name, data in {**files, **{name: encode_video(name) for name in VIDEOS}}.items():
         (SAMPLES / name).write_bytes(data)
 

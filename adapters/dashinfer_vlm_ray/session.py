@@ -6,7 +6,7 @@ import hashlib
 import json
 from typing import TYPE_CHECKING
 
-from dashinfer_vlm_core.protocol import EncodedEmbeddings
+from dashinfer_vlm_core.protocol import DocumentPart, EncodedEmbeddings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 def session_id(request: ChatRequest, client: Client) -> str:
     """Return a digest of what makes the caches of a replica useful for a request.
 
-    It is the first image or video of the conversation, since its embeddings and the keys and values that follow it are
-    cached: its `uuid`, else its URL or content. Without media, it is the text up to the first message of the user.
-    Neither changes when the conversation continues. Requests that share no cached data have different sessions.
+    It is the first image, video or document of the conversation, since its embeddings and the keys and values that
+    follow it are cached: its `uuid`, else its URL or content. Without media, it is the text up to the first message of
+    the user. Neither changes when the conversation continues. Requests that share no cached data have different
+    sessions.
     """
     digest = hashlib.blake2b(digest_size=16)
     for text in (client.effective_cache_salt(request.cache_salt) or "", *_content(request)):
@@ -34,6 +35,8 @@ def _content(request: ChatRequest) -> Iterator[str]:
     media = _first_media(request)
     if media is None:
         yield from _opening(request)
+    elif isinstance(media, DocumentPart):
+        yield from (media.kind, media.url)
     elif media.uuid is not None:
         yield from ("uuid", media.uuid)
     elif isinstance(media.content, EncodedEmbeddings):
@@ -43,12 +46,9 @@ def _content(request: ChatRequest) -> Iterator[str]:
         yield from (media.url,) if isinstance(media.url, str) else media.url or ()
 
 
-def _first_media(request: ChatRequest) -> MediaPart | None:
-    for index, message in enumerate(request.messages):
-        for path, part in message.parts(f"messages[{index}]"):
-            if media := part.media(path):
-                return media
-    return None
+def _first_media(request: ChatRequest) -> MediaPart | DocumentPart | None:
+    parts = (item for i, message in enumerate(request.messages) for item in message.parts(f"messages[{i}]"))
+    return next((media for path, part in parts for media in (*part.media(path), part.document(path)) if media), None)
 
 
 def _opening(request: ChatRequest) -> Iterator[str]:

@@ -34,15 +34,16 @@ PluginOptionsT = TypeVar("PluginOptionsT", bound=PluginOptions)
 
 @dataclass(frozen=True, kw_only=True)
 class MediaLimits:
-    """Maximum number of images and videos per request."""
+    """Maximum number of images, videos and documents per request."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     image: NonNegativeInt = 32
     video: NonNegativeInt = 4
+    document: NonNegativeInt = 8
 
     def __str__(self) -> str:
-        return f"image={self.image},video={self.video}"
+        return f"image={self.image},video={self.video},document={self.document}"
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ class EngineConfig(Options):
     """Maximum number of frames of a video, sampled or sent as a list; defaults to the model's."""
 
     limit_mm_per_prompt: MediaLimits = Field(MediaLimits(), title="image=N,video=N")
-    """Maximum number of images and videos per request, as image=N,video=N or JSON."""
+    """Maximum number of images, videos and documents per request, as image=N,video=N or JSON."""
 
     enable_mm_embeds: bool = False
     """Whether requests may contain visual embeddings in place of images (`image_embeds`)."""
@@ -218,7 +219,7 @@ class EngineConfig(Options):
     """Folder whose files requests may refer to, `/` for all; by default, local files are rejected, except by `VLM`."""
 
     image_max_bytes: int = Field(20 * MIB, ge=1)
-    """Maximum size of an encoded image, in bytes."""
+    """Maximum size of an encoded image or document, in bytes."""
 
     video_max_bytes: int = Field(200 * MIB, ge=1)
     """Maximum size of an encoded video, in bytes."""

@@ -17,8 +17,10 @@ class Limits:
         max_media_ids: cached names (`uuid`) of images and videos.
         max_decoded_pixels: pixels of an image before resizing, read from its header. Pillow warns above the bound.
         video_max_decoded_pixels: pixels of all frames of a video before resizing.
-        image_decode_timeout: seconds for decoding and resizing an image; needs media workers.
-        video_decode_timeout: seconds for opening, decoding and resizing a video.
+        document_pages: pages of a request's documents that are rendered.
+        document_page_text: characters of the text layer of a page.
+        image_decode_timeout: seconds for decoding and resizing an image, or rendering a page; needs media workers.
+        video_decode_timeout: seconds for opening, decoding and resizing a video, or reading a document.
         media_worker_memory_mib: memory that a media worker may allocate, in MiB.
         max_fetched_bytes: bytes fetched for all media of a request.
         max_fetches: concurrent fetches of a client.
@@ -33,6 +35,8 @@ class Limits:
     max_media_ids: NonNegativeInt = 4096
     max_decoded_pixels: Annotated[int, Field(ge=784, le=89_478_485)] = 64_000_000
     video_max_decoded_pixels: Annotated[int, Field(ge=784)] = 768_000_000
+    document_pages: PositiveInt = 50
+    document_page_text: PositiveInt = 100_000
     image_decode_timeout: PositiveFloat = 10.0
     video_decode_timeout: PositiveFloat = 30.0
     media_worker_memory_mib: Annotated[int, Field(ge=64)] = 1024

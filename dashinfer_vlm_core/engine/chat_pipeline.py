@@ -29,6 +29,7 @@ from ..structured_output.request_grammars import RequestGrammars
 from ..vision import VisionService
 from ..vision.media_uuids import MediaUuidCache
 from .admission import ConcurrencyLimiter, hide_internal_errors
+from .documents import DocumentExpander
 from .loras import ActiveLora, LoraManager
 from .observers import RequestObserver, RequestStateStats, RequestTimer
 from .validation import check_request, find_coordinates, reject_structured_output, require_media_data
@@ -84,6 +85,7 @@ class ChatPipeline:
     spec: ModelSpec
     media: MediaLoader
     media_executor: MediaExecutor
+    documents: DocumentExpander
     processor: ImageProcessor
     prompts: PromptBuilder
     vision: VisionService
@@ -151,6 +153,7 @@ class ChatPipeline:
         """Return what the model would see, without running the vision encoder or the decoder; nothing is cached."""
         async with self._admit(request):
             check_request(request, self.spec, self.decoder, self.prompts)
+            request = await self.documents.expand(request)
             parts = await asyncio.to_thread(request.media)
             require_media_data(parts)
             process = functools.partial(self.media_executor.process, budget=self._token_budget())
@@ -216,6 +219,7 @@ class ChatPipeline:
         return builders, [first, *others]
 
     async def _load_inputs(self, request: ChatRequest, lora: ActiveLora | None) -> _Inputs:
+        request = await self.documents.expand(request)
         items = await self._load_media(request, lora)
         coordinates = find_coordinates(request, self.spec, items, self.processor)
         with self.observer.stage("prompt"):
@@ -237,12 +241,12 @@ class ChatPipeline:
             self.media.check(parts)
             vision = lora.vision if lora else None
             cached = self.media_uuids.get(parts, cache_salt=request.cache_salt or "", lora=vision)
-            budget = self._token_budget(sum(item.tokens for item in cached.values()))
-            given = [part for part in parts if part.has_source]
+            budget = self._token_budget(sum(item.tokens for item in cached if item))
+            given = [part for part, item in zip(parts, cached, strict=True) if item is None]
             items = await self.media.load(given, functools.partial(self.media_executor.process, budget=budget))
             self.media_uuids.bind(given, items, cache_salt=request.cache_salt or "")
             loaded = iter(items)
-            return [cached[part.path] if part.path in cached else next(loaded) for part in parts]
+            return [next(loaded) if item is None else item for item in cached]
 
     def _token_budget(self, tokens: int = 0) -> TokenBudget:
         return TokenBudget(self.prompts.check_media, self.prompts.max_model_len - 1, tokens)

@@ -33,6 +33,7 @@ from ..vision import VisionService
 from ..vision.media_uuids import MediaUuidCache
 from .admission import ConcurrencyLimiter
 from .chat_pipeline import ChatPipeline
+from .documents import DocumentExpander
 from .loras import LoraManager
 from .observers import RequestObserver
 
@@ -79,13 +80,17 @@ def _create_pipeline(config: EngineConfig, registry: Registry, observer: Request
     spec = replace(spec, conversation=prompts.conversation)
     IncrementalDetokenizer(prompts.tokenizer)  # rejects one that is not byte-level now, not at the first request
     vision = _load_vision(family, spec, config, kernels, registry)
+    media = MediaLoader(config, readers, policy=spec.video)
     return ChatPipeline(
         name=config.name,
         decoder_reason=reason,
         limiter=ConcurrencyLimiter(config.max_batch_size + config.max_waiting),
         spec=spec,
-        media=MediaLoader(config, readers, policy=spec.video),
+        media=media,
         media_executor=media_executor,
+        documents=DocumentExpander(
+            config=config, spec=spec, media=media, executor=media_executor, processor=processor, prompts=prompts
+        ),
         processor=processor,
         prompts=prompts,
         vision=vision,

@@ -25,8 +25,9 @@ def check_request(request: ChatRequest, spec: ModelSpec, decoder: Supervisor, pr
         UnsupportedParameter: the model or the decoder does not support a field.
         InvalidParameter: a token id does not exist.
     """
-    if decoder.unsupported_vision_reason and (media := request.media()):
-        raise UnsupportedParameter(decoder.unsupported_vision_reason, param=media[0].path)
+    rendered = [part.path for part in request.documents() if part.render != "text"]
+    if decoder.unsupported_vision_reason and (paths := [part.path for part in request.media()] + rendered):
+        raise UnsupportedParameter(decoder.unsupported_vision_reason, param=paths[0])
     prompts.check_options(request)
     if request.coordinates == "original" and spec.coordinates is None:
         raise UnsupportedParameter(

@@ -12,7 +12,6 @@ import numpy as np
 from PIL import Image as PILImage
 
 from ..errors import DashInferVLMError, InvalidParameter, MediaTooLarge, MediaUndecodable
-from .types import Kind
 
 MAX_ASPECT = 200
 """Maximum ratio of the longer side of an image to the shorter one."""
@@ -43,13 +42,13 @@ _METADATA_WARNINGS = ("ignore", None, UserWarning, re.compile(r"PIL\."), 0)
 """An entry of `warnings.filters`."""
 
 
-def out_of_memory_error(kind: Kind, path: str) -> MediaTooLarge:
+def out_of_memory_error(kind: str, path: str) -> MediaTooLarge:
     return MediaTooLarge(
         f"Decoding the {kind} needs more memory than is allowed. Send a smaller {kind}, or save it again.", param=path
     )
 
 
-def deadline_error(kind: Kind, path: str, seconds: float) -> MediaTooLarge:
+def deadline_error(kind: str, path: str, seconds: float) -> MediaTooLarge:
     return MediaTooLarge(
         f"Decoding the {kind} takes more than {seconds:g} seconds. Send a smaller {kind}, or save it again.", param=path
     )

@@ -1,4 +1,4 @@
-"""MediaPart -> bytes: check the whole request, then load its parts concurrently and pass each to its processing."""
+"""Part -> bytes: check the whole request, then load its parts concurrently and pass each to its processing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 from ..concurrency.fair_slots import FairSlots
 from ..config import EngineConfig
 from ..errors import EngineClosed, MediaError, MediaTooLarge, MissingDependency, UnsupportedParameter
-from ..protocol import EncodedEmbeddings, MediaPart
+from ..protocol import DocumentPart, EncodedEmbeddings, MediaPart
 from ..protocol.client import current_client
 from .fetch import ByteBudget, Fetcher, FetchStats
 from .frame_sampling import VideoSamplingPolicy
@@ -25,8 +25,9 @@ from .url_policy import Resolver
 from .video import check_frames, frame_path
 
 T = TypeVar("T")
+PartT = TypeVar("PartT", bound=MediaPart | DocumentPart)
 
-ProcessPart: TypeAlias = Callable[[MediaPart, Sequence[bytes]], Awaitable[T]]
+ProcessPart: TypeAlias = Callable[[PartT, Sequence[bytes]], Awaitable[T]]
 """Decodes and processes one part. The bytes are one file, one file per frame of a list, or none for a Python object."""
 
 
@@ -65,7 +66,7 @@ class MediaLoader:
     def stats(self) -> FetchStats:
         return self._fetcher.stats
 
-    def check(self, parts: Sequence[MediaPart]) -> None:
+    def check(self, parts: Sequence[PartT]) -> None:
         """Check the number and types of the parts, without fetching or decoding anything.
 
         Raises:
@@ -73,27 +74,31 @@ class MediaLoader:
             UnsupportedParameter: the request contains embeddings, and they are not enabled.
         """
         for kind, limit in asdict(self._config.limit_mm_per_prompt).items():
-            matching = [part for part in parts if part.kind == kind]
+            matching = [part for part in parts if part.kind == kind and not _is_page(part)]
             if len(matching) > limit:
                 raise MediaTooLarge(
                     f"The engine accepts up to {limit} {kind} parts per request, got {len(matching)}. Send fewer.",
                     param=matching[limit].path,
                 )
         for part in parts:
-            if isinstance(part.content, EncodedEmbeddings) and not self._config.enable_mm_embeds:
+            if (
+                isinstance(part, MediaPart)
+                and isinstance(part.content, EncodedEmbeddings)
+                and not self._config.enable_mm_embeds
+            ):
                 raise UnsupportedParameter(
                     "Embeddings are not enabled. Send an `image_url`, or start the engine with --enable-mm-embeds.",
                     param=part.path,
                 )
 
-    async def load(self, parts: Sequence[MediaPart], process: ProcessPart[T]) -> tuple[T, ...]:
+    async def load(self, parts: Sequence[PartT], process: ProcessPart[PartT, T]) -> tuple[T, ...]:
         """Load the media of one request and return the result of `process` for each part, in the order of `parts`.
 
         Everything that depends on the request alone is checked before the first byte is fetched. Equal sources are
         fetched once. The first failure, or a cancellation, cancels the rest of the request.
 
         Args:
-            parts: the request's media parts.
+            parts: the request's media parts, or its documents.
             process: called with each part as soon as its bytes are loaded; an exception fails the request.
 
         Raises:
@@ -132,7 +137,7 @@ class MediaLoader:
         self._threads.shutdown(wait=False, cancel_futures=True)
         await self._fetcher.close()
 
-    async def _load(self, parts: Sequence[MediaPart], process: ProcessPart[T]) -> tuple[T, ...]:
+    async def _load(self, parts: Sequence[PartT], process: ProcessPart[PartT, T]) -> tuple[T, ...]:
         sources = await self._run(self._locate, parts)
         slots = asyncio.Semaphore(max(1, self._config.limits.max_fetches // 2))  # leaves slots to other requests
         budget = ByteBudget(self._config.limits.max_fetched_bytes)
@@ -150,7 +155,7 @@ class MediaLoader:
             tasks.clear()  # their exceptions refer to this frame: the cycle would keep the media
             fetched.clear()
 
-    def _locate(self, parts: Sequence[MediaPart]) -> list[list[Source]]:
+    def _locate(self, parts: Sequence[PartT]) -> list[list[Source]]:
         """Return the sources of each part: one, or one per frame of a list, or none for a Python object.
 
         Equal sources are returned as one object: texts of many megabytes are hashed only here, in a thread.
@@ -174,13 +179,15 @@ class MediaLoader:
 
     async def _load_part(
         self,
-        part: MediaPart,
+        part: PartT,
         sources: Sequence[Source],
         fetched: Mapping[Source, Awaitable[bytes]],
-        process: ProcessPart[T],
+        process: ProcessPart[PartT, T],
     ) -> T:
         try:
-            if isinstance(part.url, tuple):
+            if isinstance(part, MediaPart) and part.page is not None:
+                return await process(part, [part.page.file])
+            if isinstance(part, MediaPart) and isinstance(part.url, tuple):
                 await _check_bytes({fetched[source] for source in sources}, part, self._config)
             return await process(part, [await fetched[source] for source in sources])
         except MediaError as error:
@@ -200,9 +207,15 @@ def _file_of(sources: Sequence[Source], path: str | None) -> Path | None:
     return next((file.folder / file.name for file in files if len(sources) == 1 or file.path == path), None)
 
 
-def _sources(part: MediaPart, config: EngineConfig, policy: VideoSamplingPolicy) -> list[Source]:
+def _is_page(part: MediaPart | DocumentPart) -> bool:
+    return isinstance(part, MediaPart) and part.page is not None
+
+
+def _sources(part: MediaPart | DocumentPart, config: EngineConfig, policy: VideoSamplingPolicy) -> list[Source]:
     if part.url is None:
-        return []  # the part holds a Python object or embeddings
+        return []  # the part holds a Python object or embeddings, or is a page
+    if isinstance(part, DocumentPart):
+        return [locate(part.url, kind="image", path=part.path, config=config)]  # the limits of images apply
     if isinstance(part.url, str):
         return [locate(part.url, kind=part.kind, path=part.path, config=config)]
     check_frames(len(part.url), part=part, policy=policy)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -45,9 +45,12 @@ class Image(DecodedMedia):
 
     Attributes:
         image: a Pillow image of mode RGB with 8 bits per channel, so that resizing starts without a copy.
+        source_size: height and width before resizing, in pixels, of a page that is rendered at its final size. Before
+            it is rendered, `image` is empty.
     """
 
     image: PILImage.Image
+    source_size: tuple[int, int] | None = None
     options_field: str = "image_url"
 
     @classmethod
@@ -60,6 +63,12 @@ class Image(DecodedMedia):
             max_pixels=part.max_pixels,
             options_field=part.options_field,
         )
+
+    @classmethod
+    def of_page(cls, part: MediaPart, image: PILImage.Image | None = None) -> Image:
+        """Return the image of a page of a document, before or after it was rendered."""
+        assert part.page is not None
+        return replace(cls.of(part, image or PILImage.new("RGB", (1, 1))), source_size=part.page.size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -16,11 +16,12 @@ from ..concurrency.fair_slots import FairSlots
 from ..config import MIB, EngineConfig
 from ..errors import ConfigError, EngineClosed, MediaUndecodable
 from ..media.decoder import MediaDecoder, digest_files
+from ..media.documents import Document
 from ..media.loader import closed_error
 from ..media.types import Embeddings, VideoReader
 from ..models.interface import ImageProcessor, ModelFamily, Patches
 from ..models.spec import ModelSpec
-from ..protocol import MediaPart
+from ..protocol import DocumentPart, MediaPart
 from ..protocol.client import Client, current_client
 from .fork_server import FORK_SERVER
 from .threads import MediaExecutor, MediaThreads, MediaWorkerStats, TokenBudget
@@ -63,12 +64,22 @@ class MediaWorkerPool:
     async def process(self, part: MediaPart, data: Sequence[bytes], budget: TokenBudget) -> Patches | Embeddings:
         if part.content is not None:
             return await self._local.process(part, data, budget)
+        patches = await self._process(Job(part=part, data=data, budget=budget, seconds=self._seconds(part)))
+        assert isinstance(patches, Patches)
+        return patches
+
+    async def read_document(self, part: DocumentPart, data: Sequence[bytes]) -> Document:
+        budget = TokenBudget(lambda tokens: None, 0)  # nothing is processed
+        document = await self._process(Job(part=part, data=data, budget=budget, seconds=self._seconds(part)))
+        assert isinstance(document, Document)
+        return document
+
+    async def _process(self, job: Job) -> Patches | Document:
         client = current_client.get()
         async with self._slots.slot(client.id, limit=self._limit(client)):
-            job = Job(part=part, data=data, budget=budget, seconds=self._seconds(part))
-            return await self._process(client.id, job)
+            return await self._run_in_worker(client.id, job)
 
-    async def _process(self, client: str, job: Job) -> Patches:
+    async def _run_in_worker(self, client: str, job: Job) -> Patches | Document:
         """Run a job; again in another worker if one ends that was idle before: it may have been killed from outside."""
         while True:
             worker = self._take_worker(client)
@@ -120,7 +131,7 @@ class MediaWorkerPool:
         else:
             worker.close()
 
-    async def _run(self, worker: MediaWorker, job: Job) -> Patches:
+    async def _run(self, worker: MediaWorker, job: Job) -> Patches | Document:
         running = asyncio.get_running_loop().run_in_executor(self._threads, _run_job, worker, job)
         try:
             return await asyncio.shield(running)
@@ -138,14 +149,16 @@ class MediaWorkerPool:
         limit = self._size if not client.id else max(1, self._size - 1)
         return limit if client.media_workers is None else min(client.media_workers, limit)
 
-    def _seconds(self, part: MediaPart) -> float:
+    def _seconds(self, part: MediaPart | DocumentPart) -> float:
         limits = self._config.limits
         return limits.image_decode_timeout if part.kind == "image" else limits.video_decode_timeout
 
 
-def _run_job(worker: MediaWorker, job: Job) -> Patches:
-    patches = worker.run(job)
-    return patches if job.part.uuid is None else replace(patches, source_digest=digest_files(job.data))
+def _run_job(worker: MediaWorker, job: Job) -> Patches | Document:
+    result = worker.run(job)
+    if isinstance(result, Document) or isinstance(job.part, DocumentPart) or job.part.uuid is None:
+        return result
+    return replace(result, source_digest=digest_files(job.data))
 
 
 def create_executor(

@@ -1,9 +1,9 @@
 """Restrict a media worker: memory, files, network, processes. Linux only; each part applies where the kernel has it.
 
 A worker runs decoders of hostile files. If one of them is taken over, it still has only its socket: Landlock denies it
-the file system, except for reading the Python installation; a seccomp filter denies it sockets, programs, processes,
-signals and changes of files. Both are a few system calls on stable kernel interfaces, so that no library is needed for
-them: the maintained ones need a system library, libseccomp, that pip cannot install.
+the file system, except for reading the Python installation and fonts; a seccomp filter denies it sockets, programs,
+processes, signals and changes of files. Both are a few system calls on stable kernel interfaces, so that no library is
+needed for them: the maintained ones need a system library, libseccomp, that pip cannot install.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ _CAPABILITY_VERSION = 0x20080522
 _SYSTEM_PATHS = (
     *("/usr/lib", "/usr/lib64", "/usr/local/lib", "/lib", "/lib64"),
     *("/etc/ld.so.cache", "/dev/null", "/dev/urandom", "/sys/devices/system/cpu"),
+    *("/usr/share/fonts", "/usr/local/share/fonts"),  # for documents without their fonts
 )
 
 # Landlock, see `landlock(7)`
@@ -132,7 +133,7 @@ def missing_restrictions(machine: str = platform.machine()) -> list[MissingRestr
 
 def readable_paths() -> list[str]:
     """Return the paths of the Python installation, of imported packages outside of it, and of system libraries, for
-    modules that are imported later."""
+    modules that are imported later; and of fonts."""
     prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
     installed = {folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages")}
     packages = {path for name, module in sys.modules.items() if "." not in name for path in _package_paths(module)}

@@ -11,14 +11,17 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from ..config.limits import Limits
+from ..media.documents import Document
 from ..media.image import decode_image
 from ..media.types import VideoReader
 from ..media.video import undecodable_error
+from ..protocol import DocumentPart
 from .sandbox import Sandbox
 from .seccomp import build_filter, has_list
 
 SAMPLES: Path = Path(__file__).with_name("samples")
-"""A file of each image format and each video codec; `python -m tests.media_samples` writes them."""
+"""A file of each image format and each video codec, and a document; `python -m tests.media_samples` writes them."""
 MEMORY_BYTES = 512 << 20
 MAX_SECONDS = 20
 """After this time, the process ends, and the samples that are left count as not decoded."""
@@ -66,6 +69,8 @@ def _decoders(readers: Sequence[VideoReader]) -> Mapping[str, Callable[[], objec
         data = file.read_bytes()
         if file.name.startswith("image."):
             found[file.name] = partial(decode_image, data, path="", max_pixels=10_000, background=(0, 0, 0))
+        elif file.suffix == ".pdf":
+            found[file.name] = partial(_render_document, data)
         else:
             found |= {f"{file.name} ({reader.name})": partial(_decode_video, reader, data) for reader in readers}
     return found
@@ -74,6 +79,16 @@ def _decoders(readers: Sequence[VideoReader]) -> Mapping[str, Callable[[], objec
 def _decode_video(reader: VideoReader, data: bytes) -> None:
     video = reader.open(data)
     if len(list(video.frames([0, video.info.frames - 1], lambda: None))) < 2:
+        raise undecodable_error()
+
+
+def _render_document(data: bytes) -> None:
+    from ..media import pdf  # PDFium is loaded in workers only
+
+    document = DocumentPart(path="", url="")
+    (page,) = pdf.read_pages(document, data, Limits())
+    (image,) = Document(file=data, pages=(page,)).images(document)
+    if not page.text or pdf.render_page(image, data, (16, 16)).getextrema() == ((255, 255),) * 3:
         raise undecodable_error()
 
 

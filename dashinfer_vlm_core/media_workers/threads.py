@@ -10,14 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ..errors import EngineClosed
+from ..errors import EngineClosed, UnsupportedParameter
 from ..media.decoder import MediaDecoder, digest_files
+from ..media.documents import Document
 from ..media.python_objects import digest_media
 from ..media.types import Embeddings, Image, Media, Video
 from ..models.interface import ImageProcessor, Patches
 from ..models.patches import frames_shape, validate_embeddings, with_digest
 from ..models.spec import ModelSpec
-from ..protocol import MediaPart
+from ..protocol import DocumentPart, MediaPart
 
 MEDIA_THREADS = "dashinfer-vlm-media"
 """What the names of the threads that decode media begin with."""
@@ -90,6 +91,14 @@ class MediaExecutor(Protocol):
             EngineClosed: the executor is closed.
         """
 
+    async def read_document(self, part: DocumentPart, data: Sequence[bytes]) -> Document:
+        """Read the selected pages of a document, without rendering them; canceling it stops the work.
+
+        Raises:
+            RequestError: it is not a PDF, or exceeds a limit; `param` names the field.
+            EngineClosed: the executor is closed.
+        """
+
     async def close(self) -> None:
         """Stop the work in progress, which raises EngineClosed or is canceled by its caller, and free all resources."""
 
@@ -131,6 +140,13 @@ class MediaThreads:
             return await asyncio.get_running_loop().run_in_executor(self._threads, decode_and_process)
         finally:
             stop.set()
+
+    async def read_document(self, part: DocumentPart, data: Sequence[bytes]) -> Document:
+        raise UnsupportedParameter(
+            "Documents need media workers, because a damaged file could end the engine. Run it on Linux, without"
+            " `media_workers=0`, or send the pages as images.",
+            param=part.path,
+        )
 
     async def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -12,10 +12,11 @@ import struct
 from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, StringConstraints
 
 from ..errors import InvalidParameter, MediaTooLarge, MediaUndecodable
-from ..protocol import MediaPart
+from ..media.documents import MAX_POINTS
+from ..protocol import DocumentPart, MediaPart
 
 LENGTH = struct.Struct("<I")
 MAX_HEAD_BYTES = 1 << 20
@@ -25,6 +26,7 @@ SMALL_BYTES = 1 << 18
 
 _Line = Annotated[str, StringConstraints(max_length=2000, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$")]
 _Traceback = Annotated[str, Field(max_length=10_000)]
+_Points = Annotated[float, Field(gt=0, le=MAX_POINTS, allow_inf_nan=False)]
 _Side = Annotated[PositiveInt, Field(le=MAX_SIDE)]
 _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _FramesPerSecond = Annotated[float, Field(ge=1e-9, allow_inf_nan=False)]
@@ -41,7 +43,7 @@ class _Message(BaseModel):
 
 
 class JobRequest(_Message):
-    """One image or video to process; its files follow.
+    """One image or video to process, or a document to read; its files follow.
 
     Attributes:
         part: the part, whose sources only show how many files it has.
@@ -49,7 +51,7 @@ class JobRequest(_Message):
         max_tokens: an item with more visual tokens is not processed.
     """
 
-    part: MediaPart
+    part: Annotated[MediaPart | DocumentPart, Field(discriminator="kind")]
     sizes: tuple[int, ...]
     max_tokens: int
 
@@ -91,12 +93,22 @@ class PatchesResponse(_Message):
     source_size: tuple[_Side, _Side]
 
 
+class PageResponse(_Message):
+    """A page of a document; the texts of all pages, one after the other in UTF-8, are in the shared memory."""
+
+    number: Annotated[PositiveInt, Field(le=MAX_SIDE)]
+    width: _Points
+    height: _Points
+    text_bytes: Annotated[NonNegativeInt, Field(le=MAX_SIDE)]
+
+
 class WorkerResponse(_Message):
     """The response to a job: one of the fields, and the worker's warnings.
 
     Attributes:
         error: the request is invalid.
         patches: the item was processed.
+        pages: the document was read.
         tokens: the item has more visual tokens than the job allows.
         exception: the traceback of an unexpected exception.
         logs: warnings of the decoder.
@@ -104,6 +116,7 @@ class WorkerResponse(_Message):
 
     error: ErrorResponse | None = None
     patches: PatchesResponse | None = None
+    pages: tuple[PageResponse, ...] | None = None
     tokens: PositiveInt | None = None
     exception: _Traceback | None = None
     logs: Annotated[tuple[_Line, ...], Field(max_length=10)] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import select
 import socket
@@ -14,17 +15,18 @@ from functools import cache
 from typing import Any, Literal
 
 from ..errors import EngineClosed, EngineError, MediaUndecodable
+from ..media.documents import Document, Page, subject_of
 from ..media.image import deadline_error
 from ..media.types import Grid
 from ..models.interface import ImageProcessor, Patches
 from ..models.patches import with_digest
 from ..models.spec import PixelSpec
-from ..protocol import MediaPart
+from ..protocol import DocumentPart, MediaPart
 from . import wire
 from .fork_server import FORK_SERVER, START_SECONDS
 from .shared_memory import SharedMemory
 from .threads import TokenBudget
-from .wire import Disconnected, JobRequest, PatchesResponse, Started, WorkerResponse
+from .wire import Disconnected, JobRequest, PageResponse, PatchesResponse, Started, WorkerResponse
 
 PATIENCE_SECONDS = 1.0
 """How long a job runs at normal priority."""
@@ -49,7 +51,7 @@ class WorkerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One image or video to process.
+    """One image or video to process, or a document to read.
 
     Attributes:
         part: the part.
@@ -58,7 +60,7 @@ class Job:
         seconds: the time after which the worker is killed.
     """
 
-    part: MediaPart
+    part: MediaPart | DocumentPart
     data: Sequence[bytes]
     budget: TokenBudget
     seconds: float
@@ -115,7 +117,7 @@ class MediaWorker:
             self.kill()
             raise _start_error(started.failed)
 
-    def run(self, job: Job) -> Patches:
+    def run(self, job: Job) -> Patches | Document:
         """Process one item, and block until it is complete.
 
         Raises:
@@ -132,7 +134,7 @@ class MediaWorker:
         except TimeoutError:
             self.kill()
             self.end = "timed_out"
-            raise deadline_error(job.part.kind, job.part.path, job.seconds) from None
+            raise deadline_error(subject_of(job.part), job.part.path, job.seconds) from None
         except (Disconnected, ConnectionError, ValueError) as error:
             if self._killed:
                 self.end = "canceled"
@@ -141,8 +143,8 @@ class MediaWorker:
             self.end = "crashed"
             logger.warning("%s: its media worker ended unexpectedly.", job.part.path)
             raise MediaUndecodable(
-                f"The process that decodes the {job.part.kind} ended unexpectedly. The file may be damaged: save it"
-                " again.",
+                f"The process that decodes the {subject_of(job.part)} ended unexpectedly. The file may be damaged, or"
+                " need too much memory: save it again.",
                 param=job.part.path,
             ) from error
 
@@ -173,7 +175,7 @@ class MediaWorker:
             self._sock.close()
         self._memory.close()
 
-    def _run(self, job: Job) -> Patches:
+    def _run(self, job: Job) -> Patches | Document:
         max_tokens = max(job.budget.remaining, 1)
         if self._sock is None:
             raise Disconnected
@@ -197,7 +199,7 @@ class MediaWorker:
         if not poll.poll(1000 * max(0.0, end - time.monotonic())):
             raise TimeoutError
 
-    def _result(self, response: WorkerResponse, job: Job, max_tokens: int) -> Patches:
+    def _result(self, response: WorkerResponse, job: Job, max_tokens: int) -> Patches | Document:
         for text in response.logs:
             logger.warning("%s: %s", job.part.path, text)
         if response.error is not None:
@@ -208,6 +210,8 @@ class MediaWorker:
                 "The engine failed on this request; see its log for the cause. Other requests are not affected.",
                 code="internal_error",
             )
+        if isinstance(job.part, DocumentPart):
+            return self._document(response.pages or (), job)
         if response.patches is not None:
             patches = self._patches(response.patches, job.part, max_tokens)
             job.budget.add(patches.tokens)
@@ -236,6 +240,20 @@ class MediaWorker:
             )
         )
 
+    def _document(self, pages: Sequence[PageResponse], job: Job) -> Document:
+        ends = list(itertools.accumulate(page.text_bytes for page in pages))
+        text = self._memory.read((ends[-1],)).tobytes() if ends and ends[-1] else b""
+        read = [
+            Page(
+                number=page.number,
+                width=page.width,
+                height=page.height,
+                text=text[end - page.text_bytes : end].decode(),
+            )
+            for page, end in zip(pages, ends, strict=True)
+        ]
+        return Document(file=job.data[0], pages=tuple(read))
+
 
 @cache
 def _warn_once(text: str) -> None:
@@ -252,10 +270,13 @@ def _escape(character: str) -> str:
     return character if character.isprintable() else character.encode("unicode_escape").decode()
 
 
-def _without_sources(part: MediaPart) -> MediaPart:
+def _without_sources(part: MediaPart | DocumentPart) -> MediaPart | DocumentPart:
+    if isinstance(part, DocumentPart):
+        return replace(part, url="")
     # Decoding depends on whether the source is a list, and on its length.
     url = ("",) * len(part.url) if isinstance(part.url, tuple) else ""
-    return replace(part, url=url, uuid=None)
+    page = part.page and replace(part.page, file=b"")
+    return replace(part, url=url, uuid=None, page=page)
 
 
 def _start_error(reason: str) -> EngineError:

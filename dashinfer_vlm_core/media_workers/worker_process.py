@@ -30,21 +30,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from cachetools import LRUCache
 from PIL import Image as PILImage
 
 from ..config import EngineConfig
 from ..errors import InvalidParameter, MediaTooLarge, MediaUndecodable
 from ..media.decoder import MediaDecoder
+from ..media.documents import subject_of
 from ..media.image import out_of_memory_error
-from ..media.types import Image, OpenVideo, Video, VideoReader
+from ..media.types import Embeddings, Image, Media, OpenVideo, VideoReader
 from ..models.interface import ImageProcessor
+from ..protocol import DocumentPart, MediaPart
 from . import wire
 from .sandbox import Sandbox, lower_memory_limit, readable_paths
 from .self_test import prepare_tested_sandbox
 from .shared_memory import SharedMemory
 from .threads import process_media
-from .wire import Disconnected, ErrorResponse, JobRequest, PatchesResponse, Started, WorkerResponse
+from .wire import Disconnected, ErrorResponse, JobRequest, PageResponse, PatchesResponse, Started, WorkerResponse
 
 MAX_PACKET_BYTES = 1 << 17
 IDLE_SECONDS = 60
@@ -204,6 +207,7 @@ def _tested_sandbox(readers: Sequence[Sequence[str]]) -> tuple[Sandbox, str]:
     for reader in installed:
         with contextlib.suppress(ImportError, OSError):  # reported for the first video
             reader.preload()
+    importlib.import_module("dashinfer_vlm_core.media.pdf")  # not before: PDFium is loaded in workers only
     key = (tuple(map(tuple, readers)), tuple(readable_paths()))
     if key not in _SANDBOXES:
         _SANDBOXES[key] = prepare_tested_sandbox(installed)
@@ -262,7 +266,7 @@ def _serve_job(sock: socket.socket, memory: SharedMemory, setup: WorkerSetup, lo
     except (InvalidParameter, MediaTooLarge, MediaUndecodable) as error:
         response = WorkerResponse(error=ErrorResponse.of(error))
     except MemoryError:
-        response = WorkerResponse(error=ErrorResponse.of(out_of_memory_error(job.part.kind, job.part.path)))
+        response = WorkerResponse(error=ErrorResponse.of(out_of_memory_error(subject_of(job.part), job.part.path)))
     except (Disconnected, ConnectionError):
         raise
     except Exception:  # noqa: BLE001  reported to the engine
@@ -271,14 +275,43 @@ def _serve_job(sock: socket.socket, memory: SharedMemory, setup: WorkerSetup, lo
 
 
 def _process(job: JobRequest, data: Sequence[bytes], setup: WorkerSetup, memory: SharedMemory) -> WorkerResponse:
-    media = setup.decoder.decode(job.part, data, lambda: None, setup.processor.frame_resizer)
-    assert isinstance(media, (Image, Video))
+    part = job.part
+    if isinstance(part, DocumentPart):
+        return _read_document(part, data[0], setup, memory)
+    media: Media
+    if part.page is not None:
+        media = _render_page(part, data[0], setup.processor)
+    else:
+        media = setup.decoder.decode(part, data, lambda: None, setup.processor.frame_resizer)
+    assert not isinstance(media, Embeddings)
     tokens = setup.processor.count_tokens(media)
     if tokens > job.max_tokens:
         return WorkerResponse(tokens=tokens)
     patches = process_media(setup.processor, media)
     memory.write(patches.pixels)
     return WorkerResponse(patches=PatchesResponse.model_validate(patches, from_attributes=True))
+
+
+def _read_document(part: DocumentPart, data: bytes, setup: WorkerSetup, memory: SharedMemory) -> WorkerResponse:
+    from ..media import pdf
+
+    pages = pdf.read_pages(part, data, setup.decoder.config.limits)
+    texts = [page.text.encode() for page in pages]
+    if any(texts):
+        memory.write(np.frombuffer(b"".join(texts), np.uint8))
+    return WorkerResponse(
+        pages=tuple(
+            PageResponse(number=page.number, width=page.width, height=page.height, text_bytes=len(text))
+            for page, text in zip(pages, texts, strict=True)
+        )
+    )
+
+
+def _render_page(part: MediaPart, data: bytes, processor: ImageProcessor) -> Image:
+    from ..media import pdf
+
+    size = processor.size(Image.of_page(part))
+    return Image.of_page(part, pdf.render_page(part, data, size))
 
 
 class _LogCollector(logging.Handler):

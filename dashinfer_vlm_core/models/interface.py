@@ -80,6 +80,15 @@ class ImageProcessor(Protocol):
             InvalidParameter: as for `process`.
         """
 
+    def size(self, media: Image | Video) -> tuple[int, int]:
+        """Return (height, width) that `process` resizes an image or each frame to, in pixels.
+
+        A page of a document is rendered at this size. `process` then receives it with its `source_size`.
+
+        Raises:
+            InvalidParameter: as for `process`.
+        """
+
     def frame_resizer(self, video: Video) -> FrameResizer:
         """Return a function that resizes one frame as `process` does.
 

@@ -115,7 +115,7 @@ def normalize(pixels: Pixels, spec: PixelSpec) -> npt.NDArray[np.float32]:
 def frames_shape(media: Image | Video) -> tuple[int, int, int]:
     """Return (frames, height, width) before resizing; an image is one frame."""
     if isinstance(media, Image):
-        return 1, media.image.height, media.image.width
+        return 1, *(media.source_size or (media.image.height, media.image.width))
     frames, height, width, _ = media.frames.shape
     return (frames, *media.source_size) if media.source_size else (frames, height, width)
 

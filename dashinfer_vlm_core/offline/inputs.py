@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -200,6 +201,8 @@ def _message(message: object, path: str, contents: dict[str, Any]) -> object:
 
 def _part(part: object, path: str, contents: dict[str, Any]) -> object:
     name = part.get("type") if isinstance(part, Mapping) else None
+    if isinstance(part, Mapping) and isinstance(part.get("file"), Mapping):
+        return {**part, "file": {key: _file_value(value) for key, value in part["file"].items()}}
     if not isinstance(part, Mapping) or not isinstance(name, str) or name not in _OBJECT_PARTS or _is_text(part):
         return part
     kind = _OBJECT_PARTS[name]
@@ -208,6 +211,12 @@ def _part(part: object, path: str, contents: dict[str, Any]) -> object:
         contents[path] = value
     options = {key: option for key, option in part.items() if key not in {"type", name, "uuid"}}
     return _json_part(kind, value, options, part.get("uuid"), path)
+
+
+def _file_value(value: object) -> object:
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    return str(value) if isinstance(value, Path) else value
 
 
 def _is_text(part: Mapping[str, Any]) -> bool:
@@ -256,8 +265,7 @@ def _media_part(kind: Kind, value: object, uuid: str | None, path: str) -> Media
         cause = explain(error)
         raise InvalidParameter(f"In `{path}`: {cause.message}", param=f"{path}.{cause.param}") from None
     part.check("user", path)
-    media = part.media(path)
-    assert media is not None
+    (media,) = part.media(path)
     return replace(media, url=None, content=value) if _is_object(value) else replace(media, url_field="")
 
 

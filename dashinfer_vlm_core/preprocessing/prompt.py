@@ -158,6 +158,15 @@ class PromptBuilder:
         self._check_size(text)
         return [index for segment in self._encode(self._pieces(text, mark="")) for index in segment.ids]
 
+    def count_tokens(self, request: ChatRequest) -> int:
+        """Count the tokens of a request, before images and videos replace their placeholders.
+
+        Raises:
+            ContextLengthExceeded: the text is certainly too long for the model.
+            InvalidParameter: the template rejects the messages.
+        """
+        return sum(len(segment.ids) for segment in self._segments(request, None))
+
     def decode(self, ids: Sequence[int]) -> str:
         """Decode token ids to text, including special tokens.
 
@@ -311,11 +320,11 @@ class PromptBuilder:
                 if not waiting[placeholder.kind]:
                     raise _placeholder_error(is_raw=is_raw)
                 index = waiting[placeholder.kind].popleft()
-                expansion = self._layout.expand(visuals[index], self._encode_plain)
+                expansion = self._layout.expand(visuals[index], self.encode_plain)
                 if expansion.leading_text:
                     before = segments[position - 1].text if position else ""
                     replaced = ids.pop() if before else ()
-                    ids.append(np.asarray(self._encode_plain(before + expansion.leading_text), np.int64))
+                    ids.append(np.asarray(self.encode_plain(before + expansion.leading_text), np.int64))
                     length += len(ids[-1]) - len(replaced)
                 spans += _to_prompt_spans(expansion.spans, length, index)
                 ids.append(expansion.token_ids)
@@ -334,7 +343,8 @@ class PromptBuilder:
                 return placeholder
         return None
 
-    def _encode_plain(self, text: str) -> list[int]:
+    def encode_plain(self, text: str) -> list[int]:
+        """Encode text without special tokens."""
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 

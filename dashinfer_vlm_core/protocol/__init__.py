@@ -7,7 +7,8 @@ rejected. Misspelled fields, and media in unknown ones, are rejected everywhere 
 Numbers are finite; booleans and strings are not converted to numbers.
 """
 
-from .media_part import EncodedEmbeddings, MediaPart
+from .document_part import DocumentPart
+from .media_part import DocumentPage, EncodedEmbeddings, MediaPart
 from .request import DEFAULT_MAX_TOKENS, DEFAULT_MODEL, ChatRequest, LoRARequest, OfflineRequest
 from .sources import LOW_DETAIL_PIXELS
 from .tokens import DetokenizeRequest, TokenizeChat, TokenizePrompt, parse_tokenize
@@ -18,6 +19,8 @@ __all__ = [
     "LOW_DETAIL_PIXELS",
     "ChatRequest",
     "DetokenizeRequest",
+    "DocumentPage",
+    "DocumentPart",
     "EncodedEmbeddings",
     "LoRARequest",
     "MediaPart",

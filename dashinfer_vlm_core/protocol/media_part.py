@@ -20,10 +20,31 @@ class EncodedEmbeddings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DocumentPage:
+    """A page of a document that is to be rendered as an image.
+
+    Attributes:
+        file: the document.
+        file_digest: digest of the document and of what renders it, in hexadecimal digits.
+        number: the number of the page, from 1 on.
+        size: height and width of the page in pixels, before the limits of images apply.
+        dpi: pixels per inch that the request sets; None if it sets none.
+        password: opens the document.
+    """
+
+    file: bytes = field(repr=False, compare=False)
+    file_digest: str
+    number: int
+    size: tuple[int, int]
+    dpi: int | None = None
+    password: str | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MediaPart:
     """An image or video that a message refers to, not fetched yet.
 
-    It is identified by `url` or `content`, or, if it was sent before under that name, by its `uuid` alone.
+    It is identified by `url`, `content` or `page`, or, if it was sent before under that name, by its `uuid` alone.
 
     Attributes:
         kind: the kind that the content part declares.
@@ -32,6 +53,7 @@ class MediaPart:
             each the URL of an image.
         content: the content itself: `EncodedEmbeddings`, or from a caller in this process any object that
             `media.python_objects` accepts for an image or video.
+        page: the page of a document that is the image.
         uuid: the caller's name for it.
         min_pixels: minimum number of pixels (of each frame) after resizing, at least 1.
         max_pixels: maximum number of pixels (of each frame) after resizing, at least `min_pixels`.
@@ -48,6 +70,7 @@ class MediaPart:
     path: str
     url: str | tuple[str, ...] | None = None
     content: object = field(default=None, repr=False, compare=False)
+    page: DocumentPage | None = None
     uuid: str | None = None
     min_pixels: int | None = None
     max_pixels: int | None = None
@@ -60,7 +83,7 @@ class MediaPart:
     @property
     def has_source(self) -> bool:
         """Whether the request contains a source, rather than the `uuid` alone."""
-        return self.url is not None or self.content is not None
+        return self.url is not None or self.content is not None or self.page is not None
 
     @property
     def is_sampled(self) -> bool:

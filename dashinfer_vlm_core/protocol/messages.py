@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from .base import Array, Label, Name, RequestModel, StringOrArray, StringOrObject, Text
+from .document_part import DocumentPart
 from .field_names import UnknownMedia
 from .fields import REJECTED_IN_MESSAGES, REJECTED_PARTS, RETURNED_FIELDS
 from .json_limits import MAX_CHARACTERS, MAX_VALUES, TOO_MANY_VALUES, JsonLimitExceeded, count_values
@@ -103,13 +104,40 @@ class Part(RequestModel):
         is_string = isinstance(self._value, str)
         return self._value_field if is_string else f"{self._value_field}.{self._source.content_field}"
 
-    def media(self, path: str) -> MediaPart | None:
-        return self._source.media(path, self._content_field, self.uuid) if self.type in _SOURCES else None
+    def media(self, path: str) -> Sequence[MediaPart]:
+        """Return the image or video of this part, or the images of a document's pages."""
+        media = self._source.media(path, self._content_field, self.uuid) if self.type in _SOURCES else None
+        return [media] if media else []
 
-    def for_template(self) -> dict[str, Any]:
+    def document(self, path: str) -> DocumentPart | None:
+        return self._source.document(path, self._content_field) if self.type in _SOURCES else None
+
+    def for_template(self) -> list[dict[str, Any]]:
         if self.type in _SOURCES:
-            return {"type": self._source.kind}
-        return {"type": "text", "text": self._value}
+            return [{"type": self._source.kind}]
+        return [{"type": "text", "text": self._value}]
+
+
+class ReadDocument(Part):
+    """The content part of a document that was read.
+
+    Attributes:
+        contents: the texts and images of its pages, in order.
+    """
+
+    contents: tuple[str | MediaPart, ...]
+
+    def media(self, path: str) -> Sequence[MediaPart]:
+        return [content for content in self.contents if isinstance(content, MediaPart)]
+
+    def document(self, path: str) -> None:
+        return None
+
+    def for_template(self) -> list[dict[str, Any]]:
+        return [
+            {"type": "text", "text": content} if isinstance(content, str) else {"type": content.kind}
+            for content in self.contents
+        ]
 
 
 class Function(RequestModel):
@@ -159,10 +187,18 @@ class Message(RequestModel):
         parts = self.content if isinstance(self.content, tuple) else ()
         return [(f"{path}.content[{index}]", part) for index, part in enumerate(parts)]
 
+    def with_documents(self, path: str, contents: Mapping[str, tuple[str | MediaPart, ...]]) -> Message:
+        """Return the message with the contents of documents, given by their paths, in place of these."""
+        parts = [
+            ReadDocument(type=part.type, contents=contents[part_path]) if part_path in contents else part
+            for part_path, part in self.parts(path)
+        ]
+        return self.model_copy(update={"content": tuple(parts)}) if parts else self
+
     def for_template(self) -> dict[str, Any]:
         content: str | list[dict[str, Any]]
         if isinstance(self.content, tuple):
-            content = [part.for_template() for part in self.content]
+            content = [item for part in self.content for item in part.for_template()]
         else:
             content = (self.refusal or "") if self.content is None else self.content
         message = {"role": "system" if self.role == "developer" else self.role, "content": content}

@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, InstanceOf, model_validator
+from typing_extensions import Self
 
 from .base import LARGEST, Array, Count, Label, Name, RequestModel, StringOrArray, Text, encodable
 from .body import CheckedBody
+from .document_part import DocumentPart
 from .fields import IGNORED_FIELDS, REJECTED_FIELDS, RejectedFields
 from .media_part import MediaPart
-from .messages import Message, check_tool_arguments
+from .messages import Message, Part, check_tool_arguments
 from .options import MediaIO, MediaOptions, ProcessorOptions
 from .output import (
     AllowedTools,
@@ -238,8 +240,19 @@ class ChatRequest(CheckedBody):
         return self._media_options.apply_to(self._parts())
 
     def _parts(self) -> Iterable[MediaPart]:
-        parts = (item for i, message in enumerate(self.messages) for item in message.parts(f"messages[{i}]"))
-        return [media for path, part in parts if (media := part.media(path))]
+        return [media for path, part in self._content_parts() for media in part.media(path)]
+
+    def _content_parts(self) -> Iterator[tuple[str, Part]]:
+        return (item for i, message in enumerate(self.messages) for item in message.parts(f"messages[{i}]"))
+
+    def documents(self) -> list[DocumentPart]:
+        """Return all documents that were not read yet, in the order of the prompt."""
+        return [document for path, part in self._content_parts() if (document := part.document(path))]
+
+    def with_documents(self, contents: Mapping[str, tuple[str | MediaPart, ...]]) -> Self:
+        """Return the request with the texts and images of documents, given by their paths, in place of these."""
+        messages = [message.with_documents(f"messages[{i}]", contents) for i, message in enumerate(self.messages)]
+        return self.model_copy(update={"messages": tuple(messages)})
 
     @property
     def raw_prompt(self) -> str | tuple[int, ...] | None:

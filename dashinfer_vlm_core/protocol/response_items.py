@@ -18,6 +18,9 @@ from .validation_errors import invalid, show, unsupported
 
 REFERENCE = "item_reference"
 
+FILE_FIELDS = ("file_data", "file_url", "filename", "pages", "render", "dpi", "max_pixels", "password")
+"""Fields of a part with a file, which are fields of `file` in chat requests."""
+
 _SUMMARY_MARK = "summary."
 """What the content of compaction items begins with, which clients should treat as opaque."""
 
@@ -35,7 +38,7 @@ class _StoredModel(RequestModel):
 
 
 class ItemPart(_StoredModel):
-    """A content part of an item: text, an image or a video. The chat request that it becomes checks its source."""
+    """A content part of an item: text, an image, a video or a document. The chat request that it becomes checks it."""
 
     _accepted_fields: ClassVar[Collection[str]] = RETURNED_FIELDS | {"input_audio"}
     _unknown_media: ClassVar[UnknownMedia | None] = replace(_UNKNOWN_MEDIA, by_value=True)
@@ -47,9 +50,14 @@ class ItemPart(_StoredModel):
     image_url: Any = None
     video_url: Any = None
     file_data: Text | None = None
+    file_url: Text | None = None
     filename: Text | None = None
     file_id: Any = None
-    file_url: Any = None
+    pages: Any = None
+    render: Any = None
+    dpi: Any = None
+    max_pixels: Any = None
+    password: Any = Field(default=None, repr=False)
     uuid: Any = None
 
     def to_chat(self, path: str) -> dict[str, Any]:
@@ -59,13 +67,12 @@ class ItemPart(_StoredModel):
             InvalidParameter: the type is unknown.
             UnsupportedParameter: the type or a source is not supported.
         """
-        for name in ("file_id", "file_url"):
-            if getattr(self, name) is not None:
-                raise unsupported(
-                    f"{path}.{name}",
-                    "is not supported: files are not stored or fetched. Send images as `image_url`, videos as"
-                    " `video_url`, or a data: URL in `file_data`.",
-                )
+        if self.file_id is not None:
+            raise unsupported(
+                f"{path}.file_id",
+                "is not supported: files are not stored. Send images as `image_url`, videos as `video_url`, and"
+                " documents as `file_data` or `file_url`.",
+            )
         if self.type == "input_audio":
             raise unsupported(f"{path}.type", f"is 'input_audio'. {NO_AUDIO}")
         if self.type not in _CHAT_TYPES:
@@ -75,7 +82,7 @@ class ItemPart(_StoredModel):
             "refusal": self.refusal,
             "image_url": self._image(),
             "video_url": self.video_url,
-            "file": {"file_data": self.file_data, "filename": self.filename},
+            "file": {"detail": self._detail} | {name: getattr(self, name) for name in FILE_FIELDS},
         }
         chat_type = _CHAT_TYPES[self.type]
         return {"type": chat_type, chat_type: values[chat_type], "uuid": self.uuid}
@@ -83,9 +90,13 @@ class ItemPart(_StoredModel):
     def _image(self) -> Any:
         # A URL, or, as in chat requests, an object with a URL and options.
         source = {"url": self.image_url} if isinstance(self.image_url, str) else self.image_url
-        if self.detail is not None and isinstance(source, dict):
-            return {"detail": "high" if self.detail == "original" else self.detail, **source}
+        if self._detail is not None and isinstance(source, dict):
+            return {"detail": self._detail, **source}
         return source
+
+    @property
+    def _detail(self) -> str | None:
+        return "high" if self.detail == "original" else self.detail
 
     @property
     def is_text(self) -> bool:

@@ -19,7 +19,7 @@ from .body import CheckedBody, RequestBody
 from .fields import IGNORED_FIELDS, REJECTED_FIELDS, RejectedFields, reject_fields
 from .output import MAX_TOOLS, JsonSchema
 from .request import DEFAULT_MODEL, MAX_MESSAGES, ChatRequest, StreamOptions
-from .response_items import ConvertedMessage, InputItem, ItemConverter
+from .response_items import FILE_FIELDS, ConvertedMessage, InputItem, ItemConverter
 from .validation_errors import invalid
 
 LOGPROBS = "message.output_text.logprobs"
@@ -333,7 +333,7 @@ _RENAMES = (
 )
 _QUOTED = re.compile(r"`([^`\s]+)`")
 _TOOL_FIELD = re.compile(r"(?<=tools)(\[\d+\])\.function")
-_URL = re.compile(r"(\.image_url)\.url$|\.file(\.file_data)$")
+_URL = re.compile(rf"(\.image_url)\.url$|\.file(\.(?:{'|'.join(FILE_FIELDS)}))$|\.file$")
 
 
 def _items(value: str | tuple[InputItem, ...]) -> tuple[InputItem, ...]:

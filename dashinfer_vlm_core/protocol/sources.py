@@ -1,4 +1,4 @@
-"""Sources of images and videos in content parts: URLs, base64, files, lists of frames and embeddings, with options."""
+"""Sources of media in content parts: URLs, base64, files, lists of frames and embeddings, with options."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from pydantic import Field
 from typing_extensions import Self
 
 from .base import LARGEST, Array, Count, Label, RequestModel, StringOrArray, StringOrObject, Text
+from .document_part import DocumentPart, PageRanges, RenderMode
 from .media_part import EncodedEmbeddings, MediaPart
-from .validation_errors import invalid, unsupported
+from .validation_errors import invalid, show, unsupported
 
 LOW_DETAIL_PIXELS = 256 * 28 * 28
 """Maximum number of pixels of an image with `detail: "low"`: 256 visual tokens of 28 x 28 pixels."""
@@ -25,8 +26,13 @@ JPEG_FRAMES = "data:video/jpeg;base64,"
 
 _JPEG_FRAME = "data:image/jpeg;base64,"
 _DATA = "data:"
+_PDF = "application/pdf"
+_ANY_TYPE = "application/octet-stream"
+_PDF_BASE64 = "JVBERi"
+"""What the base64 of a PDF begins with."""
 
 MAX_FRAMES = 4096
+MAX_DPI = 2400
 
 Kind: TypeAlias = Literal["image", "video"]
 Rate: TypeAlias = Annotated[float, Field(gt=0, le=1000)]
@@ -36,6 +42,13 @@ _MAX_NAME = 256
 
 _BASE64: Mapping[Kind, str] = {"image": "data:image/png;base64,", "video": "data:video/mp4;base64,"}
 """Prefixes for files in base64; the format is detected from the content, not from this type."""
+
+_FILE_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "detail": ("image", "document"),
+    "video_metadata": ("video",),
+    **dict.fromkeys(("pages", "render", "dpi", "max_pixels", "password"), ("document",)),
+}
+"""Options of files, and the kinds that have them."""
 
 _DATA_TYPE = re.compile(r"data:([\w.+-]+/[\w.+-]+)", re.IGNORECASE)
 _URL = re.compile(r"(data|https?):", re.IGNORECASE)
@@ -72,8 +85,12 @@ class MediaSource(RequestModel, ABC):
         """
 
     @abstractmethod
-    def media(self, path: str, content_field: str, uuid: str | None) -> MediaPart:
-        """Return the image or video of the content part at `path`."""
+    def media(self, path: str, content_field: str, uuid: str | None) -> MediaPart | None:
+        """Return the image or video of the content part at `path`; None for a document."""
+
+    def document(self, path: str, content_field: str) -> DocumentPart | None:
+        """Return the document of the content part at `path`; None for an image or a video."""
+        return None
 
 
 class URLSource(MediaSource):
@@ -252,63 +269,105 @@ class VideoMetadata(RequestModel):
 
 
 class FileSource(MediaSource):
-    """A file: a data: URL or base64 as `file_data`.
+    """A file: an image, a video or a PDF, as a data: URL or base64 in `file_data`, or as a URL or path in `file_url`.
 
-    The other fields are LiteLLM's: a URL as `file_id`, the media type `format`, and options of an image or a video.
+    LiteLLM's are a URL as `file_id`, the media type `format`, and options of an image or a video. Documents have
+    options of their own: the pages, and how they are rendered.
     """
 
     file_data: Text | None = None
+    file_url: Text | None = None
     file_id: Text | None = None
     filename: Text | None = None
     format: Label | None = None
     detail: Literal["auto", "low", "high"] | None = None
     video_metadata: VideoMetadata | None = None
+    pages: PageRanges | None = None
+    render: RenderMode | None = None
+    dpi: Annotated[int, Field(ge=1, le=MAX_DPI)] | None = None
+    max_pixels: Count | None = None
+    password: Label | None = Field(default=None, repr=False)
 
     @property
     def kind(self) -> Kind:
-        return "video" if self._general_type == "video" else "image"
+        return "video" if self._media_type.startswith("video/") else "image"
 
     @property
     def content_field(self) -> str:
-        return "file_id" if self.file_id and not self.file_data else "file_data"
+        return next((name for name in ("file_data", "file_url", "file_id") if getattr(self, name)), "file_data")
 
     def check(self, path: str, content_path: str, *, optional: bool) -> None:
-        if self._general_type not in {"image", "video"} or not (self.file_data or self._is_url):
+        if self.content_field == "file_id" and not self._is_url:
+            raise unsupported(
+                content_path, "names a stored file, but files are not stored. Send `file_data` or `file_url`."
+            )
+        check_url(self._content or None, content_path)
+        if not self._is_document and self._media_type.partition("/")[0] not in {"image", "video"}:
             raise unsupported(
                 content_path,
-                "must be an image or a video: a data: URL in `file_data`, or base64 with a `filename` such as"
-                " photo.png. Documents are not supported, and files are not stored. Send the pages of a document as"
-                " images, or its text.",
+                f"must be an image, a video or a PDF{self._got}: a data: URL, or base64 with a `filename` such as"
+                " photo.png. Send other documents as a PDF, or as text.",
             )
-        option = "detail" if self.kind == "video" else "video_metadata"
-        if getattr(self, option) is not None:
-            raise unsupported(f"{path}.{option}", f"is not available for a file of the kind {self.kind}. Remove it.")
+        kind = "document" if self._is_document else self.kind
+        if optional and self._is_document:
+            raise unsupported(f"{path.rpartition('.')[0]}.uuid", "is not available for a document. Remove it.")
+        for name, kinds in _FILE_OPTIONS.items():
+            if getattr(self, name) is not None and kind not in kinds:
+                raise unsupported(f"{path}.{name}", f"is not available for a file of the kind {kind}. Remove it.")
         if self.video_metadata and self.video_metadata.model_extra:
             raise unsupported(f"{path}.video_metadata", "has other options than `fps`. Remove them.")
-        check_url(self._content, content_path)
 
-    def media(self, path: str, content_field: str, uuid: str | None) -> MediaPart:
+    def media(self, path: str, content_field: str, uuid: str | None) -> MediaPart | None:
+        if self._is_document:
+            return None
         url = self._content if self._is_url else _BASE64[self.kind] + self._content
         if self.kind == "image":
             return ImageURL(url=url, detail=self.detail or "auto").media(path, content_field, uuid)
         fps = self.video_metadata.fps if self.video_metadata else None
         return VideoURL(url=url, fps=fps).media(path, content_field, uuid)
 
+    def document(self, path: str, content_field: str) -> DocumentPart | None:
+        if not self._is_document:
+            return None
+        return DocumentPart(
+            path=path,
+            url=self._content if self._is_url else f"data:{_PDF};base64,{self._content}",
+            pages=self.pages or "",
+            render=self.render or "both",
+            dpi=self.dpi,
+            max_pixels=self.max_pixels or (LOW_DETAIL_PIXELS if self.detail == "low" else None),
+            password=self.password,
+            url_field=content_field,
+        )
+
     @property
     def _content(self) -> str:
-        return self.file_data or self.file_id or ""
+        content: str | None = getattr(self, self.content_field)
+        return content or ""
 
     @property
     def _is_url(self) -> bool:
-        return _URL.match(self._content) is not None
+        return self.content_field == "file_url" or _URL.match(self._content) is not None
 
     @property
-    def _general_type(self) -> str:
+    def _is_document(self) -> bool:
+        return self._media_type == _PDF
+
+    @property
+    def _got(self) -> str:
+        return f", got {show(self._media_type)}" if self._media_type else ""
+
+    @property
+    def _media_type(self) -> str:
+        if not self._is_url and self._content.startswith(_PDF_BASE64):
+            return _PDF
         declared = _DATA_TYPE.match(self._content, 0, _MAX_NAME)
-        name = self.filename or ("" if self.file_data else self._content)
+        name = self.filename or ("" if self.file_data else self._content.partition("?")[0])
         guessed = mimetypes.guess_type(name[-_MAX_NAME:], strict=False)[0]
-        media_type = self.format or (declared[1] if declared else guessed) or ""
-        return media_type.partition("/")[0].lower()
+        if declared and declared[1].lower() != _ANY_TYPE:
+            guessed = declared[1]
+        # The Responses API fetches documents from URLs, which often have no suffix.
+        return (self.format or guessed or (_PDF if self.content_field == "file_url" else "")).lower()
 
 
 def check_url(url: str | None, path: str, *, optional: bool = False) -> None:

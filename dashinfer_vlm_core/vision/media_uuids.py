@@ -1,4 +1,4 @@
-"""Uuids of images and videos: media sent once with a `uuid` need not be sent again.
+"""Uuids of images and videos: media sent once with a `uuid` need not be sent again, nor a page be rendered again.
 
 A uuid is bound to its request's cache salt and to the data that was first sent with it. Different data with the same
 uuid is rejected, as is a uuid whose item is not, or no longer, in the cache.
@@ -6,7 +6,7 @@ uuid is rejected, as is a uuid whose item is not, or no longer, in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -43,27 +43,31 @@ class MediaUuidCache:
 
     Args:
         vision: the service whose cache holds the items.
-        limit: maximum number of uuids; the least recently used ones are evicted.
+        limit: maximum number of uuids, and of pages; the least recently used ones are evicted.
     """
 
     def __init__(self, vision: VisionService, *, limit: int) -> None:
         self._vision = vision
         self._entries: LRUCache[_UuidKey, _UuidEntry] = LRUCache(limit)
+        self._pages: LRUCache[Hashable, VisualInput] = LRUCache(limit)
 
     def get(
         self, parts: Sequence[MediaPart], *, cache_salt: str = "", lora: VisionLora | None = None
-    ) -> dict[str, VisualTokens]:
-        """Return the visual tokens of the parts that have only a uuid, by their path in the request.
+    ) -> list[VisualTokens | None]:
+        """Return the visual tokens of each part that has only a uuid, or is a page that is cached; None for others.
 
         Those that were encoded with another adapter are not found.
 
         Raises:
             InvalidParameter: a uuid is unknown, or its item is no longer cached.
         """
-        return {part.path: self._get(part, cache_salt, lora) for part in parts if not part.has_source}
+        return [
+            self._get_page(part, cache_salt, lora) if part.has_source else self._get(part, cache_salt, lora)
+            for part in parts
+        ]
 
     def bind(self, parts: Sequence[MediaPart], items: Sequence[Patches | Embeddings], *, cache_salt: str = "") -> None:
-        """Bind the uuids of parts to their items.
+        """Bind the uuids of parts, and pages, to their items.
 
         Args:
             parts: the parts of one request that have content.
@@ -77,6 +81,8 @@ class MediaUuidCache:
             if part.uuid is not None:
                 entry = self._bind(part, part.uuid, item.source_digest, cache_salt)
                 entry.items[_applied_options(part, item)] = VisualInput(**item.shared_fields())
+            if part.page is not None and self._pages.maxsize:
+                self._pages[_page_key(part, cache_salt)] = VisualInput(**item.shared_fields())
 
     def _bind(self, part: MediaPart, uuid: str, source: bytes, cache_salt: str) -> _UuidEntry:
         key = (cache_salt, part.kind, uuid)
@@ -103,6 +109,16 @@ class MediaUuidCache:
                 code="uuid_not_cached",
             )
         return replace(tokens, path=part.path)
+
+    def _get_page(self, part: MediaPart, cache_salt: str, lora: VisionLora | None) -> VisualTokens | None:
+        item = self._pages.get(_page_key(part, cache_salt)) if part.page else None
+        tokens = self._vision.find(item, cache_salt=cache_salt, lora=lora) if item else None
+        return tokens and replace(tokens, path=part.path)
+
+
+def _page_key(part: MediaPart, cache_salt: str) -> Hashable:
+    assert part.page is not None
+    return (cache_salt, part.page.file_digest, part.page.number, part.page.size, part.min_pixels, part.max_pixels)
 
 
 def _applied_options(part: MediaPart, item: VisualInput) -> _Options:

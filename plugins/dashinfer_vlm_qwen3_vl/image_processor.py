@@ -30,8 +30,8 @@ class Qwen3VLImageProcessor(Qwen2VLImageProcessor):
         self._video_max = config.video_total_pixels or video.max_pixels
         self._frame_max = config.video_max_pixels or FRAME_TOKENS * spec.factor**2
 
-    def _size(self, media: Image | Video) -> tuple[int, int]:
-        return super()._size(media) if isinstance(media, Image) else self.frame_size(media)
+    def size(self, media: Image | Video) -> tuple[int, int]:
+        return super().size(media) if isinstance(media, Image) else self.frame_size(media)
 
     def frame_size(self, video: Video) -> tuple[int, int]:
         """Return (height, width) of the resized frames of a video, in pixels.

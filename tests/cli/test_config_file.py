@@ -64,7 +64,7 @@ def test_lists_and_mappings(options):
     )
     assert found["keys"] == ["one", "two"]
     assert found["domains"] == ["a.example", "b.example"]
-    assert found["limits"] == "image=3,video=4"
+    assert found["limits"] == "image=3,video=4,document=8"
 
 
 def test_empty_file_changes_nothing(options):

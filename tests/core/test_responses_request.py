@@ -69,6 +69,8 @@ def test_errors_of_the_engine_name_the_fields_of_this_request():
         "messages[3].content[0].image_url.url": "input[5].output[0].image_url",
         "messages[4].content[0]": "input[6].content[0]",
         "messages[4].content[0].file.file_data": "input[6].content[0].file_data",
+        "messages[4].content[0].file.pages": "input[6].content[0].pages",
+        "messages[4].content[0].file": "input[6].content[0]",
         "tools[1].function.parameters": "tools[1].parameters",
         "tool_choice.function.name": "tool_choice.name",
         "tool_choice.allowed_tools.tools[0].function.name": "tool_choice.tools[0].name",

@@ -18,7 +18,7 @@ from openai.types.shared import ReasoningEffort
 from pydantic import ValidationError
 
 from dashinfer_vlm_core.errors import InvalidParameter, RequestError, UnsupportedParameter
-from dashinfer_vlm_core.protocol import LOW_DETAIL_PIXELS, ChatRequest, MediaPart, body
+from dashinfer_vlm_core.protocol import LOW_DETAIL_PIXELS, ChatRequest, DocumentPart, MediaPart, body
 from dashinfer_vlm_core.protocol.fields import IGNORED_FIELDS, REJECTED_FIELDS, SUPPORTED_FIELDS
 from dashinfer_vlm_core.protocol.name_log import MAX_LOGGED, NameLog
 from dashinfer_vlm_core.protocol.sampling import Sampling
@@ -284,6 +284,7 @@ def test_ignored_fields_are_accepted(name):
 
 VIDEO_FILE = "data:video/mp4;base64,AAAA"
 IMAGE_FILE = "data:image/png;base64,AAAA"
+PDF_FILE = "data:application/pdf;base64,JVBERi0x"
 
 
 @pytest.mark.parametrize(
@@ -324,6 +325,43 @@ def test_file_can_be_an_image_or_a_video():
         assert parsed.template_messages() == same.template_messages()
     (part,) = ChatRequest.parse(request({"type": "file", "file": {"file_data": IMAGE_FILE}})).media()
     assert part.url_path == "messages[0].content[0].file.file_data"
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        {"file_data": PDF_FILE},
+        {"file_data": PDF_FILE, "filename": "a.docx"},
+        {"file_data": "JVBERi0x"},
+        {"file_data": "AAAA", "filename": "A.PDF"},
+        {"file_data": "data:application/octet-stream;base64,AAAA", "filename": "a.pdf"},
+        {"file_data": "AAAA", "format": "application/pdf"},
+        {"file_url": "https://example.com/report"},
+        {"file_url": "report.pdf"},
+        {"file_id": "https://example.com/a.pdf?b=c.docx"},
+    ],
+    ids=str,
+)
+def test_file_can_be_a_document(file):
+    parsed = ChatRequest.parse(request({"type": "file", "file": {**file, "pages": "1, 3-", "detail": "low"}}))
+    (document,) = parsed.documents()
+    assert (document.path, document.pages, document.max_pixels) == (PART, "1,3-", LOW_DETAIL_PIXELS)
+    assert document.url.endswith(("JVBERi0x", "AAAA", "report", "report.pdf", "docx"))
+    assert not parsed.media()
+
+
+@pytest.mark.parametrize(
+    ("pages", "selected"),
+    [("", [1, 2, 3, 4]), ("2", [2]), ("4,1", [1, 4]), ("1-3,2-4", [1, 2, 3, 4]), ("3-", [3, 4]), ("1,1-1", [1])],
+)
+def test_selected_pages_are_in_order_and_unique(pages, selected):
+    assert list(DocumentPart(path=PART, url="", pages=pages).selected(4)) == selected
+
+
+@pytest.mark.parametrize(("pages", "missing"), [("5", "5"), ("1-5", "5"), ("6-", "6")])
+def test_selected_page_that_does_not_exist_is_named(pages, missing):
+    with pytest.raises(ValueError, match=missing):
+        list(DocumentPart(path=PART, url="", pages=pages).selected(4))
 
 
 def test_image_url_can_be_a_string():
@@ -651,6 +689,12 @@ BAD = [
     (video(url=[]), FRAME),
     (video(url=["a"] * 4097), FRAME),
     (request({"type": "file", "file": {"file_data": JPEG_FRAMES + "," * 4097}}), f"{PART}.file.file_data"),
+    (request({"type": "file", "file": {}}), f"{PART}.file.file_data"),
+    (request({"type": "file", "file": {"filename": "a.pdf"}}), f"{PART}.file.file_data"),
+    *(
+        (request({"type": "file", "file": {"file_data": PDF_FILE, "pages": pages}}), f"{PART}.file.pages")
+        for pages in ("", "0", "1,", "2-1", "a", "1-2-3", "1" * 8, "٣", 7)
+    ),
     (video(url=["a", ""]), f"{FRAME}[1]"),
     (video(url=["a", 5]), f"{FRAME}[1]"),
     (video(url=["a", None]), f"{FRAME}[1]"),
@@ -773,9 +817,11 @@ UNSUPPORTED = [
     (request({"type": "audio_url", "audio_url": {"url": "https://example.com/a.wav"}}), f"{PART}.type"),
     (request({"type": "file", "file": {"file_id": "a"}}), f"{PART}.file.file_id"),
     (request({"type": "file", "file": {"file_id": "a", "format": "video/mp4"}}), f"{PART}.file.file_id"),
-    (request({"type": "file", "file": {}}), f"{PART}.file.file_data"),
-    (request({"type": "file", "file": {"file_data": "data:application/pdf;base64,JVBE"}}), f"{PART}.file.file_data"),
-    (request({"type": "file", "file": {"file_data": "JVBE", "filename": "a.pdf"}}), f"{PART}.file.file_data"),
+    (request({"type": "file", "file": {"file_data": "data:text/plain;base64,JVBE"}}), f"{PART}.file.file_data"),
+    (request({"type": "file", "file": {"file_data": "JVBE", "filename": "a.docx"}}), f"{PART}.file.file_data"),
+    (request({"type": "file", "file": {"file_url": "https://example.com/a.txt"}}), f"{PART}.file.file_url"),
+    (request({"type": "file", "file": {"file_data": PDF_FILE}, "uuid": "a"}), f"{PART}.uuid"),
+    (request({"type": "file", "file": {"file_data": IMAGE_FILE, "pages": "1"}}), f"{PART}.file.pages"),
     (
         request({"type": "file", "file": {"file_data": "AAAA", "filename": "a.mp4", "detail": "low"}}),
         f"{PART}.file.detail",

@@ -7,6 +7,7 @@ lengths, checksums and counts are right unless a mutation changed them.
 from __future__ import annotations
 
 import copy
+import re
 import struct
 import zlib
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
+from benchmarks.hostile_documents import pdf
 from tests.fuzz.mutations import EDGES
 
 MAX_COPIES = (1, 1, 3, 200)
@@ -236,6 +238,43 @@ def _write_gif_block(node: Node) -> bytes:
     return node.kind + node.body + write_gif(node.children) + end
 
 
+# PDF: objects of tokens, and their streams
+
+
+_OBJECT = re.compile(rb"\d+ 0 obj\n(.*?)\nendobj\n", re.DOTALL)
+_STREAM = re.compile(rb"(.*?)\nstream\n(.*)\nendstream", re.DOTALL)
+_TOKEN = re.compile(rb"<<|>>|[\[\]]|\((?:\\.|[^()\\])*\)|<[0-9a-f]*>|/?[^\s<>\[\]()/]+")
+_LENGTH = b"/Length"
+
+
+def parse_pdf(data: bytes) -> list[Node]:
+    """Parse a file of `tests.pdfs`."""
+    nodes = []
+    for content in _OBJECT.findall(data):
+        found = _STREAM.fullmatch(content)
+        tokens = [Node(b"token", token) for token in _TOKEN.findall(found[1] if found else content)]
+        nodes.append(Node(b"object", children=[*tokens, *([Node(b"stream", found[2])] if found else [])]))
+    return nodes
+
+
+def write_pdf(nodes: Sequence[Node]) -> bytes:
+    return pdf([_write_object(node) for node in nodes if node.kind == b"object"])
+
+
+def _write_object(node: Node) -> bytes:
+    tokens: list[bytes] = []
+    streams = b""
+    for child in node.children:
+        if child.kind == b"stream":
+            streams += b"\nstream\n%b\nendstream" % child.body
+            length = len(child.body) + child.extra_length
+            for index in (index for index, token in enumerate(tokens[:-1]) if token == _LENGTH):
+                tokens[index + 1] = b"%d" % length
+        else:
+            tokens.append(child.body + b"".join(_write_object(inner) for inner in child.children))
+    return b" ".join(tokens) + streams
+
+
 # Mutations
 
 
@@ -247,6 +286,7 @@ FORMATS: dict[str, tuple[Callable[[bytes], list[Node]], Write]] = {
     "WEBP": (parse_webp, write_webp),
     "TIFF": (parse_tiff, write_tiff),
     "GIF": (parse_gif, write_gif),
+    "PDF": (parse_pdf, write_pdf),
 }
 
 

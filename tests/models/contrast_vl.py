@@ -20,6 +20,7 @@ from dashinfer_vlm_core.errors import InvalidParameter
 from dashinfer_vlm_core.media import Grid, Image
 from dashinfer_vlm_core.media.frame_sampling import VideoSamplingPolicy
 from dashinfer_vlm_core.models.interface import Expansion, GridShape, Patches, Placeholder
+from dashinfer_vlm_core.models.patches import frames_shape
 from dashinfer_vlm_core.models.spec import ModelSpec, PixelSpec, Profile, TokenSpec
 from dashinfer_vlm_core.models.weights import Weights
 from dashinfer_vlm_core.text_spec import AttentionSpec, LayerSpec, MlpSpec, RotarySpec, TextModelSpec, TextWeightNames
@@ -96,9 +97,13 @@ def write_checkpoint(folder: Path) -> Path:
     return folder
 
 
+def resized_side(side: int) -> int:
+    return max(PATCH, min(side, MAX_SIDE) // PATCH * PATCH)
+
+
 def resized(image: PILImage.Image) -> PILImage.Image:
     """Round both sides down to patches, at least one patch and at most `MAX_SIDE`."""
-    width, height = (max(PATCH, min(side, MAX_SIDE) // PATCH * PATCH) for side in image.size)
+    width, height = map(resized_side, image.size)
     return image.resize((width, height), PILImage.Resampling.BILINEAR)
 
 
@@ -128,9 +133,14 @@ class ImageProcessor:
         return lambda frame: np.asarray(resized(PILImage.fromarray(frame)))
 
     def count_tokens(self, media):
-        if isinstance(media, Image) and min(media.image.size) < 2:
+        if isinstance(media, Image) and min(media.image.size) < 2 and media.source_size is None:
             raise InvalidParameter("This image is too thin.", param=media.path)
-        return self.process(media).tokens
+        height, width = self.size(media)
+        return (1 if isinstance(media, Image) else len(media.frames)) * height * width // PATCH**2
+
+    def size(self, media):
+        _, height, width = frames_shape(media)
+        return resized_side(height), resized_side(width)
 
     def shape(self, grid):
         if max(grid.h, grid.w) > MAX_SIDE // PATCH:

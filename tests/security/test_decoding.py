@@ -237,7 +237,7 @@ def test_security_07_rare_codec_is_rejected(open_server, codec, is_decoded):
 
 def test_security_07_codecs_are_tested():
     """The sample files have every codec. `av1` is the name of AV1 in builds of FFmpeg without dav1d."""
-    samples = (file.read_bytes() for file in SAMPLES.iterdir() if file.stem != "image")
+    samples = (file.read_bytes() for file in SAMPLES.iterdir() if file.stem not in {"image", "document"})
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(av.open(io.BytesIO(data))) for data in samples]
         assert {file.streams.video[0].codec_context.codec.name for file in files} == {*CODECS} - {"av1"}

@@ -25,7 +25,8 @@ from dashinfer_vlm_core.protocol.request import OfflineRequest
 from dashinfer_vlm_core.testing import Script, scripted_registry
 from dashinfer_vlm_demo import CHECKPOINT
 from tests.executed_lines import count_lines
-from tests.samples import encode, image_url, noise
+from tests.pdfs import document
+from tests.samples import data_url, encode, image_url, noise
 from tests.security.conftest import GOOD, LEAKS, LIMITS, image_data, running_server, text, video
 
 PART = "messages[0].content[0]"
@@ -92,6 +93,18 @@ def test_security_09_typed_text_is_preserved(decode_request):
     for typed in TYPED:
         ids = decode_request(conversation(text(typed))).token_ids.tolist()
         assert typed in TOKENIZER.decode(ids, skip_special_tokens=False)
+
+
+def test_security_09_control_tokens_in_a_document_stay_text(decode_request):
+    def ask(typed):
+        pages = data_url(document(typed.replace("\n", " "), "<|im_end|>", size=(400, 84)), "application/pdf")
+        return decode_request(conversation({"type": "file", "file": {"file_data": pages, "render": "text"}}))
+
+    expected = control_tokens(ask("Hello there"))
+    for typed in TYPED:
+        request = ask(typed)
+        assert control_tokens(request) == expected, typed
+        assert typed[:12] in TOKENIZER.decode(request.token_ids.tolist(), skip_special_tokens=False)
 
 
 # Rule 10: as many placeholders as embedding rows

@@ -7,6 +7,8 @@ import base64
 import pytest
 from PIL import Image
 
+from benchmarks.hostile_documents import CATALOG, pdf
+from tests.pdfs import document, encrypted
 from tests.samples import data_url, encode, encode_video, image_url, noise
 
 GOOD = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
@@ -24,11 +26,17 @@ def with_video(url, **options):
     return with_content([{"type": "video_url", "video_url": {"url": url, **options}}])
 
 
+def with_file(data, **options):
+    return with_content([{"type": "file", "file": {"file_data": data_url(data, "application/pdf"), **options}}])
+
+
 def blank(width, height):
     return data_url(encode(Image.new("RGB", (width, height))))
 
 
 IMAGE = image_url()
+PAGES = document("One", "Two", "Three", "Four")
+FILE = "messages[0].content[0].file"
 PART = "messages[0].content[1]"
 FIRST_PART = "messages[0].content[0]"
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -191,6 +199,55 @@ BAD = {
 }
 
 
+# The same, of documents, with a part of the message.
+DOCUMENTS = {
+    "not a PDF": (with_file(b"%PDF-1.7 nothing else"), FIRST_PART, "not a complete PDF"),
+    "half a document": (with_file(PAGES[:300]), FIRST_PART, "Save it again"),
+    "an empty file": (with_file(b""), FIRST_PART, "not a complete PDF"),
+    "no pages": (with_file(pdf([CATALOG, b"<< /Type /Pages /Kids [] /Count 0 >>"])), FIRST_PART, "at least one page"),
+    "encrypted": (with_file(encrypted("secret")), f"{FILE}.password", "Send its password"),
+    "wrong password": (with_file(encrypted("secret"), password="x"), f"{FILE}.password", "does not open the document"),
+    "page that does not exist": (with_file(PAGES, pages="2,5"), f"{FILE}.pages", "selects page 5, but"),
+    "pages are words": (with_file(PAGES, pages="all"), f"{FILE}.pages", 'such as "1-3,7"'),
+    "pages in descending order": (with_file(PAGES, pages="3-1"), f"{FILE}.pages", 'such as "1-3,7"'),
+    "too many pages": (with_file(PAGES), FIRST_PART, "At most 3 pages can be rendered for a request, got 4"),
+    "a page of 20,000 points": (with_file(document("", size=(20_000, 20))), FIRST_PART, "at most 14400 points"),
+    "a page that is a line": (with_file(document("", size=(14_400, 14.4))), FIRST_PART, "more than 200 times"),
+    "too much text": (with_file(document("word " * 300)), FIRST_PART, "page 1 of the document has more than 1000"),
+    "too much text in all pages": (
+        with_file(document(*["\n".join(["word word word"] * 50)] * 5, size=(280, 1000)), render="text"),
+        FIRST_PART,
+        "the pages up to 4 of the document has more than 3000",
+    ),
+    "no text layer": (with_file(document(""), render="text"), f"{FILE}.render", "no text layer"),
+    "too many dots per inch": (with_file(PAGES, dpi=2400, pages="1"), f"{FILE}.dpi", "set `max_pixels` as well"),
+    "dpi is 0": (with_file(PAGES, dpi=0), f"{FILE}.dpi", "at least 1"),
+    "unknown rendering": (with_file(PAGES, render="all"), f"{FILE}.render", "'image', 'text' or 'both'"),
+    "an option of images": (with_file(PAGES, video_metadata={"fps": 1}), f"{FILE}.video_metadata", "kind document"),
+    "a stored file": (
+        with_content([{"type": "file", "file": {"file_id": "file-1"}}]), f"{FILE}.file_id", "files are not stored"
+    ),
+    "a Word document": (
+        with_content([{"type": "file", "file": {"file_data": "AAAA", "filename": "a.docx"}}]),
+        f"{FILE}.file_data",
+        "got 'application/vnd.openxmlformats",
+    ),
+    "a text file": (
+        with_content([{"type": "file", "file": {"file_data": "data:text/csv;base64,AAAA"}}]),
+        f"{FILE}.file_data",
+        "got 'text/csv'",
+    ),
+    "a uuid": (
+        with_content([{"type": "file", "file": {"file_data": data_url(PAGES, "application/pdf")}, "uuid": "a"}]),
+        "messages[0].content[0].uuid",
+        "not available for a document",
+    ),
+    "too many documents": (
+        with_content(with_file(PAGES, pages="1")["messages"][0]["content"] * 9), "messages[0].content[8]", "up to 8"
+    ),
+}  # fmt: skip
+
+
 MESSAGES = {
     "an image that is too large": (with_image(blank(2000, 2000)), "2000 x 2000 pixels, more than the limit of 1000000"),
     "base64 in lines": (
@@ -216,7 +273,8 @@ def client(tiny_checkpoint):
     from dashinfer_vlm_core.testing import scripted_engine
     from tests.server.conftest import serving
 
-    limits = {"limit_mm_per_prompt": {"image": 3, "video": 1}, "limits": {"max_decoded_pixels": 1_000_000}}
+    limits = {"max_decoded_pixels": 1_000_000, "document_pages": 3, "document_page_text": 1000}
+    limits = {"limit_mm_per_prompt": {"image": 3, "video": 1}, "limits": limits}
     engine = scripted_engine("Fine.", model=str(tiny_checkpoint), served_model_name="tiny", **limits)
     with engine, serving(engine) as server, server.http() as http:
         yield http
@@ -239,6 +297,14 @@ def test_bad_request_names_the_field_and_server_continues(client, change, param)
 
     good = client.post("/v1/chat/completions", json=GOOD)
     assert good.json()["choices"][0]["message"]["content"] == "Fine."
+
+
+@pytest.mark.parametrize(("change", "param", "part"), DOCUMENTS.values(), ids=DOCUMENTS)
+def test_bad_document_names_field_value_and_next_step(client, change, param, part):
+    test_bad_request_names_the_field_and_server_continues(client, change, param)
+    message = client.post("/v1/chat/completions", **body(change)).json()["error"]["message"]
+    assert part in message
+    assert message.endswith(".")
 
 
 @pytest.mark.parametrize("name", ["temperature too high", "unknown model", "not an image", "too long"])

@@ -15,6 +15,7 @@ from dashinfer_vlm_core.testing import EVERYTHING, scripted_engine
 from dashinfer_vlm_server.api_keys import ApiKeys, KeyLimits
 from tests.clock import ManualClock
 from tests.core.test_reasoning import TEMPLATE
+from tests.pdfs import document
 from tests.samples import data_url, encode_video, image_url
 from tests.server.conftest import serving
 from tests.waiting import until
@@ -27,6 +28,7 @@ TOOL = {"type": "function", "name": "weather", "description": "Today's.", "param
 CHAT_TOOL = {"type": "function", "function": {name: TOOL[name] for name in ("name", "description", "parameters")}}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 IMAGE, VIDEO = image_url(), data_url(encode_video(4), "video/mp4")
+PDF = data_url(document("One", "Two", "Three", size=(84, 84)), "application/pdf")
 SAME_PARTS = [
     {"type": "text", "text": "What is this?"},
     {"type": "image_url", "image_url": {"url": IMAGE}},
@@ -371,6 +373,22 @@ SAME = {
         ],
         [user({"type": "image_url", "image_url": {"url": IMAGE}}, {"type": "file", "file": {"file_data": VIDEO}})],
     ),
+    "documents": (
+        [
+            user(
+                {"type": "input_file", "file_data": PDF, "filename": "a.pdf", "pages": "2-", "render": "image"},
+                {"type": "input_file", "file_data": PDF, "detail": "low", "max_pixels": 84 * 84},
+                INPUT_TEXT,
+            )
+        ],
+        [
+            user(
+                {"type": "file", "file": {"file_data": PDF, "pages": "2-3", "render": "image"}},
+                {"type": "file", "file": {"file_data": PDF, "max_pixels": 84 * 84}},
+                TEXT,
+            )
+        ],
+    ),
     "conversation": (
         [
             {"type": "message", "role": "system", "content": "Be brief."},
@@ -498,13 +516,14 @@ def test_reasoning_and_tools_give_the_prompt_of_a_chat_request(scripted, tmp_pat
 def test_previous_response_gives_the_prompt_of_the_whole_conversation(scripted):
     served = scripted("A circle.", CALL, "Sunny.", RESPONSE, RESPONSE)
     image = {"type": "input_image", "image_url": IMAGE}
-    first = create(served, [user(image, INPUT_TEXT)], instructions="Be brief.")
+    file = {"type": "input_file", "file_data": PDF, "pages": "1"}
+    first = create(served, [user(image, file, INPUT_TEXT)], instructions="Be brief.")
     second = create(served, "And?", previous_response_id=first.id, tools=[TOOL])
     output = output_item("Sun.", second.output[0].call_id)
     third = create(served, [output], previous_response_id=second.id)
     create(served, "Sure?", previous_response_id=third.id)
     whole = [
-        user(image, INPUT_TEXT),
+        user(image, file, INPUT_TEXT),
         *first.output,
         {"role": "user", "content": "And?"},
         *second.output,
@@ -846,7 +865,15 @@ BAD = {
     "option of a video": (
         part(type="input_video", video_url={"url": VIDEO, "num_frames": 99}), "input[0].content[1].video_url.num_frames"
     ),
-    "document": (part(type="input_file", file_data="data:application/pdf;base64,AA"), "input[0].content[1].file_data"),
+    "text file": (part(type="input_file", file_data="data:text/plain;base64,AA"), "input[0].content[1].file_data"),
+    "file of OpenAI's": (part(type="input_file", file_id="file-1"), "input[0].content[1].file_id"),
+    "damaged document": (part(type="input_file", file_data="data:application/pdf;base64,AA"), "input[0].content[1]"),
+    "document here": (part(type="input_file", file_url="http://127.0.0.1:9/a.pdf"), "input[0].content[1]"),
+    "page that does not exist": (part(type="input_file", file_data=PDF, pages="9"), "input[0].content[1].pages"),
+    "rendering": (part(type="input_file", file_data=PDF, render="all"), "input[0].content[1].render"),
+    "document that is too long": (
+        part(type="input_file", file_data=PDF) | {"max_output_tokens": 10**6}, "input[0].content[1]"
+    ),
     "file without data": (part(type="input_file", filename="a.png"), "input[0].content[1].file_data"),
     "call without id": (item(type="function_call", name="f", arguments="{}"), "input[1].call_id"),
     "call without arguments": (item(type="function_call", name="f", call_id="c"), "input[1].arguments"),

@@ -61,7 +61,7 @@ class Qwen2VLImageProcessor:
             InvalidParameter: the request's limits contradict each other or the server's, or the aspect ratio is above
                 200.
         """
-        size = self._size(media)
+        size = self.size(media)
         pixels, grid = patchify(resize(media, size), self._spec)
         kind: Kind = "image" if isinstance(media, Image) else "video"
         return Patches(
@@ -80,10 +80,10 @@ class Qwen2VLImageProcessor:
         Raises:
             InvalidParameter: as for `process`.
         """
-        return grid_shape(grid_for_size(frames_shape(media)[0], *self._size(media), self._spec), self._spec).tokens
+        return grid_shape(grid_for_size(frames_shape(media)[0], *self.size(media), self._spec), self._spec).tokens
 
     def frame_resizer(self, video: Video) -> FrameResizer:
-        return functools.partial(resize_frame, size=self._size(video))
+        return functools.partial(resize_frame, size=self.size(video))
 
     def limits(self, media: Image | Video) -> PixelLimits:
         """Return the pixel limits of a resized image, or of each resized frame of a video.
@@ -102,7 +102,7 @@ class Qwen2VLImageProcessor:
         """
         return self._image_limits(media) if isinstance(media, Image) else self._frame_limits(media)
 
-    def _size(self, media: Image | Video) -> tuple[int, int]:
+    def size(self, media: Image | Video) -> tuple[int, int]:
         limits = self.limits(media)
         _, height, width = frames_shape(media)
         return smart_resize(

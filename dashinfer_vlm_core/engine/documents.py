@@ -1,0 +1,145 @@
+"""DocumentExpander: documents of a request -> the texts and images of their pages, before any page is rendered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, zip_longest
+from typing import TypeAlias
+
+from ..config import EngineConfig
+from ..errors import ContextLengthExceeded, InvalidParameter
+from ..media.documents import Document, Page, check_pages
+from ..media.loader import MediaLoader
+from ..media.types import Image
+from ..media_workers import MediaExecutor
+from ..models.interface import ImageProcessor
+from ..models.spec import ModelSpec
+from ..preprocessing.prompt import PromptBuilder
+from ..protocol import ChatRequest, DocumentPart, MediaPart
+
+MIN_TOKENS = 16
+"""Images of pages with fewer tokens are not suggested."""
+
+_PageContents: TypeAlias = tuple[str | MediaPart, ...]
+"""The text and the image of a page, if it has them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DocumentExpander:
+    """Replaces the documents of requests.
+
+    Attributes:
+        config: limits.
+        spec: the checkpoint.
+        media: loads the files.
+        executor: reads them.
+        processor: determines the sizes of pages.
+        prompts: counts the tokens.
+    """
+
+    config: EngineConfig
+    spec: ModelSpec
+    media: MediaLoader
+    executor: MediaExecutor
+    processor: ImageProcessor
+    prompts: PromptBuilder
+
+    async def expand(self, request: ChatRequest) -> ChatRequest:
+        """Return the request with the text layer and the image of each page in place of its documents.
+
+        Raises:
+            RequestError: a document cannot be loaded or read, or exceeds a limit.
+            ContextLengthExceeded: the prompt with all pages and the completion exceed the context.
+        """
+        parts = request.documents()
+        if not parts:
+            return request
+        documents = await self.media.load(parts, self.executor.read_document)
+        self._check_pages(parts, documents)
+        return await asyncio.to_thread(self._expand, request, parts, documents)
+
+    def _check_pages(self, parts: Sequence[DocumentPart], documents: Sequence[Document]) -> None:
+        counts = {"rendered": 0, "read": 0}
+        for part, document in zip(parts, documents, strict=True):
+            use = "read" if part.render == "text" else "rendered"
+            counts[use] += len(document.pages)
+            check_pages(counts[use], part, self.config.limits)
+
+    def _expand(
+        self, request: ChatRequest, parts: Sequence[DocumentPart], documents: Sequence[Document]
+    ) -> ChatRequest:
+        contents = {part.path: _contents(part, document) for part, document in zip(parts, documents, strict=True)}
+        expanded = request.with_documents({path: tuple(chain(*pages)) for path, pages in contents.items()})
+        tokens = [self._count_tokens(part) for part in expanded.media() if part.page is not None]
+        # Other images and videos are counted when they are processed, and the exact prompt when it is built.
+        total = self.prompts.count_tokens(expanded) + sum(tokens) - len(tokens)
+        limit = self.prompts.max_model_len - (request.sampling().max_tokens or 1)
+        if total > limit:
+            raise self._too_long(request, list(chain(*contents.values())), tokens, total, limit)
+        return expanded
+
+    def _count_tokens(self, part: MediaPart) -> int:
+        assert part.page is not None
+        image = Image.of_page(part)
+        size = self.processor.size(image)
+        is_smaller = any(full - side > self.spec.pixels.factor for full, side in zip(part.page.size, size, strict=True))
+        if is_smaller and part.page.dpi is not None and part.max_pixels is None:
+            param = f"{part.options_path}.dpi"
+            full, scaled = (f"{width} x {height}" for height, width in (part.page.size, size))
+            raise InvalidParameter(
+                f"`{param}` is {part.page.dpi}, so page {part.page.number} has {full} pixels, more than the {scaled}"
+                " that images can have. Lower it, or set `max_pixels` as well: the page is then scaled.",
+                param=param,
+            )
+        return self.processor.count_tokens(image)
+
+    def _too_long(
+        self, request: ChatRequest, pages: Sequence[_PageContents], tokens: Sequence[int], total: int, limit: int
+    ) -> ContextLengthExceeded:
+        fitting = self._count_fitting(pages, tokens, total - limit)
+        completion = self.prompts.max_model_len - limit
+        requested = f", and {completion} more are requested" if completion > 1 else ""
+        pixels = self._max_pixels(tokens, limit - total + sum(tokens))
+        advice = f"{fitting} pages fit: select them with `pages`{pixels}."
+        if not fitting:
+            advice = f"No page fits: request fewer tokens, or shorten the messages{pixels}."
+        return ContextLengthExceeded(
+            f"The prompt has {total} tokens with the {len(pages)} pages of its documents{requested}, but the context"
+            f" length is {self.prompts.max_model_len}, completion included. {advice}",
+            prompt_tokens=total,
+            limit=self.prompts.max_model_len,
+            param=request.documents()[0].options_path,
+        )
+
+    def _count_fitting(self, pages: Sequence[_PageContents], tokens: Sequence[int], excess: int) -> int:
+        """Return how many pages are left after the last ones were removed that have at least `excess` tokens."""
+        images = list(tokens)
+        fitting = len(pages)
+        while excess > 0 and fitting:
+            fitting -= 1
+            for content in pages[fitting]:
+                excess -= len(self.prompts.encode_plain(content)) if isinstance(content, str) else images.pop()
+        return fitting
+
+    def _max_pixels(self, tokens: Sequence[int], available: int) -> str:
+        each = available // len(tokens) if tokens else 0
+        return f", or set `max_pixels` to {each * self.spec.pixels.factor**2} or less" if each >= MIN_TOKENS else ""
+
+
+def _contents(part: DocumentPart, document: Document) -> list[_PageContents]:
+    images = document.images(part) if part.render != "text" else []
+    if not images and not any(page.text.strip() for page in document.pages):
+        param = f"{part.options_path}.render"
+        raise InvalidParameter(
+            f'`{param}` is "text", but the pages have no text layer. Set it to "image".', param=param
+        )
+    is_only = len(document.pages) == 1
+    return [_page_contents(page, image, is_only=is_only) for page, image in zip_longest(document.pages, images)]
+
+
+def _page_contents(page: Page, image: MediaPart | None, *, is_only: bool) -> _PageContents:
+    title = "" if is_only else f"Page {page.number}:\n"
+    text = title + (f"{page.text}\n" if page.text.strip() else "")
+    return tuple(content for content in (text, image) if content)

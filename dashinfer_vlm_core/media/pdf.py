@@ -1,0 +1,185 @@
+"""PDF files: the sizes and texts of pages, and pages as images, by PDFium.
+
+Only media workers import this module: PDFium may crash on a damaged file, and it may be used by one thread only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pypdfium2 as pdfium
+import pypdfium2.raw
+from PIL import Image as PILImage
+
+from ..config.limits import Limits
+from ..errors import InvalidParameter, MediaTooLarge, MediaUndecodable
+from ..protocol import DocumentPart, MediaPart
+from .documents import MAX_POINTS, Page, check_pages
+
+_ALWAYS_REPLACED = ("Courier", "Helvetica", "Times", "Symbol", "ZapfDingbats")
+"""The beginnings of the names of PDF's standard fonts, which PDFium has replacements of."""
+_MAX_NAME = 60
+_MAX_NAMES = 8
+
+logger: logging.Logger = logging.getLogger(__name__)
+logging.getLogger("pypdfium2").setLevel(logging.ERROR)  # it warns about forms that it shows in another way
+
+
+class _FontLog(pdfium.PdfSysfontBase):  # type: ignore[misc]  # the library has no types
+    """Collects the names of fonts that are neither in a document nor installed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: dict[str, None] = {}
+
+    def MapFont(self, _: Any, *arguments: Any) -> Any:  # noqa: N802  PDFium's name
+        found = self.default.MapFont(self.default, *arguments)
+        name = ctypes.string_at(arguments[4])[:_MAX_NAME].decode("ascii", "replace")
+        if not found and not name.startswith(_ALWAYS_REPLACED):
+            self.names[name] = None
+        return found
+
+
+_FONTS = _FontLog()
+_FONTS.setup()
+
+
+def read_pages(part: DocumentPart, data: bytes, limits: Limits) -> list[Page]:
+    """Read the selected pages of a document: their sizes, and if the model receives them, their text layers.
+
+    Raises:
+        MediaUndecodable: it is not a complete PDF, or has no pages.
+        MediaTooLarge: too many pages are selected, or a page is too large or has too much text.
+        InvalidParameter: its password is missing or wrong, or it has no such page.
+    """
+    _FONTS.names.clear()  # rendering an earlier page has added some
+    with _open(data, part.path, part.options_path, part.password) as document:
+        pages: list[Page] = []
+        characters = limits.document_pages * limits.document_page_text
+        for number in _select(part, len(document), limits):
+            pages.append(_read(document, number, part, limits))
+            characters -= len(pages[-1].text)
+            if characters < 0:
+                raise _text_error(f"the pages up to {number}", limits.document_pages * limits.document_page_text, part)
+    if _FONTS.names:
+        names = ", ".join(list(_FONTS.names)[:_MAX_NAMES])
+        logger.warning("Fonts that are not in the document were replaced: %s", names)
+    return pages
+
+
+def render_page(part: MediaPart, data: bytes, size: tuple[int, int]) -> PILImage.Image:
+    """Render the page of a part at a size, (height, width), with its annotations and form fields.
+
+    Raises:
+        MediaUndecodable: the page is damaged.
+    """
+    assert part.page is not None
+    height, width = size
+    with (
+        _open(data, part.path, part.options_path, part.page.password) as document,
+        _load(document, part.page.number, part.path) as page,
+    ):
+        bitmap = pdfium.PdfBitmap.new_native(width, height, pypdfium2.raw.FPDFBitmap_BGR)
+        bitmap.fill_rect((255, 255, 255, 255), 0, 0, width, height)
+        arguments = (bitmap, page, 0, 0, width, height, 0, pypdfium2.raw.FPDF_ANNOT)
+        pypdfium2.raw.FPDF_RenderPageBitmap(*arguments)
+        if document.formenv:
+            pypdfium2.raw.FPDF_FFLDraw(document.formenv, *arguments)
+        image: PILImage.Image = bitmap.to_pil()
+        bitmap.close()
+        return image
+
+
+@contextlib.contextmanager
+def _open(data: bytes, path: str, options_path: str, password: str | None) -> Iterator[Any]:
+    # PDFium has no error for a document without pages: this one would be that of an earlier document.
+    pypdfium2.raw.FPDF_LoadMemDocument(b"", 0, None)
+    try:
+        document = pdfium.PdfDocument(data, password=password)
+    except pdfium.PdfiumError as error:
+        if error.err_code == pypdfium2.raw.FPDF_ERR_PASSWORD:
+            raise _password_error(options_path, password) from None
+        if error.err_code == pypdfium2.raw.FPDF_ERR_SECURITY:
+            raise MediaUndecodable(
+                "The document is encrypted in a way that is not supported. Save it without encryption.", param=path
+            ) from None
+        raise MediaUndecodable(
+            "This is not a complete PDF with at least one page. Save it again.", param=path
+        ) from None
+    with document:
+        with contextlib.suppress(pdfium.PdfiumError):  # it is shown without its fields
+            document.init_forms()
+        yield document
+
+
+def _password_error(options_path: str, password: str | None) -> InvalidParameter:
+    param = f"{options_path}.password"
+    if password is None:
+        return InvalidParameter(f"The document is encrypted. Send its password as `{param}`.", param=param)
+    return InvalidParameter(f"`{param}` does not open the document. Check it.", param=param)
+
+
+def _select(part: DocumentPart, count: int, limits: Limits) -> Sequence[int]:
+    try:
+        numbers = list(part.selected(count))
+    except ValueError as error:
+        param = f"{part.options_path}.pages"
+        raise InvalidParameter(
+            f"`{param}` selects page {error}, but the document has {count}. Choose from 1 to {count}.",
+            param=param,
+        ) from None
+    check_pages(len(numbers), part, limits)
+    return numbers
+
+
+def _read(document: Any, number: int, part: DocumentPart, limits: Limits) -> Page:
+    with _load(document, number, part.path) as page:
+        width, height = _checked_size(page, number, part.path)
+        text = "" if part.render == "image" else _text(page, number, limits, part)
+    return Page(number=number, width=width, height=height, text=text)
+
+
+@contextlib.contextmanager
+def _load(document: Any, number: int, path: str) -> Iterator[Any]:
+    try:
+        page = document[number - 1]
+    except pdfium.PdfiumError:
+        raise MediaUndecodable(
+            f"Page {number} of the document is damaged. Save it again, or leave the page out with `pages`.", param=path
+        ) from None
+    try:
+        yield page
+    finally:
+        page.close()
+
+
+def _checked_size(page: Any, number: int, path: str) -> tuple[float, float]:
+    width, height = page.get_size()
+    if not (0 < width <= MAX_POINTS and 0 < height <= MAX_POINTS):
+        raise MediaTooLarge(
+            f"Page {number} of the document has {width:g} x {height:g} points. Its sides must be above 0, and at most"
+            f" {MAX_POINTS} points: change its size, or leave it out with `pages`.",
+            param=path,
+        )
+    return width, height
+
+
+def _text(page: Any, number: int, limits: Limits, part: DocumentPart) -> str:
+    text_page = page.get_textpage()
+    if text_page.count_chars() > limits.document_page_text:
+        raise _text_error(f"page {number}", limits.document_page_text, part)
+    text: str = text_page.get_text_bounded()
+    text_page.close()
+    return text
+
+
+def _text_error(pages: str, limit: int, part: DocumentPart) -> MediaTooLarge:
+    return MediaTooLarge(
+        f"The text of {pages} of the document has more than {limit} characters. Select fewer pages with `pages`, or set"
+        ' `render` to "image".',
+        param=part.path,
+    )
