@@ -48,6 +48,7 @@ def _is_model(text: str) -> bool:
 @click.argument("prompt", required=False)
 @click.option("--image", "images", multiple=True, metavar="PATH|URL", help="Image for the first prompt; repeatable.")
 @click.option("--video", "videos", multiple=True, metavar="PATH|URL", help="Video for the first prompt; repeatable.")
+@click.option("--file", "files", multiple=True, metavar="PATH|URL", help="PDF for the first prompt; repeatable.")
 @click.option("--system", default="", metavar="TEXT", help="System prompt.")
 @click.option("--set", "settings", multiple=True, metavar="NAME=VALUE",
               help="Request field, such as temperature=0; repeatable.")  # fmt: skip
@@ -58,12 +59,13 @@ def chat(
     prompt: str | None,
     images: tuple[str, ...],
     videos: tuple[str, ...],
+    files: tuple[str, ...],
     system: str,
     settings: tuple[str, ...],
     as_json: bool,
     source: EngineSource,
 ) -> None:
-    """Chat with a model about images and videos.
+    """Chat with a model about images, videos and documents.
 
     With PROMPT, send that prompt; `-` reads it from standard input. Without PROMPT, start a conversation if standard
     input is a terminal (/help lists its commands), and read one prompt per line otherwise. A single argument is MODEL
@@ -75,6 +77,7 @@ def chat(
         _set(conversation, setting)
     conversation.attachments += [media_part("image", item) for item in images]
     conversation.attachments += [media_part("video", item) for item in videos]
+    conversation.attachments += [media_part("file", item) for item in files]
     at_terminal = prompt is None and not as_json and sys.stdin.isatty() and sys.stdout.isatty()
     with source.open() as engine:
         if at_terminal:

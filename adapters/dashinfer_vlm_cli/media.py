@@ -8,6 +8,7 @@ import io
 import mimetypes
 import re
 import shlex
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 from urllib.parse import unquote, urlsplit
@@ -17,10 +18,13 @@ from dashinfer_vlm_core.errors import MediaUndecodable, MediaUnreachable, Missin
 from dashinfer_vlm_core.plugins import load_plugins
 
 Part: TypeAlias = "dict[str, Any]"
-Kind = Literal["image", "video"]
+Kind = Literal["image", "video", "file"]
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts")
+_SUFFIXES: Mapping[Kind, tuple[str, ...]] = {"image": IMAGE_SUFFIXES, "video": VIDEO_SUFFIXES, "file": (".pdf",)}
+_MEDIA_TYPES: Mapping[Kind, str] = {"image": "image/png", "video": "video/mp4", "file": "application/pdf"}
+"""Media types of files whose names do not show them."""
 
 # Terminals insert the path of a dropped file quoted, with escaped spaces, or unchanged.
 _WORD = re.compile(r"""'[^']*'|"[^"]*"|(?:\\.|\S)+""")
@@ -34,13 +38,15 @@ def media_part(kind: Kind, source: str) -> Part:
         RequestError: the file cannot be decoded; with the engine's message.
     """
     url = source if _is_url(source) else _file_url(kind, _local_path(source))
+    if kind == "file":
+        return {"type": "file", "file": {"file_url" if _is_url(source) else "file_data": url}}
     return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
 
 
 def find_media(line: str) -> tuple[str, list[Part]]:
-    """Split a line into its text and the images and videos that it contains.
+    """Split a line into its text and the images, videos and documents that it contains.
 
-    Recognizes existing files and URLs with the suffix of an image or a video.
+    Recognizes existing files and URLs with the suffix of one of these.
     """
     parts: list[Part] = []
 
@@ -82,9 +88,7 @@ def clipboard_part() -> Part:
 
 def _kind(source: str) -> Kind | None:
     path = urlsplit(source).path.lower() if _is_url(source) else source.lower()
-    if path.endswith(IMAGE_SUFFIXES):
-        return "image"
-    return "video" if path.endswith(VIDEO_SUFFIXES) else None
+    return next((kind for kind, suffixes in _SUFFIXES.items() if path.endswith(suffixes)), None)
 
 
 def _is_url(source: str) -> bool:
@@ -111,13 +115,11 @@ def _file_url(kind: Kind, path: Path) -> str:
         raise MediaUnreachable(f"{path} cannot be read: {error.strerror or error}. Check the path.") from error
     if not data:
         raise MediaUndecodable(f"{path} has 0 bytes. Save it again.")
-    check = _check_image if kind == "image" else _check_video
     try:
-        check(data)
+        _CHECKS[kind](data)
     except RequestError as error:
         raise type(error)(f"{path}: {error.message}") from error
-    media_type = mimetypes.guess_type(path.name)[0] or f"{kind}/{'png' if kind == 'image' else 'mp4'}"
-    return _data_url(media_type, data)
+    return _data_url(mimetypes.guess_type(path.name)[0] or _MEDIA_TYPES[kind], data)
 
 
 def _check_image(data: bytes) -> None:
@@ -137,6 +139,13 @@ def _check_video(data: bytes) -> None:
                 return
     if readers:
         raise undecodable_error()
+
+
+def _check_file(data: bytes) -> None:
+    """Files are decoded by the engine only, in a process that may crash."""
+
+
+_CHECKS: Mapping[Kind, Callable[[bytes], None]] = {"image": _check_image, "video": _check_video, "file": _check_file}
 
 
 def _data_url(media_type: str, data: bytes) -> str:

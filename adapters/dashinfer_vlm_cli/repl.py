@@ -44,7 +44,7 @@ class Repl:
     done: bool = False
 
     def handle(self, line: str) -> None:
-        """Handle a line: a command, or a prompt with paths and URLs of images and videos."""
+        """Handle a line: a command, or a prompt with paths and URLs of images, videos and PDFs."""
         try:
             self._handle(line.strip())
         except DashInferVLMError as error:
@@ -103,6 +103,9 @@ class Repl:
 
     def video(self, argument: str) -> None:
         self._attach(media_part("video", _required(argument, "/video PATH or URL")))
+
+    def file(self, argument: str) -> None:
+        self._attach(media_part("file", _required(argument, "/file PATH or URL")))
 
     def paste(self, _: str) -> None:
         self._attach(clipboard_part())
@@ -175,6 +178,7 @@ class ChatCommand(NamedTuple):
 COMMANDS: Mapping[str, ChatCommand] = {
     "image": ChatCommand(Repl.image, "PATH|URL", "attach an image to the next prompt"),
     "video": ChatCommand(Repl.video, "PATH|URL", "attach a video to the next prompt"),
+    "file": ChatCommand(Repl.file, "PATH|URL", "attach a PDF to the next prompt"),
     "paste": ChatCommand(Repl.paste, "", "attach the image in the clipboard"),
     "retry": ChatCommand(Repl.retry, "", "regenerate the last response"),
     "undo": ChatCommand(Repl.undo, "", "remove the last prompt and its response"),
@@ -191,4 +195,4 @@ COMMANDS: Mapping[str, ChatCommand] = {
 def help_lines() -> Iterator[str]:
     for name, command in COMMANDS.items():
         yield f"{f'/{name} {command.arguments}'.rstrip():22} {command.summary}"
-    yield "A prompt may also contain paths and URLs of images and videos. To add a path, drop a file on the terminal."
+    yield "A prompt may also contain paths and URLs of images, videos and PDFs. To add a path, drop a file here."

@@ -24,6 +24,7 @@ _SIZE = frozenset({"min_pixels", "max_pixels", "min_pixel", "max_pixel"})
 OPTIONS: Mapping[str, frozenset[str]] = {
     "image": _SIZE | {"detail"},
     "video": _SIZE | {"fps", "num_frames", "total_pixels"},
+    "file": frozenset({"filename", "detail", "pages", "render", "dpi", "max_pixels", "password"}),
 }
 """Keys of `extras` in a standard block, in addition to `uuid`. Other keys are rejected."""
 
@@ -32,13 +33,13 @@ _STANDARD_KEYS = frozenset(
 )
 """Keys of a standard block that are not options; `source_type` and `data` belong to version 0."""
 
+_EXAMPLES: Mapping[str, str] = {"image": "image/png", "video": "video/mp4", "file": "application/pdf"}
 _UNCHANGED = frozenset({"text", "image_url", "video_url", "input_video", "image_embeds"})
 _CALLS = frozenset({"tool_call", "tool_call_chunk", "invalid_tool_call", "tool_use", "function_call"})
 _REASONING = frozenset({"reasoning", "thinking"})
 _HINTS: Mapping[str, str] = {
     "audio": "Audio is not supported. Leave it out.",
     "input_audio": "Audio is not supported. Leave it out.",
-    "file": "Send `image`, `video` or `text` blocks instead.",
 }
 
 
@@ -119,19 +120,21 @@ def _part(block: str | Json, path: str) -> Json:
     if isinstance(block, str):
         return {"type": "text", "text": block}
     kind = str(block.get("type"))
-    if kind in _UNCHANGED:
+    if kind in _UNCHANGED or (kind == "file" and "file" in block):
         return block
     if kind == "text-plain" and "text" in block:
         return {"type": "text", "text": block["text"]}
     if kind in OPTIONS:
         return _media(kind, block, path)
-    raise _unsupported(kind, path, _HINTS.get(kind, "Send text, images and videos."))
+    raise _unsupported(kind, path, _HINTS.get(kind, "Send text, images, videos and PDF files."))
 
 
 def _media(kind: str, block: Json, path: str) -> Json:
     flat = {key: value for key, value in block.items() if key not in _STANDARD_KEYS}
     options = flat | (block.get("extras") or {})
     uuid = options.pop("uuid", None)
+    if kind == "file":  # langchain-core converts OpenAI's blocks, whose other fields get this prefix
+        options = {name.removeprefix("file_"): option for name, option in options.items()}
     if unknown := options.keys() - OPTIONS[kind]:
         known = ", ".join(sorted(OPTIONS[kind] | {"uuid"}))
         raise unsupported(
@@ -139,6 +142,9 @@ def _media(kind: str, block: Json, path: str) -> Json:
             f"is not an option of a block of type {kind}. Leave it out, or use one of {known}.",
         )
     url = _url(block, path, optional=uuid is not None)
+    if kind == "file":
+        name = "file_url" if block.get("url") else "file_data"
+        return {"type": "file", "file": {name: url, "format": block.get("mime_type"), **options}}
     part = {"type": f"{kind}_url", f"{kind}_url": {**({"url": url} if url else {}), **options}}
     return part | ({"uuid": uuid} if uuid is not None else {})
 
@@ -148,8 +154,7 @@ def _url(block: Json, path: str, *, optional: bool) -> str | list[Any] | None:
         return block["url"]  # type: ignore[no-any-return]  # may be a list of frames, which the engine validates
     if data := block.get("base64") or block.get("data"):
         if not block.get("mime_type"):
-            example = "image/png" if block["type"] == "image" else "video/mp4"
-            raise invalid(f"{path}.mime_type", f"is required with `base64`, such as {example}.")
+            raise invalid(f"{path}.mime_type", f"is required with `base64`, such as {_EXAMPLES[block['type']]}.")
         return f"data:{block['mime_type']};base64,{data}"
     if "file_id" in block or block.get("source_type") == "id":
         raise unsupported(f"{path}.file_id", "is not supported. Use `url` or `base64`.")

@@ -69,5 +69,6 @@ def _info(provider: str, capabilities: Capabilities) -> dict[str, object]:
         "supports_reasoning": profile.reasoning,
         "supports_system_messages": True,
         "supports_native_streaming": True,
-        **dict.fromkeys(("supports_audio_input", "supports_audio_output", "supports_pdf_input"), False),
+        "supports_pdf_input": profile.images,
+        **dict.fromkeys(("supports_audio_input", "supports_audio_output"), False),
     }

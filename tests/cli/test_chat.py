@@ -78,10 +78,18 @@ def test_find_media_handles_quoting_of_dropped_files(tmp_path, images, written):
     assert [part["type"] for part in parts] == ["image_url"]
 
 
-def test_find_media_finds_images_and_videos(images):
-    text, parts = find_media(f"{images}/before.png https://example.com/after.JPG?x=1 {images}/moving.mp4 compare")
-    assert text == "compare"
-    assert [part["type"] for part in parts] == ["image_url", "image_url", "video_url"]
+def test_find_media_finds_images_videos_and_documents(tmp_path, images):
+    (tmp_path / "A.PDF").write_bytes(b"%PDF-")
+    words = (
+        f"{images}/before.png https://example.com/after.JPG?x=1 {images}/moving.mp4 {tmp_path}/A.PDF http://a/b.pdf ok"
+    )
+    text, parts = find_media(words)
+    assert text == "ok"
+    assert [part["type"] for part in parts] == ["image_url", "image_url", "video_url", "file", "file"]
+    assert [part["file"] for part in parts[3:]] == [
+        {"file_data": "data:application/pdf;base64,JVBERi0="},
+        {"file_url": "http://a/b.pdf"},
+    ]
 
 
 @pytest.mark.parametrize(
@@ -290,6 +298,8 @@ def test_repl_image_and_video_commands(repl, images):
     assert session.shown[-1] == "Attached to the next prompt: image."
     session.handle("/video https://example.com/clip")
     assert session.shown[-1] == "Attached to the next prompt: image, video."
+    session.handle("/file https://example.com/a")
+    assert session.shown[-1] == "Attached to the next prompt: image, video, file."
     session.handle("/image")
     assert session.shown[-1] == "Usage: /image PATH or URL"
     session.handle("/image none.png")

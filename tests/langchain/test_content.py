@@ -20,6 +20,7 @@ from dashinfer_vlm_core.errors import InvalidParameter, MediaUndecodable, Unsupp
 from dashinfer_vlm_core.protocol import ChatRequest
 from dashinfer_vlm_langchain import ChatDashInferVLM
 from dashinfer_vlm_langchain.messages import to_openai
+from tests.pdfs import document
 from tests.samples import data_url, encode, encode_video, noise
 from tests.web import body, serve
 
@@ -122,6 +123,36 @@ def test_to_openai_keeps_order_and_names():
     ChatRequest.parse({"messages": sent})
 
 
+PDF = base64.b64encode(document("Page one", "Page two", size=(84, 84))).decode()
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {
+            "type": "file",
+            "file": {"file_data": f"data:application/pdf;base64,{PDF}", "filename": "a.pdf", "pages": "2"},
+        },
+        {"type": "file", "base64": PDF, "mime_type": "application/pdf", "extras": {"filename": "a.pdf", "pages": "2"}},
+        {"type": "file", "url": f"data:application/pdf;base64,{PDF}", "pages": "2"},
+        {"type": "file", "source_type": "base64", "data": PDF, "mime_type": "application/pdf", "pages": "2"},
+    ],
+    ids=["OpenAI's", "v1 base64", "v1 url", "v0 base64"],
+)
+def test_file_block_formats(scripted, read_prompt, block):
+    provider = scripted("Yes.")
+    call = {"name": "f", "args": {}, "id": "1"}
+    for messages in (
+        [HumanMessage([block, text("What?")])],
+        [HumanMessage("?"), AIMessage("", tool_calls=[call]), ToolMessage([block], tool_call_id="1")],
+    ):
+        assert provider.chat.invoke(messages).content == "Yes."
+        request = provider.script.requests[-1]
+        assert "Page two" in read_prompt(request)
+        assert "Page one" not in read_prompt(request)
+        assert len(request.spans) == 1
+
+
 @pytest.mark.parametrize("version", ["v0", "v1"])
 def test_response_is_accepted_in_next_request(demo, version):
     chat = demo.model_copy(update={"output_version": version})
@@ -152,7 +183,10 @@ def test_reasoning_and_calls_are_not_sent_as_text():
     [
         ({"type": "audio", "base64": "AAAA", "mime_type": "audio/wav"}, UnsupportedParameter, "type"),
         ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, UnsupportedParameter, "type"),
-        ({"type": "file", "base64": "AAAA", "mime_type": "application/pdf"}, UnsupportedParameter, "type"),
+        ({"type": "file", "base64": "AAAA", "mime_type": "text/csv"}, UnsupportedParameter, "file.file_data"),
+        ({"type": "file", "base64": "AAAA"}, InvalidParameter, "mime_type"),
+        ({"type": "file", "file_id": "file-1"}, UnsupportedParameter, "file_id"),
+        ({"type": "file", "url": "data:,", "extras": {"page": 1}}, UnsupportedParameter, "extras.page"),
         ({"type": "image", "file_id": "file-1"}, UnsupportedParameter, "file_id"),
         ({"type": "video", "base64": "AAAA"}, InvalidParameter, "mime_type"),
         ({"type": "image", "url": "data:,", "extras": {"fps": 1}}, UnsupportedParameter, "extras.fps"),

@@ -17,12 +17,14 @@ from dashinfer_vlm_core import hookimpl
 from dashinfer_vlm_core.engine.shared import SharedEngines
 from dashinfer_vlm_core.testing import Script, scripted_registry
 from dashinfer_vlm_langchain import ChatDashInferVLM
+from tests.pdfs import document
 from tests.samples import encode, noise
 from tests.web import body, serve
 
 pytestmark = pytest.mark.filterwarnings("ignore::langchain_core._api.beta_decorator.LangChainBetaWarning")
 
 HOST = "https://raw.githubusercontent.com"
+PDF_HOST = "https://www.w3.org"
 VALUES = {
     "input": 3,
     "answer_style": "pirate",
@@ -92,18 +94,24 @@ def model_params(tiny_checkpoint, read_prompt):
 
 @pytest.fixture(scope="session")
 def web():
-    """A server of the image that the suites download, and a client."""
+    """A server of the image and the PDF that the suites download, and a client."""
     path = "/langchain-ai/docs/4d11d08b6b0e210bd456943f7a22febbd168b543/src/images/agentic-rag-output.png"
     image = body(encode(noise(60, 80)), "Content-Type: image/png")
-    with serve({path: image}) as web, httpx.Client(trust_env=False) as client:
+    dummy = body(document("Dummy PDF file"), "Content-Type: application/pdf")
+    pdf_path = "/WAI/ER/tests/xhtml/testfiles/resources/pdf/dummy.pdf"
+    with serve({path: image, pdf_path: dummy}) as web, httpx.Client(trust_env=False) as client:
         yield web.url(""), client
 
 
 @pytest.fixture(autouse=True)
 def network(request, model_params, web, monkeypatch):
-    """The suites download an image with `httpx.get`: redirect it to a local server."""
+    """The suites download files with `httpx.get`: redirect it to a local server."""
     url, client = web
-    monkeypatch.setattr(httpx, "get", lambda target, **options: client.get(target.replace(HOST, url), **options))
+
+    def get(target, **options):
+        return client.get(target.replace(HOST, url).replace(PDF_HOST, url), **options)
+
+    monkeypatch.setattr(httpx, "get", get)
     request.instance.model_params = model_params | {"web": url}
 
 
@@ -115,6 +123,8 @@ class Capabilities:
     supports_image_urls = True
     supports_video_inputs = True
     supports_image_tool_message = True
+    supports_pdf_inputs = True
+    supports_pdf_tool_message = True
     supports_json_mode = True
     returns_usage_metadata = True
     supports_model_override = True

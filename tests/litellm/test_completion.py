@@ -18,6 +18,7 @@ from dashinfer_vlm_core.errors import DecoderFailed, QueueFull
 from dashinfer_vlm_core.testing import EVERYTHING
 from tests.litellm.conftest import HELLO, complete, counts, stream, text_of
 from tests.lora_folders import write_lora
+from tests.pdfs import document
 from tests.samples import data_url, encode_video, image_url
 
 IMAGES = Path(__file__).parents[2] / "examples" / "pictures"
@@ -389,9 +390,26 @@ def test_file_url_is_fetched_by_its_format(scripted):
         assert caught.value.param == "messages[0].content[0]"
 
 
-def test_documents_are_rejected(scripted):
-    part = {"type": "file", "file": {"file_data": "data:application/pdf;base64,JVBE"}}
-    with pytest.raises(litellm.UnsupportedParamsError, match="Documents are not supported") as caught:
+def test_file_part_can_be_a_document(scripted):
+    provider = scripted("Yes.")
+    file = {
+        "file_data": data_url(document("Page one", "Page two"), "application/pdf"),
+        "pages": "2",
+        "max_pixels": 7056,
+    }
+    response = litellm.completion(provider.model, messages=user({"type": "file", "file": file}, text("?")))
+    assert response.choices[0].message.content == "Yes."
+    assert response.usage.prompt_tokens_details.image_tokens == sum(
+        span.length for span in last_request(provider).spans
+    )
+    with pytest.raises(litellm.BadRequestError, match="selects page 3") as caught:
+        litellm.completion(provider.model, messages=user(text("?"), {"type": "file", "file": {**file, "pages": "3"}}))
+    assert caught.value.param == "messages[0].content[1].file.pages"
+
+
+def test_other_files_are_rejected(scripted):
+    part = {"type": "file", "file": {"file_data": "data:text/csv;base64,JVBE"}}
+    with pytest.raises(litellm.UnsupportedParamsError, match="got 'text/csv'") as caught:
         litellm.completion(scripted("Yes.").model, messages=user(text("?"), part))
     assert caught.value.param == "messages[0].content[1].file.file_data"
 

@@ -88,7 +88,7 @@ def test_bundled_model_has_capabilities_before_loading(demo):
     lengths = {info["max_tokens"], info["max_input_tokens"], info["max_output_tokens"], litellm.get_max_tokens(demo)}
     assert lengths == {4096}
     assert not litellm.supports_audio_input(demo)
-    assert not litellm.utils.supports_pdf_input(demo)
+    assert litellm.utils.supports_pdf_input(demo)
 
 
 def test_loaded_model_has_capabilities_of_its_decoder(scripted):

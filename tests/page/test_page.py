@@ -23,6 +23,7 @@ from dashinfer_vlm_server.endpoints.page import STATIC
 from dashinfer_vlm_server.settings import Settings
 from tests.core.test_reasoning import TEMPLATE
 from tests.page.conftest import IMAGES
+from tests.pdfs import document
 from tests.waiting import HANG, until
 
 pytestmark = pytest.mark.slow
@@ -73,7 +74,7 @@ def test_drop_images_send_stop_and_regenerate(open_page, scripted):
 def test_empty_page_shows_what_the_model_can_do(open_page, scripted):
     server, script, _ = scripted("A star.")
     tab = open_page(server)
-    welcome = tab.page.get_by_role("heading", name="Start with an image or a video")
+    welcome = tab.page.get_by_role("heading", name="Start with an image, a video or a PDF")
     expect(tab.page.get_by_text("demo: A tiny model to try the API with. It knows five shapes")).to_be_visible()
     expect(tab.page.get_by_label("Temperature")).to_have_value("0")  # of its generation_config.json
     tab.drop(IMAGES / "circle.png")
@@ -133,7 +134,7 @@ def test_conversation_history_and_new_chat(open_page, scripted):
         lengths.append(len(script.requests[-1].token_ids))
     expect(tab.page.get_by_role("article", name="Response")).to_have_text([re.compile("One."), re.compile("Two.")])
     tab.page.get_by_role("button", name="New chat").click()
-    expect(tab.page.get_by_role("heading", name="Start with an image or a video")).to_be_visible()
+    expect(tab.page.get_by_role("heading", name="Start with an image, a video or a PDF")).to_be_visible()
     tab.send("First?")
     tab.finished()
     lengths.append(len(script.requests[-1].token_ids))
@@ -178,12 +179,32 @@ def test_invalid_file_shows_an_error(open_page, scripted, tmp_path):
     (tmp_path / "notes.txt").write_text("words")
     tab.drop(tmp_path / "broken.png", tmp_path / "notes.txt")
     expect(tab.tile("broken.png")).to_contain_text("Save it again in one of these formats")
-    expect(tab.page.get_by_text("notes.txt is not an image or a video. Add PNG,")).to_be_visible()
+    expect(tab.page.get_by_text("notes.txt is not an image, a video or a PDF. Add PNG,")).to_be_visible()
     tab.page.get_by_role("button", name="Remove broken.png").click()
     expect(tab.page.get_by_role("button", name="Add files")).to_be_focused()
     tab.send("Hello?")
     tab.finished()
     expect(tab.page.get_by_text("notes.txt is not")).to_be_hidden()
+
+
+def test_document_shows_its_pages_and_sends_the_chosen_ones(open_page, scripted, tmp_path):
+    server, script, _ = scripted("Fine.")
+    tab = open_page(server)
+    (tmp_path / "report.pdf").write_bytes(document("One", "Two", "Three", size=(84, 84)))
+    tab.drop(tmp_path / "report.pdf")
+    expect(tab.tile("report.pdf")).to_contain_text("108 tokens · 3 pages")
+    expect(tab.page.get_by_text("1 document · 108 tokens")).to_be_visible()
+    tab.page.get_by_role("button", name="Preview of report.pdf").click()
+    expect(tab.page.locator("#frames img")).to_have_count(3)
+    tab.page.keyboard.press("Escape")
+    tab.page.get_by_label("Pages of report.pdf").fill("2-3")
+    tab.page.get_by_label("Pages of report.pdf").press("Tab")
+    expect(tab.tile("report.pdf")).to_contain_text("72 tokens · 2 pages")
+    tab.send("What is on page 2?")
+    tab.finished()
+    assert len(script.requests[-1].spans) == 2
+    tab.page.get_by_role("button", name="Code for this request").click()
+    expect(tab.page.locator("#code")).to_contain_text('"pages": "2-3"')
 
 
 def test_images_can_be_pasted_and_chosen(open_page, scripted):

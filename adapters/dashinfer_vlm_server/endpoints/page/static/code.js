@@ -147,7 +147,8 @@ function toItems({ role, content, tool_calls: calls = [], tool_call_id: id }) {
   return [...(content === null ? [] : [message]), ...called];
 }
 
-function toPart({ type, text, image_url: image, video_url: video }) {
+function toPart({ type, text, image_url: image, video_url: video, file }) {
+  if (type === "file") return { type: "input_file", ...file };
   if (type === "image_url") return { type: "input_image", image_url: image.url };
   return type === "video_url" ? { type: "input_video", video_url: video.url } : { type: "input_text", text };
 }

@@ -13,7 +13,7 @@ const MIN_ELAPSED = 50; // milliseconds from the first token to the last one for
 const NEXT_STEP = {
   401: "Enter the API key in the settings, then select Regenerate.",
   403: "Enter another API key in the settings, then select Regenerate.",
-  413: "Remove an image or a video, or use a smaller one.",
+  413: "Remove an image, a video or a document, or use a smaller one.",
   429: "The server is busy.",
   503: "The server is unavailable. If this persists, contact its operator.",
 };

@@ -1,26 +1,27 @@
-// Images and videos of a prompt, and their previews as the model sees them.
+// Images, videos and documents of a prompt, and their previews as the model sees them.
 
 import { ApiError, preview as fetchPreview } from "./api.js";
 import { button, byId, closable, counted, element } from "./dom.js";
 
 const VIDEO = /\.(mp4|m4v|mov|mkv|webm|avi|ts)$/i;
+const DOCUMENT = /\.pdf$/i;
 const names = new Set();
 
-/** An image or a video. Dispatches `change` when its preview or error changes. */
+/** An image, a video or a document. Dispatches `change` when its preview or error changes. */
 export class Attachment extends EventTarget {
-  constructor({ kind, name, url, file = null }) {
+  constructor({ kind, name, url, file = null, pages = "" }) {
     super();
-    Object.assign(this, { kind, name: printable(name), url, file });
+    Object.assign(this, { kind, name: printable(name), url, file, pages });
     this.local = file && URL.createObjectURL(file);
-    this.preview = null;
+    this.previews = []; // one; of a document, one for each page
     this.error = "";
     this.loadPreview();
   }
 
-  /** Create an attachment from a file; null if it is not an image or a video. */
+  /** Create an attachment from a file; null if it is not an image, a video or a document. */
   static async fromFile(file) {
-    const kind = file.type.split("/")[0];
-    if (kind !== "image" && kind !== "video") return null;
+    const kind = file.type === "application/pdf" ? "document" : file.type.split("/")[0];
+    if (!["image", "video", "document"].includes(kind)) return null;
     return new Attachment({
       kind,
       name: unique(file.name || `pasted.${file.type.split("/")[1]}`),
@@ -29,22 +30,26 @@ export class Attachment extends EventTarget {
     });
   }
 
-  static fromUrl(url, kind = VIDEO.test(new URL(url).pathname) ? "video" : "image") {
+  static fromUrl(url, kind = kindOf(new URL(url).pathname)) {
     return new Attachment({ kind, name: new URL(url).pathname.split("/").pop() || new URL(url).host, url });
   }
 
   /** What is stored of an attachment: a file is stored with its content. */
   record() {
-    return { kind: this.kind, name: this.name, url: this.url, type: this.file && this.file.type };
+    return { kind: this.kind, name: this.name, url: this.url, type: this.file && this.file.type, pages: this.pages };
   }
 
-  static fromRecord({ kind, name, url, type }) {
+  static fromRecord({ kind, name, url, type, pages }) {
     names.add(printable(name));
-    return new Attachment({ kind, name, url, file: type && fileFromDataUrl(url, name, type) });
+    return new Attachment({ kind, name, url, file: type && fileFromDataUrl(url, name, type), pages });
   }
 
   /** The content part of a message; `url` replaces its own URL. */
   part(url = this.url) {
+    if (this.kind === "document") {
+      const pages = this.pages ? { pages: this.pages } : {};
+      return { type: "file", file: { [this.file ? "file_data" : "file_url"]: url, ...pages } };
+    }
     const type = `${this.kind}_url`;
     return { type, [type]: { url } };
   }
@@ -52,10 +57,13 @@ export class Attachment extends EventTarget {
   /** Request the preview from the server. */
   async loadPreview() {
     this.error = "";
+    this.previews = [];
     this.#changed();
+    const pages = this.pages;
     try {
       const result = await fetchPreview([{ role: "user", content: [this.part()] }]);
-      this.preview = result && result.data[0];
+      if (pages !== this.pages) return; // other pages were chosen
+      this.previews = result?.data ?? [];
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
       this.error = error.message;
@@ -63,8 +71,18 @@ export class Attachment extends EventTarget {
     this.#changed();
   }
 
+  /** Choose pages of a document, such as "1-3,7"; all if empty. */
+  choosePages(pages) {
+    this.pages = pages.trim();
+    this.loadPreview();
+  }
+
+  get preview() {
+    return this.previews[0] ?? null;
+  }
+
   get tokens() {
-    return this.preview?.tokens ?? 0;
+    return this.previews.reduce((sum, { tokens }) => sum + tokens, 0);
   }
 
   /** URL of a thumbnail; null for a video without a preview. */
@@ -103,6 +121,7 @@ export function tile(attachment, onremove = null) {
       ),
       element("span", { class: "tile-name", title: attachment.name }, attachment.name),
       element("span", { class: "tile-cost" }, cost(attachment)),
+      ...(onremove && attachment.kind === "document" ? [pagesField(attachment)] : []),
       ...(onremove ? [button("×", onremove, { class: "remove", "aria-label": `Remove ${attachment.name}` })] : []),
     );
     if (focused) item.querySelector(`.${focused}`)?.focus();
@@ -115,8 +134,21 @@ export function tile(attachment, onremove = null) {
 function cost(attachment) {
   if (attachment.error) return attachment.error;
   if (!attachment.preview) return "loading…";
+  if (attachment.kind === "document") {
+    return `${counted(attachment.tokens, "token")} · ${counted(attachment.previews.length, "page")}`;
+  }
   const { tokens, size, kind, frame_count: frames } = attachment.preview;
   return `${counted(tokens, "token")} · ${size.join("×")}${kind === "video" ? ` · ${counted(frames, "frame")}` : ""}`;
+}
+
+function pagesField(attachment) {
+  return element("input", {
+    class: "pages",
+    value: attachment.pages,
+    placeholder: "All pages",
+    "aria-label": `Pages of ${attachment.name}, such as 1-3,7`,
+    onchange: (event) => attachment.choosePages(event.target.value),
+  });
 }
 
 /** The dialog with the frames that the model sees. */
@@ -127,11 +159,13 @@ export function openFrames() {
   );
 }
 
-function showFrames({ name, preview }) {
+function showFrames({ name, preview, previews }) {
   if (!preview) return;
   byId("frames-title").textContent = `${name} as the model sees it`;
   byId("frames-facts").textContent = describe(preview);
-  byId("frames").replaceChildren(...preview.frames.map((frame) => figure(frame, preview)));
+  byId("frames").replaceChildren(
+    ...previews.flatMap((each) => each.frames.map((frame) => figure(frame, each))),
+  );
   byId("frames-dialog").showModal();
 }
 
@@ -153,6 +187,11 @@ function figure({ index, url }, { kind, size: [width, height], cells: [, rows, c
   image.style.setProperty("--columns", columns);
   image.style.setProperty("--rows", rows);
   return element("figure", {}, image, kind === "video" ? element("figcaption", {}, `Frame ${index + 1}`) : null);
+}
+
+function kindOf(path) {
+  if (DOCUMENT.test(path)) return "document";
+  return VIDEO.test(path) ? "video" : "image";
 }
 
 function dataUrl(file) {

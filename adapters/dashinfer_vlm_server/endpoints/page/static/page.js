@@ -198,8 +198,8 @@ async function addFiles(files) {
   }
   const verb = rejected.length === 1 ? "is" : "are";
   byId("file-error").textContent = rejected.length
-    ? `${rejected.join(", ")} ${verb} not an image or a video. Add PNG, JPEG, WebP, GIF, BMP, TIFF or video files, and ` +
-      "copy text into the prompt."
+    ? `${rejected.join(", ")} ${verb} not an image, a video or a PDF. Add PNG, JPEG, WebP, GIF, BMP, TIFF, video or ` +
+      "PDF files, and copy text into the prompt."
     : "";
 }
 
@@ -228,7 +228,7 @@ function setAttachments(updated) {
 
 function drawMediaSummary() {
   const count = (kind) => attachments.filter((attachment) => attachment.kind === kind).length;
-  const kinds = ["image", "video"].filter(count).map((kind) => counted(count(kind), kind));
+  const kinds = ["image", "video", "document"].filter(count).map((kind) => counted(count(kind), kind));
   const known = attachments.every((attachment) => attachment.preview);
   const tokens = attachments.reduce((sum, attachment) => sum + attachment.tokens, 0);
   const summary = [...kinds, ...(known ? [counted(tokens, "token")] : [])].join(" · ");
