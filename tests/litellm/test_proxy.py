@@ -23,6 +23,8 @@ from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.engine.shared import SHARED
 from dashinfer_vlm_core.testing import Script, scripted_registry
 from tests.litellm.conftest import HELLO, counts, text_of
+from tests.pdfs import document
+from tests.samples import data_url
 from tests.server.conftest import serving
 from tests.waiting import HANG, until
 
@@ -159,11 +161,16 @@ def user_message(text, *names):
 
 
 CLIENT = "litellm-proxy"
+PDF = {
+    "type": "file",
+    "file": {"file_data": data_url(document("A page", size=(84, 84)), "application/pdf"), "filename": "a.pdf"},
+}
 CONVERSATIONS = {
     "text": [{"role": "user", "content": "Which shapes do you know?"}],
     "image": user_message("Describe the picture.", "circle.png"),
     "two images": user_message("What has changed?", "before.png", "after.png"),
     "video": user_message("What happens in the video?", "moving.mp4"),
+    "document": [{"role": "user", "content": [PDF, {"type": "text", "text": "Describe the picture."}]}],
     "two prompts": [
         *user_message("Describe the picture.", "circle.png"),
         {"role": "assistant", "content": "A red circle."},

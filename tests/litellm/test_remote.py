@@ -11,6 +11,8 @@ import pytest
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.testing import Script, scripted_registry
 from tests.litellm.conftest import HELLO, complete, counts, stream, text_of
+from tests.pdfs import document
+from tests.samples import data_url
 from tests.server.conftest import serving
 from tests.waiting import until
 
@@ -43,6 +45,15 @@ def test_completion_and_stream_return_the_servers_response(served):
     for chunks in (list(litellm.completion(stream=True, **call)), asyncio.run(stream(**call))):
         assert text_of(chunks) == "Yes, and no."
         assert [counts(chunk.usage) for chunk in chunks if getattr(chunk, "usage", None)] == [counts(expected.usage)]
+
+
+def test_documents_are_sent_to_the_server(served):
+    call, _, script = served("Yes.")
+    file = {"file_data": data_url(document("One", "Two", size=(84, 84)), "application/pdf"), "pages": "2"}
+    call["messages"] = [{"role": "user", "content": [{"type": "file", "file": file}]}]
+    usage = litellm.completion(**call).usage
+    (span,) = script.requests[-1].spans
+    assert usage.prompt_tokens_details.image_tokens == span.length > 0
 
 
 def test_invalid_request_is_rejected_by_server(served):

@@ -24,7 +24,8 @@ from dashinfer_vlm_server.logs import JsonFormatter, TextFormatter
 from dashinfer_vlm_server.serving import Server, uvicorn_config
 from dashinfer_vlm_server.settings import DrainState, Settings
 from dashinfer_vlm_server.sockets import Address, open_listener
-from tests.samples import image_url
+from tests.pdfs import document
+from tests.samples import data_url, image_url
 from tests.server.conftest import RunningServer, create_app
 from tests.waiting import HANG, until
 
@@ -341,6 +342,8 @@ def test_tokenize_and_detokenize_a_prompt(engine, tiny_checkpoint):
 
 def test_tokenize_counts_image_tokens_like_usage(engine, client):
     content = [{"type": "text", "text": "?"}, {"type": "image_url", "image_url": {"url": image_url(60, 90)}}]
+    pages = data_url(document("One", "Two", size=(84, 84)), "application/pdf")
+    content.append({"type": "file", "file": {"file_data": pages}})
     body = {"messages": [{"role": "user", "content": content}]}
     passes = engine.stats().vision.passes
     counted = client.post("/tokenize", json=body).json()
