@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 
+import pypdfium2
+from PIL import Image
+
 from benchmarks.hostile_documents import CATALOG, one_page, pdf, stream
 
 
@@ -80,6 +83,15 @@ def looping() -> dict[str, bytes]:
         "a table of objects before itself": pdf([CATALOG, *one_page(b"")], b"/Prev 9"),
         "a content of contents": pdf([CATALOG, *one_page(b"/Contents 4 0 R"), b"[4 0 R 4 0 R]"]),
     }
+
+
+def rendered(data: bytes, width: int, height: int) -> Image.Image:
+    """Render the first page at a size in pixels."""
+    with pypdfium2.PdfDocument(data) as opened:
+        bitmap = pypdfium2.PdfBitmap.new_native(width, height, pypdfium2.raw.FPDFBitmap_BGR)
+        bitmap.fill_rect((255, 255, 255, 255), 0, 0, width, height)
+        pypdfium2.raw.FPDF_RenderPageBitmap(bitmap, opened[0], 0, 0, width, height, 0, pypdfium2.raw.FPDF_ANNOT)
+        return bitmap.to_pil()
 
 
 def _escaped(text: str) -> str:

@@ -31,6 +31,7 @@ FEATURES = {
     "text": "Text",
     "images": "Images",
     "videos": "Videos",
+    "documents": "PDFs",
     "embeddings": "Image and video embeddings",
     "batching": "Continuous batching",
     "prefix-cache": "Prefix cache",

@@ -189,6 +189,22 @@ def test_vlm_takes_paths_and_bytes(tiny_checkpoint, tmp_path):
             vlm.chat([{"role": "user", "content": [bad]}], use_tqdm=False)
 
 
+@pytest.mark.slow
+@pytest.mark.supports("documents", backend="torch-cpu")
+def test_completion_of_a_page_equals_that_of_the_same_page_as_png():
+    page = document("", size=SIZE, paint="1 0 0 rg 20 20 44 44 re f")
+    with Engine(EngineConfig(model="demo")) as engine:
+        answers = [
+            engine.chat(
+                {"messages": [{"role": "user", "content": [part, text("Describe the picture.")]}], "temperature": 0}
+            )
+            for part in (file(page), image(rendered(1, 2, page)))
+        ]
+    ours, theirs = (answer.choices[0].message.content for answer in answers)
+    assert ours == theirs
+    assert "red square" in ours
+
+
 def test_documents_need_media_workers(tiny_checkpoint):
     config = EngineConfig(model=str(tiny_checkpoint), decoder="scripted", media_workers=0)
     with Engine(config, registry=scripted_registry(Script("Fine."))) as engine:

@@ -12,8 +12,10 @@ import pytest
 from dashinfer_vlm_core import Engine, EngineConfig
 from tests.conversations import CONVERSATIONS, as_openai, blurred_image, user
 from tests.kernels import needs_native
+from tests.pdfs import document, rendered
 from tests.qwen3_5 import tiny_qwen3_5
 from tests.qwen3_vl import tiny_qwen3
+from tests.samples import data_url, encode
 from tests.tiny import MERGES, write_qwen2_5_vl
 from tests.waiting import HANG, until
 
@@ -32,6 +34,7 @@ PARAMETERS = {
     "required": ["city", "days"],
     "additionalProperties": False,
 }
+GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS, "strict": True}}
 
 WITHOUT_TEXT = {str(token): -100 for token in range(256 + len(MERGES), 320)}
@@ -95,6 +98,23 @@ def test_seeded_sampling_gives_the_same_tokens_in_any_batch(engines, family):
     first, other, again = asyncio.run(together())
     assert alone == first == again
     assert other != first
+
+
+@covers("documents")
+def test_page_equals_the_same_page_as_png(start, family):
+    page = document("A page", size=(150, 200), paint="0.2 0.5 0.9 rg 20 20 90 60 re f")
+    question = {"type": "text", "text": "What?"}
+    file = {"type": "file", "file": {"file_data": data_url(page, "application/pdf"), "render": "image"}}
+    with start(family, media_workers=1) as engine:
+        (item,) = engine.preview({"messages": [{"role": "user", "content": [file]}]}).items
+        picture = {"type": "image_url", "image_url": {"url": data_url(encode(rendered(page, *item.size)))}}
+        ours, theirs = (
+            engine.submit({"messages": [{"role": "user", "content": [part, question]}], **GREEDY}).result(timeout=HANG)
+            for part in (file, picture)
+        )
+    assert ours.prompt_token_ids == theirs.prompt_token_ids
+    assert ours.token_ids == theirs.token_ids
+    assert item.tokens > 4
 
 
 @covers("streaming")
