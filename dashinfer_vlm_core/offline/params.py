@@ -19,7 +19,7 @@ _SAMPLING: RejectedFields = {
     **REJECTED_FIELDS,
     "detokenize": ((True,), "Outputs always have text and token IDs. Remove it."),
     "guided_decoding": ((), "Use `structured_outputs`, its name in newer versions of vLLM."),
-    "spaces_between_special_tokens": ((True, False), "Completions never contain special tokens. Remove it."),
+    "spaces_between_special_tokens": ((True, False), "No spaces are added between tokens. Remove it."),
 }
 _STRUCTURED_OUTPUTS: RejectedFields = {
     **REJECTED_OPTIONS,
@@ -87,6 +87,7 @@ class SamplingParams:
         logit_bias: token ID -> bias of -100 to 100.
         logprobs: number of alternatives (0 to 20) to return for each token, with their log probabilities.
         ignore_eos: continue after the model's own end token.
+        skip_special_tokens: whether special tokens are left out of the text.
         structured_outputs: what the text of the completion has to be; the same as a mapping is accepted, too.
 
     Raises:
@@ -109,6 +110,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     logprobs: int | None = None
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:

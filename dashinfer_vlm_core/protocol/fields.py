@@ -79,7 +79,6 @@ REJECTED_FIELDS: RejectedFields = {
     "logits_processors": (([],), "Requests cannot run code. Remove it."),
     "min_p": ((0, 0.0), "Use `top_p` or `top_k`."),
     "prompt_logprobs": ((), "Log probabilities are available for completion tokens only. Use `logprobs`."),
-    "skip_special_tokens": ((True,), "Completions never contain special tokens. Remove it."),
     "truncate_prompt_tokens": ((), "Prompts are never truncated. Shorten the messages."),
     "use_beam_search": ((False,), "Use `temperature` 0 for greedy decoding."),
 }

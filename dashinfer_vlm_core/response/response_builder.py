@@ -60,10 +60,10 @@ class PromptCounts:
 class ResponseBuilder:
     """Builds one choice of a response, streamed or not, from the same state.
 
-    The text equals `tokenizer.decode(..., skip_special_tokens=True)` without the token that ends the completion, up to
-    the first stop string. Log probabilities are listed for each token that contributes to this text: not for special
-    tokens, nor for tokens that begin in a stop string. `completion_tokens` counts every decoded token, including the
-    one that ends the completion.
+    The text equals `tokenizer.decode` with the request's `skip_special_tokens`, without the token that ends the
+    completion, up to the first stop string. Log probabilities are listed for each token that contributes to this text:
+    not for special tokens that are skipped, nor for tokens that begin in a stop string. `completion_tokens` counts
+    every decoded token, including the one that ends the completion.
 
     Args:
         tokenizer: a byte-level tokenizer.
@@ -112,7 +112,7 @@ class ResponseBuilder:
         self._counts = counts
         self._wants_logprobs = request.logprobs
         self._wants_usage = request.include_usage
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=request.skip_special_tokens)
         self._stop_strings = StopStringMatcher(request.stop_strings)
         functions = [tool.function for tool in request.callable_tools] if request.parses_tool_calls else []
         tools = {function.name: function.parameters for function in functions}

@@ -28,6 +28,10 @@ class IncrementalDetokenizer:
     `tokenizers.decoders.DecodeStream` produces the same text, but decodes everything it holds back again at each step,
     which is quadratic for a sequence of invalid bytes, and it does not return a token's bytes, which `logprobs` needs.
 
+    Args:
+        tokenizer: a byte-level tokenizer.
+        skip_special_tokens: whether special tokens are left out of the text.
+
     Attributes:
         position: characters returned so far.
 
@@ -35,12 +39,13 @@ class IncrementalDetokenizer:
         CheckpointError: the tokenizer is not byte-level.
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+    def __init__(self, tokenizer: tokenizers.Tokenizer, *, skip_special_tokens: bool = True) -> None:
         if not isinstance(tokenizer.decoder, tokenizers.decoders.ByteLevel):
             raise CheckpointError("The tokenizer of this checkpoint is not byte-level (`decoder` in tokenizer.json).")
         self.position: int = 0
         self._tokenizer = tokenizer
-        self._special = {index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        added = tokenizer.get_added_tokens_decoder().items()
+        self._skipped = {index for index, token in added if token.special and skip_special_tokens}
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -53,11 +58,11 @@ class IncrementalDetokenizer:
 
     def is_visible(self, token_id: int) -> bool:
         """Whether a token contributes to the text."""
-        return token_id not in self._special and bool(self.token_bytes(token_id))
+        return token_id not in self._skipped and bool(self.token_bytes(token_id))
 
     def feed(self, token_id: int) -> str:
-        """Return the characters that this token completes; invalid bytes become U+FFFD, special tokens are skipped."""
-        return self._decode(b"" if token_id in self._special else self.token_bytes(token_id))
+        """Return the characters that this token completes; invalid bytes become U+FFFD."""
+        return self._decode(b"" if token_id in self._skipped else self.token_bytes(token_id))
 
     def flush(self) -> str:
         """Return the remaining text: U+FFFD if the last character is incomplete."""

@@ -510,6 +510,13 @@ def test_invalid_sampling_params_are_rejected(options, error, param):
     assert caught.value.param == param
 
 
+def test_special_tokens_are_text_on_request(scripted):
+    vlm, _ = scripted("<|im_start|>red")
+    for skip, text in ((True, "red"), (False, "<|im_start|>red")):
+        (output,) = vlm.generate("Hello", SamplingParams(skip_special_tokens=skip))
+        assert output.outputs[0].text == text
+
+
 def test_all_sampling_params_reach_decoder(scripted):
     vlm, script = scripted("ok")
     params = SamplingParams(

@@ -113,6 +113,13 @@ def test_streamed_reasoning_equals_plain(engine):
     assert "".join(d.tool_calls[0].function.arguments for d in deltas if d.tool_calls) == call.function.arguments
 
 
+def test_special_tokens_are_text_on_request(engine):
+    running = engine("It <|im_start|>rolls.\n</think>\n\nA <|im_start|>car.")
+    for skip, mark in ((True, ""), (False, "<|im_start|>")):
+        message = running.chat({"messages": QUESTION, "skip_special_tokens": skip}).choices[0].message
+        assert (message.reasoning_content, message.content) == (f"It {mark}rolls.", f"A {mark}car.")
+
+
 def test_unfinished_reasoning_has_no_content(engine):
     (choice,) = engine(THOUGHT).chat({"messages": QUESTION, "max_tokens": 5}).choices
     assert choice.finish_reason == "length"

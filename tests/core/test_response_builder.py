@@ -108,18 +108,24 @@ def text_of(ids, **fields):
 
 
 @settings(max_examples=100, deadline=None)
-@given(token_ids)
-@example([*ids_of("日")[:1], END, *ids_of("日")])
-@example(ids_of("🙂")[:-1])
-def test_text_equals_tokenizers(ids):
+@given(token_ids, st.booleans())
+@example([*ids_of("日")[:1], END, *ids_of("日")], True)
+@example([*ids_of("日")[:1], END, *ids_of("日")], False)
+@example(ids_of("🙂")[:-1], True)
+def test_text_equals_tokenizers(ids, skip):
     known = [index for index in ids if index != UNKNOWN]
-    assert text_of(ids) == TOKENIZER.decode(known, skip_special_tokens=True)
+    assert text_of(ids, skip_special_tokens=skip) == TOKENIZER.decode(known, skip_special_tokens=skip)
 
 
 @settings(max_examples=100, deadline=None)
-@given(token_ids, st.sampled_from(["stop", "length"]), st.lists(st.text("lo日� ", min_size=1), max_size=4, unique=True))
-def test_streamed_text_equals_whole(ids, finish, stops):
-    fields = {"logprobs": True, "stop": stops or None}
+@given(
+    token_ids,
+    st.sampled_from(["stop", "length"]),
+    st.lists(st.text("lo日� |", min_size=1), max_size=4, unique=True),
+    st.booleans(),
+)
+def test_streamed_text_equals_whole(ids, finish, stops, skip):
+    fields = {"logprobs": True, "stop": stops or None, "skip_special_tokens": skip}
     tokens = tokens_of(ids or ids_of("a"), finish)
     chunks, completion = stream(tokens, **fields), whole(tokens, **fields)
     (choice,) = completion.choices
@@ -160,6 +166,17 @@ def test_empty_completion():
 
 def test_special_tokens_in_completion_are_skipped():
     assert text_of([*ids_of("a"), END, *ids_of("b")], ignore_eos=True) == "ab"
+
+
+def test_special_tokens_are_text_on_request():
+    """As in vLLM: stop strings are searched in them, they have log probabilities, and the end token is not shown."""
+    tokens = tokens_of([*ids_of("a"), END, *ids_of("b")])
+    fields = {"skip_special_tokens": False, "logprobs": True, "ignore_eos": True}
+    assert deltas(stream(tokens, **fields)) == ["a", "<|im_end|>", "b"]
+    choice = whole(tokens, **fields).choices[0]
+    assert choice.message.content == "a<|im_end|>b"
+    assert [entry.token for entry in choice.logprobs.content] == ["a", "<|im_end|>", "b"]
+    assert whole(tokens, **fields, stop="_end").choices[0].message.content == "a<|im"
 
 
 def test_invalid_bytes_are_not_held_back():

@@ -762,6 +762,7 @@ BAD = [
     (request(stop_token_ids=[1, True]), "stop_token_ids[1]"),
     (request(stop_token_ids=[1] * 1025), "stop_token_ids"),
     (request(ignore_eos="yes"), "ignore_eos"),
+    (request(skip_special_tokens=0), "skip_special_tokens"),
     (request(repetition_penalty=0), "repetition_penalty"),
     (request(repetition_penalty=1e-300), "repetition_penalty"),
     (request(top_p=-0.1), "top_p"),

@@ -115,6 +115,13 @@ def test_text_before_two_calls(guided):
     assert len({call.id for call in choice.message.tool_calls}) == 2
 
 
+def test_special_tokens_around_a_call_are_text_on_request():
+    choice, _ = play(f"<|im_start|>Let me see.\n{CALL}", guided=False, skip_special_tokens=False)
+    assert choice.message.content == "<|im_start|>Let me see."
+    assert calls_of(choice) == [("weather", '{"city": "Rome", "days": 3}')]
+    assert play(f"<|im_start|>{CALL}", guided=False)[0].message.content is None
+
+
 def test_guided_arguments_are_streamed_incrementally():
     _, chunks = play(CALL)
     assert len([chunk for chunk in chunks if chunk.delta.tool_calls]) > 5
