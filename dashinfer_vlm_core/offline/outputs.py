@@ -22,7 +22,7 @@ class CompletionOutput:
 
     Attributes:
         index: the index among the completions of a prompt.
-        text: the completion, without the stop string or token that ended it. Tool calls are part of it.
+        text: the completion, by default without the stop string or token that ended it. Tool calls are part of it.
         reasoning_content: what a model that reasons wrote before `text`; None if it did not.
         token_ids: the completion's tokens, including the one that ended it.
         finish_reason: `stop`, or `length` if the token limit was reached.

@@ -78,7 +78,7 @@ class SamplingParams:
         max_tokens: maximum number of tokens of the completion. vLLM's default of 16 truncates most completions; here
             None means 4096, or what remains of the context.
         min_tokens: minimum number of tokens before the completion can end.
-        stop: up to 4 strings that end the completion; they are not part of it.
+        stop: up to 4 strings that end the completion.
         stop_token_ids: token IDs that end the completion, in addition to the model's own.
         seed: the same seed and request give the same completion.
         presence_penalty: -2 to 2.
@@ -88,6 +88,7 @@ class SamplingParams:
         logprobs: number of alternatives (0 to 20) to return for each token, with their log probabilities.
         ignore_eos: continue after the model's own end token.
         skip_special_tokens: whether special tokens are left out of the text.
+        include_stop_str_in_output: whether the stop string, or the token that ends the completion, is part of it.
         structured_outputs: what the text of the completion has to be; the same as a mapping is accepted, too.
 
     Raises:
@@ -111,6 +112,7 @@ class SamplingParams:
     logprobs: int | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:

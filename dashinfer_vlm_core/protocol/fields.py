@@ -74,7 +74,6 @@ REJECTED_FIELDS: RejectedFields = {
     "echo": ((False,), "Completions do not include the prompt. Remove it."),
     "guided_grammar": ((), NO_CUSTOM_GRAMMAR),
     "guided_whitespace_pattern": ((), "JSON has at most one space after commas and colons. Remove it."),
-    "include_stop_str_in_output": ((False,), "Completions end before the stop string. Remove it."),
     "length_penalty": ((1, 1.0), "It applies to beam search, which is not available. Remove it."),
     "logits_processors": (([],), "Requests cannot run code. Remove it."),
     "min_p": ((0, 0.0), "Use `top_p` or `top_k`."),

@@ -87,11 +87,11 @@ class ChatRequest(CheckedBody):
     """A chat completion request. All validation happens on creation, so an instance is always valid.
 
     In addition to OpenAI's fields, it has fields that are common in inference servers: `top_k`, `repetition_penalty`,
-    `min_tokens`, `ignore_eos`, `stop_token_ids`, `skip_special_tokens`, options for all media (module `options`), and
-    `cache_salt`: cache entries are shared only between requests with the same salt, `chat_template_kwargs`: variables
-    of the chat template, such as `enable_thinking`, and `coordinates`: whether positions in images are those that the
-    model writes, or pixels of the original image. `structured_outputs` and its older
-    spellings `guided_json`, `guided_regex` and `guided_choice` are vLLM's. The module `fields` lists ignored and
+    `min_tokens`, `ignore_eos`, `stop_token_ids`, `skip_special_tokens`, `include_stop_str_in_output`, options for all
+    media (module `options`), and `cache_salt`: cache entries are shared only between requests with the same salt,
+    `chat_template_kwargs`: variables of the chat template, such as `enable_thinking`, and `coordinates`: whether
+    positions in images are those that the model writes, or pixels of the original image. `structured_outputs` and its
+    older spellings `guided_json`, `guided_regex` and `guided_choice` are vLLM's. The module `fields` lists ignored and
     rejected fields.
     """
 
@@ -119,6 +119,7 @@ class ChatRequest(CheckedBody):
     stop_token_ids: Annotated[Array[_TokenId], Field(max_length=MAX_LISTED_TOKENS)] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -189,7 +190,7 @@ class ChatRequest(CheckedBody):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """Strings that end the completion and are not part of it; none is empty."""
+        """Strings that end the completion; none is empty."""
         return (self.stop,) if isinstance(self.stop, str) else self.stop or ()
 
     @property

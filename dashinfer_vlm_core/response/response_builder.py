@@ -60,10 +60,10 @@ class PromptCounts:
 class ResponseBuilder:
     """Builds one choice of a response, streamed or not, from the same state.
 
-    The text equals `tokenizer.decode` with the request's `skip_special_tokens`, without the token that ends the
-    completion, up to the first stop string. Log probabilities are listed for each token that contributes to this text:
-    not for special tokens that are skipped, nor for tokens that begin in a stop string. `completion_tokens` counts
-    every decoded token, including the one that ends the completion.
+    The text equals `tokenizer.decode` with the request's `skip_special_tokens`, up to the token or the first stop
+    string that ends the completion; these belong to it with `include_stop_str_in_output`. Log probabilities are listed
+    for each token that begins in this text and contributes to it. `completion_tokens` counts every decoded token,
+    including the one that ends the completion.
 
     Args:
         tokenizer: a byte-level tokenizer.
@@ -113,7 +113,8 @@ class ResponseBuilder:
         self._wants_logprobs = request.logprobs
         self._wants_usage = request.include_usage
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=request.skip_special_tokens)
-        self._stop_strings = StopStringMatcher(request.stop_strings)
+        self._includes_stop = request.include_stop_str_in_output
+        self._stop_strings = StopStringMatcher(request.stop_strings, include=self._includes_stop)
         functions = [tool.function for tool in request.callable_tools] if request.parses_tool_calls else []
         tools = {function.name: function.parameters for function in functions}
         self._must_call = bool(tools) and request.must_call
@@ -168,7 +169,7 @@ class ResponseBuilder:
         self.completion_tokens += 1
         self.cached_tokens += token.cached_tokens
         self._reason = token.finish_reason
-        if token.finish_reason == "stop":
+        if token.finish_reason == "stop" and not self._includes_stop:
             return []
         self.reasoning_tokens += self._reasoning_parser.reasoning
         begin = self._detokenizer.position

@@ -6,20 +6,25 @@ from collections.abc import Sequence
 
 
 class StopStringMatcher:
-    """Truncates streamed text before the first stop string.
+    """Truncates streamed text at the first stop string.
 
     The first match is the one that ends first, however the text is split; of several that end at the same character,
     the longest.
+
+    Args:
+        strings: the stop strings.
+        include: whether the text ends with the stop string, instead of before it.
 
     Attributes:
         matched: whether a stop string was found; all later text is discarded.
         match: the stop string that was found; None if none was.
     """
 
-    def __init__(self, strings: Sequence[str]) -> None:
+    def __init__(self, strings: Sequence[str], *, include: bool = False) -> None:
         self.matched: bool = False
         self.match: str | None = None
         self._strings = strings
+        self._include = include
         self._held = ""
 
     def feed(self, text: str) -> str:
@@ -32,7 +37,7 @@ class StopStringMatcher:
             end, self.match = min(found, key=lambda match: (match[0], -len(match[1])))
             self.matched = True
             self._held = ""
-            return text[: end - len(self.match)]
+            return text[: end if self._include else end - len(self.match)]
         length = len(text) - length_held(text, self._strings)
         self._held = text[length:]
         return text[:length]

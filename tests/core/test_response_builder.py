@@ -123,9 +123,11 @@ def test_text_equals_tokenizers(ids, skip):
     st.sampled_from(["stop", "length"]),
     st.lists(st.text("lo日� |", min_size=1), max_size=4, unique=True),
     st.booleans(),
+    st.booleans(),
 )
-def test_streamed_text_equals_whole(ids, finish, stops, skip):
-    fields = {"logprobs": True, "stop": stops or None, "skip_special_tokens": skip}
+def test_streamed_text_equals_whole(ids, finish, stops, skip, include):
+    fields = {"skip_special_tokens": skip, "include_stop_str_in_output": include}
+    fields |= {"logprobs": True, "stop": stops or None}
     tokens = tokens_of(ids or ids_of("a"), finish)
     chunks, completion = stream(tokens, **fields), whole(tokens, **fields)
     (choice,) = completion.choices
@@ -209,11 +211,11 @@ def test_decoder_stop_without_reason_is_an_error():
 # Stop strings
 
 
-def truncate(text, stops):
-    """Truncate naively by the definition: before the first complete stop string, the longest of these."""
+def truncate(text, stops, include):
+    """Truncate naively by the definition: at the first complete stop string, the longest of these."""
     for end in range(len(text) + 1):
         if found := [stop for stop in stops if text[:end].endswith(stop)]:
-            return text[: end - len(max(found, key=len))]
+            return text[: end if include else end - len(max(found, key=len))]
     return None
 
 
@@ -221,17 +223,19 @@ def truncate(text, stops):
 @given(
     st.lists(st.text("ab", max_size=4), max_size=12),
     st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=4),
+    st.booleans(),
 )
-@example(["aab", "aabaaab"], ["aabaaa"])
-@example(["abc"], ["abcd", "bc"])
-def test_text_is_truncated_at_first_stop_string(pieces, stops):
-    strings = StopStringMatcher(tuple(stops))
+@example(["aab", "aabaaab"], ["aabaaa"], False)
+@example(["abc"], ["abcd", "bc"], False)
+@example(["ab", "aba"], ["ba"], True)
+def test_text_is_truncated_at_first_stop_string(pieces, stops, include):
+    strings = StopStringMatcher(tuple(stops), include=include)
     shown = ""
     for piece in pieces:
         shown += strings.feed(piece)
         assert strings.matched or not any(shown.endswith(stop) for stop in stops)
     text = "".join(pieces)
-    expected = truncate(text, stops)
+    expected = truncate(text, stops, include)
     assert strings.matched == (expected is not None)
     assert shown + strings.flush() == (text if expected is None else expected)
 
@@ -265,6 +269,25 @@ def test_stop_strings(text, stop, answer):
     assert choice.message.content == answer
     assert choice.finish_reason == ("length" if answer == text else "stop")
     assert "".join(deltas(stream(tokens, stop=stop))) == answer
+
+
+@pytest.mark.parametrize(
+    ("skip", "stop", "end", "answer"),
+    [
+        (True, "o w", "b", "hello w"),
+        (True, "x", "b", "hello worldb"),  # a token of `stop_token_ids`
+        (True, None, "<|im_end|>", "hello world"),
+        (False, None, "<|im_end|>", "hello world<|im_end|>"),
+    ],
+)
+def test_end_is_part_of_the_text_on_request(skip, stop, end, answer):
+    """As in vLLM: the stop string, or the token that ended it, which is visible like any other token."""
+    tokens = [*tokens_of(ids_of("hello world"), None), Token(id=ids_of(end)[0], logprob=-1.0, finish_reason="stop")]
+    fields = {"include_stop_str_in_output": True, "skip_special_tokens": skip, "stop": stop, "logprobs": True}
+    choice = whole(tokens, **fields).choices[0]
+    assert (choice.message.content, choice.finish_reason) == (answer, "stop")
+    assert "".join(deltas(stream(tokens, **fields))) == answer
+    assert "".join(entry.token for entry in choice.logprobs.content).startswith(answer)
 
 
 def test_stop_string_ends_generation():

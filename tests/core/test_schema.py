@@ -763,6 +763,7 @@ BAD = [
     (request(stop_token_ids=[1] * 1025), "stop_token_ids"),
     (request(ignore_eos="yes"), "ignore_eos"),
     (request(skip_special_tokens=0), "skip_special_tokens"),
+    (request(include_stop_str_in_output=1), "include_stop_str_in_output"),
     (request(repetition_penalty=0), "repetition_penalty"),
     (request(repetition_penalty=1e-300), "repetition_penalty"),
     (request(top_p=-0.1), "top_p"),

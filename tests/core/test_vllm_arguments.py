@@ -182,7 +182,6 @@ def test_sampling_parameters_without_effect_are_accepted():
     [
         ("min_p", 0.1, "top_p"),
         ("best_of", 2, "`n`"),
-        ("include_stop_str_in_output", True, "before the stop string"),
         ("guided_decoding", {"json": {}}, "structured_outputs"),
     ],
 )
