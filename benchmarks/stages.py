@@ -44,8 +44,8 @@ from dashinfer_vlm_core.protocol import ChatRequest
 from dashinfer_vlm_core.response.response_builder import PromptCounts, ResponseBuilder
 from dashinfer_vlm_core.testing import scripted_engine
 from dashinfer_vlm_server import create_app
-from dashinfer_vlm_torch.sampler import LogitsRow, launch_sample
-from dashinfer_vlm_torch.sequence import SequenceState
+from dashinfer_vlm_torch.sampler import launch_sample
+from dashinfer_vlm_torch.sequence import LogitsRow, SequenceState
 
 from .client import EngineTarget, HTTPTarget, Talk, Target, load, request_body
 from .limits import Rates, cores, image_patches, measure_rates, prefill_flop, step_seconds, vision_flop

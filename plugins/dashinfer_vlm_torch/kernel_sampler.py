@@ -16,7 +16,8 @@ from torch import Tensor
 
 from dashinfer_vlm_core.kernels.types import SampledIds, TokenSampling
 
-from .sampler import LogitsRow, uniform
+from .sampler import uniform
+from .sequence import LogitsRow
 
 BLOCK = 128
 """Logits per block. The largest logits are in the blocks with the largest maxima, which are far fewer."""

@@ -36,9 +36,9 @@ from .kv_cache import KVCache
 from .kv_cache_manager import KVCopy
 from .lora import HeadChange, TextLora
 from .model import TextModel
-from .sampler import LaunchedArgmax, LaunchedSample, LogitsRow, index_tensor, is_greedy, launch_sample
+from .sampler import LaunchedArgmax, LaunchedSample, index_tensor, is_greedy, launch_sample
 from .scheduler import Outcome
-from .sequence import ScheduledChunk, SequenceState
+from .sequence import LogitsRow, ScheduledChunk, SequenceState
 from .step_batch import StepBatch, by_lora, lay_out, state_spans
 
 

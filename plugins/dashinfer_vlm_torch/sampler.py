@@ -18,16 +18,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dashinfer_vlm_core.decoders import GrammarMatcher, Token
+from dashinfer_vlm_core.decoders import Token
 from dashinfer_vlm_core.errors import DecoderFailed
 from dashinfer_vlm_core.kernels.streams import HostCopy, to_device
 from dashinfer_vlm_core.kernels.types import SampledIds
-from dashinfer_vlm_core.protocol.sampling import GREEDY_BELOW, Sampling
+from dashinfer_vlm_core.protocol.sampling import GREEDY_BELOW
 
-from .sequence import SequenceState
+from .sequence import LogitsRow
+from .token_masks import Masks, token_masks
 
 Alternatives: TypeAlias = tuple[tuple[int, float], ...]
-_Masks: TypeAlias = dict[int, npt.NDArray[np.bool_]]
 
 OVERFLOW = "The model's activations exceeded the range of its dtype. Set `dtype` to bfloat16 or float32."
 
@@ -46,31 +46,6 @@ BLOCK = 128
 
 MAX_UNIFORM = 1 - 2.0**-52
 """Keeps `uniform * total` below `total` after rounding."""
-
-
-class LogitsRow(NamedTuple):
-    """One row of logits: those of the token that follows a sequence's output and a draft of its next tokens.
-
-    Attributes:
-        sequence: the sequence.
-        draft: the tokens that are assumed to follow its output; none for its next token.
-    """
-
-    sequence: SequenceState
-    draft: tuple[int, ...] = ()
-
-    @property
-    def sampling(self) -> Sampling:
-        return self.sequence.request.sampling
-
-    @property
-    def num_output_tokens(self) -> int:
-        return len(self.sequence.output_ids) + len(self.draft)
-
-    @property
-    def too_short(self) -> bool:
-        """Whether the output is shorter than `min_tokens`, so that the token must not end it."""
-        return self.num_output_tokens < self.sampling.min_tokens
 
 
 RowSampler: TypeAlias = Callable[[Tensor, Sequence[int], Sequence[LogitsRow]], SampledIds]
@@ -134,7 +109,7 @@ def launch_sample(
         kernel_sampler: samples the tokens of rows with a temperature and without `top_p`; by default, PyTorch's
             operators do.
     """
-    masks, errors = _masks(rows)
+    masks, errors = token_masks(rows)
     ids, is_finite = _choose(logits, rows, masks, kernel_sampler)
     with_logprobs = any(row.sampling.logprobs is not None for row in rows)
     token_ids = HostCopy(torch.where(is_finite, ids, -1))
@@ -142,7 +117,7 @@ def launch_sample(
 
 
 def _choose(
-    logits: Tensor, rows: Sequence[LogitsRow], masks: _Masks, kernel_sampler: RowSampler | None = None
+    logits: Tensor, rows: Sequence[LogitsRow], masks: Masks, kernel_sampler: RowSampler | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the token of each row, int64 [rows], and whether its largest score is finite, bool [rows]. On a GPU, this
     does not wait for it."""
@@ -181,47 +156,7 @@ def uniform(row: LogitsRow) -> float:
     return min(generator.random(), MAX_UNIFORM)
 
 
-def _masks(rows: Sequence[LogitsRow]) -> tuple[_Masks, dict[int, DecoderFailed]]:
-    masks: _Masks = {}
-    errors: dict[int, DecoderFailed] = {}
-    matchers: dict[SequenceState, _DraftMatcher] = {}
-    for index, row in enumerate(rows):
-        if row.sequence.matcher:
-            matcher = matchers.setdefault(row.sequence, _DraftMatcher(row.sequence.matcher))
-            try:
-                masks[index] = _without_stop_tokens(row, matcher.allowed_tokens(row.draft))
-            except DecoderFailed as error:
-                errors[index] = error
-    return masks, errors
-
-
-class _DraftMatcher:
-    """Advances a copy of a sequence's matcher along its draft: an error after a wrong draft must not affect it."""
-
-    def __init__(self, matcher: GrammarMatcher) -> None:
-        self._matcher = matcher
-        self._num_accepted = 0
-
-    def allowed_tokens(self, draft: Sequence[int]) -> npt.NDArray[np.bool_]:
-        """Return the tokens allowed after `draft`, which begins with the draft of the last call."""
-        if draft and not self._num_accepted:
-            self._matcher = self._matcher.copy()
-        for token in draft[self._num_accepted :]:
-            self._matcher.accept_token(token)
-        self._num_accepted = len(draft)
-        return self._matcher.allowed_tokens()
-
-
-def _without_stop_tokens(row: LogitsRow, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    # A grammar that allows no other token may end.
-    if not row.too_short:
-        return mask
-    others = mask.copy()
-    others[list(row.sequence.stops)] = False
-    return others if others.any() else mask
-
-
-def _mask_disallowed(scores: Tensor, masks: _Masks) -> Tensor:
+def _mask_disallowed(scores: Tensor, masks: Masks) -> Tensor:
     if not masks:
         return scores
     scores = scores.clone()

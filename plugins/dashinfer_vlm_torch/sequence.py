@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dashinfer_vlm_core.decoders import DecodeRequest, FinishReason, GrammarMatcher
+from dashinfer_vlm_core.protocol.sampling import Sampling
 
 from .kv_cache import KVAllocation
 from .prefix_hash import PrefixHash
@@ -168,3 +169,28 @@ class ScheduledChunk(NamedTuple):
     def is_decoding(self) -> bool:
         """Whether it is the newest output token."""
         return self.start >= self.sequence.prompt_length and self.stop - self.start == 1
+
+
+class LogitsRow(NamedTuple):
+    """One row of logits: those of the token that follows a sequence's output and a draft of its next tokens.
+
+    Attributes:
+        sequence: the sequence.
+        draft: the tokens that are assumed to follow its output; none for its next token.
+    """
+
+    sequence: SequenceState
+    draft: tuple[int, ...] = ()
+
+    @property
+    def sampling(self) -> Sampling:
+        return self.sequence.request.sampling
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.sequence.output_ids) + len(self.draft)
+
+    @property
+    def too_short(self) -> bool:
+        """Whether the output is shorter than `min_tokens`, so that the token must not end it."""
+        return self.num_output_tokens < self.sampling.min_tokens

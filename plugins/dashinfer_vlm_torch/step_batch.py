@@ -14,8 +14,7 @@ from dashinfer_vlm_core.kernels.types import KVSpan, StateSpan
 
 from .lora import TextLora
 from .proposer import Draft
-from .sampler import LogitsRow
-from .sequence import ScheduledChunk
+from .sequence import LogitsRow, ScheduledChunk
 
 NOT_READ = Draft(tokens=(0,), num_forced=1)
 """Stands for the token that the previous step samples: one that is certain, with any id, which is replaced on the

@@ -21,8 +21,8 @@ from dashinfer_vlm_torch.decode_graphs import DecodeGraphs, StepShape
 from dashinfer_vlm_torch.kv_cache import KVCache
 from dashinfer_vlm_torch.proposer import Draft
 from dashinfer_vlm_torch.runner import ModelRunner
-from dashinfer_vlm_torch.sampler import LogitsRow, _choose
-from dashinfer_vlm_torch.sequence import ScheduledChunk
+from dashinfer_vlm_torch.sampler import _choose
+from dashinfer_vlm_torch.sequence import LogitsRow, ScheduledChunk
 from tests.core.test_cuda_kernels import FRAMES, MIXED, SHAPES, SINGLE, inputs
 from tests.kernels import selector
 from tests.patches import random_patches

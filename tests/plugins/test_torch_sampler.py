@@ -16,12 +16,11 @@ from dashinfer_vlm_torch import sampler
 from dashinfer_vlm_torch.kernel_sampler import sample_with_kernels
 from dashinfer_vlm_torch.sampler import (
     MAX_UNIFORM,
-    LogitsRow,
     _invert_cdf,
     _nucleus_thresholds,
     _wide_nucleus_thresholds,
 )
-from dashinfer_vlm_torch.sequence import SequenceState
+from dashinfer_vlm_torch.sequence import LogitsRow, SequenceState
 from tests.kernels import load_fastest, needs_native
 
 from .oracle import text
