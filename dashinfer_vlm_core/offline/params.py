@@ -75,6 +75,7 @@ class SamplingParams:
         temperature: 0 (greedy decoding) to 2.
         top_p: 0 (greedy decoding) to 1.
         top_k: samples from the k most likely tokens only; 0 or -1 disables it.
+        min_p: 0 to 1; leaves out tokens that are less likely than the most likely one times `min_p`; 0 disables it.
         max_tokens: maximum number of tokens of the completion. vLLM's default of 16 truncates most completions; here
             None means 4096, or what remains of the context.
         min_tokens: minimum number of tokens before the completion can end.
@@ -100,6 +101,7 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     max_tokens: int | None = None
     min_tokens: int = 0
     stop: str | Sequence[str] | None = None

@@ -76,7 +76,6 @@ REJECTED_FIELDS: RejectedFields = {
     "guided_whitespace_pattern": ((), "JSON has at most one space after commas and colons. Remove it."),
     "length_penalty": ((1, 1.0), "It applies to beam search, which is not available. Remove it."),
     "logits_processors": (([],), "Requests cannot run code. Remove it."),
-    "min_p": ((0, 0.0), "Use `top_p` or `top_k`."),
     "prompt_logprobs": ((), "Log probabilities are available for completion tokens only. Use `logprobs`."),
     "truncate_prompt_tokens": ((), "Prompts are never truncated. Shorten the messages."),
     "use_beam_search": ((False,), "Use `temperature` 0 for greedy decoding."),

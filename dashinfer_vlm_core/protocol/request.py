@@ -86,13 +86,13 @@ class StreamOptions(RequestModel):
 class ChatRequest(CheckedBody):
     """A chat completion request. All validation happens on creation, so an instance is always valid.
 
-    In addition to OpenAI's fields, it has fields that are common in inference servers: `top_k`, `repetition_penalty`,
-    `min_tokens`, `ignore_eos`, `stop_token_ids`, `skip_special_tokens`, `include_stop_str_in_output`, options for all
-    media (module `options`), and `cache_salt`: cache entries are shared only between requests with the same salt,
-    `chat_template_kwargs`: variables of the chat template, such as `enable_thinking`, and `coordinates`: whether
-    positions in images are those that the model writes, or pixels of the original image. `structured_outputs` and its
-    older spellings `guided_json`, `guided_regex` and `guided_choice` are vLLM's. The module `fields` lists ignored and
-    rejected fields.
+    In addition to OpenAI's fields, it has fields that are common in inference servers: `top_k`, `min_p`,
+    `repetition_penalty`, `min_tokens`, `ignore_eos`, `stop_token_ids`, `skip_special_tokens`,
+    `include_stop_str_in_output`, options for all media (module `options`), and `cache_salt`: cache entries are shared
+    only between requests with the same salt, `chat_template_kwargs`: variables of the chat template, such as
+    `enable_thinking`, and `coordinates`: whether positions in images are those that the model writes, or pixels of the
+    original image. `structured_outputs` and its older spellings `guided_json`, `guided_regex` and `guided_choice` are
+    vLLM's. The module `fields` lists ignored and rejected fields.
     """
 
     parses_tool_calls: ClassVar[bool] = True
@@ -111,6 +111,7 @@ class ChatRequest(CheckedBody):
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1, le=LARGEST)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     frequency_penalty: _Penalty = 0.0
     presence_penalty: _Penalty = 0.0
     repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] = 1.0  # logits are divided by it: 1e-300 would overflow
@@ -285,6 +286,7 @@ class ChatRequest(CheckedBody):
             temperature=0.0 if greedy else self.temperature,
             top_p=self.top_p or 1.0,
             top_k=max(self.top_k, 0),
+            min_p=self.min_p,
             seed=self.seed,
             repetition_penalty=self.repetition_penalty,
             presence_penalty=self.presence_penalty,

@@ -23,6 +23,8 @@ class Sampling:
         temperature: 0 (greedy) to 2.
         top_p: above 0, up to 1; 1 keeps the whole distribution.
         top_k: 0 keeps the whole distribution, otherwise only the k most likely tokens are kept.
+        min_p: 0 to 1; tokens whose probability is below that of the most likely token times `min_p` are left out,
+            before `top_k` and `top_p`; 0 keeps the whole distribution.
         seed: the same seed and request give the same completion; None selects a random seed.
         repetition_penalty: above 0; positive logits of tokens in prompt and completion are divided by it, negative ones
             multiplied; 1 disables it.
@@ -39,6 +41,7 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     seed: int | None = None
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0

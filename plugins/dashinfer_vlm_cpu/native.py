@@ -54,7 +54,7 @@ SIGNATURES = {
     "run_layers": "plppi",
     "compute_argmax_bounds": "pllpppi",
     "argmax_columns": "ppllppi",
-    "sample_tokens": "plpllpppppi",
+    "sample_tokens": "plpllppppppi",
     "codes_size": "l->l",
     "int4_size": "lll->l",
     "linear_workspace_size": "pli->l",
@@ -176,16 +176,24 @@ class NativeKernels(TorchKernels):
         return out
 
     def sample_tokens(
-        self, logits: Tensor, rows: Tensor, temperatures: Tensor, lower_bounds: Tensor, uniforms: Tensor
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        temperatures: Tensor,
+        *,
+        lower_bounds: Tensor,
+        max_differences: Tensor,
+        uniforms: Tensor,
     ) -> SampledIds:
         """See `TokenSampling`."""
-        assert logits.dtype == temperatures.dtype == lower_bounds.dtype == torch.float32
+        assert logits.dtype == temperatures.dtype == lower_bounds.dtype == max_differences.dtype == torch.float32
         assert uniforms.dtype == torch.float64
         assert logits.stride(1) == 1
         sampled = SampledIds(torch.empty(len(rows), dtype=torch.int64), torch.empty(len(rows), dtype=torch.float64))
         self._library.sample_tokens(
             logits.data_ptr(), logits.stride(0), rows.data_ptr(), len(rows), logits.shape[1], temperatures.data_ptr(),
-            lower_bounds.data_ptr(), uniforms.data_ptr(), sampled.ids.data_ptr(), sampled.totals.data_ptr(), _threads(),
+            lower_bounds.data_ptr(), max_differences.data_ptr(), uniforms.data_ptr(), sampled.ids.data_ptr(),
+            sampled.totals.data_ptr(), _threads(),
         )  # fmt: skip
         return sampled
 

@@ -39,10 +39,11 @@ static ptrdiff_t sample_in_block(const float weights[SAMPLE_BLOCK], double point
 }
 
 static ptrdiff_t sample_token(const float *logits, ptrdiff_t count, float temperature, float lower_bound,
-                              double uniform, double *total)
+                              float max_difference, double uniform, double *total)
 {
     ptrdiff_t blocks = (count + SAMPLE_BLOCK - 1) / SAMPLE_BLOCK, block = 0;
-    SampleScale scale = {temperature, largest_logit(logits, count) / temperature, lower_bound};
+    float largest = largest_logit(logits, count) / temperature;
+    SampleScale scale = {temperature, largest, fmaxf(lower_bound, largest - max_difference)};
     _Alignas(64) float weights[SAMPLE_BLOCK];
     double sums[blocks], before = 0;
     *total = 0;
@@ -57,17 +58,17 @@ static ptrdiff_t sample_token(const float *logits, ptrdiff_t count, float temper
 }
 
 /* Sample a token from each of some rows of `logits` [.., count], with weights e^(logit / temperature), and 0 where that
- * quotient is below the row's lower bound: the first token at which the cumulative sum of the weights exceeds their
+ * quotient is below the row's lower bound, or below the largest one by more than the row's maximum: the first token at which the cumulative sum of the weights exceeds their
  * total times the row's uniform number. Writes the total relative to the largest weight, too; it is not finite if the
  * logits are not.
  *
  * Weights are summed in blocks first, so that only those of one block are added one by one, and none are stored. */
 void sample_tokens(const float *logits, int64_t stride, const int64_t *rows, int64_t row_count, int64_t count,
-                   const float *temperatures, const float *lower_bounds, const double *uniforms, int64_t *tokens,
-                   double *totals, int32_t threads)
+                   const float *temperatures, const float *lower_bounds, const float *max_differences,
+                   const double *uniforms, int64_t *tokens, double *totals, int32_t threads)
 {
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (row_count > 1)
     for (ptrdiff_t i = 0; i < row_count; i++)
-        tokens[i] = sample_token(logits + rows[i] * stride, count, temperatures[i], lower_bounds[i], uniforms[i],
-                                 totals + i);
+        tokens[i] = sample_token(logits + rows[i] * stride, count, temperatures[i], lower_bounds[i], max_differences[i],
+                                 uniforms[i], totals + i);
 }

@@ -1,13 +1,14 @@
 """Sample tokens with kernels: they read each row of logits three times, instead of storing the weights of all tokens
 in several passes.
 
-`top_k` becomes a lower bound for each row, which is found among its largest logits: smaller ones have no weight. Rows
-with `top_p` are left to PyTorch's operators: if many tokens are about equally likely, finding a nucleus takes several
-passes, and the kernels would add some.
+`top_k` becomes a lower bound for each row, which is found among its largest logits, and `min_p` the maximum difference
+from the largest one: smaller ones have no weight. Rows with `top_p` are left to PyTorch's operators: if many tokens are
+about equally likely, finding a nucleus takes several passes, and the kernels would add some.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -32,7 +33,10 @@ def sample_with_kernels(
     uniforms = torch.tensor([uniform(row) for row in rows], dtype=torch.float64)
     lower_bounds = torch.full((len(rows),), -torch.inf)
     _apply_top_k(lower_bounds, scores, index, temperatures, [row.sampling.top_k for row in rows])
-    return kernels.sample_tokens(scores, index, temperatures, lower_bounds, uniforms)
+    max_differences = torch.tensor([-math.log(p) if (p := row.sampling.min_p) else math.inf for row in rows])
+    return kernels.sample_tokens(
+        scores, index, temperatures, lower_bounds=lower_bounds, max_differences=max_differences, uniforms=uniforms
+    )
 
 
 def _apply_top_k(

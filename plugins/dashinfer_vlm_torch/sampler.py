@@ -1,14 +1,15 @@
 """Sample tokens from logits, all rows at once. Parameters that no sequence of the batch uses
 cost nothing.
 
-The result is the same as with vLLM's order: bias and minimum length, penalties, the grammar's mask, temperature, top_k,
-top_p, sampling. Log-probabilities are the model's own, before all of these. The result depends on a row's logits, its
-parameters, its tokens so far and its seed, never on other rows. Sampling inverts the cumulative distribution in the
-order of token ids, so the order of equal logits cannot affect the result.
+The result is the same as with vLLM's order: bias and minimum length, penalties, the grammar's mask, temperature, min_p,
+top_k, top_p, sampling. Log-probabilities are the model's own, before all of these. The result depends on a row's
+logits, its parameters, its tokens so far and its seed, never on other rows. Sampling inverts the cumulative
+distribution in the order of token ids, so the order of equal logits cannot affect the result.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -218,6 +219,7 @@ def _penalties(index: int, row: LogitsRow) -> tuple[npt.NDArray[np.generic], ...
 def _sample_rows(scores: Tensor, rows: Sequence[LogitsRow]) -> Tensor:
     options = [row.sampling for row in rows]
     scores = scores / _column([option.temperature for option in options], scores)
+    _keep_min_p(scores, [option.min_p for option in options])
     _keep_top_k(scores, [option.top_k for option in options])
     weights = scores.softmax(dim=-1)
     _keep_top_p(weights, [option.top_p for option in options])
@@ -245,6 +247,17 @@ def _invert_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     limit = torch.nextafter(inside[:, -1:], torch.zeros_like(points))
     token = torch.searchsorted(inside, torch.minimum(points - before, limit), right=True)
     return (block * BLOCK + token)[:, 0].clamp(max=count - 1)
+
+
+def _keep_min_p(scores: Tensor, min_p: Sequence[float]) -> None:
+    """Set scores to -inf whose weight is below that of the row's largest one times p (Nguyen et al., arXiv
+    2407.01082)."""
+    rows = [row for row, p in enumerate(min_p) if p > 0]
+    if rows:
+        index = index_tensor(rows, scores)
+        part = scores[index]
+        thresholds = part.amax(dim=-1, keepdim=True) + _column([math.log(min_p[row]) for row in rows], scores)
+        scores[index] = part.masked_fill(part < thresholds, -torch.inf)
 
 
 def _keep_top_k(scores: Tensor, top_k: Sequence[int]) -> None:

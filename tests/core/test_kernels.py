@@ -308,11 +308,15 @@ def test_sampled_token_is_first_above_cumulative_weight(native, count, number):
     temperatures = torch.linspace(0.25, 2, 9)
     lower_bounds = torch.full((9,), -torch.inf)
     lower_bounds[4:] = (logits / temperatures[:, None]).median(dim=1).values[4:]
+    max_differences = torch.tensor([math.inf, 1.5, 3.0]).repeat(3)
     uniforms = torch.full((9,), number, dtype=torch.float64)
-    sampled = native.sample_tokens(logits, torch.arange(9), temperatures, lower_bounds, uniforms)
+    options = {"lower_bounds": lower_bounds, "max_differences": max_differences, "uniforms": uniforms}
+    sampled = native.sample_tokens(logits, torch.arange(9), temperatures, **options)
     quotients = logits / temperatures[:, None]
-    weights = (quotients - quotients.amax(dim=1, keepdim=True)).double().exp()
+    largest = quotients.amax(dim=1, keepdim=True)
+    weights = (quotients - largest).double().exp()
     weights[quotients < lower_bounds[:, None]] = 0
+    weights[quotients < largest - max_differences[:, None]] = 0
     cumulative = weights.cumsum(dim=1)
     assert torch.allclose(sampled.totals, cumulative[:, -1], rtol=1e-5)
     for row, token in enumerate(sampled.ids.tolist()):
@@ -325,13 +329,16 @@ def test_sampled_token_is_first_above_cumulative_weight(native, count, number):
 @needs_native
 def test_sampled_token_does_not_depend_on_other_rows(native):
     logits = numbers(9, 1000).float()
-    temperatures, lower_bounds = torch.linspace(0.25, 2, 9), torch.linspace(-3, 0, 9)
-    uniforms = torch.linspace(0, 0.9, 9, dtype=torch.float64)
-    together = native.sample_tokens(logits, torch.arange(9), temperatures, lower_bounds, uniforms)
+    options = {
+        "temperatures": torch.linspace(0.25, 2, 9),
+        "lower_bounds": torch.linspace(-3, 0, 9),
+        "max_differences": torch.linspace(0, 9, 9),
+        "uniforms": torch.linspace(0, 0.9, 9, dtype=torch.float64),
+    }
+    together = native.sample_tokens(logits, torch.arange(9), **options)
     for row in range(9):
-        alone = native.sample_tokens(
-            logits, torch.tensor([row]), temperatures[[row]], lower_bounds[[row]], uniforms[[row]]
-        )
+        own = {name: option[[row]] for name, option in options.items()}
+        alone = native.sample_tokens(logits, torch.tensor([row]), **own)
         assert (alone.ids, alone.totals) == (together.ids[[row]], together.totals[[row]])
 
 
@@ -340,10 +347,11 @@ def test_sampled_token_does_not_depend_on_other_rows(native):
 def test_total_of_nonfinite_logits_is_not_finite(native, value):
     logits = torch.zeros(3, 200)
     logits[1, 150] = value
-    sampled = native.sample_tokens(
-        logits, torch.arange(3), torch.ones(3), torch.full((3,), -torch.inf), torch.full((3,), 0.5, dtype=torch.float64)
-    )
-    assert sampled.totals.isfinite().tolist() == [True, False, True]
+    options = {"lower_bounds": torch.full((3,), -torch.inf), "uniforms": torch.full((3,), 0.5, dtype=torch.float64)}
+    for maximum in (math.inf, 2.0):
+        options["max_differences"] = torch.full((3,), maximum)
+        sampled = native.sample_tokens(logits, torch.arange(3), torch.ones(3), **options)
+        assert sampled.totals.isfinite().tolist() == [True, False, True]
     assert (sampled.ids >= 0).all()
     assert (sampled.ids < 200).all()
 

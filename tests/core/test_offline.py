@@ -520,14 +520,14 @@ def test_special_tokens_are_text_on_request(scripted):
 def test_all_sampling_params_reach_decoder(scripted):
     vlm, script = scripted("ok")
     params = SamplingParams(
-        temperature=0.5, top_p=0.9, top_k=7, max_tokens=5, min_tokens=1, stop=["q"], stop_token_ids=[3], seed=4,
-        presence_penalty=0.1, frequency_penalty=0.2, repetition_penalty=1.1, logit_bias={5: 2.0}, logprobs=2,
+        temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, max_tokens=5, min_tokens=1, stop=["q"], stop_token_ids=[3],
+        seed=4, presence_penalty=0.1, frequency_penalty=0.2, repetition_penalty=1.1, logit_bias={5: 2.0}, logprobs=2,
         ignore_eos=True,
     )  # fmt: skip
     vlm.generate("Hello", params)
     found = script.requests[0].sampling
-    for name in ("temperature", "top_p", "top_k", "max_tokens", "min_tokens", "seed", "presence_penalty", "ignore_eos",
-                 "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs"):  # fmt: skip
+    for name in ("temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "seed", "presence_penalty",
+                 "ignore_eos", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs"):  # fmt: skip
         assert getattr(found, name) == getattr(params, name), name
     assert found.stop_token_ids == (3,)
 

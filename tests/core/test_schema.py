@@ -66,8 +66,9 @@ def test_minimal_request():
 
 def test_sampling_has_every_option():
     options = {
-        "min_tokens": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 40, "seed": -7, "repetition_penalty": 1.1,
-        "presence_penalty": -2, "frequency_penalty": 2, "stop_token_ids": [5, 0], "ignore_eos": True,
+        "min_tokens": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 40, "min_p": 0.1, "seed": -7,
+        "repetition_penalty": 1.1, "presence_penalty": -2, "frequency_penalty": 2,
+        "stop_token_ids": [5, 0], "ignore_eos": True,
     }  # fmt: skip
     sampling = ChatRequest.parse(
         request(**options, max_tokens=9, logprobs=True, top_logprobs=20, logit_bias={"0": -100, "7": 1.5})
@@ -549,6 +550,7 @@ NUMBERS = [
     # field, minimum, maximum
     ("temperature", 0, 2),
     ("top_p", 0, 1),
+    ("min_p", 0, 1),
     ("frequency_penalty", -2, 2),
     ("presence_penalty", -2, 2),
     ("repetition_penalty", None, 2),

@@ -180,7 +180,6 @@ def test_sampling_parameters_without_effect_are_accepted():
 @pytest.mark.parametrize(
     ("name", "value", "next_step"),
     [
-        ("min_p", 0.1, "top_p"),
         ("best_of", 2, "`n`"),
         ("guided_decoding", {"json": {}}, "structured_outputs"),
     ],

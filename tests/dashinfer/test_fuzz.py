@@ -55,6 +55,7 @@ UNHONOURED = {
     "frequency_penalty": -1.0,
     "logit_bias": {"1": 5},
     "min_tokens": 2,
+    "min_p": 0.1,
     "response_format": {"type": "json_object"},
 }
 

@@ -179,6 +179,7 @@ def test_dangerous_requests_never_reach_the_engine(decoder, oracle):
         "frequency": (prompt(1, 5, frequency_penalty=1.0), UnsupportedParameter, "frequency_penalty"),
         "bias": (prompt(1, 5, logit_bias={1: 1.0}), UnsupportedParameter, "logit_bias"),
         "minimum": (prompt(1, 5, min_tokens=3), UnsupportedParameter, "min_tokens"),
+        "min_p": (prompt(1, 5, min_p=0.1), UnsupportedParameter, "min_p"),
         "repetition": (prompt(1, 5, repetition_penalty=2.5), InvalidParameter, "repetition_penalty"),
         "alternatives": (prompt(1, 5, logprobs=11), InvalidParameter, "top_logprobs"),
         "stop token": (prompt(1, 5, stop_token_ids=(96,)), InvalidParameter, "stop_token_ids"),

@@ -52,6 +52,7 @@ REQUESTS: list[dict[str, Any]] = [
         "temperature": 0.5,
         "top_p": 0.5,
         "top_k": 5,
+        "min_p": 0.1,
         "min_tokens": 1,
         "max_completion_tokens": 4,
         "repetition_penalty": 1.1,

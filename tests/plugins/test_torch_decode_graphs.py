@@ -286,6 +286,7 @@ SAMPLING = {
         "temperature": 0.7,
         "top_p": 0.9,
         "top_k": 5,
+        "min_p": 0.01,
         "seed": 1,
         "repetition_penalty": 1.1,
         "presence_penalty": 0.1,

@@ -68,6 +68,8 @@ def probabilities(logits, sequence):
     if options.temperature == 0:
         return np.eye(len(scores))[int(np.argmax(scores))]
     scores = np.array(scores) / options.temperature
+    if options.min_p:
+        scores[np.exp(scores - scores.max()) < options.min_p] = -math.inf
     if options.top_k:
         scores[scores < np.sort(scores)[::-1][: options.top_k][-1]] = -math.inf
     weights = np.exp(scores - scores.max())
@@ -85,6 +87,7 @@ def random_sampling(chance):
         "temperature": float(chance.choice([0, 0.3, 1.0, 2.0])),
         "top_p": float(chance.uniform(0.05, 1)),
         "top_k": int(chance.integers(1, 120)),
+        "min_p": float(chance.uniform(0, 1) ** 3),
         "repetition_penalty": float(chance.uniform(0.5, 2)),
         "presence_penalty": float(chance.uniform(-2, 2)),
         "frequency_penalty": float(chance.uniform(-2, 2)),
@@ -154,7 +157,9 @@ def test_row_is_independent_of_batch(kernel_sampler):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"top_p": 0.8}, {"top_k": 5}, {"temperature": 0.5, "top_p": 0.9, "top_k": 12}])
+@pytest.mark.parametrize(
+    "options", [{}, {"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}, {"temperature": 0.5, "top_p": 0.9, "top_k": 12}]
+)
 def test_samples_follow_distribution(options, kernel_sampler):
     """Chi-square over 8,000 samples with fixed seeds; the bound is the 99.9% quantile for its degrees of freedom."""
     logits = torch.from_numpy(np.random.default_rng(2).normal(size=24).astype(np.float32))
@@ -216,7 +221,11 @@ def test_nucleus_equals_sorting(scale):
 
 @needs_native
 @pytest.mark.parametrize("scale", [0.01, 0.5, 4])
-@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"top_k": 40}, {"top_k": 1000, "top_p": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.05}, {"top_k": 1000, "top_p": 0.5}, {"min_p": 0.2, "top_k": 9}],
+    ids=str,
+)
 def test_kernels_sample_the_tokens_of_operators(scale, options):
     """Of nuclei of a few tokens and of most of the vocabulary, which is not divisible by the size of a block."""
     logits = torch.from_numpy(np.random.default_rng(5).normal(scale=scale, size=(12, 20_001)).astype(np.float32))
@@ -229,6 +238,16 @@ def test_nucleus_of_nan_terminates():
     weights[1] = 0.02
     for lower_bounds_of in (_nucleus_thresholds, _wide_nucleus_thresholds):
         assert lower_bounds_of(weights, torch.tensor([[0.5], [0.5]], dtype=torch.float64))[1] == weights[1, 0]
+
+
+@pytest.mark.parametrize("top_p", [1, 0.9])
+def test_min_p_of_one_keeps_the_largest_logits(top_p, kernel_sampler):
+    logits = torch.zeros(100, 96)
+    logits[:, 10:20] = 5.0
+    sequences = [sequence(seed=seed, min_p=1.0, temperature=0.7, top_p=top_p) for seed in range(100)]
+    sampled = {choice.id for choice in sample(logits, sequences, kernel_sampler)}
+    assert sampled <= set(range(10, 20))
+    assert len(sampled) > 5
 
 
 def test_top_k_keeps_all_equal_logits(kernel_sampler):
@@ -252,7 +271,7 @@ def test_low_temperatures_do_not_overflow(kernel_sampler):
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
-@pytest.mark.parametrize("options", [{"temperature": 0}, {}, {"top_p": 0.5, "top_k": 5}], ids=str)
+@pytest.mark.parametrize("options", [{"temperature": 0}, {}, {"min_p": 0.1}, {"top_p": 0.5, "top_k": 5}], ids=str)
 def test_nonfinite_row_fails_alone(number, options, kernel_sampler):
     logits = torch.zeros(3, 96)
     logits[1, 5] = number

@@ -243,6 +243,7 @@ SAMPLING = {
     "greedy to the end": {"ignore_eos": True, "max_tokens": 150},
     "seeded": {"temperature": 0.6, "seed": 7},
     "top_p and top_k": {"temperature": 1.0, "top_p": 0.4, "top_k": 5, "seed": 3},
+    "min_p": {"temperature": 0.9, "min_p": 0.1, "seed": 3},
     "penalties": {"repetition_penalty": 1.05, "presence_penalty": 0.1, "frequency_penalty": 0.02},
     "penalties, seeded": {"frequency_penalty": 0.05, "temperature": 0.5, "seed": 4},
     "bias": {"logit_bias": {1: 4.0, 2: 4.0}, "temperature": 0.5, "seed": 2},

@@ -118,6 +118,7 @@ BAD = {
     "top_p too high": ({"top_p": 1.01}, "top_p"),
     "top_k too low": ({"top_k": -2}, "top_k"),
     "top_k not whole": ({"top_k": 1.5}, "top_k"),
+    "min_p too high": ({"min_p": 1.1}, "min_p"),
     "max_tokens zero": ({"max_tokens": 0}, "max_tokens"),
     "max_tokens negative": ({"max_tokens": -1}, "max_tokens"),
     "max_tokens huge": ({"max_tokens": 10**30}, "max_tokens"),

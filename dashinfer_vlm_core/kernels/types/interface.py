@@ -146,16 +146,24 @@ class TokenSampling(Protocol):
     """Kernels that also sample tokens from logits."""
 
     def sample_tokens(
-        self, logits: Tensor, rows: Tensor, temperatures: Tensor, lower_bounds: Tensor, uniforms: Tensor
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        temperatures: Tensor,
+        *,
+        lower_bounds: Tensor,
+        max_differences: Tensor,
+        uniforms: Tensor,
     ) -> SampledIds:
         """Sample a token from some rows of logits: the first one at which the cumulative sum of the weights exceeds
         their total times a uniform number. A logit's weight is e^(logit / temperature), or 0 if that quotient is
-        below the lower bound.
+        below the lower bound, or below the row's largest one by more than the maximum difference.
 
         Args:
             logits: float32 [.., vocab_size], with contiguous rows.
             rows: int64, the rows to sample from. All others have one element for each of them.
             temperatures: float32, positive.
             lower_bounds: float32.
+            max_differences: float32, not negative.
             uniforms: float64, in [0, 1).
         """
