@@ -37,6 +37,7 @@ FEATURES = {
     "prefix-cache": "Prefix cache",
     "chunked-prefill": "Chunked prefill",
     "sampling": "Sampling: temperature, top_p, top_k, seed, penalties",
+    "sampling-ocr": "Sampling: min_p, no_repeat_ngram_size",
     "logprobs": "Log probabilities",
     "streaming": "Streaming",
     "structured-output": "Structured output",

@@ -85,6 +85,8 @@ class SamplingParams:
         presence_penalty: -2 to 2.
         frequency_penalty: -2 to 2.
         repetition_penalty: 0.01 to 2; 1 disables it.
+        no_repeat_ngram_size: prevents n-grams of this size from occurring twice in the completion; 0 disables it.
+        extra_args: vLLM's arguments of logits processors, such as `ngram_size`; the request field `vllm_xargs`.
         logit_bias: token ID -> bias of -100 to 100.
         logprobs: number of alternatives (0 to 20) to return for each token, with their log probabilities.
         ignore_eos: continue after the model's own end token.
@@ -110,6 +112,8 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    extra_args: Mapping[str, Any] | None = None
     logit_bias: Mapping[int, float] | None = None
     logprobs: int | None = None
     ignore_eos: bool = False
@@ -125,6 +129,8 @@ class SamplingParams:
         given = {name: value for name, value in asdict(self).items() if value is not None}
         if self.logit_bias is not None:
             given["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
+        if "extra_args" in given:
+            given["vllm_xargs"] = given.pop("extra_args")
         if self.logprobs is not None:
             given |= {"logprobs": True, "top_logprobs": self.logprobs}
         return given

@@ -33,6 +33,7 @@ from .output import (
 )
 from .sampling import GREEDY_BELOW, Sampling
 from .validation_errors import invalid
+from .vllm_xargs import MAX_LISTED_TOKENS, NgramSize, TokenId, VllmXargs
 
 DEFAULT_MODEL = "model"
 """Model name of requests without `model`."""
@@ -43,11 +44,9 @@ DEFAULT_MAX_TOKENS = 4096
 MAX_COMPLETIONS = 16
 MAX_MESSAGES = 4096
 MAX_STOP_CHARACTERS = 256
-MAX_LISTED_TOKENS = 1024
 MAX_TEMPLATE_OPTIONS = 32
 
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
-_TokenId = Annotated[int, Field(ge=0, le=LARGEST)]
 _TokenKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS), AfterValidator(encodable)]
@@ -115,9 +114,11 @@ class ChatRequest(CheckedBody):
     frequency_penalty: _Penalty = 0.0
     presence_penalty: _Penalty = 0.0
     repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] = 1.0  # logits are divided by it: 1e-300 would overflow
+    no_repeat_ngram_size: NgramSize = 0
+    vllm_xargs: VllmXargs = VllmXargs()
     logit_bias: Annotated[dict[_TokenKey, _Bias], Field(max_length=MAX_LISTED_TOKENS)] = Field(default_factory=dict)
     stop: StringOrArray[_Stop, Annotated[Array[_Stop], Field(max_length=4)]] | None = None
-    stop_token_ids: Annotated[Array[_TokenId], Field(max_length=MAX_LISTED_TOKENS)] = ()
+    stop_token_ids: Annotated[Array[TokenId], Field(max_length=MAX_LISTED_TOKENS)] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
@@ -148,6 +149,7 @@ class ChatRequest(CheckedBody):
             message.check(f"messages[{index}]")
         check_tool_arguments(self.messages)
         self._media_options.check()
+        self.vllm_xargs.sampling(self.no_repeat_ngram_size)
         check_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
         outputs = [constraint.param for constraint in self._output_constraints()]
         if len(outputs) > 1:
@@ -291,6 +293,7 @@ class ChatRequest(CheckedBody):
             repetition_penalty=self.repetition_penalty,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
+            **self.vllm_xargs.sampling(self.no_repeat_ngram_size),
             logit_bias={int(token): bias for token, bias in self.logit_bias.items()},
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,

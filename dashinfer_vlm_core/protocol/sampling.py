@@ -30,6 +30,11 @@ class Sampling:
             multiplied; 1 disables it.
         presence_penalty: -2 to 2, subtracted once from the logits of tokens in the completion.
         frequency_penalty: -2 to 2, subtracted per occurrence of a token in the completion.
+        no_repeat_ngram_size: tokens that would complete an n-gram of this size that is in the completion already are
+            not sampled, unless a grammar allows no others; 0 allows all.
+        no_repeat_ngram_window: of how many of the last tokens of the completion such an n-gram can begin with one; None
+            means all.
+        no_repeat_ngram_whitelist: token IDs that may complete it.
         logit_bias: token ID -> bias of -100 to 100, added to its logit.
         stop_token_ids: token IDs that end the completion, in addition to the model's own.
         ignore_eos: continue after the model's own end token.
@@ -46,6 +51,9 @@ class Sampling:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0
+    no_repeat_ngram_window: int | None = None
+    no_repeat_ngram_whitelist: tuple[int, ...] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False

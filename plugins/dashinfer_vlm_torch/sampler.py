@@ -1,10 +1,10 @@
 """Sample tokens from logits, all rows at once. Parameters that no sequence of the batch uses
 cost nothing.
 
-The result is the same as with vLLM's order: bias and minimum length, penalties, the grammar's mask, temperature, min_p,
-top_k, top_p, sampling. Log-probabilities are the model's own, before all of these. The result depends on a row's
-logits, its parameters, its tokens so far and its seed, never on other rows. Sampling inverts the cumulative
-distribution in the order of token ids, so the order of equal logits cannot affect the result.
+The result is the same as with vLLM's order: bias and minimum length, penalties, masks, temperature, min_p, top_k,
+top_p, sampling. Log-probabilities are the model's own, before all of these. The result depends on a row's logits, its
+parameters, its tokens so far and its seed, never on other rows. Sampling inverts the cumulative distribution in the
+order of token ids, so the order of equal logits cannot affect the result.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def launch_sample(
         kernel_sampler: samples the tokens of rows with a temperature and without `top_p`; by default, PyTorch's
             operators do.
     """
-    masks, errors = token_masks(rows)
+    masks, errors = token_masks(rows, logits.shape[-1])
     ids, is_finite = _choose(logits, rows, masks, kernel_sampler)
     with_logprobs = any(row.sampling.logprobs is not None for row in rows)
     token_ids = HostCopy(torch.where(is_finite, ids, -1))
@@ -143,7 +143,11 @@ def is_greedy(row: LogitsRow) -> bool:
     """Whether `launch_sample` would return the token of the largest logit, without log-probabilities."""
     sampling = row.sampling
     is_modified = (
-        sampling.logit_bias or row.sequence.matcher or (row.sequence.stops and row.too_short) or sampling.has_penalties
+        sampling.logit_bias
+        or row.sequence.matcher
+        or row.sequence.ngram_ban
+        or (row.sequence.stops and row.too_short)
+        or sampling.has_penalties
     )
     return sampling.temperature < GREEDY_BELOW and sampling.logprobs is None and not is_modified
 

@@ -13,6 +13,7 @@ from dashinfer_vlm_core.decoders import DecodeRequest, FinishReason, GrammarMatc
 from dashinfer_vlm_core.protocol.sampling import Sampling
 
 from .kv_cache import KVAllocation
+from .ngram_ban import NgramBan
 from .prefix_hash import PrefixHash
 from .proposer import Draft, DraftProposer
 from .state_manager import NO_STATE, StateSlots
@@ -47,8 +48,9 @@ class SequenceState:
         ids: int64 [max_len], the token ids of the prompt, and of the output so far.
         output_ids: tokens sampled so far.
         matcher: the output's state in the request's grammar, if it has one.
-        depends_on_tokens: whether its next step can be scheduled only after the last one was read: penalties and
-            grammars need its tokens on the CPU, and log-probabilities are computed when they are read.
+        ngram_ban: finds tokens that would repeat an n-gram; None if they may.
+        depends_on_tokens: whether its next step can be scheduled only after the last one was read: penalties, grammars
+            and `ngram_ban` need its tokens on the CPU, and log-probabilities are computed when they are read.
         proposer: proposes its next tokens; None if each step adds one token.
         waiting_since: when it was added, as `time.monotonic` counts, until its first step.
         num_cached_tokens: tokens taken from the prefix cache before the first output token.
@@ -75,8 +77,9 @@ class SequenceState:
         self.ids[: self.prompt_length] = request.token_ids
         self.output_ids: list[int] = []
         self.matcher: GrammarMatcher | None = request.grammar.copy() if request.grammar else None
-        self.depends_on_tokens: bool = (
-            self.matcher is not None or sampling.logprobs is not None or sampling.has_penalties
+        self.ngram_ban: NgramBan | None = NgramBan(sampling) if sampling.no_repeat_ngram_size else None
+        self.depends_on_tokens: bool = bool(
+            self.matcher or self.ngram_ban or sampling.logprobs is not None or sampling.has_penalties
         )
         self.proposer: DraftProposer | None = None
         self.waiting_since: float | None = None
@@ -194,3 +197,10 @@ class LogitsRow(NamedTuple):
     def too_short(self) -> bool:
         """Whether the output is shorter than `min_tokens`, so that the token must not end it."""
         return self.num_output_tokens < self.sampling.min_tokens
+
+    def banned_tokens(self) -> npt.NDArray[np.int64]:
+        """Return the tokens that would repeat an n-gram."""
+        sequence = self.sequence
+        if sequence.ngram_ban is None:
+            return np.zeros(0, np.int64)
+        return sequence.ngram_ban.banned_tokens(sequence.ids[sequence.prompt_length : sequence.length], self.draft)

@@ -10,7 +10,8 @@ from dashinfer_vlm_core.errors import ConfigError
 
 SUPPORTED_PARAMS = frozenset((
     "temperature", "top_p", "top_k", "min_p", "min_tokens", "seed", "repetition_penalty", "presence_penalty",
-    "frequency_penalty", "logit_bias", "stop_token_ids", "ignore_eos", "logprobs", GUIDED_DECODING, LORA,
+    "frequency_penalty", "no_repeat_ngram_size", "no_repeat_ngram_window", "no_repeat_ngram_whitelist", "logit_bias",
+    "stop_token_ids", "ignore_eos", "logprobs", GUIDED_DECODING, LORA,
 ))  # fmt: skip
 """What the decoder implements of a request; see `sampler.py`, and `kernel_sampler.py` for rows without `top_p`."""
 

@@ -1,8 +1,8 @@
-"""Which tokens the rows of a step may sample: what grammars allow."""
+"""Which tokens the rows of a step may sample: what grammars allow, and what does not repeat n-grams."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -17,18 +17,26 @@ Masks: TypeAlias = dict[int, npt.NDArray[np.bool_]]
 """The tokens that a row may sample, bool [vocab_size], by row; others may sample any."""
 
 
-def token_masks(rows: Sequence[LogitsRow]) -> tuple[Masks, dict[int, DecoderFailed]]:
+def token_masks(rows: Sequence[LogitsRow], vocab_size: int) -> tuple[Masks, dict[int, DecoderFailed]]:
     """Return the masks of rows, and the errors of those whose grammar failed."""
     masks: Masks = {}
     errors: dict[int, DecoderFailed] = {}
     matchers: dict[SequenceState, _DraftMatcher] = {}
     for index, row in enumerate(rows):
+        banned = row.banned_tokens()
         if row.sequence.matcher:
             matcher = matchers.setdefault(row.sequence, _DraftMatcher(row.sequence.matcher))
             try:
-                masks[index] = _without_stop_tokens(row, matcher.allowed_tokens(row.draft))
+                mask = matcher.allowed_tokens(row.draft)
             except DecoderFailed as error:
                 errors[index] = error
+                continue
+        elif len(banned):
+            mask = np.ones(vocab_size, np.bool_)
+        else:
+            continue
+        mask = _without(mask, row.sequence.stops if row.too_short else ())
+        masks[index] = _without(mask, banned.tolist())
     return masks, errors
 
 
@@ -49,10 +57,10 @@ class _DraftMatcher:
         return self._matcher.allowed_tokens()
 
 
-def _without_stop_tokens(row: LogitsRow, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    # A grammar that allows no other token may end.
-    if not row.too_short:
+def _without(mask: npt.NDArray[np.bool_], tokens: Collection[int]) -> npt.NDArray[np.bool_]:
+    """Return the mask without some tokens; unchanged if it allows no others, as that of a grammar that must end."""
+    if not tokens:
         return mask
     others = mask.copy()
-    others[list(row.sequence.stops)] = False
+    others[list(tokens)] = False
     return others if others.any() else mask

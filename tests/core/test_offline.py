@@ -522,13 +522,15 @@ def test_all_sampling_params_reach_decoder(scripted):
     params = SamplingParams(
         temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, max_tokens=5, min_tokens=1, stop=["q"], stop_token_ids=[3],
         seed=4, presence_penalty=0.1, frequency_penalty=0.2, repetition_penalty=1.1, logit_bias={5: 2.0}, logprobs=2,
-        ignore_eos=True,
+        ignore_eos=True, no_repeat_ngram_size=3, extra_args={"window_size": 50},
     )  # fmt: skip
     vlm.generate("Hello", params)
     found = script.requests[0].sampling
     for name in ("temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "seed", "presence_penalty",
-                 "ignore_eos", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs"):  # fmt: skip
+                 "ignore_eos", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs",
+                 "no_repeat_ngram_size"):  # fmt: skip
         assert getattr(found, name) == getattr(params, name), name
+    assert found.no_repeat_ngram_window == 50
     assert found.stop_token_ids == (3,)
 
 

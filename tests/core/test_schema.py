@@ -68,12 +68,15 @@ def test_sampling_has_every_option():
     options = {
         "min_tokens": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 40, "min_p": 0.1, "seed": -7,
         "repetition_penalty": 1.1, "presence_penalty": -2, "frequency_penalty": 2,
-        "stop_token_ids": [5, 0], "ignore_eos": True,
+        "stop_token_ids": [5, 0], "ignore_eos": True, "no_repeat_ngram_size": 3,
+        "vllm_xargs": {"window_size": 50, "whitelist_token_ids": [7], "debug": False},
     }  # fmt: skip
     sampling = ChatRequest.parse(
         request(**options, max_tokens=9, logprobs=True, top_logprobs=20, logit_bias={"0": -100, "7": 1.5})
     ).sampling()
-    expected = options | {"max_tokens": 9, "logprobs": 20, "logit_bias": {0: -100, 7: 1.5}, "stop_token_ids": (5, 0)}
+    expected = options | {"no_repeat_ngram_window": 50, "no_repeat_ngram_whitelist": (7,)}
+    del expected["vllm_xargs"]
+    expected |= {"max_tokens": 9, "logprobs": 20, "logit_bias": {0: -100, 7: 1.5}, "stop_token_ids": (5, 0)}
     assert {name: getattr(sampling, name) for name in Sampling.__dataclass_fields__} == expected
 
 
@@ -96,6 +99,25 @@ def test_sampling_has_every_option():
 )
 def test_sampling(fields, name, value):
     assert getattr(ChatRequest.parse(request(**fields)).sampling(), name) == value
+
+
+@pytest.mark.parametrize(
+    ("fields", "size", "window"),
+    [
+        ({"no_repeat_ngram_size": 3}, 3, None),
+        ({"vllm_xargs": {"no_repeat_ngram_size": 100, "debug": False}}, 100, None),
+        ({"vllm_xargs": {"no_repeat_ngram_size": 20, "window_size": 90}}, 20, 90),
+        ({"vllm_xargs": {"ngram_size": 20}}, 20, 100),
+        ({"vllm_xargs": {"ngram_size": 20, "window_size": 90}, "no_repeat_ngram_size": 20}, 20, 90),
+        ({"vllm_xargs": {"window_size": 90, "whitelist_token_ids": [1]}}, 0, None),
+        ({"vllm_xargs": {"no_repeat_ngram_size": 0, "other": "x"}}, 0, None),
+        ({"vllm_xargs": {}}, 0, None),
+    ],
+)
+def test_ngrams_of_vllms_processors(fields, size, window):
+    sampling = ChatRequest.parse(request(**fields)).sampling()
+    assert (sampling.no_repeat_ngram_size, sampling.no_repeat_ngram_window) == (size, window)
+    assert bool(sampling.requested_params()) == bool(size)
 
 
 @pytest.mark.parametrize("effort", get_args(get_args(ReasoningEffort)[0]))
@@ -466,7 +488,7 @@ def test_misspelled_field_gets_a_hint(name, meant):
 
 
 FIELDS_OF_OTHER_SERVERS = [
-    "foo", "options", "priority", "request_id", "vllm_xargs", "kv_transfer_params", "return_token_ids", "documents",
+    "foo", "options", "priority", "request_id", "kv_transfer_params", "return_token_ids", "documents",
     "spaces_between_special_tokens", "include_reasoning", "return_tokens_as_token_ids", "lora_path", "no_stop_trim",
     "separate_reasoning", "stream_reasoning", "n_predict", "n_probs", "min_keep", "cache_prompt", "samplers", "id_slot",
     "timings_per_token", "tfs_z", "typical_p", "mirostat", "top_a", "top_n_sigma", "repeat_penalty", "keep_alive",
@@ -765,6 +787,12 @@ BAD = [
     (request(stop_token_ids=[1] * 1025), "stop_token_ids"),
     (request(ignore_eos="yes"), "ignore_eos"),
     (request(skip_special_tokens=0), "skip_special_tokens"),
+    (request(no_repeat_ngram_size=-1), "no_repeat_ngram_size"),
+    (request(vllm_xargs=[1]), "vllm_xargs"),
+    (request(vllm_xargs={"ngram_size": "20"}), "vllm_xargs.ngram_size"),
+    (request(vllm_xargs={"window_size": 0}), "vllm_xargs.window_size"),
+    (request(vllm_xargs={"whitelist_token_ids": [-1]}), "vllm_xargs.whitelist_token_ids[0]"),
+    (request(vllm_xargs={"ngram_size": 20}, no_repeat_ngram_size=3), "vllm_xargs"),
     (request(include_stop_str_in_output=1), "include_stop_str_in_output"),
     (request(repetition_penalty=0), "repetition_penalty"),
     (request(repetition_penalty=1e-300), "repetition_penalty"),

@@ -56,6 +56,7 @@ UNHONOURED = {
     "logit_bias": {"1": 5},
     "min_tokens": 2,
     "min_p": 0.1,
+    "no_repeat_ngram_size": 3,
     "response_format": {"type": "json_object"},
 }
 

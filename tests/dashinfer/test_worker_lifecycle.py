@@ -171,6 +171,7 @@ def test_close_ends_running_and_waiting_requests(decoder):
     assert gone
 
 
+@pytest.mark.supports("sampling-ocr", backend="dashinfer-cpu", rejected=True)
 def test_dangerous_requests_never_reach_the_engine(decoder, oracle):
     rejected = {
         "context": (prompt(1, 500, max_tokens=13), ContextLengthExceeded, "messages"),
@@ -180,6 +181,7 @@ def test_dangerous_requests_never_reach_the_engine(decoder, oracle):
         "bias": (prompt(1, 5, logit_bias={1: 1.0}), UnsupportedParameter, "logit_bias"),
         "minimum": (prompt(1, 5, min_tokens=3), UnsupportedParameter, "min_tokens"),
         "min_p": (prompt(1, 5, min_p=0.1), UnsupportedParameter, "min_p"),
+        "n-grams": (prompt(1, 5, no_repeat_ngram_size=3), UnsupportedParameter, "no_repeat_ngram_size"),
         "repetition": (prompt(1, 5, repetition_penalty=2.5), InvalidParameter, "repetition_penalty"),
         "alternatives": (prompt(1, 5, logprobs=11), InvalidParameter, "top_logprobs"),
         "stop token": (prompt(1, 5, stop_token_ids=(96,)), InvalidParameter, "stop_token_ids"),

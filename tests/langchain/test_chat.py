@@ -140,13 +140,15 @@ def test_parameters_reach_decoder_and_call_takes_precedence(scripted):
         "seed": 4,
         "max_tokens": 9,
         "top_k": 7,
-        "model_kwargs": {"min_tokens": 2},
+        "min_p": 0.1,
+        "model_kwargs": {"min_tokens": 2, "no_repeat_ngram_size": 9},
     }
     provider = scripted("Yes.", **options, extra_body={"presence_penalty": 0.2})
     provider.chat.invoke("?")
     sampling = provider.script.requests[-1].sampling
     assert (sampling.temperature, sampling.top_p, sampling.seed, sampling.max_tokens) == (0.5, 0.9, 4, 9)
     assert (sampling.top_k, sampling.min_tokens, sampling.presence_penalty) == (7, 2, 0.2)
+    assert (sampling.min_p, sampling.no_repeat_ngram_size) == (0.1, 9)
     provider.chat.bind(temperature=1.5).invoke("?", max_completion_tokens=5, top_k=3)
     sampling = provider.script.requests[-1].sampling
     assert (sampling.temperature, sampling.seed, sampling.max_tokens, sampling.top_k) == (1.5, 4, 5, 3)

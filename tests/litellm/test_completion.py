@@ -100,10 +100,12 @@ def test_logprobs_in_responses_and_streams(demo):
 def test_extra_parameters_reach_decoder(scripted, place):
     provider = scripted("Yes.")
     extras = {"top_k": 7, "repetition_penalty": 1.5, "min_tokens": 2, "ignore_eos": True, "stop_token_ids": [3]}
+    extras |= {"min_p": 0.1, "vllm_xargs": {"ngram_size": 9}, "skip_special_tokens": False}
     options = {"extra_body": extras} if place == "extra_body" else extras
     litellm.completion(provider.model, messages=HELLO, **options)
     sampling = last_request(provider).sampling
     assert (sampling.top_k, sampling.repetition_penalty, sampling.min_tokens) == (7, 1.5, 2)
+    assert (sampling.min_p, sampling.no_repeat_ngram_size, sampling.no_repeat_ngram_window) == (0.1, 9, 100)
     assert sampling.ignore_eos
     assert sampling.stop_token_ids == (3,)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import statistics
@@ -115,6 +116,17 @@ def test_page_equals_the_same_page_as_png(start, family):
     assert ours.prompt_token_ids == theirs.prompt_token_ids
     assert ours.token_ids == theirs.token_ids
     assert item.tokens > 4
+
+
+@covers("sampling-ocr")
+def test_min_p_and_ngrams_limit_the_tokens(engines, family):
+    """Of min_p, by a biased token whose probability is above the others' limit."""
+    engine = engines(family)
+    options = {"temperature": 1.5, "seed": 1, "max_tokens": 16, "ignore_eos": True, "logit_bias": {"5": 12}}
+    assert len(set(token_ids(engine, **options))) > 1
+    assert set(token_ids(engine, **options, min_p=0.99)) == {5}
+    tokens = token_ids(engine, **options, min_p=0.99, no_repeat_ngram_size=2)
+    assert len(set(itertools.pairwise(tokens))) == 15
 
 
 @covers("streaming")

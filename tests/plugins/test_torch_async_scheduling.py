@@ -99,7 +99,14 @@ def test_preempted_sequences_continue(oracle):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "sampling", [{"logprobs": 2}, {"presence_penalty": 0.5}, {"repetition_penalty": 1.2}, {"frequency_penalty": 0.5}]
+    "sampling",
+    [
+        {"logprobs": 2},
+        {"presence_penalty": 0.5},
+        {"repetition_penalty": 1.2},
+        {"frequency_penalty": 0.5},
+        {"no_repeat_ngram_size": 2},
+    ],
 )
 def test_steps_that_need_earlier_tokens_wait_for_them(oracle, sampling):
     requests = [prompt(1, 20, **sampling), prompt(2, 30)]

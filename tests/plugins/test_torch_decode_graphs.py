@@ -291,6 +291,7 @@ SAMPLING = {
         "repetition_penalty": 1.1,
         "presence_penalty": 0.1,
         "frequency_penalty": 0.1,
+        "no_repeat_ngram_size": 3,
         "logit_bias": {3: 1.0},
         "min_tokens": 4,
         "stop_token_ids": (4,),

@@ -194,10 +194,12 @@ def test_logprobs_are_omitted_unless_requested(oracle):
 
 
 @pytest.mark.supports("sampling", backend="torch-cpu")
+@pytest.mark.supports("sampling-ocr", backend="torch-cpu")
 def test_same_seed_gives_same_completion_in_any_batch(oracle):
     request = visual(
-        3, (1, 3, 3), 5, width=oracle.width, temperature=1.0, seed=1234, top_p=0.95, max_tokens=40, ignore_eos=True
-    )
+        3, (1, 3, 3), 5, width=oracle.width, temperature=1.0, seed=1234, top_p=0.95, max_tokens=40, ignore_eos=True,
+        min_p=0.01, no_repeat_ngram_size=2,
+    )  # fmt: skip
     company = [prompt(i, 3 + 5 * i, temperature=1.2, top_k=7 * i, max_tokens=60, ignore_eos=True) for i in range(6)]
 
     async def run():

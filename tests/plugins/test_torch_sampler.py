@@ -30,7 +30,8 @@ STOPS = (95,)
 
 def sequence(output_ids=(), prompt=(1, 2, 2, 3), **sampling):
     made = SequenceState(text(*prompt, **{"temperature": 1.0, "max_tokens": 10_000} | sampling), STOPS)
-    made.output_ids.extend(output_ids)
+    for token in output_ids:
+        made.append(token)
     return made
 
 
@@ -52,22 +53,39 @@ def uniform(one):
     return sampler.uniform(LogitsRow(one))
 
 
-def probabilities(logits, sequence):
-    """Compute the distribution of the next token, step by step in the order documented by vLLM."""
+def repeating(output, options):
+    """The tokens that would complete an n-gram again, as in transformers, and with a window as in vLLM."""
+    size, first = options.no_repeat_ngram_size, max(0, len(output) - (options.no_repeat_ngram_window or len(output)))
+    if not size:
+        return set()
+    ngrams = [tuple(output[start : start + size]) for start in range(first, len(output) - size + 1)]
+    prefix = tuple(output[len(output) - size + 1 :])
+    return {ngram[-1] for ngram in ngrams if ngram[:-1] == prefix} - set(options.no_repeat_ngram_whitelist)
+
+
+def modified(logits, sequence):
     options, scores = sequence.request.sampling, [float(x) for x in logits]
     for token, bias in options.logit_bias.items():
         scores[token] += bias
     if len(sequence.output_ids) < options.min_tokens:
         for token in {*options.stop_token_ids, *(() if options.ignore_eos else STOPS)}:
             scores[token] = -math.inf
+    for token in repeating(sequence.output_ids, options):
+        scores[token] = -math.inf
     for token in {*sequence.request.token_ids.tolist(), *sequence.output_ids}:
         p = options.repetition_penalty
         scores[token] = scores[token] / p if scores[token] > 0 else scores[token] * p
     for token, count in Counter(sequence.output_ids).items():
         scores[token] -= options.presence_penalty + options.frequency_penalty * count
+    return np.array(scores)
+
+
+def probabilities(logits, sequence):
+    """Compute the distribution of the next token, step by step in the order documented by vLLM."""
+    options, scores = sequence.request.sampling, modified(logits, sequence)
     if options.temperature == 0:
         return np.eye(len(scores))[int(np.argmax(scores))]
-    scores = np.array(scores) / options.temperature
+    scores = scores / options.temperature
     if options.min_p:
         scores[np.exp(scores - scores.max()) < options.min_p] = -math.inf
     if options.top_k:
@@ -91,6 +109,7 @@ def random_sampling(chance):
         "repetition_penalty": float(chance.uniform(0.5, 2)),
         "presence_penalty": float(chance.uniform(-2, 2)),
         "frequency_penalty": float(chance.uniform(-2, 2)),
+        "no_repeat_ngram_size": int(chance.integers(1, 3)),
         "logit_bias": {int(token): float(chance.uniform(-100, 100) / 20) for token in chance.integers(0, 96, 3)}
         | {95: 6.0},
         "min_tokens": int(chance.integers(0, 12)),
@@ -142,6 +161,7 @@ def test_greedy_rows_depend_only_on_argmax():
         {"presence_penalty": 0.5},
         {"frequency_penalty": 0.5},
         {"min_tokens": 2},
+        {"no_repeat_ngram_size": 3},
     ],
 )
 def test_is_greedy(options):
@@ -337,6 +357,52 @@ def test_logprobs_are_computed_before_mask():
     chosen = sample(logits, [guided(FixedMask([5]), logprobs=1)])[0]
     assert chosen.id == 5
     assert chosen.logprob == pytest.approx(-math.log(100))
+
+
+@pytest.mark.parametrize("whitelist", [(), (1,)])
+@pytest.mark.parametrize("window", [None, 1, 7, 12])
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_repeated_ngrams_are_those_of_the_definition(size, window, whitelist):
+    """While the output grows, with drafts that are rejected."""
+    chance = np.random.default_rng(size)
+    fields = {"no_repeat_ngram_window": window, "no_repeat_ngram_whitelist": whitelist}
+    one = sequence(no_repeat_ngram_size=size, **fields)
+    seen = 0
+    for _ in range(200):
+        draft = tuple(chance.integers(0, 3, chance.integers(0, 4)).tolist())
+        for used in (draft, ()):
+            found = LogitsRow(one, used).banned_tokens().tolist()
+            assert found == sorted(repeating([*one.output_ids, *used], one.request.sampling))
+            seen += len(found)
+        for token in chance.integers(0, 3, 2):
+            one.append(int(token))
+    assert seen > 0 or window in (1, 7)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_repeated_ngrams_are_those_of_transformers(size):
+    from transformers import NoRepeatNGramLogitsProcessor
+
+    process = NoRepeatNGramLogitsProcessor(size)
+    output = np.random.default_rng(size).integers(0, 4, 60)
+    one = sequence(no_repeat_ngram_size=size)
+    for length in range(1, 60):
+        one.append(int(output[length - 1]))
+        scores = process(torch.from_numpy(output[None, :length]), torch.zeros(1, 96))
+        assert LogitsRow(one).banned_tokens().tolist() == scores[0].isinf().nonzero()[:, 0].tolist()
+
+
+def test_grammar_may_require_a_repetition(kernel_sampler):
+    logits = torch.zeros(1, 100)
+    for allowed, chosen in (([5], 5), ([5, 6], 6)):
+        made = sequence((5,), no_repeat_ngram_size=1)
+        made.matcher = FixedMask(allowed)
+        assert sample(logits, [made], kernel_sampler)[0].id == chosen
+
+
+def test_repetition_is_allowed_if_nothing_else_is_left(kernel_sampler):
+    one = sequence([*range(95), 95], no_repeat_ngram_size=1, min_tokens=200, seed=1)
+    assert sample(torch.zeros(1, 96), [one], kernel_sampler)[0].id != 95
 
 
 def test_dead_end_grammar_fails_only_its_row():

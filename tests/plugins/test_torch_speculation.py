@@ -246,6 +246,8 @@ SAMPLING = {
     "min_p": {"temperature": 0.9, "min_p": 0.1, "seed": 3},
     "penalties": {"repetition_penalty": 1.05, "presence_penalty": 0.1, "frequency_penalty": 0.02},
     "penalties, seeded": {"frequency_penalty": 0.05, "temperature": 0.5, "seed": 4},
+    "n-grams": {"no_repeat_ngram_size": 6, "repetition_penalty": 1.05, "ignore_eos": True},
+    "n-grams, seeded": {"no_repeat_ngram_size": 4, "temperature": 0.5, "seed": 4},
     "bias": {"logit_bias": {1: 4.0, 2: 4.0}, "temperature": 0.5, "seed": 2},
     "minimum": {"min_tokens": 30, "logit_bias": {95: 6.0}},
     "stop token": {"stop_token_ids": (1, 33)},
@@ -277,7 +279,7 @@ def check_equal(found, expected):
                 assert left.logprob == pytest.approx(right.logprob, abs=1e-4)
 
 
-FAST = ("greedy", "penalties, seeded", "minimum", "stop token", "logprobs, seeded")
+FAST = ("greedy", "penalties, seeded", "n-grams", "minimum", "stop token", "logprobs, seeded")
 """The samplings of the fast tests: each kind of bookkeeping once."""
 
 

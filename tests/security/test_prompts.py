@@ -236,7 +236,7 @@ def test_security_11_invalid_embeddings_are_rejected(embeddings_server, capfd, p
 
 FIELDS = [
     "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "frequency_penalty",
-    "presence_penalty", "repetition_penalty", "seed", "top_logprobs", "n",
+    "presence_penalty", "repetition_penalty", "no_repeat_ngram_size", "seed", "top_logprobs", "n",
 ]  # fmt: skip
 OPTIONS = ["min_pixels", "max_pixels", "min_pixel", "max_pixel"]
 VALUES = [
