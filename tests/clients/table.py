@@ -40,6 +40,9 @@ CLIENTS = {
     "ai-sdk-responses": "Vercel AI SDK, `@ai-sdk/openai` (Responses API)",
     "langchain-js": "LangChain.js `ChatOpenAI` (Chat Completions)",
     "langchain-js-responses": "LangChain.js `ChatOpenAI` (Responses API)",
+    "mineru": "MinerU, `mineru-vl-utils`",
+    "docling": "Docling, `VlmPipeline` with `ApiVlmEngineOptions`",
+    "olmocr": "olmOCR, requests of its pipeline",
     "vllm-style": "[`VLM`](media.md#offline-inference-with-vlm), like vLLM's `LLM`",
     "curl": "[curl](http.md)",
 }
@@ -63,6 +66,9 @@ PACKAGES = (
     "langgraph",
     "openai-agents",
     "llama-index-llms-openai-like",
+    "mineru-vl-utils",
+    "docling-slim",
+    "olmocr",
 )
 
 REASONS: Mapping[tuple[str, str], str] = {
@@ -73,6 +79,14 @@ REASONS: Mapping[tuple[str, str], str] = {
     **dict.fromkeys(
         (("chat-openai", "video"), ("chat-openai-responses", "video")),
         "`ChatOpenAI` does not convert LangChain's video blocks. Use `ChatDashInferVLM`.",
+    ),
+    **dict.fromkeys(
+        (
+            *(("mineru", feature) for feature in ("video", "tools", "structured", "usage")),
+            *(("docling", feature) for feature in ("text", "video", "tools", "structured")),
+            *(("olmocr", feature) for feature in ("text", "video", "stream", "tools", "cancel")),
+        ),
+        "It sends images of pages and reads text, and has no such function.",
     ),
 }
 """Why a cell has no test."""
@@ -93,7 +107,8 @@ NOTES = """
 * **Structured output**: the response follows a schema, which is enforced, and the client returns an object.
 * **Usage**: the client reports the engine's token counts, with those of images.
 * **Errors**: the client raises an exception for an invalid request, and for a failure in the middle of a stream. With
-  curl, the exit status is 22 and the last event of the stream has an `error`.
+  curl, the exit status is 22 and the last event of the stream has an `error`. Docling and olmOCR report which page
+  failed.
 * **Cancel**: closing the stream ends the request in the engine. With LlamaIndex, cancel the task that reads the stream:
   closing the stream leaves its connection open. The JavaScript clients take an `AbortSignal`. `VLM` ends all requests
   on Ctrl-C.

@@ -19,6 +19,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("interop"):
         _add_to_path("PEFT", interpreters.peft)
         _add_to_path("client libraries", interpreters.clients)
+        _add_to_path("OCR clients", interpreters.ocr)
+        _add_to_path("Docling", interpreters.docling)
 
 
 def _add_to_path(name: str, packages: Callable[[], Path]) -> None:

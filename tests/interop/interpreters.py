@@ -28,6 +28,9 @@ from dashinfer_vlm_core import EngineConfig
 PEFT = ("peft==0.21.2", "accelerate==1.15.0", "psutil==7.2.2")
 CLIENTS = ("openai-agents==0.20.0", "llama-index-llms-openai-like==0.8.1")
 """Of the Agents SDK, the last version that permits the version of openai that LiteLLM requires."""
+OCR = ("mineru-vl-utils==2.0.7", "olmocr==0.4.27")
+DOCLING = ("docling-slim[convert-core,format-pdf-pypdfium2,format-web]==2.143.0",)
+"""Without what runs models in the process. Its command line, which is not used, requires an old typer."""
 OPENAI_3 = ("openai==3.54.0",)
 """httpx2, which it requires, is in the project's environment."""
 RAY = ("ray[serve]==2.60.0",)
@@ -97,6 +100,16 @@ def clients() -> Path:
     return _packages("clients", CLIENTS, "-c", str(CONSTRAINTS))
 
 
+def ocr() -> Path:
+    """Return the folder with programs that read documents and what they depend on; raises like `vllm`."""
+    return _packages("ocr", OCR, "-c", str(CONSTRAINTS))
+
+
+def docling() -> Path:
+    """Return the folder with Docling and what it depends on; raises like `vllm`."""
+    return _packages("docling", DOCLING)
+
+
 def openai_3() -> Interpreter:
     """Return this interpreter with openai 3 instead of 2; raises like `vllm`."""
     folder = _packages("openai", OPENAI_3, "--no-deps")
@@ -148,8 +161,8 @@ def _packages(name: str, pins: Sequence[str], *options: str) -> Path:
 def main() -> None:
     """Install all of them; the tests of those that cannot be installed are skipped."""
     installers: dict[str, Callable[[], object]] = {
-        "vLLM": vllm, "PEFT": peft, "client libraries": clients, "openai 3": openai_3,
-        "JavaScript clients": javascript, "Ray": ray,
+        "vLLM": vllm, "PEFT": peft, "client libraries": clients, "OCR clients": ocr, "Docling": docling,
+        "openai 3": openai_3, "JavaScript clients": javascript, "Ray": ray,
     }  # fmt: skip
     for name, install in installers.items():
         _install(name, install)
