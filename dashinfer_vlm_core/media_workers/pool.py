@@ -69,7 +69,8 @@ class MediaWorkerPool:
         return patches
 
     async def read_document(self, part: DocumentPart, data: Sequence[bytes]) -> Document:
-        budget = TokenBudget(lambda tokens: None, 0)  # nothing is processed
+        limits = self._config.limits
+        budget = TokenBudget(lambda _: None, (limits.document_pages + 1) * limits.document_page_text)
         document = await self._process(Job(part=part, data=data, budget=budget, seconds=self._seconds(part)))
         assert isinstance(document, Document)
         return document

@@ -28,6 +28,8 @@ from .shared_memory import SharedMemory
 from .threads import TokenBudget
 from .wire import Disconnected, JobRequest, PageResponse, PatchesResponse, Started, WorkerResponse
 
+MAX_CHARACTER_BYTES = 4
+"""In UTF-8."""
 PATIENCE_SECONDS = 1.0
 """How long a job runs at normal priority."""
 
@@ -56,7 +58,7 @@ class Job:
     Attributes:
         part: the part.
         data: its encoded file, or one per frame of a list.
-        budget: counts the visual tokens of the request, before anything is resized.
+        budget: counts the visual tokens of the request, before anything is resized; of a document, it limits the text.
         seconds: the time after which the worker is killed.
     """
 
@@ -210,9 +212,9 @@ class MediaWorker:
                 "The engine failed on this request; see its log for the cause. Other requests are not affected.",
                 code="internal_error",
             )
-        if isinstance(job.part, DocumentPart):
-            return self._document(response.pages or (), job)
-        if response.patches is not None:
+        if isinstance(job.part, DocumentPart) and response.pages:
+            return self._document(response.pages, job)
+        if response.patches is not None and isinstance(job.part, MediaPart):
             patches = self._patches(response.patches, job.part, max_tokens)
             job.budget.add(patches.tokens)
             return patches
@@ -242,7 +244,9 @@ class MediaWorker:
 
     def _document(self, pages: Sequence[PageResponse], job: Job) -> Document:
         ends = list(itertools.accumulate(page.text_bytes for page in pages))
-        text = self._memory.read((ends[-1],)).tobytes() if ends and ends[-1] else b""
+        if ends[-1] > MAX_CHARACTER_BYTES * job.budget.remaining:
+            raise ValueError("the pages have too much text")
+        text = self._memory.read((ends[-1],)).tobytes() if ends[-1] else b""
         read = [
             Page(
                 number=page.number,

@@ -38,7 +38,7 @@ from dashinfer_vlm_core.media_workers.sandbox import missing_restrictions
 from dashinfer_vlm_core.media_workers.shared_memory import SharedMemory
 from dashinfer_vlm_core.media_workers.worker import Job, MediaWorker, WorkerConfig
 from dashinfer_vlm_core.media_workers.worker_process import reference_to
-from dashinfer_vlm_core.protocol import MediaPart
+from dashinfer_vlm_core.protocol import DocumentPart, MediaPart
 from dashinfer_vlm_core.protocol.client import Client, current_client
 from tests.media_pool import FAMILY, PATH, budget, image, run_with_pool, video
 from tests.samples import encode, encode_video, noise
@@ -544,10 +544,44 @@ def test_invalid_answer_of_a_worker_ends_it(answer_with, name):
     assert not worker.reusable
 
 
+PAGE = {"number": 1, "width": 612.0, "height": 792.0, "text_bytes": 4}
+DOCUMENT = dataclasses.replace(JOB, part=DocumentPart(path=PATH, url="data:"), data=[b"%PDF-"])
+PAGES = {
+    "no pages": ([], b"text"),
+    "an unknown field": ([PAGE | {"x": 1}], b"text"),
+    "page 0": ([PAGE | {"number": 0}], b"text"),
+    "a page without area": ([PAGE | {"width": 0.0}], b"text"),
+    "an endless page": ([PAGE | {"height": 1e300}], b"text"),
+    "no text in the shared memory": ([PAGE], b""),
+    "text that is not UTF-8": ([PAGE], b"\xff\xfe\x00\x00"),
+    "too much text": ([PAGE | {"text_bytes": 300}, PAGE | {"text_bytes": 101}], b"x" * 500),
+}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_invalid_pages_of_a_worker_end_it(answer_with, name):
+    pages, text = PAGES[name]
+    worker = answer_with(json.dumps({"logs": [], "pages": pages}).encode())
+    if text:
+        worker._memory.write(np.frombuffer(text, np.uint8))
+    with pytest.raises(MediaUndecodable, match="ended unexpectedly"):
+        worker.run(DOCUMENT)
+    assert not worker.reusable
+
+
+def test_patches_are_no_answer_to_a_document_nor_pages_to_an_image(answer_with):
+    for answer, job in (({"pages": [PAGE]}, JOB), ({"patches": PATCHES}, DOCUMENT)):
+        with pytest.raises(MediaUndecodable, match="ended unexpectedly"):
+            answer_with(json.dumps({"logs": [], **answer}).encode()).run(job)
+
+
 def test_valid_answers_of_a_worker(answer_with):
     with pytest.raises(ContextLengthExceeded) as caught:
         answer_with(b'{"logs": [], "tokens": 200}').run(dataclasses.replace(JOB, budget=budget(100)))
     assert caught.value.prompt_tokens == 200
+    worker = answer_with(json.dumps({"logs": [], "pages": [PAGE, PAGE | {"text_bytes": 3}]}).encode())
+    worker._memory.write(np.frombuffer("text€".encode(), np.uint8))
+    assert [page.text for page in worker.run(DOCUMENT).pages] == ["text", "€"]
     worker = answer_with(json.dumps({"logs": [], "patches": PATCHES}).encode())
     worker._memory.write(np.ones((4, 1176), np.uint8))
     assert worker.run(JOB).pixels.sum() == 4 * 1176
