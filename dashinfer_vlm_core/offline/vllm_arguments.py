@@ -123,7 +123,7 @@ def _limits(value: object) -> object:
     if not isinstance(value, Mapping):
         return value
     counts = {kind: limit.get("count", 999) if isinstance(limit, Mapping) else limit for kind, limit in value.items()}
-    return {kind: count for kind, count in counts.items() if kind in ("image", "video") or count != 0}
+    return {kind: count for kind, count in counts.items() if kind in ("image", "video", "document") or count != 0}
 
 
 _CONVERTERS: Mapping[str, Callable[[Any], object]] = {
