@@ -82,6 +82,7 @@ def main() -> int:
             print("\nThe server is still running. Send it a request:\n")
             print(CURL.format(url=url, image=FOLDER / "circle.png", prompt="What is this?"))
     print(f"\n{correct} of {len(EXAMPLES)} responses are correct.")
+    print("Next: `scripts/demo --keep`, or `source .venv/bin/activate` and `dashinfer-vlm serve --port 8000`.")
     return 0 if correct == len(EXAMPLES) else 1
 
 
@@ -92,7 +93,7 @@ def serving(*, keep: bool) -> Iterator[str]:
     start = time.monotonic()
     with tempfile.NamedTemporaryFile("w+", prefix="dashinfer-vlm-", suffix=".log", delete=not keep) as log:
         command = [Path(sys.executable).with_name("dashinfer-vlm"), "serve", "--port", "0"]
-        server = subprocess.Popen(command, stderr=log, start_new_session=True)
+        server = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         try:
             url = _wait(server, Path(log.name))
             print(f"Ready at {url} after {time.monotonic() - start:.1f} s.")

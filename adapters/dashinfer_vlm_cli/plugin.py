@@ -12,7 +12,7 @@ from dashinfer_vlm_core.hooks import hookimpl
 COMMANDS = {
     "batch": "Run a file of requests in OpenAI's batch format.",
     "bench": "Measure the speed of a server or a model.",
-    "chat": "Chat with a model about images and videos.",
+    "chat": "Chat with a model about images, videos and documents.",
     "completion": "Print a shell completion script.",
     "doctor": "Check the installation, and report how to fix problems.",
     "models": "List the models on this machine: registered, downloaded, in folders.",

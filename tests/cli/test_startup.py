@@ -92,7 +92,7 @@ def test_help_has_no_noise():
 def test_help_shows_units_and_defaults(run):
     text = " ".join(run("chat", "--help").output.split())
     for words in (
-        "--image-max-bytes BYTES Maximum size of an encoded image, in bytes. [default: 20971520, 20 MiB]",
+        "--image-max-bytes BYTES Maximum size of an encoded image or document, in bytes. [default: 20971520, 20 MiB]",
         "--kv-cache-mib MIB ",
         "--video-fetch-timeout SECONDS ",
         "--limit-mm-per-prompt image=N,video=N ",

@@ -41,8 +41,8 @@ CLIENTS = {
     "langchain-js": "LangChain.js `ChatOpenAI` (Chat Completions)",
     "langchain-js-responses": "LangChain.js `ChatOpenAI` (Responses API)",
     "mineru": "MinerU, `mineru-vl-utils`",
-    "docling": "Docling, `VlmPipeline` with `ApiVlmEngineOptions`",
-    "olmocr": "olmOCR, requests of its pipeline",
+    "docling": "Docling, `ApiVlmEngineOptions`",
+    "olmocr": "olmOCR, `olmocr`",
     "vllm-style": "[`VLM`](media.md#offline-inference-with-vlm), like vLLM's `LLM`",
     "curl": "[curl](http.md)",
 }
@@ -86,7 +86,7 @@ REASONS: Mapping[tuple[str, str], str] = {
             *(("docling", feature) for feature in ("text", "video", "tools", "structured")),
             *(("olmocr", feature) for feature in ("text", "video", "stream", "tools", "cancel")),
         ),
-        "It sends images of pages and reads text, and has no such function.",
+        "It sends images of pages, and reads text.",
     ),
 }
 """Why a cell has no test."""

@@ -125,7 +125,7 @@ def test_size_of_frames(published, count, limits):
         frames = np.broadcast_to(np.uint8(0), (count, height, width, 3))
         clip = Video(frames=frames, path="here", **limits)
         expected = published.fetch_video({"video": f"{count} {height} {width}", **limits}).shape[2:]
-        assert processor._size(clip) == tuple(expected), (height, width)
+        assert processor.size(clip) == tuple(expected), (height, width)
 
 
 # The recipe of the model cards

@@ -39,5 +39,8 @@ def decord_server():
 def test_security_23_crash_of_decord_fails_one_request(decord_server, changes):
     words = text("Which way does the circle move?")
     message = decord_server.rejection(video_data(damaged(changes)), words, code="media_undecodable")
-    assert message == "The process that decodes the video ended unexpectedly. The file may be damaged: save it again."
+    assert message == (
+        "The process that decodes the video ended unexpectedly. The file may be damaged, or need too much memory: save"
+        " it again."
+    )
     assert decord_server.chat(video_data(SAMPLE), words).status_code == 200

@@ -307,7 +307,7 @@ async function connect() {
   } catch (error) {
     if (error.status === 401) {
       promptForKey();
-      showStatus("down", "API key required");
+      showStatus("down", key() ? "API key rejected" : "API key required");
     } else showStatus("down", "Server unreachable");
   }
 }
