@@ -153,7 +153,9 @@ PHRASES = replace(
     BALANCE, extremes=Extremes(0.5, small=0.8), text=2.0, also_share=0.25, photos=0.17, unknown=0.2,
     kinds={**BALANCE.kinds, "6 corners": 5},
 )  # fmt: skip
+# Then most circles were recognized, but more hexagons were called circles.
 CORNERS = replace(PHRASES, unknown=0.26, extremes=Extremes(0.6, small=0.8), kinds={**PHRASES.kinds, "6 corners": 14})
+# Both need single shapes of half the side, which images with extremes leave out.
 MIDDLE = replace(CORNERS, drawn=0.75, unknown=0.28, extremes=Extremes(0.4, small=0.7))
 _drawing = functools.partial(Stage, batches=2, pointing=0.2)
 DRAW = Plan(

@@ -58,9 +58,9 @@ static ptrdiff_t sample_token(const float *logits, ptrdiff_t count, float temper
 }
 
 /* Sample a token from each of some rows of `logits` [.., count], with weights e^(logit / temperature), and 0 where that
- * quotient is below the row's lower bound, or below the largest one by more than the row's maximum: the first token at which the cumulative sum of the weights exceeds their
- * total times the row's uniform number. Writes the total relative to the largest weight, too; it is not finite if the
- * logits are not.
+ * quotient is below the row's lower bound, or below the row's largest one by more than its maximum difference: the first
+ * token at which the cumulative sum of the weights exceeds their total times the row's uniform number. Writes the total
+ * relative to the largest weight, too; it is not finite if the logits are not.
  *
  * Weights are summed in blocks first, so that only those of one block are added one by one, and none are stored. */
 void sample_tokens(const float *logits, int64_t stride, const int64_t *rows, int64_t row_count, int64_t count,
