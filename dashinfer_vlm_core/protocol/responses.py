@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from openai.types.responses import ResponseIncludable
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from ..errors import RequestError
 from .base import Array, Count, Name, RequestModel, StringOrArray, StringOrObject, Text
 from .body import CheckedBody, RequestBody
 from .fields import IGNORED_FIELDS, REJECTED_FIELDS, RejectedFields, reject_fields
 from .output import MAX_TOOLS, JsonSchema
 from .request import DEFAULT_MODEL, MAX_MESSAGES, ChatRequest, StreamOptions
 from .response_items import FILE_FIELDS, ConvertedMessage, InputItem, ItemConverter
-from .validation_errors import invalid
+from .validation_errors import invalid, renamed_errors
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -232,7 +231,7 @@ class ResponsesRequest(CheckedBody):
             converter.messages[-1].sources = [(".content", "input"), ("", "input")]
         messages = _without_turns(converter.messages, dropped_turns)
         renames = tuple(_message_renames(messages)) + _RENAMES
-        with _renamed_errors(renames):
+        with renamed_errors(partial(_rename, renames=renames)):
             chat = ChatRequest.parse(self._chat_fields(messages))
         turns = sum(message.body["role"] == "user" for message in converter.messages)
         return ChatCall(chat=chat, renames=renames, turns=turns)
@@ -315,9 +314,9 @@ class ChatCall:
     renames: tuple[tuple[str, str], ...]
     turns: int
 
-    def renamed_errors(self) -> contextlib.AbstractContextManager[None]:
+    def renamed_errors(self) -> AbstractContextManager[None]:
         """Return a context in which errors about the chat request name the fields of the responses request."""
-        return _renamed_errors(self.renames)
+        return renamed_errors(partial(_rename, renames=self.renames))
 
 
 _RENAMES = (
@@ -331,7 +330,6 @@ _RENAMES = (
     ("logprobs", "include"),
     ("messages", "input"),
 )
-_QUOTED = re.compile(r"`([^`\s]+)`")
 _TOOL_FIELD = re.compile(r"(?<=tools)(\[\d+\])\.function")
 _URL = re.compile(rf"(\.image_url)\.url$|\.file(\.(?:{'|'.join(FILE_FIELDS)}))$|\.file$")
 
@@ -348,18 +346,6 @@ def _message_renames(messages: Sequence[ConvertedMessage]) -> Iterator[tuple[str
     for index, message in enumerate(messages):
         for suffix, path in message.sources:
             yield f"messages[{index}]{suffix}", path
-
-
-@contextlib.contextmanager
-def _renamed_errors(renames: Sequence[tuple[str, str]]) -> Iterator[None]:
-    try:
-        yield
-    except RequestError as error:
-        renamed = copy.copy(error)
-        renamed.message = _QUOTED.sub(lambda match: f"`{_rename(match[1], renames)}`", error.message)
-        renamed.param = error.param and _rename(error.param, renames)
-        renamed.args = (renamed.message,)
-        raise renamed from None
 
 
 def _rename(path: str, renames: Sequence[tuple[str, str]]) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from ..errors import InvalidParameter, UnsupportedParameter
+from ..errors import InvalidParameter, RequestError, UnsupportedParameter
 
 SHOWN_CHARACTERS = 60
 
@@ -17,6 +19,7 @@ TAGS = frozenset({"string", "array", "object", "number", "subset"})
 
 _FIELD_ERROR = "field_error"
 
+_QUOTED = re.compile(r"`([^`\s]+)`")
 _INDEX = re.compile(r"\[\d+\]")
 
 _NEXT_STEPS: Mapping[str, str] = {
@@ -111,6 +114,19 @@ def explain(error: ValidationError) -> InvalidParameter:
     return InvalidParameter(
         f"{f'`{param}`' if param else 'The request'} {message}{got}.{next_step}", param=param or None
     )
+
+
+@contextlib.contextmanager
+def renamed_errors(rename: Callable[[str], str]) -> Iterator[None]:
+    """Rename the fields that errors of the block name: `rename` returns the path in the request of the caller."""
+    try:
+        yield
+    except RequestError as error:
+        renamed = copy.copy(error)
+        renamed.message = _QUOTED.sub(lambda match: f"`{rename(match[1])}`", error.message)
+        renamed.param = error.param and rename(error.param)
+        renamed.args = (renamed.message,)
+        raise renamed from None
 
 
 def _next_step(details: ErrorDetails, param: str) -> str:
