@@ -29,7 +29,7 @@ from ..structured_output.request_grammars import RequestGrammars
 from ..vision import VisionService
 from ..vision.media_uuids import MediaUuidCache
 from .admission import ConcurrencyLimiter, hide_internal_errors
-from .documents import DocumentExpander
+from .documents import DocumentExpander, PageRequest
 from .loras import ActiveLora, LoraManager
 from .observers import RequestObserver, RequestStateStats, RequestTimer
 from .validation import check_request, find_coordinates, reject_structured_output, require_media_data
@@ -148,6 +148,12 @@ class ChatPipeline:
             timer.completed(builders[0].usage(builders[1:]))
             for chunk in builders[0].usage_chunks(builders[1:]):
                 yield chunk
+
+    async def split(self, request: ChatRequest, pages: str) -> list[PageRequest]:
+        """Return a request for each selected page of a request's document; see `DocumentExpander.split`."""
+        async with self._admit(request):
+            check_request(request, self.spec, self.decoder, self.prompts)
+            return await self.documents.split(request, pages)
 
     async def preview(self, request: ChatRequest) -> Preview:
         """Return what the model would see, without running the vision encoder or the decoder; nothing is cached."""

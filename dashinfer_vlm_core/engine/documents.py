@@ -1,16 +1,17 @@
-"""DocumentExpander: documents of a request -> the texts and images of their pages, before any page is rendered."""
+"""DocumentExpander: documents of a request -> the texts and images of their pages, before any page is rendered; or a
+document -> a request for each page."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 from typing import TypeAlias
 
 from ..config import EngineConfig
-from ..errors import ContextLengthExceeded, InvalidParameter
-from ..media.documents import Document, Page, check_pages
+from ..errors import ContextLengthExceeded, InvalidParameter, RequestError
+from ..media.documents import POINTS_PER_INCH, Document, Page, check_pages
 from ..media.loader import MediaLoader
 from ..media.types import Image
 from ..media_workers import MediaExecutor
@@ -18,12 +19,34 @@ from ..models.interface import ImageProcessor
 from ..models.spec import ModelSpec
 from ..preprocessing.prompt import PromptBuilder
 from ..protocol import ChatRequest, DocumentPart, MediaPart
+from ..protocol.validation_errors import invalid
 
 MIN_TOKENS = 16
 """Images of pages with fewer tokens are not suggested."""
 
 _PageContents: TypeAlias = tuple[str | MediaPart, ...]
 """The text and the image of a page, if it has them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PageRequest:
+    """The request for one page of a document, or for an image.
+
+    Attributes:
+        number: the number of the page, from 1 on.
+        request: the request, with the page's image in place of the document.
+        size: width and height of that image in pixels; None of an image that was not decoded yet.
+        dpi: its pixels per inch; of an image, a point is a pixel.
+        file_bytes: size of the document; None if it was not loaded yet.
+        error: why the page cannot be read.
+    """
+
+    number: int
+    request: ChatRequest
+    size: tuple[int, int] | None = None
+    dpi: int = POINTS_PER_INCH
+    file_bytes: int | None = None
+    error: RequestError | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +82,39 @@ class DocumentExpander:
         documents = await self.media.load(parts, self.executor.read_document)
         self._check_pages(parts, documents)
         return await asyncio.to_thread(self._expand, request, parts, documents)
+
+    async def split(self, request: ChatRequest, pages: str) -> list[PageRequest]:
+        """Return a request for the image of each page of a request's only document, or image.
+
+        Args:
+            request: the request.
+            pages: the selected pages, as in `DocumentPart.pages`.
+
+        Raises:
+            RequestError: the document cannot be loaded or read, has no such page, or exceeds a limit.
+        """
+        parts = [replace(part, pages=pages, render="image", split=True) for part in request.documents()]
+        if not parts:
+            if pages not in ("", "1"):
+                raise invalid("pages", "selects other pages than 0, but an image has one page. Remove it.")
+            return [PageRequest(number=1, request=request)]
+        documents = await self.media.load(parts, self.executor.read_document)
+        return await asyncio.to_thread(self._split, request, parts[0], documents[0])
+
+    def _split(self, request: ChatRequest, part: DocumentPart, document: Document) -> list[PageRequest]:
+        images = document.images(part)
+        return [
+            self._page_request(request.with_documents({part.path: (image,)}), page, image, len(document.file))
+            for page, image in zip(document.pages, images, strict=True)
+        ]
+
+    def _page_request(self, request: ChatRequest, page: Page, image: MediaPart, file_bytes: int) -> PageRequest:
+        if page.error:
+            return PageRequest(number=page.number, request=request, file_bytes=file_bytes, error=page.error)
+        self._count_tokens(image)  # raises if `dpi` is too large
+        height, width = self.processor.size(Image.of_page(image))
+        dpi = max(1, round(width * POINTS_PER_INCH / page.width))
+        return PageRequest(number=page.number, request=request, size=(width, height), dpi=dpi, file_bytes=file_bytes)
 
     def _check_pages(self, parts: Sequence[DocumentPart], documents: Sequence[Document]) -> None:
         counts = {"rendered": 0, "read": 0}

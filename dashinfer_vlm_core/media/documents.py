@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from importlib import metadata
 
 from ..config.limits import Limits
-from ..errors import MediaTooLarge
+from ..errors import InvalidParameter, MediaTooLarge, MediaUndecodable
 from ..protocol import DocumentPage, DocumentPart, MediaPart
 
 DEFAULT_DPI = 144
-MAX_TEXT_PAGES = 1000
-"""Maximum number of pages of a document of which only the text is read."""
+MAX_PAGES = 1000
+"""Maximum number of pages of a document of which only the text is read, or whose pages are for separate requests."""
 MAX_POINTS = 14_400
 """Maximum side of a page: PDF's own limit, 200 inches."""
-_POINTS_PER_INCH = 72
+POINTS_PER_INCH = 72
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,16 +27,18 @@ class Page:
         width: in points, 1/72 inch.
         height: in points.
         text: its text layer, if it was read.
+        error: why it cannot be read; the size is then meaningless.
     """
 
     number: int
     width: float
     height: float
     text: str = field(default="", repr=False)
+    error: InvalidParameter | MediaTooLarge | MediaUndecodable | None = None
 
     def size(self, dpi: int) -> tuple[int, int]:
         """Return height and width in pixels."""
-        height, width = (max(2, round(side * dpi / _POINTS_PER_INCH)) for side in (self.height, self.width))
+        height, width = (max(2, round(side * dpi / POINTS_PER_INCH)) for side in (self.height, self.width))
         return height, width
 
 
@@ -85,9 +87,10 @@ def check_pages(count: int, part: DocumentPart, limits: Limits) -> None:
     Raises:
         MediaTooLarge: there are more than are allowed.
     """
-    limit = MAX_TEXT_PAGES if part.render == "text" else limits.document_pages
+    is_read_only = part.render == "text" or part.split
+    limit = MAX_PAGES if is_read_only else limits.document_pages
     if count > limit:
-        verb = "read" if part.render == "text" else "rendered"
+        verb = "read" if is_read_only else "rendered"
         raise MediaTooLarge(
             f"At most {limit} pages can be {verb} for a request, got {count}. Select fewer with"
             f" `{part.options_path}.pages`.",

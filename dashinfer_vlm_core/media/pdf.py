@@ -128,8 +128,10 @@ def _select(part: DocumentPart, count: int, limits: Limits) -> Sequence[int]:
         numbers = list(part.selected(count))
     except ValueError as error:
         param = f"{part.options_path}.pages"
+        first = 0 if part.split else 1
         raise InvalidParameter(
-            f"`{param}` selects page {error}, but the document has {count}. Choose from 1 to {count}.",
+            f"`{param}` selects page {int(str(error)) - 1 + first}, but the document has {count}. Choose from"
+            f" {first} to {count - 1 + first}.",
             param=param,
         ) from None
     check_pages(len(numbers), part, limits)
@@ -137,6 +139,15 @@ def _select(part: DocumentPart, count: int, limits: Limits) -> Sequence[int]:
 
 
 def _read(document: Any, number: int, part: DocumentPart, limits: Limits) -> Page:
+    try:
+        return _read_page(document, number, part, limits)
+    except (MediaTooLarge, MediaUndecodable) as error:
+        if not part.split:
+            raise
+        return Page(number=number, width=1, height=1, error=error)
+
+
+def _read_page(document: Any, number: int, part: DocumentPart, limits: Limits) -> Page:
     with _load(document, number, part.path) as page:
         width, height = _checked_size(page, number, part.path)
         text = "" if part.render == "image" else _text(page, number, limits, part)

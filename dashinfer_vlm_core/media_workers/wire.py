@@ -100,6 +100,7 @@ class PageResponse(_Message):
     width: _Points
     height: _Points
     text_bytes: Annotated[NonNegativeInt, Field(le=MAX_SIDE)]
+    error: ErrorResponse | None = None
 
 
 class WorkerResponse(_Message):

@@ -301,7 +301,13 @@ def _read_document(part: DocumentPart, data: bytes, setup: WorkerSetup, memory: 
         memory.write(np.frombuffer(b"".join(texts), np.uint8))
     return WorkerResponse(
         pages=tuple(
-            PageResponse(number=page.number, width=page.width, height=page.height, text_bytes=len(text))
+            PageResponse(
+                number=page.number,
+                width=page.width,
+                height=page.height,
+                text_bytes=len(text),
+                error=ErrorResponse.of(page.error) if page.error else None,
+            )
             for page, text in zip(pages, texts, strict=True)
         )
     )

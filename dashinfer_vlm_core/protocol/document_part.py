@@ -32,6 +32,8 @@ class DocumentPart:
         dpi: pixels per inch of a page, within the limits of images; None if the request sets none.
         max_pixels: maximum number of pixels of a page, at least 1.
         password: opens an encrypted document.
+        split: whether each page is for a request of its own. Then one that cannot be read does not fail the others, and
+            errors count pages from 0.
         url_field: the field of the part with its URL.
     """
 
@@ -43,6 +45,7 @@ class DocumentPart:
     dpi: int | None = None
     max_pixels: int | None = None
     password: str | None = field(default=None, repr=False)
+    split: bool = False
     url_field: str = field(default="file.file_data", compare=False)
 
     @property
