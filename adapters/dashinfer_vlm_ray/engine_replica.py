@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from dashinfer_vlm_core.preprocessing.preview import Preview
     from dashinfer_vlm_core.protocol import ChatRequest
     from dashinfer_vlm_core.protocol.client import Client
+    from dashinfer_vlm_core.protocol.ocr import OcrRequest
+    from dashinfer_vlm_core.response.ocr import OcrChunk
 
 PACKAGES = tuple(f"dashinfer_vlm_{name}" for name in ("core", "server", "ray", "torch", "cpu", "dashinfer"))
 
@@ -95,6 +97,13 @@ class EngineReplica:
         """Yield each chunk with the number of tokens until then."""
         counts = _begin(client)
         async with contextlib.aclosing(self._engine.astream(request)) as chunks:
+            async for chunk in chunks:
+                yield replace(counts), chunk
+
+    async def ocr(self, client: Client, request: OcrRequest) -> AsyncGenerator[tuple[TokenCounts, OcrChunk], None]:
+        """Yield each page with the number of tokens until then."""
+        counts = _begin(client)
+        async with contextlib.aclosing(self._engine.aocr(request)) as chunks:
             async for chunk in chunks:
                 yield replace(counts), chunk
 

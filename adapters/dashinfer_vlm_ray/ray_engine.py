@@ -14,6 +14,7 @@ from dashinfer_vlm_core.engine.observers import ObserverList, RequestObserver
 from dashinfer_vlm_core.errors import DashInferVLMError, EngineClosed, QueueFull
 from dashinfer_vlm_core.protocol import ChatRequest
 from dashinfer_vlm_core.protocol.client import current_client
+from dashinfer_vlm_core.protocol.ocr import OcrRequest
 
 from .engine_replica import ReplicaReport, TokenCounts
 from .session import session_id
@@ -22,8 +23,10 @@ if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
     from prometheus_client.core import Metric
 
-    from dashinfer_vlm_core.engine import Request
+    from dashinfer_vlm_core.engine import AnyOcrRequest, Request
     from dashinfer_vlm_core.preprocessing.preview import Preview
+    from dashinfer_vlm_core.protocol.client import Client
+    from dashinfer_vlm_core.response.ocr import OcrChunk
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -97,16 +100,16 @@ class RayEngine(ChatEngine):
         parsed = ChatRequest.parse(request)
         client = current_client.get()
         session = await asyncio.to_thread(session_id, parsed, client)
-        with translate_errors():
-            chunks = self._method("stream", session, stream=True).remote(client, parsed)
-            counted = TokenCounts()
-            try:
-                async for counts, chunk in chunks:
-                    counted = self._count(counted, counts)
-                    yield chunk
-            except (asyncio.CancelledError, GeneratorExit):
-                chunks.cancel()
-                raise
+        async with contextlib.aclosing(self._stream("stream", session, client, parsed)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def aocr(self, request: AnyOcrRequest) -> AsyncGenerator[OcrChunk, None]:
+        """Yield the pages of a document, all from one replica. Raises the same errors as `chat`."""
+        parsed = OcrRequest.parse(request)
+        async with contextlib.aclosing(self._stream("ocr", "", current_client.get(), parsed)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     async def apreview(self, request: Request) -> Preview:
         """Return the media as the model would see them. Raises the same errors as `chat`."""
@@ -175,6 +178,20 @@ class RayEngine(ChatEngine):
                 reports = []
         self._reports = [report for report in reports if isinstance(report, ReplicaReport)]
         self._status = _combined(self._status, [report.status for report in self._reports])
+
+    async def _stream(
+        self, method: str, session: str, client: Client, request: ChatRequest | OcrRequest
+    ) -> AsyncGenerator[Any, None]:
+        with translate_errors():
+            chunks = self._method(method, session, stream=True).remote(client, request)
+            counted = TokenCounts()
+            try:
+                async for counts, chunk in chunks:
+                    counted = self._count(counted, counts)
+                    yield chunk
+            except (asyncio.CancelledError, GeneratorExit):
+                chunks.cancel()
+                raise
 
     def _counted(self, result: tuple[TokenCounts, ChatCompletion]) -> ChatCompletion:
         self._count(TokenCounts(), result[0])

@@ -121,6 +121,10 @@ class EngineConfig(Options):
     chat_template: Path | None = None
     """File with a Jinja chat template; defaults to the checkpoint's template."""
 
+    ocr_prompt: str | None = None
+    """Prompt with which pages are sent to the model by `/v1/ocr` and `dashinfer-vlm ocr`; defaults to the one that the
+    model was trained with, if it is known."""
+
     decoder: str = "auto"
     """Registered name of the decoder; `auto` selects the best one available."""
 

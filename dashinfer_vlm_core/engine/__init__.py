@@ -1,10 +1,11 @@
 """The chat pipeline, and the engine that runs it."""
 
-from .engine import ChatEngine, Engine, EngineStats, EngineStatus, LoopEngine, Request, State
+from .engine import AnyOcrRequest, ChatEngine, Engine, EngineStats, EngineStatus, LoopEngine, Request, State
 from .loading import load_pipeline, select_decoder
 from .loras import LoraStatus
 
 __all__ = [
+    "AnyOcrRequest",
     "ChatEngine",
     "Engine",
     "EngineStats",

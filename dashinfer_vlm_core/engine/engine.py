@@ -21,12 +21,15 @@ from ..models.model_card import ModelCard
 from ..plugins import Registry, load_plugins
 from ..progress import show_progress
 from ..protocol import ChatRequest
+from ..protocol.ocr import OcrRequest
+from ..response.ocr import OcrChunk
 from ..vision import VisionStats
 from .capabilities import Capabilities
 from .chat_pipeline import ChatPipeline, Generation
 from .loading import load_pipeline
 from .loras import LoraStatus
 from .observers import ObserverList, RequestObserver
+from .ocr import OcrPipeline
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
 logger: logging.Logger = logging.getLogger(__name__)
 
 Request = ChatRequest | Mapping[str, Any]
+AnyOcrRequest = OcrRequest | Mapping[str, Any]
 State = Literal["closed", "loading", "ready", "restarting", "failed"]
 
 
@@ -58,6 +62,10 @@ class ChatEngine(Protocol):
     def astream(self, request: Request) -> AsyncGenerator[ChatCompletionChunk, None]: ...
 
     def status(self) -> EngineStatus: ...
+
+    def aocr(self, request: AnyOcrRequest) -> AsyncGenerator[OcrChunk, None]:
+        """Yield the pages of a document as Markdown, in order."""
+        raise _unsupported("read documents")
 
     async def atokenize(self, request: Request) -> list[int]:
         """Return the token ids of a request's prompt."""
@@ -107,6 +115,9 @@ class LoopEngine(ChatEngine, ABC):
     @abstractmethod
     def _stream(self, request: Request) -> AsyncGenerator[ChatCompletionChunk, None]: ...
 
+    @abstractmethod
+    def _ocr(self, request: AnyOcrRequest) -> AsyncGenerator[OcrChunk, None]: ...
+
     def chat(self, request: Request) -> ChatCompletion:
         """Serve one request; blocks the calling thread.
 
@@ -134,6 +145,20 @@ class LoopEngine(ChatEngine, ABC):
     async def astream(self, request: Request) -> AsyncGenerator[ChatCompletionChunk, None]:
         """Like `stream`, for callers on an event loop."""
         async with contextlib.aclosing(self._loop.aiterate(self._stream(request))) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    def ocr(self, request: AnyOcrRequest) -> Generator[OcrChunk, None, None]:
+        """Yield the pages of a document as Markdown, in order; closing the iterator cancels the request.
+
+        A page that fails has an error in place of its text. If all fail, the error of the first one is raised. Raises
+        the same errors as `chat`, when a page is requested.
+        """
+        yield from self._loop.iterate(self._ocr(request))
+
+    async def aocr(self, request: AnyOcrRequest) -> AsyncGenerator[OcrChunk, None]:
+        """Like `ocr`, for callers on an event loop."""
+        async with contextlib.aclosing(self._loop.aiterate(self._ocr(request))) as chunks:
             async for chunk in chunks:
                 yield chunk
 
@@ -194,6 +219,7 @@ class _Running(NamedTuple):
 
     loop: LoopThread
     pipeline: ChatPipeline
+    ocr: OcrPipeline
 
 
 class Engine(LoopEngine):
@@ -226,6 +252,9 @@ class Engine(LoopEngine):
 
     def _stream(self, request: Request) -> AsyncGenerator[ChatCompletionChunk, None]:
         return self._ready().pipeline.stream(ChatRequest.parse(request))
+
+    def _ocr(self, request: AnyOcrRequest) -> AsyncGenerator[OcrChunk, None]:
+        return self._ready().ocr.stream(OcrRequest.parse(request))
 
     def submit(self, request: Request) -> Future[Generation]:
         """Submit one request; canceling the future frees the request's resources.
@@ -348,7 +377,7 @@ class Engine(LoopEngine):
         except BaseException:
             loop.stop()
             raise
-        return _Running(loop=loop, pipeline=pipeline)
+        return _Running(loop=loop, pipeline=pipeline, ocr=OcrPipeline.create(pipeline, self.config))
 
     def close(self) -> None:
         """Release all resources; running requests raise EngineClosed. Calling it again has no effect.

@@ -29,7 +29,9 @@ from ..errors import (
 )
 from ..protocol import DEFAULT_MODEL, ChatRequest
 from ..protocol.client import current_client
-from .engine import EngineStatus, LoopEngine, Request
+from ..protocol.ocr import OcrRequest
+from ..response.ocr import OcrChunk
+from .engine import AnyOcrRequest, EngineStatus, LoopEngine, Request
 from .observers import ObserverList, RequestObserver
 
 if TYPE_CHECKING:
@@ -178,7 +180,29 @@ class RemoteEngine(LoopEngine):
                         self._observers.token_decoded()
                     yield chunk
             if not finished:
-                raise EngineError("The server ended the stream before the response was complete. Try again.")
+                raise _incomplete_stream()
+
+    async def _ocr(self, request: AnyOcrRequest) -> AsyncGenerator[OcrChunk, None]:
+        body = OcrRequest.parse(request).model_dump(mode="json", exclude_unset=True)
+        body = {"model": self.model or DEFAULT_MODEL, **body, "stream": True}
+        with _translate_errors():
+            try:
+                events = await self._client.post(
+                    "/ocr", cast_to=object, body=body, stream=True, stream_cls=openai.AsyncStream[object]
+                )
+            except openai.NotFoundError as error:
+                if error.code == ModelNotFound.code:
+                    raise
+                raise UnsupportedParameter("The server has no `/v1/ocr`, so it cannot read documents.") from error
+            count = total = 0
+            async with events:
+                async for event in events:
+                    chunk = OcrChunk.model_validate(event)
+                    count += 1
+                    total = chunk.total_pages
+                    yield chunk
+            if count < max(total, 1):
+                raise _incomplete_stream()
 
     async def _tokenize(self, body: dict[str, Any]) -> list[int]:
         with _translate_errors():
@@ -291,6 +315,10 @@ def _translate_errors() -> Iterator[None]:
     except (openai.APIError, httpx.HTTPError) as error:
         logger.debug("the request to the server failed", exc_info=True)
         raise error_from_response(error) from error
+
+
+def _incomplete_stream() -> EngineError:
+    return EngineError("The server ended the stream before the response was complete. Try again.")
 
 
 def _not_compatible() -> EngineError:

@@ -102,6 +102,10 @@ class PageResponse(_Message):
     text_bytes: Annotated[NonNegativeInt, Field(le=MAX_SIDE)]
     error: ErrorResponse | None = None
 
+    def restore_error(self, path: str) -> InvalidParameter | MediaTooLarge | MediaUndecodable | None:
+        """Return the exception, as `ErrorResponse.restore`, if the page cannot be read."""
+        return None if self.error is None else self.error.restore(path)
+
 
 class WorkerResponse(_Message):
     """The response to a job: one of the fields, and the worker's warnings.

@@ -253,7 +253,7 @@ class MediaWorker:
                 width=page.width,
                 height=page.height,
                 text=text[end - page.text_bytes : end].decode(),
-                error=page.error and page.error.restore(job.part.path),
+                error=page.restore_error(job.part.path),
             )
             for page, end in zip(pages, ends, strict=True)
         ]

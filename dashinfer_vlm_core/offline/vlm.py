@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from typing_extensions import Self
 
+    from ..response.ocr import OcrPage
+
 T = TypeVar("T")
 
 LOOK_AHEAD = 8
@@ -215,6 +217,23 @@ class VLM:
         single = is_single_conversation(messages)
         items = [messages] if single else messages
         return self._generate(items, make, sampling_params, lora_request, single=single, use_tqdm=use_tqdm)
+
+    def ocr(self, document: str | Path, *, pages: Sequence[int] | str | None = None, **options: Any) -> list[OcrPage]:
+        """Convert a PDF or an image to Markdown, with the prompt that the model was trained with, if it is known.
+
+        Args:
+            document: its path or URL.
+            pages: the pages, counted from 0, such as `[0, 2]` or `"0-4"`; all if None.
+            options: `dpi`, `max_pixels` and `password` of a PDF.
+
+        Returns:
+            The pages, in order. One that fails has an `error` in place of its text.
+
+        Raises:
+            DashInferVLMError: the document cannot be read, or all pages failed.
+        """
+        request = {"document": {"document_url": str(document), **options}, "pages": pages}
+        return [chunk.page for chunk in self.engine.ocr(request)]
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return `SamplingParams()`: checkpoints do not change the defaults."""

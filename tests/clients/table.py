@@ -43,6 +43,8 @@ CLIENTS = {
     "mineru": "MinerU, `mineru-vl-utils`",
     "docling": "Docling, `ApiVlmEngineOptions`",
     "olmocr": "olmOCR, `olmocr`",
+    "litellm-ocr": "LiteLLM, [`ocr`](documents.md#convert-to-markdown)",
+    "langchain-ocr": "LangChain, `LiteLLMOCRLoader`",
     "vllm-style": "[`VLM`](media.md#offline-inference-with-vlm), like vLLM's `LLM`",
     "curl": "[curl](http.md)",
 }
@@ -69,6 +71,7 @@ PACKAGES = (
     "mineru-vl-utils",
     "docling-slim",
     "olmocr",
+    "langchain-litellm",
 )
 
 REASONS: Mapping[tuple[str, str], str] = {
@@ -85,6 +88,8 @@ REASONS: Mapping[tuple[str, str], str] = {
             *(("mineru", feature) for feature in ("video", "tools", "structured", "usage")),
             *(("docling", feature) for feature in ("text", "video", "tools", "structured")),
             *(("olmocr", feature) for feature in ("text", "video", "stream", "tools", "cancel")),
+            *(("litellm-ocr", feature) for feature in ("text", "video", "stream", "tools", "structured", "cancel")),
+            *(("langchain-ocr", name) for name in FEATURES if name not in {"image", "errors"}),
         ),
         "It sends images of pages, and reads text.",
     ),

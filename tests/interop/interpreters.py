@@ -28,7 +28,7 @@ from dashinfer_vlm_core import EngineConfig
 PEFT = ("peft==0.21.2", "accelerate==1.15.0", "psutil==7.2.2")
 CLIENTS = ("openai-agents==0.20.0", "llama-index-llms-openai-like==0.8.1")
 """Of the Agents SDK, the last version that permits the version of openai that LiteLLM requires."""
-OCR = ("mineru-vl-utils==2.0.7", "olmocr==0.4.27")
+OCR = ("mineru-vl-utils==2.0.7", "olmocr==0.4.27", "langchain-litellm==0.11.2")
 DOCLING = ("docling-slim[convert-core,format-pdf-pypdfium2,format-web]==2.143.0",)
 """Without what runs models in the process. Its command line, which is not used, requires an old typer."""
 OPENAI_3 = ("openai==3.54.0",)

@@ -1,6 +1,7 @@
-"""Programs that read documents: MinerU's client, Docling's pipeline with a remote model, and olmOCR's requests.
+"""Programs that read documents: MinerU's client, Docling's pipeline with a remote model, olmOCR's requests, and
+LangChain's loader.
 
-They send images of pages, and parse what the model writes. They load no models here, and fetch nothing.
+They send images of pages or PDFs, and parse what the model writes. They load no models here, and fetch nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dashinfer_vlm_core.errors import InvalidParameter
 from dashinfer_vlm_core.testing import Script
 from tests.clients.drivers import Part, Result, Served, openai_messages
 from tests.clients.features import CHECKS, TEXT, run, serve_script
+from tests.pdfs import document
 from tests.samples import data_url, encode, noise
 from tests.server.conftest import serving
 from tests.tiny import write_checkpoint
@@ -271,3 +273,33 @@ def test_olmocr_constrains_the_front_matter(served, monkeypatch):
 def test_olmocr_does_not_take_an_error_for_a_page(served, monkeypatch):
     served.script.play(WRONG)
     assert read_page(served, monkeypatch) is None
+
+
+# LangChain
+
+
+def load(served, data, **options):
+    module = pytest.importorskip("langchain_litellm", reason="langchain-litellm is not installed")
+    loader = module.LiteLLMOCRLoader(
+        api_base=served.url, model="tiny", bytes_content=data, mode="page", max_retries=0, **options
+    )
+    return loader.load()
+
+
+@pytest.mark.client("langchain-ocr", "image")
+def test_langchain_loads_the_pages_of_a_pdf(served):
+    served.script.play(MARKDOWN)
+    pages = load(served, document("One", "Two", size=(84, 84)))
+    assert [page.page_content for page in pages] == [MARKDOWN, MARKDOWN]
+    assert [page.metadata["page"] for page in pages] == [0, 1]
+    assert pages[0].metadata["width"] == 168
+    part = {"type": "file", "file": {"file_data": data_url(document("One", size=(84, 84)), "application/pdf")}}
+    served.engine.chat({"messages": [{"role": "user", "content": [part]}]})
+    assert len(set(received_image_tokens(served))) == 1
+
+
+@pytest.mark.client("langchain-ocr", "errors")
+def test_langchain_reports_the_servers_error(served):
+    served.script.play(WRONG)
+    with pytest.raises(RuntimeError, match="This is wrong"):
+        load(served, document("One", size=(84, 84)))

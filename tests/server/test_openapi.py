@@ -31,6 +31,7 @@ def server(conformance, tiny_checkpoint):
 
 ROUTES = [
     ("/v1/chat/completions", "POST"),
+    ("/v1/ocr", "POST"),
     ("/v1/responses", "POST"),
     ("/v1/responses/compact", "POST"),
     ("/v1/responses/input_tokens", "POST"),

@@ -1,0 +1,58 @@
+"""`POST /v1/ocr`, in Mistral's format."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncGenerator, Sequence
+from typing import TYPE_CHECKING
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from dashinfer_vlm_core.protocol.ocr import OcrRequest
+from dashinfer_vlm_core.response.ocr import OcrChunk, OcrResponse
+
+from ...endpoint import ENGINE_STATUSES, Endpoint
+from ...errors import error_body
+from ...sse import format_event
+
+if TYPE_CHECKING:
+    from ...server_context import ServerContext
+
+
+def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
+    async def ocr(request: Request) -> Response:
+        parsed = await server.read(request, OcrRequest.parse)
+        chunks = server.engine.aocr(parsed)
+        if parsed.stream:
+            return server.stream(chunks, encode=_chunk_event, encode_error=_error_event)
+        response = await server.run(request, _complete(chunks))
+        return Response(response.model_dump_json(), media_type="application/json")
+
+    return [
+        Endpoint(
+            "/v1/ocr",
+            ocr,
+            method="POST",
+            body=[OcrRequest],
+            response=OcrResponse,
+            errors=ENGINE_STATUSES,
+            generates=True,
+        )
+    ]
+
+
+async def _complete(chunks: AsyncGenerator[OcrChunk, None]) -> OcrResponse:
+    async with contextlib.aclosing(chunks):
+        received = [chunk async for chunk in chunks]
+    last = received[-1]
+    return OcrResponse(pages=tuple(chunk.page for chunk in received), model=last.model, usage_info=last.usage_info)
+
+
+def _chunk_event(chunk: OcrChunk) -> str:
+    return format_event(chunk.model_dump_json())
+
+
+def _error_event(error: Exception) -> str:
+    return format_event(json.dumps(error_body(error)))
