@@ -39,9 +39,13 @@ class Progress(tqdm):  # type: ignore[misc]
 
     Attributes:
         uses_bars: whether bars are shown in a terminal.
+        bar_text: tqdm's format of the bar.
+        log_text: tqdm's format of the records, if there is a total.
     """
 
     uses_bars: ClassVar[bool] = True
+    bar_text: ClassVar[str] = BAR_FORMAT
+    log_text: ClassVar[str] = LOG_FORMAT
     monitor_interval = 0  # tqdm's own thread for redrawing
     _open: ClassVar[dict[Progress, None]] = {}
     _next_record: ClassVar[float] = 0.0
@@ -50,7 +54,7 @@ class Progress(tqdm):  # type: ignore[misc]
         self._is_bar = shows_bars()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._redraw, name="dashinfer-vlm-progress", daemon=True)
-        options |= {"leave": False, "position": 0, "miniters": 1, "bar_format": BAR_FORMAT}
+        options |= {"leave": False, "position": 0, "miniters": 1, "bar_format": self.bar_text}
         options["nrows"] = 2  # otherwise, there is no bar in a terminal of unknown size
         super().__init__(*args, **options, file=None if self._is_bar else io.StringIO())
         if self.disable:
@@ -87,7 +91,7 @@ class Progress(tqdm):  # type: ignore[misc]
                 self._record(self._line())
 
     def _line(self) -> str:
-        line_format = LOG_FORMAT if self.total else ELAPSED_FORMAT
+        line_format = self.log_text if self.total else ELAPSED_FORMAT
         return str(self.format_meter(**{**self.format_dict, "bar_format": line_format}))
 
     def _record(self, text: str) -> None:

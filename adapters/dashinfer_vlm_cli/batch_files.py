@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dashinfer_vlm_core.errors import ConfigError, DashInferVLMError
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from .line_file import LineFile, read_lines
 
 URL = "/v1/chat/completions"
 LINE_PREFIX = b'{"id": "batch_req_'
@@ -46,7 +43,7 @@ def read_entries(path: Path) -> list[Entry]:
     """
     entries: list[Entry] = []
     lines: dict[str, int] = {}
-    for number, offset, line in _lines(path):
+    for number, offset, line in read_lines(path):
         location = f"{path}, line {number}"
         request = _parse_request(line, location)
         custom_id = request["custom_id"]
@@ -84,10 +81,8 @@ def error_line(entry: Entry, error: DashInferVLMError) -> dict[str, Any]:
     return {"id": entry.line_id, "custom_id": entry.custom_id, "response": None, "error": details}
 
 
-class BatchOutput:
-    """An output file of a batch. One process at a time appends complete lines, in any order.
-
-    An incomplete last line is dropped, so that its request is sent again.
+class BatchOutput(LineFile):
+    """An output file of a batch, whose lines are in any order.
 
     Args:
         path: the file; it is created if it does not exist.
@@ -97,94 +92,20 @@ class BatchOutput:
         completed: the custom_ids in the file when it was opened, with the `id` of the last line of each.
 
     Raises:
-        ConfigError: the file cannot be written, another process is writing it, or it is not a batch output. It is not
-            modified.
+        ConfigError: as `LineFile`, or the file is not a batch output.
     """
 
     def __init__(self, path: Path, *, overwrite: bool = False) -> None:
-        self.path = path
-        self._file = _open_locked(path)
-        try:
-            self.completed, incomplete = _read(path)
-            if overwrite or incomplete:
-                os.ftruncate(self._file, 0 if overwrite else path.stat().st_size - incomplete)
-        except BaseException:
-            os.close(self._file)
-            raise
+        self.completed: dict[str, str] = {}
+        super().__init__(path, prefix=LINE_PREFIX, read=self._read, overwrite=overwrite)
 
-    def append(self, line: Mapping[str, Any]) -> None:
-        """Append a line.
-
-        Raises:
-            ConfigError: the disk is full, or not available.
-        """
-        data = json.dumps(line, ensure_ascii=False).encode() + b"\n"
-        try:
-            while data:
-                data = data[os.write(self._file, data) :]
-        except OSError as error:
-            raise ConfigError(
-                f"{self.path} cannot be written: {error.strerror}. Run the batch again to resume."
-            ) from error
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):  # a pipe, for example, cannot be synced
-            os.fsync(self._file)
-        os.close(self._file)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _open_locked(path: Path) -> int:
-    try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}. Choose another file.") from error
-    problem = "" if path.is_file() else "is not a regular file. Choose another file."
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        problem = "is being written by another batch. Wait for it to finish, or choose another file."
-    if problem:
-        os.close(file)
-        raise ConfigError(f"{path} {problem}")
-    return file
-
-
-def _read(path: Path) -> tuple[dict[str, str], int]:
-    """Return the `id` of the last line of each custom_id, and the number of bytes of an incomplete last line."""
-    completed: dict[str, str] = {}
-    for number, _, line in _lines(path):
-        if not line.endswith(b"\n") and line.startswith(LINE_PREFIX[: len(line)]):
-            return completed, len(line)
-        custom_id, line_id = _parse_ids(line, f"{path}, line {number}")
-        completed[custom_id] = line_id
-    return completed, 0
-
-
-def _parse_ids(line: bytes, location: str) -> tuple[str, str]:
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        output = json.loads(line)
-        if {"response", "error"} <= set(output):
-            return str(output["custom_id"]), str(output["id"])
-    raise ConfigError(f"{location} is not an output line of a batch. Choose another output file.")
-
-
-def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """Yield number, offset and bytes of each line that is not blank."""
-    try:
-        with path.open("rb") as file:
-            offset = 0
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield number, offset, line
-                offset += len(line)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
+    def _read(self, line: bytes, location: str) -> None:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            output = json.loads(line)
+            if {"response", "error"} <= set(output):
+                self.completed[str(output["custom_id"])] = str(output["id"])
+                return
+        raise ConfigError(f"{location} is not an output line of a batch. Choose another output file.")
 
 
 def _parse_request(line: bytes, location: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ COMMANDS = {
     "completion": "Print a shell completion script.",
     "doctor": "Check the installation, and report how to fix problems.",
     "models": "List the models on this machine: registered, downloaded, in folders.",
+    "ocr": "Convert PDFs and images to Markdown.",
     "tune": "Measure the CPU kernels with a model, and store the fastest for its next starts.",
     "verify": "Verify the vision encoder and the decoders on a GPU, and measure their speed.",
 }

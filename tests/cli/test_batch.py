@@ -216,7 +216,7 @@ def test_device_as_output_is_rejected():
 
 
 def test_output_file_is_locked(tmp_path):
-    with BatchOutput(tmp_path / "out.jsonl"), pytest.raises(ConfigError, match="is being written by another batch"):
+    with BatchOutput(tmp_path / "out.jsonl"), pytest.raises(ConfigError, match="is being written by another process"):
         BatchOutput(tmp_path / "out.jsonl")
     BatchOutput(tmp_path / "out.jsonl").close()
 

@@ -1,0 +1,163 @@
+"""`dashinfer-vlm ocr`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import click
+
+from dashinfer_vlm_core.cli.command import EngineCommand
+from dashinfer_vlm_core.cli.terminal import counted
+from dashinfer_vlm_core.errors import DashInferVLMError, QueueFull
+from dashinfer_vlm_core.progress import Progress
+
+from .batch import INTERRUPTED, RETRY_SECONDS
+from .concurrency import run_concurrently
+from .engines import EngineSource, engine_source_options
+from .ocr_files import PAGES_FILE, PagesFile, Source, digest_of, find_sources
+
+if TYPE_CHECKING:
+    from .engines import AnyEngine
+
+MAX_FILES = 16
+"""Files that are converted at the same time, so that many files of one page fill a batch."""
+
+RETRIES = 3
+
+
+@click.command(cls=EngineCommand)
+@click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("-o", "--output", required=True, type=click.Path(file_okay=False, path_type=Path), metavar="FOLDER",
+              help="Folder for the Markdown files.")  # fmt: skip
+@engine_source_options
+def ocr(*, files: tuple[Path, ...], output: Path, source: EngineSource) -> None:
+    """Convert PDFs and images to Markdown.
+
+    Each of FILES becomes a file of the same name with the suffix .md. Pages are also appended to pages.jsonl in the
+    folder as they finish. To resume after an interruption, run the command again: it converts the pages that are
+    missing or failed.
+
+    Exits with 0 if every page has its text, with 1 if some have none.
+    """
+    sources = find_sources(files, output)
+    output.mkdir(parents=True, exist_ok=True)
+    with PagesFile(output / PAGES_FILE) as pages:
+        job = _Job(pages=pages)
+        try:
+            _run(job, sources, source)
+        except KeyboardInterrupt:
+            click.echo(f"Interrupted. The pages so far are in {pages.path}. Run the command again to resume.", err=True)
+            sys.exit(INTERRUPTED)
+    for problem in job.problems:
+        click.echo(f"dashinfer-vlm: {problem}", err=True)
+    click.echo(f"{counted(job.num_converted, 'page')} converted, {len(job.problems)} failed. Files: {output}", err=True)
+    sys.exit(1 if job.problems else 0)
+
+
+class PageProgress(Progress):
+    """Progress with the pages per minute of this run.
+
+    Args:
+        files: number of files; of those that are not open yet, as many pages are expected as of the others.
+    """
+
+    bar_text: ClassVar[str] = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{per_minute}, {remaining} left]"
+    log_text: ClassVar[str] = "{desc}: {n_fmt}/{total_fmt}, {per_minute}, {remaining} left"
+
+    def __init__(self, files: int) -> None:
+        self._files = files
+        self._pages: list[int] = []
+        super().__init__(total=files, desc="Pages", unit="", smoothing=0)
+
+    @property
+    def format_dict(self) -> dict[str, Any]:
+        values: dict[str, Any] = super().format_dict
+        rate = 60 * values["n"] / values["elapsed"] if values["elapsed"] else 0.0
+        return values | {"per_minute": f"{rate:.1f} pages per minute"}
+
+    def open_file(self, pages: int) -> None:
+        """Count the pages that a file needs."""
+        self._pages.append(pages)
+        self.total = round(sum(self._pages) * self._files / len(self._pages))
+
+    def skip_file(self) -> None:
+        """Leave out a file that needs no pages."""
+        self._files -= 1
+
+
+@dataclass(kw_only=True)
+class _Job:
+    """One run.
+
+    Attributes:
+        pages: the pages so far.
+        problems: a line for each file and each page that failed.
+        num_converted: the number of pages with text.
+    """
+
+    pages: PagesFile
+    problems: list[str] = field(default_factory=list)
+    num_converted: int = 0
+
+    async def process(self, engine: AnyEngine, source: Source, progress: PageProgress) -> None:
+        try:
+            data = await asyncio.to_thread(source.read)
+        except DashInferVLMError as error:
+            self.problems.append(error.message)
+            progress.skip_file()
+            return
+        digest = await asyncio.to_thread(digest_of, data)
+        if self.pages.is_complete(digest):
+            progress.skip_file()
+        else:
+            await self._convert(engine, source, data, digest, progress)
+        if text := self.pages.markdown(digest):
+            source.output.write_text(text, encoding="utf-8")
+
+    async def _convert(
+        self, engine: AnyEngine, source: Source, data: bytes, digest: str, progress: PageProgress
+    ) -> None:
+        document = await asyncio.to_thread(source.document, data)
+        for retries_left in reversed(range(RETRIES + 1)):
+            try:
+                return await self._convert_missing(engine, source, document, digest, progress)
+            except DashInferVLMError as error:  # noqa: PERF203 - a retry
+                if not error.retryable or not retries_left:
+                    self.problems.append(f"{source.path}: {error.message}")
+                    return None
+                await asyncio.sleep(error.retry_after if isinstance(error, QueueFull) else RETRY_SECONDS)
+        return None
+
+    async def _convert_missing(
+        self, engine: AnyEngine, source: Source, document: dict[str, Any], digest: str, progress: PageProgress
+    ) -> None:
+        missing = self.pages.missing(digest)
+        total = self.pages.total(digest)
+        request = {"document": document, **({"pages": missing} if total else {})}
+        is_open = False
+        async with contextlib.aclosing(engine.aocr(request)) as chunks:
+            async for chunk in chunks:
+                if not is_open:
+                    progress.open_file(chunk.total_pages)
+                    is_open = True
+                self.pages.add(source, digest, chunk.page, total or chunk.total_pages)
+                progress.update()
+                if chunk.page.error:
+                    self.problems.append(f"{source.path}, page {chunk.page.index + 1}: {chunk.page.error.message}")
+                else:
+                    self.num_converted += 1
+
+
+def _run(job: _Job, sources: Sequence[Source], source: EngineSource) -> None:
+    with source.open() as engine, PageProgress(len(sources)) as progress:
+
+        async def work(each: Source) -> None:
+            await job.process(engine, each, progress)
+
+        asyncio.run(run_concurrently(sources, work, max_concurrency=MAX_FILES))

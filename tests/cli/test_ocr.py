@@ -1,0 +1,108 @@
+"""`ocr`: Markdown per file, bad pages, and resuming after an interruption."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dashinfer_vlm_core.errors import ConfigError, DecoderFailed
+from tests.cli.conftest import run_process
+from tests.pdfs import document
+from tests.samples import encode, noise
+
+SIZE = (84, 84)
+
+
+@pytest.fixture
+def report(tmp_path):
+    path = tmp_path / "report.pdf"
+    path.write_bytes(document("One", "Two", "Three", size=SIZE))
+    return path
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "pages.jsonl").read_text().splitlines()]
+
+
+def test_each_file_becomes_markdown(run, server_url, report, tmp_path):
+    (tmp_path / "photo.png").write_bytes(encode(noise(84, 84)))
+    folder = tmp_path / "text" / "new"
+    result = run("ocr", report, tmp_path / "photo.png", "-o", folder, "--api-base", server_url("# Page"))
+    assert result.exit_code == 0, result.output
+    assert (folder / "report.md").read_text() == "# Page\n\n" * 3
+    assert (folder / "photo.md").read_text() == "# Page\n\n"
+    assert "4 pages converted, 0 failed." in result.output
+    pages = [(line["index"], line["total_pages"], line["markdown"]) for line in lines(folder) if "pdf" in line["file"]]
+    assert pages == [(index, 3, "# Page") for index in range(3)]
+
+
+def test_failed_page_is_converted_by_the_next_run(run, server_url, report, tmp_path):
+    url = server_url(DecoderFailed("The decoder died."), "Yes.", "Yes.", "Now.")
+    result = run("ocr", report, "-o", tmp_path, "--api-base", url)
+    assert result.exit_code == 1
+    failed = next(line["index"] for line in lines(tmp_path) if line["error"])
+    assert f"{report}, page {failed + 1}: The decoder died." in result.output
+    comment = f"<!-- Page {failed + 1}: The decoder died. -->"
+    assert (tmp_path / "report.md").read_text().split("\n\n")[failed] == comment
+    assert run("ocr", report, "-o", tmp_path, "--api-base", url).exit_code == 0
+    assert (tmp_path / "report.md").read_text().split("\n\n")[failed] == "Now."
+    assert len(lines(tmp_path)) == 4
+
+
+def test_bad_file_does_not_end_the_others(run, server_url, report, tmp_path):
+    bad = tmp_path / "bad.pdf"
+    bad.write_bytes(b"%PDF-1.7")
+    result = run("ocr", bad, report, "-o", tmp_path, "--api-base", server_url("Yes."))
+    assert result.exit_code == 1
+    assert f"{bad}: This is not a complete PDF with at least one page." in result.output
+    assert (tmp_path / "report.md").read_text() == "Yes.\n\n" * 3
+    assert not (tmp_path / "bad.md").exists()
+
+
+def test_converted_files_are_skipped_unless_they_change(run, server_url, report, tmp_path):
+    run("ocr", report, "-o", tmp_path, "--api-base", server_url("First."))
+    result = run("ocr", report, "-o", tmp_path, "--api-base", server_url("Second."))
+    assert "0 pages converted, 0 failed." in result.output
+    assert (tmp_path / "report.md").read_text() == "First.\n\n" * 3
+    report.write_bytes(document("Other", size=SIZE))
+    run("ocr", report, "-o", tmp_path, "--api-base", server_url("Second."))
+    assert (tmp_path / "report.md").read_text() == "Second.\n\n"
+
+
+def test_incomplete_last_line_is_converted_again(run, server_url, report, tmp_path):
+    run("ocr", report, "-o", tmp_path, "--api-base", server_url("First."))
+    data = (tmp_path / "pages.jsonl").read_bytes()
+    (tmp_path / "pages.jsonl").write_bytes(data[:-5])
+    result = run("ocr", report, "-o", tmp_path, "--api-base", server_url("Second."))
+    assert "1 page converted" in result.output
+    assert (tmp_path / "report.md").read_text() == "First.\n\nFirst.\n\nSecond.\n\n"
+
+
+def test_other_files_of_the_folder_are_not_overwritten(run, report, tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "report.png").write_bytes(encode(noise(84, 84)))
+    with pytest.raises(ConfigError, match="would both become"):
+        run("ocr", report, tmp_path / "b" / "report.png", "-o", tmp_path / "text")
+    (tmp_path / "pages.jsonl").write_text('{"name": 1}\n')
+    with pytest.raises(ConfigError, match=r"pages\.jsonl, line 1 is not a page"):
+        run("ocr", report, "-o", tmp_path)
+
+
+@pytest.mark.slow
+def test_ctrl_c_keeps_pages_and_the_next_run_resumes(terminal, server_url, tmp_path):
+    path = tmp_path / "long.pdf"
+    path.write_bytes(document(*map(str, range(40)), size=SIZE))
+    url = server_url("word " * 10, delay=0.05, max_batch_size=2)
+    program = terminal("ocr", path, "-o", tmp_path, "--api-base", url)
+    program.wait_for("3/40 [")
+    assert " pages per minute, 0" in program.wait_for(" left]")
+    program.type("\x03")
+    program.wait_for("Run the command again to resume")
+    assert program.wait() == 130
+    done = len(lines(tmp_path))
+    assert 3 <= done < 40
+    result = run_process("ocr", path, "-o", tmp_path, "--api-base", server_url("Yes."))
+    assert f"{40 - done} pages converted, 0 failed." in result.stderr
+    assert result.returncode == 0
+    assert (tmp_path / "long.md").read_text().split("\n\n").count(" ".join(["word"] * 10)) == done
