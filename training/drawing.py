@@ -74,6 +74,8 @@ class Scene:
     jpeg: int | None = None
     figures: tuple[Figure, ...] = ()
     """What the model does not know."""
+    smooth: bool = True
+    """Whether the edges of objects are smoothed; a program that draws with Pillow leaves them jagged."""
 
 
 def paint(color: str, wobble: float, saturation: float, value: float) -> Rgb:
@@ -94,7 +96,7 @@ def render_video(scenes: list[Scene]) -> list[Image.Image]:
     for scene in scenes:
         frame = still.copy()
         for item in scene.objects:
-            _draw(frame, item)
+            _draw(frame, item, scene.smooth)
         for figure in scene.figures:
             figures.draw(frame, figure)
         frames.append(_lossy(frame, scene.jpeg) if scene.jpeg else frame)
@@ -107,10 +109,10 @@ def mirror(scene: Scene) -> Scene:
     return replace(scene, objects=objects)
 
 
-def _draw(image: Image.Image, item: SceneObject) -> None:
+def _draw(image: Image.Image, item: SceneObject, smooth: bool) -> None:
     left, top = math.floor(item.x - item.radius) - 1, math.floor(item.y - item.radius) - 1
     side = math.ceil(2 * item.radius) + 4
-    scale = OVERSAMPLING if side < 160 else 2
+    scale = (OVERSAMPLING if side < 160 else 2) if smooth else 1
     x, y, radius = (item.x - left) * scale, (item.y - top) * scale, item.radius * scale
     mask = Image.new("L", (side * scale, side * scale))
     pen = ImageDraw.Draw(mask)

@@ -51,9 +51,17 @@ class Tally:
 
 
 class Learner:
-    """A network that computes in bf16, with an fp32 master copy of its weights."""
+    """A network that computes in `dtype`, with an fp32 master copy of its weights."""
 
-    def __init__(self, sizes: Architecture, seed: int, *, averaging: bool = True, memory: float = MEMORY) -> None:
+    def __init__(
+        self,
+        sizes: Architecture,
+        seed: int,
+        *,
+        averaging: bool = True,
+        memory: float = MEMORY,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
         torch.manual_seed(seed)
         self.averaging = averaging
         self.memory = memory
@@ -65,7 +73,7 @@ class Learner:
         self.weights = {name: value.detach().clone() for name, value in self.network.named_parameters()}
         self.average: dict[str, Tensor] = {}
         self.trained: list[str] = []
-        self.network.to(torch.bfloat16)
+        self.network.to(dtype)
         self.network.model.embed_tokens.float()  # see Network.read
 
     def begin(self, prefixes: tuple[str, ...]) -> None:

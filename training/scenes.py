@@ -15,7 +15,7 @@ from PIL import Image as PILImage
 
 from training import compose, out_of_scope, questions, tokenizer, user_scenes
 from training.compose import Grid, Video
-from training.drawing import Scene, render, render_video
+from training.drawing import SHAPES, Scene, render, render_video
 from training.questions import Question
 from training.tools import Tool, offer, system_message
 
@@ -144,6 +144,16 @@ def _centered(radius: int) -> Maker:
     return make
 
 
+def _programmed(shape: str) -> Maker:
+    """Create samples with one shape in the middle of an image, as a few lines of a program draw it."""
+
+    def make(rng: random.Random) -> tuple[tuple[Scene, ...], bool, Question | None]:
+        scene = user_scenes.simplify(rng, user_scenes.centered(rng, rng.uniform(RADII[0], RADII[-1]), shape=shape))
+        return (scene,), False, questions.describe(rng, scene)
+
+    return make
+
+
 def _drawn(*counts: int) -> Maker:
     """Create samples with one image as users draw them."""
 
@@ -234,6 +244,7 @@ USER_TASKS: dict[str, Maker] = {
     "drawn_more": _drawn(2, 3, 4),
     "drawn_many": _many,
     **{f"centered, radius {radius}": _centered(radius) for radius in RADII},
+    **{f"drawn by a program: {shape}": _programmed(shape) for shape in SHAPES},
     **{f"unknown: {kind}": _unknown(kind) for kind in UNKNOWN_KINDS},
 }
 """The same for images as users draw them."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from training import figures
@@ -101,9 +102,15 @@ def compose_unknown(
     return Scene(width=width, height=height, objects=(), backdrop=paper, jpeg=jpeg_quality(rng), figures=shown)
 
 
-def centered(rng: random.Random, radius: float, side: int = 224) -> Scene:
-    """Compose one shape in the middle of a white image."""
-    item = _object(rng, (side / 2, side / 2, radius), rng.choice(COLORS), rng.choice(SHAPES))
+def simplify(rng: random.Random, scene: Scene) -> Scene:
+    """Draw the objects as a few lines of a program would: upright, in pure colors on white, with jagged edges."""
+    objects = tuple(replace(item, tilt=0.0, rgb=rng.choice(COMMON_COLORS[item.color])) for item in scene.objects)
+    return replace(scene, objects=objects, backdrop=Backdrop(rgb=(255, 255, 255)), jpeg=None, smooth=False)
+
+
+def centered(rng: random.Random, radius: float, side: int = 224, shape: str = "") -> Scene:
+    """Compose one shape, of any kind unless one is named, in the middle of a white image."""
+    item = _object(rng, (side / 2, side / 2, radius), rng.choice(COLORS), shape or rng.choice(SHAPES))
     return Scene(width=side, height=side, objects=(item,), backdrop=Backdrop(rgb=(255, 255, 255)))
 
 
