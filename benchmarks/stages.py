@@ -159,11 +159,11 @@ async def _one(clock: Clock, pipeline: ChatPipeline, fetcher: Fetcher, url: str,
     with clock.time("decode"):
         image = decode_image(data, path=PART, max_pixels=1 << 24, background=(255, 255, 255))
     with clock.time("resize"):
-        patches = with_digest(pipeline.processor.process(Image(image=image, path=PART)))
+        patches = with_digest(pipeline.inputs.processor.process(Image(image=image, path=PART)))
     with clock.time("encoder"):
-        visual = await pipeline.vision.embed([patches])
+        visual = await pipeline.inputs.vision.embed([patches])
     with clock.time("prompt"):
-        prompt = pipeline.prompts.build(request, [patches])
+        prompt = pipeline.inputs.prompts.build(request, [patches])
     tokens = await _decode(clock, pipeline, _decode_request(request, prompt, visual))
     _detokenize(clock, pipeline, request, tokens)
     return prompt
@@ -203,7 +203,7 @@ async def _decode(clock: Clock, pipeline: ChatPipeline, request: DecodeRequest) 
 
 def _detokenize(clock: Clock, pipeline: ChatPipeline, request: ChatRequest, tokens: Sequence[Token]) -> None:
     builder = ResponseBuilder(
-        tokenizer=pipeline.prompts.tokenizer,
+        tokenizer=pipeline.inputs.prompts.tokenizer,
         request=request,
         id="benchmark",
         created=0,
@@ -222,7 +222,7 @@ async def _batch(clock: Clock, pipeline: ChatPipeline, source: random.Random) ->
     async def decode() -> None:
         body = request_body([{"role": "user", "content": words(source, 8)}], TOKENS, users=BATCH)
         request = ChatRequest.parse(body)
-        await _decode(gaps, pipeline, _decode_request(request, pipeline.prompts.build(request, []), []))
+        await _decode(gaps, pipeline, _decode_request(request, pipeline.inputs.prompts.build(request, []), []))
 
     await asyncio.gather(*(decode() for _ in range(BATCH)))
     clock.seconds["batch"].append(gaps.median("step"))
@@ -232,12 +232,12 @@ async def _encoder_pass(clock: Clock, pipeline: ChatPipeline, source: random.Ran
     """Encode four images in one pass of the vision encoder."""
     items = [_patches(pipeline, source) for _ in range(4)]
     with clock.time("pass"):
-        await pipeline.vision.embed(items)
+        await pipeline.inputs.vision.embed(items)
 
 
 def _patches(pipeline: ChatPipeline, source: random.Random) -> Patches:
     image = decode_image(jpeg(source), path=PART, max_pixels=1 << 24, background=(255, 255, 255))
-    return with_digest(pipeline.processor.process(Image(image=image, path=PART)))
+    return with_digest(pipeline.inputs.processor.process(Image(image=image, path=PART)))
 
 
 def _sampling(clock: Clock, pipeline: ChatPipeline) -> None:
@@ -245,7 +245,7 @@ def _sampling(clock: Clock, pipeline: ChatPipeline) -> None:
     logits = torch.randn(BATCH, pipeline.spec.vocab_size)
     for name, options in (("greedy", {"temperature": 0}), ("drawn", {"temperature": 0.7, "top_p": 0.9, "seed": 1})):
         request = ChatRequest.parse({"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, **options})
-        prompt = pipeline.prompts.build(request, [])
+        prompt = pipeline.inputs.prompts.build(request, [])
         run = SequenceState(_decode_request(request, prompt, []), pipeline.spec.tokens.stop)
         with clock.time(f"{name} 1"):
             CPU_EXECUTOR.run(functools.partial(_sample, logits[:1], [run]))

@@ -16,14 +16,14 @@ RENAMED: Mapping[str, str] = {
 """Arguments that have another name here. None means the default, as in vLLM."""
 
 _ONE_PROCESS = "A model runs on one device, in one process. Remove it, and start one server for each GPU."
-_GENERATES = "The models generate text. Use another package for embeddings, scores and rewards."
+_TASK = "Set `task` to embed or score; by default, it is found in the checkpoint's files."
 _IN_REQUESTS = "Set the values in requests, which are `SamplingParams` in Python."
 _FROM_CHECKPOINT = "It is read from the checkpoint. Remove it, or change the files of a copy of the checkpoint."
 
 REJECTED: RejectedFields = {
     "compilation_config": ((0, {}), "Nothing is compiled with torch.compile. Remove it."),
     "config_format": (("auto", "hf"), _FROM_CHECKPOINT),
-    "convert": (("auto", "none"), _GENERATES),
+    "convert": (("auto", "none"), _TASK),
     "cpu_offload_gb": ((0, 0.0), "Weights stay on one device. Use `quantization` to reduce their size."),
     "data_parallel_size": ((1,), _ONE_PROCESS),
     "decode_context_parallel_size": ((1,), _ONE_PROCESS),
@@ -48,16 +48,15 @@ REJECTED: RejectedFields = {
     "num_gpu_blocks_override": ((), "Set the size of the KV cache, `kv_cache_mib`."),
     "override_generation_config": (({},), _IN_REQUESTS),
     "pipeline_parallel_size": ((1,), _ONE_PROCESS),
-    "pooler_config": ((), _GENERATES),
+    "pooler_config": ((), _TASK),
     "rope_scaling": (({},), _FROM_CHECKPOINT),
     "rope_theta": ((), _FROM_CHECKPOINT),
-    "runner": (("auto", "generate"), _GENERATES),
+    "runner": (("auto", "generate", "pooling"), _TASK),
     "skip_tokenizer_init": ((False,), "The tokenizer is always used. Remove it."),
     "speculative_config": (
         ({},),
         "Set `speculative_method`: `ngram` (the default) needs no other option, and `none` disables it.",
     ),
-    "task": (("auto", "generate"), _GENERATES),
     "tensor_parallel_size": (
         (1,),
         "A model runs on one device: start one server for each GPU. Only the decoder DashInfer has `tensor_parallel`.",

@@ -4,6 +4,7 @@ from ..protocol.sampling import SAMPLING_PARAMETERS, Sampling
 from .interface import (
     GUIDED_DECODING,
     LORA,
+    POOLING,
     Decoder,
     DecodeRequest,
     DecoderFactory,
@@ -11,6 +12,7 @@ from .interface import (
     DecoderSupport,
     FinishReason,
     GrammarMatcher,
+    Pooled,
     Token,
     VisualSpan,
     check_request,
@@ -19,6 +21,7 @@ from .interface import (
 __all__ = [
     "GUIDED_DECODING",
     "LORA",
+    "POOLING",
     "SAMPLING_PARAMETERS",
     "DecodeRequest",
     "Decoder",
@@ -27,6 +30,7 @@ __all__ = [
     "DecoderSupport",
     "FinishReason",
     "GrammarMatcher",
+    "Pooled",
     "Sampling",
     "Token",
     "VisualSpan",

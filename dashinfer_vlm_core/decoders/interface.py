@@ -29,6 +29,10 @@ GUIDED_DECODING = "guide"
 allow."""
 
 
+POOLING = "pooling"
+"""The member of `supported_params` of a decoder that pools the hidden states of a prompt."""
+
+
 LORA = "lora"
 """The member of `supported_params` of a decoder that applies LoRA adapters."""
 
@@ -101,12 +105,14 @@ class DecodeRequest:
         cache_salt: separates prefix cache entries; a prompt cached with a salt is found only with the same salt.
         lora: the LoRA adapter to apply, which prefix cache entries depend on too. Only decoders that support `LORA`
             get one.
+        pooling: whether the prompt is pooled, instead of completed; `sampling` and `grammar` are not used then.
     """
 
     id: str
     token_ids: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
     spans: tuple[VisualSpan, ...] = ()
+    pooling: bool = False
     sampling: Sampling = field(default_factory=Sampling)
     grammar: GrammarMatcher | None = None
     cache_salt: str = ""
@@ -133,6 +139,20 @@ class Token:
     cached_tokens: int = 0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Pooled:
+    """What a pooling model computes from a prompt.
+
+    Attributes:
+        vector: float32 [hidden_size], the hidden state of the last token after the final norm, or [1], the logit of a
+            score; see `PoolingSpec.head`.
+        cached_tokens: prompt tokens taken from a prefix cache.
+    """
+
+    vector: npt.NDArray[np.float32]
+    cached_tokens: int = 0
+
+
 class RequestNotStarted(Exception):
     """The decoder died before it started the request. The supervisor passes the request to the next decoder."""
 
@@ -144,7 +164,8 @@ class Decoder(Protocol):
         name: as listed by `dashinfer-vlm plugins` and `/health`.
         max_model_len: most tokens of prompt and output together; at most the model's limit.
         supported_params: the members of `SAMPLING_PARAMETERS` that it supports, `GUIDED_DECODING` if it can mask
-            tokens, and `LORA` if it applies adapters; the engine rejects requests that need more.
+            tokens, `LORA` if it applies adapters, and `POOLING` if it runs pooling models; the engine rejects requests
+            that need more.
         unsupported_vision_reason: why it accepts no images and videos, and the next step; the engine rejects requests
             with media. Empty if it accepts them.
         fatal_error: why it cannot decode although it was started; empty while it can. For `/health`.
@@ -185,6 +206,22 @@ class Decoder(Protocol):
             RequestNotStarted: the decoder died before it started the request; see `fatal_error`.
             EngineClosed: the decoder was closed.
         """
+
+    async def pool(self, request: DecodeRequest) -> Pooled:
+        """Return what a pooling model computes from a prompt.
+
+        Canceling the task stops the request within one step. Keys and values are kept for later prompts with the same
+        salt, until `forget`.
+
+        Raises:
+            QueueFull, ContextLengthExceeded, DecoderFailed, EngineClosed: as `decode`.
+            UnsupportedParameter: the decoder does not support `POOLING`, which is the default.
+        """
+        raise UnsupportedParameter(f"The decoder {self.name!r} does not pool hidden states.", param="task")
+
+    def forget(self, cache_salt: str) -> None:
+        """Free the keys and values that are kept of prompts with this salt; by default, none are."""
+        return
 
     def snapshot(self) -> DecoderStats:
         """Return the statistics; zeros by default."""
@@ -301,7 +338,7 @@ def check_request(request: DecodeRequest, spec: ModelSpec, *, max_model_len: int
         raise DecoderFailed("The decoder received a malformed request; see the engine's log for the cause.")
     request.sampling.check_token_ids(spec.vocab_size)
     prompt = len(request.token_ids)
-    output = request.sampling.max_tokens or 0
+    output = 0 if request.pooling else request.sampling.max_tokens or 0
     if prompt + output > max_model_len:
         raise ContextLengthExceeded(
             f"The prompt's {prompt} tokens and a completion of up to {output} tokens exceed the limit of"
@@ -318,7 +355,9 @@ def _broken_invariant(request: DecodeRequest, spec: ModelSpec) -> str | None:
         return f"token_ids are empty or outside the vocabulary of {spec.vocab_size}"
     if request.positions.shape != (3, length):
         return f"positions are {request.positions.shape}, not (3, {length})"
-    if not request.sampling.max_tokens:
+    if request.pooling != (spec.pooling is not None):
+        return f"the model's task is {spec.task}"
+    if not request.pooling and not request.sampling.max_tokens:
         return "sampling.max_tokens is not set"
     end = 0
     for span in request.spans:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..concurrency.memory import trim_memory
 from ..errors import DashInferVLMError, DecoderFailed, EngineClosed
-from .interface import Decoder, DecodeRequest, DecoderStats, RequestNotStarted, Token
+from .interface import Decoder, DecodeRequest, DecoderStats, Pooled, RequestNotStarted, Token
 
 if TYPE_CHECKING:
     from ..models.lora import LoraWeights
@@ -85,6 +85,18 @@ class Supervisor:
 
     async def load_lora(self, lora: LoraWeights) -> None:
         await (await self._wait_until_healthy()).load_lora(lora)
+
+    async def pool(self, request: DecodeRequest) -> Pooled:
+        decoder = await self._wait_until_healthy()
+        try:
+            return await decoder.pool(request)
+        except (EngineClosed, DecoderFailed):
+            if self._closed or self._is_healthy(decoder):
+                raise
+            raise DecoderFailed(_DIED) from None
+
+    def forget(self, cache_salt: str) -> None:
+        self._decoder.forget(cache_salt)
 
     async def decode(self, request: DecodeRequest) -> AsyncGenerator[Token, None]:
         while True:

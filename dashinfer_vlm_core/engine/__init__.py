@@ -3,6 +3,7 @@
 from .engine import AnyOcrRequest, ChatEngine, Engine, EngineStats, EngineStatus, LoopEngine, Request, State
 from .loading import load_pipeline, select_decoder
 from .loras import LoraStatus
+from .pooling_pipeline import PoolingResult
 
 __all__ = [
     "AnyOcrRequest",
@@ -12,6 +13,7 @@ __all__ = [
     "EngineStatus",
     "LoopEngine",
     "LoraStatus",
+    "PoolingResult",
     "Request",
     "State",
     "load_pipeline",

@@ -4,35 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from ..decoders import GUIDED_DECODING, DecodeRequest, GrammarMatcher, Token, VisualSpan
+from ..decoders import GUIDED_DECODING, DecodeRequest, GrammarMatcher, Token
 from ..decoders.supervisor import Supervisor
 from ..errors import InvalidParameter
-from ..media.loader import MediaLoader
-from ..media.types import Embeddings
-from ..media_workers import MediaExecutor, TokenBudget
-from ..models.coordinates import ImageCoordinates
-from ..models.interface import ImageProcessor, Patches, VisualTokens
-from ..preprocessing.preview import Preview, preview_media
-from ..preprocessing.prompt import Prompt, PromptBuilder
+from ..preprocessing.preview import Preview
 from ..protocol import DEFAULT_MAX_TOKENS, ChatRequest
-from ..protocol.client import current_client
 from ..protocol.sampling import Sampling
 from ..response.response_builder import PromptCounts, ResponseBuilder
 from ..structured_output.request_grammars import RequestGrammars
-from ..vision import VisionService
-from ..vision.media_uuids import MediaUuidCache
 from .admission import ConcurrencyLimiter, hide_internal_errors
-from .documents import DocumentExpander, PageRequest
+from .documents import PageRequest
+from .inputs import InputPipeline, Inputs, in_client_namespace
 from .loras import ActiveLora, LoraManager
 from .observers import RequestObserver, RequestStateStats, RequestTimer
-from .validation import check_request, find_coordinates, reject_structured_output, require_media_data
+from .validation import check_request, check_task, reject_structured_output
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -59,14 +50,6 @@ class Generation:
     stats: RequestStateStats
 
 
-class _Inputs(NamedTuple):
-    """What the model gets for a request."""
-
-    items: Sequence[Patches | Embeddings | VisualTokens]
-    coordinates: ImageCoordinates | None
-    prompt: Prompt
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ChatPipeline:
     """The components of a running engine. Its methods run the stages of a request.
@@ -83,13 +66,7 @@ class ChatPipeline:
     decoder_reason: str
     limiter: ConcurrencyLimiter
     spec: ModelSpec
-    media: MediaLoader
-    media_executor: MediaExecutor
-    documents: DocumentExpander
-    processor: ImageProcessor
-    prompts: PromptBuilder
-    vision: VisionService
-    media_uuids: MediaUuidCache
+    inputs: InputPipeline
     grammars: RequestGrammars
     decoder: Supervisor
     loras: LoraManager
@@ -152,30 +129,21 @@ class ChatPipeline:
     async def split(self, request: ChatRequest, pages: str) -> list[PageRequest]:
         """Return a request for each selected page of a request's document; see `DocumentExpander.split`."""
         async with self._admit(request):
-            check_request(request, self.spec, self.decoder, self.prompts)
-            return await self.documents.split(request, pages)
+            check_task(self.spec, "generate", name=self.name)
+            check_request(request, self.spec, self.decoder, self.inputs.prompts)
+            return await self.inputs.documents.split(request, pages)
 
     async def preview(self, request: ChatRequest) -> Preview:
         """Return what the model would see, without running the vision encoder or the decoder; nothing is cached."""
         async with self._admit(request):
-            check_request(request, self.spec, self.decoder, self.prompts)
-            request = await self.documents.expand(request)
-            parts = await asyncio.to_thread(request.media)
-            require_media_data(parts)
-            process = functools.partial(self.media_executor.process, budget=self._token_budget())
-            items = await self.media.load(parts, process)
-            coordinates = find_coordinates(request, self.spec, items, self.processor)
-            prompt = await asyncio.to_thread(self.prompts.build, request, items, coordinates)
-            previews = [
-                await asyncio.to_thread(preview_media, item, self.processor, self.spec.coordinates) for item in items
-            ]
-            return Preview(items=tuple(previews), prompt_tokens=len(prompt), max_model_len=self.prompts.max_model_len)
+            check_request(request, self.spec, self.decoder, self.inputs.prompts)
+            return await self.inputs.preview(request)
 
     async def tokenize(self, request: ChatRequest) -> list[int]:
         """Return the prompt's token ids, with placeholders for images and videos, which are not encoded."""
         async with self._admit(request) as lora:
-            check_request(request, self.spec, self.decoder, self.prompts)
-            inputs = await self._load_inputs(_in_client_namespace(request), lora)
+            check_request(request, self.spec, self.decoder, self.inputs.prompts)
+            inputs = await self.inputs.load(in_client_namespace(request), lora)
             ids: list[int] = inputs.prompt.token_ids.tolist()
             return ids
 
@@ -189,9 +157,7 @@ class ChatPipeline:
             await self.decoder.close()
         finally:
             self.grammars.close()
-            await self.vision.close()
-            await self.media.close()
-            await self.media_executor.close()
+            await self.inputs.close()
 
     @contextlib.asynccontextmanager
     async def _admit(self, request: ChatRequest, *, n: int = 1) -> AsyncIterator[ActiveLora | None]:
@@ -202,20 +168,18 @@ class ChatPipeline:
     async def _prepare(
         self, request: ChatRequest, lora: ActiveLora | None
     ) -> tuple[list[ResponseBuilder], list[DecodeRequest]]:
-        sampling = check_request(request, self.spec, self.decoder, self.prompts)
-        request = _in_client_namespace(request)
+        check_task(self.spec, "generate", name=self.name)
+        sampling = check_request(request, self.spec, self.decoder, self.inputs.prompts)
+        request = in_client_namespace(request)
         grammar = await self._compile_grammar(request)
-        inputs = await self._load_inputs(request, lora)
-        self.observer.prompt_built(len(inputs.prompt))
-        with self.observer.stage("vision"):
-            vision = lora.vision if lora else None
-            visual = await self.vision.embed(inputs.items, cache_salt=request.cache_salt or "", lora=vision)
+        inputs = await self.inputs.load(request, lora)
+        spans = await self.inputs.encode(inputs, request, lora)
         builders = self._response_builders(request, inputs, lora, guided=grammar is not None)
         first = DecodeRequest(
             id=builders[0].id,
             token_ids=inputs.prompt.token_ids,
             positions=inputs.prompt.positions,
-            spans=_visual_spans(inputs.prompt, visual),
+            spans=spans,
             sampling=self._limited(sampling, len(inputs.prompt)),
             grammar=grammar,
             cache_salt=request.cache_salt or "",
@@ -224,38 +188,12 @@ class ChatPipeline:
         others = (replace(first, id=f"{first.id}-{i}", sampling=first.sampling.seeded(i)) for i in range(1, request.n))
         return builders, [first, *others]
 
-    async def _load_inputs(self, request: ChatRequest, lora: ActiveLora | None) -> _Inputs:
-        request = await self.documents.expand(request)
-        items = await self._load_media(request, lora)
-        coordinates = find_coordinates(request, self.spec, items, self.processor)
-        with self.observer.stage("prompt"):
-            prompt = await asyncio.to_thread(self.prompts.build, request, items, coordinates)
-        return _Inputs(items, coordinates, prompt)
-
     async def _compile_grammar(self, request: ChatRequest) -> GrammarMatcher | None:
         with self.observer.stage("grammar"):
             if GUIDED_DECODING not in self.decoder.supported_params:
                 reject_structured_output(request, self.decoder.name)
                 return None
-            return await self.grammars.compile(request, self.prompts.opens_reasoning)
-
-    async def _load_media(
-        self, request: ChatRequest, lora: ActiveLora | None
-    ) -> list[Patches | Embeddings | VisualTokens]:
-        with self.observer.stage("media"):
-            parts = await asyncio.to_thread(request.media)  # may have to split megabytes of video frames
-            self.media.check(parts)
-            vision = lora.vision if lora else None
-            cached = self.media_uuids.get(parts, cache_salt=request.cache_salt or "", lora=vision)
-            budget = self._token_budget(sum(item.tokens for item in cached if item))
-            given = [part for part, item in zip(parts, cached, strict=True) if item is None]
-            items = await self.media.load(given, functools.partial(self.media_executor.process, budget=budget))
-            self.media_uuids.bind(given, items, cache_salt=request.cache_salt or "")
-            loaded = iter(items)
-            return [next(loaded) if item is None else item for item in cached]
-
-    def _token_budget(self, tokens: int = 0) -> TokenBudget:
-        return TokenBudget(self.prompts.check_media, self.prompts.max_model_len - 1, tokens)
+            return await self.grammars.compile(request, self.inputs.prompts.opens_reasoning)
 
     async def _decode(
         self, builders: Sequence[ResponseBuilder], requests: Sequence[DecodeRequest], timer: RequestTimer
@@ -270,7 +208,7 @@ class ChatPipeline:
                         await streams[index].aclose()
 
     def _response_builders(
-        self, request: ChatRequest, inputs: _Inputs, lora: ActiveLora | None, *, guided: bool
+        self, request: ChatRequest, inputs: Inputs, lora: ActiveLora | None, *, guided: bool
     ) -> list[ResponseBuilder]:
         prompt = inputs.prompt
         counts = PromptCounts(
@@ -280,7 +218,7 @@ class ChatPipeline:
         created = int(time.time())
         return [
             ResponseBuilder(
-                tokenizer=self.prompts.tokenizer,
+                tokenizer=self.inputs.prompts.tokenizer,
                 request=request,
                 id=response_id,
                 created=created,
@@ -289,7 +227,7 @@ class ChatPipeline:
                 index=index,
                 guided=guided,
                 conversation=self.spec.conversation,
-                supports_reasoning=self.prompts.supports_reasoning,
+                supports_reasoning=self.inputs.prompts.supports_reasoning,
                 opens_reasoning=prompt.opens_reasoning,
                 coordinates=inputs.coordinates,
             )
@@ -297,26 +235,13 @@ class ChatPipeline:
         ]
 
     def _limited(self, sampling: Sampling, prompt_tokens: int) -> Sampling:
-        max_tokens = min(sampling.max_tokens or DEFAULT_MAX_TOKENS, self.prompts.max_model_len - prompt_tokens)
+        max_tokens = min(sampling.max_tokens or DEFAULT_MAX_TOKENS, self.inputs.prompts.max_model_len - prompt_tokens)
         if sampling.min_tokens > max_tokens:
             raise InvalidParameter(
                 f"`min_tokens` is {sampling.min_tokens}, but the completion can have at most {max_tokens} tokens.",
                 param="min_tokens",
             )
         return replace(sampling, max_tokens=max_tokens)
-
-
-def _visual_spans(prompt: Prompt, visual: Sequence[VisualTokens]) -> tuple[VisualSpan, ...]:
-    return tuple(
-        VisualSpan(start=span.start, tokens=visual[span.item], row=span.row, length=span.length)
-        for span in prompt.spans
-    )
-
-
-def _in_client_namespace(request: ChatRequest) -> ChatRequest:
-    """Return the request with the effective cache salt of its client, which all caches of media and prefixes use."""
-    cache_salt = current_client.get().effective_cache_salt(request.cache_salt)
-    return request if cache_salt == request.cache_salt else request.model_copy(update={"cache_salt": cache_salt})
 
 
 async def _merge_streams(streams: Sequence[AsyncGenerator[Token, None]]) -> AsyncGenerator[tuple[int, Token], None]:

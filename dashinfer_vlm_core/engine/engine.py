@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Coroutine, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -18,9 +18,11 @@ from ..errors import DecoderFailed, EngineClosed, UnsupportedParameter
 from ..media.fetch import FetchStats
 from ..media_workers import MediaWorkerStats
 from ..models.model_card import ModelCard
+from ..models.pooling import Task
 from ..plugins import Registry, load_plugins
+from ..preprocessing.pooling import PlacedItem
 from ..progress import show_progress
-from ..protocol import ChatRequest
+from ..protocol import ChatRequest, EmbeddingRequest, RerankRequest, ScoreRequest
 from ..protocol.ocr import OcrRequest
 from ..response.ocr import OcrChunk
 from ..vision import VisionStats
@@ -30,6 +32,7 @@ from .loading import load_pipeline
 from .loras import LoraStatus
 from .observers import ObserverList, RequestObserver
 from .ocr import OcrPipeline
+from .pooling_pipeline import PoolingPipeline, PoolingResult
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -83,6 +86,14 @@ class ChatEngine(Protocol):
         """Return the tokens as written in the vocabulary."""
         raise _unsupported("return the tokens' strings")
 
+    async def aembed(self, request: EmbeddingRequest | Mapping[str, Any]) -> PoolingResult:
+        """Return the embeddings of a request."""
+        raise _unsupported("compute embeddings")
+
+    async def ascore(self, request: RerankRequest | ScoreRequest | Mapping[str, Any]) -> PoolingResult:
+        """Return the probability that each document is relevant for a query."""
+        raise _unsupported("score documents")
+
     async def apreview(self, request: Request) -> Preview:
         """Return the media as the model would see them."""
         raise _unsupported("preview media")
@@ -100,6 +111,10 @@ def _unsupported(work: str) -> UnsupportedParameter:
         f"This engine forwards requests to another server and cannot {work}. Send the request to that server.",
         code="not_supported",
     )
+
+
+def _score_request(request: RerankRequest | ScoreRequest | Mapping[str, Any]) -> RerankRequest | ScoreRequest:
+    return request if isinstance(request, RerankRequest) else ScoreRequest.parse(request)
 
 
 class LoopEngine(ChatEngine, ABC):
@@ -178,6 +193,7 @@ class EngineStatus:
         supports_reasoning: whether the model can reason before it responds; None if unknown, as of a closed engine.
         card: what users are shown of the model; empty while closed.
         loras: the LoRA adapters that requests can name as their model.
+        task: what the model is used for; None if unknown, as of a closed engine.
     """
 
     state: State
@@ -189,6 +205,7 @@ class EngineStatus:
     supports_reasoning: bool | None = None
     card: ModelCard = field(default_factory=ModelCard)
     loras: tuple[LoraStatus, ...] = ()
+    task: Task | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,6 +237,7 @@ class _Running(NamedTuple):
     loop: LoopThread
     pipeline: ChatPipeline
     ocr: OcrPipeline
+    pooling: PoolingPipeline
 
 
 class Engine(LoopEngine):
@@ -265,6 +283,44 @@ class Engine(LoopEngine):
         running = self._ready()
         return running.loop.submit(running.pipeline.generate(ChatRequest.parse(request)))
 
+    def embed(self, request: EmbeddingRequest | Mapping[str, Any]) -> PoolingResult:
+        """Compute embeddings; blocks the calling thread.
+
+        Raises the same errors as `chat`; `param` is the field with the index of the item, such as `input[3]`.
+        """
+        return self._loop.call(self._ready().pooling.embed(EmbeddingRequest.parse(request)))
+
+    async def aembed(self, request: EmbeddingRequest | Mapping[str, Any]) -> PoolingResult:
+        return await self._loop.acall(self._ready().pooling.embed(EmbeddingRequest.parse(request)))
+
+    def score(self, request: RerankRequest | ScoreRequest | Mapping[str, Any]) -> PoolingResult:
+        """Compute the probability that documents are relevant for queries; blocks the calling thread.
+
+        A mapping has the fields of ScoreRequest. Raises the same errors as `embed`.
+        """
+        return self._loop.call(self._ready().pooling.score(_score_request(request)))
+
+    async def ascore(self, request: RerankRequest | ScoreRequest | Mapping[str, Any]) -> PoolingResult:
+        return await self._loop.acall(self._ready().pooling.score(_score_request(request)))
+
+    def pool(
+        self,
+        items: Sequence[PlacedItem],
+        *,
+        dimensions: int | None = None,
+        on_done: Callable[[], object] | None = None,
+    ) -> PoolingResult:
+        """Compute the embeddings, or the scores, of prompts; blocks the calling thread.
+
+        Args:
+            items: the prompts, which use the same LoRA adapter.
+            dimensions: the number of dimensions of embeddings; all by default.
+            on_done: called in the engine's thread after each of them.
+
+        Raises the same errors as `embed`.
+        """
+        return self._loop.call(self._ready().pooling.pool(items, dimensions=dimensions, on_done=on_done))
+
     def preview(self, request: Request) -> Preview:
         """Return the media as the model would see them, and the length of the prompt; no model runs.
 
@@ -288,15 +344,15 @@ class Engine(LoopEngine):
 
         Raises the same errors as `chat`.
         """
-        return await asyncio.to_thread(self._ready().pipeline.prompts.encode, text)
+        return await asyncio.to_thread(self._ready().pipeline.inputs.prompts.encode, text)
 
     async def adecode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids. Raises the same errors as `chat`."""
-        return await asyncio.to_thread(self._ready().pipeline.prompts.decode, ids)
+        return await asyncio.to_thread(self._ready().pipeline.inputs.prompts.decode, ids)
 
     async def aconvert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
         """Return the tokens as written in the vocabulary. Raises the same errors as `chat`."""
-        return await asyncio.to_thread(self._ready().pipeline.prompts.convert_ids_to_tokens, ids)
+        return await asyncio.to_thread(self._ready().pipeline.inputs.prompts.convert_ids_to_tokens, ids)
 
     def model_spec(self) -> ModelSpec:
         """Return the specification of the model. Raises EngineClosed if the engine is not ready."""
@@ -310,7 +366,7 @@ class Engine(LoopEngine):
             profile = replace(profile, images=False, videos=False)
         return Capabilities(
             profile=profile,
-            max_model_len=pipeline.prompts.max_model_len,
+            max_model_len=pipeline.inputs.prompts.max_model_len,
             guided_decoding=GUIDED_DECODING in pipeline.decoder.supported_params,
         )
 
@@ -330,9 +386,9 @@ class Engine(LoopEngine):
             active_requests=pipeline.limiter.in_use,
             max_active_requests=pipeline.limiter.limit,
             restarts=pipeline.decoder.restarted,
-            vision=pipeline.vision.stats,
-            fetches=pipeline.media.stats,
-            media_workers=pipeline.media_executor.stats,
+            vision=pipeline.inputs.vision.stats,
+            fetches=pipeline.inputs.media.stats,
+            media_workers=pipeline.inputs.media_executor.stats,
             decoder=pipeline.decoder.snapshot(),
         )
 
@@ -346,11 +402,12 @@ class Engine(LoopEngine):
             model=self.config.name,
             decoder=decoder.name,
             decoder_reason=running.pipeline.decoder_reason,
-            max_model_len=running.pipeline.prompts.max_model_len,
+            max_model_len=running.pipeline.inputs.prompts.max_model_len,
             fatal_error=decoder.fatal_error,
-            supports_reasoning=running.pipeline.prompts.supports_reasoning,
+            supports_reasoning=running.pipeline.inputs.prompts.supports_reasoning,
             card=running.pipeline.spec.card,
             loras=running.pipeline.loras.statuses,
+            task=running.pipeline.spec.task,
         )
 
     def start(self) -> Self:
@@ -377,7 +434,12 @@ class Engine(LoopEngine):
         except BaseException:
             loop.stop()
             raise
-        return _Running(loop=loop, pipeline=pipeline, ocr=OcrPipeline.create(pipeline, self.config))
+        return _Running(
+            loop=loop,
+            pipeline=pipeline,
+            ocr=OcrPipeline.create(pipeline, self.config),
+            pooling=PoolingPipeline.create(pipeline, self.config),
+        )
 
     def close(self) -> None:
         """Release all resources; running requests raise EngineClosed. Calling it again has no effect.

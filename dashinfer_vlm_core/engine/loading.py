@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..config import MIB, EngineConfig
-from ..decoders import LORA, DecoderFactory, DecoderSupport
+from ..decoders import LORA, POOLING, DecoderFactory, DecoderSupport
 from ..decoders.supervisor import Supervisor
 from ..embedding_store import EmbeddingStoreOptions, open_store, redacted
 from ..embedding_store.client import EmbeddingStoreClient
@@ -24,6 +24,7 @@ from ..media.loader import MediaLoader
 from ..media.video import select_readers
 from ..media_workers import create_executor
 from ..models.checkpoint import find_model
+from ..models.task import read_pooling
 from ..models.vision_key import vision_key
 from ..plugins import Registry
 from ..preprocessing.prompt import PromptBuilder
@@ -34,6 +35,7 @@ from ..vision.media_uuids import MediaUuidCache
 from .admission import ConcurrencyLimiter
 from .chat_pipeline import ChatPipeline
 from .documents import DocumentExpander
+from .inputs import InputPipeline
 from .loras import LoraManager
 from .observers import RequestObserver
 
@@ -65,8 +67,9 @@ def _create_pipeline(config: EngineConfig, registry: Registry, observer: Request
     folder = find_model(config.model, registered=registry.models, revision=config.revision)
     family = registry.family_of(folder)
     spec = registry.load_spec(folder)
+    spec = replace(spec, pooling=read_pooling(spec, config.task))
     _check_context_length(config, spec)
-    logger.info("Model %s from %s.", config.name, folder)
+    logger.info("Model %s from %s, task %s.", config.name, folder, spec.task)
     # Before the decoder, which imports torch: the process that decodes media imports its libraries at the same time.
     processor = family.image_processor(spec, config)
     media_decoder = MediaDecoder(config=config, readers=readers, policy=spec.video.with_config(config))
@@ -81,10 +84,7 @@ def _create_pipeline(config: EngineConfig, registry: Registry, observer: Request
     IncrementalDetokenizer(prompts.tokenizer)  # rejects one that is not byte-level now, not at the first request
     vision = _load_vision(family, spec, config, kernels, registry)
     media = MediaLoader(config, readers, policy=spec.video)
-    return ChatPipeline(
-        name=config.name,
-        decoder_reason=reason,
-        limiter=ConcurrencyLimiter(config.max_batch_size + config.max_waiting),
+    inputs = InputPipeline(
         spec=spec,
         media=media,
         media_executor=media_executor,
@@ -95,6 +95,14 @@ def _create_pipeline(config: EngineConfig, registry: Registry, observer: Request
         prompts=prompts,
         vision=vision,
         media_uuids=MediaUuidCache(vision, limit=config.limits.max_media_ids),
+        observer=observer,
+    )
+    return ChatPipeline(
+        name=config.name,
+        decoder_reason=reason,
+        limiter=ConcurrencyLimiter(config.max_batch_size + config.max_waiting),
+        spec=spec,
+        inputs=inputs,
         grammars=RequestGrammars(prompts.tokenizer, spec),
         decoder=decoder,
         loras=LoraManager(config, spec, decoder, partial(family.load_vision_encoder, spec, config, kernels)),
@@ -210,6 +218,9 @@ def _check_support(factory: DecoderFactory, spec: ModelSpec, config: EngineConfi
     except Exception as error:  # one decoder that cannot run does not affect the others
         logger.exception("check_support of the decoder %s failed", factory.name)
         return DecoderSupport(score=0, reason=f"its check failed: {error}")
+    if spec.pooling and POOLING not in factory.supported_params:
+        reason = f"It does not support the task {spec.task} of this model. Use the decoder torch."
+        return replace(support, score=0, reason=reason)
     if config.lora and LORA not in factory.supported_params:
         reason = (
             "It does not apply LoRA adapters (`lora`). Merge the adapter into a checkpoint, or use the decoder torch."

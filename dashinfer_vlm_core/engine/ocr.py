@@ -178,11 +178,13 @@ def _chat_options(chat: ChatPipeline, prompt: OcrPrompt) -> dict[str, Any]:
     options: dict[str, Any] = {
         name: value for name, value in prompt.sampling.items() if name in chat.decoder.supported_params
     }
-    if chat.prompts.max_model_len >= 4 * PAGE_TOKENS:
+    if chat.inputs.prompts.max_model_len >= 4 * PAGE_TOKENS:
         options["max_tokens"] = PAGE_TOKENS
     no_reasoning = {"reasoning_effort": "none"}
     try:
-        chat.prompts.check_options(ChatRequest.parse({"messages": [{"role": "user", "content": ""}], **no_reasoning}))
+        chat.inputs.prompts.check_options(
+            ChatRequest.parse({"messages": [{"role": "user", "content": ""}], **no_reasoning})
+        )
     except UnsupportedParameter:  # the model always reasons
         return options
     return options | no_reasoning

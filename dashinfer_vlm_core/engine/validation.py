@@ -2,20 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
 
 from ..decoders.supervisor import Supervisor
 from ..errors import InvalidParameter, UnsupportedParameter
 from ..models.coordinates import ImageCoordinates
 from ..preprocessing.prompt import PromptBuilder
-from ..protocol import ChatRequest, MediaPart
+from ..protocol import ChatRequest, MediaPart, PoolingItem
 from ..protocol.sampling import Sampling
 
 if TYPE_CHECKING:
     from ..media.types import VisualInput
     from ..models.interface import ImageProcessor
+    from ..models.pooling import PoolingSpec, Task
     from ..models.spec import ModelSpec
+
+
+_ROUTES: Mapping[Task, str] = {
+    "generate": "generates text (task generate). Use `/v1/chat/completions` or `/v1/responses`, or `VLM.chat`",
+    "embed": "computes embeddings (task embed). Use `/v1/embeddings`, or `VLM.embed`",
+    "score": "scores documents (task score). Use `/v1/rerank` or `/score`, or `VLM.score`",
+}
+
+
+def check_task(spec: ModelSpec, task: Task, *, name: str) -> None:
+    """Check that a request is for the task of the model.
+
+    Raises:
+        UnsupportedParameter: the model has another task.
+    """
+    if spec.task != task:
+        raise UnsupportedParameter(f"The model {name!r} {_ROUTES[spec.task]}.", param="model", code="wrong_task")
+
+
+def pooling_of(spec: ModelSpec, task: Literal["embed", "score"], *, name: str) -> PoolingSpec:
+    """Return how a model pools hidden states. Raises as `check_task`."""
+    check_task(spec, task, name=name)
+    assert spec.pooling
+    return spec.pooling
+
+
+def check_item(item: PoolingItem, decoder: Supervisor, prompts: PromptBuilder) -> None:
+    """Check an item of a request for embeddings or scores.
+
+    Raises:
+        UnsupportedParameter: the decoder does not support its media.
+        InvalidParameter: the chat template does not use an option.
+    """
+    _check_media(item, decoder)
+    prompts.check_options(item)
 
 
 def check_request(request: ChatRequest, spec: ModelSpec, decoder: Supervisor, prompts: PromptBuilder) -> Sampling:
@@ -25,9 +61,7 @@ def check_request(request: ChatRequest, spec: ModelSpec, decoder: Supervisor, pr
         UnsupportedParameter: the model or the decoder does not support a field.
         InvalidParameter: a token id does not exist.
     """
-    rendered = [part.path for part in request.documents() if part.render != "text"]
-    if decoder.unsupported_vision_reason and (paths := [part.path for part in request.media()] + rendered):
-        raise UnsupportedParameter(decoder.unsupported_vision_reason, param=paths[0])
+    _check_media(request, decoder)
     prompts.check_options(request)
     if request.coordinates == "original" and spec.coordinates is None:
         raise UnsupportedParameter(
@@ -44,6 +78,12 @@ def check_request(request: ChatRequest, spec: ModelSpec, decoder: Supervisor, pr
         )
     _check_token_ids(sampling, spec)
     return sampling
+
+
+def _check_media(request: ChatRequest, decoder: Supervisor) -> None:
+    rendered = [part.path for part in request.documents() if part.render != "text"]
+    if decoder.unsupported_vision_reason and (paths := [part.path for part in request.media()] + rendered):
+        raise UnsupportedParameter(decoder.unsupported_vision_reason, param=paths[0])
 
 
 def _check_token_ids(sampling: Sampling, spec: ModelSpec) -> None:

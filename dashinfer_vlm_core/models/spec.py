@@ -11,6 +11,7 @@ from ..text_spec import TextModelSpec
 from ..tokenization.conversation import ConversationFormat
 from .coordinates import CoordinateSpec
 from .model_card import ModelCard
+from .pooling import PoolingSpec, Task
 
 if TYPE_CHECKING:
     from .formats.interface import ModuleReader
@@ -99,6 +100,8 @@ class ModelSpec:
             tensor names to those that the family and `text.weights` use. Tensors without a name after that are ignored.
         card: what users are shown of it.
         coordinates: how it writes positions in images; None if that is not known.
+        min_dimensions: the fewest dimensions that the family's embedding models were trained for; 0 if not known.
+        pooling: how its hidden states are pooled; None if it generates text.
     """
 
     folder: Path
@@ -115,6 +118,13 @@ class ModelSpec:
     quantization: ModuleReader | None = None
     card: ModelCard = field(default_factory=ModelCard)
     coordinates: CoordinateSpec | None = None
+    min_dimensions: int = 0
+    pooling: PoolingSpec | None = None
+
+    @property
+    def task(self) -> Task:
+        """What the checkpoint is used for."""
+        return self.pooling.task if self.pooling else "generate"
 
     @property
     def vocab_size(self) -> int:

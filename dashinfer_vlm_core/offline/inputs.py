@@ -88,6 +88,14 @@ def from_prompt(
 ) -> OfflineRequest:
     """Create the request for one prompt of `VLM.generate`.
 
+    Raises the same errors as `prompt_fields`.
+    """
+    return _parse(sampling, lora_request=lora_request, **prompt_fields(prompt, defaults))
+
+
+def prompt_fields(prompt: object, defaults: MediaDefaults) -> dict[str, Any]:
+    """Return the fields of the request for one rendered prompt.
+
     Raises:
         InvalidParameter, UnsupportedParameter: the prompt is invalid; `param` is the key, such as
             `multi_modal_data.image[0]`.
@@ -96,13 +104,11 @@ def from_prompt(
     for name in given:
         if name not in _PROMPT_KEYS:
             raise InvalidParameter(f"A prompt has no key {show(name)}. Its keys are {', '.join(_PROMPT_KEYS)}.")
-    return _parse(
-        sampling,
-        prompt=_raw_prompt(given),
-        attached=_media_parts(given),
-        lora_request=lora_request,
+    return {
+        "prompt": _raw_prompt(given),
+        "attached": _media_parts(given),
         **defaults.fields(given.get("mm_processor_kwargs")),
-    )
+    }
 
 
 def from_messages(
@@ -113,6 +119,14 @@ def from_messages(
 ) -> OfflineRequest:
     """Create the request for one conversation of `VLM.chat`; `options` are other fields of the request.
 
+    Raises the same errors as `message_fields`.
+    """
+    return _parse(sampling, lora_request=lora_request, **message_fields(messages), **options)
+
+
+def message_fields(messages: object) -> dict[str, Any]:
+    """Return the fields of the request for one conversation.
+
     Raises:
         InvalidParameter, UnsupportedParameter: the conversation is invalid; `param` is the field, such as
             `messages[0].content[1]`.
@@ -120,7 +134,7 @@ def from_messages(
     contents: dict[str, Any] = {}
     if isinstance(messages, (list, tuple)):
         messages = [_message(message, f"messages[{index}]", contents) for index, message in enumerate(messages)]
-    return _parse(sampling, messages=messages, contents=contents, lora_request=lora_request, **options)
+    return {"messages": messages, "contents": contents}
 
 
 def _parse(sampling: SamplingParams, **fields: Any) -> OfflineRequest:

@@ -12,13 +12,23 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from ..config import EngineConfig, variable, variables_set
 from ..engine import Engine
+from ..engine.pooling_pipeline import PoolingResult
+from ..engine.validation import pooling_of
 from ..errors import ConfigError, DashInferVLMError
-from ..protocol import LoRARequest, OfflineRequest
+from ..preprocessing.pooling import PlacedItem, score_items
+from ..protocol import LoRARequest, OfflineRequest, ScoreRequest
 from ..protocol.validation_errors import invalid, show
 from .batch import OfflineBatch, RequestFactory
 from .inputs import MediaDefaults, from_messages, from_prompt, is_single_conversation, is_single_prompt, prompt_text
 from .outputs import RequestOutput, to_request_output
 from .params import SamplingParams
+from .pooling import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+    embedding_items,
+)
 from .vllm_arguments import check_call_arguments, to_engine_options
 
 if TYPE_CHECKING:
@@ -34,11 +44,11 @@ T = TypeVar("T")
 LOOK_AHEAD = 8
 """Number of requests that are preprocessed while a full batch is being decoded."""
 
-_NO_EMBEDDINGS = "because its models generate text. Use `generate` or `chat`, or another package for embeddings."
+_NO_CLASSES = "because its models generate text, embed or score. Use `embed` or `score`."
 _NO_SLEEP = "because the weights stay in memory. Use `close` to free it, and create a new VLM."
 
 UNAVAILABLE_METHODS: Mapping[str, str] = {
-    **dict.fromkeys(("classify", "embed", "encode", "reward", "score"), _NO_EMBEDDINGS),
+    **dict.fromkeys(("classify", "encode", "reward"), _NO_CLASSES),
     "beam_search": "because completions are not ranked. Use `generate` with `temperature` 0, or with `n`.",
     **dict.fromkeys(("sleep", "wake_up"), _NO_SLEEP),
 }
@@ -235,6 +245,96 @@ class VLM:
         request = {"document": {"document_url": str(document), **options}, "pages": pages}
         return [chunk.page for chunk in self.engine.ocr(request)]
 
+    def embed(
+        self,
+        prompts: Any,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: LoRARequest | None = None,
+        instruction: str | None = None,
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Compute the embeddings of one or many prompts.
+
+        Args:
+            prompts: a prompt or a conversation, or a list of them. Prompts are rendered, as in `generate`: the model's
+                template is not applied to text. A conversation is a list of messages, as in `chat`.
+            use_tqdm: as in `generate`.
+            lora_request: the LoRA adapter; None is the model itself.
+            instruction: the system message of conversations without one; the model's default if None.
+            dimensions: the number of dimensions, if the model was trained for it; all if None.
+            truncate_prompt_tokens: the most tokens of a prompt, whose text is cut; -1 for the model's limit, None to
+                reject longer prompts.
+
+        Raises:
+            DashInferVLMError: a prompt is invalid, and `param` names it, or it could not be computed.
+            UnsupportedParameter: the model has another task.
+        """
+        spec = self.engine.model_spec()
+        pooling = pooling_of(spec, "embed", name=self.engine.config.name)
+        single = is_single_prompt(prompts) or is_single_conversation(prompts)
+        items = embedding_items(
+            [prompts] if single else prompts,
+            self._media_defaults,
+            instruction=instruction or pooling.instruction,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            lora_request=lora_request,
+        )
+        result = self._pool(items, use_tqdm, dimensions)
+        return [
+            EmbeddingRequestOutput(
+                request_id=str(next(self._ids)), num_prompt_tokens=tokens, outputs=EmbeddingOutput(embedding=embedding)
+            )
+            for embedding, tokens in zip(result.values.tolist(), result.prompt_tokens, strict=True)
+        ]
+
+    def score(
+        self,
+        queries: Any,
+        documents: Any,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: LoRARequest | None = None,
+        instruction: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Compute the probability that documents are relevant for queries.
+
+        Args:
+            queries: a query, or as many as documents.
+            documents: a document, or a list of them. Like a query, it is text, or an object with `text`, `image` and
+                `video` (URLs or paths), or with content parts in `content`.
+            use_tqdm: as in `generate`.
+            lora_request: the LoRA adapter; None is the model itself.
+            instruction: what a relevant document is; the model's default if None.
+            truncate_prompt_tokens: as in `embed`, for the query and a document together.
+
+        Returns:
+            The output of each pair, in the order of the documents.
+
+        Raises the same errors as `embed`.
+        """
+        pooling = pooling_of(self.engine.model_spec(), "score", name=self.engine.config.name)
+        request = ScoreRequest.parse({
+            "queries": queries,
+            "documents": documents,
+            "instruction": instruction,
+            "truncate_prompt_tokens": truncate_prompt_tokens,
+            **self._media_defaults.fields(None),
+        })  # fmt: skip
+        items = [
+            replace(placed, item=placed.item.model_copy(update={"lora_request": lora_request}))
+            for placed in score_items(request, pooling)
+        ]
+        result = self._pool(items, use_tqdm)
+        return [
+            ScoringRequestOutput(
+                request_id=str(next(self._ids)), num_prompt_tokens=tokens, outputs=ScoringOutput(score=score)
+            )
+            for score, tokens in zip(result.values.tolist(), result.prompt_tokens, strict=True)
+        ]
+
     def get_default_sampling_params(self) -> SamplingParams:
         """Return `SamplingParams()`: checkpoints do not change the defaults."""
         return SamplingParams()
@@ -309,6 +409,15 @@ class VLM:
             to_request_output(str(next(self._ids)), *given, result)
             for given, result in zip(started, results, strict=True)
         ]
+
+    def _pool(
+        self, items: Sequence[PlacedItem], use_tqdm: bool | Callable[..., Any], dimensions: int | None = None
+    ) -> PoolingResult:
+        from tqdm.auto import tqdm
+
+        new_bar = use_tqdm if callable(use_tqdm) else tqdm
+        with new_bar(total=len(items), desc="Prompts", unit="prompt", dynamic_ncols=True, disable=not use_tqdm) as bar:
+            return self.engine.pool(items, dimensions=dimensions, on_done=bar.update)
 
     def _with_seed(self, params: SamplingParams) -> SamplingParams:
         if self._seeds is None or params.seed is not None:

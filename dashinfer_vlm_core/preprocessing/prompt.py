@@ -137,10 +137,14 @@ class PromptBuilder:
         """
         is_raw = request.raw_prompt is not None
         ids, spans = self._expand(self._segments(request, coordinates), visuals, is_raw=is_raw)
+        if not isinstance(request.raw_prompt, tuple):
+            ids.append(self._suffix)
         token_ids = np.concatenate(ids)
+        if request.prompt_limit is not None:
+            token_ids = self._cut(token_ids, spans, request)
         prompt = Prompt(
             token_ids=token_ids,
-            positions=self._layout.positions(sum(map(len, ids)), spans, visuals),
+            positions=self._layout.positions(len(token_ids), spans, visuals),
             spans=tuple(spans),
             image_tokens=sum(item.tokens for item in visuals if item.kind == "image"),
             video_tokens=sum(item.tokens for item in visuals if item.kind == "video"),
@@ -148,6 +152,41 @@ class PromptBuilder:
         )
         self._check_length(len(prompt), request)
         return prompt
+
+    @functools.cached_property
+    def _suffix(self) -> npt.NDArray[np.int64]:
+        """The tokens that the tokenizer of a pooling model appends, such as the one whose hidden state is pooled."""
+        if self._spec.pooling is None:
+            return np.zeros(0, np.int64)
+        plain = self.encode_plain("a")
+        ids = self.tokenizer.encode("a", add_special_tokens=True).ids
+        return np.asarray(ids[len(plain) :] if ids[: len(plain)] == plain else (), np.int64)
+
+    @functools.cached_property
+    def _template_end(self) -> int:
+        """The number of tokens that the template writes after the last message of the user."""
+        text = "\x00"
+        rendered = self.render([{"role": "user", "content": text}])
+        return sum(len(segment.ids) for segment in self._encode(self._pieces(rendered.rpartition(text)[2], mark="")))
+
+    def _cut(
+        self, token_ids: npt.NDArray[np.int64], spans: Sequence[PlaceholderSpan], request: ChatRequest
+    ) -> npt.NDArray[np.int64]:
+        """Cut the end of the last text before what the template writes after it, as the published code does."""
+        assert request.prompt_limit is not None
+        limit = min(request.prompt_limit, self.max_model_len) if request.prompt_limit > 0 else self.max_model_len
+        if len(token_ids) <= limit:
+            return token_ids
+        raw = request.raw_prompt
+        end = 0 if isinstance(raw, tuple) else len(self._suffix) + (0 if raw is not None else self._template_end)
+        kept = limit - end
+        if kept <= max((span.start + span.length for span in spans), default=0):
+            raise self._too_long(
+                f"`truncate_prompt_tokens` is {limit}, which leaves no text: only text is cut, not images and videos."
+                " Increase it, or lower `max_pixels`.",
+                len(token_ids),
+            )
+        return np.concatenate((token_ids[:kept], token_ids[len(token_ids) - end :]))
 
     def encode(self, text: str) -> list[int]:
         """Encode a rendered prompt to token ids; special tokens in it are parsed.
@@ -377,7 +416,7 @@ class PromptBuilder:
             )
 
     def _check_length(self, prompt_tokens: int, request: ChatRequest) -> None:
-        if prompt_tokens >= self.max_model_len:
+        if prompt_tokens >= self.max_model_len + (self._spec.pooling is not None):  # no token follows a pooled one
             raise self._too_long(
                 f"The prompt has {prompt_tokens} tokens, images and videos included, but the context length is"
                 f" {self.max_model_len}, completion included. Shorten the messages, or lower `max_pixels`.",

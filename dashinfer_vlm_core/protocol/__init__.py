@@ -9,6 +9,7 @@ Numbers are finite; booleans and strings are not converted to numbers.
 
 from .document_part import DocumentPart
 from .media_part import DocumentPage, EncodedEmbeddings, MediaPart
+from .pooling import EmbeddingRequest, PoolingItem, RerankRequest, ScoreRequest
 from .request import DEFAULT_MAX_TOKENS, DEFAULT_MODEL, ChatRequest, LoRARequest, OfflineRequest
 from .sources import LOW_DETAIL_PIXELS
 from .tokens import DetokenizeRequest, TokenizeChat, TokenizePrompt, parse_tokenize
@@ -21,10 +22,14 @@ __all__ = [
     "DetokenizeRequest",
     "DocumentPage",
     "DocumentPart",
+    "EmbeddingRequest",
     "EncodedEmbeddings",
     "LoRARequest",
     "MediaPart",
     "OfflineRequest",
+    "PoolingItem",
+    "RerankRequest",
+    "ScoreRequest",
     "TokenizeChat",
     "TokenizePrompt",
     "parse_tokenize",

@@ -266,6 +266,11 @@ class ChatRequest(CheckedBody):
         return None
 
     @property
+    def prompt_limit(self) -> int | None:
+        """The most tokens of the prompt, whose text is cut; -1 for the context length. None to reject longer ones."""
+        return None
+
+    @property
     def requested_lora(self) -> LoRARequest | None:
         """The LoRA adapter to use instead of one that `model` names; always None for requests from JSON."""
         return None

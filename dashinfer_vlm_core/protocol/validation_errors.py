@@ -14,7 +14,7 @@ from ..errors import InvalidParameter, RequestError, UnsupportedParameter
 
 SHOWN_CHARACTERS = 60
 
-TAGS = frozenset({"string", "array", "object", "number", "subset"})
+TAGS = frozenset({"string", "array", "object", "number", "subset", "ids"})
 """Tags of union members, which pydantic's locations contain although the request does not."""
 
 _FIELD_ERROR = "field_error"

@@ -54,6 +54,9 @@ tensors of a module have. The head that predicts several tokens (Qwen3.5) is ign
 
 VIDEO_PREPROCESSOR = "video_preprocessor_config.json"
 
+MIN_DIMENSIONS = 64
+"""Qwen3-VL-Embedding was trained for embeddings of 64 and more dimensions."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Qwen3VLVisionConfig(VisionConfig):
@@ -76,7 +79,8 @@ def read_spec(folder: Path) -> ModelSpec:
             feature.
     """
     config = read_config(folder, *MODEL_TYPES)
-    return published_spec(config, _text_model(config), read_vision_config(folder))
+    spec = published_spec(config, _text_model(config), read_vision_config(folder))
+    return replace(spec, min_dimensions=MIN_DIMENSIONS)
 
 
 def published_spec(config: JsonFields, text: TextModelSpec, vision: Qwen3VLVisionConfig) -> ModelSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import os
@@ -13,8 +14,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from dashinfer_vlm_core.config import MIB, EngineConfig
-from dashinfer_vlm_core.decoders import DecodeRequest, DecoderStats, Token, check_request
-from dashinfer_vlm_core.errors import ConfigError, EngineClosed
+from dashinfer_vlm_core.decoders import DecodeRequest, DecoderStats, Pooled, Token, check_request
+from dashinfer_vlm_core.errors import ConfigError, EngineClosed, EngineError
 from dashinfer_vlm_core.kernels.choice import KernelSelector
 from dashinfer_vlm_core.kernels.linears import supported_bits
 from dashinfer_vlm_core.kernels.quantization import INT4, INT8, Quantization
@@ -102,6 +103,24 @@ class TorchDecoder:
             await asyncio.to_thread(worker.stop)
 
     async def decode(self, request: DecodeRequest) -> AsyncGenerator[Token, None]:
+        async with contextlib.aclosing(self._outputs(request)) as outputs:
+            async for output in outputs:
+                assert isinstance(output, Token)
+                yield output
+                if output.finish_reason:
+                    return
+
+    async def pool(self, request: DecodeRequest) -> Pooled:
+        async with contextlib.aclosing(self._outputs(request)) as outputs:
+            output = await anext(outputs)
+            assert isinstance(output, Pooled)
+            return output
+
+    def forget(self, cache_salt: str) -> None:
+        if self._worker:
+            self._worker.forget(cache_salt)
+
+    async def _outputs(self, request: DecodeRequest) -> AsyncGenerator[Token | Pooled, None]:
         worker = self._worker
         if worker is None:
             raise EngineClosed(_NOT_RUNNING)
@@ -113,11 +132,9 @@ class TorchDecoder:
         try:
             while True:
                 output = await output_queue.get()
-                if not isinstance(output, Token):
+                if isinstance(output, EngineError):
                     raise output
                 yield output
-                if output.finish_reason:
-                    return
         finally:
             worker.cancel(sequence)
 
@@ -192,6 +209,7 @@ class TorchDecoder:
                 dtype=self._dtype,
                 quantization=self._quantization,
                 cache_dtype=self._cache_dtype,
+                pooling=self._spec.pooling,
             )
             _log_joined_weights(weights, self._dtype)
         weight_dtype = f"int{self._quantization.bits}" if self._quantization else _name(self._dtype)
@@ -213,7 +231,7 @@ class TorchDecoder:
         return ModelRunner(model, cache, graphs, states)
 
     def _record_graphs(self, model: TextModel, cache: KVCache) -> DecodeGraphs | None:
-        if not self._config.cuda_graphs:
+        if not self._config.cuda_graphs or self._spec.pooling:  # prompts are not replayed
             return None
         shapes = step_shapes(max_batch_size=self._config.max_batch_size, max_model_len=self.max_model_len)
         return record_graphs(model, cache, shapes)
@@ -225,7 +243,7 @@ class TorchDecoder:
             max_waiting=self._config.max_waiting,
             prefill_chunk=self._config.prefill_chunk,
             prefix_cache=self._config.prefix_cache,
-            speculative=self._config.options_of(TorchOptions).speculative_method == "ngram",
+            speculative=self._config.options_of(TorchOptions).speculative_method == "ngram" and not self._spec.pooling,
             state_slots=self._state_slots,
         )
 

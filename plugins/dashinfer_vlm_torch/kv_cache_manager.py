@@ -123,6 +123,12 @@ class KVCacheManager:
         else:
             self._discard(allocation)
 
+    def forget(self, cache_salt: str) -> None:
+        """Discard the cached allocations of prompts with this salt."""
+        for allocation in list(self._cached.values()):
+            if allocation.prefix.cache_salt == cache_salt:
+                self._discard(allocation)
+
     def _allocate(self, match: PrefixMatch | None, prefix: PrefixHash, rows: int) -> KVAllocation | None:
         is_reusable = match is not None and match.allocation.is_cached
         if match and is_reusable and match.allocation.num_computed_tokens - match.num_matched < BLOCK_SIZE:

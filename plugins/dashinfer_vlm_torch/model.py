@@ -14,12 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dashinfer_vlm_core.concurrency.compute import Executor
+from dashinfer_vlm_core.errors import CheckpointError
 from dashinfer_vlm_core.kernels import delta_net
 from dashinfer_vlm_core.kernels.experts import MixtureOfExperts
 from dashinfer_vlm_core.kernels.quantization import INT8, Quantization, has_8_bits
 from dashinfer_vlm_core.kernels.streams import HIGH_PRIORITY, stream_executor
 from dashinfer_vlm_core.kernels.types import DecoderShape, DeltaNet, ForwardBatch, Kernels, RecurrentBatch
 from dashinfer_vlm_core.models.lora import LoraWeights
+from dashinfer_vlm_core.models.pooling import PoolingSpec
 from dashinfer_vlm_core.models.weights import Weights
 from dashinfer_vlm_core.progress import Progress
 from dashinfer_vlm_core.text_spec import RotarySpec, TextModelSpec
@@ -47,6 +49,7 @@ class TextModel:
         dtype: torch.dtype,
         quantization: Quantization | None,
         cache_dtype: torch.dtype | None = None,
+        pooling: PoolingSpec | None = None,
     ) -> None:
         """Load the model.
 
@@ -59,6 +62,7 @@ class TextModel:
             quantization: how the matrices of most layers are quantized, which `kernels` must support; some keep 8 bits,
                 see `has_8_bits`. None keeps the dtype.
             cache_dtype: the dtype of the KV cache; that of the hidden states by default.
+            pooling: how hidden states are pooled, instead of computing logits; None to generate text.
         """
         self.config = config
         self.device = device
@@ -82,7 +86,9 @@ class TextModel:
         self.loops_over_experts: bool = any(isinstance(layer.mlp, MixtureOfExperts) for layer in layers)
         self._norm = read.norm(names.norm, config.hidden_size)
         head = read._replace(quantization=INT8 if quantization else None)
-        self._head = run(lambda: head.head(self._embedding))
+        self.pools: bool = pooling is not None
+        self._head = None if pooling else run(lambda: head.head(self._embedding))
+        self._score = head.score(pooling.head, self._embedding) if pooling and pooling.head else None
         self.rotary: Rotary = Rotary(config.attention.rotary, config.attention.head_dim, device)
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -102,6 +108,7 @@ class TextModel:
     def logits(self, x: Tensor, heads: Sequence[tuple[slice, HeadChange]] = ()) -> Tensor:
         """Compute float32 [rows, vocab_size] from hidden states [rows, hidden_size]; `heads` are the rows for which an
         adapter changes the output layer."""
+        assert self._head is not None
         normed = self._normalize(x)
         logits = self._head(normed)
         for rows, head in heads:
@@ -110,16 +117,28 @@ class TextModel:
 
     def argmax(self, x: Tensor) -> Tensor | None:
         """Return int64 [rows], the token of each row's largest logit; None if the caller has to use `logits`."""
+        assert self._head is not None
         return self._head.argmax(self._normalize(x))
+
+    def pool(self, x: Tensor) -> Tensor:
+        """Compute float32 [rows, hidden_size], or scores [rows, 1], from hidden states [rows, hidden_size]."""
+        normed = self._normalize(x).float()
+        return normed if self._score is None else normed @ self._score.T
 
     def load_lora(self, lora: LoraWeights) -> TextLora:
         """Read the text model's part of an adapter.
 
         Raises:
-            CheckpointError: the adapter's file is damaged.
+            CheckpointError: the adapter's file is damaged, or it changes the output layer of a pooling model.
         """
         reader = LoraReader(lora, self.config, self.kernels, self.device, self.dtype, self._qkv_scales)
-        return reader.read(self.executor)
+        read = reader.read(self.executor)
+        if self.pools and read.head:
+            raise CheckpointError(
+                f"The LoRA adapter {lora.name!r} changes the output layer, which embeddings and scores do not use."
+                " Merge it into the checkpoint."
+            )
+        return read
 
     def _normalize(self, x: Tensor) -> Tensor:
         return self.kernels.norm(x, self._norm.weight, self._norm.bias, self.config.norm_eps)

@@ -28,10 +28,12 @@ class PrefixHash:
 
     Attributes:
         digests: one per whole block.
+        cache_salt: the salt of the request.
     """
 
     def __init__(self, request: DecodeRequest) -> None:
         self._rows = bytearray(_describe(request).tobytes())
+        self.cache_salt: str = request.cache_salt
         self._salt = _digest(request.cache_salt.encode())
         if request.lora:
             self._salt = _digest(self._salt, request.lora.digest)
@@ -57,6 +59,7 @@ class PrefixHash:
         """Return a copy with the first `tokens` tokens."""
         prefix = object.__new__(PrefixHash)
         prefix._rows = self._rows[: tokens * _TOKEN_BYTES]
+        prefix.cache_salt = self.cache_salt
         prefix._salt = self._salt
         prefix.digests = self.digests[: tokens // BLOCK_SIZE]
         return prefix

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dashinfer_vlm_core.concurrency.compute import Executor
-from dashinfer_vlm_core.decoders import Token
+from dashinfer_vlm_core.decoders import Pooled, Token
 from dashinfer_vlm_core.errors import DecoderFailed
 from dashinfer_vlm_core.kernels.streams import HostCopy, to_device
 from dashinfer_vlm_core.kernels.types import (
@@ -36,7 +36,7 @@ from .kv_cache import KVCache
 from .kv_cache_manager import KVCopy
 from .lora import HeadChange, TextLora
 from .model import TextModel
-from .sampler import LaunchedArgmax, LaunchedSample, index_tensor, is_greedy, launch_sample
+from .sampler import OVERFLOW, LaunchedArgmax, LaunchedSample, index_tensor, is_greedy, launch_sample
 from .scheduler import Outcome
 from .sequence import LogitsRow, ScheduledChunk, SequenceState
 from .step_batch import StepBatch, by_lora, lay_out, state_spans
@@ -48,23 +48,41 @@ class LaunchedStep(NamedTuple):
     Attributes:
         chunks: its chunks, in the order of their rows of logits.
         num_rows: how many rows of logits each of them has.
-        sampled: the tokens of these rows; None without rows.
+        sampled: the tokens of these rows, or their results if the model pools; None without rows.
         recurrent: what was computed from recurrent states; None for models without them.
     """
 
     chunks: Sequence[ScheduledChunk]
     num_rows: Sequence[int]
-    sampled: LaunchedSample | LaunchedArgmax | None
+    sampled: LaunchedSample | LaunchedArgmax | LaunchedPooling | None
     recurrent: RecurrentBatch | None = None
 
     def token_ids(self, sequences: Sequence[SequenceState]) -> Tensor:
         """Return the tokens of sequences that each have one row, int64 [sequences], on the device."""
-        assert self.sampled is not None
+        assert isinstance(self.sampled, LaunchedSample | LaunchedArgmax)
         numbered = zip(self.chunks, accumulate(self.num_rows, initial=0), strict=False)
         first_rows = {chunk.sequence: row for chunk, row in numbered}
         rows = [first_rows[sequence] for sequence in sequences]
         ids = self.sampled.ids
         return ids if rows == list(range(len(ids))) else ids[index_tensor(rows, ids)]
+
+
+class LaunchedPooling(NamedTuple):
+    """What a device computes from the last token of each prompt while the caller continues.
+
+    Attributes:
+        vectors: float32 [rows, width].
+    """
+
+    vectors: HostCopy
+
+    def read(self) -> list[Pooled | DecoderFailed]:
+        """Wait for the results; returns one per row, or an error where it is not finite."""
+        vectors = self.vectors.wait()
+        return [
+            Pooled(vector=vector.numpy()) if is_finite else DecoderFailed(OVERFLOW)
+            for vector, is_finite in zip(vectors, vectors.isfinite().all(dim=-1).tolist(), strict=True)
+        ]
 
 
 class ModelRunner:
@@ -159,8 +177,11 @@ class ModelRunner:
         if launched.sampled is None:
             self._wait()
             return {}
+        if isinstance(launched.sampled, LaunchedPooling):
+            ended = [chunk.sequence for chunk, count in zip(launched.chunks, launched.num_rows, strict=True) if count]
+            return dict(zip(ended, launched.sampled.read(), strict=True))
         sampled = iter(launched.sampled.read())
-        outcomes = {
+        outcomes: dict[SequenceState, Outcome] = {
             chunk.sequence: _verify(chunk, list(islice(sampled, count)))
             for chunk, count in zip(launched.chunks, launched.num_rows, strict=True)
             if count
@@ -224,7 +245,9 @@ class ModelRunner:
 
     def _sample(
         self, x: Tensor, rows: Sequence[LogitsRow], heads: Sequence[tuple[slice, HeadChange]]
-    ) -> LaunchedSample | LaunchedArgmax:
+    ) -> LaunchedSample | LaunchedArgmax | LaunchedPooling:
+        if self._model.pools:
+            return LaunchedPooling(HostCopy(self._model.pool(x)))
         if not heads and all(map(is_greedy, rows)) and (tokens := self._model.argmax(x)) is not None:
             return LaunchedArgmax(tokens, HostCopy(tokens))
         return launch_sample(self._model.logits(x, heads), rows, self._kernel_sampler)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
-from dashinfer_vlm_core.decoders import DecoderStats, Token
+from dashinfer_vlm_core.decoders import DecoderStats, Pooled, Token
 from dashinfer_vlm_core.errors import DecoderFailed, QueueFull
 from dashinfer_vlm_core.kernels.delta_net import CHUNK
 
@@ -21,8 +21,10 @@ from .proposer import Draft, DraftProposer, StepCost, count_equal
 from .sequence import ScheduledChunk, SequenceState
 from .state_manager import StateManager, last_state, whole_chunks
 
-Outcome: TypeAlias = tuple[Token, ...] | DecoderFailed
-"""The tokens that a step adds to a sequence, at least one, or why it failed."""
+Outcome: TypeAlias = tuple[Token, ...] | Pooled | DecoderFailed
+"""The tokens that a step adds to a sequence, at least one, or what is computed from its prompt, or why it failed."""
+
+Output: TypeAlias = Token | Pooled | DecoderFailed
 
 
 class SchedulerOutput(NamedTuple):
@@ -119,6 +121,11 @@ class Scheduler:
             self._waiting.remove(sequence)
         self._admit()
 
+    def forget(self, cache_salt: str) -> None:
+        """Free the keys and values that are cached of prompts with this salt. Recurrent states are evicted when their
+        slots are needed."""
+        self._kv_cache_manager.forget(cache_salt)
+
     def clear(self) -> list[SequenceState]:
         """Remove and return all sequences."""
         sequences = [*self._running, *self._waiting]
@@ -185,10 +192,10 @@ class Scheduler:
 
     def update(
         self, chunks: Sequence[ScheduledChunk], outcomes: Mapping[SequenceState, Outcome]
-    ) -> list[tuple[SequenceState, Token | DecoderFailed]]:
+    ) -> list[tuple[SequenceState, Output]]:
         """Record the results of a step and return the tokens and errors to deliver. Sequences that were removed during
         the step are skipped, and so are tokens after the end of a sequence."""
-        outputs: list[tuple[SequenceState, Token | DecoderFailed]] = []
+        outputs: list[tuple[SequenceState, Output]] = []
         for chunk in chunks:
             sequence = chunk.sequence
             if sequence not in self._running:
@@ -200,6 +207,8 @@ class Scheduler:
             elif outcome is None:
                 self._kv_cache_manager.mark_computed(self._running[sequence], chunk.stop)
                 self._advance_state(sequence)
+            elif isinstance(outcome, Pooled):
+                outputs.append((sequence, self._end_with(chunk, outcome)))
             else:
                 outputs += [(sequence, token) for token in self._append_all(chunk, outcome)]
         return outputs
@@ -248,6 +257,19 @@ class Scheduler:
             self.counters.accepted_tokens += accepted
         return tokens
 
+    def _end_with(self, chunk: ScheduledChunk, pooled: Pooled) -> Pooled:
+        sequence = chunk.sequence
+        self._kv_cache_manager.mark_computed(self._running[sequence], chunk.stop)
+        self._advance_state(sequence)
+        self._count_prompt(sequence)
+        self.remove(sequence)
+        return replace(pooled, cached_tokens=sequence.num_cached_tokens)
+
+    def _count_prompt(self, sequence: SequenceState) -> None:
+        self.counters.queries += 1
+        self.counters.hits += sequence.num_cached_tokens > 0
+        self.counters.cached_tokens += sequence.num_cached_tokens
+
     def _advance_state(self, sequence: SequenceState) -> None:
         if self._states and sequence.state_slots:
             self._states.advance(sequence.state_slots, sequence.num_computed_tokens)
@@ -256,9 +278,7 @@ class Scheduler:
         sequence.append(token.id)
         if len(sequence.output_ids) == 1:
             token = replace(token, cached_tokens=sequence.num_cached_tokens)
-            self.counters.queries += 1
-            self.counters.hits += token.cached_tokens > 0
-            self.counters.cached_tokens += token.cached_tokens
+            self._count_prompt(sequence)
         if finish_reason := sequence.finish_reason():
             self.remove(sequence)
             token = replace(token, finish_reason=finish_reason)

@@ -60,11 +60,11 @@ class SequenceState:
 
     def __init__(self, request: DecodeRequest, stop: Iterable[int], lora: TextLora | None = None) -> None:
         sampling = request.sampling
-        assert sampling.max_tokens is not None
+        assert sampling.max_tokens is not None or request.pooling
         self.request = request
         self.lora = lora
         self.prompt_length: int = len(request.token_ids)
-        self.max_tokens: int = sampling.max_tokens
+        self.max_tokens: int = 0 if request.pooling else sampling.max_tokens or 0
         self.max_len: int = self.prompt_length + self.max_tokens
         self.stops: frozenset[int] = frozenset(sampling.stop_token_ids).union(() if sampling.ignore_eos else stop)
         self.seed: int = secrets.randbits(SEED_BITS) if sampling.seed is None else sampling.seed % (1 << SEED_BITS)

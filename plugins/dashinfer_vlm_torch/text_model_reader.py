@@ -25,6 +25,7 @@ from dashinfer_vlm_core.kernels.types import (
     Norm,
     SharedExpert,
 )
+from dashinfer_vlm_core.models.pooling import TokenContrast
 from dashinfer_vlm_core.models.weights import Weights
 from dashinfer_vlm_core.text_spec import AttentionSpec, DeltaNetSpec, ExpertsSpec, TextModelSpec
 
@@ -65,6 +66,19 @@ class TextModelReader(NamedTuple):
         if not self.spec.tie_word_embeddings:
             weight = self._matrix([self.spec.weights.head], [self.spec.vocab_size], self.spec.hidden_size)
         return create_head(self.kernels, weight, dtype=self.dtype, quantization=self.quantization)
+
+    def score(self, head: TokenContrast | str, embedding: Tensor) -> Tensor:
+        """Read the weights of a score, float32 [1, hidden_size]."""
+        if isinstance(head, str):
+            return self._floats(f"{head}.weight", 1, self.spec.hidden_size)
+        weight: Tensor | QuantizedWeight = embedding
+        if not self.spec.tie_word_embeddings:
+            weight = self._matrix([self.spec.weights.head], [self.spec.vocab_size], self.spec.hidden_size)
+        index = torch.tensor(head, device=self.device)
+        rows = (
+            weight.take_rows(index).dequantize(torch.float32) if isinstance(weight, QuantizedWeight) else weight[index]
+        )
+        return rows[:1].float() - rows[1:].float()
 
     def layer(self, number: int) -> DecoderLayer:
         names = self.spec.weights

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 from dashinfer_vlm_core.concurrency.loop import put_all
-from dashinfer_vlm_core.decoders import DecoderStats, Token
+from dashinfer_vlm_core.decoders import DecoderStats, Pooled, Token
 from dashinfer_vlm_core.errors import DecoderFailed, EngineClosed, EngineError
 
 from .runner import LaunchedStep, ModelRunner
@@ -21,7 +21,7 @@ from .sequence import ScheduledChunk, SequenceState
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-Output: TypeAlias = Token | EngineError
+Output: TypeAlias = Token | Pooled | EngineError
 OutputQueue: TypeAlias = asyncio.Queue[Output]
 
 STOP_SECONDS = 10.0
@@ -107,6 +107,11 @@ class Worker:
         with self._lock:
             if self._outputs.pop(sequence, None):
                 self._scheduler.remove(sequence)
+
+    def forget(self, cache_salt: str) -> None:
+        """Free the keys and values that are cached of prompts with this salt."""
+        with self._lock:
+            self._scheduler.forget(cache_salt)
 
     def stop(self) -> None:
         """End all sequences with EngineClosed after the current step.
@@ -244,7 +249,7 @@ class Worker:
             outputs = self._scheduler.update(chunks, outcomes)
             deliveries = [(self._outputs[sequence], output) for sequence, output in outputs]
             for sequence, output in outputs:
-                if isinstance(output, EngineError) or output.finish_reason:
+                if not isinstance(output, Token) or output.finish_reason:
                     del self._outputs[sequence]
         # The event loop processes these tokens while the next step computes, not while Python code prepares it.
         self._runner.executor.defer(functools.partial(self._deliver, deliveries))

@@ -156,7 +156,7 @@ def test_cached_page_is_not_rendered_again(tiny_checkpoint):
             engine.chat({"messages": [{"role": "user", "content": [file(data, **options), text("?")]}]})
             return script.requests[-1]
 
-        pages = engine._ready().pipeline.media_uuids._pages
+        pages = engine._ready().pipeline.inputs.media_uuids._pages
         first = chat()
         assert len(pages) == 2
         again = chat(pages="2,1")

@@ -80,7 +80,7 @@ def test_neutral_values_are_accepted_and_others_rejected(name):
         ("gpu_memory_utilization", 0.5, "kv_cache_mib"),
         ("tensor_parallel_size", 2, "one server for each GPU"),
         ("tensor_parallel_size", True, "one server for each GPU"),
-        ("runner", "pooling", "generate text"),
+        ("runner", "draft", "Set `task`"),
         ("speculative_config", {"method": "eagle"}, "speculative_method"),
         ("enable_chunked_prefill", False, "prefill_chunk"),
         ("tokenizer", "other", "checkpoint"),

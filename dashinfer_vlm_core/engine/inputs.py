@@ -1,0 +1,122 @@
+"""The stages of a request before the decoder: documents, media, prompt, vision encoder."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from ..decoders import VisualSpan
+from ..media.loader import MediaLoader
+from ..media.types import Embeddings
+from ..media_workers import MediaExecutor, TokenBudget
+from ..models.coordinates import ImageCoordinates
+from ..models.interface import ImageProcessor, Patches, VisualTokens
+from ..preprocessing.preview import Preview, preview_media
+from ..preprocessing.prompt import Prompt, PromptBuilder
+from ..protocol import ChatRequest
+from ..protocol.client import current_client
+from ..vision import VisionService
+from ..vision.media_uuids import MediaUuidCache
+from .documents import DocumentExpander
+from .loras import ActiveLora
+from .observers import RequestObserver
+from .validation import find_coordinates, require_media_data
+
+if TYPE_CHECKING:
+    from ..models.spec import ModelSpec
+
+RequestT = TypeVar("RequestT", bound=ChatRequest)
+
+
+class Inputs(NamedTuple):
+    """What the model gets for a request."""
+
+    items: Sequence[Patches | Embeddings | VisualTokens]
+    coordinates: ImageCoordinates | None
+    prompt: Prompt
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class InputPipeline:
+    """The components that turn a request into what the decoder gets.
+
+    Attributes:
+        observer: is notified of stages and built prompts.
+    """
+
+    spec: ModelSpec
+    media: MediaLoader
+    media_executor: MediaExecutor
+    documents: DocumentExpander
+    processor: ImageProcessor
+    prompts: PromptBuilder
+    vision: VisionService
+    media_uuids: MediaUuidCache
+    observer: RequestObserver
+
+    async def load(self, request: ChatRequest, lora: ActiveLora | None) -> Inputs:
+        """Load the media of a request, and build its prompt."""
+        request = await self.documents.expand(request)
+        items = await self._load_media(request, lora)
+        coordinates = find_coordinates(request, self.spec, items, self.processor)
+        with self.observer.stage("prompt"):
+            prompt = await asyncio.to_thread(self.prompts.build, request, items, coordinates)
+        return Inputs(items, coordinates, prompt)
+
+    async def encode(self, inputs: Inputs, request: ChatRequest, lora: ActiveLora | None) -> tuple[VisualSpan, ...]:
+        """Encode the images and videos of a prompt, or find them in a cache."""
+        self.observer.prompt_built(len(inputs.prompt))
+        with self.observer.stage("vision"):
+            vision = lora.vision if lora else None
+            visual = await self.vision.embed(inputs.items, cache_salt=request.cache_salt or "", lora=vision)
+        return tuple(
+            VisualSpan(start=span.start, tokens=visual[span.item], row=span.row, length=span.length)
+            for span in inputs.prompt.spans
+        )
+
+    async def preview(self, request: ChatRequest) -> Preview:
+        """Return what the model would see, without running the vision encoder or the decoder; nothing is cached."""
+        request = await self.documents.expand(request)
+        parts = await asyncio.to_thread(request.media)
+        require_media_data(parts)
+        process = functools.partial(self.media_executor.process, budget=self._token_budget())
+        items = await self.media.load(parts, process)
+        coordinates = find_coordinates(request, self.spec, items, self.processor)
+        prompt = await asyncio.to_thread(self.prompts.build, request, items, coordinates)
+        previews = [
+            await asyncio.to_thread(preview_media, item, self.processor, self.spec.coordinates) for item in items
+        ]
+        return Preview(items=tuple(previews), prompt_tokens=len(prompt), max_model_len=self.prompts.max_model_len)
+
+    async def close(self) -> None:
+        """Release all resources."""
+        await self.vision.close()
+        await self.media.close()
+        await self.media_executor.close()
+
+    async def _load_media(
+        self, request: ChatRequest, lora: ActiveLora | None
+    ) -> list[Patches | Embeddings | VisualTokens]:
+        with self.observer.stage("media"):
+            parts = await asyncio.to_thread(request.media)  # may have to split megabytes of video frames
+            self.media.check(parts)
+            vision = lora.vision if lora else None
+            cached = self.media_uuids.get(parts, cache_salt=request.cache_salt or "", lora=vision)
+            budget = self._token_budget(sum(item.tokens for item in cached if item))
+            given = [part for part, item in zip(parts, cached, strict=True) if item is None]
+            items = await self.media.load(given, functools.partial(self.media_executor.process, budget=budget))
+            self.media_uuids.bind(given, items, cache_salt=request.cache_salt or "")
+            loaded = iter(items)
+            return [next(loaded) if item is None else item for item in cached]
+
+    def _token_budget(self, tokens: int = 0) -> TokenBudget:
+        return TokenBudget(self.prompts.check_media, self.prompts.max_model_len - 1, tokens)
+
+
+def in_client_namespace(request: RequestT) -> RequestT:
+    """Return the request with the effective cache salt of its client, which all caches of media and prefixes use."""
+    cache_salt = current_client.get().effective_cache_salt(request.cache_salt)
+    return request if cache_salt == request.cache_salt else request.model_copy(update={"cache_salt": cache_salt})

@@ -1,0 +1,152 @@
+"""Find the task of a checkpoint, and how its hidden states are pooled, in the files of sentence-transformers and
+transformers.
+
+    modules.json                     the modules after the model: Pooling and Normalize, or LogitScore
+    1_Pooling/config.json            which hidden states are pooled; the folder is named in modules.json
+    1_LogitScore/config.json         the tokens whose logits are compared
+    config_sentence_transformers.json   the default instruction
+    config.json                      the architecture; `matryoshka_dimensions`, or `is_matryoshka`
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from ..errors import CheckpointError, ConfigError
+from ..tokenization.tokenizer import read_tokenizer
+from .json_fields import CONFIG, JsonFields, read_fields
+from .pooling import PoolingSpec, Task, TokenContrast
+from .spec import ModelSpec
+
+EMBED_INSTRUCTION = "Represent the user's input."
+SCORE_INSTRUCTION = "Given a search query, retrieve relevant candidates that answer the query."
+"""The default instructions of the published code of Qwen3-VL-Embedding and Qwen3-VL-Reranker."""
+
+SEQUENCE_CLASSIFICATION = "ForSequenceClassification"
+CLASSIFIER = "score"
+"""The name of the linear layer of an architecture for sequence classification in transformers."""
+
+_MODULES = "modules.json"
+_SENTENCE_TRANSFORMERS = "config_sentence_transformers.json"
+_TASK_STEP = "Use another checkpoint, or set `task` to generate."
+
+
+def read_pooling(spec: ModelSpec, task: Literal["auto"] | Task) -> PoolingSpec | None:
+    """Read how the hidden states of a checkpoint are pooled; None if it generates text.
+
+    Args:
+        spec: the checkpoint.
+        task: the task; `auto` finds it.
+
+    Raises:
+        CheckpointError: a file is invalid, or requires another way of pooling.
+        ConfigError: the checkpoint cannot be used for the task.
+    """
+    modules = _read_modules(spec.folder)
+    config = read_fields(spec.folder / CONFIG)
+    if task == "auto":
+        task = _find_task(modules, config)
+    if task == "generate":
+        return None
+    if task == "score":
+        return PoolingSpec(
+            task="score",
+            instruction=_instruction(spec.folder, SCORE_INSTRUCTION),
+            head=_score_head(spec, modules, config),
+        )
+    if pooling := modules.get("Pooling"):
+        _check_pooling(read_fields(pooling / CONFIG))
+    return PoolingSpec(
+        task="embed",
+        instruction=_instruction(spec.folder, EMBED_INSTRUCTION),
+        normalize="Normalize" in modules or "Pooling" not in modules,
+        dimensions=_dimensions(spec, config, is_published="Pooling" in modules),
+    )
+
+
+def _find_task(modules: Mapping[str, Path], config: JsonFields) -> Task:
+    if "LogitScore" in modules or _classifies(config):
+        return "score"
+    return "embed" if "Pooling" in modules else "generate"
+
+
+def _classifies(config: JsonFields) -> bool:
+    architectures = config.get("architectures")
+    return isinstance(architectures, list) and any(
+        str(name).endswith(SEQUENCE_CLASSIFICATION) for name in architectures
+    )
+
+
+def _read_modules(folder: Path) -> dict[str, Path]:
+    """Return the folder of each module of sentence-transformers by its class; none without such modules.
+
+    Raises:
+        CheckpointError: the file is invalid, or has a module that is not supported.
+    """
+    file = folder / _MODULES
+    if not file.is_file():
+        return {}
+    try:
+        rows = json.loads(file.read_text(encoding="utf-8"))
+        modules = {str(row["type"]).rpartition(".")[2]: folder / row["path"] for row in rows}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"{file} is not a list of objects with `type` and `path`: {error!r}. Download the published file again."
+        ) from None
+    for name in modules:
+        if name not in {"Transformer", "Pooling", "Normalize", "LogitScore"}:
+            raise CheckpointError(f"{file} has a module {name!r}, which is not supported. {_TASK_STEP}")
+    return modules
+
+
+def _check_pooling(pooling: JsonFields) -> None:
+    """Check that the hidden state of the last token is pooled. Older files have a flag for each way of pooling."""
+    given = pooling.get("pooling_mode")
+    modes = {given} if given else {name for name, value in pooling.values.items() if value is True}
+    modes = {name.removeprefix("pooling_mode_") for name in modes} - {"include_prompt"}
+    if modes != {"lasttoken"}:
+        pooling.fail("pooling_mode", f"must be 'lasttoken', got {', '.join(sorted(modes)) or 'none'}", _TASK_STEP)
+
+
+def _score_head(spec: ModelSpec, modules: Mapping[str, Path], config: JsonFields) -> TokenContrast | str:
+    if folder := modules.get("LogitScore"):
+        tokens = read_fields(folder / CONFIG)
+        return _contrast(spec, tokens.integer("true_token_id"), tokens.integer("false_token_id"))
+    if _classifies(config):
+        return CLASSIFIER
+    vocabulary = read_tokenizer(spec.folder).backend
+    return _contrast(spec, vocabulary.token_to_id("yes"), vocabulary.token_to_id("no"))
+
+
+def _contrast(spec: ModelSpec, true: int | None, false: int | None) -> TokenContrast:
+    if true is None or false is None or max(true, false) >= spec.vocab_size:
+        raise ConfigError(
+            f"`task` score: {spec.folder.name} has no tokens 'yes' and 'no', nor a {_MODULES} that names others."
+            " Use a checkpoint that was trained to score documents.",
+            param="task",
+        )
+    return TokenContrast(true, false)
+
+
+def _instruction(folder: Path, default: str) -> str:
+    file = folder / _SENTENCE_TRANSFORMERS
+    if not file.is_file():
+        return default
+    fields = read_fields(file)
+    prompts: Any = fields.get("prompts") or {}
+    chosen = prompts.get(fields.get("default_prompt_name")) if isinstance(prompts, dict) else None
+    return chosen if isinstance(chosen, str) and chosen.strip() else default
+
+
+def _dimensions(spec: ModelSpec, config: JsonFields, *, is_published: bool) -> Container[int]:
+    listed = config.get("matryoshka_dimensions")
+    if isinstance(listed, list):
+        return tuple(size for size in listed if type(size) is int and 0 < size <= spec.hidden_size)
+    if config.flag("is_matryoshka"):
+        return range(1, spec.hidden_size + 1)
+    if is_published and spec.min_dimensions:
+        return range(spec.min_dimensions, spec.hidden_size + 1)
+    return ()

@@ -1,0 +1,94 @@
+"""Scores equal those of transformers with the published code's difference of two logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dashinfer_vlm_core import VLM
+from dashinfer_vlm_core.errors import RequestError
+from tests.conversations import blurred_image, data_url
+
+from .checkpoints import Reference
+
+QUERY = "Which picture has a dog?"
+DOCUMENTS = [f"The {number} {'dogs' if number % 3 else 'cats'} in the rain." for number in range(100)]
+
+
+def text(value):
+    return {"type": "text", "text": value}
+
+
+def test_ranks_of_100_documents_equal_transformers(scorer, reference):
+    outputs = scorer.score(QUERY, DOCUMENTS, use_tqdm=False)
+    expected = [reference.score([text(QUERY)], [text(document)]) for document in DOCUMENTS]
+    scores = [output.outputs.score for output in outputs]
+    assert scores == pytest.approx(expected, abs=1e-5)
+    assert _ranks(scores) == _ranks(expected)
+
+
+def _ranks(scores):
+    return sorted(range(len(scores)), key=lambda index: -scores[index])
+
+
+def test_query_is_computed_once(scorer):
+    before = scorer.engine.stats().decoder
+    outputs = scorer.score("a long query about dogs " * 20, DOCUMENTS[:40], use_tqdm=False)
+    after = scorer.engine.stats().decoder
+    computed = sum(output.num_prompt_tokens for output in outputs) - (after.cached_tokens - before.cached_tokens)
+    assert computed < outputs[0].num_prompt_tokens + 39 * 60
+    assert after.kv_cached == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_images_and_videos_are_scored_like_transformers(request, reranker, base, dtype):
+    image, frames = blurred_image(1, 130, 100), [blurred_image(seed, 96, 96) for seed in (2, 3, 4)]
+    documents = [
+        {"text": "A dog.", "image": data_url(image)},
+        {"content": [{"type": "video_url", "video_url": {"url": [data_url(frame) for frame in frames]}}, text("rain")]},
+    ]
+    query = {"image": data_url(blurred_image(5))}
+    reference = Reference(base, getattr(torch, dtype))
+    expected = [
+        reference.score([{"type": "image", "image": blurred_image(5)}], document, instruction="Find a dog")
+        for document in (
+            [{"type": "image", "image": image}, text("A dog.")],
+            [{"type": "video", "video": frames}, text("rain")],
+        )
+    ]
+    with VLM(reranker, device="cpu", dtype=dtype, kv_cache_mib=64) as vlm:
+        outputs = vlm.score(query, documents, instruction="Find a dog", use_tqdm=False)
+    tolerance = {"float32": 1e-5, "bfloat16": 0.05}[dtype]
+    assert [output.outputs.score for output in outputs] == pytest.approx(expected, abs=tolerance)
+
+
+def test_pairs_are_scored_one_by_one(scorer):
+    pairs = scorer.score(["a", "b"], ["c", "d"], use_tqdm=False)
+    alone = [scorer.score("a", "c", use_tqdm=False)[0], scorer.score("b", "d", use_tqdm=False)[0]]
+    assert [pair.outputs.score for pair in pairs] == pytest.approx([each.outputs.score for each in alone], abs=1e-6)
+
+
+BAD = [
+    (["a", "b"], ["c", "d", "e"], "queries", "2 entries"),
+    ("", "b", "queries", "must not be empty"),
+    ("a", ["b", ""], "documents[1]", "must not be empty"),
+    ("a", [], "documents", "must not be empty"),
+    ("a", ["b", {"image": "data:image/png;base64,AAAA"}], "documents[1].image", ""),
+    ("a", ["b", "c " * 5000], "documents[1]", "context length"),
+]
+
+
+@pytest.mark.parametrize(("queries", "documents", "param", "words"), BAD)
+def test_bad_input_is_named(scorer, queries, documents, param, words):
+    with pytest.raises(RequestError) as error:
+        scorer.score(queries, documents, use_tqdm=False)
+    assert error.value.param == param
+    assert words in error.value.message
+    assert "messages[" not in error.value.message
+
+
+def test_task_is_named(scorer):
+    with pytest.raises(RequestError, match="/v1/rerank"):
+        scorer.embed("a", use_tqdm=False)
+    with pytest.raises(RequestError, match="/v1/rerank"):
+        scorer.generate("a", use_tqdm=False)

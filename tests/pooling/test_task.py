@@ -1,0 +1,82 @@
+"""The task of a checkpoint, and how it pools, are read from its files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from dashinfer_vlm_core import Engine, EngineConfig
+from dashinfer_vlm_core.errors import CheckpointError, ConfigError, SetupError
+from dashinfer_vlm_core.models.pooling import TokenContrast
+from dashinfer_vlm_core.models.task import EMBED_INSTRUCTION, SCORE_INSTRUCTION, read_pooling
+from dashinfer_vlm_dashinfer import DashInferFactory
+from dashinfer_vlm_qwen3_vl import Qwen3VL
+from tests.pooling.checkpoints import NO, YES
+
+
+@pytest.fixture
+def folder(embedding, tmp_path):
+    return shutil.copytree(embedding, tmp_path / "model")
+
+
+def edit(file, **fields):
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def pooling_of(folder, task="auto"):
+    return read_pooling(Qwen3VL().load_spec(folder), task)
+
+
+def test_published_layouts_are_found(base, embedding, reranker):
+    assert pooling_of(base) is None
+    embed, score = pooling_of(embedding), pooling_of(reranker)
+    assert (embed.task, embed.normalize, embed.instruction, embed.head) == ("embed", True, EMBED_INSTRUCTION, None)
+    assert embed.dimensions == range(64, 65)
+    assert (score.task, score.head, score.instruction) == ("score", TokenContrast(YES, NO), SCORE_INSTRUCTION)
+
+
+def test_option_overrides_the_files(base, embedding):
+    assert pooling_of(embedding, "generate") is None
+    assert pooling_of(base, "embed").dimensions == ()
+    with pytest.raises(ConfigError, match="no tokens 'yes' and 'no'"):
+        pooling_of(base, "score")
+
+
+def test_modules_and_configuration_are_followed(folder):
+    modules = json.loads((folder / "modules.json").read_text())
+    (folder / "modules.json").write_text(json.dumps(modules[:2]))
+    edit(folder / "config.json", matryoshka_dimensions=[16, 32, 128])
+    prompts = {"prompts": {"query": "Find it."}, "default_prompt_name": "query"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    (folder / "1_Pooling/config.json").write_text('{"pooling_mode_lasttoken": true, "pooling_mode_mean_tokens": false}')
+    pooling = pooling_of(folder)
+    assert (pooling.normalize, pooling.dimensions, pooling.instruction) == (False, (16, 32), "Find it.")
+
+
+def test_sequence_classification_has_a_head(folder):
+    (folder / "modules.json").unlink()
+    edit(folder / "config.json", architectures=["Qwen3VLForSequenceClassification"])
+    assert (pooling_of(folder).task, pooling_of(folder).head) == ("score", "score")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("1_Pooling/config.json", '{"pooling_mode": "mean"}', "must be 'lasttoken', got mean"),
+        ("1_Pooling/config.json", '{"pooling_mode_cls_token": true}', "got cls_token"),
+        ("modules.json", '[{"type": "sentence_transformers.models.Dense", "path": "2"}]', "'Dense'"),
+        ("modules.json", '[{"path": "2"}]', "is not a list of objects"),
+    ],
+)
+def test_unsupported_pooling_is_named(folder, name, text, words):
+    (folder / name).write_text(text)
+    with pytest.raises(CheckpointError, match=words):
+        pooling_of(folder)
+
+
+def test_decoder_that_cannot_pool_is_refused_by_name(embedding):
+    assert "pooling" not in DashInferFactory().supported_params
+    with pytest.raises(SetupError, match="dashinfer: It does not support the task embed"):
+        Engine(EngineConfig(model=str(embedding), decoder="dashinfer", device="cpu")).start()
