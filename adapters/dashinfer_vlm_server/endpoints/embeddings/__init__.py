@@ -1,0 +1,57 @@
+"""`POST /v1/embeddings`, in OpenAI's format, with vLLM's `messages`."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from fastapi import Request
+from fastapi.responses import Response
+from openai.types import CreateEmbeddingResponse
+from pydantic_core import to_json
+
+from dashinfer_vlm_core.protocol import EmbeddingRequest
+
+from ...endpoint import ENGINE_STATUSES, Endpoint
+
+if TYPE_CHECKING:
+    from dashinfer_vlm_core.engine import PoolingResult
+
+    from ...server_context import ServerContext
+
+
+def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
+    async def embeddings(request: Request) -> Response:
+        parsed = await server.read(request, EmbeddingRequest.parse)
+        result = await server.run(request, server.engine.aembed(parsed))
+        # In a thread: thousands of embeddings are many megabytes.
+        body = await asyncio.to_thread(_body, result, as_base64=parsed.encoding_format == "base64")
+        return Response(body, media_type="application/json")
+
+    return [
+        Endpoint(
+            "/v1/embeddings",
+            embeddings,
+            method="POST",
+            body=[EmbeddingRequest],
+            response=CreateEmbeddingResponse,
+            errors=ENGINE_STATUSES,
+            generates=True,
+        )
+    ]
+
+
+def _body(result: PoolingResult, *, as_base64: bool) -> bytes:
+    vectors: list[Any] = result.values.tolist()
+    if as_base64:
+        vectors = [base64.b64encode(row.tobytes()).decode() for row in result.values.astype(np.dtype("<f4"))]
+    tokens = sum(result.prompt_tokens)
+    return to_json({
+        "object": "list",
+        "data": [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(vectors)],
+        "model": result.model,
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    })  # fmt: skip

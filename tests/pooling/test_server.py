@@ -1,0 +1,163 @@
+"""The routes for embeddings, ranks and scores."""
+
+from __future__ import annotations
+
+import base64
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conversations import as_openai, blurred_image, data_url, user
+from tests.server.conftest import serving
+
+from .checkpoints import EOS, cosine
+
+FLOAT32 = 0.9999
+LIMIT = 2048
+
+
+@pytest.fixture(scope="module")
+def embeddings(embedder):
+    with serving(embedder.engine) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def ranks(scorer):
+    with serving(scorer.engine) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def texts(tiny_checkpoint):
+    from dashinfer_vlm_core.testing import scripted_engine
+
+    with scripted_engine("Fine.", model=str(tiny_checkpoint)) as engine, serving(engine) as server:
+        yield server
+
+
+@pytest.mark.parametrize("encoding", ["float", "base64"])
+def test_openai_client_gets_embeddings(embeddings, reference, encoding):
+    with embeddings.openai() as client:
+        created = client.embeddings.create(model="embedding", input=["A dog.", "A cat."], encoding_format=encoding)
+    rows = [row.embedding for row in created.data]
+    if encoding == "base64":
+        rows = [np.frombuffer(base64.b64decode(row), "<f4") for row in rows]
+    expected = torch.stack([reference.embed([user(text)]) for text in ("A dog.", "A cat.")])
+    assert cosine(np.stack(rows), expected) >= FLOAT32
+    assert [row.index for row in created.data] == [0, 1]
+    assert created.usage.prompt_tokens == created.usage.total_tokens > 100
+
+
+def test_messages_of_vllm_clients_and_token_ids_are_embedded(embeddings, reference):
+    messages = [user(blurred_image(1, 130, 100), "What is it?")]
+    instruction = [{"role": "system", "content": [{"type": "text", "text": "Find it."}]}]
+    ending = [{"role": "assistant", "content": [{"type": "text", "text": ""}]}]
+    body = {
+        "messages": [*instruction, *as_openai(messages), *ending],
+        "continue_final_message": True,
+        "add_generation_prompt": False,
+        "add_special_tokens": True,
+    }
+    ids = reference.inputs([{"role": "system", "content": "Find it."}, user("Hello")])["input_ids"][0].tolist()
+    with embeddings.http() as client:
+        image, text, from_ids = (
+            client.post("/v1/embeddings", json=each).json()["data"][0]["embedding"]
+            for each in (body, {"input": "Hello", "instruction": "Find it."}, {"input": [*ids, EOS]})
+        )
+    assert cosine(image, reference.embed(messages, instruction="Find it.")) >= FLOAT32
+    assert cosine(text, reference.embed([user("Hello")], instruction="Find it.")) >= FLOAT32
+    assert text == pytest.approx(from_ids, abs=1e-5)
+
+
+BAD = [
+    ({}, "input", "is required"),
+    ({"input": []}, "input", "must not be empty"),
+    ({"input": ""}, "input", "must not be empty"),
+    ({"input": ["a", ""]}, "input[1]", "must not be empty"),
+    ({"input": [[1], []]}, "input[1]", "must not be empty"),
+    ({"input": [[1], [5000]]}, "input[1]", "Token ids"),
+    ({"input": ["a", "b " * 5000]}, "input[1]", "context length"),
+    ({"input": "a", "messages": [{"role": "user", "content": "a"}]}, "messages", "cannot be combined"),
+    ({"input": "a", "dimensions": 32}, "dimensions", "64 dimensions"),
+    ({"input": "a", "dimensions": 0}, "dimensions", "at least 1"),
+    ({"input": "a", "encoding_format": "hex"}, "encoding_format", "'float' or 'base64'"),
+    ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1"),
+    ({"input": ["a"] * (LIMIT + 1)}, "input", f"{LIMIT}"),
+    ({"input": "a", "model": "other"}, "model", "not served"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
+        "messages[0].content[0]",
+        "",
+    ),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "words"), BAD, ids=[f"{param}: {words}" for _, param, words in BAD])
+def test_bad_request_names_the_field(embeddings, body, param, words):
+    with embeddings.http() as client:
+        response = client.post("/v1/embeddings", json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (404 if param == "model" else 400, param)
+    assert words in error["message"]
+
+
+def test_bad_item_fails_only_its_request(embeddings):
+    with embeddings.http() as client:
+        failed = client.post("/v1/embeddings", json={"input": ["a"] * 5 + ["b " * 5000] + ["c"] * 5})
+        assert failed.json()["error"]["param"] == "input[5]"
+        assert client.post("/v1/embeddings", json={"input": "a"}).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
+def test_documents_are_ranked(ranks, path):
+    documents = ["A dog.", {"text": "A cat."}, {"image": data_url(blurred_image(1))}, {"type": "text", "text": "Rain."}]
+    with ranks.http() as client:
+        ranked = client.post(path, json={"query": "dogs", "documents": documents}).json()
+        scores = client.post("/score", json={"text_1": "dogs", "text_2": documents}).json()
+        best = client.post(path, json={"query": "dogs", "documents": documents, "top_n": 2, "return_documents": False})
+    by_index = {result["index"]: result for result in ranked["results"]}
+    assert [row["score"] for row in scores["data"]] == pytest.approx(
+        [by_index[index]["relevance_score"] for index in range(4)], abs=1e-6
+    )
+    relevance = [result["relevance_score"] for result in ranked["results"]]
+    assert relevance == sorted(relevance, reverse=True)
+    assert by_index[1]["document"] == {"text": "A cat."}
+    assert "document" not in by_index[2]
+    assert ranked["usage"] == scores["usage"]
+    assert [set(result) for result in best.json()["results"]] == [{"index", "relevance_score"}] * 2
+
+
+def test_image_in_base64_without_a_prefix_is_accepted(ranks):
+    plain = data_url(blurred_image(1)).partition(",")[2]
+    with ranks.http() as client:
+        bodies = [{"query": "a", "documents": [{"image": value}]} for value in (plain, data_url(blurred_image(1)))]
+        first, second = (client.post("/v1/rerank", json=body).json()["results"] for body in bodies)
+    assert first[0]["relevance_score"] == pytest.approx(second[0]["relevance_score"], abs=1e-6)
+
+
+MESSAGES = [{"role": "user", "content": "Hello"}]
+BODIES = {
+    "generate": {"/v1/chat/completions": {"messages": MESSAGES}, "/v1/responses": {"input": "Hello"}},
+    "embed": {"/v1/embeddings": {"input": "Hello"}},
+    "score": {
+        "/v1/rerank": {"query": "a", "documents": ["b"]},
+        "/score": {"text_1": "a", "text_2": "b"},
+    },
+}
+SERVERS = {"generate": "texts", "embed": "embeddings", "score": "ranks"}
+
+
+@pytest.mark.parametrize("task", SERVERS)
+def test_request_for_another_task_names_the_right_route(request, task):
+    right = {"generate": "/v1/chat/completions", "embed": "/v1/embeddings", "score": "/v1/rerank"}[task]
+    others = [item for other, bodies in BODIES.items() if other != task for item in bodies.items()]
+    with request.getfixturevalue(SERVERS[task]).http() as client:
+        for path, body in others:
+            for stream in ({}, {"stream": True}) if path in BODIES["generate"] else ({},):
+                response = client.post(path, json=body | stream)
+                assert response.status_code == 400, path
+                error = response.json()["error"]
+                assert (error["param"], error["code"]) == ("model", "wrong_task"), path
+                assert right in error["message"], path
