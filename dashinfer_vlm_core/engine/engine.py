@@ -291,6 +291,7 @@ class Engine(LoopEngine):
         return self._loop.call(self._ready().pooling.embed(EmbeddingRequest.parse(request)))
 
     async def aembed(self, request: EmbeddingRequest | Mapping[str, Any]) -> PoolingResult:
+        """Like `embed`, for callers on an event loop."""
         return await self._loop.acall(self._ready().pooling.embed(EmbeddingRequest.parse(request)))
 
     def score(self, request: RerankRequest | ScoreRequest | Mapping[str, Any]) -> PoolingResult:
@@ -301,6 +302,7 @@ class Engine(LoopEngine):
         return self._loop.call(self._ready().pooling.score(_score_request(request)))
 
     async def ascore(self, request: RerankRequest | ScoreRequest | Mapping[str, Any]) -> PoolingResult:
+        """Like `score`, for callers on an event loop."""
         return await self._loop.acall(self._ready().pooling.score(_score_request(request)))
 
     def pool(

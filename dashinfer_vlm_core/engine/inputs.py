@@ -6,7 +6,7 @@ import asyncio
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 from ..decoders import VisualSpan
 from ..media.loader import MediaLoader
@@ -16,7 +16,7 @@ from ..models.coordinates import ImageCoordinates
 from ..models.interface import ImageProcessor, Patches, VisualTokens
 from ..preprocessing.preview import Preview, preview_media
 from ..preprocessing.prompt import Prompt, PromptBuilder
-from ..protocol import ChatRequest
+from ..protocol import ChatRequest, MediaPart
 from ..protocol.client import current_client
 from ..vision import VisionService
 from ..vision.media_uuids import MediaUuidCache
@@ -31,10 +31,14 @@ if TYPE_CHECKING:
 RequestT = TypeVar("RequestT", bound=ChatRequest)
 
 
+Item: TypeAlias = Patches | Embeddings | VisualTokens
+LoadedMedia: TypeAlias = dict[MediaPart, Item]
+
+
 class Inputs(NamedTuple):
     """What the model gets for a request."""
 
-    items: Sequence[Patches | Embeddings | VisualTokens]
+    items: Sequence[Item]
     coordinates: ImageCoordinates | None
     prompt: Prompt
 
@@ -57,10 +61,16 @@ class InputPipeline:
     media_uuids: MediaUuidCache
     observer: RequestObserver
 
-    async def load(self, request: ChatRequest, lora: ActiveLora | None) -> Inputs:
-        """Load the media of a request, and build its prompt."""
+    async def load(self, request: ChatRequest, lora: ActiveLora | None, loaded: LoadedMedia | None = None) -> Inputs:
+        """Load the media of a request, and build its prompt.
+
+        Args:
+            request: the request.
+            lora: its adapter.
+            loaded: media that need not be loaded again; if it is empty, those of this request are added.
+        """
         request = await self.documents.expand(request)
-        items = await self._load_media(request, lora)
+        items = await self._load_media(request, lora, loaded)
         coordinates = find_coordinates(request, self.spec, items, self.processor)
         with self.observer.stage("prompt"):
             prompt = await asyncio.to_thread(self.prompts.build, request, items, coordinates)
@@ -98,19 +108,24 @@ class InputPipeline:
         await self.media_executor.close()
 
     async def _load_media(
-        self, request: ChatRequest, lora: ActiveLora | None
-    ) -> list[Patches | Embeddings | VisualTokens]:
+        self, request: ChatRequest, lora: ActiveLora | None, loaded: LoadedMedia | None
+    ) -> list[Item]:
         with self.observer.stage("media"):
             parts = await asyncio.to_thread(request.media)  # may have to split megabytes of video frames
             self.media.check(parts)
             vision = lora.vision if lora else None
-            cached = self.media_uuids.get(parts, cache_salt=request.cache_salt or "", lora=vision)
+            cached: list[Item | None] = [*self.media_uuids.get(parts, cache_salt=request.cache_salt or "", lora=vision)]
+            if loaded:
+                cached = [loaded.get(part, item) for part, item in zip(parts, cached, strict=True)]
             budget = self._token_budget(sum(item.tokens for item in cached if item))
             given = [part for part, item in zip(parts, cached, strict=True) if item is None]
-            items = await self.media.load(given, functools.partial(self.media_executor.process, budget=budget))
-            self.media_uuids.bind(given, items, cache_salt=request.cache_salt or "")
-            loaded = iter(items)
-            return [next(loaded) if item is None else item for item in cached]
+            new = await self.media.load(given, functools.partial(self.media_executor.process, budget=budget))
+            self.media_uuids.bind(given, new, cache_salt=request.cache_salt or "")
+            remaining = iter(new)
+            items = [next(remaining) if item is None else item for item in cached]
+            if loaded is not None and not loaded:
+                loaded.update(zip(parts, items, strict=True))
+            return items
 
     def _token_budget(self, tokens: int = 0) -> TokenBudget:
         return TokenBudget(self.prompts.check_media, self.prompts.max_model_len - 1, tokens)

@@ -23,7 +23,7 @@ from ..protocol import EmbeddingRequest, PoolingItem, RerankRequest, ScoreReques
 from ..protocol.client import current_client
 from .admission import ConcurrencyLimiter, hide_internal_errors
 from .chat_pipeline import ChatPipeline
-from .inputs import InputPipeline, in_client_namespace
+from .inputs import InputPipeline, LoadedMedia, in_client_namespace
 from .loras import ActiveLora, LoraManager
 from .observers import RequestObserver, RequestTimer
 from .validation import check_item, pooling_of
@@ -81,7 +81,7 @@ class PoolingPipeline:
     @classmethod
     def create(cls, chat: ChatPipeline, config: EngineConfig) -> PoolingPipeline:
         """Return the pipeline with the components of another one."""
-        max_parallel = max(min(config.max_batch_size, config.max_waiting), 1)  # so that the decoder's queue has room
+        max_parallel = max(min(config.max_batch_size, config.max_waiting), 1)  # so that the decoder never rejects one
         return cls(
             name=chat.name,
             spec=chat.spec,
@@ -156,7 +156,8 @@ class PoolingPipeline:
         session_id = f"pool-{uuid.uuid4().hex}"
         async with self.loras.use(item) as lora:
             try:
-                yield _Session(pipeline=self, id=session_id, lora=lora)
+                loaded: LoadedMedia | None = {} if self.spec.task == "score" else None
+                yield _Session(pipeline=self, id=session_id, lora=lora, loaded=loaded)
             finally:
                 self.decoder.forget(session_id)
 
@@ -201,11 +202,13 @@ class _Session:
 
     Attributes:
         id: the salt, and the id in logs.
+        loaded: the media of the first pair, of which those of the query are not loaded again; None for embeddings.
     """
 
     pipeline: PoolingPipeline
     id: str
     lora: ActiveLora | None
+    loaded: LoadedMedia | None
 
     async def compute(self, placed: PlacedItem) -> tuple[Pooled, int]:
         """Return what is computed from one item, and the tokens of its prompt."""
@@ -217,7 +220,7 @@ class _Session:
     async def _compute(self, item: PoolingItem) -> tuple[Pooled, int]:
         pipeline = self.pipeline
         check_item(item, pipeline.decoder, pipeline.inputs.prompts)
-        inputs = await pipeline.inputs.load(item, self.lora)
+        inputs = await pipeline.inputs.load(item, self.lora, self.loaded)
         spans = await pipeline.inputs.encode(inputs, item, self.lora)
         request = DecodeRequest(
             id=self.id,

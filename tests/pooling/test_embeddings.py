@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 import torch
 
 from dashinfer_vlm_core import VLM, LoRARequest
 from dashinfer_vlm_core.errors import CheckpointError, RequestError
+from dashinfer_vlm_core.protocol.client import Client, current_client
 from tests.conversations import as_openai, blurred_image, user
 from tests.lora_folders import ATTENTION, MLP, merge_lora, write_lora
+from tests.waiting import auntil
 
 from .checkpoints import Reference, cosine
 
@@ -92,6 +96,25 @@ def test_rows_of_a_request_are_freed_and_its_common_prefix_is_computed_once(embe
     assert again[0].outputs.embedding == pytest.approx(outputs[7].outputs.embedding, abs=1e-5)
 
 
+def test_large_request_delays_others_little_and_frees_its_rows_when_canceled(embedder):
+    engine = embedder.engine
+
+    async def compute():
+        current_client.set(Client(id="large"))
+        large = asyncio.create_task(engine.aembed({"input": [f"{number} dogs " * 30 for number in range(2000)]}))
+        await auntil(lambda: engine.stats().decoder.running > 1)
+        current_client.set(Client(id="small"))
+        await engine.aembed({"input": "a"})
+        assert not large.done()
+        large.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await large
+        await auntil(lambda: engine.stats().decoder.running == 0)
+
+    asyncio.run(compute())
+    assert (engine.stats().decoder.kv_used, engine.stats().decoder.kv_cached) == (0, 0)
+
+
 def test_text_is_cut_before_the_end_of_the_template(embedder, reference):
     messages = [user("qwvxzkjbpgf" * 30)]
     whole = reference.length(messages)
@@ -103,7 +126,7 @@ def test_text_is_cut_before_the_end_of_the_template(embedder, reference):
 BAD = [
     (lambda vlm: vlm.embed([], use_tqdm=False), "prompts", "at least one"),
     (lambda vlm: vlm.embed([[user("a")], [user("a " * 4000)]], use_tqdm=False), "prompts[1]", "context length"),
-    (lambda vlm: vlm.embed(["a", {"promt": "b"}], use_tqdm=False), "prompts[1]", "no key"),
+    (lambda vlm: vlm.embed(["a", {"text": "b"}], use_tqdm=False), "prompts[1]", "no key"),
     (lambda vlm: vlm.embed([user("a")], dimensions=7, use_tqdm=False), "dimensions", "64 dimensions"),
     (
         lambda vlm: vlm.embed([user("a", blurred_image(1))], truncate_prompt_tokens=40, use_tqdm=False),

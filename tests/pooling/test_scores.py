@@ -19,6 +19,7 @@ def text(value):
     return {"type": "text", "text": value}
 
 
+@pytest.mark.slow
 def test_ranks_of_100_documents_equal_transformers(scorer, reference):
     outputs = scorer.score(QUERY, DOCUMENTS, use_tqdm=False)
     expected = [reference.score([text(QUERY)], [text(document)]) for document in DOCUMENTS]
@@ -60,6 +61,12 @@ def test_images_and_videos_are_scored_like_transformers(request, reranker, base,
         outputs = vlm.score(query, documents, instruction="Find a dog", use_tqdm=False)
     tolerance = {"float32": 1e-5, "bfloat16": 0.05}[dtype]
     assert [output.outputs.score for output in outputs] == pytest.approx(expected, abs=tolerance)
+
+
+def test_image_of_the_query_is_encoded_once(scorer):
+    before = scorer.engine.stats().vision
+    scorer.score({"image": data_url(blurred_image(77))}, DOCUMENTS[:5], use_tqdm=False)
+    assert scorer.engine.stats().vision.encoded - before.encoded == 1
 
 
 def test_pairs_are_scored_one_by_one(scorer):

@@ -154,6 +154,7 @@ def test_request_for_another_task_names_the_right_route(request, task):
     right = {"generate": "/v1/chat/completions", "embed": "/v1/embeddings", "score": "/v1/rerank"}[task]
     others = [item for other, bodies in BODIES.items() if other != task for item in bodies.items()]
     with request.getfixturevalue(SERVERS[task]).http() as client:
+        assert client.get("/health").json()["task"] == task
         for path, body in others:
             for stream in ({}, {"stream": True}) if path in BODIES["generate"] else ({},):
                 response = client.post(path, json=body | stream)

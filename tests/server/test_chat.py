@@ -173,6 +173,7 @@ def test_health_reports_status_model_and_decoder(scripted):
             "decoder_reason": "returns scripted responses",
             "max_model_len": served.engine.status().max_model_len,
             "supports_reasoning": False,
+            "task": "generate",
         }
         served.engine.close()
         responses = [client.get("/health"), client.get("/health/ready")]

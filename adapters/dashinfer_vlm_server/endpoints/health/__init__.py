@@ -27,6 +27,9 @@ class Health(BaseModel):
     supports_reasoning: bool | None = Field(
         default=None, description="Whether the model can reason before it responds; absent if unknown."
     )
+    task: str | None = Field(
+        default=None, description="What the model is used for: generate, embed or score; absent if unknown."
+    )
     fatal_error: str | None = Field(default=None, description="Why the engine failed; absent unless it did.")
 
 
@@ -49,7 +52,11 @@ def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
 
 def _health(server: ServerContext) -> Health:
     status = server.engine.status()
-    given: dict[str, Any] = {"supports_reasoning": status.supports_reasoning, "fatal_error": status.fatal_error or None}
+    given: dict[str, Any] = {
+        "supports_reasoning": status.supports_reasoning,
+        "task": status.task,
+        "fatal_error": status.fatal_error or None,
+    }
     return Health(
         status="draining" if server.drain_state.draining else status.state,
         model=status.model,
