@@ -25,6 +25,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dashinfer_vlm_core.installation import install_step
+
 from .engines import AVX2, Contender, InProcess, Launch, Server, custom, end_with_us, other_engine, ours
 from .environments import OTHER_ENGINES_FOLDER, OtherEngines, SetupMissing
 from .limits import image_seconds, measure_rates, step_seconds
@@ -113,7 +115,7 @@ def _write(results: Results, folder: Path) -> str:
     try:
         from . import plots
     except ModuleNotFoundError as error:
-        return f"{table}\n(no plots: {error.name} is missing; pip install 'dashinfer-vlm-adapters[bench]')"
+        return f"{table}\n(no plots: {error.name} is missing. {install_step('bench')})"
     plots.draw(results, folder)
     return table
 

@@ -33,6 +33,8 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
+from .installation import install_step
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
@@ -223,7 +225,7 @@ def extra_required(feature: str, extra: str) -> Iterator[None]:
         if package.startswith("dashinfer_vlm"):
             raise
         raise MissingDependency(
-            f"{feature} requires {package}, which is not installed. Run: pip install 'dashinfer-vlm-adapters[{extra}]'"
+            f"{feature} requires {package}, which is not installed. {install_step(extra)}"
         ) from None
 
 

@@ -7,9 +7,10 @@ import subprocess
 
 import pytest
 
+from dashinfer_vlm_core.installation import install_step
 from tests.waiting import until
 
-redis = pytest.importorskip("redis", reason="redis-py is not installed: pip install '.[redis]'")
+redis = pytest.importorskip("redis", reason=f"redis-py is not installed. {install_step('redis')}")
 
 PROGRAM = next(filter(None, map(shutil.which, ("valkey-server", "redis-server"))), None)
 

@@ -12,6 +12,7 @@ from click.core import Context
 
 from dashinfer_vlm_core.config import EngineConfig, variable
 from dashinfer_vlm_core.embedding_store import EmbeddingStoreOptions
+from dashinfer_vlm_core.installation import install_step
 from dashinfer_vlm_core.testing import scripted_engine
 from dashinfer_vlm_server import create_app
 from dashinfer_vlm_server.plugin import serve
@@ -203,7 +204,7 @@ def test_ray_service_starts_with_valid_options(objects, ray_application):
         assert f"/{arguments[name].split('/')[1]}" in mounts
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed: pip install '.[ray]'")
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason=f"ray is not installed. {install_step('ray')}")
 def test_ray_adapter_accepts_arguments(ray_application):
     config = pytest.importorskip("dashinfer_vlm_ray.config")
     parsed = config.parse_arguments(ray_application["args"])

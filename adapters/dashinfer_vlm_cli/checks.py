@@ -25,6 +25,7 @@ from dashinfer_vlm_core.config.folders import CACHE_FIX, write_error
 from dashinfer_vlm_core.embedding_store import EmbeddingStoreOptions, open_store, redacted
 from dashinfer_vlm_core.errors import DashInferVLMError
 from dashinfer_vlm_core.findings import Finding
+from dashinfer_vlm_core.installation import DISTRIBUTION, install_step, pip_step
 from dashinfer_vlm_core.kernels.choice import (
     PYTORCH_SETS,
     SLOWER,
@@ -40,7 +41,7 @@ from dashinfer_vlm_core.media_workers.sandbox import missing_restrictions
 from dashinfer_vlm_core.media_workers.worker_process import reference_to
 from dashinfer_vlm_core.models.checkpoint import cached_models
 from dashinfer_vlm_core.models.formats.detection import weight_memory
-from dashinfer_vlm_core.plugins import DISTRIBUTION, load_plugins
+from dashinfer_vlm_core.plugins import load_plugins
 
 if TYPE_CHECKING:
     from dashinfer_vlm_core.models.formats.interface import ModuleReader
@@ -110,8 +111,8 @@ def _package() -> Finding:
     try:
         return Finding(name=DISTRIBUTION, status="ok", detail=version(DISTRIBUTION))
     except PackageNotFoundError:
-        fix = f"Run: pip install {DISTRIBUTION}"
-        return Finding(name=DISTRIBUTION, status="broken", detail="on a path, but not installed", fix=fix)
+        detail = "on a path, but not installed"
+        return Finding(name=DISTRIBUTION, status="broken", detail=detail, fix=install_step())
 
 
 def _required(name: str) -> Finding:
@@ -119,7 +120,7 @@ def _required(name: str) -> Finding:
     try:
         importlib.import_module(module)
     except Exception as error:  # noqa: BLE001 - importing a broken library can raise anything
-        fix = f"Run: pip install --force-reinstall '{_requirement(name)}'"
+        fix = pip_step(f"--force-reinstall {_index(name)}'{_requirement(name)}'")
         return Finding(name=name, status="broken", detail=f"import failed: {_one_line(error)}", fix=fix)
     return Finding(name=name, status="ok", detail=version(name))
 
@@ -130,11 +131,19 @@ def _requirement(name: str) -> str:
     return next((line for line in requirements if re.split(r"[^\w.-]", line)[0] == name), name)
 
 
+def _index(name: str) -> str:
+    # PyPI's build of torch for Linux would replace that for CPUs, and bring several GB of CUDA libraries.
+    with contextlib.suppress(PackageNotFoundError):
+        if name == "torch" and version(name).endswith("+cpu"):
+            return f"--no-deps --index-url {CPU_INDEX} "
+    return ""
+
+
 def _extra(extra: str, modules: tuple[str, ...]) -> Finding:
     missing = [module for module in modules if find_spec(module) is None]
     if missing:
-        fix = f"Run: pip install '{DISTRIBUTION}[{extra}]'"
-        return Finding(name=f"extra {extra}", status="missing", detail=f"not installed: {', '.join(missing)}", fix=fix)
+        detail = f"not installed: {', '.join(missing)}"
+        return Finding(name=f"extra {extra}", status="missing", detail=detail, fix=install_step(extra))
     versions = ", ".join(f"{module} {version(module)}" for module in modules)
     return Finding(name=f"extra {extra}", status="ok", detail=versions)
 
@@ -369,7 +378,7 @@ def _self_test() -> Iterator[Finding]:
     if text == EXPECTED:
         yield Finding(name="self test", status="ok", detail=f"response of the decoder {decoder}: {text}")
     else:
-        fix = "Install the package again. If that does not help, report a bug."
+        fix = f"Report a bug if this step does not help. {install_step()}"
         yield Finding(name="self test", status="broken", detail=f"wrong response: {text!r}", fix=fix)
 
 

@@ -161,9 +161,10 @@ class MediaLoader:
         Equal sources are returned as one object: texts of many megabytes are hashed only here, in a thread.
         """
         if not self._readers and any(part.kind == "video" and isinstance(part.url, str) for part in parts):
+            # Clients read this message, and the command would contain the path of the installation.
             raise MissingDependency(
-                "No video reader is installed: pip install 'dashinfer-vlm-adapters[video]'."
-                " A list of frames works without one."
+                "No video reader is installed. Send a list of frames, or install the extra `video`: `dashinfer-vlm"
+                " doctor` shows the command."
             )
         known: dict[Source, Source] = {}
         sources = [_sources(part, self._config, self._policy) for part in parts]

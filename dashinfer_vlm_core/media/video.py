@@ -11,6 +11,7 @@ import numpy as np
 
 from ..config import EngineConfig
 from ..errors import ConfigError, InvalidParameter, MediaTooLarge, MediaUndecodable, MissingDependency
+from ..installation import install_step
 from ..protocol import MediaPart
 from .frame_sampling import VideoSamplingPolicy
 from .types import OpenVideo, Pixels, ResizerFactory, StopCheck, Video, VideoInfo, VideoReader
@@ -167,8 +168,8 @@ def select_readers(readers: Mapping[str, VideoReader], config: EngineConfig) -> 
         )
     reader = readers[name]
     if not reader.available():
-        fix = f"pip install 'dashinfer-vlm-adapters[{reader.extra}]'" if reader.extra else "install its library"
-        raise MissingDependency(f"video_reader: {name!r} is not installed: {fix}.", param="video_reader")
+        fix = install_step(reader.extra) if reader.extra else "Install its library"
+        raise MissingDependency(f"video_reader: {name!r} is not installed. {fix}.", param="video_reader")
     return (reader,)
 
 

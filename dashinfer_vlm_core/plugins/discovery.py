@@ -16,9 +16,9 @@ import pluggy
 
 from ..errors import MissingDependency, PluginError
 from ..hooks import API_VERSION, GROUP
+from ..installation import DISTRIBUTION, install_step
 from . import hookspecs
 
-DISTRIBUTION = "dashinfer-vlm-adapters"
 ALLOWED_VARIABLE = "DASHINFER_VLM_PLUGINS"
 """Names of the plugins of other distributions that may be imported. Not an option: plugins define options, and are
 imported before these are read."""
@@ -99,10 +99,11 @@ def import_plugin(entry: EntryPoint) -> object:
 
 
 def missing_dependency(entry: EntryPoint, error: ImportError) -> MissingDependency:
-    requirement = f"{owner(entry)}{f'[{entry.extras[0]}]' if entry.extras else ''}"
-    return MissingDependency(
-        f"{entry.name!r} ({entry.value}) cannot be imported: {error}. Try: pip install '{requirement}'"
-    )
+    extra = entry.extras[0] if entry.extras else ""
+    step = f"Try: pip install '{owner(entry)}{f'[{extra}]' if extra else ''}'"
+    if owner(entry) == DISTRIBUTION:
+        step = install_step(extra)
+    return MissingDependency(f"{entry.name!r} ({entry.value}) cannot be imported: {error}. {step}")
 
 
 def located(error: Exception) -> str:

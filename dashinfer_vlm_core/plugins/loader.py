@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import MissingDependency, PluginError
 from ..hooks import GROUP
+from ..installation import DISTRIBUTION, install_step
 from .discovery import (
     ALLOWED_VARIABLE,
-    DISTRIBUTION,
     allowed_names,
     call_hooks,
     identity,
@@ -110,7 +110,7 @@ def _load(entry: EntryPoint, registry: Registry, seen: set[str], *, strict: bool
 def _step(entry: EntryPoint) -> str:
     """Return the next step for a plugin that fails."""
     if owner(entry) == DISTRIBUTION:
-        return f"Install {DISTRIBUTION} again."
+        return install_step()
     return (
         f"Correct its code, uninstall {owner(entry)}, or set {ALLOWED_VARIABLE} to the names of the plugins to import,"
         " separated by commas."

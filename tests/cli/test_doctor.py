@@ -17,6 +17,7 @@ from dashinfer_vlm_cli.checks import EXTRAS, REQUIRED, _embedding_store, _media_
 from dashinfer_vlm_core import hookimpl
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.findings import Finding
+from dashinfer_vlm_core.installation import install_step
 from dashinfer_vlm_core.kernels.devices import cuda_devices
 from dashinfer_vlm_core.media_workers import fork_server
 from dashinfer_vlm_core.media_workers.sandbox import missing_restrictions
@@ -76,9 +77,9 @@ def test_missing_extra_is_optional_and_missing_library_is_broken():
     found = findings(result)
     assert result.returncode == 1
     assert found["extra video"]["status"] == "missing"
-    assert found["extra video"]["fix"] == "Run: pip install 'dashinfer-vlm-adapters[video]'"
+    assert found["extra video"]["fix"] == install_step("video")
     assert found["llguidance"]["status"] == "broken"
-    assert found["llguidance"]["fix"].startswith("Run: pip install --force-reinstall 'llguidance")
+    assert " -c constraints.txt --force-reinstall 'llguidance" in found["llguidance"]["fix"]
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ import pytest
 from dashinfer_vlm_core import Engine
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import ConfigError, EngineClosed, MediaUndecodable, MissingDependency
+from dashinfer_vlm_core.installation import install_step
 from dashinfer_vlm_core.media import READERS, DecordReader, PyAVReader, VideoReader
 from dashinfer_vlm_core.media.decoder import MediaDecoder
 from dashinfer_vlm_core.media.video import select_readers
@@ -199,7 +201,7 @@ def test_missing_decord_names_its_extra():
         def available(self):
             return False
 
-    with pytest.raises(MissingDependency, match=r"pip install 'dashinfer-vlm-adapters\[decord\]'"):
+    with pytest.raises(MissingDependency, match=re.escape(install_step("decord"))):
         select_readers({"decord": Missing()}, config(video_reader="decord"))
 
 

@@ -183,7 +183,7 @@ def test_too_many_parts_are_rejected_before_fetching(make, options):
 
 def test_missing_video_library_is_named_before_fetching():
     with serve({"/": body(encode_video())}) as web:
-        with pytest.raises(MissingDependency, match=r"pip install 'dashinfer-vlm-adapters\[video\]'"):
+        with pytest.raises(MissingDependency, match=r"No video reader .* the extra `video`"):
             load(video(web.url("/")), readers=[])
         assert web.requests == []
     load(video((image_url(),)), readers=[])

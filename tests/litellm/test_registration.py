@@ -12,6 +12,7 @@ from litellm.proxy.types_utils.utils import get_instance_fn
 
 import dashinfer_vlm_litellm
 from dashinfer_vlm_core.engine.capabilities import Capabilities
+from dashinfer_vlm_core.installation import install_step
 from dashinfer_vlm_core.models.spec import Profile
 from dashinfer_vlm_core.plugins import load_adapter
 from dashinfer_vlm_core.testing import EVERYTHING, ScriptedDecoder
@@ -68,7 +69,7 @@ def test_missing_litellm_error_names_extra():
         "    print(error)\n"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG, check=False)
-    assert "pip install 'dashinfer-vlm-adapters[litellm]'" in result.stdout
+    assert install_step("litellm") in result.stdout
 
 
 def supported(model):

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig
+from dashinfer_vlm_core.installation import install_step
 from dashinfer_vlm_core.testing import EVERYTHING, Script, scripted_registry
 from dashinfer_vlm_server import create_app
 from tests.server.conftest import RunningServer, serving
@@ -44,7 +45,9 @@ DROP = """([files, events]) => {
 @pytest.fixture(scope="module")  # not longer: while it runs, no other test in this thread can run an event loop
 def launch():
     """Start Chromium: `launch("--argument")`. It is the system's, or the one of `playwright install chromium`."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install '.[dev]'")
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason=f"playwright is not installed. {install_step('dev')}"
+    )
     path = next(filter(None, map(shutil.which, NAMES)), None)
     playwright.expect.set_options(timeout=1000 * HANG)
     with playwright.sync_playwright() as driver, contextlib.ExitStack() as stack:

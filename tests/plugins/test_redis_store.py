@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 
 import pytest
@@ -12,6 +13,7 @@ from dashinfer_vlm_core.embedding_store import Read, open_store
 from dashinfer_vlm_core.embedding_store.client import EmbeddingStoreClient
 from dashinfer_vlm_core.embedding_store.codec import EmbeddingCodec
 from dashinfer_vlm_core.errors import ConfigError, MissingDependency
+from dashinfer_vlm_core.installation import install_step
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_core.vision import VisionService
 from dashinfer_vlm_redis import RedisStoreFactory
@@ -318,5 +320,5 @@ def test_missing_extra_names_install_command(monkeypatch):
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.delitem(sys.modules, "dashinfer_vlm_redis.store", raising=False)
     monkeypatch.setitem(sys.modules, "redis", None)
-    with pytest.raises(MissingDependency, match=r"pip install 'dashinfer-vlm-adapters\[redis\]'"):
+    with pytest.raises(MissingDependency, match=re.escape(install_step("redis"))):
         RedisStoreFactory().open("redis://localhost", EngineConfig())

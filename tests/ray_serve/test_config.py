@@ -13,6 +13,7 @@ import yaml
 import dashinfer_vlm_ray
 from dashinfer_vlm_core import EngineConfig
 from dashinfer_vlm_core.errors import ConfigError, MissingDependency
+from dashinfer_vlm_core.installation import install_step
 from dashinfer_vlm_ray import RayConfig
 from dashinfer_vlm_ray.application import cpu_shortage
 from dashinfer_vlm_ray.config import parse_arguments
@@ -117,7 +118,7 @@ def test_documented_command_requires_two_cpus():
 
 def test_ray_is_required_to_build_the_application(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingDependency, match=r"requires ray.* pip install 'dashinfer-vlm-adapters\[ray\]'"):
+    with pytest.raises(MissingDependency, match=f"requires ray.* {re.escape(install_step('ray'))}"):
         dashinfer_vlm_ray.build_app()
 
 

@@ -22,6 +22,7 @@ from click.testing import CliRunner
 
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.errors import ConfigError
+from dashinfer_vlm_core.installation import install_step
 from dashinfer_vlm_core.testing import Script, scripted_engine, scripted_registry
 from dashinfer_vlm_server import create_app, plugin
 from dashinfer_vlm_server.serving import Server, uvicorn_config
@@ -577,5 +578,5 @@ def test_serve_without_its_extra_says_what_to_install():
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=HANG, check=False
     )
     assert completed.returncode == 2
-    assert "pip install 'dashinfer-vlm-adapters[server]'" in completed.stderr.splitlines()[-1]
+    assert completed.stderr.splitlines()[-1].endswith(install_step("server"))
     assert "Traceback" not in completed.stderr
