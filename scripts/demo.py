@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 FOLDER = Path("examples/pictures")
 READY = re.compile(r"^Serving \S+ \(decoder \S+\) at (\S+)$", re.MULTILINE)
 READY_TIMEOUT = 300.0
+PROGRESS_SECONDS = 4.0
 CURL = """curl {url}/chat/completions -H 'Content-Type: application/json' \\
   -d '{{"messages": [{{"role": "user", "content": [
   {{"type": "image_url", "image_url": {{"url": "data:image/png;base64,'"$(base64 -w0 {image})"'"}}}},
@@ -163,12 +164,15 @@ def _speed(usage: CompletionUsage, first: float, seconds: float) -> str:
 
 
 def _wait(server: subprocess.Popen[bytes], log: Path) -> str:
-    end = time.monotonic() + READY_TIMEOUT
-    while time.monotonic() < end:
+    begin = shown = time.monotonic()
+    while (now := time.monotonic()) < begin + READY_TIMEOUT:
         if ready := READY.search(log.read_text()):
             return ready[1]
         if server.poll() is not None:
             raise SystemExit(f"The server exited with code {server.returncode} before it was ready.")
+        if now - shown > PROGRESS_SECONDS:
+            print(f"  {now - begin:.0f} s", flush=True)
+            shown = now
         time.sleep(0.1)
     raise SystemExit(f"The server was not ready within {READY_TIMEOUT:.0f} s.")
 
