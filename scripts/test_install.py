@@ -1,7 +1,7 @@
 """Install into a new environment with the commands of README.md, and test the result.
 
 For each VERSION, such as 3.12 or the path of an interpreter, the script creates an environment in a temporary folder
-and runs the first `pip install` line of README.md, `dashinfer-vlm serve`, README's program for the openai client, and
+and runs the `pip install` lines of README.md, `dashinfer-vlm serve`, README's program for the openai client, and
 one test module of each adapter. It prints one line per version, and exits with 1 unless all of them passed. With
 `--wheel`, it installs that wheel instead of the checkout, and also checks that it contains the kernels.
 
@@ -29,7 +29,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-INDEX_OPTION = re.compile(r"\s--extra-index-url (\S+)")
 READY = re.compile(r"^Serving \S+ \(decoder \S+\) at (\S+)/v1", re.MULTILINE)
 READY_TIMEOUT = 300.0
 STEP_TIMEOUT = 3600.0
@@ -90,7 +89,8 @@ def _try(version: str, package: str) -> str:
         environment = _environment(binaries, folder)
         _step("venv", [str(interpreter), "-m", "venv", str(folder / "venv")], os.environ)
         begin = time.monotonic()
-        _step("README's pip line", [str(binaries / "python"), "-m", *_pip_line(package)], environment)
+        for line in _pip_lines(package):
+            _step("README's pip line", [str(binaries / "python"), "-m", *line], environment)
         seconds = time.monotonic() - begin
         versions = _step("import torch", [str(binaries / "python"), "-c", VERSIONS], environment).split()
         kernels = _kernels(binaries, environment) if package != "." else ""
@@ -118,7 +118,7 @@ def _kernels(binaries: Path, environment: dict[str, str]) -> str:
 
 def _tests(binaries: Path, environment: dict[str, str], package: str) -> list[str]:
     """Run one test module of each adapter, and return pytest's counts."""
-    pip = [str(binaries / "python"), "-m", *_with_reachable_index(["pip", "install", "-c", "constraints.txt"])]
+    pip = [str(binaries / "python"), "-m", "pip", "install", "-c", "constraints.txt"]
     _step("pip install of the adapters' extras and pytest", [*pip, f"{package}{EXTRAS}", *TOOLS], environment)
     outcomes = {adapter: _test(adapter, module, binaries, environment) for adapter, module in MODULES.items()}
     failed = [line for passed, line in outcomes.values() if not passed]
@@ -172,23 +172,18 @@ def _environment(binaries: Path, folder: Path) -> dict[str, str]:
     return inherited | own
 
 
-def _pip_line(package: str) -> list[str]:
-    """Return README's first `pip install` command, for another package than that of the checkout."""
-    words = shlex.split(_block("bash", "pip install"))
-    return _with_reachable_index([re.sub(r"^\.(?=\[)", package, word) for word in words])
-
-
-def _with_reachable_index(command: list[str]) -> list[str]:
-    """Return the command with README's extra index if that can be reached, and without it otherwise."""
-    index = INDEX_OPTION.search(_block("bash", "pip install"))
-    line = INDEX_OPTION.sub("", shlex.join(command))
-    if index and _is_reachable(index[1]):
-        return [*shlex.split(line), "--extra-index-url", index[1]]
-    return shlex.split(line)
+def _pip_lines(package: str) -> list[list[str]]:
+    """Return README's `pip install` commands whose index can be reached, for another package than the checkout."""
+    lines = [shlex.split(line) for line in _block("bash", "pip install").splitlines()]
+    return [
+        [re.sub(r"^\.(?=\[)", package, word) for word in line]
+        for line in lines
+        if "--index-url" not in line or _is_reachable(line[line.index("--index-url") + 1])
+    ]
 
 
 def _is_reachable(url: str) -> bool:
-    """Check the index once: pip would retry for every package, for minutes."""
+    """Check the index, for which pip would retry up to 100 s."""
     try:
         with urllib.request.urlopen(f"{url}/torch/", timeout=10):  # noqa: S310 - README's own URL
             return True

@@ -26,15 +26,15 @@ def test_missing_interpreter_is_skipped():
 @pytest.mark.parametrize("reachable", [True, False])
 def test_cpu_index_is_used_if_reachable(script, monkeypatch, reachable):
     monkeypatch.setattr(script, "_is_reachable", lambda url: reachable)
-    line = script._pip_line(".")
-    index = ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]
-    assert line == ["pip", "install", "-c", "constraints.txt", ".[server,video]", *(index if reachable else [])]
+    *first, second = script._pip_lines(".")
+    assert second == ["pip", "install", "-c", "constraints.txt", ".[server,video]"]
+    assert [line[-2:] for line in first] == ([["https://download.pytorch.org/whl/cpu", "torch"]] if reachable else [])
 
 
 def test_wheel_is_installed_instead_of_the_checkout(script, monkeypatch):
     monkeypatch.setattr(script, "_is_reachable", lambda url: False)
     line = ["pip", "install", "-c", "constraints.txt", "/dist/package.whl[server,video]"]
-    assert script._pip_line("/dist/package.whl") == line
+    assert script._pip_lines("/dist/package.whl") == [line]
 
 
 def test_modules_exist(script):

@@ -120,19 +120,23 @@ def test_code_blocks_of_pages_parse():
                     raise AssertionError(f"{page}: {error!r} in this block of {language}:\n{code}") from error
 
 
-def test_installation_commands_have_constraints_and_index():
-    """Without them, pip installs untested versions, or replaces PyTorch's build for CPUs by that for CUDA."""
+def test_installation_commands_have_constraints_and_follow_that_of_torch():
+    """Otherwise, pip installs untested versions, or PyTorch's build for CUDA."""
     examples = (path for path in (ROOT / "examples").rglob("*") if path.suffix in {"", ".md", ".yaml"})
     files = ["README.md", *(ROOT / "docs").rglob("*.md"), *(path for path in examples if path.is_file())]
+    installs = r"(?P<before>.*)\n.*pip install (?P<command>.*(?:\.\[\w|adapters\[|/wheels/\*).*)"
     commands = [
-        command
+        (found["before"], found["command"])
         for file in files
-        for command in re.findall(r"pip install [^`\n]+", read_page(file).replace("\\\n", ""))
-        if re.search(r"\.\[\w|adapters\[|/wheels", command) and "--no-index" not in command
+        for found in re.finditer(installs, read_page(file).replace("\\\n", " ").replace(" && ", "\n"))
+        if "--no-index" not in found["command"]
     ]
     assert len(commands) > 10
-    options = re.compile(r"-c \S*constraints\.txt +--extra-index-url https://download\.pytorch\.org/whl/cpu ")
-    assert [command for command in commands if not options.search(command)] == []
+    index = r"https://download\.pytorch\.org/whl/cpu "
+    torch = re.compile(rf"pip install .*-c \S*constraints\.txt --no-deps --index-url {index}torch")
+    both = re.compile(rf"--extra-index-url {index}.* torchvision")  # one command chooses versions that fit each other
+    assert [command for before, command in commands if "constraints.txt" not in command] == []
+    assert [command for before, command in commands if not (torch.search(before) or both.search(command))] == []
 
 
 def test_glossary_names_exist_in_code():

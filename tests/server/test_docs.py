@@ -49,7 +49,7 @@ def test_documented_outcomes_match_the_code():
     assert set(documented) == {*OUTCOMES.values(), "success", "invalid", "error"}
 
 
-OTHERS = {"--no-cache-dir", "--create-home", "--extra-index-url", "--from"}
+OTHERS = {"--no-cache-dir", "--create-home", "--index-url", "--no-deps", "--from"}
 """Options in the Dockerfile: of pip, useradd and COPY."""
 OPTIONS = sorted(set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", TEXT + MONITORING)) - OTHERS)
 
