@@ -25,11 +25,13 @@ from dashinfer_vlm_core.testing import scripted_engine
 from dashinfer_vlm_server import create_app
 from dashinfer_vlm_server.errors import STATUS
 from tests.pages import ROOT, check_programs, page_text
+from tests.scripts import load_script
 from tests.server.conftest import serving
 from tests.waiting import HANG
 
 pytestmark = pytest.mark.slow
 
+REFERENCE = load_script("docs_hooks").REFERENCE
 LARGEST_PICTURE = 150_000
 PAGES = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
 
@@ -126,6 +128,15 @@ def _leads(path, link, documents):
     there = (path.parent / target).resolve() if target else path
     there = there / "index.html" if there.is_dir() else there
     return there.exists() and (not fragment or fragment in documents[there].ids)
+
+
+def test_site_shows_docstrings_in_place_of_references(site):
+    documents, folder = site
+    references = {page: REFERENCE.findall(page_text(page)) for page in PAGES}
+    assert len(references["plugins.md"]) > 5
+    for page, found in references.items():
+        ids = documents[(folder / page).with_suffix(".html")].ids if found else set()
+        assert [name for name, _ in found if name not in ids] == [], page
 
 
 @pytest.mark.slow
