@@ -50,20 +50,25 @@ EXCEPTIONS: Mapping[type[DashInferVLMError], Callable[..., openai.APIError]] = {
 """The exception for each error class. Other classes have that of their nearest base class."""
 
 
-def to_litellm_exception(error: DashInferVLMError, *, model: str, provider: str, hide_setup: bool) -> openai.APIError:
+def to_litellm_exception(
+    error: DashInferVLMError, *, model: str, provider: str, api_base: str | None = None, hide_setup: bool
+) -> openai.APIError:
     """Convert an error of the engine to LiteLLM's exception, with OpenAI's `param`, `code` and `type`.
 
     Args:
         error: the error.
         model: the model's name without the provider prefix.
         provider: the provider's name.
+        api_base: the URL of the server. Setup errors name it: a Router with fallbacks hides which deployment failed.
         hide_setup: whether to hide setup errors and paths from a caller that did not set up the engine.
     """
     message = error.message if hide_setup else str(error)
+    if api_base and isinstance(error, SetupError):
+        message = f"{api_base}: {message}"
     param = error.param
     kind = next(kind for kind in type(error).__mro__ if kind in EXCEPTIONS)
     if hide_setup and isinstance(error, SetupError):
-        logger.error("Request failed: %s", error.message)
+        logger.error("Request to %s/%s failed: %s", provider, model, message)
         message = HIDDEN_MESSAGE
         param = None
         # The request is valid: the Router tries another deployment, whose setup may be correct.
@@ -89,9 +94,11 @@ def _options(error: DashInferVLMError, provider: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def litellm_errors(*, model: str, provider: str, hide_setup: bool) -> Iterator[None]:
+def litellm_errors(*, model: str, provider: str, api_base: str | None, hide_setup: bool) -> Iterator[None]:
     """Convert the engine's errors to LiteLLM's exceptions."""
     try:
         yield
     except DashInferVLMError as error:
-        raise to_litellm_exception(error, model=model, provider=provider, hide_setup=hide_setup) from error
+        raise to_litellm_exception(
+            error, model=model, provider=provider, api_base=api_base, hide_setup=hide_setup
+        ) from error

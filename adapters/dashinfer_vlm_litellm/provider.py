@@ -122,7 +122,12 @@ class DashInferVLM(CustomLLM):
         return local, config.request_name(model)
 
     def _errors(self, arguments: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
-        return litellm_errors(model=arguments["model"], provider=self.name, hide_setup=is_proxied(arguments))
+        return litellm_errors(
+            model=arguments["model"],
+            provider=self.name,
+            api_base=arguments.get("api_base"),
+            hide_setup=is_proxied(arguments),
+        )
 
 
 def _generates_text(subject: str) -> UnsupportedParameter:

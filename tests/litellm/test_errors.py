@@ -65,6 +65,17 @@ def test_setup_error_is_bad_request_for_calling_program():
     assert (type(hidden), hidden.param) == (litellm.InternalServerError, None)
 
 
+def test_setup_error_names_the_deployment(caplog):
+    """A Router with fallbacks responds as if nothing had failed."""
+    error, base = errors.AccessDenied("Send a key."), "http://127.0.0.1:8000/v1"
+    shown, hidden = (
+        to_litellm_exception(error, model="m", provider="p", api_base=base, hide_setup=hide) for hide in (False, True)
+    )
+    assert f"{base}: Send a key." in shown.message
+    assert base not in hidden.message
+    assert f"Request to p/m failed: {base}: Send a key." in caplog.text
+
+
 def test_exception_has_param_code_and_type():
     error = convert(errors.InvalidParameter("`top_p` is wrong.", param="top_p"))
     assert (error.param, error.code, error.type) == ("top_p", "invalid_value", "invalid_request_error")
