@@ -335,44 +335,44 @@ TOOLS_PROBLEMS = {
     '[{"type": "function", "function": {"name": "a b"}}]': "[0].function.name must be 1 to 64 letters",
     '[{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]': "parameters.type must be",
 }
-CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+CALL = '<tool_call>\n{"name": "find_shapes", "arguments": {"color": "red"}}\n</tool_call>'
 
 
 def test_tool_calls_are_shown_and_answered(open_page, scripted):
-    server, script, _ = scripted(f"Let me look.\n{CALL}\n{CALL.replace('Oslo', 'Rome')}", "Sunny in both.", "Yes.")
+    server, script, _ = scripted(f"Let me look.\n{CALL}\n{CALL.replace('red', 'blue')}", "Two of each.", "Yes.")
     tab = open_page(server)
     tools = tab.page.get_by_label("Tools", exact=True)
     for text, message in TOOLS_PROBLEMS.items():
         tools.fill(text)
         expect(tab.page.locator("#tools-error")).to_contain_text(message)
-    tab.send("How is the weather?")
+    tab.send("Find them.")
     expect(tools).to_be_focused()
     tools.fill("")
     tab.page.get_by_role("button", name="Insert an example").click()
     tab.page.get_by_label("Prompt", exact=True).press("Enter")
     response = tab.finished()
     expect(response.locator(".response-text")).to_have_text("Let me look.")
-    expect(response.locator(".call-name")).to_have_text(["get_weather"] * 2)
-    expect(response.locator(".calls pre")).to_have_text(['{\n  "city": "Oslo"\n}', '{\n  "city": "Rome"\n}'])
+    expect(response.locator(".call-name")).to_have_text(["find_shapes"] * 2)
+    expect(response.locator(".calls pre")).to_have_text(['{\n  "color": "red"\n}', '{\n  "color": "blue"\n}'])
     tab.screenshot("8-calls")
 
-    first, second = response.get_by_label("Result of get_weather").all()
-    expect(response.get_by_label('Result of get_weather {"city": "Rome"}')).to_have_count(1)
-    first.fill("18 degrees, sunny")
-    second.fill('{"sky": "clear"}')
+    first, second = response.get_by_label("Result of find_shapes").all()
+    expect(response.get_by_label('Result of find_shapes {"color": "blue"}')).to_have_count(1)
+    first.fill("two stars")
+    second.fill('{"stars": 2}')
     tab.page.get_by_role("button", name="Send results").click()
-    expect(tab.finished()).to_contain_text("Sunny in both.")
+    expect(tab.finished()).to_contain_text("Two of each.")
     expect(tab.page.get_by_role("article", name="Tool results").locator("pre")).to_have_text(
-        ["18 degrees, sunny", '{"sky": "clear"}']
+        ["two stars", '{"stars": 2}']
     )
     expect(tab.page.get_by_role("button", name="Send results")).to_be_hidden()
     tab.screenshot("9-results")
     prompt = prompt_of(script.requests[1])
-    for text in ("get_weather", '"city": "Oslo"', "18 degrees, sunny", '{"sky": "clear"}'):
+    for text in ("find_shapes", '"color": "red"', "two stars", '{"stars": 2}'):
         assert text in prompt
     tab.send("Sure?")
     expect(tab.finished()).to_contain_text("Yes.")
-    assert "Sunny in both." in prompt_of(script.requests[2])
+    assert "Two of each." in prompt_of(script.requests[2])
     for language in ("openai", "LangChain"):
         code = code_of(tab, language)
         compile(code, language, "exec")
@@ -384,7 +384,7 @@ def test_stopped_tool_call_is_not_answered(open_page, scripted):
     server, script, _ = scripted(f"Wait. {'So. ' * 200}{CALL}", "Fine.", delay=0.05)
     tab = open_page(server)
     tab.page.get_by_role("button", name="Insert an example").click()
-    tab.send("How is the weather?")
+    tab.send("Find them.")
     expect(tab.response()).to_contain_text("Wait.")
     tab.page.get_by_role("button", name="Stop").click()
     expect(tab.page.get_by_role("button", name="Send results")).to_have_count(0)
@@ -462,21 +462,21 @@ def test_history_can_be_disabled(open_page, scripted):
 
 
 def test_calls_and_failures_are_restored(open_page, scripted):
-    server, script, _ = scripted(CALL, QueueFull("Busy."), "Cold.")
+    server, script, _ = scripted(CALL, QueueFull("Busy."), "None.")
     tab = open_page(server)
     tab.expects_errors = True
     tab.page.get_by_role("button", name="Insert an example").click()
-    tab.send("How is the weather?")
-    tab.finished().get_by_label("Result of get_weather").fill("-5 degrees")
+    tab.send("Find them.")
+    tab.finished().get_by_label("Result of find_shapes").fill("none")
     tab.page.get_by_role("button", name="Send results").click()
     expect(tab.finished().get_by_role("alert")).to_contain_text("Busy.")
     reload(tab)
     open_history(tab).locator(".history-open").click()
-    expect(tab.response(0).locator(".call-name")).to_have_text(["get_weather"])
+    expect(tab.response(0).locator(".call-name")).to_have_text(["find_shapes"])
     expect(tab.response(1).get_by_role("alert")).to_contain_text("Busy.")
     tab.page.get_by_role("button", name="Insert an example").click()
     tab.page.get_by_role("button", name="Regenerate").click()
-    expect(tab.finished()).to_contain_text("Cold.")
+    expect(tab.finished()).to_contain_text("None.")
     assert len(script.requests) == 3
 
 
@@ -535,7 +535,7 @@ def test_api_key_is_stored_for_this_tab_only(open_page, scripted):
     for language in ("curl", "openai", "LangChain"):
         code = code_of(tab, language)
         assert "sesame" not in code
-        assert "OPENAI_API_KEY" in code
+        assert "DASHINFER_VLM_API_KEY" in code
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 375)])
@@ -583,8 +583,8 @@ def test_page_is_accessible(open_page, scripted, scheme, width):
     tab.page.get_by_label("Response format").select_option("text")
     if width < 1024:
         tab.page.get_by_role("button", name="Settings").click()
-    tab.send("How is the weather?")
-    expect(tab.finished().locator(".call-name")).to_have_text(["get_weather"])
+    tab.send("Find them.")
+    expect(tab.finished().locator(".call-name")).to_have_text(["find_shapes"])
     check("calls")
 
 
@@ -706,14 +706,14 @@ def test_generated_code_for_the_responses_api(open_page, demo, tmp_path, languag
 
 
 def test_code_for_responses_converts_the_request(open_page, scripted):
-    server, *_ = scripted(CALL, "Sunny.")
+    server, *_ = scripted(CALL, "Two.")
     tab = open_page(server)
     tab.page.get_by_label("System prompt").fill("Be short.")
     tab.page.get_by_label("Max tokens").fill("99")
     tab.page.get_by_role("button", name="Insert an example").click()
     tab.drop(IMAGES / "circle.png")
-    tab.send("How is the weather?")
-    tab.finished().get_by_label("Result of get_weather").fill("18 degrees")
+    tab.send("Find them.")
+    tab.finished().get_by_label("Result of find_shapes").fill("two stars")
     tab.page.get_by_role("button", name="Send results").click()
     tab.finished()
     code = code_of(tab, "curl", api="Responses")
@@ -724,11 +724,11 @@ def test_code_for_responses_converts_the_request(open_page, scripted):
     assert "/v1/responses" in code
     assert prompt["content"][0]["type"] == "input_image"
     assert prompt["content"][0]["image_url"].startswith("data:image/png;base64,$(base64 < circle.png")
-    assert prompt["content"][1] == {"type": "input_text", "text": "How is the weather?"}
-    assert (call["type"], call["name"], call["arguments"]) == ("function_call", "get_weather", '{"city": "Oslo"}')
-    assert result == {"type": "function_call_output", "call_id": call["call_id"], "output": "18 degrees"}
+    assert prompt["content"][1] == {"type": "input_text", "text": "Find them."}
+    assert (call["type"], call["name"], call["arguments"]) == ("function_call", "find_shapes", '{"color": "red"}')
+    assert result == {"type": "function_call_output", "call_id": call["call_id"], "output": "two stars"}
     assert (body["instructions"], body["max_output_tokens"]) == ("Be short.", 99)
-    assert [(tool["type"], tool["name"]) for tool in body["tools"]] == [("function", "get_weather")]
+    assert [(tool["type"], tool["name"]) for tool in body["tools"]] == [("function", "find_shapes")]
     expect(tab.page.get_by_role("tab", name="LangChain")).to_have_count(0)
     compile(code_of(tab, "openai", api="Responses"), "openai", "exec")
 

@@ -4,7 +4,7 @@
 import { baseUrl, key } from "./api.js";
 import { byId, closable, counted, element } from "./dom.js";
 
-const KEY = "OPENAI_API_KEY";
+const KEY = "DASHINFER_VLM_API_KEY";
 const CHAT_FIELDS = new Set([
   "model",
   "messages",

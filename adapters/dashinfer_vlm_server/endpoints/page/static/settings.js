@@ -22,9 +22,13 @@ const TOOLS = [
   {
     type: "function",
     function: {
-      name: "get_weather",
-      description: "Get the current weather in a city.",
-      parameters: { type: "object", properties: { city: { type: "string" } }, required: ["city"] },
+      name: "find_shapes",
+      description: "Find the shapes of a color.",
+      parameters: {
+        type: "object",
+        properties: { color: { type: "string", enum: ["red", "green", "blue", "yellow"] } }, // short for every model
+        required: ["color"],
+      },
     },
   },
 ];
