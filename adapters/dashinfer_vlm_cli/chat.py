@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .engines import AnyEngine
 
 STANDARD_INPUT = "-"
+NO_PROMPT = 'dashinfer-vlm: Standard input has no prompt. Pass one, as in dashinfer-vlm chat "Hello!".'
 
 
 class ChatCommand(EngineCommand):
@@ -84,6 +85,8 @@ def chat(
             _converse(engine, conversation, source)
         else:
             succeeded = [_complete(engine, conversation, each, as_json=as_json) for each in _prompts(prompt)]
+            if not succeeded:
+                click.echo(NO_PROMPT, err=True)
             if not all(succeeded):
                 sys.exit(1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
@@ -103,8 +104,14 @@ def _load(entry: EntryPoint, registry: Registry, seen: set[str], *, strict: bool
             raise
         is_complete = isinstance(error, MissingDependency)  # it has the command that installs what is missing
         problem = error.message if is_complete else f"{error.message.removesuffix('.')}. {_step(entry)}"
-        logger.warning("%s", problem)
+        _warn(problem)
         return _row(entry, status="broken", problem=problem)
+
+
+@functools.cache
+def _warn(problem: str) -> None:
+    """Log a problem once per process, although several parts of a program load the plugins."""
+    logger.warning("%s", problem)
 
 
 def _step(entry: EntryPoint) -> str:

@@ -456,6 +456,12 @@ def test_json_output_has_response_and_usage(run, server_url):
     assert line["seconds_to_first_token"] > 0
 
 
+def test_input_without_a_prompt_is_reported(run, server_url):
+    result = run("chat", "--api-base", server_url("Yes."), input="\n")
+    assert (result.stdout, result.exit_code) == ("", 0)
+    assert "Standard input has no prompt. Pass one" in result.stderr
+
+
 def test_failed_prompt_is_reported_and_sets_exit_code(run, server_url):
     result = run("chat", "--api-base", server_url(QueueFull("Busy."), "Yes."), "--json", input="one\ntwo\n")
     first, second = map(json.loads, result.stdout.splitlines())
