@@ -116,7 +116,8 @@ def _file_url(kind: Kind, path: Path) -> str:
     if not data:
         raise MediaUndecodable(f"{path} has 0 bytes. Save it again.")
     try:
-        _CHECKS[kind](data)
+        if check := _CHECKS.get(kind):
+            check(data)
     except RequestError as error:
         raise type(error)(f"{path}: {error.message}") from error
     return _data_url(mimetypes.guess_type(path.name)[0] or _MEDIA_TYPES[kind], data)
@@ -141,11 +142,8 @@ def _check_video(data: bytes) -> None:
         raise undecodable_error()
 
 
-def _check_file(data: bytes) -> None:
-    """Files are decoded by the engine only, in a process that may crash."""
-
-
-_CHECKS: Mapping[Kind, Callable[[bytes], None]] = {"image": _check_image, "video": _check_video, "file": _check_file}
+_CHECKS: Mapping[Kind, Callable[[bytes], None]] = {"image": _check_image, "video": _check_video}
+"""Documents are decoded by the engine only, in a process that may crash."""
 
 
 def _data_url(media_type: str, data: bytes) -> str:

@@ -76,11 +76,6 @@ class Document:
         ]
 
 
-def subject_of(part: MediaPart | DocumentPart) -> str:
-    """Return what a part is, as errors name it: image, video or document."""
-    return "document" if isinstance(part, MediaPart) and part.page is not None else part.kind
-
-
 def check_pages(count: int, part: DocumentPart, limits: Limits) -> None:
     """Check the number of selected pages of documents; `part` is the last document that they belong to.
 

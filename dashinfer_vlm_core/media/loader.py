@@ -74,7 +74,7 @@ class MediaLoader:
             UnsupportedParameter: the request contains embeddings, and they are not enabled.
         """
         for kind, limit in asdict(self._config.limit_mm_per_prompt).items():
-            matching = [part for part in parts if part.kind == kind and not _is_page(part)]
+            matching = [part for part in parts if part.kind == part.subject == kind]  # pages have their own limit
             if len(matching) > limit:
                 raise MediaTooLarge(
                     f"The engine accepts up to {limit} {kind} parts per request, got {len(matching)}. Send fewer.",
@@ -206,10 +206,6 @@ def _file_of(sources: Sequence[Source], path: str | None) -> Path | None:
     """Return the local file of a part, or of the frame at `path` of a list."""
     files = (source for source in sources if isinstance(source, LocalSource))
     return next((file.folder / file.name for file in files if len(sources) == 1 or file.path == path), None)
-
-
-def _is_page(part: MediaPart | DocumentPart) -> bool:
-    return isinstance(part, MediaPart) and part.page is not None
 
 
 def _sources(part: MediaPart | DocumentPart, config: EngineConfig, policy: VideoSamplingPolicy) -> list[Source]:

@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any, Literal
 
 from ..errors import EngineClosed, EngineError, MediaUndecodable
-from ..media.documents import Document, Page, subject_of
+from ..media.documents import Document, Page
 from ..media.image import deadline_error
 from ..media.types import Grid
 from ..models.interface import ImageProcessor, Patches
@@ -136,7 +136,7 @@ class MediaWorker:
         except TimeoutError:
             self.kill()
             self.end = "timed_out"
-            raise deadline_error(subject_of(job.part), job.part.path, job.seconds) from None
+            raise deadline_error(job.part.subject, job.part.path, job.seconds) from None
         except (Disconnected, ConnectionError, ValueError) as error:
             if self._killed:
                 self.end = "canceled"
@@ -145,7 +145,7 @@ class MediaWorker:
             self.end = "crashed"
             logger.warning("%s: its media worker ended unexpectedly.", job.part.path)
             raise MediaUndecodable(
-                f"The process that decodes the {subject_of(job.part)} ended unexpectedly. The file may be damaged, or"
+                f"The process that decodes the {job.part.subject} ended unexpectedly. The file may be damaged, or"
                 " need too much memory: save it again.",
                 param=job.part.path,
             ) from error

@@ -37,7 +37,6 @@ from PIL import Image as PILImage
 from ..config import EngineConfig
 from ..errors import InvalidParameter, MediaTooLarge, MediaUndecodable
 from ..media.decoder import MediaDecoder
-from ..media.documents import subject_of
 from ..media.image import out_of_memory_error
 from ..media.types import Embeddings, Image, Media, OpenVideo, VideoReader
 from ..models.interface import ImageProcessor
@@ -266,7 +265,7 @@ def _serve_job(sock: socket.socket, memory: SharedMemory, setup: WorkerSetup, lo
     except (InvalidParameter, MediaTooLarge, MediaUndecodable) as error:
         response = WorkerResponse(error=ErrorResponse.of(error))
     except MemoryError:
-        response = WorkerResponse(error=ErrorResponse.of(out_of_memory_error(subject_of(job.part), job.part.path)))
+        response = WorkerResponse(error=ErrorResponse.of(out_of_memory_error(job.part.subject, job.part.path)))
     except (Disconnected, ConnectionError):
         raise
     except Exception:  # noqa: BLE001  reported to the engine

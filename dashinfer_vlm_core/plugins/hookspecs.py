@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from ..hooks import hookspec
 
@@ -20,8 +21,16 @@ if TYPE_CHECKING:
     from ..models.interface import ModelFamily
 
 
+class RegisterModel(Protocol):
+    """Registers a name for the checkpoint in a folder; see `register_models`."""
+
+    def __call__(
+        self, name: str, folder: Path, *, description: str = "", example_prompts: Iterable[str] = ()
+    ) -> None: ...
+
+
 @hookspec
-def register_models(register: Callable[..., None]) -> None:
+def register_models(register: RegisterModel) -> None:
     """Register a name for a checkpoint folder: `register("demo", folder)`.
 
     The server shows its users a `description` of the model and `example_prompts`, a list, if they are given too.

@@ -49,6 +49,11 @@ class DocumentPart:
     url_field: str = field(default="file.file_data", compare=False)
 
     @property
+    def subject(self) -> Literal["document"]:
+        """What it is, as errors name it; see `MediaPart.subject`."""
+        return self.kind
+
+    @property
     def options_path(self) -> str:
         """The path of the object that has the options."""
         return join_path(self.path, self.url_field.partition(".")[0])

@@ -86,6 +86,11 @@ class MediaPart:
         return self.url is not None or self.content is not None or self.page is not None
 
     @property
+    def subject(self) -> Literal["image", "video", "document"]:
+        """What it is part of for the user, as errors name it: a page belongs to a document."""
+        return self.kind if self.page is None else "document"
+
+    @property
     def is_sampled(self) -> bool:
         """Whether it is a video that has to be sampled: a file, or an open reader of one, such as decord's."""
         return self.kind == "video" and (isinstance(self.url, str) or hasattr(self.content, "get_batch"))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dashinfer_vlm_core import hookimpl
+
+if TYPE_CHECKING:
+    from dashinfer_vlm_core.plugins.hookspecs import RegisterModel
 
 __all__ = ["CHECKPOINT", "register_models"]
 
@@ -21,5 +24,5 @@ EXAMPLE_PROMPTS = ("Describe the picture.", "Where is the star?", "Which way doe
 
 
 @hookimpl
-def register_models(register: Callable[..., None]) -> None:
+def register_models(register: RegisterModel) -> None:
     register("demo", CHECKPOINT, description=DESCRIPTION, example_prompts=EXAMPLE_PROMPTS)
