@@ -39,15 +39,16 @@ RETRIES = 3
 def ocr(*, files: tuple[Path, ...], output: Path, source: EngineSource) -> None:
     """Convert PDFs and images to Markdown.
 
-    Each of FILES becomes a file of the same name with the suffix .md. Pages are also appended to pages.jsonl in the
-    folder as they finish. To resume after an interruption, run the command again: it converts the pages that are
-    missing or failed.
+    Each of FILES becomes a file of the same name with the suffix .md; one that this command did not write is kept, and
+    is an error. Pages are also appended to pages.jsonl in the folder as they finish. To resume after an interruption,
+    run the command again: it converts the pages that are missing or failed.
 
     Exits with 0 if every page has its text, with 1 if some have none.
     """
     sources = find_sources(files, output)
     output.mkdir(parents=True, exist_ok=True)
     with PagesFile(output / PAGES_FILE) as pages:
+        pages.check_outputs(sources)
         job = _Job(pages=pages)
         try:
             _run(job, sources, source)

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import mimetypes
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,9 +76,23 @@ class PagesFile(LineFile):
     """
 
     def __init__(self, path: Path) -> None:
+        self._names: set[str] = set()
         self._pages: dict[str, dict[int, dict[str, Any]]] = {}
         self._totals: dict[str, int] = {}
         super().__init__(path, prefix=LINE_PREFIX, read=self._read)
+
+    def check_outputs(self, sources: Sequence[Source]) -> None:
+        """Check that the Markdown files that exist are this command's, which may replace them.
+
+        Raises:
+            ConfigError: one exists, but no page of a file of its source's name was converted.
+        """
+        for source in sources:
+            if source.path.name not in self._names and os.path.lexists(source.output):
+                raise ConfigError(
+                    f"{source.output} exists, but {self.path} has no page of {source.path.name}: it would be lost."
+                    " Move it away, or choose another folder."
+                )
 
     def add(self, source: Source, digest: str, page: OcrPage, total: int) -> None:
         """Append a page; of two lines about a page, the later one counts."""
@@ -108,6 +123,7 @@ class PagesFile(LineFile):
         return "".join(f"{text}\n\n" for index in sorted(pages) if (text := _to_text(pages[index])))
 
     def _store(self, line: dict[str, Any]) -> None:
+        self._names.add(line["file"])
         self._totals[line["digest"]] = line["total_pages"]
         self._pages.setdefault(line["digest"], {})[line["index"]] = line
 

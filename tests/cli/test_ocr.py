@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from dashinfer_vlm_core.errors import ConfigError, DecoderFailed
+from dashinfer_vlm_core.errors import CheckpointError, ConfigError, DecoderFailed
 from tests.cli.conftest import run_process
 from tests.pdfs import document
 from tests.samples import encode, noise
@@ -87,6 +87,20 @@ def test_other_files_of_the_folder_are_not_overwritten(run, report, tmp_path):
     (tmp_path / "pages.jsonl").write_text('{"name": 1}\n')
     with pytest.raises(ConfigError, match=r"pages\.jsonl, line 1 is not a page"):
         run("ocr", report, "-o", tmp_path)
+
+
+def test_markdown_of_another_program_is_not_overwritten(run, report, tmp_path):
+    """Not even if pages of another file are in the folder. No model is loaded."""
+    line = {"file": "report.png", "digest": "0", "total_pages": 1, "index": 0, "markdown": "Mine.", "error": None}
+    (tmp_path / "pages.jsonl").write_text(json.dumps(line) + "\n")
+    (tmp_path / "report.md").write_text("Mine.\n\n")
+    with pytest.raises(ConfigError, match=r"report\.md exists, .* no page of report\.pdf.* Move it away") as caught:
+        run("ocr", report, "-o", tmp_path, "--model", tmp_path / "missing")
+    assert str(tmp_path / "report.md") in caught.value.message
+    assert (tmp_path / "report.md").read_text() == "Mine.\n\n"
+    (tmp_path / "report.md").rename(tmp_path / "mine.md")
+    with pytest.raises(CheckpointError):
+        run("ocr", report, "-o", tmp_path, "--model", tmp_path / "missing")
 
 
 @pytest.mark.slow
