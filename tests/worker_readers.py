@@ -66,13 +66,6 @@ def remember():
     return Frames([len(_seen)] * 4)
 
 
-def leave_if_reused():
-    frames = remember()
-    if len(_seen) > 1:
-        leave()
-    return frames
-
-
 def reserve():
     """Return whether 1 GiB of address space can be reserved, in memory that cannot be written."""
     try:
@@ -151,7 +144,7 @@ def forbidden():
 
 ACTIONS = {
     action.__name__.encode(): action
-    for action in (sleep, crash, leave, allocate, warn, environment, remember, leave_if_reused, reserve, forbidden)
+    for action in (sleep, crash, leave, allocate, warn, environment, remember, reserve, forbidden)
 }
 
 

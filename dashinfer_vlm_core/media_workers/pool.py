@@ -81,14 +81,15 @@ class MediaWorkerPool:
             return await self._run_in_worker(client.id, job)
 
     async def _run_in_worker(self, client: str, job: Job) -> Patches | Document:
-        """Run a job; again in another worker if one ends that was idle before: it may have been killed from outside."""
+        """Run a job; in another worker if one that was idle ended before it had received it. After that, the file may
+        be what ended the worker, and would end the next one too."""
         while True:
             worker = self._take_worker(client)
             was_idle = worker.pid is not None
             try:
                 return await self._run(worker, job)
             except MediaUndecodable:
-                if not was_idle or worker.end != "crashed":
+                if not was_idle or not worker.lost_job:
                     raise
             finally:
                 self._return_worker(worker)

@@ -80,6 +80,7 @@ class MediaWorker:
         reusable: whether it accepts another job.
         pid: its process id, once it has started.
         end: why it ended: `timed_out`, `crashed` or `canceled`; empty before, and for idle workers.
+        lost_job: whether it ended before it had received all of its job, which therefore did not end it.
     """
 
     def __init__(self, config: WorkerConfig, client: str) -> None:
@@ -93,6 +94,7 @@ class MediaWorker:
         self.reusable: bool = True
         self.pid: int | None = None
         self.end: Literal["", "timed_out", "crashed", "canceled"] = ""
+        self.lost_job: bool = False
 
     def start(self) -> None:
         """Start the process and wait until it accepts jobs.
@@ -143,6 +145,8 @@ class MediaWorker:
                 raise EngineClosed("The request was canceled.") from None
             self.kill()
             self.end = "crashed"
+            # Unlike a worker that has received all, one that leaves data unread breaks or resets the connection.
+            self.lost_job = isinstance(error, ConnectionError)
             logger.warning("%s: its media worker ended unexpectedly.", job.part.path)
             raise MediaUndecodable(
                 f"The process that decodes the {job.part.subject} ended unexpectedly. The file may be damaged, or"

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import fcntl
 import functools
 import json
 import os
 import signal
 import socket
+import struct
+import termios
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +72,11 @@ def workers(pool):
 def exists(pid):
     """Whether a process exists; one that ended does, until the fork server has noticed it."""
     return Path(f"/proc/{pid}").exists()
+
+
+def unread_bytes(sock):
+    """Return how many bytes have been sent that the other end has not received."""
+    return struct.unpack("i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))[0]
 
 
 def open_files():
@@ -218,13 +226,32 @@ def test_worker_killed_while_idle_is_replaced(run):
     assert run(work).tokens
 
 
-def test_worker_that_ends_after_it_was_idle_is_replaced(run):
+@pytest.mark.parametrize("padding", [0, 10_000_000])
+def test_file_that_a_worker_has_not_received_is_processed_by_another(run, padding):
+    """A small file is in the socket when the worker ends; a large one is being sent."""
+
     async def work(pool):
-        for _ in range(2):
-            assert (await pool.process(video(), [b"leave_if_reused"], budget())).tokens
+        expected = await pool.process(image(), [encode(PICTURE)], budget())
+        (worker,) = pool._idle
+        os.kill(worker.pid, signal.SIGSTOP)
+        task = asyncio.ensure_future(pool.process(image(), [encode(PICTURE) + bytes(padding)], budget()))
+        await asyncio.to_thread(until, lambda: unread_bytes(worker._sock))
+        os.kill(worker.pid, signal.SIGKILL)
+        assert (await task).digest == expected.digest
         return pool.stats
 
-    assert run(work, readers=[ActionReader()]) == MediaWorkerStats(started=2, crashed=1)
+    assert run(work, limits={"image_decode_timeout": HANG}) == MediaWorkerStats(started=2, crashed=1)
+
+
+@pytest.mark.parametrize("action", ["crash", "leave"])
+def test_file_that_ends_a_worker_is_not_processed_again(run, action):
+    async def work(pool):
+        await pool.process(image(), [encode(PICTURE)], budget())
+        with pytest.raises(MediaUndecodable, match="ended unexpectedly"):
+            await pool.process(video(), [action.encode()], budget())
+        return pool.stats
+
+    assert run(work, readers=[ActionReader()]) == MediaWorkerStats(started=1, crashed=1)
 
 
 @pytest.mark.slow
@@ -241,7 +268,7 @@ def test_killed_workers_leave_nothing_behind(run):
 
         for _ in range(50):
             task = asyncio.ensure_future(pool.process(video(), [b"sleep"], budget()))
-            while not task.done():  # it is tried again if its worker was idle before
+            while not task.done():  # another worker runs it if one did not receive it
                 kill()
                 await asyncio.sleep(0.002)
             with pytest.raises(MediaUndecodable, match="ended unexpectedly"):
@@ -458,7 +485,7 @@ def test_statistics_count_workers_and_why_they_ended(run, monkeypatch):
         return pool.stats
 
     stats = run(work, readers=[ActionReader()], limits={"video_decode_timeout": HANG})
-    assert stats == MediaWorkerStats(started=4, crashed=2, timed_out=1, canceled=1)
+    assert stats == MediaWorkerStats(started=3, crashed=1, timed_out=1, canceled=1)
 
 
 def test_limit_of_a_client_applies(run):
