@@ -90,6 +90,16 @@ def test_page_is_rendered_at_the_size_that_max_pixels_allows(send):
     assert_same_prompt(request_wide, theirs)
 
 
+def test_size_below_the_minimum_names_what_a_file_can_set(send):
+    with pytest.raises(InvalidParameter, match=r"Set `max_pixels` to at least 7056\.$") as caught:
+        send(file(max_pixels=100))
+    assert caught.value.param == f"{PART}.file.max_pixels"
+    with pytest.raises(InvalidParameter, match=r"Lower the minimum in `mm_processor_kwargs`\.$") as caught:
+        send(file(), mm_processor_kwargs={"min_pixels": 10**9})
+    assert caught.value.param == f"{PART}.file"
+    assert send(file(pages="1", max_pixels=84 * 84))
+
+
 def test_pages_are_numbered_and_in_order(send):
     one, two = (rendered(number, 1) for number in (1, 2))
     ours, _ = send(file(dpi=72), text("?"))

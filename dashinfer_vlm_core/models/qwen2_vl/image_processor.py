@@ -145,9 +145,15 @@ def check_order(limits: PixelLimits, media: Image | Video) -> None:
     Raises:
         InvalidParameter: it is; the error names the field of the request.
     """
-    if limits.min_pixels > limits.max_pixels:
-        name = "max_pixels" if media.min_pixels is None else "min_pixels"
+    if limits.min_pixels <= limits.max_pixels:
+        return
+    problem = f"min_pixels ({limits.min_pixels}) is above max_pixels ({limits.max_pixels})."
+    name = "max_pixels" if media.min_pixels is None else "min_pixels"
+    if media.options_field != "file":
+        raise InvalidParameter(f"{problem} Set both.", param=f"{media.options_path}.{name}")
+    # A file has no `min_pixels`, and only a page of a document has `max_pixels`.
+    if isinstance(media, Image) and media.source_size and media.max_pixels == limits.max_pixels:
         raise InvalidParameter(
-            f"min_pixels ({limits.min_pixels}) is above max_pixels ({limits.max_pixels}). Set both.",
-            param=f"{media.options_path}.{name}",
+            f"{problem} Set `max_pixels` to at least {limits.min_pixels}.", param=f"{media.options_path}.max_pixels"
         )
+    raise InvalidParameter(f"{problem} Lower the minimum in `mm_processor_kwargs`.", param=media.options_path)
