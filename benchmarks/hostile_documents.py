@@ -8,8 +8,8 @@ from collections.abc import Sequence
 CATALOG = b"<< /Type /Catalog /Pages 2 0 R >>"
 
 
-def pdf(objects: Sequence[bytes], trailer: bytes = b"") -> bytes:
-    """Return a file with these objects, numbered from 1 on; the first is the catalog."""
+def pdf(objects: Sequence[bytes], trailer: bytes = b"", *, catalog: int = 1) -> bytes:
+    """Return a file with these objects, numbered from 1 on, one of which is the catalog."""
     file = bytearray(b"%PDF-1.7\n")
     offsets = []
     for number, content in enumerate(objects, 1):
@@ -18,7 +18,9 @@ def pdf(objects: Sequence[bytes], trailer: bytes = b"") -> bytes:
     start = len(file)
     file += b"xref\n0 %d\n0000000000 65535 f \n" % (len(objects) + 1)
     file += b"".join(b"%010d 00000 n \n" % offset for offset in offsets)
-    file += b"trailer\n<< /Size %d /Root 1 0 R %b >>\nstartxref\n%d\n%%%%EOF\n" % (len(objects) + 1, trailer, start)
+    file += b"trailer\n<< /Size %d /Root %d 0 R %b >>\nstartxref\n%d\n%%%%EOF\n" % (
+        len(objects) + 1, catalog, trailer, start,
+    )  # fmt: skip
     return bytes(file)
 
 

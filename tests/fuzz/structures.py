@@ -6,6 +6,7 @@ lengths, checksums and counts are right unless a mutation changed them.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 import struct
@@ -241,24 +242,49 @@ def _write_gif_block(node: Node) -> bytes:
 # PDF: objects of tokens, and their streams
 
 
-_OBJECT = re.compile(rb"\d+ 0 obj\n(.*?)\nendobj\n", re.DOTALL)
-_STREAM = re.compile(rb"(.*?)\nstream\n(.*)\nendstream", re.DOTALL)
-_TOKEN = re.compile(rb"<<|>>|[\[\]]|\((?:\\.|[^()\\])*\)|<[0-9a-f]*>|/?[^\s<>\[\]()/]+")
+_OBJECT = re.compile(rb"(\d+) 0 obj\r?\n(.*?)\r?\nendobj\r?\n", re.DOTALL)
+_STREAM = re.compile(rb"(.*?)(?:\r?\n)?stream\r?\n(.*)\r?\nendstream", re.DOTALL)
+_TOKEN = re.compile(rb"<<|>>|[\[\]]|\((?:\\.|[^()\\])*\)|<[0-9a-fA-F]*>|/?[^\s<>\[\]()/]+", re.DOTALL)
 _LENGTH = b"/Length"
+_FLATE = [b"/Filter", b"/FlateDecode"]
+MAX_INFLATED = 1 << 16
 
 
 def parse_pdf(data: bytes) -> list[Node]:
-    """Parse a file of `tests.pdfs`."""
+    """Parse a file of `tests.pdfs`, or one that PDFium has written."""
     nodes = []
-    for content in _OBJECT.findall(data):
+    for number, content in _OBJECT.findall(data):
         found = _STREAM.fullmatch(content)
         tokens = [Node(b"token", token) for token in _TOKEN.findall(found[1] if found else content)]
-        nodes.append(Node(b"object", children=[*tokens, *([Node(b"stream", found[2])] if found else [])]))
+        nodes.append(Node(number, children=[*tokens, *([Node(b"stream", found[2])] if found else [])]))
     return nodes
 
 
+def inflate_pdf(nodes: Sequence[Node]) -> None:
+    """Replace streams that are only deflated by their contents, so that mutations change these."""
+    for node in nodes:
+        tokens = [child.body for child in node.children[:-1]]
+        index = next((index for index in range(len(tokens)) if tokens[index : index + 2] == _FLATE), None)
+        if index is None or b"/DecodeParms" in tokens:
+            continue
+        with contextlib.suppress(zlib.error):
+            inflated = zlib.decompress(node.children[-1].body)
+            if len(inflated) <= MAX_INFLATED:
+                node.children[-1].body = inflated
+                del node.children[index : index + 2]
+
+
 def write_pdf(nodes: Sequence[Node]) -> bytes:
-    return pdf([_write_object(node) for node in nodes if node.kind == b"object"])
+    objects: dict[int, bytes] = {}
+    catalog = 1
+    for node in (node for node in nodes if node.kind.isdigit()):
+        number = int(node.kind)
+        if number in objects:  # a copy
+            number = max(objects) + 1
+        objects[number] = _write_object(node)
+        if any(child.body == b"/Catalog" for child in node.children):
+            catalog = number
+    return pdf([objects.get(number + 1, b"null") for number in range(max(objects, default=0))], catalog=catalog)
 
 
 def _write_object(node: Node) -> bytes:

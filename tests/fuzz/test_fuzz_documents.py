@@ -5,18 +5,18 @@ from __future__ import annotations
 import zlib
 
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.hostile_documents import pdf, stream
 from dashinfer_vlm_core.config import Limits
-from dashinfer_vlm_core.errors import InvalidParameter, MediaTooLarge, MediaUndecodable
 from dashinfer_vlm_core.media_workers.pool import is_supported
 from dashinfer_vlm_core.testing import scripted_engine
+from tests.fuzz.documents import check, document_engine, request
 from tests.fuzz.mutations import damaged_bytes
 from tests.fuzz.structures import mutated_files, parse
 from tests.pdfs import document
-from tests.samples import data_url, encode, noise
+from tests.samples import encode, noise
 from tests.waiting import HANG
 
 pytestmark = [
@@ -26,7 +26,6 @@ pytestmark = [
 ]
 
 SHARE = settings.default.max_examples
-PART = "messages[0].content[0]"
 PIXELS = noise(8, 8).tobytes()
 IMAGE = b"/Type /XObject /Subtype /Image /Width 8 /Height 8 /ColorSpace /DeviceRGB /BitsPerComponent 8"
 FIELD = b"<< /Type /Annot /Subtype /Widget /FT /Tx /T (a) /V (b) /Rect [9 9 50 20] /DA (/F 9 Tf) /P 3 0 R >>"
@@ -83,31 +82,8 @@ FILES = [
 
 @pytest.fixture(scope="module")
 def engine(tiny_checkpoint):
-    limits = Limits(media_worker_memory_mib=256, image_decode_timeout=2, video_decode_timeout=2)
-    with scripted_engine("Never asked.", model=str(tiny_checkpoint), media_workers=2, limits=limits) as engine:
+    with document_engine(tiny_checkpoint) as engine:
         yield engine
-
-
-def request(file, **options):
-    part = {"type": "file", "file": {"file_data": data_url(file, "application/pdf"), **options}}
-    return {"messages": [{"role": "user", "content": [part]}]}
-
-
-def check_error(error):
-    assert error.param.startswith(PART)
-    assert len(error.message) < 300
-
-
-def check(engine, file):
-    """Check that a file is previewed or rejected by its part; --hypothesis-show-statistics counts the outcomes."""
-    try:
-        preview = engine.preview(request(file, max_pixels=84 * 84))
-    except (MediaTooLarge, MediaUndecodable, InvalidParameter) as error:
-        check_error(error)
-        event(f"rejected: {error.message}")
-    else:
-        assert all(item.tokens > 0 for item in preview.items)
-        event("rendered")
 
 
 @settings(max_examples=8 * SHARE)

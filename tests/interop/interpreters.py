@@ -2,7 +2,8 @@
 
 vLLM has an environment of its own, that of the benchmarks. PEFT and client libraries are imported by tests: their
 packages are in folders at the end of the path, and use torch, openai and others of the project's environment. So does
-Ray, whose processes find its folder through PYTHONPATH. npm installs the packages of JavaScript clients.
+Ray, whose processes find its folder through PYTHONPATH. npm installs the packages of JavaScript clients. Of pypdf, only
+files are used.
 
 `python -m tests.interop.interpreters` installs all of them, and prints what it does.
 """
@@ -16,6 +17,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +36,8 @@ DOCLING = ("docling-slim[convert-core,format-pdf-pypdfium2,format-web]==2.143.0"
 OPENAI_3 = ("openai==3.54.0",)
 """httpx2, which it requires, is in the project's environment."""
 RAY = ("ray[serve]==2.60.0",)
+PDFS = "pypdf==6.10.0"
+"""Its source distribution contains the PDF files of its tests."""
 PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 FOLDER = EngineConfig().cache_folder / "interop"
 JAVASCRIPT = Path(__file__).parent / "javascript"
@@ -131,6 +135,22 @@ def javascript() -> Path:
     return folder
 
 
+def pdfs() -> Path:
+    """Return the folder with the PDF files of pypdf's tests; raises like `vllm`."""
+    folder = FOLDER / PDFS.replace("==", "-")
+    if not folder.exists():
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        print(f"downloading the source distribution of {PDFS} ...", flush=True)  # noqa: T201 - for users of `--interop`
+        with tempfile.TemporaryDirectory(dir=FOLDER) as draft:
+            source = ("--no-deps", "--no-binary", ":all:", PDFS)
+            run(sys.executable, "-m", "pip", "download", "-q", *source, "-d", draft)
+            (archive,) = Path(draft).glob("*.tar.gz")
+            with tarfile.open(archive) as files:
+                files.extractall(draft, filter="data")
+            Path(draft, folder.name).rename(folder)
+    return folder / "resources"
+
+
 def ray() -> Interpreter:
     """Return this interpreter with Ray Serve; raises like `vllm`."""
     if importlib.util.find_spec("ray"):
@@ -162,7 +182,7 @@ def main() -> None:
     """Install all of them; the tests of those that cannot be installed are skipped."""
     installers: dict[str, Callable[[], object]] = {
         "vLLM": vllm, "PEFT": peft, "client libraries": clients, "OCR clients": ocr, "Docling": docling,
-        "openai 3": openai_3, "JavaScript clients": javascript, "Ray": ray,
+        "openai 3": openai_3, "JavaScript clients": javascript, "Ray": ray, "PDF files": pdfs,
     }  # fmt: skip
     for name, install in installers.items():
         _install(name, install)
