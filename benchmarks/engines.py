@@ -22,7 +22,7 @@ import httpx
 from .client import EngineTarget, HTTPTarget, authorization
 from .environments import OtherEngines, SetupMissing, vllm_environment
 from .limits import cores
-from .llama_cpp import PRECISIONS, LlamaCpp
+from .llama_cpp import PRECISIONS, SLOTS, LlamaCpp
 
 NOT_FOUND = 404
 
@@ -35,6 +35,9 @@ AVX2 = {
     "DASHINFER_VLM_CPU_KERNELS": "avx2",
 }
 """Environment variables that keep this engine, torch and oneDNN from using AVX-512."""
+
+MAX_PIXELS = 1_003_520
+"""The largest image of the workloads that compare engines."""
 
 START_SECONDS = 900.0
 """vLLM's CPU build compiles for minutes."""
@@ -205,7 +208,15 @@ def custom(given: str, model: str) -> Launch:
     return Launch(name=name, command=tuple(part.replace("{model}", model) for part in parts))
 
 
-def other_engine(name: str, model: Path, other_engines: OtherEngines, *, avx2: bool = False) -> Launch:
+def other_engine(
+    name: str,
+    model: Path,
+    other_engines: OtherEngines,
+    *,
+    avx2: bool = False,
+    max_pixels: int = MAX_PIXELS,
+    slots: int = SLOTS,
+) -> Launch:
     """Return the launch of another engine, after installing it and converting the model for it.
 
     Args:
@@ -213,18 +224,20 @@ def other_engine(name: str, model: Path, other_engines: OtherEngines, *, avx2: b
         model: the checkpoint's folder.
         other_engines: where it is installed.
         avx2: whether it must not use AVX-512; `AVX2` has to be in the environment, too.
+        max_pixels: the largest image; only vLLM requires it.
+        slots: maximum number of concurrent requests; only llama.cpp requires it, whose context they share.
 
     Raises:
         SetupMissing: it cannot be installed here, or it cannot be restricted.
     """
     if name == "vllm":
-        return _vllm(model, other_engines, avx2=avx2)
+        return _vllm(model, other_engines, avx2=avx2, max_pixels=max_pixels)
     if name == "transformers":
         script = str(other_engines.script("transformers_server.py"))
         note = "generate() over the waiting requests, up to 16 at once; the next batch starts when the last has ended"
         return Launch(name=name, command=(sys.executable, script, str(model), "{port}"), note=note)
     if name.startswith("llama-"):
-        return _llama_cpp(name, model, other_engines, avx2=avx2)
+        return _llama_cpp(name, model, other_engines, avx2=avx2, slots=slots)
     if name.startswith("mnn-"):
         if avx2:
             raise SetupMissing("it chooses instructions by the processor alone")
@@ -245,13 +258,13 @@ def other_engine(name: str, model: Path, other_engines: OtherEngines, *, avx2: b
     return Launch(name=name, command=command, note=note)
 
 
-def _vllm(model: Path, other_engines: OtherEngines, *, avx2: bool) -> Launch:
+def _vllm(model: Path, other_engines: OtherEngines, *, avx2: bool, max_pixels: int) -> Launch:
     python = other_engines.vllm()
     command = (
         str(python.parent / "vllm"), "serve", str(model), "--host", "127.0.0.1", "--port", "{port}",
         "--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-batched-tokens", "2048",
         "--served-model-name", "model", "--limit-mm-per-prompt", '{"image": 8, "video": 0}',
-        "--mm-processor-kwargs", '{"max_pixels": 1003520}', "--skip-mm-profiling",
+        "--mm-processor-kwargs", f'{{"max_pixels": {max_pixels}}}', "--skip-mm-profiling",
     )  # fmt: skip
     environment = vllm_environment(python)
     if avx2:
@@ -259,11 +272,11 @@ def _vllm(model: Path, other_engines: OtherEngines, *, avx2: bool) -> Launch:
     return Launch(name="vllm", command=command, environment=environment, note="bfloat16, prefix cache on")
 
 
-def _llama_cpp(name: str, model: Path, other_engines: OtherEngines, *, avx2: bool) -> Launch:
+def _llama_cpp(name: str, model: Path, other_engines: OtherEngines, *, avx2: bool, slots: int) -> Launch:
     precision = name.removeprefix("llama-")
     return Launch(
         name=name,
-        command=LlamaCpp(other_engines, avx2=avx2).command(model, precision, cores()),
+        command=LlamaCpp(other_engines, avx2=avx2).command(model, precision, cores(), slots),
         note=f"llama-server, text model in {PRECISIONS[precision] or precision}, vision encoder in bfloat16",
         reuses_connections=False,
     )

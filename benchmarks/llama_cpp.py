@@ -30,6 +30,7 @@ PRECISIONS = {"bf16": "", "q8": "q8_0", "q4": "q4_0"}
 """The name of each format for `llama-quantize`; bf16 is written by the conversion."""
 
 CONTEXT = 16384
+"""Tokens that the slots share."""
 SLOTS = 8
 
 
@@ -63,13 +64,14 @@ class LlamaCpp:
         self._build_name, self._instructions = ("build-avx2", AVX2) if avx2 else _native_build()
         self._folder = other_engines.folder / "llama"
 
-    def command(self, model: Path, precision: str, threads: int) -> tuple[str, ...]:
+    def command(self, model: Path, precision: str, threads: int, slots: int = SLOTS) -> tuple[str, ...]:
         """Return the command of a server for a checkpoint, after building the program and converting the checkpoint.
 
         Args:
             model: the checkpoint's folder.
             precision: one of `PRECISIONS`.
             threads: number of threads.
+            slots: maximum number of concurrent requests.
 
         Raises:
             SetupMissing: it cannot be built, or the checkpoint cannot be converted.
@@ -77,7 +79,7 @@ class LlamaCpp:
         program = str(self._program("llama-server"))
         files = self.converted(model, precision)
         return (
-            program, "-m", str(files.text), "--mmproj", str(files.vision), "-c", str(CONTEXT), "-np", str(SLOTS),
+            program, "-m", str(files.text), "--mmproj", str(files.vision), "-c", str(CONTEXT), "-np", str(slots),
             "-t", str(threads), "--host", "127.0.0.1", "--port", "{port}", "--alias", "model",
         )  # fmt: skip
 

@@ -49,6 +49,11 @@ SHAPES = {
         hidden=896, inner=4864, layers=24, heads=14, kv_heads=2, sections=(8, 12, 12),
         vision_width=640, vision_layers=16, vision_heads=8,
     ),
+    # MinerU2.5-2509-1.2B, which reads documents: Qwen2-0.5B with the vision encoder of Qwen2-VL.
+    "mineru2.5": Shape(
+        hidden=896, inner=4864, layers=24, heads=14, kv_heads=2, sections=(8, 12, 12),
+        vision_width=1280, vision_layers=32, vision_heads=16,
+    ),
     # Qwen2-VL-2B.
     "2b": Shape(
         hidden=1536, inner=8960, layers=28, heads=12, kv_heads=2, sections=(16, 24, 24),

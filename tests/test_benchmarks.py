@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import shlex
 import sys
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 
 from benchmarks import (
     attacks,
+    documents,
     formats,
     limits,
     models,
@@ -89,6 +91,22 @@ def test_formats_reports_file_memory_and_steps(tmp_path):
         assert float(seconds.removesuffix(" s")) > 0
         assert len(steps) == 2
         assert all(float(step) > 0 for step in steps)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_documents_measures_a_page(tiny_checkpoint, tmp_path, capsys):
+    size = ["--tokens", "4", "--width", "112", "--height", "168"]
+    arguments = ["--models", str(tiny_checkpoint), "--engines", "ours", "--rounds", "1", "--logs", str(tmp_path)]
+    table = documents.main([*arguments, *size, "--json", str(tmp_path / "raw.json")])
+    assert table.notes == []
+    (reading,) = table.readings[tiny_checkpoint.name, "ours"]
+    assert reading.pages == len(reading.ttft) == 1
+    assert 0 < reading.ttft[0] < reading.seconds
+    assert reading.prompt_tokens > 112 * 168 / 28**2
+    assert reading.peak_bytes > 0
+    assert json.loads((tmp_path / "raw.json").read_text())[0]["seconds"] == reading.seconds
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"| {tiny_checkpoint.name} | ours | ")
 
 
 def test_formats_names_unknown_variants():

@@ -1,0 +1,250 @@
+"""Measure the seconds that each engine needs to read a page of a document on this machine.
+
+    python -m benchmarks.documents [--models mineru2.5,qwen3.5-0.8b] [--engines ours,ours-int8,vllm] [--rounds 3]
+
+A page is an A4 page at 150 dots per inch (1,240 x 1,754 pixels), sent as PNG and not scaled down, for which exactly 800
+tokens are generated, without speculation. `--documents 2` has two users, who send four pages each, one after the other.
+Only one engine is loaded at a time, so that its memory is measured; in each round, the engines run in random order. The
+models have the shapes of published checkpoints and random weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import io
+import json
+import random
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageDraw
+
+from .client import Sample, Talk, load
+from .compare import IN_PROCESS, OPTIONAL_ENGINES, OTHER_ENGINES, OURS
+from .engines import MAX_PIXELS, Launch, Server, end_with_us, other_engine, ours
+from .environments import OTHER_ENGINES_FOLDER, OtherEngines, SetupMissing
+from .models import CACHE, checkpoint
+from .workloads import words
+
+WIDTH, HEIGHT = 1240, 1754
+TOKENS = 800
+PAGES = 4
+"""Pages of each user of `--documents`."""
+PROMPT = "Convert this page to Markdown."
+ENGINES = tuple(name for name in (*OURS, *OTHER_ENGINES, *OPTIONAL_ENGINES) if name != IN_PROCESS)
+DEFAULT = ("ours", "ours-int8", "ours-int4", "vllm", "llama-bf16", "llama-q8", "llama-q4")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """What an engine needed for its pages.
+
+    Attributes:
+        seconds: from the first request to the last token.
+        pages: number of pages.
+        ttft: seconds to the first token of each page.
+        tpot: seconds for each further token.
+        prompt_tokens: tokens of a page's prompt, as the engine counts them.
+        peak_bytes: peak resident memory of its processes.
+    """
+
+    seconds: float
+    pages: int
+    ttft: tuple[float, ...]
+    tpot: tuple[float, ...]
+    prompt_tokens: int
+    peak_bytes: int
+
+    @property
+    def seconds_per_page(self) -> float:
+        return self.seconds / self.pages
+
+
+@dataclass(kw_only=True)
+class Table:
+    """The readings by model and engine, and notes on engines that could not run."""
+
+    readings: dict[tuple[str, str], list[Reading]] = field(default_factory=lambda: defaultdict(list))
+    notes: list[str] = field(default_factory=list)
+
+    def lines(self) -> Iterator[str]:
+        """Yield the rows of a Markdown table, with the medians of the rounds."""
+        yield (
+            "| model | engine | s per page | range | pages per hour | prompt, tokens | TTFT, s | ms per token "
+            "| memory, GB |"
+        )
+        yield "|---|---|---|---|---|---|---|---|---|"
+        for (model, engine), found in self.readings.items():
+            seconds = sorted(reading.seconds_per_page for reading in found)
+            middle = statistics.median(seconds)
+            ttft = statistics.median(value for reading in found for value in reading.ttft)
+            tpot = statistics.median(value for reading in found for value in reading.tpot)
+            memory = max(reading.peak_bytes for reading in found) / 1e9
+            yield (
+                f"| {model} | {engine} | {middle:.1f} | {seconds[0]:.1f} to {seconds[-1]:.1f} | {3600 / middle:.0f} "
+                f"| {found[0].prompt_tokens} | {ttft:.1f} | {1000 * tpot:.1f} | {memory:.2f} |"
+            )
+        yield from self.notes
+
+
+def main(arguments: Sequence[str] | None = None) -> Table:
+    options = _parser().parse_args(arguments)
+    if unknown := set(options.engines.split(",")) - set(ENGINES):
+        raise SystemExit(f"Unknown engines: {', '.join(sorted(unknown))}. Known are: {', '.join(ENGINES)}.")
+    table = Table()
+    try:
+        with end_with_us():
+            _run(options, table)
+    finally:  # print partial results of an interrupted run too
+        print("\n".join(table.lines()))
+        if options.json and table.readings:
+            options.json.write_text(json.dumps(_raw(table), indent=1))
+    return table
+
+
+def page(source: random.Random, width: int = WIDTH, height: int = HEIGHT) -> bytes:
+    """Return the PNG of a page of random words. Every page is new: no engine finds it in a cache."""
+    image = Image.new("RGB", (width, height), "white")
+    draw = ImageDraw.Draw(image)
+    margin, line = width // 10, max(8, height // 60)
+    for top in range(margin, height - margin, line):
+        draw.text((margin, top), words(source, 24), fill="black", font_size=line * 0.6)
+    data = io.BytesIO()
+    image.save(data, "PNG")
+    return data.getvalue()
+
+
+def talks(seed: str, documents: int, *, tokens: int = TOKENS, size: tuple[int, int] = (WIDTH, HEIGHT)) -> list[Talk]:
+    """Return the conversations of one page each: a single one, or `PAGES` of each document."""
+    source = random.Random(seed)
+    count = documents * PAGES if documents else 1
+    return [Talk(turns=(_content(page(source, *size)),), tokens=tokens) for _ in range(count)]
+
+
+def read(launch: Launch, log: Path, pages: Sequence[Talk], warm: Sequence[Talk], users: int) -> Reading:
+    """Start an engine, let it read pages, and stop it.
+
+    Args:
+        launch: how to start it.
+        log: file for its output.
+        pages: the measured conversations.
+        warm: conversations before them.
+        users: number of pages that are read at the same time.
+
+    Raises:
+        RuntimeError: it does not start, or a response is not complete.
+    """
+    server = Server(launch, log)
+    try:
+        asyncio.run(_read(server, warm, users))
+        begin = time.perf_counter()
+        samples = asyncio.run(_read(server, pages, users))
+        seconds = time.perf_counter() - begin
+        peak = server.peak_bytes()
+    finally:
+        server.stop()
+    if faults := [sample.fault for sample in samples if sample.fault]:
+        raise RuntimeError(f"{launch.name}: {faults[0]}")
+    return Reading(
+        seconds=seconds,
+        pages=len(samples),
+        ttft=tuple(sample.ttft for sample in samples),
+        tpot=tuple(sample.tpot for sample in samples),
+        prompt_tokens=samples[0].prompt_tokens,
+        peak_bytes=peak,
+    )
+
+
+def _run(options: argparse.Namespace, table: Table) -> None:
+    for given in options.models.split(","):
+        folder, model = checkpoint(given, options.model_folder), Path(given).name
+        for number in range(options.rounds):
+            names = options.engines.split(",")
+            for name in random.Random(f"order {number}").sample(names, len(names)):
+                if any(note.startswith(f"* {model}, {name}:") for note in table.notes):
+                    continue
+                _say(f"{model}, round {number + 1}: {name}")
+                try:
+                    reading = _measure(name, model, folder, number, options)
+                except (SetupMissing, RuntimeError) as error:
+                    table.notes.append(f"* {model}, {name}: {str(error).splitlines()[0]}")
+                    continue
+                _say(f"  {reading.seconds_per_page:.1f} s per page, {reading.prompt_tokens} tokens of a prompt")
+                table.readings[model, name].append(reading)
+
+
+def _measure(name: str, model: str, folder: Path, number: int, options: argparse.Namespace) -> Reading:
+    size = (options.width, options.height)
+    users = options.documents or 1
+    launch = _launch(name, folder, OtherEngines(options.other_engines.expanduser()), size, users)
+    pages = talks(f"{model} {number}", options.documents, tokens=options.tokens, size=size)
+    warm = talks(f"warm {model} {number}", 0, tokens=8, size=(size[0] // 4, size[1] // 4))
+    return read(launch, options.logs / f"{model}-{name}.log", pages, warm, users)
+
+
+def _launch(name: str, model: Path, other_engines: OtherEngines, size: tuple[int, int], users: int) -> Launch:
+    max_pixels = max(size[0] * size[1], MAX_PIXELS)
+    if name in OURS:
+        options = ("--speculative-method", "none", "--max-pixels", str(max_pixels))
+        return ours(name, str(model), *OURS[name], *options)
+    return other_engine(name, model, other_engines, max_pixels=max_pixels, slots=users)
+
+
+async def _read(server: Server, pages: Sequence[Talk], users: int) -> list[Sample]:
+    async with server.target() as target:
+        return await load(target, pages, users=users)
+
+
+def _content(png: bytes) -> list[dict[str, Any]]:
+    url = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+    return [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": PROMPT}]
+
+
+def _raw(table: Table) -> list[dict[str, Any]]:
+    return [
+        {
+            "model": model,
+            "engine": engine,
+            "seconds": reading.seconds,
+            "pages": reading.pages,
+            "ttft": reading.ttft,
+            "tpot": reading.tpot,
+            "prompt_tokens": reading.prompt_tokens,
+            "peak_bytes": reading.peak_bytes,
+        }
+        for (model, engine), readings in table.readings.items()
+        for reading in readings
+    ]
+
+
+def _say(what: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')}  {what}", flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="mineru2.5,qwen3.5-0.8b", help="names of models (%(default)s)")
+    parser.add_argument("--engines", default=",".join(DEFAULT), help=f"of {', '.join(ENGINES)} (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--documents", type=int, default=0, help=f"users with {PAGES} pages each; by default, one with one page"
+    )
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="generated tokens of a page (%(default)s)")
+    parser.add_argument("--width", type=int, default=WIDTH)
+    parser.add_argument("--height", type=int, default=HEIGHT)
+    parser.add_argument("--model-folder", type=Path, default=CACHE, help="where models are created (%(default)s)")
+    parser.add_argument("--other-engines", type=Path, default=OTHER_ENGINES_FOLDER, help="(%(default)s)")
+    parser.add_argument("--logs", type=Path, default=Path(__file__).parent / "results" / "logs", help="(%(default)s)")
+    parser.add_argument("--json", type=Path, help="file for the raw figures")
+    return parser
+
+
+if __name__ == "__main__":
+    main()
