@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,8 @@ TEMPLATE = (
     "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+TEMPLATE_MERGES = (("us", "er"), ("ass", "ist"), ("assist", "ant"), ("Ċ", "Ċ"))
+"""The names of roles and empty lines are single tokens, as in the published tokenizer."""
 PIXELS: dict[str, Any] = {
     "patch_size": 14,
     "temporal_patch_size": 2,
@@ -56,7 +58,7 @@ def write_tokenizer(folder: Path) -> None:
 
     Text is then streamed token by token, without waiting for complete characters.
     """
-    merges = [pair for _, pair in zip(range(VOCABULARY - 256), _merges(), strict=False)]
+    merges = [*islice(_merges(), VOCABULARY - 256 - len(TEMPLATE_MERGES)), *TEMPLATE_MERGES]
     tokenizer = byte_level_bpe(merges)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {

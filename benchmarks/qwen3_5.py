@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.checkpoint_files import IDS, vision_token_ids
+from benchmarks.checkpoint_files import IDS, vision_token_ids, write_json
 
-from .qwen3_vl import write_processors
+from .qwen3_vl import TEMPLATE, write_processors
 from .random_weights import save_random_weights
 
 VOCABULARY = 248_320
+NO_REASONING = "assistant\n<think>\n\n</think>\n\n"
+"""The generation prompt without reasoning, of which only the first line is repeated in later turns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,3 +85,15 @@ def write_model(shape: Shape, folder: Path) -> None:
     )
     save_random_weights(config, folder)
     write_processors(folder)
+    _write_reasoning(folder)
+
+
+def _write_reasoning(folder: Path) -> None:
+    """Add the tags of reasoning to tokenizer and chat template."""
+    from tokenizers import AddedToken, Tokenizer
+
+    file = str(folder / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(file)
+    tokenizer.add_tokens([AddedToken(tag, special=False) for tag in ("<think>", "</think>")])
+    tokenizer.save(file)
+    write_json(folder / "chat_template.json", {"chat_template": TEMPLATE.replace("assistant\n", NO_REASONING)})

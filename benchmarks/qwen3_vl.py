@@ -6,11 +6,14 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.checkpoint_files import IDS, TEMPLATE, vision_token_ids, write_json, write_tokenizer
+from benchmarks.checkpoint_files import IDS, vision_token_ids, write_json, write_tokenizer
+from benchmarks.checkpoint_files import TEMPLATE as QWEN2_TEMPLATE
 
 from .random_weights import save_random_weights
 
 VOCABULARY = 151_936
+TEMPLATE = "{% for message in messages %}" + QWEN2_TEMPLATE.partition("{% endif %}")[2]
+"""Without a default system message."""
 PATCHES = {
     "patch_size": 16,
     "temporal_patch_size": 2,
@@ -88,8 +91,7 @@ def write_processors(folder: Path) -> None:
     write_json(folder / "preprocessor_config.json", PATCHES | {"size": IMAGE_SIZE})
     write_json(folder / "video_preprocessor_config.json", PATCHES | {"size": VIDEO_SIZE})
     write_tokenizer(folder)
-    template = TEMPLATE.partition("{% endif %}")[2]
-    write_json(folder / "chat_template.json", {"chat_template": "{% for message in messages %}" + template})
+    write_json(folder / "chat_template.json", {"chat_template": TEMPLATE})
 
 
 def _publish_config(file: Path) -> None:

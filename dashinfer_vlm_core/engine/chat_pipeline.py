@@ -180,6 +180,7 @@ class ChatPipeline:
             token_ids=inputs.prompt.token_ids,
             positions=inputs.prompt.positions,
             spans=spans,
+            response_starts=inputs.prompt.response_starts,
             sampling=self._limited(sampling, len(inputs.prompt)),
             grammar=grammar,
             cache_salt=request.cache_salt or "",

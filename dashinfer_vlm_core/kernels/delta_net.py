@@ -5,8 +5,8 @@ A value head has a state S [key_dim, value_dim]. A token with key k and value v 
     S' = decay * S + k (beta * (v - decay * S^T k))^T
 
 and its output is S'^T q. Tokens are computed one by one, those of all sequences at once, or in chunks. The result of a
-sequence does not depend on the other ones: chunks are computed separately and have the same shape, and the operations
-on single tokens treat each sequence alike.
+sequence does not depend on the other ones: chunks are computed separately, and the operations on single tokens treat
+each sequence alike. It depends on where chunks end, since that changes the shapes of matrices.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from .types import DeltaInputs, DeltaNet, RecurrentBatch, RecurrentStates, StateSpan
 
 CHUNK = 64
-"""Tokens of a chunk; chunks end at multiples of this in their sequence."""
+"""Maximum number of tokens of a chunk."""
 
 EPSILON = 1e-6
 """Added to the squared length of queries and keys."""
@@ -56,7 +56,7 @@ def rewind(net: DeltaNet, number: int, batch: RecurrentBatch, number_of_span: in
     """Compute the state of delta net layer `number` after the first `num_tokens` tokens of a span with drafts again."""
     span = batch.spans[number_of_span]
     num_drafts = span.num_drafts - (span.num_tokens - num_tokens)
-    accepted = span._replace(first_token=0, num_tokens=num_tokens, num_drafts=num_drafts)
+    accepted = span._replace(first_token=0, num_tokens=num_tokens, num_drafts=num_drafts, saved=())
     _advance(net, number, batch.kept[number][number_of_span], batch._replace(spans=(accepted,)))
 
 
@@ -70,52 +70,57 @@ def _rows(span: StateSpan) -> slice:
     return slice(span.first_token, span.first_token + span.num_tokens)
 
 
-def _num_chunked(span: StateSpan) -> int:
-    return 0 if span.is_decoding else span.num_tokens - span.num_drafts
-
-
 def _advance(net: DeltaNet, number: int, inputs: DeltaInputs, batch: RecurrentBatch) -> Tensor:
-    spans = sorted(batch.spans, key=lambda span: _num_chunked(span) - span.num_tokens)
+    spans = sorted(batch.spans, key=lambda span: sum(span.chunks) - span.num_tokens)
     device = inputs.rows.device
     sources = torch.tensor([max(span.source, 0) for span in spans], device=device)
     targets = torch.tensor([span.target for span in spans], device=device)
     pools = [pool[number] for pool in batch.states]
     states = RecurrentStates(*(pool[sources] for pool in pools))
     for index, span in enumerate(spans):
-        if span.start == 0:
+        if span.source < 0:
             states.conv[index].zero_()
             states.delta[index].zero_()
     mixed = states.delta.new_empty(len(inputs.rows), net.spec.num_value_heads, net.spec.value_dim)
     for index, span in enumerate(spans):
-        _mix_chunks(net, inputs, span, mixed, RecurrentStates(states.conv[index], states.delta[index]))
+        if span.chunks:
+            rows = slice(span.first_token, span.first_token + sum(span.chunks))
+            own = RecurrentStates(states.conv[index], states.delta[index])
+            mixed[rows] = _mix_chunks(net, inputs, span, own, pools)
     _mix_tokens(net, inputs, spans, mixed, states)
     for pool, state in zip(pools, states, strict=True):
         pool[targets] = state
     return mixed
 
 
-def _mix_chunks(net: DeltaNet, inputs: DeltaInputs, span: StateSpan, mixed: Tensor, state: RecurrentStates) -> None:
-    """Compute the tokens of a span before its drafts, and change its state in place."""
-    stop = span.first_token + _num_chunked(span)
-    start = span.first_token
-    while start < stop:
-        position = span.start + start - span.first_token
-        rows = slice(start, min(start + CHUNK - position % CHUNK, stop))
-        start = rows.stop
-        count = rows.stop - rows.start
-        padding = (0, 0, 0, CHUNK - count)
-        part = DeltaInputs(*(torch.nn.functional.pad(part[rows], padding) for part in inputs))
+def _mix_chunks(
+    net: DeltaNet, inputs: DeltaInputs, span: StateSpan, state: RecurrentStates, pools: Sequence[Tensor]
+) -> Tensor:
+    """Compute the chunks of a span, change its state in place, and save it in the slots of `span.saved`; returns
+    [tokens, value heads, value_dim]."""
+    saved = dict(span.saved)
+    mixed: list[Tensor] = []
+    num_tokens = 0
+    for count in span.chunks:
+        start = span.first_token + num_tokens
+        part = DeltaInputs(*(part[start : start + count] for part in inputs))
         window = torch.cat([state.conv, part.rows])
-        state.conv.copy_(window[count : count + len(state.conv)])
-        mixed[rows] = _mix_chunk(net, window, part, state.delta)[:, :count].transpose(0, 1)
+        state.conv.copy_(window[count:])
+        mixed.append(_mix_chunk(net, window, part, state.delta).transpose(0, 1))
+        num_tokens += count
+        if num_tokens in saved:
+            for pool, one in zip(pools, state, strict=True):
+                pool[saved[num_tokens]] = one
+    return torch.cat(mixed)
 
 
 def _mix_chunk(net: DeltaNet, window: Tensor, inputs: DeltaInputs, state: Tensor) -> Tensor:
-    """Compute a chunk from the inputs of its convolution; returns [value heads, CHUNK, value_dim].
+    """Compute a chunk from the inputs of its convolution; returns [value heads, tokens, value_dim].
 
-    The tokens' updates of the state depend on each other linearly, by a triangular matrix. Padding has no update.
+    The tokens' updates of the state depend on each other linearly, by a triangular matrix.
     """
-    q, k, v = (part.transpose(0, 1) for part in _heads(net, [window[i : i + CHUNK] for i in range(len(net.conv))]))
+    count = len(inputs.rows)
+    q, k, v = (part.transpose(0, 1) for part in _heads(net, [window[i : i + count] for i in range(len(net.conv))]))
     beta = inputs.beta.T[..., None]
     total = inputs.decay.T.cumsum(dim=1)
     decay = torch.exp((total[:, :, None] - total[:, None, :]).tril())  # of the update of column j until row i
@@ -134,10 +139,10 @@ def _mix_tokens(
     net: DeltaNet, inputs: DeltaInputs, spans: Sequence[StateSpan], mixed: Tensor, states: RecurrentStates
 ) -> None:
     """Compute the remaining tokens of all spans, which are sorted by their number, and change the states in place."""
-    most = spans[0].num_tokens - _num_chunked(spans[0])
+    most = spans[0].num_tokens - sum(spans[0].chunks)
     for step in range(most):
-        active = [span for span in spans if _num_chunked(span) + step < span.num_tokens]
-        rows = torch.tensor([span.first_token + _num_chunked(span) + step for span in active], device=mixed.device)
+        active = [span for span in spans if sum(span.chunks) + step < span.num_tokens]
+        rows = torch.tensor([span.first_token + sum(span.chunks) + step for span in active], device=mixed.device)
         part = DeltaInputs(*(part[rows] for part in inputs))
         window = torch.cat([states.conv[: len(rows)], part.rows[:, None]], dim=1)
         states.conv[: len(rows)] = window[:, 1:]

@@ -43,6 +43,7 @@ class Prompt:
         token_ids: int64 [length]; each image or video is a run of placeholder tokens.
         positions: int64 [3, length]: time, height, width.
         spans: spans of visual tokens, in the order of the prompt.
+        response_starts: indices of the tokens with which messages of the assistant begin.
         image_tokens: number of image placeholder tokens.
         video_tokens: number of video placeholder tokens.
         opens_reasoning: whether it ends with the tag that begins reasoning.
@@ -51,12 +52,17 @@ class Prompt:
     token_ids: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
     spans: tuple[PlaceholderSpan, ...]
+    response_starts: tuple[int, ...]
     image_tokens: int
     video_tokens: int
     opens_reasoning: bool = False
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+
+GREETING: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
+"""A minimal conversation."""
 
 
 class _Segment(NamedTuple):
@@ -146,6 +152,7 @@ class PromptBuilder:
             token_ids=token_ids,
             positions=self._layout.positions(len(token_ids), spans, visuals),
             spans=tuple(spans),
+            response_starts=self._response_starts(token_ids),
             image_tokens=sum(item.tokens for item in visuals if item.kind == "image"),
             video_tokens=sum(item.tokens for item in visuals if item.kind == "video"),
             opens_reasoning=self.supports_reasoning and self._ends_with_tag(token_ids[-MAX_TAG_TOKENS:].tolist()),
@@ -254,11 +261,30 @@ class PromptBuilder:
         if not self.supports_reasoning or request.raw_prompt is not None:
             return False
         tools = [tool.for_template() for tool in request.offered_tools]
-        text = self.render([{"role": "user", "content": "Hello"}], tools, self._options(request))
+        text = self.render(GREETING, tools, self._options(request))
         return text.rstrip().endswith(self.conversation.reasoning_begin)
 
     def _options(self, request: ChatRequest) -> dict[str, Any]:
         return {**self._reasoning_options(request.reasoning_effort), **request.chat_template_kwargs}
+
+    @functools.cached_property
+    def _response_prefix(self) -> list[int]:
+        """The tokens with which each message of the assistant begins: the first line of the generation prompt, since
+        its other lines depend on whether the model reasons. Empty unless the first one is a special token."""
+        try:
+            whole = self._template.render(GREETING)
+            history = self._template.render(GREETING, add_generation_prompt=False)
+        except InvalidParameter:  # `check_template` reports it
+            return []
+        line = whole.removeprefix(history).partition("\n")[0]
+        return self.encode(line) if self._split.match(line) else []
+
+    def _response_starts(self, token_ids: npt.NDArray[np.int64]) -> tuple[int, ...]:
+        prefix = self._response_prefix
+        if not 0 < len(prefix) <= len(token_ids):
+            return ()
+        windows = np.lib.stride_tricks.sliding_window_view(token_ids, len(prefix))
+        return tuple(np.flatnonzero((windows == prefix).all(axis=1)).tolist())
 
     def _ends_with_tag(self, token_ids: list[int]) -> bool:
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=False)
@@ -271,7 +297,7 @@ class PromptBuilder:
             ConfigError: the template raised an error.
         """
         try:
-            self.render([{"role": "user", "content": "Hello"}])
+            self.render(GREETING)
         except InvalidParameter as error:
             raise template_config_error(error.__cause__ or error) from error
 

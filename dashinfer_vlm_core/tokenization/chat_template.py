@@ -79,13 +79,16 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Any] = (),
         options: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        add_generation_prompt: bool = True,
     ) -> str:
-        """Render `messages` and `tools` (plain JSON values) with the generation prompt.
+        """Render `messages` and `tools` (plain JSON values).
 
         Args:
             messages: the messages.
             tools: the available tools.
             options: values of variables in `options` of this class.
+            add_generation_prompt: whether the text ends with the beginning of a response.
 
         Raises:
             InvalidParameter: the template rejects them.
@@ -98,7 +101,7 @@ class ChatTemplate:
                 messages=[{key: value for key, value in message.items() if value is not None} for message in messages],
                 tools=list(tools) or None,
                 documents=None,
-                add_generation_prompt=True,
+                add_generation_prompt=add_generation_prompt,
             )
         except (jinja2.TemplateError, *EXPRESSION_ERRORS) as error:
             raise _render_error(error) from error

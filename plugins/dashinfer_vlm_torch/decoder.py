@@ -35,6 +35,7 @@ from .scheduler import Scheduler
 from .sequence import SequenceState
 from .settings import SUPPORTED_PARAMS, TorchOptions
 from .state_cache import bytes_per_state, count_slots, create_states
+from .state_manager import count_sequences
 from .worker import OutputQueue, Worker
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -218,7 +219,7 @@ class TorchDecoder:
         logger.info("KV cache of %d tokens in %s.", self._kv_tokens, _name(self._cache_dtype))
         if self._state_slots:
             message = "%d recurrent states of %.1f MiB, two per sequence: up to %d sequences run at the same time."
-            sequences = min(self._config.max_batch_size, self._state_slots // 2)
+            sequences = count_sequences(self._state_slots, self._config.max_batch_size)
             logger.info(message, self._state_slots, self._bytes_per_state / MIB, sequences)
         if self._cache_dtype != self._dtype and not isinstance(self._kernels, Int8CacheAttention):
             message = "kv_cache_dtype=%s slows down decoding here: the kernels %r convert the cache in each step."

@@ -19,7 +19,7 @@ from .prefill_budget import PrefillBudget
 from .prefix_hash import BLOCK_SIZE
 from .proposer import Draft, DraftProposer, StepCost, count_equal
 from .sequence import ScheduledChunk, SequenceState
-from .state_manager import StateManager, last_state, whole_chunks
+from .state_manager import StateManager
 
 Outcome: TypeAlias = tuple[Token, ...] | Pooled | DecoderFailed
 """The tokens that a step adds to a sequence, at least one, or what is computed from its prompt, or why it failed."""
@@ -62,11 +62,11 @@ class Scheduler:
         speculative: bool = False,
         state_slots: int = 0,
     ) -> None:
-        self._states = StateManager(state_slots, caching=prefix_cache) if state_slots else None
+        self._states = StateManager(state_slots, max_batch_size, caching=prefix_cache) if state_slots else None
         usable_tokens = self._states.usable_tokens if self._states else None
         self._kv_cache_manager = KVCacheManager(kv_tokens, caching=prefix_cache, usable_tokens=usable_tokens)
         self._prefix_cache = prefix_cache
-        self._max_batch_size = min(max_batch_size, self._states.max_sequences) if self._states else max_batch_size
+        self._max_batch_size = self._states.max_sequences if self._states else max_batch_size
         self._max_waiting = max_waiting
         self._prefill_budget = PrefillBudget(prefill_chunk)
         self._speculative = speculative
@@ -148,13 +148,17 @@ class Scheduler:
             num_tokens = 1 if sequence.is_decoding else num_scheduled_tokens.get(sequence, 0)
             if num_tokens:
                 start = sequence.num_computed_tokens
-                chunk = ScheduledChunk(sequence, start, start + num_tokens)
-                if slots := sequence.state_slots:
-                    chunk = chunk._replace(source=slots.current, target=slots.spare)
-                chunks.append(chunk)
+                chunks.append(self._with_slots(ScheduledChunk(sequence, start, start + num_tokens)))
         if self._speculative:
             self._add_drafts(chunks)
         return SchedulerOutput(self._kv_cache_manager.take_copies(), chunks)
+
+    def _with_slots(self, chunk: ScheduledChunk) -> ScheduledChunk:
+        slots = chunk.sequence.state_slots
+        if self._states is None or slots is None:
+            return chunk
+        saved = self._states.reserve(slots, chunk.start, chunk.stop)
+        return chunk._replace(source=slots.current, target=slots.spare, saved=saved)
 
     def schedule_ahead(self, chunks: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
         """Schedule the step after one whose tokens are not known yet: the newest token of each sequence that goes on.
@@ -294,7 +298,7 @@ class Scheduler:
             self._running[sequence] = sequence.allocation = allocation
             if self._states:
                 # Where an earlier prompt differed, later ones may differ too.
-                positions = {whole_chunks(allocation.num_matched_tokens)}
+                positions = {sequence.boundaries.at_or_before(allocation.num_matched_tokens)}
                 sequence.state_slots = self._states.allocate(
                     sequence.request, sequence.prefix, positions, allocation.num_computed_tokens
                 )
@@ -375,10 +379,10 @@ class Scheduler:
 
 def _chunk_length(sequence: SequenceState, limit: int) -> int:
     num_tokens = min(sequence.num_pending_tokens, limit)
-    if sequence.state_slots is None:
+    if sequence.state_slots is None or num_tokens == sequence.num_pending_tokens:
         return num_tokens
     start = sequence.num_computed_tokens
-    return max(sequence.state_slots.chunk_end(start, start + num_tokens, sequence.length) - start, 0)
+    return max(sequence.boundaries.at_or_before(start + num_tokens) - start, 0)
 
 
 def _digests_to_come(sequence: SequenceState) -> list[bytes]:
@@ -392,6 +396,13 @@ def _count_shared(sequence: SequenceState, expected: set[bytes]) -> int:
     """The number of pending tokens that it can take from sequences with these digests to come."""
     start = sequence.num_computed_tokens
     if sequence.state_slots:
-        return max(last_state(sequence.prefix, sequence.length - 1, expected) - start, 0)
+        return max(_last_shared_boundary(sequence, expected) - start, 0)
     blocks = sequence.prefix.digests[start // BLOCK_SIZE :]
     return BLOCK_SIZE * next((i for i, digest in enumerate(blocks) if digest not in expected), len(blocks))
+
+
+def _last_shared_boundary(sequence: SequenceState, expected: set[bytes]) -> int:
+    position = sequence.boundaries.at_or_before(sequence.length - 1)
+    while position and sequence.prefix.digest(position) not in expected:
+        position = sequence.boundaries.at_or_before(position - 1)
+    return position

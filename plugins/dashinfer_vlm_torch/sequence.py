@@ -12,6 +12,7 @@ import numpy.typing as npt
 from dashinfer_vlm_core.decoders import DecodeRequest, FinishReason, GrammarMatcher
 from dashinfer_vlm_core.protocol.sampling import Sampling
 
+from .chunk_boundaries import ChunkBoundaries
 from .kv_cache import KVAllocation
 from .ngram_ban import NgramBan
 from .prefix_hash import PrefixHash
@@ -41,6 +42,7 @@ class SequenceState:
         seed: the seed of its random numbers.
         first_position: M-RoPE position of the first output token, on all three axes.
         prefix: the content of prompt and output, with a digest per block.
+        boundaries: where its chunks end.
         first_row: first row of its keys and values in the pool during the current step; only `Scheduler.schedule`
             changes it.
         allocation: its rows in the pool; None while it waits.
@@ -70,6 +72,7 @@ class SequenceState:
         self.seed: int = secrets.randbits(SEED_BITS) if sampling.seed is None else sampling.seed % (1 << SEED_BITS)
         self.first_position: int = int(request.positions.max()) + 1
         self.prefix: PrefixHash = PrefixHash(request)
+        self.boundaries: ChunkBoundaries = ChunkBoundaries(request.response_starts)
         self.first_row: int = -1
         self.allocation: KVAllocation | None = None
         self.state_slots: StateSlots | None = None
@@ -144,6 +147,7 @@ class ScheduledChunk(NamedTuple):
         draft: the proposed tokens; none unless `needs_logits`.
         source: the slot with the recurrent state before the first token.
         target: the slot for the recurrent state after the last one.
+        saved: further slots, each with the index of the token before which the state is written to it.
     """
 
     sequence: SequenceState
@@ -152,6 +156,7 @@ class ScheduledChunk(NamedTuple):
     draft: Draft = Draft()
     source: int = NO_STATE
     target: int = NO_STATE
+    saved: tuple[tuple[int, int], ...] = ()
 
     @property
     def end(self) -> int:

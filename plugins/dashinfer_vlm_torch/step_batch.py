@@ -132,10 +132,19 @@ def _spans(chunks: Sequence[ScheduledChunk]) -> list[KVSpan]:
 
 def state_spans(chunks: Sequence[ScheduledChunk]) -> tuple[StateSpan, ...]:
     """Return the tokens of each chunk with the slots of its recurrent state."""
-    lengths = [chunk.end - chunk.start for chunk in chunks]
-    return tuple(
-        StateSpan(first, length, len(chunk.draft.tokens), chunk.start, chunk.source, chunk.target, chunk.is_decoding)
-        for first, length, chunk in zip(accumulate(lengths, initial=0), lengths, chunks, strict=False)
+    firsts = accumulate((chunk.end - chunk.start for chunk in chunks), initial=0)
+    return tuple(_state_span(first, chunk) for first, chunk in zip(firsts, chunks, strict=False))
+
+
+def _state_span(first: int, chunk: ScheduledChunk) -> StateSpan:
+    return StateSpan(
+        first_token=first,
+        num_tokens=chunk.end - chunk.start,
+        num_drafts=len(chunk.draft.tokens),
+        source=chunk.source,
+        target=chunk.target,
+        chunks=() if chunk.is_decoding else tuple(chunk.sequence.boundaries.chunks(chunk.start, chunk.stop)),
+        saved=tuple((position - chunk.start, slot) for position, slot in chunk.saved),
     )
 
 

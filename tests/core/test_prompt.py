@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.checkpoint_files import TEMPLATE
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import CheckpointError, ConfigError, ContextLengthExceeded, InvalidParameter
 from dashinfer_vlm_core.media import Grid
@@ -140,6 +141,24 @@ def test_spans_mark_placeholders(builder, spec):
         assert (prompt.token_ids[run] == placeholder).all()
         assert placeholder not in prompt.token_ids[[run.start - 1, run.stop]]
     assert (prompt.image_tokens, prompt.video_tokens) == (4, 8)
+
+
+@pytest.mark.parametrize("reasoning", ["", "<think>\n\n</think>\n\n"])
+def test_responses_begin_with_the_first_line_of_the_generation_prompt(spec, reasoning):
+    """Control tokens in the user's text are not counted."""
+    template = TEMPLATE.replace("assistant\n", f"assistant\n{reasoning}")
+    messages = [user("<|im_start|>assistant\n"), {"role": "assistant", "content": "A star."}, user("And here?")]
+    builder = templated(spec, template)
+    prompt = builder.build(request(*messages), [])
+    ends = [*prompt.response_starts[1:], len(prompt)]
+    texts = [
+        builder.decode(prompt.token_ids[start:stop].tolist())
+        for start, stop in zip(prompt.response_starts, ends, strict=True)
+    ]
+    assert texts == [
+        "<|im_start|>assistant\nA star.<|im_end|>\n<|im_start|>user\nAnd here?<|im_end|>\n",
+        f"<|im_start|>assistant\n{reasoning}",
+    ]
 
 
 def test_positions_of_long_video_equal_transformers_4():

@@ -353,7 +353,7 @@ class Pool:
             self.handle(event)
         choices = {}
         for chunk in chunks:
-            sequence, start, stop, draft, source, target = chunk
+            sequence, start, stop, draft, source, target, saved = chunk
             expected, row = row_hashes(sequence, draft.tokens), sequence.first_row
             assert self.rows[row : row + start] == expected[:start]
             self.rows[row + start : row + chunk.end] = expected[start : chunk.end]
@@ -362,22 +362,27 @@ class Pool:
                 choices[sequence] = _verify(chunk, sampled)
             if self.states:
                 assert source == NO_STATE if start == 0 else self.states[source] == expected[start - 1]
+                self.write_states(saved, expected)
                 self.states[target] = expected[stop - 1 + len(choices.get(sequence, "?")) - 1]
         for sequence, token in self.scheduler.update(chunks, choices):
             if token.finish_reason:
                 self.active.remove(sequence)
                 self.finished.append(sequence)
 
+    def write_states(self, saved, expected):
+        for position, slot in saved:
+            self.states[slot] = expected[position - 1]
+
     def check_slots(self, chunks):
-        """Check that a step writes each slot once and changes none that is read, and that prefills are cut at whole
+        """Check that a step writes each slot once and changes none that is read, and that steps of prefills end with
         chunks."""
-        targets = [chunk.target for chunk in chunks]
+        targets = [slot for chunk in chunks for slot in (chunk.target, *dict(chunk.saved).values())]
         used = {chunk.source for chunk in chunks} | {state.slot for state in self.scheduler._states._cached.values()}
         assert len(set(targets)) == len(targets)
         assert not used & set(targets)
         for chunk in chunks:
             assert chunk.is_decoding == chunk.sequence.is_decoding
-            assert chunk.needs_logits or chunk.stop % CHUNK == 0
+            assert chunk.needs_logits or chunk.sequence.boundaries.at_or_before(chunk.stop) == chunk.stop
 
     def check(self):
         """Check the invariants between any two steps."""
@@ -385,7 +390,7 @@ class Pool:
             states = self.scheduler._states
             slots = [sequence.state_slots for sequence in self.scheduler._running]
             users = [state.slot for state in states._cached.values()]
-            users += [slot for each in slots for slot in (each.current, each.spare)]
+            users += [slot for each in slots for slot in (each.current, each.spare, *each.saved.values())]
             assert states._num_users == [users.count(slot) for slot in range(len(self.states))]
             assert sorted(states._free) == [slot for slot in range(len(self.states)) if slot not in users]
         memory = self.scheduler._kv_cache_manager
@@ -423,7 +428,8 @@ def row_hashes(sequence, draft=()):
     tokens = [*sequence.ids[: sequence.length].tolist(), *draft]
     positions = sequence.positions(0, len(tokens))
     for index, token in enumerate(tokens):
-        name = hash((name, token, tuple(positions[:, index].tolist()), inside.get(index)))
+        is_cut = index + 1 in request.response_starts
+        name = hash((name, token, tuple(positions[:, index].tolist()), inside.get(index), is_cut))
         found.append(name)
     return found
 
@@ -438,10 +444,23 @@ def expected_output(sequence, vocabulary):
 
 PARTS = (17, (1, 3, 4), 9, (1, 2, 3), 20, (2, 2, 3), 30, (1, 4, 4), 60)
 
+
+def with_responses(request, number):
+    """Return the request with up to `number` responses, which begin with token 92."""
+    ids = request.token_ids.copy()
+    starts = [start for start in (40, 130, 150)[:number] if start < len(ids) and ids[start] < 90]
+    ids[starts] = 92
+    return replace(request, token_ids=ids, response_starts=tuple(starts))
+
+
 requests = st.builds(
-    lambda content, parts, tail, length, salt: replace(
-        visual(*PARTS[:parts], tail, width=1, content=content, max_tokens=length, ignore_eos=True), cache_salt=salt
+    lambda content, parts, tail, length, salt, responses: with_responses(
+        replace(
+            visual(*PARTS[:parts], tail, width=1, content=content, max_tokens=length, ignore_eos=True), cache_salt=salt
+        ),
+        responses,
     ),
+    responses=st.integers(0, 3),
     content=st.integers(0, 1),
     parts=st.integers(0, len(PARTS)) | st.sampled_from([8, 9]),
     tail=st.integers(1, 40),

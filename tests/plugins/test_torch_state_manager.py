@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 
+import numpy as np
 import pytest
 
 from dashinfer_vlm_core.decoders import Token
 from dashinfer_vlm_core.errors import DecoderFailed
+from dashinfer_vlm_torch.chunk_boundaries import ChunkBoundaries
 from dashinfer_vlm_torch.prefix_hash import PrefixHash
 from dashinfer_vlm_torch.proposer import Draft
 from dashinfer_vlm_torch.scheduler import Scheduler
@@ -32,11 +35,33 @@ def found(states, request):
     return states.usable_tokens(PrefixHash(request), len(request.token_ids) - 1)
 
 
+# Boundaries
+
+
+@pytest.mark.parametrize(
+    ("starts", "chunks"),
+    [
+        ((), [64, 64, 64, 8]),
+        ((0,), [64, 64, 64, 8]),
+        ((64,), [64, 64, 64, 8]),
+        ((70, 75, 150), [64, 6, 5, 64, 11, 50]),
+        ((199,), [64, 64, 64, 7, 1]),
+    ],
+)
+def test_chunks_begin_with_responses_and_have_at_most_64_tokens(starts, chunks):
+    boundaries = ChunkBoundaries(starts)
+    assert list(boundaries.chunks(0, 200)) == chunks
+    ends = [0, *accumulate(chunks)]
+    for position in range(200):
+        assert boundaries.at_or_before(position) == max(end for end in ends if end <= position)
+        assert boundaries.after(position) >= min(end for end in ends if end > position)
+
+
 # Slots
 
 
 def test_steps_alternate_between_two_slots():
-    states = StateManager(2, caching=True)
+    states = StateManager(2, 4, caching=True)
     slots = states.allocate(SHORT, PrefixHash(prompt(1, 10)), set(), 0)
     assert slots.current == NO_STATE
     written = []
@@ -50,7 +75,7 @@ def test_steps_alternate_between_two_slots():
 
 
 def test_cached_state_is_read_by_many_and_never_written():
-    states = StateManager(9, caching=True)
+    states = StateManager(9, 4, caching=True)
     first = compute(states, prompt(1, 100), steps=[64], at=[64])
     cached = first.current
     readers = [states.allocate(SHORT, PrefixHash(prompt(1, 100)), set(), 64) for _ in range(3)]
@@ -63,7 +88,7 @@ def test_cached_state_is_read_by_many_and_never_written():
 
 
 def test_checkpoint_is_dropped_if_sequences_need_all_slots():
-    states = StateManager(4, caching=True)
+    states = StateManager(4, 4, caching=True)
     running = [compute(states, prompt(content, 100), steps=[64], at=[64]) for content in (1, 2)]
     assert states.cached == 2
     for slots in running:
@@ -72,7 +97,7 @@ def test_checkpoint_is_dropped_if_sequences_need_all_slots():
 
 
 def test_least_recently_used_state_is_evicted():
-    states = StateManager(5, caching=True)
+    states = StateManager(5, 4, caching=True)
     for content in (1, 2, 3):
         states.free(compute(states, prompt(content, 100), steps=[64], at=[64]), keep=True)
     reader = states.allocate(SHORT, PrefixHash(prompt(1, 100)), set(), 64)
@@ -84,7 +109,7 @@ def test_least_recently_used_state_is_evicted():
 
 
 def test_state_is_not_evicted_while_it_is_read():
-    states = StateManager(4, caching=True)
+    states = StateManager(4, 4, caching=True)
     first = compute(states, prompt(1, 200), steps=[64], at=[64])
     reader = states.allocate(SHORT, PrefixHash(prompt(1, 200)), set(), 64)
     states.advance(first, 128)  # its state is used more recently, but only by the cache after the next step
@@ -94,14 +119,14 @@ def test_state_is_not_evicted_while_it_is_read():
 
 
 def test_only_newest_state_is_kept_after_checkpoints():
-    states = StateManager(9, caching=True)
+    states = StateManager(9, 4, caching=True)
     request = prompt(1, 300)
     compute(states, request, steps=[64, 128, 192, 200, 256, 257], at=[64])
     assert (states.cached, found(states, request), found(states, prompt(1, 256))) == (2, 256, 64)
 
 
 def test_state_of_another_sequence_is_not_dropped_with_the_newest():
-    states = StateManager(9, caching=True)
+    states = StateManager(9, 4, caching=True)
     compute(states, prompt(1, 300), steps=[64, 128], at=[64, 128])
     compute(states, prompt(1, 300), steps=[128, 192], at=[64])
     assert (states.cached, found(states, prompt(1, 190))) == (3, 128)
@@ -109,7 +134,7 @@ def test_state_of_another_sequence_is_not_dropped_with_the_newest():
 
 @pytest.mark.parametrize(("position", "keep", "usable"), [(128, True, 128), (131, True, 131), (128, False, 0)])
 def test_last_state_of_sequence_is_kept_if_valid(position, keep, usable):
-    states = StateManager(9, caching=True)
+    states = StateManager(9, 4, caching=True)
     slots = compute(states, prompt(1, 300), steps=[64, position], at=[64, 192])
     states.free(slots, keep=keep)
     assert (states.used, found(states, prompt(1, 300))) == (0, usable)
@@ -117,7 +142,7 @@ def test_last_state_of_sequence_is_kept_if_valid(position, keep, usable):
 
 def test_state_at_the_end_of_a_prompt_is_not_kept():
     """It has other bits than that of a longer prompt, which would not be cut there."""
-    states = StateManager(9, caching=True)
+    states = StateManager(9, 4, caching=True)
     request = prompt(1, 100)
     slots = states.allocate(request, PrefixHash(request), set(), 0)
     for position in (64, 100):
@@ -126,8 +151,25 @@ def test_state_at_the_end_of_a_prompt_is_not_kept():
     assert found(states, prompt(1, 130)) == 64
 
 
+def test_states_within_a_step_take_slots_that_sequences_do_not_need():
+    states = StateManager(6, 2, caching=True)
+    request = prompt(1, 300)
+    slots = states.allocate(SHORT, PrefixHash(request), {64, 128, 192}, 0)
+    saved = dict(states.reserve(slots, 0, 300))
+    assert set(saved) == {192, 128}
+    assert len({*saved.values(), slots.spare}) == 3
+    other = states.allocate(SHORT, PrefixHash(prompt(2, 300)), {64}, 0)
+    assert states.reserve(other, 0, 300) == ()
+    states.advance(slots, 300)
+    assert found(states, request) == 192
+    assert dict(states.reserve(other, 0, 300)).keys() == {64}
+    states.free(other, keep=True)
+    states.free(slots, keep=True)
+    assert (states.used, states.cached, found(states, prompt(2, 300))) == (0, 3, 0)
+
+
 def test_states_are_found_by_content_and_salt():
-    states = StateManager(9, caching=True)
+    states = StateManager(9, 4, caching=True)
     request = prompt(1, 100)
     compute(states, request, steps=[64], at=[64])
     changed = text(*request.token_ids[:63].tolist(), 91, *request.token_ids[64:].tolist())
@@ -135,14 +177,15 @@ def test_states_are_found_by_content_and_salt():
 
 
 def test_nothing_is_cached_without_prefix_cache():
-    states = StateManager(4, caching=False)
+    states = StateManager(4, 4, caching=False)
     states.free(compute(states, prompt(1, 100), steps=[64], at=[64]), keep=True)
     assert (states.used, states.cached) == (0, 0)
 
 
 def test_checkpoints_follow_media_and_precede_response():
-    assert checkpoints(prompt(1, 71)) == set()
-    assert checkpoints(prompt(1, 72)) == {64}
+    assert checkpoints(prompt(1, 64)) == set()
+    assert checkpoints(prompt(1, 65)) == {64}
+    assert checkpoints(replace(prompt(1, 99), response_starts=(70, 95))) == {95}
     image, video = (1, 8, 8), (2, 8, 8)
     assert checkpoints(visual(10, image, 10, video, 90, width=1)) == {64, 192, 256}
     request = visual(10, video, 90, width=1)
@@ -179,20 +222,20 @@ def run(queue, one):
     return chunks
 
 
-def test_prefill_ends_at_whole_chunks_and_checkpoints():
+def test_steps_of_a_prefill_end_with_chunks():
     queue = scheduler(prefill_chunk=200)
     one = SequenceState(visual(10, (1, 8, 8), 300, width=1, max_tokens=1), stop=())  # 374 tokens
-    assert run(queue, one) == [(0, 64), (64, 256), (256, 320), (320, 374)]
+    assert run(queue, one) == [(0, 192), (192, 374)]
 
 
 def test_oldest_and_shortest_prompt_compute_a_chunk_in_each_step():
     queue = scheduler(prefill_chunk=10)
-    first, second, third = sequence(1, 150), sequence(2, 90), sequence(3, 30)
+    first, second, third = sequence(1, 150), sequence(2, 80), sequence(3, 30)
     for one in (first, second, third):
         queue.add(one)
     assert step(queue) == {first: (0, 64), third: (0, 30)}
     assert step(queue) == {first: (64, 128), second: (0, 64), third: (30, 31)}
-    assert step(queue) == {first: (128, 150), second: (64, 90), third: (31, 32)}
+    assert step(queue) == {first: (128, 150), second: (64, 80), third: (31, 32)}
 
 
 def test_batch_is_limited_by_slots():
@@ -218,7 +261,21 @@ def test_state_is_kept_where_an_earlier_prompt_differed():
     shared = prompt(1, 150).token_ids.tolist()
     prompts = [text(*shared, *prompt(content, 100).token_ids.tolist(), max_tokens=1) for content in (2, 3, 4)]
     chunks = [run(queue, SequenceState(request, stop=())) for request in prompts]
-    assert chunks == [[(0, 192), (192, 250)], [(0, 128), (128, 192), (192, 250)], [(128, 192), (192, 250)]]
+    assert chunks == [[(0, 250)], [(0, 250)], [(128, 250)]]
+
+
+def test_next_turn_continues_where_the_last_response_began():
+    """The response is not repeated as it was generated; the prompt of a different message is cut elsewhere."""
+    queue = scheduler()
+    first = replace(prompt(1, 215, max_tokens=33), response_starts=(210,))
+    assert run(queue, SequenceState(first, stop=())) == [(0, 215), *((n, n + 1) for n in range(215, 247))]
+    ids = [*first.token_ids[:212].tolist(), *prompt(2, 60).token_ids.tolist()]
+    other = text(*ids, max_tokens=1)
+    second = replace(other, response_starts=(210, 267))
+    third = replace(second, token_ids=np.append(second.token_ids, 5), positions=np.tile(np.arange(273), (3, 1)))
+    assert run(queue, SequenceState(other, stop=())) == [(0, 272)]
+    assert run(queue, SequenceState(second, stop=())) == [(210, 272)]
+    assert run(queue, SequenceState(third, stop=())) == [(267, 273)]
 
 
 def test_equal_concurrent_prompts_share_checkpoints():
@@ -226,20 +283,18 @@ def test_equal_concurrent_prompts_share_checkpoints():
     queue = scheduler()
     queue.add(first)
     queue.add(second)
-    assert step(queue) == {first: (0, 256)}
-    chunks = queue.schedule().chunks
-    assert [chunk[:3] for chunk in chunks] == [(first, 256, 300), (second, 256, 300)]
-    assert chunks[0].source == chunks[1].source
+    assert step(queue) == {first: (0, 300)}
+    assert step(queue) == {first: (300, 301), second: (256, 300)}
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 256)
 
 
 def test_prompt_does_not_wait_for_tokens_after_the_last_checkpoint():
     """Most of their tokens are equal, but no state will be cached between them."""
     queue = scheduler()
-    first, second = sequence(1, 70), sequence(1, 70)
+    first, second = sequence(1, 64), sequence(1, 64)
     queue.add(first)
     queue.add(second)
-    assert step(queue) == {first: (0, 70), second: (0, 70)}
+    assert step(queue) == {first: (0, 64), second: (0, 64)}
 
 
 def test_preempted_sequence_continues_where_it_was():
@@ -278,7 +333,6 @@ def test_state_before_a_draft_is_kept_if_the_sequence_ends_within_it():
     queue = scheduler(speculative=True)
     one = sequence(1, 100, max_tokens=60)
     queue.add(one)
-    step(queue)  # up to a checkpoint
     step(queue)
     chunks = [chunk._replace(draft=Draft((5, 95, 5))) for chunk in queue.schedule().chunks]
     queue.update(chunks, {one: tuple(Token(id=token) for token in (5, 95, 5, 5))})

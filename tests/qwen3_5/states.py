@@ -24,17 +24,20 @@ from dashinfer_vlm_core.kernels.types import (
 from dashinfer_vlm_core.models.lora import read_lora
 from dashinfer_vlm_core.models.weights import Weights
 from dashinfer_vlm_core.plugins import load_plugins
+from dashinfer_vlm_torch.chunk_boundaries import ChunkBoundaries
 from dashinfer_vlm_torch.kv_cache import KVCache
 from dashinfer_vlm_torch.model import TextModel
 
 
 class Step(NamedTuple):
-    """Tokens of one sequence in a forward pass, and whether they are computed one by one; see `StateSpan`."""
+    """Tokens of one sequence in a forward pass, and whether they are computed one by one; see `StateSpan`. States are
+    saved in slots after so many tokens of the step."""
 
     sequence: int
     ids: Tensor
     num_drafts: int = 0
     is_decoding: bool = False
+    saved: tuple[tuple[int, int], ...] = ()
 
 
 class Sequences:
@@ -49,6 +52,7 @@ class Sequences:
         rows: rows of the KV cache per sequence, which also has two slots.
         quantization: how the matrices are quantized.
         lora: the folder of an adapter.
+        response_starts: where chunks begin, in addition to multiples of `CHUNK`.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class Sequences:
         rows: int = 600,
         quantization: Quantization | None = None,
         lora: Path | None = None,
+        response_starts: Sequence[int] = (),
     ) -> None:
         spec = load_plugins().load_spec(folder)
         with Weights(folder, spec.tensor_renames, spec.quantization) as weights:
@@ -79,6 +84,7 @@ class Sequences:
             torch.full((layers, slots, net.num_value_heads, net.key_dim, net.value_dim), torch.nan),
         )
         self.rows = rows
+        self.boundaries = ChunkBoundaries(response_starts)
         self.lengths = [0] * count
         self.sources = [2 * number for number in range(count)]
         self.batch: ForwardBatch | None = None
@@ -97,10 +103,10 @@ class Sequences:
             start, first = self.lengths[sequence], len(slots)
             source = self.sources[sequence]
             spans.append(KVSpan(first, len(ids), sequence * self.rows, start + len(ids), start))
+            stop = start if step.is_decoding else start + len(ids) - step.num_drafts
+            chunks = tuple(self.boundaries.chunks(start, stop))
             states.append(
-                StateSpan(
-                    first, len(ids), step.num_drafts, start, source if start else -1, source ^ 1, step.is_decoding
-                )
+                StateSpan(first, len(ids), step.num_drafts, source if start else -1, source ^ 1, chunks, step.saved)
             )
             text_positions += range(start, start + len(ids))
             slots += range(sequence * self.rows + start, sequence * self.rows + start + len(ids))

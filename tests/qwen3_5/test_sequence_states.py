@@ -105,7 +105,7 @@ def test_cached_and_batched_equal_alone(folder, requests, expected, how, chunk):
     assert stats.states_cached > 5
     if how is one_by_one and chunk == 512:
         assert stats.hits == 5
-        assert [tokens[0].cached_tokens for tokens in found] == [0, 64, 0, 64, 64, 192, 0, 128, 0, 0]
+        assert [tokens[0].cached_tokens for tokens in found] == [0, 64, 0, 128, 64, 192, 0, 128, 0, 0]
 
 
 @pytest.mark.slow
@@ -193,6 +193,57 @@ def test_second_turn_of_a_chat_finds_its_states(folder):
     cached = re.search(r"^dashinfer_vlm_recurrent_states_cached (\d+)", metrics, re.MULTILINE)
     assert cached
     assert int(cached[1]) >= 2
+
+
+RESPONSE = 80
+"""The token with which responses begin."""
+
+
+def turn(*parts, **sampling):
+    """Return a prompt of parts, which are token ids."""
+    request = text(*np.concatenate(parts).tolist(), **LISTED | sampling)
+    return replace(request, response_starts=tuple(np.flatnonzero(request.token_ids == RESPONSE).tolist()))
+
+
+def words(number, length):
+    return np.random.default_rng(number).integers(0, RESPONSE, length)
+
+
+def conversation(number, turns, **sampling):
+    """Return the prompts of a conversation, whose responses are not repeated as they were generated."""
+    begin = np.array([RESPONSE, 1])
+    parts = [words(0, 75)]
+    requests = []
+    for count in range(turns):
+        parts += [words(10 * number + count, 30 + 20 * count), begin]
+        requests.append(turn(*parts, [2, 3], **sampling))
+        parts.append(words(100 * number + count, 40))
+    return requests
+
+
+@pytest.mark.slow
+@needs_native
+@pytest.mark.parametrize("how", [one_by_one, at_once])
+@pytest.mark.parametrize("chunk", [64, 512])
+def test_turns_have_the_same_bits_from_states_before_responses(folder, how, chunk):
+    turns = [*conversation(1, 4), *conversation(2, 3)]
+    expected = run_alone(folder, turns, dtype="bfloat16")
+    found, _ = run(folder, turns, how=how, dtype="bfloat16", prefill_chunk=chunk)
+    without_cached = [[replace(token, cached_tokens=0) for token in tokens] for tokens in found]
+    assert without_cached == expected
+    if how is one_by_one:
+        starts = [each.response_starts for each in turns]
+        cached = [tokens[0].cached_tokens for tokens in found]
+        assert cached == [0, *(before[-1] for before in starts[:3]), 0, *(before[-1] for before in starts[4:6])]
+
+
+@pytest.mark.slow
+def test_turns_are_equal_after_preemption(folder):
+    """Memory for 1000 tokens; the conversations need 3000."""
+    turns = [*conversation(1, 4, max_tokens=150), *conversation(2, 4, max_tokens=150)]
+    found, stats = run(folder, turns, how=at_once, kv_cache_mib=1)
+    assert_equal(found, run_alone(folder, turns))
+    assert stats.preemptions > 1
 
 
 def chat(engine, messages, **fields):

@@ -67,7 +67,9 @@ def test_logits_of_long_prompt_equal_transformers(dense):
 @pytest.fixture(scope="module")
 def native_model(folder):
     """Return a function that creates sequences in bfloat16 with the C kernels, whose rows are independent."""
-    return lambda count=1: Sequences(folder, count, kernels=load_fastest(), dtype=torch.bfloat16)
+    return lambda count=1, starts=(): Sequences(
+        folder, count, kernels=load_fastest(), dtype=torch.bfloat16, response_starts=starts
+    )
 
 
 @pytest.mark.slow
@@ -75,6 +77,21 @@ def native_model(folder):
 @pytest.mark.parametrize("lengths", [[64, 136], [64, 64, 72], [128, 72], [192, 8]])
 def test_prompt_cut_at_chunks_has_the_same_bits(native_model, lengths):
     assert torch.equal(native_model().logits(IDS, lengths), native_model().logits(IDS, [200]))
+
+
+@needs_native
+@pytest.mark.parametrize("lengths", [[70, 130], [64, 6, 60, 70], [194, 6]])
+def test_prompt_with_responses_has_the_same_bits_and_states(native_model, lengths):
+    """Chunks end after 64, 70, 130 and 194 tokens."""
+    starts = (70, 130)
+    whole, cut = native_model(2, starts), native_model(2, starts)
+    expected = whole.run(Step(0, IDS, saved=((70, 2), (194, 3))))
+    assert torch.equal(cut.logits(IDS, lengths), expected)
+    for slot, length in ((2, 70), (3, 194)):
+        alone = native_model(1, starts)
+        alone.run(Step(0, IDS[:length]))
+        for saved, state in zip(whole.states, alone.states, strict=True):
+            assert torch.equal(saved[:, slot], state[:, alone.sources[0]])
 
 
 @needs_native
@@ -132,7 +149,7 @@ def test_tokens_of_published_heads_have_the_same_bits_as_alone():
         )
         rows = torch.randn(5, spec.conv_channels, generator=generator)
         inputs = delta_inputs(net, rows, torch.randn(5, 2 * value_heads, generator=generator))
-        spans = tuple(StateSpan(number, 1, 0, 99, number, 5 + number, True) for number in range(5))
+        spans = tuple(StateSpan(number, 1, 0, number, 5 + number) for number in range(5))
         together = mix(net, inputs, RecurrentBatch(states, spans, []))
         after = states.delta[0, 5:].clone()
         for number, span in enumerate(spans):

@@ -53,19 +53,21 @@ class StateSpan(NamedTuple):
         first_token: row of the first token.
         num_tokens: number of tokens.
         num_drafts: the number of these, at the end, that may be rejected.
-        start: index in the sequence of the first token. At 0, the state begins with zeros.
-        source: the slot with the state before the first token; -1 at 0.
+        source: the slot with the state before the first token; -1 for zeros.
         target: the slot for the state after the last token, not `source`.
-        is_decoding: whether all tokens are computed one by one, and not only the drafts.
+        chunks: the numbers of tokens of the chunks in which the first tokens are computed. The others, all drafts among
+            them, are computed one by one.
+        saved: further slots, each with the number of leading tokens, which end with a chunk, whose state is written to
+            it.
     """
 
     first_token: int
     num_tokens: int
     num_drafts: int
-    start: int
     source: int
     target: int
-    is_decoding: bool
+    chunks: tuple[int, ...] = ()
+    saved: tuple[tuple[int, int], ...] = ()
 
 
 class DeltaInputs(NamedTuple):

@@ -1,0 +1,107 @@
+"""The time to the first token of the second turn of a chat, relative to that of the first.
+
+    python -m benchmarks.turns [--model qwen3.5-0.8b] [--rounds 5] [--history 0] [any option of dashinfer-vlm serve]
+
+The first turn has a new image of 448 x 448, and its response 32 tokens; the second message has 16. The generated text
+is replaced by words in the second prompt, since random weights also choose tokens that have no text. The lower bound is
+the ratio of the floating-point operations of the tokens that were not cached, and of the vision encoder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+from openai.types import CompletionUsage
+
+from dashinfer_vlm_core import Engine, EngineConfig
+from dashinfer_vlm_core.cli.command import EngineCommand
+
+from .client import request_body
+from .limits import image_patches, load_spec, prefill_flop, vision_flop
+from .models import CACHE, checkpoint
+from .workloads import image_part, question_part, words
+
+RESPONSE_TOKENS = 32
+MESSAGE_TOKENS = 16
+
+Messages = list[dict[str, Any]]
+
+
+class Turn(NamedTuple):
+    """The seconds to the first token, and the tokens of the prompt."""
+
+    seconds: float
+    tokens: int
+    cached: int
+
+
+async def ask(engine: Engine, messages: Messages) -> Turn:
+    begin = time.perf_counter()
+    first: float | None = None
+    usage: CompletionUsage | None = None
+    async with contextlib.aclosing(engine.astream(request_body(messages, RESPONSE_TOKENS, users=1))) as chunks:
+        async for chunk in chunks:
+            first = first or time.perf_counter()
+            usage = usage or chunk.usage
+    assert first
+    assert usage
+    assert usage.prompt_tokens_details
+    return Turn(first - begin, usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens or 0)
+
+
+def message(source: random.Random) -> dict[str, Any]:
+    return {"role": "user", "content": words(source, MESSAGE_TOKENS)}
+
+
+def response(source: random.Random) -> dict[str, Any]:
+    return {"role": "assistant", "content": words(source, RESPONSE_TOKENS)}
+
+
+async def chat(engine: Engine, source: random.Random, history: int) -> tuple[Turn, Turn]:
+    """Return the turns of a new chat, after `history` turns that are sent with the first one."""
+    messages = [create(source) for _ in range(history) for create in (message, response)]
+    messages.append({"role": "user", "content": [image_part(source), question_part(source)]})
+    first = await ask(engine, messages)
+    messages += [response(source), message(source)]
+    return first, await ask(engine, messages)
+
+
+def lower_bound(model: Path, first: Turn, second: Turn) -> float:
+    text = load_spec(model).text
+    computed = prefill_flop(text, second.tokens) - prefill_flop(text, second.cached) + prefill_flop(text, 0)
+    return computed / (vision_flop(model, image_patches(model)) + prefill_flop(text, first.tokens))
+
+
+async def measure(config: EngineConfig, rounds: int, history: int) -> list[tuple[Turn, Turn]]:
+    source = random.Random("turns")
+    with Engine(config) as engine:
+        await chat(engine, source, history)  # warms up lazily loaded parts
+        return [await chat(engine, source, history) for _ in range(rounds)]
+
+
+@click.command(cls=EngineCommand, help=__doc__)
+@click.option("--rounds", default=5, show_default=True)
+@click.option("--history", default=0, show_default=True, help="Turns before the image.")
+@click.option("--models", type=click.Path(path_type=Path), default=CACHE, help="Folder of created models.")
+def main(*, rounds: int, history: int, models: Path, config: EngineConfig) -> None:
+    model = checkpoint(config.model, models)
+    turns = asyncio.run(measure(config.model_copy(update={"model": str(model)}), rounds, history))
+    first, second = turns[-1]
+    medians = [statistics.median(turn.seconds for turn in column) for column in zip(*turns, strict=True)]
+    ratios = [later.seconds / earlier.seconds for earlier, later in turns]
+    print(
+        f"{model.name}: first turn {medians[0]:.3f} s ({first.tokens} tokens), second turn {medians[1]:.3f} s"
+        f" ({second.tokens - second.cached} of {second.tokens} tokens computed), ratio {statistics.median(ratios):.3f}"
+        f" ({min(ratios):.3f} to {max(ratios):.3f}), lower bound {lower_bound(model, first, second):.3f}"
+    )
+
+
+if __name__ == "__main__":
+    main()
