@@ -27,7 +27,7 @@ EPSILON = 1e-6
 
 def sigmoid(x: Tensor) -> Tensor:
     """Return float32, each element independent of its position, unlike those of `torch.sigmoid` on a CPU."""
-    return 1 / (1 + torch.exp(-x.float()))
+    return torch.neg(x.float()).exp_().add_(1).reciprocal_()
 
 
 def delta_inputs(net: DeltaNet, rows: Tensor, gates: Tensor) -> DeltaInputs:
@@ -120,6 +120,7 @@ def _mix_chunk(net: DeltaNet, window: Tensor, inputs: DeltaInputs, state: Tensor
     The tokens' updates of the state depend on each other linearly, by a triangular matrix.
     """
     count = len(inputs.rows)
+    window = window.float()
     q, k, v = (part.transpose(0, 1) for part in _heads(net, [window[i : i + count] for i in range(len(net.conv))]))
     beta = inputs.beta.T[..., None]
     total = inputs.decay.T.cumsum(dim=1)
@@ -152,7 +153,7 @@ def _mix_tokens(
 def _mix_token(net: DeltaNet, window: Tensor, inputs: DeltaInputs, state: Tensor) -> Tensor:
     """Compute a token of each sequence from the inputs of its convolution; returns [tokens, value heads, value_dim]."""
     heads = state.shape[:2]
-    q, k, v = (part.flatten(0, 1)[:, None] for part in _heads(net, window.unbind(1)))
+    q, k, v = (part.flatten(0, 1)[:, None] for part in _heads(net, window.float().unbind(1)))
     flat = state.flatten(0, 1).mul_(torch.exp(inputs.decay).view(-1, 1, 1))
     flat.baddbmm_(k.mT, inputs.beta.view(-1, 1, 1) * (v - k @ flat))
     return torch.unflatten((q @ flat)[:, 0], 0, heads)
@@ -160,11 +161,12 @@ def _mix_token(net: DeltaNet, window: Tensor, inputs: DeltaInputs, state: Tensor
 
 def _heads(net: DeltaNet, taps: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Apply the convolution to its inputs [tokens, channels], the oldest ones first; returns queries and keys
-    [tokens, value heads, key_dim] and values [tokens, value heads, value_dim], float32."""
+    [tokens, value heads, key_dim] and values [tokens, value heads, value_dim], all float32."""
     spec = net.spec
-    x = torch.zeros_like(taps[0], dtype=torch.float32)
-    for tap, weight in zip(taps, net.conv, strict=True):
-        x += tap.float() * weight
+    x = taps[0] * net.conv[0]
+    product = torch.empty_like(x)  # new memory would take longer than the multiplication
+    for tap, weight in zip(taps[1:], net.conv[1:], strict=True):
+        x += torch.mul(tap, weight, out=product)
     x *= sigmoid(x)
     keys = spec.num_key_heads * spec.key_dim
     q, k = torch.unflatten(x[:, : 2 * keys], 1, (2, spec.num_key_heads, spec.key_dim)).unbind(1)
