@@ -30,7 +30,7 @@ LONG = {
     "docs/support.md",
 }
 """Pages that are looked up and not read."""
-MAX_TOTAL_WORDS = 55_000
+MAX_TOTAL_WORDS = 57_000
 ADR_WORDS = range(150, 251)
 PAGES = sorted(
     path.relative_to(ROOT)
