@@ -29,7 +29,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -457,7 +457,7 @@ HEADER = (
 
 
 def row(name: str, rule: str, seen: Observations, idle: Observations) -> str:
-    """Return a row of the table; memory is the growth since `idle`, the user's rate is relative to it."""
+    """Return a row of the table; memory is the growth since `idle`, the user's rate is relative to that of `idle`."""
     outcomes = ", ".join(f"{status} ({count})" for status, count in seen.outcomes.most_common(6))
     failures = ", ".join(f"{status} ({count})" for status, count in seen.failures.most_common(3)) or "none"
     growth = (f"{(after - before) / MIB:.0f}" for after, before in zip(seen.memory, idle.memory, strict=True))
@@ -496,8 +496,8 @@ def run(command: str, work: Sequence[Attack], *, seconds: float, report: Report,
     if keyed_work:
         with running(command, folder, keys=True) as server:
             idle = _run_alone(server, keyed_work, seconds, report)
-            seen = observe(server, keyed_work, attackers=ATTACKERS, seconds=4 * seconds)
-            report.add(row(f"all of them, {ATTACKERS} attackers", "", seen, idle))
+            name = f"all of them, {ATTACKERS} attackers"
+            report.add(_observed_row(name, "", server, keyed_work, idle, attackers=ATTACKERS, seconds=4 * seconds))
             _run_endings(server, keyed_work, report)
 
 
@@ -509,8 +509,17 @@ def _run_alone(server: Server, work: Sequence[Attack], seconds: float, report: R
     for attack in work:
         if attack.setup is not None:
             send(server.port, attack.setup(server.key(USER_KEY)))
-        report.add(row(attack.name, str(attack.rule), observe(server, [attack], attackers=1, seconds=seconds), idle))
+        report.add(_observed_row(attack.name, str(attack.rule), server, [attack], idle, attackers=1, seconds=seconds))
     return idle
+
+
+def _observed_row(
+    name: str, rule: str, server: Server, work: Sequence[Attack], idle: Observations, *, attackers: int, seconds: float
+) -> str:
+    # The speed of a shared machine changes within minutes: the user's rate without an attack is measured again.
+    before = observe(server, [], attackers=0, seconds=seconds)
+    seen = observe(server, work, attackers=attackers, seconds=seconds)
+    return row(name, rule, seen, replace(before, memory=idle.memory))
 
 
 def _run_endings(server: Server, work: Sequence[Attack], report: Report) -> None:
