@@ -99,8 +99,8 @@ class DecodeRequest:
         positions: int64 [3, length]: time, height and width (M-RoPE). Output tokens continue at the largest
             position + 1.
         spans: visual tokens in prompt order; they replace the embeddings of their placeholders.
-        response_starts: increasing indices of the tokens with which messages of the assistant begin, the generation
-            prompt among them. They depend on `token_ids` alone.
+        response_starts: increasing indices of the tokens after the header of each message of the assistant, that of
+            the generation prompt included, which may end the prompt. Each depends on the tokens before it alone.
         sampling: with `max_tokens` set, so that prompt and output fit `max_model_len`.
         grammar: masks tokens at each step, on a copy of this matcher, which several requests share; None for
             unconstrained output. Only decoders that support `GUIDED_DECODING` get one.

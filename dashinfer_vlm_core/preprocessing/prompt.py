@@ -43,7 +43,7 @@ class Prompt:
         token_ids: int64 [length]; each image or video is a run of placeholder tokens.
         positions: int64 [3, length]: time, height, width.
         spans: spans of visual tokens, in the order of the prompt.
-        response_starts: indices of the tokens with which messages of the assistant begin.
+        response_starts: see `DecodeRequest`.
         image_tokens: number of image placeholder tokens.
         video_tokens: number of video placeholder tokens.
         opens_reasoning: whether it ends with the tag that begins reasoning.
@@ -268,23 +268,23 @@ class PromptBuilder:
         return {**self._reasoning_options(request.reasoning_effort), **request.chat_template_kwargs}
 
     @functools.cached_property
-    def _response_prefix(self) -> list[int]:
-        """The tokens with which each message of the assistant begins: the first line of the generation prompt, since
-        its other lines depend on whether the model reasons. Empty unless the first one is a special token."""
+    def _response_header(self) -> list[int]:
+        """The header of messages of the assistant: the first line of the generation prompt, since its other lines
+        depend on whether the model reasons. Empty unless its first token is a special one."""
         try:
             whole = self._template.render(GREETING)
             history = self._template.render(GREETING, add_generation_prompt=False)
         except InvalidParameter:  # `check_template` reports it
             return []
-        line = whole.removeprefix(history).partition("\n")[0]
+        line = "".join(whole.removeprefix(history).partition("\n")[:2])
         return self.encode(line) if self._split.match(line) else []
 
     def _response_starts(self, token_ids: npt.NDArray[np.int64]) -> tuple[int, ...]:
-        prefix = self._response_prefix
-        if not 0 < len(prefix) <= len(token_ids):
+        header = self._response_header
+        if not 0 < len(header) <= len(token_ids):
             return ()
-        windows = np.lib.stride_tricks.sliding_window_view(token_ids, len(prefix))
-        return tuple(np.flatnonzero((windows == prefix).all(axis=1)).tolist())
+        windows = np.lib.stride_tricks.sliding_window_view(token_ids, len(header))
+        return tuple((np.flatnonzero((windows == header).all(axis=1)) + len(header)).tolist())
 
     def _ends_with_tag(self, token_ids: list[int]) -> bool:
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=False)

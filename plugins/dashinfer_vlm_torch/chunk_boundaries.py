@@ -11,8 +11,8 @@ from dashinfer_vlm_core.kernels.delta_net import CHUNK
 class ChunkBoundaries:
     """The boundaries between the chunks of a sequence: where responses begin, and every `CHUNK` tokens after that.
 
-    They depend on the tokens alone, and so do the bits that are computed. `CHUNK` tokens are counted from the last
-    response's beginning and not from the first token, which would give more chunks.
+    Each depends on the tokens before it alone, so prompts that share these share the state. `CHUNK` tokens are counted
+    from the last response's beginning and not from the first token, which would give more chunks.
 
     Args:
         response_starts: `DecodeRequest.response_starts`.

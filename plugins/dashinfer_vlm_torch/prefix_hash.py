@@ -22,8 +22,7 @@ class PrefixHash:
     """The content of a prompt and its output on which keys and values depend.
 
     Keys and values of a token depend on the token, its position, and all preceding tokens. A token is identified by its
-    id and, if it is a visual token, by the content digest, the grid and its index in the grid: 96 bytes per token. One
-    before the beginning of a response is a different token, since states are computed in chunks that end there. The
+    id and, if it is a visual token, by the content digest, the grid and its index in the grid: 96 bytes per token. The
     digest of each whole block covers all preceding blocks, the request's `cache_salt` and its LoRA adapter. It is
     cryptographic, since a caller who finds a collision could use the cached prompt of another one.
 
@@ -93,8 +92,6 @@ def _describe(request: DecodeRequest) -> npt.NDArray[np.int64]:
         part[:, 4:7] = span.tokens.grid
         part[:, 7] = np.arange(span.row, span.row + len(part))
         part[:, 8:] = np.frombuffer(span.tokens.digest, np.int64)
-    before = [start - 1 for start in request.response_starts if start]
-    rows[before, 0] = ~rows[before, 0]
     return rows
 
 

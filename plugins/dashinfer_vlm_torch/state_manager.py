@@ -220,12 +220,12 @@ def count_sequences(slots: int, limit: int) -> int:
 
 
 def checkpoints(request: DecodeRequest) -> set[int]:
-    """Return the positions in a prompt after which later prompts may differ: the last boundaries before the end
-    of each image or video, and before the response."""
+    """Return the positions in a prompt after which later prompts may differ: where the response begins, and the last
+    boundaries before the end of each image or video and before the last token, which is never taken from the cache."""
     spans = request.spans
     # A video may have several spans; the first row of an image or video begins a new one.
     ends = [span.stop for span, after in pairwise(spans) if after.row == 0]
-    ends += [*(span.stop for span in spans[-1:]), *(request.response_starts or [len(request.token_ids) - 1])[-1:]]
+    ends += [*(span.stop for span in spans[-1:]), *request.response_starts[-1:], len(request.token_ids) - 1]
     boundaries = ChunkBoundaries(request.response_starts)
     return {boundaries.at_or_before(end) for end in ends if end >= CHUNK}
 

@@ -144,7 +144,7 @@ def test_spans_mark_placeholders(builder, spec):
 
 
 @pytest.mark.parametrize("reasoning", ["", "<think>\n\n</think>\n\n"])
-def test_responses_begin_with_the_first_line_of_the_generation_prompt(spec, reasoning):
+def test_responses_begin_after_the_first_line_of_the_generation_prompt(spec, reasoning):
     """Control tokens in the user's text are not counted."""
     template = TEMPLATE.replace("assistant\n", f"assistant\n{reasoning}")
     messages = [user("<|im_start|>assistant\n"), {"role": "assistant", "content": "A star."}, user("And here?")]
@@ -156,8 +156,8 @@ def test_responses_begin_with_the_first_line_of_the_generation_prompt(spec, reas
         for start, stop in zip(prompt.response_starts, ends, strict=True)
     ]
     assert texts == [
-        "<|im_start|>assistant\nA star.<|im_end|>\n<|im_start|>user\nAnd here?<|im_end|>\n",
-        f"<|im_start|>assistant\n{reasoning}",
+        "A star.<|im_end|>\n<|im_start|>user\nAnd here?<|im_end|>\n<|im_start|>assistant\n",
+        reasoning,
     ]
 
 

@@ -428,8 +428,7 @@ def row_hashes(sequence, draft=()):
     tokens = [*sequence.ids[: sequence.length].tolist(), *draft]
     positions = sequence.positions(0, len(tokens))
     for index, token in enumerate(tokens):
-        is_cut = index + 1 in request.response_starts
-        name = hash((name, token, tuple(positions[:, index].tolist()), inside.get(index), is_cut))
+        name = hash((name, token, tuple(positions[:, index].tolist()), inside.get(index)))
         found.append(name)
     return found
 
@@ -446,11 +445,11 @@ PARTS = (17, (1, 3, 4), 9, (1, 2, 3), 20, (2, 2, 3), 30, (1, 4, 4), 60)
 
 
 def with_responses(request, number):
-    """Return the request with up to `number` responses, which begin with token 92."""
+    """Return the request with up to `number` responses, which begin after token 92."""
     ids = request.token_ids.copy()
-    starts = [start for start in (40, 130, 150)[:number] if start < len(ids) and ids[start] < 90]
-    ids[starts] = 92
-    return replace(request, token_ids=ids, response_starts=tuple(starts))
+    headers = [index for index in (40, 130, 150)[:number] if index < len(ids) and ids[index] < 90]
+    ids[headers] = 92
+    return replace(request, token_ids=ids, response_starts=tuple(index + 1 for index in headers))
 
 
 requests = st.builds(

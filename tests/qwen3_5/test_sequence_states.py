@@ -196,13 +196,13 @@ def test_second_turn_of_a_chat_finds_its_states(folder):
 
 
 RESPONSE = 80
-"""The token with which responses begin."""
+"""The token after which responses begin."""
 
 
 def turn(*parts, **sampling):
     """Return a prompt of parts, which are token ids."""
     request = text(*np.concatenate(parts).tolist(), **LISTED | sampling)
-    return replace(request, response_starts=tuple(np.flatnonzero(request.token_ids == RESPONSE).tolist()))
+    return replace(request, response_starts=tuple((np.flatnonzero(request.token_ids == RESPONSE) + 1).tolist()))
 
 
 def words(number, length):
@@ -211,11 +211,11 @@ def words(number, length):
 
 def conversation(number, turns, **sampling):
     """Return the prompts of a conversation, whose responses are not repeated as they were generated."""
-    begin = np.array([RESPONSE, 1])
+    header = np.array([1, RESPONSE])
     parts = [words(0, 75)]
     requests = []
     for count in range(turns):
-        parts += [words(10 * number + count, 30 + 20 * count), begin]
+        parts += [words(10 * number + count, 30 + 20 * count), header]
         requests.append(turn(*parts, [2, 3], **sampling))
         parts.append(words(100 * number + count, 40))
     return requests
