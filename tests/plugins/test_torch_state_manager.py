@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import accumulate
 
-import numpy as np
 import pytest
 
 from dashinfer_vlm_core.decoders import Token
