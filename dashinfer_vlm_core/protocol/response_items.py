@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import ConfigDict, Field
 
 from .base import Array, Name, RequestModel, StringOrArray, Text
+from .converted import ConvertedMessage
 from .field_names import UnknownMedia
 from .fields import NO_AUDIO, RETURNED_FIELDS
 from .messages import MAX_PARTS
@@ -141,23 +142,6 @@ class InputItem(_StoredModel):
     def is_reference(self) -> bool:
         """Whether it stands for the stored item with its `id`; the type of a reference may be omitted."""
         return self.type == REFERENCE or self.model_fields_set == {"id"}
-
-
-@dataclass(slots=True, eq=False)
-class ConvertedMessage:
-    """A message of a chat request.
-
-    Attributes:
-        body: the message as JSON.
-        sources: pairs of a path within the message and the path that it has in the input.
-    """
-
-    body: dict[str, Any]
-    sources: list[tuple[str, str]] = field(default_factory=list)
-
-    @property
-    def is_instruction(self) -> bool:
-        return self.body["role"] in {"system", "developer"}
 
 
 class ItemConverter:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
@@ -15,10 +14,11 @@ from typing_extensions import Self
 
 from .base import Array, Count, Name, RequestModel, StringOrArray, StringOrObject, Text
 from .body import CheckedBody, RequestBody
+from .converted import ChatCall, ConvertedMessage, message_renames, rename_prefix
 from .fields import IGNORED_FIELDS, REJECTED_FIELDS, RejectedFields, reject_fields
 from .output import MAX_TOOLS, JsonSchema
 from .request import DEFAULT_MODEL, MAX_MESSAGES, ChatRequest, StreamOptions
-from .response_items import FILE_FIELDS, ConvertedMessage, InputItem, ItemConverter
+from .response_items import FILE_FIELDS, InputItem, ItemConverter
 from .validation_errors import invalid, renamed_errors
 
 LOGPROBS = "message.output_text.logprobs"
@@ -210,7 +210,7 @@ class ResponsesRequest(CheckedBody):
         items = tuple(found[item.id or ""] if item.is_reference else item for item in self.items())
         return self.model_copy(update={"input": items})
 
-    def to_chat(self, history: Sequence[InputItem] = (), *, dropped_turns: int = 0) -> ChatCall:
+    def to_chat(self, history: Sequence[InputItem] = (), *, dropped_turns: int = 0) -> ResponsesCall:
         """Convert it to a chat request.
 
         Args:
@@ -230,11 +230,11 @@ class ResponsesRequest(CheckedBody):
         if isinstance(self.input, str):
             converter.messages[-1].sources = [(".content", "input"), ("", "input")]
         messages = _without_turns(converter.messages, dropped_turns)
-        renames = tuple(_message_renames(messages)) + _RENAMES
-        with renamed_errors(partial(_rename, renames=renames)):
+        rename = partial(_rename, renames=(*message_renames(messages), *_RENAMES))
+        with renamed_errors(rename):
             chat = ChatRequest.parse(self._chat_fields(messages))
         turns = sum(message.body["role"] == "user" for message in converter.messages)
-        return ChatCall(chat=chat, renames=renames, turns=turns)
+        return ResponsesCall(chat=chat, rename=rename, turns=turns)
 
     def _chat_fields(self, messages: Sequence[ConvertedMessage]) -> dict[str, Any]:
         extra = self.model_extra or {}
@@ -301,22 +301,14 @@ class CompactRequest(RequestBody):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ChatCall:
-    """A chat request in place of a responses request.
+class ResponsesCall(ChatCall):
+    """A chat request in place of a responses request; it is streamed, with its usage.
 
     Attributes:
-        chat: the chat request; it is streamed, with its usage.
-        renames: pairs of a path in the chat request and its path in the responses request; the first match applies.
         turns: the number of the user's messages, including dropped ones.
     """
 
-    chat: ChatRequest
-    renames: tuple[tuple[str, str], ...]
     turns: int
-
-    def renamed_errors(self) -> AbstractContextManager[None]:
-        """Return a context in which errors about the chat request name the fields of the responses request."""
-        return renamed_errors(partial(_rename, renames=self.renames))
 
 
 _RENAMES = (
@@ -342,18 +334,9 @@ def _user_message(text: str) -> InputItem:
     return InputItem(type="message", role="user", content=text)
 
 
-def _message_renames(messages: Sequence[ConvertedMessage]) -> Iterator[tuple[str, str]]:
-    for index, message in enumerate(messages):
-        for suffix, path in message.sources:
-            yield f"messages[{index}]{suffix}", path
-
-
 def _rename(path: str, renames: Sequence[tuple[str, str]]) -> str:
-    path = _TOOL_FIELD.sub(r"\1", path, count=1)
-    for old, new in renames:
-        if path == old or path.startswith((f"{old}.", f"{old}[")):
-            return _URL.sub(r"\1\2", new + path.removeprefix(old))
-    return path
+    renamed = rename_prefix(_TOOL_FIELD.sub(r"\1", path, count=1), renames)
+    return _URL.sub(r"\1\2", renamed)
 
 
 def _without_turns(messages: Sequence[ConvertedMessage], dropped: int) -> list[ConvertedMessage]:

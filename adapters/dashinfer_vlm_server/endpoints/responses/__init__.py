@@ -21,7 +21,7 @@ from dashinfer_vlm_core.concurrency.fair_slots import FairSlots
 from dashinfer_vlm_core.errors import ContextLengthExceeded, InvalidParameter, UnsupportedParameter
 from dashinfer_vlm_core.protocol.client import current_client
 from dashinfer_vlm_core.protocol.response_items import InputItem, encode_summary
-from dashinfer_vlm_core.protocol.responses import ChatCall, CompactRequest, ResponsesRequest
+from dashinfer_vlm_core.protocol.responses import CompactRequest, ResponsesCall, ResponsesRequest
 from dashinfer_vlm_core.response.response_events import (
     ResponseEventBuilder,
     build_types,
@@ -234,7 +234,7 @@ class _Creation:
                 param="reasoning.summary",
             )
 
-    async def _chat_call(self, previous: StoredResponse | None) -> ChatCall:
+    async def _chat_call(self, previous: StoredResponse | None) -> ResponsesCall:
         history, call = await asyncio.to_thread(self._convert, previous)
         if self.request.truncation == "disabled" or await self._fits(call):
             return call
@@ -247,7 +247,7 @@ class _Creation:
             low, high = (low, middle) if await self._fits(call) else (middle + 1, high)
         return await asyncio.to_thread(self.request.to_chat, history, dropped_turns=high)
 
-    def _convert(self, previous: StoredResponse | None) -> tuple[Sequence[InputItem], ChatCall]:
+    def _convert(self, previous: StoredResponse | None) -> tuple[Sequence[InputItem], ResponsesCall]:
         build_types()
         items = () if previous is None else previous.conversation()
         find = partial(self._routes.store.find_items, current_client.get().id)
@@ -257,7 +257,7 @@ class _Creation:
         history = [InputItem.model_validate(item) for item in items]
         return history, self.request.to_chat(history)
 
-    async def _fits(self, call: ChatCall) -> bool:
+    async def _fits(self, call: ResponsesCall) -> bool:
         try:
             with call.renamed_errors():
                 await self._engine.atokenize(call.chat)
