@@ -15,7 +15,7 @@ from .endpoints import create_endpoints
 from .errors import HANDLERS
 from .metrics import Metrics
 from .rate_limits import RATE_LIMIT_HEADERS, KeyLimiter
-from .request_context import HEADER, RequestContextMiddleware
+from .request_context import ANTHROPIC_HEADER, HEADER, RequestContextMiddleware
 from .server_context import ServerContext
 from .settings import BUFFERED_BODIES, DrainState, Settings
 from .sockets import normalize_allowed_host
@@ -36,7 +36,7 @@ def create_app(
     drain_state: DrainState | None = None,
     replica_metrics: Callable[[], Mapping[str, Iterable[Metric]]] = dict,
 ) -> FastAPI:
-    """Create an ASGI application that serves OpenAI's chat completions API.
+    """Create an ASGI application that serves the protocols of OpenAI, Anthropic and Mistral.
 
     The caller starts and closes the engine. Until it is ready, `/health/ready` and all requests to the model return
     503. Without API keys, requests of web pages of other origins, and with unknown host names, are rejected.
@@ -49,7 +49,8 @@ def create_app(
         replica_metrics: returns the metrics of other processes by name, if the engine consists of several.
 
     Raises:
-        ConfigError: `settings.allowed_hosts` contains something that is not a host name.
+        ConfigError: `settings.allowed_hosts` contains something that is not a host name, or `settings.protocols` an
+            unknown name.
     """
     server = ServerContext(
         engine=engine,
@@ -59,7 +60,7 @@ def create_app(
     )
     app = FastAPI(
         title="dashinfer-vlm",
-        description="OpenAI's chat completions API with images and videos.",
+        description="OpenAI's and Anthropic's APIs with images and videos.",
         redirect_slashes=False,
         openapi_url=None,
     )
@@ -97,8 +98,8 @@ def _add_middleware(app: FastAPI, server: ServerContext, tracer: Tracer | None) 
             CORSMiddleware,
             allow_origins=settings.allowed_origins,
             allow_methods=["DELETE", "GET", "POST"],
-            allow_headers=["Authorization", "Content-Type", HEADER],
-            expose_headers=[HEADER, "Retry-After", *RATE_LIMIT_HEADERS],
+            allow_headers=["Anthropic-Version", "Authorization", "Content-Type", HEADER, "X-Api-Key"],
+            expose_headers=[HEADER, ANTHROPIC_HEADER, "Retry-After", *RATE_LIMIT_HEADERS],
         )
     app.add_middleware(
         RequestContextMiddleware,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from starlette.datastructures import MutableHeaders
@@ -28,6 +28,9 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 CHECK_SECONDS = 1.0
 """Minimum time between two checks whether the key file has changed."""
+
+_KEY_HEADERS: Mapping[bytes, bytes] = {b"authorization": b"", b"x-api-key": b"Bearer "}
+"""Headers with a key, each with what completes its value to that of `Authorization`."""
 
 
 class ApiKeyReloader:
@@ -139,11 +142,12 @@ class ApiKeyMiddleware:
             context.client_name = key.name
             await self._serve(key, scope, receive, send)
         else:
-            await error_response(_unauthorized())(scope, receive, send)
+            await error_response(_unauthorized(), context.endpoint)(scope, receive, send)
 
     async def _serve(self, key: ApiKey, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request of a key under its limits. Only POST requests use the engine, so only they are limited."""
         settings = self._settings
+        endpoint = get_request_context(scope).endpoint
         namespace = key.cache_namespace(settings.namespace_secret) if settings.isolates_keys else ""
         client = Client(id=key.id, cache_namespace=namespace, media_workers=key.limits.media_workers)
         token = current_client.set(client)
@@ -151,11 +155,10 @@ class ApiKeyMiddleware:
             if scope["method"] != "POST":
                 await self._app(scope, receive, send)
                 return
-            endpoint = get_request_context(scope).endpoint
             with self._limiter.admit(key, generates=endpoint is not None and endpoint.generates) as usage:
                 await self._app(scope, receive, _with_rate_limit_headers(send, usage) if usage else send)
         except HTTPException as error:  # of `admit`: the application handles those of endpoints
-            await error_response(error)(scope, receive, send)
+            await error_response(error, endpoint)(scope, receive, send)
         finally:
             current_client.reset(token)
 
@@ -163,14 +166,18 @@ class ApiKeyMiddleware:
 def _unauthorized() -> HTTPException:
     return HTTPException(
         401,  # the message does not reveal whether a key was sent
-        "A valid API key is required. Send the header `Authorization: Bearer KEY`.",
+        "A valid API key is required. Send the header `Authorization: Bearer KEY` or `X-Api-Key: KEY`.",
         headers={"WWW-Authenticate": "Bearer"},
     )
 
 
 def _find_key(keys: ApiKeys, scope: Scope) -> ApiKey | None:
-    values = [value for name, value in scope["headers"] if name == b"authorization"]
-    return keys.find(values[0]) if len(values) == 1 else None
+    """Return the valid key of the headers; None if there is no valid key, or more than one."""
+    sent = {name: [value for other, value in scope["headers"] if other == name] for name in _KEY_HEADERS}
+    if any(len(values) > 1 for values in sent.values()):
+        return None
+    found = {key for name, values in sent.items() for value in values if (key := keys.find(_KEY_HEADERS[name] + value))}
+    return found.pop() if len(found) == 1 else None
 
 
 def _with_rate_limit_headers(send: Send, usage: KeyUsage) -> Send:

@@ -59,7 +59,7 @@ class CrossOriginMiddleware:
         if error is None:
             await self._app(scope, receive, send)
             return
-        await error_response(error)(scope, receive, send)
+        await error_response(error, get_request_context(scope).endpoint)(scope, receive, send)
 
     def _error(self, scope: Scope) -> HTTPException | None:
         endpoint = get_request_context(scope).endpoint

@@ -53,6 +53,7 @@ class Endpoint(APIRoute):
         body: the models that the body must match one of.
         response: the model of the body of a response with status 200.
         errors: statuses of errors.
+        error_body: returns the body of an error; None for OpenAI's.
         responses: descriptions of other responses.
         public: whether it requires no API key.
         any_host: whether it accepts any `Host` on a server without API keys, as process supervisors need.
@@ -70,6 +71,7 @@ class Endpoint(APIRoute):
         body: Sequence[type[BaseModel]] = (),
         response: type[BaseModel] | None = None,
         errors: Sequence[int] = (),
+        error_body: Callable[[Exception], Mapping[str, Any]] | None = None,
         responses: Responses | None = None,
         public: bool = False,
         any_host: bool = False,
@@ -81,12 +83,14 @@ class Endpoint(APIRoute):
         super().__init__(path, handler, methods=methods, response_model=None, include_in_schema=include_in_schema)
         self.method = method
         self.body_models = body
+        self.error_body = error_body
         self.public = public
         self.any_host = any_host
         self.generates = generates
         self.quiet = quiet
         described: Responses = {200: {"model": response}} if response else {}
-        described |= {status: {"model": ErrorBody, "description": http.HTTPStatus(status).phrase} for status in errors}
+        error_model = {} if error_body else {"model": ErrorBody}
+        described |= {status: {**error_model, "description": http.HTTPStatus(status).phrase} for status in errors}
         self._documented = partial(
             APIRoute,
             path,

@@ -34,7 +34,7 @@ from dashinfer_vlm_core.errors import (
 )
 from dashinfer_vlm_core.protocol.validation_errors import show, validation_message
 
-from .endpoint import Endpoint
+from .endpoint import Endpoint, find_endpoint
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -101,13 +101,15 @@ def error_body(error: Exception) -> dict[str, Any]:
     return {"error": body}
 
 
-def error_response(error: Exception) -> JSONResponse:
+def error_response(error: Exception, endpoint: Endpoint | None = None) -> JSONResponse:
+    """Return the response to an error, in the form of the endpoint's protocol."""
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     if isinstance(error, QueueFull):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
     elif isinstance(error, (EngineClosed, DecoderFailed)):
         headers["Retry-After"] = str(RETRY_AFTER_SECONDS)
-    return JSONResponse(error_body(error), status_code=status_for(error), headers=headers)
+    to_body = (endpoint and endpoint.error_body) or error_body
+    return JSONResponse(to_body(error), status_code=status_for(error), headers=headers)
 
 
 _CODES: Mapping[int, str] = {
@@ -145,7 +147,7 @@ _NEXT_STEPS: Mapping[str, str] = {
     "/v1/embeddings": "The models generate text. Use another server for embeddings.",
     "/v1/files": "Files are not stored. Send images and videos as URLs or data: URLs.",
     "/v1/images": "The models generate text. Use another server for images.",
-    "/v1/messages": _OTHER_PROTOCOL,  # Anthropic's
+    "/v1/messages/batches": "Send the requests to /v1/messages at the same time.",
 }
 """What to do instead of requests to routes of OpenAI's and others' APIs that no endpoint has."""
 
@@ -160,16 +162,16 @@ async def send_error(request: Request, error: Exception) -> Response:
         elif error.status_code == 404:
             path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
             error = _unknown_url(request.app.routes, path)
-    return error_response(error)
+    return error_response(error, find_endpoint(request.app.routes, request.scope))
 
 
-async def send_validation_error(_request: Request, error: Exception) -> Response:
+async def send_validation_error(request: Request, error: Exception) -> Response:
     """Handle an invalid parameter of the path or the query."""
     assert isinstance(error, RequestValidationError), "it is registered for this class"
     details = error.errors()[0]
     name = str(details["loc"][-1])
     message = f"`{name}` {validation_message(details)}, got {show(details['input'])}."
-    return error_response(InvalidParameter(message, param=name))
+    return error_response(InvalidParameter(message, param=name), find_endpoint(request.app.routes, request.scope))
 
 
 async def send_nothing(_request: Request, _error: Exception) -> Response:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 logger: logging.Logger = logging.getLogger(__name__)
 
 HEADER = "X-Request-Id"
+ANTHROPIC_HEADER = "Request-Id"
+"""Another name of the header in responses, which Anthropic's clients read."""
 
 SLICE_BYTES = 64 * 1024
 """Size of a slice of a response, and of the write buffer from which on asyncio waits for the client."""
@@ -154,7 +156,7 @@ class RequestContextMiddleware:
             if message["type"] == "http.response.start":
                 started = True
                 context.status = message["status"]
-                MutableHeaders(scope=message)[HEADER] = context.id
+                MutableHeaders(scope=message).update({HEADER: context.id, ANTHROPIC_HEADER: context.id})
             for part in _slices(message):  # the server copies what it cannot send yet
                 await send(part)
 
@@ -165,7 +167,7 @@ class RequestContextMiddleware:
             if started:
                 raise  # closes the connection, the only way to signal that the response is incomplete
             logger.exception("Request failed.")
-            await error_response(error)(scope, receive, send_with_id)
+            await error_response(error, context.endpoint)(scope, receive, send_with_id)
 
     def _record(self, context: RequestContext) -> None:
         self._metrics.count_request(context.route, context.outcome)

@@ -15,7 +15,7 @@ from .errors import DRAINING
 from .request_body import cancel_on_disconnect, read_request
 from .request_context import get_request_context
 from .settings import DrainState, Settings
-from .sse import EventStream
+from .sse import DONE, EventStream
 
 if TYPE_CHECKING:
     from fastapi import Request
@@ -69,8 +69,13 @@ class ServerContext:
         return await cancel_on_disconnect(request.receive, with_timeout(work, self.settings.request_timeout))
 
     def stream(
-        self, items: AsyncGenerator[T, None], *, encode: Callable[[T], str], encode_error: Callable[[Exception], str]
+        self,
+        items: AsyncGenerator[T, None],
+        *,
+        encode: Callable[[T], str],
+        encode_error: Callable[[Exception], str],
+        done: str = DONE,
     ) -> EventStream[T]:
         """Return a response that streams items as events, under the timeout."""
         timed = stream_with_timeout(items, seconds=self.settings.request_timeout, first=None)
-        return EventStream(timed, encode=encode, encode_error=encode_error)
+        return EventStream(timed, encode=encode, encode_error=encode_error, done=done)

@@ -68,6 +68,9 @@ class ApplicationOptions:
 
     title: ClassVar[str] = "Requests"
 
+    protocols: Names = Field(default=(), title="NAME,...")
+    """Protocols to serve, separated by commas: anthropic, ocr, openai, responses; all by default."""
+
     page: bool = True
     """Whether to serve the chat page at / and POST /v1/media/preview."""
 

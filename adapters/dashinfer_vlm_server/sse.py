@@ -44,17 +44,24 @@ class EventStream(StreamingResponse, Generic[T]):
         items: what is sent.
         encode: formats an item as an event.
         encode_error: formats an error after the first item as one or several events.
+        done: what ends a stream without an error.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, items: AsyncGenerator[T, None], *, encode: Callable[[T], str], encode_error: Callable[[Exception], str]
+        self,
+        items: AsyncGenerator[T, None],
+        *,
+        encode: Callable[[T], str],
+        encode_error: Callable[[Exception], str],
+        done: str = DONE,
     ) -> None:
         super().__init__(content=(), headers=HEADERS)
         self._items = items
         self._encode = encode
         self._encode_error = encode_error
+        self._done = done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = get_request_context(scope)
@@ -79,7 +86,8 @@ class EventStream(StreamingResponse, Generic[T]):
             context.fail(error)
             yield self._encode_error(error)
         else:
-            yield DONE
+            if self._done:
+                yield self._done
 
 
 def format_event(data: str) -> str:

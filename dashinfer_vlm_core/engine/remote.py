@@ -173,7 +173,7 @@ class RemoteEngine(LoopEngine):
                 async for chunk in chunks:
                     finished = finished or any(choice.finish_reason for choice in chunk.choices)
                     # A chunk counts as one token until the usage is known, which is sent last, and only on request.
-                    if chunk.usage:
+                    if chunk.usage and not chunk.choices:
                         self._observers.prompt_built(chunk.usage.total_tokens - counted)
                     else:
                         counted += 1

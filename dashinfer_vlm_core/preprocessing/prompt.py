@@ -24,6 +24,7 @@ from ..models.coordinates import ImageCoordinates
 from ..models.interface import Placeholder, PlaceholderSpan, PromptLayout
 from ..models.spec import ModelSpec
 from ..protocol import ChatRequest
+from ..protocol.thinking import Thinking
 from ..tokenization.chat_template import ChatTemplate, read_chat_template, template_config_error
 from ..tokenization.conversation import ConversationFormat
 from ..tokenization.hermes import parse_tool_arguments, render_tools_as_text
@@ -241,20 +242,32 @@ class PromptBuilder:
                     param=f"chat_template_kwargs.{name}",
                 )
         effort = request.reasoning_effort
-        if effort is not None and not self._reasoning_options(effort) and (effort != "none" or self.supports_reasoning):
-            reason = "the model does not have a reasoning phase"
-            if self.supports_reasoning:
-                reason = "the model's chat template cannot change how much the model reasons"
-            raise UnsupportedParameter(
-                f"`reasoning_effort` is not supported, got {effort!r}: {reason}. Remove it.", param="reasoning_effort"
-            )
+        if effort is not None and not self._effort_options(effort) and (effort != "none" or self.supports_reasoning):
+            raise self._cannot_reason("reasoning_effort", effort)
+        thinking = request.thinking
+        if thinking and thinking.type == "enabled" and not self.supports_reasoning:
+            raise self._cannot_reason("thinking", thinking.type)
+        if thinking and thinking.type == "disabled" and self.supports_reasoning and not self._effort_options("none"):
+            raise self._cannot_reason("thinking", thinking.type)
 
-    def _reasoning_options(self, effort: str | None) -> dict[str, Any]:
+    def _cannot_reason(self, name: str, value: str) -> UnsupportedParameter:
+        reason = "the model does not have a reasoning phase"
+        if self.supports_reasoning:
+            reason = "the model's chat template cannot change how much the model reasons"
+        return UnsupportedParameter(f"`{name}` is not supported, got {value!r}: {reason}. Remove it.", param=name)
+
+    def _effort_options(self, effort: str | None) -> dict[str, Any]:
         if effort is not None and "reasoning_effort" in self._template.options:
             return {"reasoning_effort": effort}
         if effort == "none" and "enable_thinking" in self._template.options:
             return {"enable_thinking": False}
         return {}
+
+    def _thinking_options(self, thinking: Thinking | None) -> dict[str, Any]:
+        if thinking and thinking.type == "disabled":
+            return self._effort_options("none")
+        is_enabled = thinking is not None and thinking.type == "enabled"
+        return {"enable_thinking": True} if is_enabled and "enable_thinking" in self._template.options else {}
 
     def opens_reasoning(self, request: ChatRequest) -> bool:
         """Return whether the prompt of a request will end with the tag that begins reasoning, without its media."""
@@ -265,7 +278,8 @@ class PromptBuilder:
         return text.rstrip().endswith(self.conversation.reasoning_begin)
 
     def _options(self, request: ChatRequest) -> dict[str, Any]:
-        return {**self._reasoning_options(request.reasoning_effort), **request.chat_template_kwargs}
+        options = self._effort_options(request.reasoning_effort) | self._thinking_options(request.thinking)
+        return options | request.chat_template_kwargs
 
     @functools.cached_property
     def _response_header(self) -> list[int]:

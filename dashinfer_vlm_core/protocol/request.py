@@ -32,6 +32,7 @@ from .output import (
     guided_constraints,
 )
 from .sampling import GREEDY_BELOW, Sampling
+from .thinking import Thinking
 from .validation_errors import invalid
 from .vllm_xargs import MAX_LISTED_TOKENS, NgramSize, TokenId, VllmXargs
 
@@ -76,9 +77,13 @@ class LoRARequest:
 
 
 class StreamOptions(RequestModel):
-    """Options of a stream. `include_obfuscation`, OpenAI's padding of chunks, has no effect."""
+    """Options of a stream. `include_obfuscation`, OpenAI's padding of chunks, has no effect.
+
+    With `continuous_usage_stats` and `include_usage`, each chunk has the usage so far, as in vLLM.
+    """
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: bool = False
 
 
@@ -139,6 +144,7 @@ class ChatRequest(CheckedBody):
     mm_processor_kwargs: ProcessorOptions = ProcessorOptions()
     cache_salt: Label | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    thinking: Thinking | None = None
     chat_template_kwargs: Annotated[dict[Name, _TemplateValue], Field(max_length=MAX_TEMPLATE_OPTIONS)] = Field(
         default_factory=dict
     )
@@ -190,6 +196,11 @@ class ChatRequest(CheckedBody):
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk that contains the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether each chunk of a stream contains the usage so far."""
+        return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -112,6 +112,7 @@ class ResponseBuilder:
         self._counts = counts
         self._wants_logprobs = request.logprobs
         self._wants_usage = request.include_usage
+        self._continuous_usage = request.continuous_usage
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=request.skip_special_tokens)
         self._includes_stop = request.include_stop_str_in_output
         self._stop_strings = StopStringMatcher(request.stop_strings, include=self._includes_stop)
@@ -219,7 +220,12 @@ class ResponseBuilder:
             message=message,
             logprobs=ChoiceLogprobs(content=logprobs, refusal=None) if self._wants_logprobs else None,
             finish_reason=finish,
+            **self._stop_fields(),
         )
+
+    def _stop_fields(self) -> dict[str, Any]:
+        """Return the stop string that ended the completion as vLLM names it, if one did."""
+        return {"stop_reason": self.stop_string} if self.stop_string else {}
 
     def usage(self, others: Sequence[ResponseBuilder] = ()) -> CompletionUsage:
         """Return the usage of this choice and `others` so far.
@@ -323,8 +329,9 @@ class ResponseBuilder:
         logprobs = None
         if self._wants_logprobs and entries is not None:
             logprobs = ChunkLogprobs(content=[entry.logprob for entry in entries], refusal=None)
-        choice = ChunkChoice(index=self._index, delta=delta, logprobs=logprobs, finish_reason=finish)
-        usage = {"usage": None} if self._wants_usage else {}
+        stop = self._stop_fields() if finish else {}
+        choice = ChunkChoice(index=self._index, delta=delta, logprobs=logprobs, finish_reason=finish, **stop)
+        usage = {"usage": self.usage() if self._continuous_usage else None} if self._wants_usage else {}
         return ChatCompletionChunk(**self._envelope, object="chat.completion.chunk", choices=[choice], **usage)
 
     def _logprob(self, token: Token) -> ChatCompletionTokenLogprob:

@@ -34,6 +34,10 @@ CLIENTS = {
     "chat-openai-responses": "LangChain's `ChatOpenAI` (Responses API)",
     "langgraph": "LangChain agent (LangGraph)",
     "llama-index": "LlamaIndex `OpenAILike`",
+    "anthropic": "[anthropic](anthropic.md)",
+    "chat-anthropic": "LangChain's `ChatAnthropic`",
+    "litellm-anthropic": "LiteLLM, `anthropic/`",
+    "anthropic-js": "[anthropic](anthropic.md) for JavaScript",
     "openai-js": "openai for JavaScript (Chat Completions)",
     "openai-js-responses": "openai for JavaScript (Responses API)",
     "ai-sdk": "Vercel AI SDK, `@ai-sdk/openai-compatible`",
@@ -61,9 +65,11 @@ FEATURES = {
 }
 PACKAGES = (
     "openai",
+    "anthropic",
     "litellm",
     "langchain-core",
     "langchain-openai",
+    "langchain-anthropic",
     "langchain",
     "langgraph",
     "openai-agents",
@@ -79,6 +85,10 @@ REASONS: Mapping[tuple[str, str], str] = {
     ("llama-index", "video"): "LlamaIndex does not convert its video blocks to a part of a request.",
     ("ai-sdk-responses", "video"): "`@ai-sdk/openai` rejects videos. Use `@ai-sdk/openai-compatible`.",
     ("langchain-js-responses", "video"): "`ChatOpenAI` drops `video_url` parts. Use Chat Completions.",
+    **dict.fromkeys(
+        (("chat-anthropic", "video"), ("litellm-anthropic", "video")),
+        "Anthropic's API has no videos. The `video` block of [this server](anthropic.md) is an addition.",
+    ),
     **dict.fromkeys(
         (("chat-openai", "video"), ("chat-openai-responses", "video")),
         "`ChatOpenAI` does not convert LangChain's video blocks. Use `ChatDashInferVLM`.",

@@ -30,6 +30,8 @@ from dashinfer_vlm_core import EngineConfig
 PEFT = ("peft==0.21.2", "accelerate==1.15.0", "psutil==7.2.2")
 CLIENTS = ("openai-agents==0.20.0", "llama-index-llms-openai-like==0.8.1")
 """Of the Agents SDK, the last version that permits the version of openai that LiteLLM requires."""
+ANTHROPIC = ("anthropic==2.14.0", "langchain-anthropic==1.7.7")
+"""Of LangChain's package, the last version that permits the version of langchain-core in constraints.txt."""
 OCR = ("mineru-vl-utils==2.0.7", "olmocr==0.4.27", "langchain-litellm==0.11.2")
 DOCLING = ("docling-slim[convert-core,format-pdf-pypdfium2,format-web]==2.143.0",)
 """Without what runs models in the process. Its command line, which is not used, requires an old typer."""
@@ -102,6 +104,12 @@ def transformers() -> Interpreter:
 def clients() -> Path:
     """Return the folder with client libraries and what they depend on; raises like `vllm`."""
     return _packages("clients", CLIENTS, "-c", str(CONSTRAINTS))
+
+
+def anthropic() -> Path:
+    """Return the folder with Anthropic's client, LangChain's package for it and what they depend on; raises like
+    `vllm`."""
+    return _packages("anthropic", ANTHROPIC, "-c", str(CONSTRAINTS))
 
 
 def ocr() -> Path:
@@ -181,8 +189,9 @@ def _packages(name: str, pins: Sequence[str], *options: str) -> Path:
 def main() -> None:
     """Install all of them; the tests of those that cannot be installed are skipped."""
     installers: dict[str, Callable[[], object]] = {
-        "vLLM": vllm, "PEFT": peft, "client libraries": clients, "OCR clients": ocr, "Docling": docling,
-        "openai 3": openai_3, "JavaScript clients": javascript, "Ray": ray, "PDF files": pdfs,
+        "vLLM": vllm, "PEFT": peft, "client libraries": clients, "Anthropic's client": anthropic,
+        "OCR clients": ocr, "Docling": docling, "openai 3": openai_3, "JavaScript clients": javascript, "Ray": ray,
+        "PDF files": pdfs,
     }  # fmt: skip
     for name, install in installers.items():
         _install(name, install)

@@ -1,4 +1,7 @@
-"""The endpoints of the server. Each package in this folder is served; it is listed nowhere else."""
+"""The endpoints of the server. Each package in this folder is served; it is listed nowhere else.
+
+Those of a package with a `PROTOCOL` are served if `--protocols` names it.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,45 @@ import importlib
 import pkgutil
 from typing import TYPE_CHECKING
 
+from dashinfer_vlm_core.errors import ConfigError
+
+from ..endpoint import Endpoint
+from ..errors import ApiError
+
 if TYPE_CHECKING:
-    from ..endpoint import Endpoint
+    from fastapi.responses import Response
+
     from ..server_context import ServerContext
 
 
 def create_endpoints(server: ServerContext) -> list[Endpoint]:
-    """Return what `create_endpoints` of each package returns."""
+    """Return what `create_endpoints` of each package returns.
+
+    Raises:
+        ConfigError: `--protocols` has an unknown name.
+    """
     packages = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
-    return [endpoint for package in packages for endpoint in package.create_endpoints(server)]
+    protocols = {package: getattr(package, "PROTOCOL", "") for package in packages}
+    known = sorted({*protocols.values()} - {""})
+    enabled = server.settings.protocols or known
+    for name in enabled:
+        if name not in known:
+            raise ConfigError(f"--protocols: {name[:80]!r} is unknown. Choose from {', '.join(known)}.")
+    return [
+        endpoint if protocol in {"", *enabled} else _disabled(endpoint, protocol)
+        for package, protocol in protocols.items()
+        for endpoint in package.create_endpoints(server)
+    ]
+
+
+def _disabled(endpoint: Endpoint, protocol: str) -> Endpoint:
+    async def reject() -> Response:
+        raise ApiError(
+            404,
+            f"The protocol {protocol!r} is disabled on this server. Start it with --protocols {protocol}.",
+            code="protocol_disabled",
+        )
+
+    return Endpoint(
+        endpoint.path, reject, method=endpoint.method, error_body=endpoint.error_body, include_in_schema=False
+    )

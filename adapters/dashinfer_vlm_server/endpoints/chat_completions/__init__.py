@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from ...server_context import ServerContext
 
 
+PROTOCOL = "openai"
+
+
 def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
     async def chat_completions(request: Request) -> Response:
         chat = await server.read(request, ChatRequest.parse)

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from ...server_context import ServerContext
 
 
+PROTOCOL = "ocr"
+
+
 def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
     async def ocr(request: Request) -> Response:
         parsed = await server.read(request, OcrRequest.parse)

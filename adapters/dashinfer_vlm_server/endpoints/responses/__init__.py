@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
     from ...server_context import ServerContext
 
+PROTOCOL = "responses"
+
 STORED_STATUSES = (400, 401, 403, 404, 415, 429, 500)
 """The statuses of errors of endpoints for stored responses."""
 

@@ -1,0 +1,184 @@
+"""Clients of Anthropic's Messages API: its own, LangChain's `ChatAnthropic`, and LiteLLM's provider `anthropic/`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, ClassVar
+
+import openai
+import pytest
+
+from tests.clients.drivers import JSON_SCHEMA, TOOL, Color, Part, Result, Served, openai_messages, weather
+from tests.clients.features import CHECKS, cells, serve_script
+from tests.waiting import HANG
+
+pytestmark = pytest.mark.interop
+
+FUNCTION = TOOL["function"]
+ANTHROPIC_TOOL = {
+    "name": FUNCTION["name"], "description": FUNCTION["description"], "input_schema": FUNCTION["parameters"]
+}  # fmt: skip
+LIMITS = {"model": "tiny", "max_tokens": 500}
+
+
+def base64_source(url: str) -> dict[str, str]:
+    media_type, data = url.removeprefix("data:").split(";base64,")
+    return {"type": "base64", "media_type": media_type, "data": data}
+
+
+def anthropic_messages(parts: Sequence[Part]) -> Any:
+    content = [
+        {"type": "text", "text": value} if kind == "text" else {"type": kind, "source": base64_source(value)}
+        for kind, value in parts
+    ]
+    return [{"role": "user", "content": content}]
+
+
+class AnthropicClient:
+    """The official client."""
+
+    @property
+    def errors(self) -> tuple[type[Exception], ...]:
+        return (self._module.APIError,)
+
+    def __init__(self, served: Served) -> None:
+        self._module = pytest.importorskip("anthropic", reason="anthropic is not installed")
+        self._client = self._module.AsyncAnthropic(
+            base_url=served.url.removesuffix("/v1"), api_key="none", max_retries=0, timeout=HANG
+        )
+
+    async def ask(self, *parts: Part, **options: Any) -> Result:
+        message = await self._client.messages.create(**LIMITS, messages=anthropic_messages(parts), **options)
+        calls = [(block.name, block.input) for block in message.content if block.type == "tool_use"]
+        text = "".join(block.text for block in message.content if block.type == "text")
+        usage = message.usage
+        return Result(text, usage.input_tokens + usage.cache_read_input_tokens, usage.output_tokens, calls)
+
+    async def call_tool(self, *parts: Part) -> list[tuple[str, dict[str, Any]]]:
+        return (await self.ask(*parts, tools=[ANTHROPIC_TOOL])).calls
+
+    async def parse(self, *parts: Part) -> object:
+        parse = self._client.messages.parse
+        return (await parse(**LIMITS, messages=anthropic_messages(parts), output_format=Color)).parsed_output
+
+    async def stream(self, *parts: Part) -> AsyncGenerator[str, None]:
+        async with self._client.messages.stream(**LIMITS, messages=anthropic_messages(parts)) as stream:
+            async for text in stream.text_stream:
+                yield text
+
+    async def aclose(self) -> None:
+        await self._client.close()
+
+
+class ChatAnthropicClient:
+    """LangChain's `ChatAnthropic`."""
+
+    errors: ClassVar = (Exception,)
+
+    def __init__(self, served: Served) -> None:
+        module = pytest.importorskip("langchain_anthropic", reason="langchain-anthropic is not installed")
+        self._chat = module.ChatAnthropic(
+            **LIMITS, base_url=served.url.removesuffix("/v1"), api_key="none", max_retries=0, timeout=HANG
+        )
+
+    @staticmethod
+    def _messages(parts: Sequence[Part]) -> list[Any]:
+        from langchain_core.messages import HumanMessage
+
+        content = [
+            {"type": "text", "text": value}
+            if kind == "text"
+            else {"type": "image", "base64": base64_source(value)["data"], "mime_type": "image/png"}
+            for kind, value in parts
+        ]
+        return [HumanMessage(content)]
+
+    async def ask(self, *parts: Part) -> Result:
+        message = await self._chat.ainvoke(self._messages(parts))
+        usage = message.usage_metadata
+        return Result(message.text, usage["input_tokens"], usage["output_tokens"])
+
+    async def call_tool(self, *parts: Part) -> list[tuple[str, dict[str, Any]]]:
+        message = await self._chat.bind_tools([weather]).ainvoke(self._messages(parts))
+        return [(call["name"], call["args"]) for call in message.tool_calls]
+
+    async def parse(self, *parts: Part) -> object:
+        chat = self._chat.with_structured_output(Color, method="json_schema")
+        return await chat.ainvoke(self._messages(parts))
+
+    async def stream(self, *parts: Part) -> AsyncGenerator[str, None]:
+        async with contextlib.aclosing(self._chat.astream(self._messages(parts))) as chunks:
+            async for chunk in chunks:
+                yield chunk.text
+
+    async def aclose(self) -> None:
+        """Close the HTTP client, which LangChain would use again in another event loop."""
+        from langchain_anthropic._client_utils import _get_default_async_httpx_client
+
+        await self._chat._async_client.close()
+        _get_default_async_httpx_client.cache_clear()
+
+
+class LiteLLMAnthropicClient:
+    """LiteLLM's functions, with its own provider for Anthropic's API."""
+
+    structured_response = '<tool_call>\n{"name": "json_tool_call", "arguments": {"color": "green"}}\n</tool_call>'
+    """It requests objects of unknown models by a required tool call."""
+    errors: ClassVar = (openai.APIError,)  # the base class of LiteLLM's exceptions
+
+    def __init__(self, served: Served) -> None:
+        self._options = {"api_base": served.url.removesuffix("/v1"), "api_key": "none", "max_tokens": 500}
+
+    async def _complete(self, parts: Sequence[Part], **options: Any) -> Any:
+        import litellm
+
+        messages = openai_messages(parts)
+        return await litellm.acompletion("anthropic/tiny", messages=messages, **self._options, **options)
+
+    async def ask(self, *parts: Part, **options: Any) -> Result:
+        completion = await self._complete(parts, **options)
+        message = completion.choices[0].message
+        calls = [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or ()]
+        usage = completion.usage
+        return Result(message.content or "", usage.prompt_tokens, usage.completion_tokens, calls)
+
+    async def call_tool(self, *parts: Part) -> list[tuple[str, dict[str, Any]]]:
+        return (await self.ask(*parts, tools=[TOOL])).calls
+
+    async def parse(self, *parts: Part) -> object:
+        return Color.model_validate_json((await self.ask(*parts, response_format=JSON_SCHEMA)).text)
+
+    async def stream(self, *parts: Part) -> AsyncGenerator[str, None]:
+        chunks = await self._complete(parts, stream=True)
+        try:
+            async for chunk in chunks:
+                yield chunk.choices[0].delta.content or ""
+        finally:
+            await chunks.aclose()
+
+    async def aclose(self) -> None:
+        """Close the HTTP clients, which LiteLLM shares."""
+        import litellm
+
+        await litellm.close_litellm_async_clients()
+        litellm.in_memory_llm_clients_cache.flush_cache()
+
+
+DRIVERS = {
+    "anthropic": AnthropicClient,
+    "chat-anthropic": ChatAnthropicClient,
+    "litellm-anthropic": LiteLLMAnthropicClient,
+}
+
+
+@pytest.fixture(scope="module")
+def served(tiny_checkpoint):
+    with serve_script(str(tiny_checkpoint)) as served:
+        yield served
+
+
+@pytest.mark.parametrize(("client", "feature"), cells(list(DRIVERS)))
+def test_client_supports_feature(served, client, feature):
+    CHECKS[feature](DRIVERS[client], served)
