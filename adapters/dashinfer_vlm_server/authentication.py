@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from starlette.datastructures import MutableHeaders
@@ -21,6 +21,7 @@ from .request_context import get_request_context
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+    from .endpoint import Endpoint
     from .rate_limits import KeyLimiter, KeyUsage
     from .settings import Settings
 
@@ -28,9 +29,6 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 CHECK_SECONDS = 1.0
 """Minimum time between two checks whether the key file has changed."""
-
-_KEY_HEADERS: Mapping[bytes, bytes] = {b"authorization": b"", b"x-api-key": b"Bearer "}
-"""Headers with a key, each with what completes its value to that of `Authorization`."""
 
 
 class ApiKeyReloader:
@@ -138,7 +136,7 @@ class ApiKeyMiddleware:
             self._keys = keys
             for notify in self._on_keys_changed:
                 notify(keys.ids)
-        if key := _find_key(keys, scope):
+        if key := _find_key(keys, scope, context.endpoint):
             context.client_name = key.name
             await self._serve(key, scope, receive, send)
         else:
@@ -166,17 +164,22 @@ class ApiKeyMiddleware:
 def _unauthorized() -> HTTPException:
     return HTTPException(
         401,  # the message does not reveal whether a key was sent
-        "A valid API key is required. Send the header `Authorization: Bearer KEY` or `X-Api-Key: KEY`.",
+        "A valid API key is required. Send the header `Authorization: Bearer KEY`.",
         headers={"WWW-Authenticate": "Bearer"},
     )
 
 
-def _find_key(keys: ApiKeys, scope: Scope) -> ApiKey | None:
+def _find_key(keys: ApiKeys, scope: Scope, endpoint: Endpoint | None) -> ApiKey | None:
     """Return the valid key of the headers; None if there is no valid key, or more than one."""
-    sent = {name: [value for other, value in scope["headers"] if other == name] for name in _KEY_HEADERS}
-    if any(len(values) > 1 for values in sent.values()):
-        return None
-    found = {key for name, values in sent.items() for value in values if (key := keys.find(_KEY_HEADERS[name] + value))}
+    prefixes = {b"authorization": b""}
+    if endpoint and endpoint.x_api_key:
+        prefixes[b"x-api-key"] = b"Bearer "
+    found = set()
+    for header, prefix in prefixes.items():
+        values = [value for name, value in scope["headers"] if name == header]
+        if len(values) > 1:
+            return None
+        found |= {key for value in values if (key := keys.find(prefix + value))}
     return found.pop() if len(found) == 1 else None
 
 

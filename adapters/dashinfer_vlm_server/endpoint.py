@@ -56,6 +56,7 @@ class Endpoint(APIRoute):
         error_body: returns the body of an error; None for OpenAI's.
         responses: descriptions of other responses.
         public: whether it requires no API key.
+        x_api_key: whether the key may be in the header `X-Api-Key`, too.
         any_host: whether it accepts any `Host` on a server without API keys, as process supervisors need.
         generates: whether its requests use tokens.
         quiet: whether it is polled every few seconds, so that its requests are logged at level DEBUG.
@@ -74,6 +75,7 @@ class Endpoint(APIRoute):
         error_body: Callable[[Exception], Mapping[str, Any]] | None = None,
         responses: Responses | None = None,
         public: bool = False,
+        x_api_key: bool = False,
         any_host: bool = False,
         generates: bool = False,
         quiet: bool = False,
@@ -85,6 +87,7 @@ class Endpoint(APIRoute):
         self.body_models = body
         self.error_body = error_body
         self.public = public
+        self.x_api_key = x_api_key
         self.any_host = any_host
         self.generates = generates
         self.quiet = quiet

@@ -127,7 +127,15 @@ def test_unfinished_reasoning_has_no_content(engine):
     assert THOUGHT.startswith(choice.message.reasoning_content)
 
 
-@pytest.mark.parametrize("fields", [{"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"reasoning_effort": "none"},
+        {"thinking": {"type": "disabled"}},
+        {"thinking": {"type": "enabled"}, "chat_template_kwargs": {"enable_thinking": False}},
+    ],
+)
 def test_reasoning_can_be_switched_off(engine, fields):
     running = engine("A car.")
     request = {"messages": QUESTION, **fields}
@@ -191,6 +199,7 @@ def test_template_variables_reach_the_template_as_text(engine, tiny_checkpoint, 
         ({"chat_template_kwargs": {"enable_thinking": [1]}}, InvalidParameter, "enable_thinking"),
         ({"reasoning_effort": "high"}, UnsupportedParameter, "cannot change how much the model reasons"),
         ({"reasoning_effort": "much"}, InvalidParameter, "reasoning_effort"),
+        ({"thinking": {"type": "much"}}, InvalidParameter, "'enabled', 'disabled' or 'adaptive'"),
     ],
 )
 def test_unknown_options_are_rejected(engine, fields, error, words):
@@ -204,5 +213,8 @@ def test_model_without_reasoning_rejects_effort_and_keeps_tags(engine):
     message = running.chat({"messages": QUESTION, "reasoning_effort": "none"})
     assert message.choices[0].message.content == "<think>a</think>b"
     assert message.usage.completion_tokens_details is None
-    with pytest.raises(UnsupportedParameter, match="does not have a reasoning phase"):
-        running.chat({"messages": QUESTION, "reasoning_effort": "low"})
+    for kind in ("disabled", "adaptive"):
+        assert running.chat({"messages": QUESTION, "thinking": {"type": kind}}).choices == message.choices
+    for fields in ({"reasoning_effort": "low"}, {"thinking": {"type": "enabled", "budget_tokens": 1024}}):
+        with pytest.raises(UnsupportedParameter, match="does not have a reasoning phase"):
+            running.chat({"messages": QUESTION, **fields})

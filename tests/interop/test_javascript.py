@@ -1,4 +1,7 @@
-"""JavaScript clients: OpenAI's, Vercel's AI SDK and LangChain.js. `javascript/main.js` runs one of them."""
+"""JavaScript clients: Anthropic's, OpenAI's, Vercel's AI SDK and LangChain.js.
+
+`javascript/main.js` runs one of them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ from tests.interop import interpreters
 pytestmark = pytest.mark.interop
 
 CLIENTS = [
-    "openai-js", "openai-js-responses", "ai-sdk", "ai-sdk-responses", "langchain-js", "langchain-js-responses",
+    "anthropic-js", "openai-js", "openai-js-responses", "ai-sdk", "ai-sdk-responses", "langchain-js",
+    "langchain-js-responses",
 ]  # fmt: skip
 
 

@@ -308,12 +308,12 @@ def test_conversation_has_equal_tokens_and_usage_through_all_protocols(real):
     }
     paths = {"/v1/chat/completions": chat, "/v1/responses": responses, PATH: anthropic}
     with real.http() as client:
-        client.headers["x-api-key"] = "one"
+        client.headers["authorization"] = "Bearer one"
         found = {}
         for path, body in paths.items():
             client.post(path, json={**body, "temperature": 0})  # its prefix is cached from now on
             found[path] = client.post(path, json={**body, "temperature": 0}).json()
-        client.headers["x-api-key"] = "two"
+        client.headers["authorization"] = "Bearer two"
         other = client.post(PATH, json={**anthropic, "temperature": 0}).json()
     completion, response, message = found.values()
     usage = completion["usage"]

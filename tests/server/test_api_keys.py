@@ -268,7 +268,7 @@ def test_openai_client_raises_rate_limit_error(scripted, tmp_path):
 def streamed_usage(response):
     events = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
     assert events.pop() == "[DONE]"
-    return next(usage for event in events if (usage := json.loads(event).get("usage")))
+    return next(usage for event in reversed(events) if (usage := json.loads(event).get("usage")))
 
 
 def test_tokens_per_minute_delay_the_next_request(scripted, tmp_path, clock):
@@ -341,17 +341,19 @@ def test_disconnected_request_counts_what_was_generated(scripted, tmp_path, cloc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "stream", [None, {}, {"continuous_usage_stats": True}], ids=["complete", "stream", "continuous"]
+)
 def test_tokens_of_a_remote_engine_are_counted(scripted, tmp_path, clock, stream):
     settings = limited(tmp_path, "sk-a tokens_per_minute=6000", clock=clock)
-    fields = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    fields = {} if stream is None else {"stream": True, "stream_options": {"include_usage": True, **stream}}
     with (
         RemoteEngine(f"{scripted('A red circle.').server.url}/v1") as remote,
         serving(remote, **settings) as server,
         server.http() as client,
     ):
         response = chat(client, "sk-a", **fields)
-        usage = streamed_usage(response) if stream else response.json()["usage"]
+        usage = response.json()["usage"] if stream is None else streamed_usage(response)
         assert remaining(client, "sk-a") == 6000 - usage["total_tokens"]
 
 

@@ -65,6 +65,29 @@ def test_include_usage_adds_a_last_chunk(scripted):
     assert last.usage == complete(server).usage
 
 
+def test_continuous_usage_is_in_each_chunk(scripted):
+    server = scripted(RESPONSE).server
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    with server.openai() as client:
+        chunks = list(client.chat.completions.create(model="tiny", messages=HELLO, stream=True, stream_options=options))
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    usage = complete(server).usage
+    assert counts == sorted(counts)
+    assert (counts[0], counts[-1]) == (1, usage.completion_tokens)
+    assert {chunk.usage.prompt_tokens for chunk in chunks} == {usage.prompt_tokens}
+
+
+def test_choice_has_the_stop_string_as_in_vllm(scripted):
+    served = scripted("One two three.")
+    with served.server.openai() as client:
+        create = client.chat.completions.create
+        (choice,) = create(model="tiny", messages=HELLO, stop=["two"]).choices
+        *_, last = create(model="tiny", messages=HELLO, stop=["two"], stream=True)
+        (other,) = create(model="tiny", messages=HELLO, stop=["four"]).choices
+    assert choice.stop_reason == last.choices[0].stop_reason == "two"
+    assert not hasattr(other, "stop_reason")
+
+
 def test_stream_events_are_json_lines_then_done(scripted):
     with scripted(RESPONSE).server.http() as client:
         response = client.post("/v1/chat/completions", json={"messages": HELLO, "stream": True})

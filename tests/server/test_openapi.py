@@ -31,6 +31,8 @@ def server(conformance, tiny_checkpoint):
 
 ROUTES = [
     ("/v1/chat/completions", "POST"),
+    ("/v1/messages", "POST"),
+    ("/v1/messages/count_tokens", "POST"),
     ("/v1/ocr", "POST"),
     ("/v1/responses", "POST"),
     ("/v1/responses/compact", "POST"),

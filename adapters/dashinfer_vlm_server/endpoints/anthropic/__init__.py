@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
@@ -35,7 +34,9 @@ _OBJECT: Responses = {
 
 def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
     messages = _Messages(server)
-    post = partial(Endpoint, method="POST", errors=ENGINE_STATUSES, error_body=error_body, responses=_OBJECT)
+    post = partial(
+        Endpoint, method="POST", x_api_key=True, errors=ENGINE_STATUSES, error_body=error_body, responses=_OBJECT
+    )
     return [
         post("/v1/messages", messages.create, body=[MessagesRequest], generates=True),
         post("/v1/messages/count_tokens", messages.count_tokens, body=[CountTokensRequest]),
