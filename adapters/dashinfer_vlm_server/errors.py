@@ -1,4 +1,4 @@
-"""Convert errors to responses, with an HTTP status and OpenAI's error body. No other details are sent to clients.
+"""Convert errors to responses, with an HTTP status and the protocol's error body. No other details are sent to clients.
 
 The body is `{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}`; `param` names the request's field.
 For an unknown URL, the message has the next step.

@@ -154,7 +154,7 @@ class AnthropicRequest(CheckedBody):
         return self
 
     def to_chat(self) -> ChatCall:
-        """Convert it to a chat request; a streamed one sends its usage with each chunk.
+        """Convert it to a chat request; a streamed one sends its usage at the beginning and at the end.
 
         Raises:
             InvalidParameter, UnsupportedParameter: like `ChatRequest.parse`; `param` has the names of this request.
@@ -183,7 +183,7 @@ class AnthropicRequest(CheckedBody):
             "tool_choice": self.tool_choice and self.tool_choice.to_chat(),
         }
         if self.stream:
-            fields["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+            fields["stream_options"] = {"include_usage": True, "include_initial_usage": True}
         if self.tools:
             is_single = self.tool_choice is not None and self.tool_choice.disable_parallel_tool_use
             fields |= {

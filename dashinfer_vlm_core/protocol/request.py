@@ -79,11 +79,11 @@ class LoRARequest:
 class StreamOptions(RequestModel):
     """Options of a stream. `include_obfuscation`, OpenAI's padding of chunks, has no effect.
 
-    With `continuous_usage_stats` and `include_usage`, each chunk has the usage so far, as in vLLM.
+    With `include_usage` and `include_initial_usage`, the first chunk has the usage so far, too.
     """
 
     include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_initial_usage: bool = False
     include_obfuscation: bool = False
 
 
@@ -198,9 +198,9 @@ class ChatRequest(CheckedBody):
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
-    def continuous_usage(self) -> bool:
-        """Whether each chunk of a stream contains the usage so far."""
-        return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
+    def include_initial_usage(self) -> bool:
+        """Whether the first chunk of a stream contains the usage so far."""
+        return self.include_usage and self.stream_options is not None and self.stream_options.include_initial_usage
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

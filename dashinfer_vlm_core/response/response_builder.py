@@ -112,7 +112,7 @@ class ResponseBuilder:
         self._counts = counts
         self._wants_logprobs = request.logprobs
         self._wants_usage = request.include_usage
-        self._continuous_usage = request.continuous_usage
+        self._wants_initial_usage = request.include_initial_usage
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=request.skip_special_tokens)
         self._includes_stop = request.include_stop_str_in_output
         self._stop_strings = StopStringMatcher(request.stop_strings, include=self._includes_stop)
@@ -164,7 +164,10 @@ class ResponseBuilder:
         Clients begin a block of text if its content is not null, even if it is empty.
         """
         begins_call = self._must_call or self._tool_parser.may_call
-        return self._chunk(ChoiceDelta(role="assistant", content=None if begins_call else "", refusal=None))
+        chunk = self._chunk(ChoiceDelta(role="assistant", content=None if begins_call else "", refusal=None))
+        if self._wants_initial_usage:
+            chunk.usage = self.usage()
+        return chunk
 
     def _add_token(self, token: Token) -> list[ChatCompletionChunk]:
         self.completion_tokens += 1
@@ -331,7 +334,7 @@ class ResponseBuilder:
             logprobs = ChunkLogprobs(content=[entry.logprob for entry in entries], refusal=None)
         stop = self._stop_fields() if finish else {}
         choice = ChunkChoice(index=self._index, delta=delta, logprobs=logprobs, finish_reason=finish, **stop)
-        usage = {"usage": self.usage() if self._continuous_usage else None} if self._wants_usage else {}
+        usage = {"usage": None} if self._wants_usage else {}
         return ChatCompletionChunk(**self._envelope, object="chat.completion.chunk", choices=[choice], **usage)
 
     def _logprob(self, token: Token) -> ChatCompletionTokenLogprob:

@@ -55,7 +55,7 @@ def test_fields_become_those_of_a_chat_request():
         thinking={"type": "adaptive"},
     ).to_chat().chat  # fmt: skip
     assert (chat.max_tokens, chat.temperature, chat.top_k, chat.top_p, chat.seed) == (9, 0.5, 3, 0.9, 4)
-    assert (chat.stop_strings, chat.reasoning_effort, chat.continuous_usage) == (("a", "b"), "low", True)
+    assert (chat.stop_strings, chat.reasoning_effort, chat.include_initial_usage) == (("a", "b"), "low", True)
     assert chat.output_constraint.strict
     assert chat.thinking.type == "adaptive"
 

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, ClassVar
 
 import openai
 import pytest
 
+from dashinfer_vlm_core import Engine, EngineConfig
+from dashinfer_vlm_core.protocol import body
+from dashinfer_vlm_core.protocol.anthropic import IGNORED_IN_ANTHROPIC, REJECTED_IN_ANTHROPIC, MessagesRequest
+from dashinfer_vlm_core.protocol.fields import IGNORED_FIELDS
+from dashinfer_vlm_core.protocol.name_log import NameLog
 from tests.clients.drivers import JSON_SCHEMA, TOOL, Color, Part, Result, Served, openai_messages, weather
-from tests.clients.features import CHECKS, cells, serve_script
+from tests.clients.features import CALL, CHECKS, IMAGE, RESPONSE, TEXT, cells, serve_script
+from tests.pages import check_programs
+from tests.server.conftest import serving
 from tests.waiting import HANG
 
 pytestmark = pytest.mark.interop
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise, importing it downloads prices
 
 FUNCTION = TOOL["function"]
 ANTHROPIC_TOOL = {
@@ -182,3 +191,54 @@ def served(tiny_checkpoint):
 @pytest.mark.parametrize(("client", "feature"), cells(list(DRIVERS)))
 def test_client_supports_feature(served, client, feature):
     CHECKS[feature](DRIVERS[client], served)
+
+
+def converse_with_anthropic(served: Served) -> str:
+    anthropic = pytest.importorskip("anthropic", reason="anthropic is not installed")
+    url = served.url.removesuffix("/v1")
+    messages = anthropic_messages([IMAGE, TEXT])
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=HANG) as client:
+        call = client.messages.create(**LIMITS, messages=messages, tools=[ANTHROPIC_TOOL])
+        result = {"type": "tool_result", "tool_use_id": call.content[-1].id}
+        image = {"type": "image", "source": base64_source(IMAGE.value)}
+        messages += [call.to_param(), {"role": "user", "content": [{**result, "content": [image]}]}]
+        with client.messages.stream(**LIMITS, messages=messages, tools=[ANTHROPIC_TOOL]) as stream:
+            answer = stream.get_final_message()
+        assert stream.response.headers["request-id"]
+        messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": "And?"}]
+        beta = client.beta.messages.create(**LIMITS, messages=messages, betas=["unknown-2030-01-01"])
+        return beta.content[0].text
+
+
+def converse_with_langchain(served: Served) -> str:
+    from langchain_core.messages import HumanMessage, ToolMessage
+
+    chat: Any = ChatAnthropicClient(served)._chat
+    messages: list[Any] = ChatAnthropicClient._messages([IMAGE, TEXT])
+    messages.append(chat.bind_tools([weather]).invoke(messages))
+    messages.append(ToolMessage("Sunny.", tool_call_id=messages[-1].tool_calls[0]["id"]))
+    messages += [chat.bind_tools([weather]).invoke(messages), HumanMessage("And?")]
+    return chat.invoke(messages).text
+
+
+@pytest.mark.parametrize("converse", [converse_with_anthropic, converse_with_langchain])
+def test_fields_of_responses_can_be_sent_back(served, converse, monkeypatch, caplog):
+    monkeypatch.setattr(body, "_LOG", NameLog(body.logger, "%s", "No more."))
+    served.script.play(CALL, "It is a circle.", RESPONSE)
+    assert converse(served) == RESPONSE
+    spans = [len(request.spans) for request in served.script.requests]
+    assert spans == ([1, 2, 2] if converse is converse_with_anthropic else [1, 1, 1])
+    assert [record.getMessage() for record in caplog.records if record.name == body.__name__] == []
+
+
+def test_every_field_of_anthropic_is_in_exactly_one_group():
+    params = pytest.importorskip("anthropic.types.message_create_params", reason="anthropic is not installed")
+    theirs = {*params.MessageCreateParamsBase.__annotations__, "stream"}
+    groups = [MessagesRequest.model_fields.keys(), REJECTED_IN_ANTHROPIC.keys(), IGNORED_IN_ANTHROPIC | IGNORED_FIELDS]
+    assert {name: sum(name in group for group in groups) for name in theirs} == dict.fromkeys(theirs, 1)
+
+
+def test_programs_of_the_page_print_what_it_states():
+    pytest.importorskip("anthropic", reason="anthropic is not installed")
+    with Engine(EngineConfig()) as engine, serving(engine) as server:
+        check_programs("anthropic.md", server.url)

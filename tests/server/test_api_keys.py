@@ -342,7 +342,7 @@ def test_disconnected_request_counts_what_was_generated(scripted, tmp_path, cloc
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "stream", [None, {}, {"continuous_usage_stats": True}], ids=["complete", "stream", "continuous"]
+    "stream", [None, {}, {"include_initial_usage": True}], ids=["complete", "stream", "continuous"]
 )
 def test_tokens_of_a_remote_engine_are_counted(scripted, tmp_path, clock, stream):
     settings = limited(tmp_path, "sk-a tokens_per_minute=6000", clock=clock)

@@ -65,16 +65,16 @@ def test_include_usage_adds_a_last_chunk(scripted):
     assert last.usage == complete(server).usage
 
 
-def test_continuous_usage_is_in_each_chunk(scripted):
+def test_initial_usage_is_in_the_first_chunk(scripted):
     server = scripted(RESPONSE).server
-    options = {"include_usage": True, "continuous_usage_stats": True}
+    options = {"include_usage": True, "include_initial_usage": True}
     with server.openai() as client:
         chunks = list(client.chat.completions.create(model="tiny", messages=HELLO, stream=True, stream_options=options))
-    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    first, *others, last = chunks
     usage = complete(server).usage
-    assert counts == sorted(counts)
-    assert (counts[0], counts[-1]) == (1, usage.completion_tokens)
-    assert {chunk.usage.prompt_tokens for chunk in chunks} == {usage.prompt_tokens}
+    assert (first.usage.prompt_tokens, first.usage.completion_tokens) == (usage.prompt_tokens, 1)
+    assert {chunk.usage for chunk in others} == {None}
+    assert last.usage == usage
 
 
 def test_choice_has_the_stop_string_as_in_vllm(scripted):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
+from pydantic_core import to_json
 
 from dashinfer_vlm_core.protocol.anthropic import AnthropicRequest, CountTokensRequest, MessagesRequest
 from dashinfer_vlm_core.response.anthropic_events import Event, MessageEventBuilder, to_message
@@ -86,8 +87,8 @@ class _Messages:
 
 
 def _format(events: list[Event]) -> str:
-    return "".join(f"event: {event['type']}\n{format_event(json.dumps(event, ensure_ascii=False))}" for event in events)
+    return "".join(f"event: {event['type']}\n{format_event(to_json(event).decode())}" for event in events)
 
 
 def _format_error(error: Exception) -> str:
-    return _format([dict(error_body(error))])
+    return f"event: error\n{format_event(json.dumps(error_body(error)))}"
