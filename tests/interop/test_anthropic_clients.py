@@ -138,6 +138,9 @@ class LiteLLMAnthropicClient:
     errors: ClassVar = (openai.APIError,)  # the base class of LiteLLM's exceptions
 
     def __init__(self, served: Served) -> None:
+        import litellm
+
+        litellm.disable_aiohttp_transport = True  # LiteLLM does not close its sessions
         self._options = {"api_base": served.url.removesuffix("/v1"), "api_key": "none", "max_tokens": 500}
 
     async def _complete(self, parts: Sequence[Part], **options: Any) -> Any:
