@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from ...server_context import ServerContext
 
 
+PROTOCOL = "openai"
+
+
 def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
     async def embeddings(request: Request) -> Response:
         parsed = await server.read(request, EmbeddingRequest.parse)
