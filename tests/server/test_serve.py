@@ -310,7 +310,7 @@ def test_inconsistent_options_are_rejected(runner, options, words):
 VALUES = {
     "host": "0.0.0.0", "port": "9000", "uds": "a/socket", "page": "false", "root_path": "/vision",
     "api_key_file": "keys.txt", "ssl_certfile": "cert.pem", "ssl_keyfile": "key.pem",
-    "ssl_ca_certs": "ca.pem", "allowed_hosts": "a.example",
+    "ssl_ca_certs": "ca.pem", "allowed_hosts": "a.example", "protocols": "openai,ocr",
     "allowed_origins": "https://a.example", "max_body_mib": "7",
     "max_stored_responses": "10",
     "request_timeout": "60", "grace": "3", "log_format": "json",
