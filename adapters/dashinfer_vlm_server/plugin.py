@@ -67,7 +67,7 @@ APPLICATION_OPTIONS = [_API_KEY, *options_of(KeyOptions), *options_of(Applicatio
     params=[ModelArgument(), *options_of(Address), *APPLICATION_OPTIONS, *options_of(ProcessOptions), _LOG_FORMAT],
 )
 def serve(*, config: EngineConfig, **options: Any) -> None:
-    """Serve OpenAI's Chat Completions and Responses APIs, and Anthropic's Messages API, over HTTP.
+    """Serve OpenAI's and Anthropic's APIs over HTTP.
 
     MODEL is a registered name, a checkpoint folder, or a Hugging Face model ID, as --model; by default, the bundled
     model `demo`.
