@@ -144,7 +144,6 @@ _NEXT_STEPS: Mapping[str, str] = {
     "/v1/audio": "The models do not support audio.",
     "/v1/completions": "Send messages to /v1/chat/completions; LlamaIndex does so with `is_chat_model=True`.",
     "/v1/conversations": "Conversations are not stored. Use `previous_response_id` of /v1/responses.",
-    "/v1/embeddings": "The models generate text. Use another server for embeddings.",
     "/v1/files": "Files are not stored. Send images and videos as URLs or data: URLs.",
     "/v1/images": "The models generate text. Use another server for images.",
     "/v1/messages/batches": "Send the requests to /v1/messages at the same time.",

@@ -386,7 +386,8 @@ def test_int4_is_close_to_rounded_weights(oracle, caplog):
     expected = asyncio.run(logprob(dtype="float32"))
     assert "`quantization` int4 saves no memory here" in caplog.text
     assert found[0] == expected[0]
-    assert found[1] == pytest.approx(expected[1], abs=0.1)
+    # With VNNI, activations have 8 bits: 0.114 on a processor without bfloat16 instructions.
+    assert found[1] == pytest.approx(expected[1], abs=0.2)
 
 
 def test_first_and_last_layer_keep_8_bits():

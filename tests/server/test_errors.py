@@ -159,7 +159,6 @@ def test_other_routes_of_openai_name_the_next_step(scripted):
                 model="tiny", messages=HELLO
             ),
             "is_chat_model=True": lambda: client.completions.create(model="tiny", prompt="Hello"),
-            "Use another server for embeddings": lambda: client.embeddings.create(model="tiny", input="Hello"),
             "Files are not stored": lambda: client.files.retrieve("file-1"),
             "Files are not stored. ": lambda: client.files.create(file=b"Hello", purpose="user_data"),
             "do not support audio": lambda: client.audio.transcriptions.create(model="tiny", file=b"Hello"),
