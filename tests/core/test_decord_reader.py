@@ -191,7 +191,7 @@ def test_unknown_reader_lists_available_ones():
 
 
 def test_reader_without_its_library_is_reported():
-    with pytest.raises(MissingDependency, match="'absent' is not installed. Install its library") as caught:
+    with pytest.raises(MissingDependency, match=r"'absent' is not installed\. Install its library") as caught:
         select_readers(READERS_BY_NAME, config(video_reader="absent"))
     assert caught.value.param == "video_reader"
 
