@@ -108,9 +108,8 @@ class _Job:
 
 
 def _run(job: _Job, pending: list[Entry], source: EngineSource, concurrency: int) -> None:
+    from dashinfer_vlm_core.concurrency.tasks import run_concurrently
     from dashinfer_vlm_core.progress import Progress
-
-    from .concurrency import run_concurrently
 
     if not pending:
         return

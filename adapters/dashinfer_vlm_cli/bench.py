@@ -179,9 +179,8 @@ async def measure(
 
     With `show`, a progress bar has this description.
     """
+    from dashinfer_vlm_core.concurrency.tasks import run_concurrently
     from dashinfer_vlm_core.progress import Progress
-
-    from .concurrency import run_concurrently
 
     result = Measurement()
     rng = random.Random(len(chats))  # noqa: S311 - as above

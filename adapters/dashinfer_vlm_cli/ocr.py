@@ -14,11 +14,11 @@ import click
 
 from dashinfer_vlm_core.cli.command import EngineCommand
 from dashinfer_vlm_core.cli.terminal import counted
+from dashinfer_vlm_core.concurrency.tasks import run_concurrently
 from dashinfer_vlm_core.errors import DashInferVLMError, QueueFull
 from dashinfer_vlm_core.progress import Progress
 
 from .batch import INTERRUPTED, RETRY_SECONDS
-from .concurrency import run_concurrently
 from .engines import EngineSource, engine_source_options
 from .ocr_files import PAGES_FILE, PagesFile, Source, digest_of, find_sources
 

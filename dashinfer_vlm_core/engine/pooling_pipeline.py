@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Callable, Container, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 from openai.types import CompletionUsage
 
 from ..concurrency.fair_slots import FairSlots
+from ..concurrency.tasks import run_concurrently
 from ..config import EngineConfig
 from ..decoders import DecodeRequest, Pooled
 from ..decoders.supervisor import Supervisor
@@ -165,19 +166,15 @@ class PoolingPipeline:
         self, session: _Session, items: Sequence[PlacedItem], on_done: Callable[[], object] | None
     ) -> list[tuple[Pooled, int]]:
         results: dict[int, tuple[Pooled, int]] = {}
-        pending = iter(enumerate(items))
 
-        async def work(limit: int | None = None) -> None:
-            for index, placed in pending:
-                results[index] = await session.compute(placed)
-                if on_done:
-                    on_done()
-                if limit is not None and len(results) >= limit:
-                    return
+        async def compute(index: int) -> None:
+            results[index] = await session.compute(items[index])
+            if on_done:
+                on_done()
 
         # The others take what they have in common with the first one, such as the query, from the prefix cache.
-        await work(limit=1)
-        await _gather(work() for _ in range(min(self.max_parallel, len(items) - 1)))
+        await compute(0)
+        await run_concurrently(range(1, len(items)), compute, max_concurrency=self.max_parallel)
         return [results[index] for index in range(len(items))]
 
     def _check_dimensions(self, dimensions: int, pooling: PoolingSpec) -> None:
@@ -234,17 +231,6 @@ class _Session:
         async with pipeline.slots.slot(current_client.get().id, limit=pipeline.max_parallel):
             with pipeline.observer.stage("decode"):
                 return await pipeline.decoder.pool(request), len(inputs.prompt)
-
-
-async def _gather(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Wait for all; the first error cancels the others."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _values(vectors: npt.NDArray[np.float32], pooling: PoolingSpec) -> npt.NDArray[np.float32]:

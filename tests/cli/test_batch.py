@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dashinfer_vlm_cli.batch_files import BatchOutput, Entry, error_line, read_body, read_entries
-from dashinfer_vlm_cli.concurrency import run_concurrently
+from dashinfer_vlm_core.concurrency.tasks import run_concurrently
 from dashinfer_vlm_core.errors import ConfigError, DecoderFailed, InvalidParameter, QueueFull
 from tests.cli.conftest import run_process
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
 from dataclasses import replace
 
 import numpy as np
@@ -373,21 +374,21 @@ def test_impossible_quantization_is_rejected(oracle, options):
 @needs_native
 @pytest.mark.supports("int4", backend="torch-cpu")
 def test_int4_is_close_to_rounded_weights(oracle, caplog):
-    """The C kernels compute with 4 bits what PyTorch's compute with the same weights in float32."""
-    forced = prompt(1, 20, logprobs=0, max_tokens=8, ignore_eos=True)
+    """The C kernels compute with 4 bits what PyTorch's compute with the same weights in float32. With some instruction
+    sets, activations have 8 bits, so that a few prompts with two likely tokens get the other one."""
+    prompts = [prompt(content, 20, logprobs=0, max_tokens=1) for content in range(48)]
 
-    async def logprob(**options):
+    async def first_tokens(**options):
         async with decoding(oracle.decoder(quantization="int4", **options)) as decoder:
-            tokens = await collect(decoder, forced)
-            return tokens[0].id, tokens[0].logprob
+            return [token for (token,) in await asyncio.gather(*(collect(decoder, each) for each in prompts))]
 
-    found = asyncio.run(logprob(dtype="bfloat16"))
+    found = asyncio.run(first_tokens(dtype="bfloat16"))
     assert "saves no memory" not in caplog.text
-    expected = asyncio.run(logprob(dtype="float32"))
+    expected = asyncio.run(first_tokens(dtype="float32"))
     assert "`quantization` int4 saves no memory here" in caplog.text
-    assert found[0] == expected[0]
-    # With VNNI, activations have 8 bits: 0.114 on a processor without bfloat16 instructions.
-    assert found[1] == pytest.approx(expected[1], abs=0.2)
+    pairs = list(zip(found, expected, strict=True))
+    assert sum(own.id == other.id for own, other in pairs) >= 0.75 * len(prompts)
+    assert statistics.median(abs(own.logprob - other.logprob) for own, other in pairs) < 0.1
 
 
 def test_first_and_last_layer_keep_8_bits():
