@@ -430,7 +430,8 @@ def test_health_reports_abandoned_worker(environment, chat_checkpoint, cache, tm
     with Engine(config) as engine:
         healthy = asyncio.run(health(engine))
         (tmp_path / "broken").touch()
-        os.kill(int(children()[0]), signal.SIGKILL)
+        (worker,) = [pid for pid in children() if "worker.py\0serve" in Path(f"/proc/{pid}/cmdline").read_text()]
+        os.kill(int(worker), signal.SIGKILL)  # the other process decodes media
         while engine.status().state == "ready":
             time.sleep(0.01)
         with pytest.raises(DecoderFailed, match="died during startup"):
