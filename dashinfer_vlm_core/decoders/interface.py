@@ -33,6 +33,10 @@ POOLING = "pooling"
 """The member of `supported_params` of a decoder that pools the hidden states of a prompt."""
 
 
+PREFIX_CACHE = "prefix_cache"
+"""The member of `supported_params` of a decoder that keeps what it computes of prompts for those that begin alike."""
+
+
 LORA = "lora"
 """The member of `supported_params` of a decoder that applies LoRA adapters."""
 
@@ -99,8 +103,9 @@ class DecodeRequest:
         positions: int64 [3, length]: time, height and width (M-RoPE). Output tokens continue at the largest
             position + 1.
         spans: visual tokens in prompt order; they replace the embeddings of their placeholders.
-        response_starts: increasing indices of the tokens after the header of each message of the assistant, that of
-            the generation prompt included, which may end the prompt. Each depends on the tokens before it alone.
+        response_boundaries: increasing indices of the tokens after the header of each message of the assistant, that of
+            the generation prompt included, and after its end. Each depends on the tokens before it alone, and the
+            prompt may end there.
         sampling: with `max_tokens` set, so that prompt and output fit `max_model_len`.
         grammar: masks tokens at each step, on a copy of this matcher, which several requests share; None for
             unconstrained output. Only decoders that support `GUIDED_DECODING` get one.
@@ -108,18 +113,20 @@ class DecodeRequest:
         lora: the LoRA adapter to apply, which prefix cache entries depend on too. Only decoders that support `LORA`
             get one.
         pooling: whether the prompt is pooled, instead of completed; `sampling` and `grammar` are not used then.
+        is_background: whether nobody waits for it, so that it does not count as a prompt in the statistics.
     """
 
     id: str
     token_ids: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
     spans: tuple[VisualSpan, ...] = ()
-    response_starts: tuple[int, ...] = ()
+    response_boundaries: tuple[int, ...] = ()
     pooling: bool = False
     sampling: Sampling = field(default_factory=Sampling)
     grammar: GrammarMatcher | None = None
     cache_salt: str = ""
     lora: LoraWeights | None = None
+    is_background: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,8 +174,8 @@ class Decoder(Protocol):
         name: as listed by `dashinfer-vlm plugins` and `/health`.
         max_model_len: most tokens of prompt and output together; at most the model's limit.
         supported_params: the members of `SAMPLING_PARAMETERS` that it supports, `GUIDED_DECODING` if it can mask
-            tokens, `LORA` if it applies adapters, and `POOLING` if it runs pooling models; the engine rejects requests
-            that need more.
+            tokens, `LORA` if it applies adapters, `POOLING` if it runs pooling models, and `PREFIX_CACHE` if it keeps
+            prompts; the engine rejects requests that need more.
         unsupported_vision_reason: why it accepts no images and videos, and the next step; the engine rejects requests
             with media. Empty if it accepts them.
         fatal_error: why it cannot decode although it was started; empty while it can. For `/health`.

@@ -20,6 +20,7 @@ from ..response.response_builder import PromptCounts, ResponseBuilder
 from ..structured_output.request_grammars import RequestGrammars
 from .admission import ConcurrencyLimiter, hide_internal_errors
 from .documents import PageRequest
+from .history import HistoryPrefill, Turn
 from .inputs import InputPipeline, Inputs, in_client_namespace
 from .loras import ActiveLora, LoraManager
 from .observers import RequestObserver, RequestStateStats, RequestTimer
@@ -59,6 +60,7 @@ class ChatPipeline:
         decoder_reason: why this decoder was selected.
         limiter: bounds the completions, from arrival to the end of the response.
         loras: the LoRA adapters that requests can use.
+        history: computes the next turn's history while no request runs; None if nothing would keep it.
         observer: is notified of stages, tokens and completed requests.
     """
 
@@ -70,6 +72,7 @@ class ChatPipeline:
     grammars: RequestGrammars
     decoder: Supervisor
     loras: LoraManager
+    history: HistoryPrefill | None
     observer: RequestObserver
 
     async def chat(self, request: ChatRequest) -> ChatCompletion:
@@ -79,7 +82,7 @@ class ChatPipeline:
         """Serve a request; return the complete response with its tokens."""
         async with self._admit(request, n=request.n) as lora:
             timer = RequestTimer(self.observer, n=request.n)
-            builders, decode_requests = await self._prepare(request, lora)
+            inputs, builders, decode_requests = await self._prepare(request, lora)
             timer.queued()
             token_ids: list[list[int]] = [[] for _ in builders]
             async with contextlib.aclosing(self._decode(builders, decode_requests, timer)) as tokens:
@@ -88,6 +91,7 @@ class ChatPipeline:
                     token_ids[index].append(token.id)
             completion = builders[0].completion(builders[1:])
             timer.completed(builders[0].usage(builders[1:]))
+            self._prefill_history(inputs, decode_requests, token_ids, builders)
             return Generation(
                 completion=completion,
                 prompt_token_ids=tuple(decode_requests[0].token_ids.tolist()),
@@ -109,10 +113,12 @@ class ChatPipeline:
         """Serve a request; yield the response as chunks."""
         async with self._admit(request, n=request.n) as lora:
             timer = RequestTimer(self.observer, n=request.n)
-            builders, decode_requests = await self._prepare(request, lora)
+            inputs, builders, decode_requests = await self._prepare(request, lora)
+            token_ids: list[list[int]] = [[] for _ in builders]
             async with contextlib.aclosing(self._decode(builders, decode_requests, timer)) as tokens:
                 async for index, token in tokens:
                     builder = builders[index]
+                    token_ids[index].append(token.id)
                     # The first chunk is sent with the first token, so that an earlier failure is an error response and
                     # not a broken stream.
                     for chunk in builder.add_token(token):
@@ -123,6 +129,7 @@ class ChatPipeline:
                 if not builder.finished:
                     builder.final_chunks()  # raises: the decoder ended without a finish reason
             timer.completed(builders[0].usage(builders[1:]))
+            self._prefill_history(inputs, decode_requests, token_ids, builders)
             for chunk in builders[0].usage_chunks(builders[1:]):
                 yield chunk
 
@@ -154,6 +161,8 @@ class ChatPipeline:
             DecoderFailed: a step of the decoder does not finish in time; everything else was released.
         """
         try:
+            if self.history:
+                await self.history.close()
             await self.decoder.close()
         finally:
             self.grammars.close()
@@ -162,12 +171,14 @@ class ChatPipeline:
     @contextlib.asynccontextmanager
     async def _admit(self, request: ChatRequest, *, n: int = 1) -> AsyncIterator[ActiveLora | None]:
         with hide_internal_errors(), self.limiter.slots(n):
+            if self.history:
+                self.history.stop()
             async with self.loras.use(request) as lora:
                 yield lora
 
     async def _prepare(
         self, request: ChatRequest, lora: ActiveLora | None
-    ) -> tuple[list[ResponseBuilder], list[DecodeRequest]]:
+    ) -> tuple[Inputs, list[ResponseBuilder], list[DecodeRequest]]:
         check_task(self.spec, "generate", name=self.name)
         sampling = check_request(request, self.spec, self.decoder, self.inputs.prompts)
         request = in_client_namespace(request)
@@ -180,14 +191,25 @@ class ChatPipeline:
             token_ids=inputs.prompt.token_ids,
             positions=inputs.prompt.positions,
             spans=spans,
-            response_starts=inputs.prompt.response_starts,
+            response_boundaries=inputs.prompt.response_boundaries,
             sampling=self._limited(sampling, len(inputs.prompt)),
             grammar=grammar,
             cache_salt=request.cache_salt or "",
             lora=lora.weights if lora else None,
         )
         others = (replace(first, id=f"{first.id}-{i}", sampling=first.sampling.seeded(i)) for i in range(1, request.n))
-        return builders, [first, *others]
+        return inputs, builders, [first, *others]
+
+    def _prefill_history(
+        self,
+        inputs: Inputs,
+        decoded: Sequence[DecodeRequest],
+        token_ids: Sequence[Sequence[int]],
+        builders: Sequence[ResponseBuilder],
+    ) -> None:
+        response = builders[0].final_text
+        if self.history and response is not None and self.limiter.in_use == 1 and inputs.request.raw_prompt is None:
+            self.history.start(Turn(inputs=inputs, decoded=decoded[0], output_ids=token_ids[0], response=response))
 
     async def _compile_grammar(self, request: ChatRequest) -> GrammarMatcher | None:
         with self.observer.stage("grammar"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
@@ -36,8 +36,9 @@ LoadedMedia: TypeAlias = dict[MediaPart, Item]
 
 
 class Inputs(NamedTuple):
-    """What the model gets for a request."""
+    """What the model gets for a request, whose documents were expanded."""
 
+    request: ChatRequest
     items: Sequence[Item]
     coordinates: ImageCoordinates | None
     prompt: Prompt
@@ -74,7 +75,7 @@ class InputPipeline:
         coordinates = find_coordinates(request, self.spec, items, self.processor)
         with self.observer.stage("prompt"):
             prompt = await asyncio.to_thread(self.prompts.build, request, items, coordinates)
-        return Inputs(items, coordinates, prompt)
+        return Inputs(request, items, coordinates, prompt)
 
     async def encode(self, inputs: Inputs, request: ChatRequest, lora: ActiveLora | None) -> tuple[VisualSpan, ...]:
         """Encode the images and videos of a prompt, or find them in a cache."""
@@ -82,10 +83,7 @@ class InputPipeline:
         with self.observer.stage("vision"):
             vision = lora.vision if lora else None
             visual = await self.vision.embed(inputs.items, cache_salt=request.cache_salt or "", lora=vision)
-        return tuple(
-            VisualSpan(start=span.start, tokens=visual[span.item], row=span.row, length=span.length)
-            for span in inputs.prompt.spans
-        )
+        return place_visual_tokens(inputs.prompt, dict(enumerate(visual)))
 
     async def preview(self, request: ChatRequest) -> Preview:
         """Return what the model would see, without running the vision encoder or the decoder; nothing is cached."""
@@ -129,6 +127,14 @@ class InputPipeline:
 
     def _token_budget(self, tokens: int = 0) -> TokenBudget:
         return TokenBudget(self.prompts.check_media, self.prompts.max_model_len - 1, tokens)
+
+
+def place_visual_tokens(prompt: Prompt, visual: Mapping[int, VisualTokens]) -> tuple[VisualSpan, ...]:
+    """Return the visual tokens of a prompt where it has their placeholders, by the index of the image or video."""
+    return tuple(
+        VisualSpan(start=span.start, tokens=visual[span.item], row=span.row, length=span.length)
+        for span in prompt.spans
+    )
 
 
 def in_client_namespace(request: RequestT) -> RequestT:

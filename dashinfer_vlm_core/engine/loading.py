@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..config import MIB, EngineConfig
-from ..decoders import LORA, POOLING, DecoderFactory, DecoderSupport
+from ..decoders import LORA, POOLING, PREFIX_CACHE, DecoderFactory, DecoderSupport
 from ..decoders.supervisor import Supervisor
 from ..embedding_store import EmbeddingStoreOptions, open_store, redacted
 from ..embedding_store.client import EmbeddingStoreClient
@@ -35,6 +35,7 @@ from ..vision.media_uuids import MediaUuidCache
 from .admission import ConcurrencyLimiter
 from .chat_pipeline import ChatPipeline
 from .documents import DocumentExpander
+from .history import HistoryPrefill
 from .inputs import InputPipeline
 from .loras import LoraManager
 from .observers import RequestObserver
@@ -97,6 +98,7 @@ def _create_pipeline(config: EngineConfig, registry: Registry, observer: Request
         media_uuids=MediaUuidCache(vision, limit=config.limits.max_media_ids),
         observer=observer,
     )
+    keeps_history = config.prefix_cache and PREFIX_CACHE in decoder.supported_params and prompts.supports_reasoning
     return ChatPipeline(
         name=config.name,
         decoder_reason=reason,
@@ -106,6 +108,7 @@ def _create_pipeline(config: EngineConfig, registry: Registry, observer: Request
         grammars=RequestGrammars(prompts.tokenizer, spec),
         decoder=decoder,
         loras=LoraManager(config, spec, decoder, partial(family.load_vision_encoder, spec, config, kernels)),
+        history=HistoryPrefill(prompts, decoder) if keeps_history else None,
         observer=observer,
     )
 

@@ -44,7 +44,7 @@ class Prompt:
         token_ids: int64 [length]; each image or video is a run of placeholder tokens.
         positions: int64 [3, length]: time, height, width.
         spans: spans of visual tokens, in the order of the prompt.
-        response_starts: see `DecodeRequest`.
+        response_boundaries: see `DecodeRequest`.
         image_tokens: number of image placeholder tokens.
         video_tokens: number of video placeholder tokens.
         opens_reasoning: whether it ends with the tag that begins reasoning.
@@ -53,7 +53,7 @@ class Prompt:
     token_ids: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
     spans: tuple[PlaceholderSpan, ...]
-    response_starts: tuple[int, ...]
+    response_boundaries: tuple[int, ...]
     image_tokens: int
     video_tokens: int
     opens_reasoning: bool = False
@@ -153,7 +153,7 @@ class PromptBuilder:
             token_ids=token_ids,
             positions=self._layout.positions(len(token_ids), spans, visuals),
             spans=tuple(spans),
-            response_starts=self._response_starts(token_ids),
+            response_boundaries=self._response_boundaries(token_ids),
             image_tokens=sum(item.tokens for item in visuals if item.kind == "image"),
             video_tokens=sum(item.tokens for item in visuals if item.kind == "video"),
             opens_reasoning=self.supports_reasoning and self._ends_with_tag(token_ids[-MAX_TAG_TOKENS:].tolist()),
@@ -282,23 +282,26 @@ class PromptBuilder:
         return options | request.chat_template_kwargs
 
     @functools.cached_property
-    def _response_header(self) -> list[int]:
-        """The header of messages of the assistant: the first line of the generation prompt, since its other lines
-        depend on whether the model reasons. Empty unless its first token is a special one."""
+    def _response_frame(self) -> tuple[list[int], list[int]]:
+        """The header of messages of the assistant, which is the first line of the generation prompt, since its other
+        lines depend on whether the model reasons; and what ends messages. Empty unless the first token is special."""
         try:
             whole = self._template.render(GREETING)
             history = self._template.render(GREETING, add_generation_prompt=False)
         except InvalidParameter:  # `check_template` reports it
-            return []
-        line = "".join(whole.removeprefix(history).partition("\n")[:2])
-        return self.encode(line) if self._split.match(line) else []
+            return [], []
+        header = "".join(whole.removeprefix(history).partition("\n")[:2])
+        end = history.rpartition(GREETING[0]["content"])[2]
+        return self._encode_marker(header), self._encode_marker(end)
 
-    def _response_starts(self, token_ids: npt.NDArray[np.int64]) -> tuple[int, ...]:
-        header = self._response_header
-        if not 0 < len(header) <= len(token_ids):
-            return ()
-        windows = np.lib.stride_tricks.sliding_window_view(token_ids, len(header))
-        return tuple((np.flatnonzero((windows == header).all(axis=1)) + len(header)).tolist())
+    def _encode_marker(self, text: str) -> list[int]:
+        return self.encode(text) if self._split.match(text) else []
+
+    def _response_boundaries(self, token_ids: npt.NDArray[np.int64]) -> tuple[int, ...]:
+        header, end = self._response_frame
+        starts, ends = _ends_of(header, token_ids), _ends_of(end, token_ids)
+        following = np.searchsorted(ends, starts, side="right")
+        return tuple(np.union1d(starts, ends[following[following < len(ends)]]).tolist())
 
     def _ends_with_tag(self, token_ids: list[int]) -> bool:
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=False)
@@ -474,6 +477,14 @@ class PromptBuilder:
 
     def _too_long(self, message: str, tokens: int) -> ContextLengthExceeded:
         return ContextLengthExceeded(message, prompt_tokens=tokens, limit=self.max_model_len)
+
+
+def _ends_of(marker: Sequence[int], token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the indices after each occurrence of a marker; none of an empty one."""
+    if not 0 < len(marker) <= len(token_ids):
+        return np.empty(0, np.int64)
+    windows = np.lib.stride_tricks.sliding_window_view(token_ids, len(marker))
+    return np.flatnonzero((windows == marker).all(axis=1)) + len(marker)
 
 
 def _to_prompt_spans(spans: Iterable[tuple[int, int]], start: int, item: int) -> Iterator[PlaceholderSpan]:

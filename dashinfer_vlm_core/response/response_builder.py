@@ -147,6 +147,12 @@ class ResponseBuilder:
         return self._stop_strings.match
 
     @property
+    def final_text(self) -> str | None:
+        """The text of a response that ended by itself; None if it was cut, is not complete or calls tools."""
+        is_final = self.finished and self._finish_reason() == "stop" and not self._tool_calls
+        return "".join(self._text) if is_final else None
+
+    @property
     def _single_call_complete(self) -> bool:
         return self._single_call and self._tool_parser.complete > 0
 

@@ -9,17 +9,18 @@ from dashinfer_vlm_core.kernels.delta_net import CHUNK
 
 
 class ChunkBoundaries:
-    """The boundaries between the chunks of a sequence: where responses begin, and every `CHUNK` tokens after that.
+    """The boundaries between the chunks of a sequence: where responses begin and end, and every `CHUNK` tokens after
+    that.
 
     Each depends on the tokens before it alone, so prompts that share these share the state. `CHUNK` tokens are counted
-    from the last response's beginning and not from the first token, which would give more chunks.
+    from the last of these places and not from the first token, which would give more chunks.
 
     Args:
-        response_starts: `DecodeRequest.response_starts`.
+        response_boundaries: `DecodeRequest.response_boundaries`.
     """
 
-    def __init__(self, response_starts: Sequence[int]) -> None:
-        self._starts = (0, *response_starts)
+    def __init__(self, response_boundaries: Sequence[int]) -> None:
+        self._starts = (0, *response_boundaries)
 
     def at_or_before(self, position: int) -> int:
         """Return the last boundary that is not after `position`."""

@@ -270,6 +270,8 @@ class Scheduler:
         return replace(pooled, cached_tokens=sequence.num_cached_tokens)
 
     def _count_prompt(self, sequence: SequenceState) -> None:
+        if sequence.request.is_background:
+            return
         self.counters.queries += 1
         self.counters.hits += sequence.num_cached_tokens > 0
         self.counters.cached_tokens += sequence.num_cached_tokens

@@ -72,7 +72,7 @@ class SequenceState:
         self.seed: int = secrets.randbits(SEED_BITS) if sampling.seed is None else sampling.seed % (1 << SEED_BITS)
         self.first_position: int = int(request.positions.max()) + 1
         self.prefix: PrefixHash = PrefixHash(request)
-        self.boundaries: ChunkBoundaries = ChunkBoundaries(request.response_starts)
+        self.boundaries: ChunkBoundaries = ChunkBoundaries(request.response_boundaries)
         self.first_row: int = -1
         self.allocation: KVAllocation | None = None
         self.state_slots: StateSlots | None = None

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from dashinfer_vlm_core.config import PluginOptions
-from dashinfer_vlm_core.decoders import GUIDED_DECODING, LORA, POOLING
+from dashinfer_vlm_core.decoders import GUIDED_DECODING, LORA, POOLING, PREFIX_CACHE
 from dashinfer_vlm_core.errors import ConfigError
 
 SUPPORTED_PARAMS = frozenset((
     "temperature", "top_p", "top_k", "min_p", "min_tokens", "seed", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "no_repeat_ngram_size", "no_repeat_ngram_window", "no_repeat_ngram_whitelist", "logit_bias",
-    "stop_token_ids", "ignore_eos", "logprobs", GUIDED_DECODING, LORA, POOLING,
+    "stop_token_ids", "ignore_eos", "logprobs", GUIDED_DECODING, LORA, POOLING, PREFIX_CACHE,
 ))  # fmt: skip
 """What the decoder implements of a request; see `sampler.py`, and `kernel_sampler.py` for rows without `top_p`."""
 

@@ -104,7 +104,7 @@ class StateManager:
         of the request, and `positions`."""
         slots = StateSlots(
             prefix=prefix,
-            boundaries=ChunkBoundaries(request.response_starts),
+            boundaries=ChunkBoundaries(request.response_boundaries),
             prompt_length=len(request.token_ids),
             checkpoints=tuple(sorted(checkpoints(request) | positions)),
         )
@@ -225,8 +225,8 @@ def checkpoints(request: DecodeRequest) -> set[int]:
     spans = request.spans
     # A video may have several spans; the first row of an image or video begins a new one.
     ends = [span.stop for span, after in pairwise(spans) if after.row == 0]
-    ends += [*(span.stop for span in spans[-1:]), *request.response_starts[-1:], len(request.token_ids) - 1]
-    boundaries = ChunkBoundaries(request.response_starts)
+    ends += [*(span.stop for span in spans[-1:]), *request.response_boundaries[-1:], len(request.token_ids) - 1]
+    boundaries = ChunkBoundaries(request.response_boundaries)
     return {boundaries.at_or_before(end) for end in ends if end >= CHUNK}
 
 

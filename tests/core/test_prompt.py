@@ -144,19 +144,20 @@ def test_spans_mark_placeholders(builder, spec):
 
 
 @pytest.mark.parametrize("reasoning", ["", "<think>\n\n</think>\n\n"])
-def test_responses_begin_after_the_first_line_of_the_generation_prompt(spec, reasoning):
+def test_responses_begin_after_their_header_and_end_after_their_message(spec, reasoning):
     """Control tokens in the user's text are not counted."""
     template = TEMPLATE.replace("assistant\n", f"assistant\n{reasoning}")
     messages = [user("<|im_start|>assistant\n"), {"role": "assistant", "content": "A star."}, user("And here?")]
     builder = templated(spec, template)
     prompt = builder.build(request(*messages), [])
-    ends = [*prompt.response_starts[1:], len(prompt)]
+    ends = [*prompt.response_boundaries[1:], len(prompt)]
     texts = [
         builder.decode(prompt.token_ids[start:stop].tolist())
-        for start, stop in zip(prompt.response_starts, ends, strict=True)
+        for start, stop in zip(prompt.response_boundaries, ends, strict=True)
     ]
     assert texts == [
-        "A star.<|im_end|>\n<|im_start|>user\nAnd here?<|im_end|>\n<|im_start|>assistant\n",
+        "A star.<|im_end|>\n",
+        "<|im_start|>user\nAnd here?<|im_end|>\n<|im_start|>assistant\n",
         reasoning,
     ]
 

@@ -449,7 +449,7 @@ def with_responses(request, number):
     ids = request.token_ids.copy()
     headers = [index for index in (40, 130, 150)[:number] if index < len(ids) and ids[index] < 90]
     ids[headers] = 92
-    return replace(request, token_ids=ids, response_starts=tuple(index + 1 for index in headers))
+    return replace(request, token_ids=ids, response_boundaries=tuple(index + 1 for index in headers))
 
 
 requests = st.builds(

@@ -184,7 +184,7 @@ def test_nothing_is_cached_without_prefix_cache():
 def test_checkpoints_follow_media_and_precede_response():
     assert checkpoints(prompt(1, 64)) == set()
     assert checkpoints(prompt(1, 65)) == {64}
-    assert checkpoints(replace(prompt(1, 99), response_starts=(70, 95))) == {95}
+    assert checkpoints(replace(prompt(1, 99), response_boundaries=(70, 95))) == {95}
     image, video = (1, 8, 8), (2, 8, 8)
     assert checkpoints(visual(10, image, 10, video, 90, width=1)) == {64, 192, 256}
     request = visual(10, video, 90, width=1)
@@ -266,11 +266,11 @@ def test_state_is_kept_where_an_earlier_prompt_differed():
 def test_next_turn_continues_where_the_last_response_began():
     """The response is not repeated as it was generated."""
     queue = scheduler()
-    first = replace(prompt(1, 215, max_tokens=33), response_starts=(210,))
+    first = replace(prompt(1, 215, max_tokens=33), response_boundaries=(210,))
     assert run(queue, SequenceState(first, stop=())) == [(0, 215), *((n, n + 1) for n in range(215, 247))]
     ids = [*first.token_ids[:212].tolist(), *prompt(2, 60).token_ids.tolist()]
     for length, start in ((272, 210), (272, 210), (280, 272)):
-        turn = replace(text(*ids, *[5] * (length - 272), max_tokens=1), response_starts=(210, 272))
+        turn = replace(text(*ids, *[5] * (length - 272), max_tokens=1), response_boundaries=(210, 272))
         assert run(queue, SequenceState(turn, stop=())) == [(start, length)]
 
 

@@ -52,7 +52,7 @@ class Sequences:
         rows: rows of the KV cache per sequence, which also has two slots.
         quantization: how the matrices are quantized.
         lora: the folder of an adapter.
-        response_starts: where chunks begin, in addition to multiples of `CHUNK`.
+        response_boundaries: where chunks begin, in addition to multiples of `CHUNK`.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Sequences:
         rows: int = 600,
         quantization: Quantization | None = None,
         lora: Path | None = None,
-        response_starts: Sequence[int] = (),
+        response_boundaries: Sequence[int] = (),
     ) -> None:
         spec = load_plugins().load_spec(folder)
         with Weights(folder, spec.tensor_renames, spec.quantization) as weights:
@@ -84,7 +84,7 @@ class Sequences:
             torch.full((layers, slots, net.num_value_heads, net.key_dim, net.value_dim), torch.nan),
         )
         self.rows = rows
-        self.boundaries = ChunkBoundaries(response_starts)
+        self.boundaries = ChunkBoundaries(response_boundaries)
         self.lengths = [0] * count
         self.sources = [2 * number for number in range(count)]
         self.batch: ForwardBatch | None = None

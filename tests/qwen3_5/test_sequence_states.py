@@ -202,7 +202,7 @@ RESPONSE = 80
 def turn(*parts, **sampling):
     """Return a prompt of parts, which are token ids."""
     request = text(*np.concatenate(parts).tolist(), **LISTED | sampling)
-    return replace(request, response_starts=tuple((np.flatnonzero(request.token_ids == RESPONSE) + 1).tolist()))
+    return replace(request, response_boundaries=tuple((np.flatnonzero(request.token_ids == RESPONSE) + 1).tolist()))
 
 
 def words(number, length):
@@ -232,7 +232,7 @@ def test_turns_have_the_same_bits_from_states_before_responses(folder, how, chun
     without_cached = [[replace(token, cached_tokens=0) for token in tokens] for tokens in found]
     assert without_cached == expected
     if how is one_by_one:
-        starts = [each.response_starts for each in turns]
+        starts = [each.response_boundaries for each in turns]
         cached = [tokens[0].cached_tokens for tokens in found]
         assert cached == [0, *(before[-1] for before in starts[:3]), 0, *(before[-1] for before in starts[4:6])]
 

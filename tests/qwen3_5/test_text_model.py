@@ -68,7 +68,7 @@ def test_logits_of_long_prompt_equal_transformers(dense):
 def native_model(folder):
     """Return a function that creates sequences in bfloat16 with the C kernels, whose rows are independent."""
     return lambda count=1, starts=(): Sequences(
-        folder, count, kernels=load_fastest(), dtype=torch.bfloat16, response_starts=starts
+        folder, count, kernels=load_fastest(), dtype=torch.bfloat16, response_boundaries=starts
     )
 
 
