@@ -47,13 +47,14 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 Request = ChatRequest | Mapping[str, Any]
 AnyOcrRequest = OcrRequest | Mapping[str, Any]
-State = Literal["closed", "loading", "ready", "restarting", "failed"]
+State = Literal["closed", "loading", "ready", "restarting", "failed", "unloading", "unloaded"]
 
 
 class ChatEngine(Protocol):
     """What adapters require from an engine, in this process or remote.
 
-    A subclass inherits that it has no tokenizer, shows no media, has no statistics and notifies no observers.
+    A subclass inherits that it has one model, has no tokenizer, shows no media, has no statistics and notifies no
+    observers.
     """
 
     def chat(self, request: Request) -> ChatCompletion: ...
@@ -102,6 +103,26 @@ class ChatEngine(Protocol):
         """Return the counters of the engine in this process, if there is one."""
         return None
 
+    def models(self) -> Sequence[ChatEngine]:
+        """Return the engines of all models: itself, if it has one."""
+        return (self,)
+
+    def for_model(self, name: str) -> ChatEngine:
+        """Return the engine of the model that requests name so: itself, if it has one.
+
+        Raises:
+            ModelNotFound: it has several, and none of this name.
+        """
+        return self
+
+    async def aload(self, name: str) -> None:
+        """Load a model, and return when it is ready."""
+        raise _not_managed()
+
+    async def aunload(self, name: str) -> None:
+        """Unload a model when its running requests have ended. Returns before that."""
+        raise _not_managed()
+
     def add_observer(self, observer: RequestObserver) -> None:
         """Notify `observer` of requests from now on."""
 
@@ -113,7 +134,15 @@ def _unsupported(work: str) -> UnsupportedParameter:
     )
 
 
-def _score_request(request: RerankRequest | ScoreRequest | Mapping[str, Any]) -> RerankRequest | ScoreRequest:
+def _not_managed() -> UnsupportedParameter:
+    return UnsupportedParameter(
+        "The model of this server stays loaded. Start the server with several models, or with --idle-unload.",
+        param="model",
+        code="not_supported",
+    )
+
+
+def parse_scores(request: RerankRequest | ScoreRequest | Mapping[str, Any]) -> RerankRequest | ScoreRequest:
     return request if isinstance(request, RerankRequest) else ScoreRequest.parse(request)
 
 
@@ -184,7 +213,8 @@ class EngineStatus:
 
     Attributes:
         state: `closed` before `start` and after `close`; `loading` during `start`; `restarting` while a decoder that
-            died is replaced, and `failed` if that is not possible.
+            died is replaced, and `failed` if that is not possible. A model of a `ModelManager` is `unloaded` while it
+            is not needed, `unloading` until its memory is free, and `failed` after it could not be loaded.
         model: the name that requests use.
         decoder: the name of the decoder in use; empty while closed.
         decoder_reason: why this decoder was selected.
@@ -194,6 +224,7 @@ class EngineStatus:
         card: what users are shown of the model; empty while closed.
         loras: the LoRA adapters that requests can name as their model.
         task: what the model is used for; None if unknown, as of a closed engine.
+        aliases: other names that requests can use for the model.
     """
 
     state: State
@@ -206,6 +237,7 @@ class EngineStatus:
     card: ModelCard = field(default_factory=ModelCard)
     loras: tuple[LoraStatus, ...] = ()
     task: Task | None = None
+    aliases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -299,11 +331,11 @@ class Engine(LoopEngine):
 
         A mapping has the fields of ScoreRequest. Raises the same errors as `embed`.
         """
-        return self._loop.call(self._ready().pooling.score(_score_request(request)))
+        return self._loop.call(self._ready().pooling.score(parse_scores(request)))
 
     async def ascore(self, request: RerankRequest | ScoreRequest | Mapping[str, Any]) -> PoolingResult:
         """Like `score`, for callers on an event loop."""
-        return await self._loop.acall(self._ready().pooling.score(_score_request(request)))
+        return await self._loop.acall(self._ready().pooling.score(parse_scores(request)))
 
     def pool(
         self,
@@ -376,7 +408,7 @@ class Engine(LoopEngine):
 
     def add_observer(self, observer: RequestObserver) -> None:
         """Notify `observer` of all events of requests from now on."""
-        self._observers.add(observer)
+        self._observers.add(observer.for_model(self.config.name))
 
     def stats(self) -> EngineStats | None:
         """Return the counters since the engine was started; None while it is closed."""

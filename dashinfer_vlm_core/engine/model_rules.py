@@ -75,7 +75,8 @@ class RuledModel:
 
     Attributes:
         name: its name.
-        num_bytes: its memory: an estimate, until it was measured.
+        estimate: its memory in bytes, before it was loaded.
+        num_bytes: its memory in bytes: the estimate, or what was measured.
         pinned: whether it is never unloaded.
         state: `unloading` includes the time in which running requests end.
         failure: why it could not be loaded; empty if it could, or was not loaded yet.
@@ -88,16 +89,20 @@ class RuledModel:
     """
 
     name: str
-    num_bytes: int
+    estimate: int
     pinned: bool = False
     state: ModelState = "unloaded"
     failure: str = ""
+    num_bytes: int = field(init=False)
     retry_at: float = -math.inf
     loaded_at: float = -math.inf
     used_at: float = -math.inf
     idle_since: float = math.inf
     running: set[int] = field(default_factory=set)
     must_unload: bool = False
+
+    def __post_init__(self) -> None:
+        self.num_bytes = self.estimate
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +149,13 @@ class ModelScheduler:
                 model.idle_since = now
         return self.tick(now)
 
-    def loaded(self, model: str, now: float, *, num_bytes: int | None = None) -> list[Action]:
-        """A model is loaded. `num_bytes` is its measured memory, which counts from now on if it is more than that."""
+    def loaded(self, model: str, now: float, *, num_bytes: int = 0) -> list[Action]:
+        """A model is loaded. `num_bytes` is by how much memory has grown; if that is more than was estimated, it counts
+        until the model is loaded again, unless other requests run, whose memory grows too."""
         ruled = self.models[model]
         ruled.state = "ready"
         ruled.failure = ""
-        ruled.num_bytes = max(ruled.num_bytes, num_bytes or 0)
+        ruled.num_bytes = max(ruled.estimate, 0 if self._running else num_bytes)
         ruled.loaded_at = ruled.used_at = ruled.idle_since = now
         return self.tick(now)
 

@@ -22,6 +22,10 @@ class RequestObserver:
     variables of the engine's caller.
     """
 
+    def for_model(self, name: str) -> RequestObserver:
+        """Return the observer of the requests to one model: this one, if it does not separate models."""
+        return self
+
     def stage(self, stage: Stage) -> AbstractContextManager[object]:
         """Return a context manager that is active while a request is in a stage; it is also exited on errors."""
         return nullcontext()

@@ -25,7 +25,7 @@ POLICY = ModelPolicy(memory_limit=10, idle_unload=100, max_wait=60, min_serve=5,
 
 def scheduler(*, policy=POLICY, pinned=(), **sizes) -> ModelScheduler:
     return ModelScheduler(
-        [RuledModel(name=name, num_bytes=size, pinned=name in pinned) for name, size in sizes.items()], policy
+        [RuledModel(name=name, estimate=size, pinned=name in pinned) for name, size in sizes.items()], policy
     )
 
 

@@ -1,0 +1,145 @@
+"""The models of a `ModelManager`: their configurations and names, checked before any of them is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..config import MIB, EngineConfig
+from ..errors import ConfigError
+from ..models.checkpoint import find_model
+from ..plugins import load_plugins, options_registry
+from ..protocol import DEFAULT_MODEL
+
+Estimate = Callable[[EngineConfig], int]
+"""Returns how many bytes a model needs when it is loaded, before it is."""
+
+SHARED_PROCESS_BYTES = 300 * MIB
+"""Interpreter, libraries and media workers, as far as a model needs them alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ManagedModel:
+    """A model that can be loaded.
+
+    Attributes:
+        config: what to load and how; its `name` is the model's.
+        aliases: other names that requests can use.
+        pinned: whether it is loaded at the start and never unloaded.
+    """
+
+    config: EngineConfig
+    aliases: tuple[str, ...] = ()
+    pinned: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names that requests can use, those of LoRA adapters included."""
+        return (self.config.name, *self.aliases, *(module.name for module in self.config.lora))
+
+
+def configure_models(shared: EngineConfig, models: Mapping[str, object]) -> tuple[ManagedModel, ...]:
+    """Return the models of a configuration file.
+
+    Args:
+        shared: the options of all models.
+        models: by name, either `model`, or a mapping of options that replace the shared ones, with `aliases` and
+            `pinned`. The model of a name without `model` is the name itself.
+
+    Raises:
+        ConfigError: an option is unknown or invalid; the message names the model.
+    """
+    given = shared.model_dump(exclude_unset=True)
+    return tuple(_configure(given, name, options) for name, options in models.items())
+
+
+def _configure(shared: Mapping[str, Any], name: str, given: object) -> ManagedModel:
+    options = {"model": given} if isinstance(given, str) else given
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"models: {name!r} must be a folder or model ID, or a mapping of options.", param="models")
+    values: dict[str, Any] = {str(key).replace("-", "_"): value for key, value in options.items()}
+    aliases = values.pop("aliases", ())
+    pinned = values.pop("pinned", "false")
+    if str(pinned).lower() not in {"true", "false"}:
+        raise ConfigError(f"models: {name!r}: `pinned` must be true or false, got {pinned!r}.", param="models")
+    try:
+        config = EngineConfig(**{**shared, "model": name, **values, "served_model_name": name})
+        options_registry().resolve_options(config)
+    except ConfigError as error:
+        raise ConfigError(f"models: {name!r}: {error.message}", param="models") from None
+    return ManagedModel(
+        config=config,
+        aliases=(aliases,) if isinstance(aliases, str) else tuple(map(str, aliases)),
+        pinned=str(pinned).lower() == "true",
+    )
+
+
+def check_names(models: Iterable[ManagedModel]) -> None:
+    """Check that no two models have the same name, alias or LoRA adapter.
+
+    Raises:
+        ConfigError: they have; the message contains the name.
+    """
+    owners: dict[str, str] = {}
+    for model in models:
+        for name in model.names:
+            if name in owners:
+                raise ConfigError(
+                    f"The name {name!r} is used twice, by {owners[name]!r} and {model.config.name!r}: names, aliases"
+                    " and LoRA adapters of all models must differ. Write NAME=FOLDER, or choose another name.",
+                    param="models",
+                )
+            owners[name] = model.config.name
+
+
+def check_memory(models: Sequence[ManagedModel], sizes: Mapping[str, int], limit: int) -> None:
+    """Check that each model fits next to the pinned ones.
+
+    Args:
+        models: the models.
+        sizes: their estimated memory in bytes, by name.
+        limit: the limit in bytes.
+
+    Raises:
+        ConfigError: one does not; the message contains its name.
+    """
+    pinned = sum(sizes[model.config.name] for model in models if model.pinned)
+    for model in models:
+        name = model.config.name
+        needed = pinned if model.pinned else pinned + sizes[name]
+        if needed > limit:
+            others = " with the pinned models" if pinned and needed != sizes[name] else ""
+            raise ConfigError(
+                f"--memory-limit: the model {name!r} needs about {_gib(needed)}{others}, but the limit is"
+                f" {_gib(limit)}. Raise the limit, or reduce `kv_cache_mib` or `max_model_len`, or set `quantization`.",
+                param="memory_limit",
+            )
+
+
+def estimate_bytes(config: EngineConfig) -> int:
+    """Return how many bytes a model needs: its weights as they are stored, its caches, and its processes.
+
+    A model ID that is not in the cache is downloaded.
+
+    Raises:
+        CheckpointError: there is no such model.
+    """
+    folder = find_model(config.model, registered=load_plugins().models, revision=config.revision)
+    weights = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
+    return weights + (config.kv_cache_mib + config.vision_cache_mib) * MIB + SHARED_PROCESS_BYTES
+
+
+def names_of(models: Iterable[ManagedModel]) -> dict[str, str]:
+    """Return the name of the model by each name that requests can use; those without `model` use the first one."""
+    listed = list(models)
+    found = {name: model.config.name for model in listed for name in model.names}
+    for model in listed:
+        found.setdefault(model.config.model, model.config.name)
+    found.setdefault(DEFAULT_MODEL, listed[0].config.name)
+    return found
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 1024**3:.1f} GiB"

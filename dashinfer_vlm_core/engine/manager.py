@@ -1,0 +1,341 @@
+"""ModelManager: several models in one process, loaded and unloaded as requests need them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..errors import EngineClosed, InvalidParameter, ModelNotFound
+from ..models.pooling import Task
+from ..plugins import Registry
+from ..protocol import DEFAULT_MODEL, ChatRequest, EmbeddingRequest, RerankRequest, ScoreRequest
+from ..protocol.ocr import OcrRequest
+from .engine import AnyOcrRequest, ChatEngine, Engine, EngineStats, EngineStatus, Request, State, parse_scores
+from .loras import LoraStatus
+from .managed_models import Estimate, ManagedModel, check_memory, check_names, estimate_bytes, names_of
+from .model_loader import LOAD_FAILED, ModelLoader
+from .model_rules import ModelPolicy, ModelScheduler, RuledModel
+from .observers import RequestObserver
+
+if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletion, ChatCompletionChunk
+    from typing_extensions import Self
+
+    from ..preprocessing.preview import Preview
+    from ..response.ocr import OcrChunk
+    from .pooling_pipeline import PoolingResult
+
+    RequestT = TypeVar("RequestT", ChatRequest, OcrRequest, EmbeddingRequest, RerankRequest | ScoreRequest)
+
+
+class ManagedEngine(ChatEngine):
+    """One model of a `ModelManager`, which is loaded when a request needs it.
+
+    Requests raise the errors of `Engine.chat`, and those of `ModelLoader.use`.
+
+    Args:
+        model: the model.
+        engine: its engine.
+        loader: starts and closes the engine.
+    """
+
+    def __init__(self, model: ManagedModel, engine: Engine, loader: ModelLoader) -> None:
+        self._model = model
+        self._name = model.config.name
+        self._engine = engine
+        self._loader = loader
+
+    def chat(self, request: Request) -> ChatCompletion:
+        parsed = self._named(ChatRequest.parse(request))
+        with self._loader.use(self._name) as engine:
+            return engine.chat(parsed)
+
+    async def achat(self, request: Request) -> ChatCompletion:
+        parsed = self._named(ChatRequest.parse(request))
+        async with self._loader.ause(self._name) as engine:
+            return await engine.achat(parsed)
+
+    def stream(self, request: Request) -> Generator[ChatCompletionChunk, None, None]:
+        parsed = self._named(ChatRequest.parse(request))
+        with self._loader.use(self._name) as engine:
+            yield from engine.stream(parsed)
+
+    async def astream(self, request: Request) -> AsyncGenerator[ChatCompletionChunk, None]:
+        parsed = self._named(ChatRequest.parse(request))
+        async with self._loader.ause(self._name) as engine, contextlib.aclosing(engine.astream(parsed)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def aocr(self, request: AnyOcrRequest) -> AsyncGenerator[OcrChunk, None]:
+        parsed = self._named(OcrRequest.parse(request))
+        async with self._loader.ause(self._name) as engine, contextlib.aclosing(engine.aocr(parsed)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def aembed(self, request: EmbeddingRequest | Mapping[str, Any]) -> PoolingResult:
+        parsed = self._named(EmbeddingRequest.parse(request))
+        async with self._loader.ause(self._name) as engine:
+            return await engine.aembed(parsed)
+
+    async def ascore(self, request: RerankRequest | ScoreRequest | Mapping[str, Any]) -> PoolingResult:
+        parsed = self._named(parse_scores(request))
+        async with self._loader.ause(self._name) as engine:
+            return await engine.ascore(parsed)
+
+    async def apreview(self, request: Request) -> Preview:
+        parsed = self._named(ChatRequest.parse(request))
+        async with self._loader.ause(self._name) as engine:
+            return await engine.apreview(parsed)
+
+    async def atokenize(self, request: Request) -> list[int]:
+        parsed = self._named(ChatRequest.parse(request))
+        async with self._loader.ause(self._name) as engine:
+            return await engine.atokenize(parsed)
+
+    async def aencode(self, text: str) -> list[int]:
+        async with self._loader.ause(self._name) as engine:
+            return await engine.aencode(text)
+
+    async def adecode(self, ids: Sequence[int]) -> str:
+        async with self._loader.ause(self._name) as engine:
+            return await engine.adecode(ids)
+
+    async def aconvert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
+        async with self._loader.ause(self._name) as engine:
+            return await engine.aconvert_ids_to_tokens(ids)
+
+    def status(self) -> EngineStatus:
+        """Return the status of the model; while it is not loaded, what its configuration tells."""
+        state, failure = self._loader.state(self._name)
+        status = replace(self._engine.status(), aliases=self._model.aliases)
+        if state == "ready":
+            return status
+        config = self._model.config
+        shown: dict[str, State] = {"loading": "loading", "unloading": "unloading"}
+        task: Task | None = None if config.task == "auto" else config.task
+        return replace(
+            status,
+            state=shown.get(state, "failed" if failure else "unloaded"),
+            fatal_error=failure,
+            task=status.task or task,
+            loras=tuple(LoraStatus(name=lora.name, source=_source(lora.path)) for lora in config.lora),
+        )
+
+    def stats(self) -> EngineStats | None:
+        """Return the counters since the model was loaded; None while it is not."""
+        return self._engine.stats()
+
+    def add_observer(self, observer: RequestObserver) -> None:
+        self._engine.add_observer(observer)
+
+    def _named(self, request: RequestT) -> RequestT:
+        """Replace an alias by the name that the engine knows."""
+        if request.model in self._model.aliases:
+            return request.model_copy(update={"model": self._name})
+        return request
+
+
+class ModelManager(ChatEngine):
+    """Serves several models, of which those are loaded that requests need and that fit in memory.
+
+    `ModelScheduler` has the rules. Start it with `with ModelManager(models) as manager`, or `start`. A request names
+    its model, an alias, or a LoRA adapter; one without a name is for the first model. Each model has its own caches. A
+    request whose model is not loaded waits for it, and others do not wait for this one.
+
+    Args:
+        models: the models, at least one.
+        policy: limits and times.
+        registry: the plugins; those of the installed distributions if None.
+        estimate: returns how many bytes a model needs; only used with a limit.
+        clock: the monotonic clock of the policy, in seconds.
+
+    Raises:
+        ConfigError: two models have the same name, or one does not fit in the limit.
+        CheckpointError: there is no such model.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[ManagedModel],
+        *,
+        policy: ModelPolicy | None = None,
+        registry: Registry | None = None,
+        estimate: Estimate = estimate_bytes,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        policy = policy or ModelPolicy()
+        check_names(models)
+        sizes = {model.config.name: 0 for model in models}
+        if policy.memory_limit is not None:
+            sizes = {model.config.name: estimate(model.config) for model in models}
+            check_memory(models, sizes, policy.memory_limit)
+        ruled = [
+            RuledModel(name=model.config.name, estimate=sizes[model.config.name], pinned=model.pinned)
+            for model in models
+        ]
+        engines = {model.config.name: Engine(model.config, registry=registry) for model in models}
+        self._loader = ModelLoader(engines, ModelScheduler(ruled, policy), clock)
+        self._pinned = {model.config.name for model in models if model.pinned}
+        stays = policy.memory_limit is None and policy.idle_unload is None
+        self._initial = [name for name in engines if stays or name in self._pinned]
+        self._engines = {
+            model.config.name: ManagedEngine(model, engines[model.config.name], self._loader) for model in models
+        }
+        self._names = names_of(models)
+        self._state: State = "closed"
+
+    # Requests
+
+    def for_model(self, name: str) -> ManagedEngine:
+        """Return the engine of a model by its name, an alias, or the name of a LoRA adapter.
+
+        Raises:
+            ModelNotFound: there is none of this name.
+        """
+        if name not in self._names:
+            known = " or ".join(map(repr, (known for known in self._names if known != DEFAULT_MODEL)))
+            raise ModelNotFound(f"The model {name!r} is not served here. Use {known}.", param="model")
+        return self._engines[self._names[name]]
+
+    def models(self) -> Sequence[ManagedEngine]:
+        return tuple(self._engines.values())
+
+    def chat(self, request: Request) -> ChatCompletion:
+        """Serve one request; blocks the calling thread. Raises the errors of `ManagedEngine`, and of `for_model`."""
+        parsed = ChatRequest.parse(request)
+        return self.for_model(parsed.model).chat(parsed)
+
+    async def achat(self, request: Request) -> ChatCompletion:
+        """Like `chat`, for callers on an event loop."""
+        parsed = ChatRequest.parse(request)
+        return await self.for_model(parsed.model).achat(parsed)
+
+    def stream(self, request: Request) -> Generator[ChatCompletionChunk, None, None]:
+        """Stream the response to one request; closing the iterator cancels it. Raises the errors of `chat`."""
+        parsed = ChatRequest.parse(request)
+        yield from self.for_model(parsed.model).stream(parsed)
+
+    async def astream(self, request: Request) -> AsyncGenerator[ChatCompletionChunk, None]:
+        """Like `stream`, for callers on an event loop."""
+        parsed = ChatRequest.parse(request)
+        async with contextlib.aclosing(self.for_model(parsed.model).astream(parsed)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def aocr(self, request: AnyOcrRequest) -> AsyncGenerator[OcrChunk, None]:
+        parsed = OcrRequest.parse(request)
+        async with contextlib.aclosing(self.for_model(parsed.model).aocr(parsed)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def aembed(self, request: EmbeddingRequest | Mapping[str, Any]) -> PoolingResult:
+        parsed = EmbeddingRequest.parse(request)
+        return await self.for_model(parsed.model).aembed(parsed)
+
+    async def ascore(self, request: RerankRequest | ScoreRequest | Mapping[str, Any]) -> PoolingResult:
+        parsed = parse_scores(request)
+        return await self.for_model(parsed.model).ascore(parsed)
+
+    async def apreview(self, request: Request) -> Preview:
+        parsed = ChatRequest.parse(request)
+        return await self.for_model(parsed.model).apreview(parsed)
+
+    async def atokenize(self, request: Request) -> list[int]:
+        parsed = ChatRequest.parse(request)
+        return await self.for_model(parsed.model).atokenize(parsed)
+
+    # Status
+
+    def status(self) -> EngineStatus:
+        """Return the status of the first model, with the state of the manager: `ready` between `start` and `close`."""
+        return replace(self.models()[0].status(), state=self._state)
+
+    def add_observer(self, observer: RequestObserver) -> None:
+        """Notify `observer` of all events of requests to all models from now on."""
+        for engine in self.models():
+            engine.add_observer(observer)
+
+    # Models
+
+    def load(self, name: str) -> None:
+        """Load a model now; blocks until it is ready, however long that takes.
+
+        Raises:
+            ModelNotFound: there is none of this name.
+            EngineClosed: it cannot be loaded.
+        """
+        self.for_model(name)
+        with self._loader.use(self._names[name], max_wait=float("inf")):
+            pass
+
+    async def aload(self, name: str) -> None:
+        """Like `load`, for callers on an event loop."""
+        self.for_model(name)
+        async with self._loader.ause(self._names[name], max_wait=float("inf")):
+            pass
+
+    async def aunload(self, name: str) -> None:
+        """Unload a model when its running requests have ended. Returns before that.
+
+        Raises:
+            ModelNotFound: there is none of this name.
+            InvalidParameter: it is pinned.
+        """
+        self.for_model(name)
+        if self._names[name] in self._pinned:
+            raise InvalidParameter(f"The model {name!r} is pinned, and stays loaded.", param="model")
+        self._loader.unload(self._names[name])
+
+    def tick(self) -> None:
+        """Look at the clock now, because it was set."""
+        self._loader.tick()
+
+    def start(self) -> Self:
+        """Load the pinned models; without a limit of memory or of idle time, all models. Returns when they are ready.
+
+        Raises:
+            SetupError: one of them cannot be loaded.
+        """
+        self._state = "loading"
+        try:
+            for name in self._initial:
+                self.load(name)
+        except EngineClosed as error:
+            self._state = "closed"
+            raise (self._loader.error(name) or error if error.code == LOAD_FAILED else error) from None
+        self._state = "ready"
+        return self
+
+    def close(self) -> None:
+        """Unload all models; running requests raise EngineClosed.
+
+        Raises:
+            DecoderFailed: a step of a decoder does not finish in time; all other models were unloaded.
+        """
+        self._state = "closed"
+        self._loader.close()
+
+    async def astart(self) -> Self:
+        """Like `start`, without blocking the caller's event loop."""
+        await asyncio.to_thread(self.start)
+        return self
+
+    async def aclose(self) -> None:
+        """Like `close`, without blocking the caller's event loop."""
+        await asyncio.to_thread(self.close)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _source(path: str) -> str:
+    folder = Path(path).expanduser()
+    return folder.resolve().name if folder.is_dir() else path
