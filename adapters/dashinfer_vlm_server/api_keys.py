@@ -3,6 +3,7 @@
 # comment
 sk-alice-1
 sk-bob-1  name=bob max_requests=4 tokens_per_minute=100000 media_workers=1
+sk-root-1 admin=true
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ UNLIMITED = "none"
 """The value of a limit that disables it."""
 
 LIMITS = ("max_requests", "tokens_per_minute", "media_workers")
-OPTIONS = ("name", *LIMITS)
+OPTIONS = ("name", *LIMITS, "admin")
 
 _ID_SECRET = os.urandom(32)
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -72,21 +73,23 @@ class ApiKey:
         digest: its SHA-256 digest.
         name: its name in the log; empty if it has none.
         limits: its limits.
+        admin: whether it may load and unload models.
     """
 
     digest: bytes = field(repr=False)
     name: str = ""
     limits: KeyLimits = _NO_LIMITS
+    admin: bool = False
 
     @classmethod
-    def create(cls, key: str, *, name: str = "", limits: KeyLimits = _NO_LIMITS) -> ApiKey:
+    def create(cls, key: str, *, name: str = "", limits: KeyLimits = _NO_LIMITS, admin: bool = False) -> ApiKey:
         """Create it from the text of a key. Raises ConfigError if the key cannot be sent in a header."""
         if not key or len(key) > MAX_KEY_LENGTH or not key.isascii() or not key.isprintable() or key != key.strip():
             raise ConfigError(
                 f"API keys must have 1 to {MAX_KEY_LENGTH} printable ASCII characters, and no leading or trailing"
                 " spaces."
             )
-        return cls(digest=_digest(key.encode()), name=name, limits=limits)
+        return cls(digest=_digest(key.encode()), name=name, limits=limits, admin=admin)
 
     @property
     def id(self) -> str:
@@ -214,8 +217,11 @@ def _parse_line(words: list[str], defaults: KeyLimits) -> ApiKey:
     label = values.pop("name", None)
     if label is not None and not _NAME.fullmatch(label):
         raise ConfigError(f"`name` must have 1 to 64 characters of A-Z a-z 0-9 . _ -, got {label[:64]!r}.")
+    admin = values.pop("admin", "false")
+    if admin not in {"true", "false"}:
+        raise ConfigError(f"`admin` must be true or false, got {admin[:32]!r}.")
     limits = {option: _limit(option, value) for option, value in values.items()}
-    return ApiKey.create(key, name=label or "", limits=replace(defaults, **limits))
+    return ApiKey.create(key, name=label or "", limits=replace(defaults, **limits), admin=admin == "true")
 
 
 def _limit(option: str, value: str) -> int | None:

@@ -138,6 +138,7 @@ class ApiKeyMiddleware:
                 notify(keys.ids)
         if key := _find_key(keys, scope, context.endpoint):
             context.client_name = key.name
+            context.is_admin = key.admin
             await self._serve(key, scope, receive, send)
         else:
             await error_response(_unauthorized(), context.endpoint)(scope, receive, send)

@@ -5,39 +5,30 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.exposition import choose_encoder
 
 from dashinfer_vlm_core import __version__
-from dashinfer_vlm_core.engine.observers import RequestObserver, Stage
 
 from .rate_limits import RejectionReason
+from .request_metrics import NAMESPACE, MetricsByModel, RequestMetrics
 
 if TYPE_CHECKING:
-    from openai.types import CompletionUsage
-
     from dashinfer_vlm_core.embedding_store.client import EmbeddingStoreStats
     from dashinfer_vlm_core.engine import ChatEngine, EngineStats
 
-NAMESPACE = "dashinfer_vlm"
 PREFIX = f"{NAMESPACE}_"
 
 HTTP_METRICS = frozenset({f"{PREFIX}requests", f"{PREFIX}rate_limited_requests", f"{PREFIX}requests_in_flight"})
 """The metrics of the application itself, which its engine does not have."""
 
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
-TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
-TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 
-
-class Metrics(RequestObserver):
+class Metrics:
     """The metrics of one application, in a separate registry.
 
     Args:
@@ -51,7 +42,6 @@ class Metrics(RequestObserver):
         self._replica_metrics = replica_metrics
         self._registry = CollectorRegistry()
         counter = partial(Counter, namespace=NAMESPACE, registry=self._registry)
-        histogram = partial(Histogram, namespace=NAMESPACE, registry=self._registry)
         self._requests = counter("requests", "Requests by route and outcome.", ["route", "outcome"])
         self._rate_limited = counter(
             "rate_limited_requests", "Requests rejected by a limit of their API key.", ["reason"]
@@ -61,29 +51,10 @@ class Metrics(RequestObserver):
         self.in_flight: Gauge = Gauge(
             "requests_in_flight", "HTTP requests being processed.", namespace=NAMESPACE, registry=self._registry
         )
-        self._time_to_first_token = histogram(
-            "time_to_first_token_seconds", "Time from a request to its first token.", buckets=SECONDS
-        )
-        self._inter_token_latency = histogram(
-            "inter_token_latency_seconds", "Time between two tokens of a completion.", buckets=TOKEN_SECONDS
-        )
-        self._e2e_latency = histogram(
-            "e2e_request_latency_seconds", "Time from a request to the end of its response.", buckets=SECONDS
-        )
-        self._stages = histogram("stage_seconds", "Time in each stage of a request.", ["stage"], buckets=SECONDS)
-        self._request_prompt_tokens = histogram(
-            "request_prompt_tokens", "Prompt tokens per successful request.", buckets=TOKENS
-        )
-        self._request_generation_tokens = histogram(
-            "request_generation_tokens", "Generated tokens per successful request.", buckets=TOKENS
-        )
-        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of successful requests.")
-        self._generation_tokens = counter("generation_tokens", "Generated tokens of successful requests.")
-        self._cached_tokens = counter("cached_prompt_tokens", "Prompt tokens reused from the prefix cache.")
-        self._visual_tokens = counter("visual_tokens", "Prompt tokens of images and videos.", ["kind"])
         ProcessCollector(registry=self._registry)
         self._engine = engine
-        engine.add_observer(self)
+        self._by_model = MetricsByModel()
+        engine.add_observer(self._by_model if engine.manages_models else RequestMetrics(self._registry))
 
     def count_request(self, route: str, outcome: str) -> None:
         """Count a request that has ended."""
@@ -102,11 +73,7 @@ class Metrics(RequestObserver):
         """Return the metrics, and those of replicas with the label `replica`; called by the encoder."""
         metrics = {metric.name: metric for metric in self._collect()}
         for replica, collected in self._replica_metrics().items():
-            for source in collected:
-                empty = Metric(source.name, source.documentation, source.type, source.unit)
-                metrics.setdefault(source.name, empty).samples += [
-                    sample._replace(labels={**sample.labels, "replica": replica}) for sample in source.samples
-                ]
+            _add_labeled(metrics, collected, replica=replica)
         return metrics.values()
 
     def collect_for_engine(self) -> list[Metric]:
@@ -115,34 +82,24 @@ class Metrics(RequestObserver):
 
     def _collect(self) -> Iterator[Metric]:
         yield from self._registry.collect()
-        yield from _engine(self._engine)
+        if not self._engine.manages_models:
+            yield from _engine(self._engine)
+            return
+        metrics: dict[str, Metric] = {}
+        for engine in self._engine.models():
+            name = engine.status().model
+            _add_labeled(metrics, self._by_model.registries[name].collect(), model_name=name)
+            _add_labeled(metrics, _engine(engine), model_name=name)
+        yield from metrics.values()
 
-    # RequestObserver
 
-    @contextlib.contextmanager
-    def stage(self, stage: Stage) -> Iterator[None]:
-        start = time.monotonic()
-        try:
-            yield
-        finally:
-            self._stages.labels(stage).observe(time.monotonic() - start)
-
-    def first_token(self, seconds: float) -> None:
-        self._time_to_first_token.observe(seconds)
-
-    def next_token(self, seconds: float) -> None:
-        self._inter_token_latency.observe(seconds)
-
-    def completed(self, usage: CompletionUsage, seconds: float) -> None:
-        self._e2e_latency.observe(seconds)
-        self._request_prompt_tokens.observe(usage.prompt_tokens)
-        self._request_generation_tokens.observe(usage.completion_tokens)
-        self._prompt_tokens.inc(usage.prompt_tokens)
-        self._generation_tokens.inc(usage.completion_tokens)
-        if details := usage.prompt_tokens_details:
-            self._cached_tokens.inc(details.cached_tokens or 0)
-            self._visual_tokens.labels("image").inc(getattr(details, "image_tokens", 0))
-            self._visual_tokens.labels("video").inc(getattr(details, "video_tokens", 0))
+def _add_labeled(metrics: dict[str, Metric], added: Iterable[Metric], **labels: str) -> None:
+    """Add the samples of metrics, with these labels, to the metrics of the same names."""
+    for source in added:
+        empty = Metric(source.name, source.documentation, source.type, source.unit)
+        metrics.setdefault(source.name, empty).samples += [
+            sample._replace(labels={**sample.labels, **labels}) for sample in source.samples
+        ]
 
 
 def _engine(engine: ChatEngine) -> Iterator[Metric]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Any, get_args
 
 import click
@@ -20,8 +21,9 @@ from dashinfer_vlm_core.hooks import hookimpl
 from dashinfer_vlm_core.progress import show_progress
 
 from .api_keys import KEY_VARIABLE, KEYS_VARIABLE
-from .help import Option, ServerCommand, from_options, options_of
+from .help import Option, from_options, options_of
 from .logs import LogFormat, set_format
+from .model_options import MODELS, ModelOptions, ServeCommand
 from .settings import ApplicationOptions, KeyOptions, ProcessOptions, Settings
 from .sockets import Address, is_host_name
 
@@ -63,10 +65,18 @@ APPLICATION_OPTIONS = [_API_KEY, *options_of(KeyOptions), *options_of(Applicatio
 
 
 @click.command(
-    cls=ServerCommand,
-    params=[ModelArgument(), *options_of(Address), *APPLICATION_OPTIONS, *options_of(ProcessOptions), _LOG_FORMAT],
+    cls=ServeCommand,
+    params=[
+        ModelArgument(),
+        MODELS,
+        *options_of(ModelOptions),
+        *options_of(Address),
+        *APPLICATION_OPTIONS,
+        *options_of(ProcessOptions),
+        _LOG_FORMAT,
+    ],
 )
-def serve(*, config: EngineConfig, **options: Any) -> None:
+def serve(*, config: EngineConfig, models: Sequence[tuple[str, object]], **options: Any) -> None:
     """Serve OpenAI's and Anthropic's APIs over HTTP.
 
     MODEL is a registered name, a checkpoint folder, or a Hugging Face model ID, as --model; by default, the bundled
@@ -80,7 +90,7 @@ def serve(*, config: EngineConfig, **options: Any) -> None:
     # Until the model is loaded: about a hundred collections would scan objects that stay, for a fifth of the time.
     gc.disable()
     try:
-        sys.exit(_serve(config, options))
+        sys.exit(_serve(config, models, options))
     finally:
         gc.enable()
 
@@ -101,19 +111,23 @@ def create_settings(options: dict[str, Any], config: EngineConfig) -> Settings:
     )
 
 
-def _serve(config: EngineConfig, options: dict[str, Any]) -> int:
+def _serve(config: EngineConfig, models: Sequence[tuple[str, object]], options: dict[str, Any]) -> int:
     with extra_required("The server", extra="server"), show_progress("Starting the server"):
+        from .engines import create_engine
         from .serving import run
     process = from_options(ProcessOptions, options)
     address = from_options(Address, options)
+    management = from_options(ModelOptions, options)
     settings = create_settings(options, config)
+    settings = replace(settings, allow_model_management=management.allow_model_management)
     tracer = None
     if process.otlp_traces_endpoint is not None:
         with extra_required("The option --otlp-traces-endpoint", extra="otel"):
             from .tracing import create_tracer
         tracer = create_tracer(process.otlp_traces_endpoint)
     _warn(settings, address, config.options_of(EmbeddingStoreOptions))
-    return run(isolate_clients(config, settings), settings, address, grace=process.grace, tracer=tracer)
+    engine = create_engine(isolate_clients(config, settings), models, management)
+    return run(engine, settings, address, grace=process.grace, tracer=tracer)
 
 
 def isolate_clients(config: EngineConfig, settings: Settings) -> EngineConfig:

@@ -71,6 +71,7 @@ class RequestContext:
         status: the status of the response; 499 (the client disconnected) until there is one.
         endpoint: the endpoint for its path, if there is one.
         client_name: the name of the API key; empty if it has none.
+        is_admin: whether the API key may load and unload models.
     """
 
     id: str
@@ -79,6 +80,7 @@ class RequestContext:
     status: int = CLIENT_CLOSED_REQUEST
     endpoint: Endpoint | None = None
     client_name: str = ""
+    is_admin: bool = False
     start: float = field(default_factory=time.monotonic)
 
     @property

@@ -74,8 +74,15 @@ class ServerContext:
         *,
         encode: Callable[[T], str],
         encode_error: Callable[[Exception], str],
+        model: str,
         done: str = DONE,
     ) -> EventStream[T]:
-        """Return a response that streams items as events, under the timeout."""
+        """Return a response that streams items of a model as events, under the timeout."""
         timed = stream_with_timeout(items, seconds=self.settings.request_timeout, first=None)
-        return EventStream(timed, encode=encode, encode_error=encode_error, done=done)
+        loading = partial(_loading, self.engine.for_model(model)) if self.engine.manages_models else str
+        return EventStream(timed, encode=encode, encode_error=encode_error, done=done, loading=loading)
+
+
+def _loading(engine: ChatEngine) -> str:
+    status = engine.status()
+    return "" if status.state in {"ready", "restarting"} else status.model

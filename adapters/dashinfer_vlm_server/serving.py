@@ -24,7 +24,6 @@ import anyio
 import click
 import uvicorn
 
-from dashinfer_vlm_core.engine import Engine
 from dashinfer_vlm_core.errors import ConfigError, DecoderFailed
 from dashinfer_vlm_core.media_workers import MEDIA_THREADS
 
@@ -40,8 +39,7 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp
 
-    from dashinfer_vlm_core.config import EngineConfig
-
+    from .engines import LocalEngine
     from .tracing import Tracer
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -65,14 +63,14 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run(
-    config: EngineConfig,
+    engine: LocalEngine,
     settings: Settings,
     address: Address,
     *,
     grace: float = GRACE_SECONDS,
     tracer: Tracer | None = None,
 ) -> int:
-    """Load a model and serve it until SIGINT or SIGTERM. Returns the exit code of the process.
+    """Start an engine and serve it until SIGINT or SIGTERM. Returns the exit code of the process.
 
     Raises:
         ConfigError: the server cannot listen on the address, or cannot use the certificate.
@@ -80,7 +78,6 @@ def run(
     """
     _on_signal(exit_immediately)
     drain_state = DrainState()
-    engine = Engine(config)
     with open_listener(address) as listener:
         detect_lost_peers(listener)
         application = create_app(engine, settings, tracer=tracer, drain_state=drain_state)
@@ -94,7 +91,7 @@ def run(
             on_ready=lambda: _ready(address.url(listener), address, settings, engine),
         )
         server.run(sockets=[listener])
-    if engine.status().state == "loading":
+    if _is_loading(engine):
         exit_immediately(server.signal or signal.SIGTERM, None)
     code = _finish(engine, server)
     if server.signal is not None:
@@ -154,7 +151,7 @@ class Server(uvicorn.Server):
         self,
         settings: uvicorn.Config,
         *,
-        engine: Engine,
+        engine: LocalEngine,
         drain_state: DrainState,
         on_ready: Callable[[], None] = lambda: None,
         grace: float = GRACE_SECONDS,
@@ -189,7 +186,7 @@ class Server(uvicorn.Server):
             self._loading.cancel()
         with anyio.move_on_after(self._grace):
             await self._wait_for_requests()
-        if self.server_state.tasks and self._engine.status().state != "loading":
+        if self.server_state.tasks and not _is_loading(self._engine):
             logger.warning("%d requests exceeded the grace period and are terminated.", len(self.server_state.tasks))
             await asyncio.to_thread(_close, self._engine)
         ending = asyncio.create_task(self._abort_connections())
@@ -256,7 +253,7 @@ def _abandon_threads(code: int) -> None:
         os._exit(code)
 
 
-def _finish(engine: Engine, server: Server) -> int:
+def _finish(engine: LocalEngine, server: Server) -> int:
     if server.error is not None:
         raise server.error
     if server.decoder_failed:
@@ -269,19 +266,23 @@ def _finish(engine: Engine, server: Server) -> int:
     return 0
 
 
-def _close(engine: Engine) -> None:
+def _is_loading(engine: LocalEngine) -> bool:
+    return any(model.status().state == "loading" for model in engine.models())
+
+
+def _close(engine: LocalEngine) -> None:
     try:
         engine.close()
     except DecoderFailed as error:
         logger.error("%s", error.message)  # noqa: TRY400 - the message is for the operator
 
 
-def _ready(url: str, address: Address, settings: Settings, engine: Engine) -> None:
+def _ready(url: str, address: Address, settings: Settings, engine: LocalEngine) -> None:
     # Loaded objects stay alive. Scanning them would delay every response by 0.3 s per collection.
     gc.freeze()
     gc.enable()
     status = engine.status()
-    served = f"Serving {status.model} (decoder {status.decoder}) at {url}"
+    served = f"Serving {_names(engine)} at {url}"
     if writes_json():
         logger.info("%s", served, extra={"fields": {"model": status.model, "decoder": status.decoder, "url": url}})
         return
@@ -292,6 +293,12 @@ def _ready(url: str, address: Address, settings: Settings, engine: Engine) -> No
         key = f'-H "Authorization: Bearer ${KEY_VARIABLE}" ' if len(settings.keys) else ""
         curl = f"curl {url}/chat/completions {key}-H 'Content-Type: application/json' -d '{SAMPLE_REQUEST}'"
         click.echo(f"Try: {curl}", err=True)
+
+
+def _names(engine: LocalEngine) -> str:
+    statuses = [model.status() for model in engine.models()]
+    details = (f"decoder {status.decoder}" if status.decoder else "loaded on request" for status in statuses)
+    return ", ".join(f"{status.model} ({detail})" for status, detail in zip(statuses, details, strict=True))
 
 
 def _on_hangup(work: Callable[[], object]) -> None:

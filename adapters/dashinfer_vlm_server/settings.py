@@ -108,6 +108,7 @@ class Settings(ApplicationOptions):
         max_body_pause: maximum number of seconds between two chunks of a body, and for a whole body in addition to a
             second per 16 KiB; after that, the request is rejected with 408.
         clock: the monotonic clock, in seconds, of the keys' limits and of the checks of their file.
+        allow_model_management: whether clients of a server without keys may load and unload models.
     """
 
     keys: ApiKeys = field(default_factory=ApiKeys)
@@ -116,6 +117,7 @@ class Settings(ApplicationOptions):
     max_stored_bytes: int = 256 * MIB
     max_body_pause: float = 60.0
     clock: Callable[[], float] = time.monotonic
+    allow_model_management: bool = False
 
     @property
     def max_body_bytes(self) -> int:

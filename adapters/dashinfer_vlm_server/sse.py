@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -25,6 +26,9 @@ T = TypeVar("T")
 
 DONE = "data: [DONE]\n\n"
 
+COMMENT_SECONDS = 5.0
+"""Time between two comments while a model is loaded; proxies close connections that are idle for 30 seconds or more."""
+
 HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # disables buffering in nginx
@@ -40,11 +44,15 @@ class EventStream(StreamingResponse, Generic[T]):
     The headers are sent with the first item, so an earlier error is an ordinary HTTP error. A later error is sent in
     the stream, which then ends without `[DONE]`, as OpenAI's does. When the client disconnects, `items` is closed.
 
+    While a model is loaded for the first item, the headers are sent after `COMMENT_SECONDS`, and then comments, which
+    clients ignore: they keep proxies from closing the connection.
+
     Args:
         items: what is sent.
         encode: formats an item as an event.
         encode_error: formats an error after the first item as one or several events.
         done: what ends a stream without an error.
+        loading: returns the name of the model that is being loaded for the first item; empty if none is.
     """
 
     media_type = "text/event-stream"
@@ -56,12 +64,14 @@ class EventStream(StreamingResponse, Generic[T]):
         encode: Callable[[T], str],
         encode_error: Callable[[Exception], str],
         done: str = DONE,
+        loading: Callable[[], str] = str,
     ) -> None:
         super().__init__(content=(), headers=HEADERS)
         self._items = items
         self._encode = encode
         self._encode_error = encode_error
         self._done = done
+        self._loading = loading
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = get_request_context(scope)
@@ -72,12 +82,29 @@ class EventStream(StreamingResponse, Generic[T]):
 
     async def _send(self, send: Send, context: RequestContext) -> None:
         async with contextlib.aclosing(self._items) as items:
-            self.body_iterator: AsyncContentStream = self._events(await anext(items), items, context)
-            await self.stream_response(send)
+            first = asyncio.ensure_future(anext(items))
+            try:
+                while not (await asyncio.wait({first}, timeout=COMMENT_SECONDS))[0] and not self._loading():
+                    pass
+                if first.done():
+                    first.result()
+                self.body_iterator: AsyncContentStream = self._events(first, items, context)
+                await self.stream_response(send)
+            finally:
+                first.cancel()
+                await asyncio.gather(first, return_exceptions=True)
+                del first  # its exception refers to this frame: the cycle would keep the request
 
-    async def _events(self, first: T, rest: AsyncIterator[T], context: RequestContext) -> AsyncGenerator[str, None]:
-        yield self._encode(first)
+    async def _events(
+        self, first: asyncio.Future[T], rest: AsyncIterator[T], context: RequestContext
+    ) -> AsyncGenerator[str, None]:
         try:
+            while not first.done():
+                if name := self._loading():
+                    yield f": loading {name}\n\n"
+                await asyncio.wait({first}, timeout=COMMENT_SECONDS)
+            item = first.result()
+            yield self._encode(item)
             async for item in rest:
                 yield self._encode(item)
         except Exception as error:  # the status has been sent, so the error goes into the stream
@@ -88,6 +115,8 @@ class EventStream(StreamingResponse, Generic[T]):
         else:
             if self._done:
                 yield self._done
+        finally:
+            del first  # as in `_send`
 
 
 def format_event(data: str) -> str:

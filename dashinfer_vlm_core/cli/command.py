@@ -89,9 +89,12 @@ class EngineCommand(click.Command):
         if model is None:
             return
         option = ctx.params["model"]
-        if ctx.get_parameter_source("model") is ParameterSource.COMMANDLINE and option != model:
-            raise click.UsageError(f"MODEL is {model!r}, but --model is {option!r}. Leave out one of the two.", ctx)
-        ctx.params["model"] = model
+        is_repeatable = isinstance(option, tuple)
+        value = (model,) if is_repeatable else model
+        if ctx.get_parameter_source("model") is ParameterSource.COMMANDLINE and option != value:
+            shown = " and ".join(map(repr, option)) if is_repeatable else repr(option)
+            raise click.UsageError(f"MODEL is {model!r}, but --model is {shown}. Leave out one of the two.", ctx)
+        ctx.params["model"] = value
         ctx.set_parameter_source("model", ParameterSource.COMMANDLINE)
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -21,6 +21,9 @@ Value: TypeAlias = "str | list[str]"
 SECRETS = ("key", "token", "password", "secret")
 """Last words of flags whose values must be kept secret from other users of the machine."""
 
+MAX_DEPTH = 3
+"""Nesting of the value of an option with `nested`: options of a model that are mappings."""
+
 _LOCATIONS = f"{__name__}.locations"
 """Key in a context's `meta` of the file and line that set an option, by its name."""
 
@@ -33,7 +36,12 @@ class FileOption(click.Option):
 
     Args:
         section: title of its section of the help.
+
+    Attributes:
+        nested: whether its value in a file can contain mappings in mappings.
     """
+
+    nested: bool = False
 
     def __init__(self, *args: Any, section: str = "Options", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -77,7 +85,7 @@ def _read(context: click.Context, option: click.Parameter, path: Path | None) ->
     known = _options(context.command, context)
     settings: dict[str, Value] = {}
     locations: dict[str, str] = {}
-    for key, location, given in _entries(path):
+    for key, location, given in _entries(path, known):
         try:
             name, value = _setting(known, key, given)
         except ConfigError as error:
@@ -125,7 +133,7 @@ def _setting(known: Mapping[str, click.Option], key: str, value: Any) -> tuple[s
     return option.name, texts if option.multiple else ",".join(texts)
 
 
-def _entries(path: Path) -> Iterator[tuple[str, str, Any]]:
+def _entries(path: Path, known: Mapping[str, click.Option]) -> Iterator[tuple[str, str, Any]]:
     """Yield key, location and value of each entry. Values stay strings: the option converts them, not YAML."""
     root = _parse(path)
     if root is None:
@@ -135,7 +143,9 @@ def _entries(path: Path) -> Iterator[tuple[str, str, Any]]:
     for key, node in root.value:
         location = f"{path}, line {key.start_mark.line + 1}"
         name = _text(key, f"{location}: the name of an option")
-        yield name, location, _value(node, f"{location}: {name!r}")
+        option = known.get(name.replace("_", "-"))
+        depth = MAX_DEPTH if isinstance(option, FileOption) and option.nested else 1
+        yield name, location, _value(node, f"{location}: {name!r}", depth)
 
 
 def _parse(path: Path) -> yaml.Node | None:
@@ -154,13 +164,18 @@ def _parse(path: Path) -> yaml.Node | None:
         raise ConfigError(f"{path} cannot be read: it is not plain UTF-8 text.") from error
 
 
-def _value(node: yaml.Node, location: str) -> Any:
+def _value(node: yaml.Node, location: str, depth: int) -> Any:
     if node.tag not in yaml.SafeLoader.yaml_constructors:
         raise ConfigError(f"{location} has the tag {node.tag}. Remove it: tags are not supported.")
-    if isinstance(node, yaml.SequenceNode):
-        return [_text(item, location) for item in node.value]
-    if isinstance(node, yaml.MappingNode):
-        return {_text(key, location): _text(item, location) for key, item in node.value}
+    if isinstance(node, yaml.SequenceNode) and depth:
+        return [_value(item, location, depth - 1) for item in node.value]
+    if isinstance(node, yaml.MappingNode) and depth:
+        values: dict[str, Any] = {}
+        for key, item in node.value:
+            if (name := _text(key, location)) in values:
+                raise ConfigError(f"{location}: {name!r} is set twice. Remove one of the two.")
+            values[name] = _value(item, location, depth - 1)
+        return values
     return _text(node, location)
 
 

@@ -55,7 +55,12 @@ class ChatEngine(Protocol):
 
     A subclass inherits that it has one model, has no tokenizer, shows no media, has no statistics and notifies no
     observers.
+
+    Attributes:
+        manages_models: whether models are loaded and unloaded, so that each has its own state.
     """
+
+    manages_models: bool = False
 
     def chat(self, request: Request) -> ChatCompletion: ...
 
@@ -104,14 +109,14 @@ class ChatEngine(Protocol):
         return None
 
     def models(self) -> Sequence[ChatEngine]:
-        """Return the engines of all models: itself, if it has one."""
+        """Return the engines of all models: itself, if it does not manage models."""
         return (self,)
 
     def for_model(self, name: str) -> ChatEngine:
-        """Return the engine of the model that requests name so: itself, if it has one.
+        """Return the engine of the model that requests name so: itself, if it does not manage models.
 
         Raises:
-            ModelNotFound: it has several, and none of this name.
+            ModelNotFound: it does, and has none of this name.
         """
         return self
 

@@ -40,19 +40,19 @@ class ManagedModel:
         return (self.config.name, *self.aliases, *(module.name for module in self.config.lora))
 
 
-def configure_models(shared: EngineConfig, models: Mapping[str, object]) -> tuple[ManagedModel, ...]:
-    """Return the models of a configuration file.
+def configure_models(shared: EngineConfig, models: Iterable[tuple[str, object]]) -> tuple[ManagedModel, ...]:
+    """Return the models of a configuration file or a command line.
 
     Args:
         shared: the options of all models.
-        models: by name, either `model`, or a mapping of options that replace the shared ones, with `aliases` and
+        models: for each name either `model`, or a mapping of options that replace the shared ones, with `aliases` and
             `pinned`. The model of a name without `model` is the name itself.
 
     Raises:
         ConfigError: an option is unknown or invalid; the message names the model.
     """
     given = shared.model_dump(exclude_unset=True)
-    return tuple(_configure(given, name, options) for name, options in models.items())
+    return tuple(_configure(given, name, options) for name, options in models)
 
 
 def _configure(shared: Mapping[str, Any], name: str, given: object) -> ManagedModel:

@@ -159,6 +159,8 @@ class ModelManager(ChatEngine):
         CheckpointError: there is no such model.
     """
 
+    manages_models: bool = True
+
     def __init__(
         self,
         models: Sequence[ManagedModel],

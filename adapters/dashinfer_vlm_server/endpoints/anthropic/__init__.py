@@ -57,7 +57,7 @@ class _Messages:
         if parsed.stream:
             builder = MessageEventBuilder(id=message_id, shows_thinking=shows_thinking)
             events = self._events(call, builder)
-            return self.server.stream(events, encode=_format, encode_error=_format_error, done="")
+            return self.server.stream(events, encode=_format, encode_error=_format_error, model=parsed.model, done="")
         with call.renamed_errors():
             completion = await self.server.run(request, self.server.engine.achat(call.chat))
         return JSONResponse(to_message(completion, id=message_id, shows_thinking=shows_thinking))

@@ -29,7 +29,8 @@ def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
     async def chat_completions(request: Request) -> Response:
         chat = await server.read(request, ChatRequest.parse)
         if chat.stream:
-            return server.stream(server.engine.astream(chat), encode=_chunk_event, encode_error=_error_event)
+            chunks = server.engine.astream(chat)
+            return server.stream(chunks, encode=_chunk_event, encode_error=_error_event, model=chat.model)
         return json_response(await server.run(request, server.engine.achat(chat)))
 
     return [

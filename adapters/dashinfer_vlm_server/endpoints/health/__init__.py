@@ -13,6 +13,8 @@ from ...endpoint import Endpoint, Responses, json_response
 from ...errors import RETRY_AFTER_SECONDS
 
 if TYPE_CHECKING:
+    from dashinfer_vlm_core.engine import ChatEngine
+
     from ...server_context import ServerContext
 
 
@@ -31,6 +33,9 @@ class Health(BaseModel):
         default=None, description="What the model is used for: generate, embed or score; absent if unknown."
     )
     fatal_error: str | None = Field(default=None, description="Why the engine failed; absent unless it did.")
+    models: dict[str, str] | None = Field(
+        default=None, description="The state of each model by its name; absent if models are not managed."
+    )
 
 
 def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
@@ -56,6 +61,7 @@ def _health(server: ServerContext) -> Health:
         "supports_reasoning": status.supports_reasoning,
         "task": status.task,
         "fatal_error": status.fatal_error or None,
+        "models": _states(server.engine) if server.engine.manages_models else None,
     }
     return Health(
         status="draining" if server.drain_state.draining else status.state,
@@ -65,3 +71,7 @@ def _health(server: ServerContext) -> Health:
         max_model_len=status.max_model_len,
         **{name: value for name, value in given.items() if value is not None},
     )
+
+
+def _states(engine: ChatEngine) -> dict[str, str]:
+    return {status.model: status.state for status in (model.status() for model in engine.models())}

@@ -1,19 +1,23 @@
-"""`GET /v1/models`: the model and its LoRA adapters."""
+"""`GET /v1/models`: the models and their LoRA adapters. `POST /v1/models/load` and `/unload`, for operators."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from fastapi import Request
 from fastapi.responses import Response
 from openai.types import Model
 from pydantic import BaseModel, Field
 
 from dashinfer_vlm_core.errors import ModelNotFound
+from dashinfer_vlm_core.protocol.model import ModelRequest
 
-from ...endpoint import PLAIN_STATUSES, Endpoint, json_response
+from ...endpoint import ENGINE_STATUSES, PLAIN_STATUSES, Endpoint, json_response
+from ...errors import ApiError
+from ...request_context import get_request_context
 
 if TYPE_CHECKING:
     from dashinfer_vlm_core.engine import ChatEngine
@@ -26,6 +30,10 @@ class ServedModel(Model):
 
     root: str = Field(description="The model's name, or the folder's name or Hugging Face ID of an adapter.")
     parent: str | None = Field(description="The model that an adapter changes; null for the model itself.")
+    state: str | None = Field(
+        default=None,
+        description="The state of a managed model: unloaded, loading, ready, restarting, unloading or failed.",
+    )
     description: str | None = Field(default=None, description="What the model can see and do; absent if unknown.")
     example_prompts: list[str] | None = Field(default=None, description="Prompts to try it with; absent if unknown.")
     generation_config: dict[str, float] | None = Field(
@@ -36,7 +44,7 @@ class ServedModel(Model):
 
 
 class ModelList(BaseModel):
-    """The served model, and its LoRA adapters."""
+    """The served models, their aliases and their LoRA adapters."""
 
     object: str
     data: list[ServedModel]
@@ -46,7 +54,7 @@ def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
     started = int(time.time())
 
     async def list_models() -> Response:
-        return json_response(ModelList(object="list", data=_models(server.engine, started)))
+        return json_response(ModelList(object="list", data=list(_models(server.engine, started))))
 
     async def retrieve(name: str) -> Response:
         models = {model.id: model for model in _models(server.engine, started)}
@@ -54,17 +62,49 @@ def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
             raise ModelNotFound(f"The model {name!r} is not served here. Use {next(iter(models))!r}.", param="model")
         return json_response(models[name])
 
+    async def load(request: Request) -> Response:
+        """Load a model, and return it when it is ready."""
+        _check_admin(server, request)
+        model = (await server.read(request, ModelRequest.parse)).model
+        await server.run(request, server.engine.aload(model))
+        return await retrieve(model)
+
+    async def unload(request: Request) -> Response:
+        """Unload a model when its running requests have ended; return it before that."""
+        _check_admin(server, request)
+        model = (await server.read(request, ModelRequest.parse)).model
+        await server.engine.aunload(model)
+        return await retrieve(model)
+
+    def manage(path: str, handler: Any) -> Endpoint:
+        return Endpoint(path, handler, method="POST", body=[ModelRequest], response=ServedModel, errors=ENGINE_STATUSES)
+
     return [
         Endpoint("/v1/models", list_models, response=ModelList, errors=PLAIN_STATUSES),
+        manage("/v1/models/load", load),
+        manage("/v1/models/unload", unload),
         Endpoint("/v1/models/{name:path}", retrieve, response=ServedModel, errors=PLAIN_STATUSES),
     ]
 
 
-def _models(engine: ChatEngine, started: int) -> list[ServedModel]:
-    status = engine.status()
+def _check_admin(server: ServerContext, request: Request) -> None:
+    if len(server.settings.keys):
+        allowed = get_request_context(request.scope).is_admin
+        step = "Use an API key with `admin=true` in the key file."
+    else:
+        allowed = server.settings.allow_model_management
+        step = "Start the server with API keys, or with --allow-model-management."
+    if not allowed:
+        raise ApiError(403, f"Models cannot be loaded and unloaded with this request. {step}", code="access_denied")
+
+
+def _models(engine: ChatEngine, started: int) -> Iterator[ServedModel]:
     shared: dict[str, Any] = {"object": "model", "created": started, "owned_by": "dashinfer-vlm"}
-    card = {name: value for name, value in asdict(status.card).items() if value}
-    return [
-        ServedModel(id=status.model, root=status.model, parent=None, **shared, **card),
-        *(ServedModel(id=lora.name, root=lora.source, parent=status.model, **shared) for lora in status.loras),
-    ]
+    for status in (model.status() for model in engine.models()):
+        card = {name: value for name, value in asdict(status.card).items() if value}
+        own: dict[str, Any] = {**shared, "state": status.state} if engine.manages_models else shared
+        yield ServedModel(id=status.model, root=status.model, parent=None, **own, **card)
+        for alias in status.aliases:
+            yield ServedModel(id=alias, root=status.model, parent=None, **own, **card)
+        for lora in status.loras:
+            yield ServedModel(id=lora.name, root=lora.source, parent=status.model, **own)

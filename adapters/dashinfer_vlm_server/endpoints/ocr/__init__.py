@@ -29,7 +29,7 @@ def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
         parsed = await server.read(request, OcrRequest.parse)
         chunks = server.engine.aocr(parsed)
         if parsed.stream:
-            return server.stream(chunks, encode=_chunk_event, encode_error=_error_event)
+            return server.stream(chunks, encode=_chunk_event, encode_error=_error_event, model=parsed.model)
         response = await server.run(request, _complete(chunks))
         return Response(response.model_dump_json(), media_type="application/json")
 

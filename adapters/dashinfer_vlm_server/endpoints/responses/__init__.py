@@ -91,7 +91,9 @@ class _Responses:
     async def create(self, request: Request) -> Response:
         creation = _Creation(self, await self.server.read(request, ResponsesRequest.parse))
         if creation.request.stream:
-            return self.server.stream(creation.events(), encode=_format, encode_error=creation.error_events)
+            return self.server.stream(
+                creation.events(), encode=_format, encode_error=creation.error_events, model=creation.request.model
+            )
         response = await self.server.run(request, creation.complete())
         return Response(_to_json(response), media_type="application/json")
 
@@ -152,18 +154,24 @@ class _Responses:
         )
 
     def previous(self, request: ResponsesRequest) -> StoredResponse | None:
-        """Return the stored response that a request continues."""
+        """Return the stored response that a request continues, which must be of the same model."""
         response_id = request.previous_response_id
         if response_id is None:
             return None
-        if (previous := self.store.get(current_client.get().id, response_id)) is None:
+        previous = self.store.get(current_client.get().id, response_id)
+        if previous is None or previous.model != self.model_of(request):
             raise InvalidParameter(
-                f"Previous response with id {response_id[:80]!r} not found. It was not stored, or has been removed to"
-                " store newer ones. Send the conversation in `input`.",
+                f"Previous response with id {response_id[:80]!r} not found. It was not stored, is of another model, or"
+                " has been removed to store newer ones. Send the conversation in `input`.",
                 param="previous_response_id",
                 code="previous_response_not_found",
             )
         return previous
+
+    def model_of(self, request: ResponsesRequest) -> str:
+        """Return the name of the model that serves a request; empty if models are not managed."""
+        engine = self.server.engine
+        return engine.for_model(request.model).status().model if engine.manages_models else ""
 
     def _stored(self, response_id: str) -> StoredResponse:
         if (found := self.store.get(current_client.get().id, response_id)) is None:
@@ -223,13 +231,15 @@ class _Creation:
 
     def error_events(self, error: Exception) -> str:
         """Format an error after the first event."""
-        assert self._builder is not None, "there was an event"
-        return "".join(map(_format, self._builder.fail(error_body(error)["error"])))
+        body = error_body(error)["error"]
+        if self._builder is None:  # the model could not be loaded to count the tokens of the prompt
+            return f"event: error\n{format_event(json.dumps({**body, 'type': 'error', 'sequence_number': 0}))}"
+        return "".join(map(_format, self._builder.fail(body)))
 
     async def _check_summary(self) -> None:
         if not self.request.wants_summary:
             return
-        status = await asyncio.to_thread(self._engine.status)
+        status = await asyncio.to_thread(self._engine.for_model(self.request.model).status)
         if status.supports_reasoning is False:
             raise UnsupportedParameter(
                 "`reasoning.summary` is not supported: the model does not have a reasoning phase. Remove it.",
@@ -252,7 +262,8 @@ class _Creation:
     def _convert(self, previous: StoredResponse | None) -> tuple[Sequence[InputItem], ResponsesCall]:
         build_types()
         items = () if previous is None else previous.conversation()
-        find = partial(self._routes.store.find_items, current_client.get().id)
+        model = self._routes.model_of(self.request)
+        find = partial(self._routes.store.find_items, current_client.get().id, model=model)
         self._references = find_references(self.request.items(), items, find)
         if self._references:
             self.request = self.request.with_references(self._references)
@@ -276,6 +287,7 @@ class _Creation:
             input=items,
             output_ids=tuple(item.id for item in response.output if item.id is not None),
             previous=previous,
+            model=self._routes.model_of(self.request),
         )
         self._routes.store.add(current_client.get().id, stored)
 

@@ -25,6 +25,7 @@ class StoredResponse:
         input: the items of its request, without those of `previous`; each has an `id`.
         output_ids: the ids of the items of its output.
         previous: the response that its request continued.
+        model: the name of the model that generated it, if there are several.
     """
 
     id: str
@@ -32,6 +33,7 @@ class StoredResponse:
     input: tuple[Mapping[str, Any], ...] = field(repr=False)
     output_ids: tuple[str, ...] = field(repr=False)
     previous: StoredResponse | None = field(default=None, repr=False)
+    model: str = ""
 
     def items(self) -> tuple[Mapping[str, Any], ...]:
         """Return the items of its request and of its output."""
@@ -106,10 +108,11 @@ class ResponseStore:
             client.held[response_id].readers.add(reader)
             return True
 
-    def find_items(self, client_id: str, item_ids: Collection[str]) -> dict[str, Mapping[str, Any]]:
-        """Return items of a client's responses by id, without those that are unknown; record that these are used."""
+    def find_items(self, client_id: str, item_ids: Collection[str], *, model: str = "") -> dict[str, Mapping[str, Any]]:
+        """Return items of a client's responses of a model by id, without those that are unknown; record that these are
+        used."""
         with self._lock:
-            found = self._clients.get(client_id, _Client()).use_items(item_ids)
+            found = self._clients.get(client_id, _Client()).use_items(item_ids, model)
         return {item["id"]: item for response, ids in found for item in response.items() if item["id"] in ids}
 
     def delete(self, client_id: str, response_id: str) -> bool:
@@ -191,12 +194,12 @@ class _Client:
         self.responses.move_to_end(response_id)
         return self.responses[response_id]
 
-    def use_items(self, item_ids: Collection[str]) -> list[tuple[StoredResponse, frozenset[str]]]:
+    def use_items(self, item_ids: Collection[str], model: str) -> list[tuple[StoredResponse, frozenset[str]]]:
         """Return the responses that have these items, and which of them. The newest has most of its conversation."""
         found = []
         missing = frozenset(item_ids)
         for held in reversed(self.held.values()):
-            if ids := missing & held.item_ids:
+            if held.response.model == model and (ids := missing & held.item_ids):
                 found.append((held.response, ids))
                 missing -= ids
             if not missing:

@@ -45,12 +45,14 @@ class DetokenizeResponse(BaseModel):
 def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
     async def tokenize(request: Request) -> Response:
         parsed = await server.read(request, parse_tokenize)
-        return json_response(await server.run(request, _tokenize(server.engine, parsed)))
+        engine = server.engine.for_model(parsed.model or DEFAULT_MODEL)
+        return json_response(await server.run(request, _tokenize(engine, parsed)))
 
     async def detokenize(request: Request) -> Response:
         parsed = await server.read(request, DetokenizeRequest.parse)
-        _check_model(server.engine, parsed.model)
-        text = await server.run(request, server.engine.adecode(parsed.tokens))
+        engine = server.engine.for_model(parsed.model or DEFAULT_MODEL)
+        _check_model(engine, parsed.model)
+        text = await server.run(request, engine.adecode(parsed.tokens))
         return json_response(DetokenizeResponse(prompt=text))
 
     post = partial(Endpoint, method="POST", errors=ENGINE_STATUSES)
@@ -72,5 +74,5 @@ async def _tokenize(engine: ChatEngine, request: TokenizePrompt | TokenizeChat) 
 
 def _check_model(engine: ChatEngine, name: str | None) -> None:
     status = engine.status()
-    if name not in {None, status.model, DEFAULT_MODEL, *(lora.name for lora in status.loras)}:
+    if name not in {None, status.model, DEFAULT_MODEL, *status.aliases, *(lora.name for lora in status.loras)}:
         raise ModelNotFound(f"The model {name!r} is not served here. Use {status.model!r}.", param="model")
