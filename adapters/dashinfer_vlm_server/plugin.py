@@ -68,10 +68,10 @@ APPLICATION_OPTIONS = [_API_KEY, *options_of(KeyOptions), *options_of(Applicatio
     cls=ServeCommand,
     params=[
         ModelArgument(),
-        MODELS,
-        *options_of(ModelOptions),
         *options_of(Address),
         *APPLICATION_OPTIONS,
+        MODELS,
+        *options_of(ModelOptions),
         *options_of(ProcessOptions),
         _LOG_FORMAT,
     ],

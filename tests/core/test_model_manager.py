@@ -170,7 +170,7 @@ def test_start_raises_why_a_pinned_model_cannot_be_loaded(manage, tmp_path):
 
 def test_request_that_waits_too_long_is_rejected_and_a_canceled_one_leaves(manage):
     clock = Clock()
-    manager = manage(script=Script("word " * 1000, delay=0.05), clock=clock)
+    manager = manage(script=Script("word " * 1000, "Yes.", delay=0.02), clock=clock)
     running = manager.stream({"model": "a", **HELLO})
     next(running)
     waiting = threading.Thread(target=lambda: outcomes.append(_outcome(manager, "b")))
@@ -213,7 +213,7 @@ def test_model_whose_decoder_failed_permanently_is_loaded_again(manage, tiny_che
 
 
 def test_close_rejects_what_waits(manage):
-    manager = manage(script=Script("word " * 1000, delay=0.05))
+    manager = manage(script=Script("word " * 1000, "Yes.", delay=0.02))
     running = manager.stream({"model": "a", **HELLO})
     next(running)
     outcomes: list[object] = []

@@ -283,7 +283,7 @@ def test_invalid_option_is_named(runner, options):
 def test_model_is_an_argument_or_an_option(tmp_path, words):
     (tmp_path / "options.yaml").write_text("model: other")
     with plugin.serve.make_context("serve", [*words, "--config", str(tmp_path / "options.yaml")]) as context:
-        assert context.params["model"] == "tiny"
+        assert context.params["model"] == ("tiny",)
 
 
 @pytest.mark.parametrize(
@@ -316,10 +316,16 @@ VALUES = {
     "request_timeout": "60", "grace": "3", "log_format": "json",
     "otlp_traces_endpoint": "http://127.0.0.1:4318/v1/traces", "share_media_between_keys": "true",
     "max_requests_per_key": "2", "tokens_per_minute_per_key": "1000",
+    "models": '{"a": "demo"}', "memory_limit": "12g", "idle_unload": "10m", "model_wait": "1m",
+    "allow_model_management": "true",
 }  # fmt: skip
 """A value other than the default for each option of the server."""
 
-SWITCHES = {"page": "--no-page", "share_media_between_keys": "--share-media-between-keys"}
+SWITCHES = {
+    "page": "--no-page",
+    "share_media_between_keys": "--share-media-between-keys",
+    "allow_model_management": "--allow-model-management",
+}
 """The options that take no value on the command line."""
 
 
