@@ -4,12 +4,45 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator
 
 
+class _Turn:
+    """A request for a slot, which waits on its own event loop.
+
+    Attributes:
+        limit: how many slots its client may use at once.
+        is_granted: whether it has the slot.
+        is_canceled: whether it does not wait anymore.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.is_granted = False
+        self.is_canceled = False
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self._granted: asyncio.Future[None] = self._loop.create_future()
+
+    async def wait(self) -> None:
+        await self._granted
+
+    def grant(self) -> None:
+        self.is_granted = True
+        if threading.get_ident() == self._thread:
+            self._wake()
+        else:
+            self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        if not self._granted.done():
+            self._granted.set_result(None)
+
+
 class FairSlots:
-    """Slots for concurrent work. Belongs to one event loop.
+    """Slots for concurrent work on one or several event loops.
 
     A free slot goes to the waiting client with the fewest slots, and among equals to the one that waits longest.
     Requests of one client are served in order.
@@ -21,12 +54,14 @@ class FairSlots:
     def __init__(self, limit: int) -> None:
         self._free = limit
         self._used: Counter[str] = Counter()
-        self._waiting: OrderedDict[str, deque[tuple[asyncio.Future[None], int]]] = OrderedDict()  # with their limits
+        self._waiting: OrderedDict[str, deque[_Turn]] = OrderedDict()
+        self._lock = threading.Lock()
 
     @property
     def waiting(self) -> int:
         """How many requests wait for a slot."""
-        return sum(map(len, self._waiting.values()))
+        with self._lock:
+            return sum(map(len, self._waiting.values()))
 
     @contextlib.asynccontextmanager
     async def slot(self, client: str, *, limit: int) -> AsyncIterator[None]:
@@ -43,36 +78,40 @@ class FairSlots:
             self._release(client)
 
     async def _acquire(self, client: str, limit: int) -> None:
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(client, deque()).append((turn, limit))
-        self._assign()
+        turn = _Turn(limit)
+        with self._lock:
+            self._waiting.setdefault(client, deque()).append(turn)
+            self._assign()
         try:
-            await turn
+            await turn.wait()
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
+            with self._lock:
+                turn.is_canceled = True
+            if turn.is_granted:
                 self._release(client)
             raise
 
     def _release(self, client: str) -> None:
-        self._free += 1
-        self._used[client] -= 1
-        if not self._used[client]:
-            del self._used[client]
-        self._assign()
+        with self._lock:
+            self._free += 1
+            self._used[client] -= 1
+            if not self._used[client]:
+                del self._used[client]
+            self._assign()
 
     def _assign(self) -> None:
         while self._free and (client := self._next_client()) is not None:
             turns = self._waiting[client]
-            turn, _ = turns.popleft()
+            turn = turns.popleft()
             if turns:
                 self._waiting.move_to_end(client)
             else:
                 del self._waiting[client]
-            if not turn.cancelled():
+            if not turn.is_canceled:
                 self._free -= 1
                 self._used[client] += 1
-                turn.set_result(None)
+                turn.grant()
 
     def _next_client(self) -> str | None:
-        eligible = (client for client, turns in self._waiting.items() if self._used[client] < turns[0][1])
+        eligible = (client for client, turns in self._waiting.items() if self._used[client] < turns[0].limit)
         return min(eligible, key=self._used.__getitem__, default=None)

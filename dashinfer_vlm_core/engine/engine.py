@@ -16,7 +16,7 @@ from ..config import EngineConfig
 from ..decoders import GUIDED_DECODING, DecoderStats
 from ..errors import DecoderFailed, EngineClosed, UnsupportedParameter
 from ..media.fetch import FetchStats
-from ..media_workers import MediaWorkerStats
+from ..media_workers import MediaWorkerStats, WorkerLimit
 from ..models.model_card import ModelCard
 from ..models.pooling import Task
 from ..plugins import Registry, load_plugins
@@ -286,11 +286,19 @@ class Engine(LoopEngine):
     Args:
         config: what to load and how; `EngineConfig()` if None.
         registry: the plugins; those of the installed distributions if None.
+        worker_limit: that of media workers, if other engines share it; otherwise that of `config`.
     """
 
-    def __init__(self, config: EngineConfig | None = None, *, registry: Registry | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig | None = None,
+        *,
+        registry: Registry | None = None,
+        worker_limit: WorkerLimit | None = None,
+    ) -> None:
         self.config: EngineConfig = config or EngineConfig()
         self._registry = registry
+        self._worker_limit = worker_limit
         self._observers = ObserverList()
         self._running: _Running | None = None
         self._loading = False
@@ -469,7 +477,7 @@ class Engine(LoopEngine):
         loop = LoopThread("dashinfer-vlm-engine")
         try:
             registry = self._registry or load_plugins()
-            pipeline = loop.call(load_pipeline(self.config, registry, self._observers))
+            pipeline = loop.call(load_pipeline(self.config, registry, self._observers, self._worker_limit))
         except BaseException:
             loop.stop()
             raise

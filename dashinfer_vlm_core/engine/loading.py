@@ -22,7 +22,7 @@ from ..kernels.choice import KernelSelector
 from ..media.decoder import MediaDecoder
 from ..media.loader import MediaLoader
 from ..media.video import select_readers
-from ..media_workers import create_executor
+from ..media_workers import WorkerLimit, create_executor
 from ..models.checkpoint import find_model
 from ..models.task import read_pooling
 from ..models.vision_key import vision_key
@@ -47,13 +47,22 @@ if TYPE_CHECKING:
 logger: logging.Logger = logging.getLogger(__name__)
 
 
-async def load_pipeline(config: EngineConfig, registry: Registry, observer: RequestObserver) -> ChatPipeline:
+async def load_pipeline(
+    config: EngineConfig, registry: Registry, observer: RequestObserver, worker_limit: WorkerLimit | None = None
+) -> ChatPipeline:
     """Load the model and start the decoder.
+
+    Args:
+        config: what to load and how.
+        registry: the plugins.
+        observer: is notified of requests.
+        worker_limit: that of media workers, if other models share it.
 
     Raises:
         SetupError: the setup is incomplete or invalid; the message says how to fix it.
     """
-    pipeline = await asyncio.to_thread(_create_pipeline, registry.resolve_options(config), registry, observer)
+    resolved = registry.resolve_options(config)
+    pipeline = await asyncio.to_thread(_create_pipeline, resolved, registry, observer, worker_limit)
     try:
         await pipeline.decoder.start()
         await pipeline.loras.load_all()
@@ -63,7 +72,9 @@ async def load_pipeline(config: EngineConfig, registry: Registry, observer: Requ
     return pipeline
 
 
-def _create_pipeline(config: EngineConfig, registry: Registry, observer: RequestObserver) -> ChatPipeline:
+def _create_pipeline(
+    config: EngineConfig, registry: Registry, observer: RequestObserver, worker_limit: WorkerLimit | None
+) -> ChatPipeline:
     readers = select_readers(registry.video_readers, config)
     folder = find_model(config.model, registered=registry.models, revision=config.revision)
     family = registry.family_of(folder)
@@ -75,7 +86,13 @@ def _create_pipeline(config: EngineConfig, registry: Registry, observer: Request
     processor = family.image_processor(spec, config)
     media_decoder = MediaDecoder(config=config, readers=readers, policy=spec.video.with_config(config))
     media_executor = create_executor(
-        config, family=family, folder=folder, spec=spec, processor=processor, decoder=media_decoder
+        config,
+        family=family,
+        folder=folder,
+        spec=spec,
+        processor=processor,
+        decoder=media_decoder,
+        limit=worker_limit,
     )
     kernels = KernelSelector(registry.kernels.values(), config)
     factory, reason = select_decoder(registry, spec, config)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import EngineClosed, InvalidParameter, ModelNotFound
+from ..media_workers import WorkerLimit, default_workers
 from ..models.pooling import Task
 from ..plugins import Registry
 from ..protocol import DEFAULT_MODEL, ChatRequest, EmbeddingRequest, RerankRequest, ScoreRequest
@@ -180,7 +181,8 @@ class ModelManager(ChatEngine):
             RuledModel(name=model.config.name, estimate=sizes[model.config.name], pinned=model.pinned)
             for model in models
         ]
-        engines = {model.config.name: Engine(model.config, registry=registry) for model in models}
+        workers = WorkerLimit(max(model.config.media_workers or default_workers() for model in models))
+        engines = {model.config.name: Engine(model.config, registry=registry, worker_limit=workers) for model in models}
         self._loader = ModelLoader(engines, ModelScheduler(ruled, policy), clock)
         self._pinned = {model.config.name for model in models if model.pinned}
         stays = policy.memory_limit is None and policy.idle_unload is None
@@ -255,7 +257,7 @@ class ModelManager(ChatEngine):
 
     def status(self) -> EngineStatus:
         """Return the status of the first model, with the state of the manager: `ready` between `start` and `close`."""
-        return replace(self.models()[0].status(), state=self._state)
+        return replace(self.models()[0].status(), state=self._state, fatal_error="")
 
     def add_observer(self, observer: RequestObserver) -> None:
         """Notify `observer` of all events of requests to all models from now on."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .pool import MediaWorkerPool, create_executor
+from .pool import MediaWorkerPool, WorkerLimit, create_executor, default_workers
 from .threads import MEDIA_THREADS, MediaExecutor, MediaThreads, MediaWorkerStats, TokenBudget
 
 __all__ = [
@@ -12,5 +12,7 @@ __all__ = [
     "MediaWorkerPool",
     "MediaWorkerStats",
     "TokenBudget",
+    "WorkerLimit",
     "create_executor",
+    "default_workers",
 ]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +33,28 @@ from .worker_process import reference_to
 logger: logging.Logger = logging.getLogger(__name__)
 
 
+class WorkerLimit:
+    """The worker processes that the pools of one or several models may have together.
+
+    Args:
+        size: their maximum number.
+
+    Attributes:
+        size: as above.
+        slots: one for each worker that processes an item.
+        lock: protects the other attributes.
+        idle: those that wait for an item; the first has waited longest.
+        num_busy: the number of the others.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.slots = FairSlots(size)
+        self.lock = threading.Lock()
+        self.idle: list[MediaWorker] = []
+        self.num_busy = 0
+
+
 class MediaWorkerPool:
     """A `MediaExecutor` whose encoded media are processed in worker processes; Python objects are processed in threads.
 
@@ -39,19 +63,18 @@ class MediaWorkerPool:
 
     Args:
         config: limits.
-        workers: maximum number of worker processes.
+        limit: how many worker processes it may have, and which others share.
         worker: how workers are started.
         threads: processes Python objects.
     """
 
-    def __init__(self, config: EngineConfig, workers: int, worker: WorkerConfig, threads: MediaThreads) -> None:
+    def __init__(self, config: EngineConfig, limit: WorkerLimit, worker: WorkerConfig, threads: MediaThreads) -> None:
         self._config = config
-        self._size = workers
+        self._shared = limit
         self._worker_config = worker
         self._local = threads
-        self._slots = FairSlots(workers)
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="dashinfer-vlm-media-worker")
-        self._idle: list[MediaWorker] = []
+        self._threads = ThreadPoolExecutor(limit.size, thread_name_prefix="dashinfer-vlm-media-worker")
+        self._waiting = 0
         self._busy: set[MediaWorker] = set()
         self._started = 0
         self._ended: Counter[str] = Counter()
@@ -59,7 +82,7 @@ class MediaWorkerPool:
 
     @property
     def stats(self) -> MediaWorkerStats:
-        return MediaWorkerStats(busy=len(self._busy), waiting=self._slots.waiting, started=self._started, **self._ended)
+        return MediaWorkerStats(busy=len(self._busy), waiting=self._waiting, started=self._started, **self._ended)
 
     async def process(self, part: MediaPart, data: Sequence[bytes], budget: TokenBudget) -> Patches | Embeddings:
         if part.content is not None:
@@ -77,7 +100,12 @@ class MediaWorkerPool:
 
     async def _process(self, job: Job) -> Patches | Document:
         client = current_client.get()
-        async with self._slots.slot(client.id, limit=self._limit(client)):
+        self._waiting += 1
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                await stack.enter_async_context(self._shared.slots.slot(client.id, limit=self._limit(client)))
+            finally:
+                self._waiting -= 1
             return await self._run_in_worker(client.id, job)
 
     async def _run_in_worker(self, client: str, job: Job) -> Patches | Document:
@@ -98,39 +126,52 @@ class MediaWorkerPool:
         self._closed = True
         for worker in self._busy:
             worker.kill()  # `_return_worker` closes it
-        for worker in self._idle:
+        with self._shared.lock:
+            idle = [worker for worker in self._shared.idle if self._is_own(worker)]
+            self._shared.idle = [worker for worker in self._shared.idle if not self._is_own(worker)]
+        for worker in idle:
             worker.close()
-        self._idle.clear()
         self._threads.shutdown(wait=False, cancel_futures=True)
         await self._local.close()
 
     def _take_worker(self, client: str) -> MediaWorker:
         if self._closed:
             raise closed_error()
-        worker = self._take_idle_worker(client)
-        if worker is None:
-            if len(self._idle) + len(self._busy) >= self._size:
-                self._idle.pop(0).close()  # the one that has been idle longest
-            worker = MediaWorker(self._worker_config, client)
-            self._started += 1
+        worker, replaced = self._take_or_create(client)
+        for other in replaced:
+            other.close()
         self._busy.add(worker)
         return worker
 
-    def _take_idle_worker(self, client: str) -> MediaWorker | None:
-        for worker in [worker for worker in reversed(self._idle) if worker.client == client]:
-            self._idle.remove(worker)
-            if worker.alive:
-                return worker
-            worker.close()  # it was killed from outside
-        return None
+    def _take_or_create(self, client: str) -> tuple[MediaWorker, list[MediaWorker]]:
+        """Return a worker, and those to close before it is used."""
+        shared = self._shared
+        ended: list[MediaWorker] = []
+        with shared.lock:
+            shared.num_busy += 1
+            for worker in [each for each in reversed(shared.idle) if self._is_own(each) and each.client == client]:
+                shared.idle.remove(worker)
+                if worker.alive:
+                    return worker, ended
+                ended.append(worker)  # it was killed from outside
+            if len(shared.idle) + shared.num_busy > shared.size:
+                ended.append(shared.idle.pop(0))  # the one that has been idle longest
+        self._started += 1
+        return MediaWorker(self._worker_config, client), ended
+
+    def _is_own(self, worker: MediaWorker) -> bool:
+        return worker.config is self._worker_config
 
     def _return_worker(self, worker: MediaWorker) -> None:
         self._busy.discard(worker)
         if worker.end:
             self._ended[worker.end] += 1
-        if worker.reusable and not self._closed:
-            self._idle.append(worker)
-        else:
+        is_reusable = worker.reusable and not self._closed
+        with self._shared.lock:
+            self._shared.num_busy -= 1
+            if is_reusable:
+                self._shared.idle.append(worker)
+        if not is_reusable:
             worker.close()
 
     async def _run(self, worker: MediaWorker, job: Job) -> Patches | Document:
@@ -148,7 +189,8 @@ class MediaWorkerPool:
 
     def _limit(self, client: Client) -> int:
         # With API keys, one worker stays available for others.
-        limit = self._size if not client.id else max(1, self._size - 1)
+        size = self._shared.size
+        limit = size if not client.id else max(1, size - 1)
         return limit if client.media_workers is None else min(client.media_workers, limit)
 
     def _seconds(self, part: MediaPart | DocumentPart) -> float:
@@ -171,6 +213,7 @@ def create_executor(
     spec: ModelSpec,
     processor: ImageProcessor,
     decoder: MediaDecoder,
+    limit: WorkerLimit | None = None,
 ) -> MediaExecutor:
     """Create the executor that the configuration selects: worker processes, or threads with `media_workers=0`.
 
@@ -181,6 +224,7 @@ def create_executor(
         spec: the checkpoint.
         processor: the family's image processor.
         decoder: decodes media in this process.
+        limit: that of worker processes, if other models share it; otherwise that of the configuration.
 
     Raises:
         ConfigError: `media_workers` is set, but this platform has no worker processes; or there are none, and a video
@@ -206,7 +250,7 @@ def create_executor(
     }
     FORK_SERVER.prepare(setup)
     worker = WorkerConfig(setup=setup, processor=processor, pixels=spec.pixels)
-    return MediaWorkerPool(config, workers or default_workers(), worker, threads)
+    return MediaWorkerPool(config, limit or WorkerLimit(workers or default_workers()), worker, threads)
 
 
 def _check_without_workers(readers: Iterable[VideoReader]) -> None:

@@ -76,7 +76,7 @@ class MediaWorker:
         client: the id of the client whose files it decodes.
 
     Attributes:
-        client: as above.
+        config, client: as above.
         reusable: whether it accepts another job.
         pid: its process id, once it has started.
         end: why it ended: `timed_out`, `crashed` or `canceled`; empty before, and for idle workers.
@@ -84,7 +84,7 @@ class MediaWorker:
     """
 
     def __init__(self, config: WorkerConfig, client: str) -> None:
-        self._config = config
+        self.config = config
         self.client = client
         self._lock = threading.Lock()
         self._memory = SharedMemory.create()
@@ -105,7 +105,7 @@ class MediaWorker:
         with self._lock:
             if self._sock is not None or self._killed:
                 return
-            self._id, self._sock = FORK_SERVER.fork(self._config.setup, self._memory.file)
+            self._id, self._sock = FORK_SERVER.fork(self.config.setup, self._memory.file)
             self._sock.settimeout(START_SECONDS)
         try:
             started = Started.model_validate_json(wire.receive_head(self._sock))
@@ -228,9 +228,9 @@ class MediaWorker:
 
     def _patches(self, response: PatchesResponse, part: MediaPart, max_tokens: int) -> Patches:
         grid = Grid(*response.grid)
-        spec = self._config.pixels
+        spec = self.config.pixels
         values = 3 * spec.temporal_patch_size * spec.patch_size**2
-        tokens = self._config.processor.shape(grid).tokens
+        tokens = self.config.processor.shape(grid).tokens
         if tokens > max_tokens or (part.kind == "image" and grid.t != 1):
             raise ValueError("the item has too many tokens")
         return with_digest(

@@ -48,6 +48,8 @@ ROUTES = [
     ("/v1/score", "POST"),
     ("/score", "POST"),
     ("/v1/models", "GET"),
+    ("/v1/models/load", "POST"),
+    ("/v1/models/unload", "POST"),
     ("/v1/models/{name}", "GET"),
     ("/v1/media/preview", "POST"),
     ("/tokenize", "POST"),
