@@ -24,7 +24,7 @@ def video(frames=None, **options):
     return MediaPart(kind="video", path=PATH, url="data:" if frames is None else ("data:",) * frames, **options)
 
 
-def make_executor(folder, readers=READERS, **options):
+def make_executor(folder, readers=READERS, *, limit=None, **options):
     config = EngineConfig(model=str(folder), **options)
     spec = FAMILY.load_spec(folder)
     return create_executor(
@@ -34,6 +34,7 @@ def make_executor(folder, readers=READERS, **options):
         spec=spec,
         processor=FAMILY.image_processor(spec, config),
         decoder=MediaDecoder(config=config, readers=readers, policy=spec.video.with_config(config)),
+        limit=limit,
     )
 
 

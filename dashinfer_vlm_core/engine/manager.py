@@ -111,7 +111,7 @@ class ManagedEngine(ChatEngine):
             return await engine.aconvert_ids_to_tokens(ids)
 
     def status(self) -> EngineStatus:
-        """Return the status of the model; while it is not loaded, what its configuration tells."""
+        """Return the status of the model; while it is not loaded, of its configuration."""
         state, failure = self._loader.state(self._name)
         status = replace(self._engine.status(), aliases=self._model.aliases)
         if state == "ready":

@@ -191,8 +191,8 @@ class ModelScheduler:
         """Time has passed. Call it at `next_event`."""
         actions = self._reject_late(now)
         wanted = self._wanted()
-        room = self._make_room(wanted, now)
-        leaving = {model.name for model in room} | {name for name, model in self.models.items() if model.must_unload}
+        chosen = self._find_leaving(wanted, now)
+        leaving = {model.name for model in chosen} | {name for name, model in self.models.items() if model.must_unload}
         actions += self._admit(leaving, now)
         for name, model in self.models.items():
             if model.state == "ready" and not model.running and (name in leaving or self._idle_end(model) <= now):
@@ -242,7 +242,7 @@ class ModelScheduler:
                 actions.append(Admit(request))
         return actions
 
-    def _make_room(self, wanted: RuledModel | None, now: float) -> Sequence[RuledModel]:
+    def _find_leaving(self, wanted: RuledModel | None, now: float) -> Sequence[RuledModel]:
         """Return the models to unload for another one, or because measured memory exceeds the limit.
 
         None of them is unloaded before all can be. A model that leaves accepts no requests, so it stays the first of

@@ -13,6 +13,7 @@ import signal
 import socket
 import struct
 import termios
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,7 @@ from dashinfer_vlm_core.media_workers import (
     MediaThreads,
     MediaWorkerPool,
     MediaWorkerStats,
+    WorkerLimit,
     wire,
 )
 from dashinfer_vlm_core.media_workers.fork_server import FORK_SERVER, ForkServer
@@ -43,9 +45,9 @@ from dashinfer_vlm_core.media_workers.worker import Job, MediaWorker, WorkerConf
 from dashinfer_vlm_core.media_workers.worker_process import reference_to
 from dashinfer_vlm_core.protocol import DocumentPart, MediaPart
 from dashinfer_vlm_core.protocol.client import Client, current_client
-from tests.media_pool import FAMILY, PATH, budget, image, run_with_pool, video
+from tests.media_pool import FAMILY, PATH, budget, image, make_executor, run_with_pool, video
 from tests.samples import encode, encode_video, noise
-from tests.waiting import HANG, until
+from tests.waiting import HANG, auntil, until
 from tests.worker_readers import ACTIONS, FORBIDDEN, FORBIDDEN_FILES, ActionReader, allowed_actions
 
 
@@ -65,7 +67,7 @@ def hostile(run, action, **options):
 
 def workers(pool):
     """Return the process ids of a pool's workers that run."""
-    pids = [worker.pid for worker in (*pool._idle, *pool._busy) if worker.pid]
+    pids = [worker.pid for worker in (*pool._shared.idle, *pool._busy) if worker.pid]
     return [pid for pid in pids if exists(pid)]
 
 
@@ -136,7 +138,7 @@ def test_python_objects_are_processed_in_this_process(run):
 
     async def work(pool):
         processed = await pool.process(part, [], budget())
-        assert pool._idle == []
+        assert pool._shared.idle == []
         return processed
 
     ours = run(work)
@@ -232,7 +234,7 @@ def test_file_that_a_worker_has_not_received_is_processed_by_another(run, paddin
 
     async def work(pool):
         expected = await pool.process(image(), [encode(PICTURE)], budget())
-        (worker,) = pool._idle
+        (worker,) = pool._shared.idle
         os.kill(worker.pid, signal.SIGSTOP)
         task = asyncio.ensure_future(pool.process(image(), [encode(PICTURE) + bytes(padding)], budget()))
         await asyncio.to_thread(until, lambda: unread_bytes(worker._sock))
@@ -288,7 +290,7 @@ def test_fork_server_that_ended_is_replaced(run):
     async def work(pool):
         await pool.process(image(), [encode(PICTURE)], budget())
         FORK_SERVER._process.kill()  # the kernel kills its workers then
-        until(lambda: not pool._idle[0].alive)
+        until(lambda: not pool._shared.idle[0].alive)
         return await pool.process(image(), [encode(PICTURE)], budget())
 
     assert run(work).tokens
@@ -403,6 +405,57 @@ class Slots:
     async def settle(self):
         for _ in range(5):
             await asyncio.sleep(0)
+
+
+def test_slots_are_shared_between_event_loops():
+    slots = FairSlots(1)
+    order = []
+
+    async def use(name, held, may_end):
+        async with slots.slot(name, limit=1):
+            order.append(name)
+            held.set()
+            await asyncio.to_thread(may_end.wait, HANG)
+
+    async def cancel():
+        waiting = asyncio.create_task(use("canceled", threading.Event(), threading.Event()))
+        await auntil(lambda: slots.waiting == 1)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+
+    events = {name: (threading.Event(), threading.Event()) for name in "ab"}
+    threads = {name: threading.Thread(target=lambda name=name: asyncio.run(use(name, *events[name]))) for name in "ab"}
+    threads["a"].start()
+    assert events["a"][0].wait(HANG)
+    asyncio.run(cancel())
+    threads["b"].start()
+    until(lambda: slots.waiting == 2)
+    for name, thread in threads.items():
+        events[name][1].set()
+        thread.join(HANG)
+    assert order == ["a", "b"]
+
+
+def test_models_share_their_workers(tiny_checkpoint):
+    """With one worker for two models, the idle one of the first makes way for one of the second."""
+    limit = WorkerLimit(1)
+
+    async def process(pool):
+        assert (await pool.process(image(), [encode(PICTURE)], budget())).tokens
+        return list(limit.idle)
+
+    async def main():
+        pools = [make_executor(tiny_checkpoint, limit=limit) for _ in range(2)]
+        try:
+            return [await process(pool) for pool in (*pools, pools[1])], [pool.stats.started for pool in pools]
+        finally:
+            for pool in pools:
+                await pool.close()
+
+    (first, second, third), started = asyncio.run(main())
+    assert started == [1, 1]
+    assert second == third != first
+    assert (limit.idle, limit.num_busy) == ([], 0)
 
 
 def test_slots_are_shared_fairly():

@@ -125,7 +125,7 @@ def test_security_23_sample_tables_take_no_memory(engine, file):
 def test_security_23_worker_opens_file_in_little_memory(patient_engine, file, monkeypatch):
     monkeypatch.setattr(worker, "PATIENCE_SECONDS", HANG)  # otherwise, a slow job ends its worker
     rejection(patient_engine, part_of(file))
-    (idle,) = patient_engine._running.pipeline.inputs.media_executor._idle
+    (idle,) = patient_engine._running.pipeline.inputs.media_executor._shared.idle
     assert peak_memory_of(idle.pid) < MAX_WORKER_MEMORY
 
 
@@ -175,7 +175,7 @@ def test_security_24_client_cannot_occupy_all_workers(tiny_checkpoint):
     ) as engine:
         attacks = [as_client("attacker", engine.submit, slow) for _ in range(3)]
         pool = engine._running.pipeline.inputs.media_executor
-        until(lambda: "attacker" in pool._slots._waiting)
+        until(lambda: "attacker" in pool._shared.slots._waiting)
         try:
             assert as_client("user", engine.preview, normal).items
             assert not any(attack.done() for attack in attacks)

@@ -42,8 +42,8 @@ async def decoded_before(pool, client):
 def test_security_36_worker_serves_one_client(run):
     async def work(pool):
         files = [await decoded_before(pool, client) for client in "aabbaabcab"]
-        assert len(pool._idle) == 2
-        assert [worker.client for worker in pool._idle] == ["a", "b"]
+        assert len(pool._shared.idle) == 2
+        assert [worker.client for worker in pool._shared.idle] == ["a", "b"]
         return files
 
     assert run(work, media_workers=2) == [0, 1, 0, 1, 2, 3, 2, 0, 0, 0]
@@ -53,7 +53,7 @@ def test_security_36_workers_of_concurrent_clients_are_separate(run):
     async def work(pool):
         clients = [client for client in "abcd" for _ in range(3)]
         await asyncio.gather(*(decoded_before(pool, client) for client in clients))
-        assert len(pool._idle) <= 3
+        assert len(pool._shared.idle) <= 3
         return pool.stats.started
 
     assert run(work, media_workers=3) >= 4
