@@ -11,6 +11,8 @@ from langchain_core.messages import AIMessageChunk, HumanMessage
 from pydantic import ValidationError
 
 from dashinfer_vlm_core import Engine, EngineConfig
+from dashinfer_vlm_core.engine.managed_models import ManagedModel
+from dashinfer_vlm_core.engine.manager import ModelManager
 from dashinfer_vlm_core.engine.shared import SHARED
 from dashinfer_vlm_core.errors import (
     ConfigError,
@@ -466,3 +468,13 @@ def test_reasoning_becomes_content_blocks(thinking):
         assert message.content_blocks == expected
         assert message.usage_metadata["output_token_details"]["reasoning"] > 0
     thinking.invoke([HumanMessage("?"), plain, HumanMessage("Why?")])  # a message with reasoning can be sent again
+
+
+def test_chat_models_share_a_manager_of_several_models(tiny_checkpoint):
+    models = [
+        ManagedModel(config=EngineConfig(model=str(tiny_checkpoint), served_model_name=name, decoder="scripted"))
+        for name in ("a", "b")
+    ]
+    with ModelManager(models, registry=scripted_registry(Script("Yes."))) as manager:
+        answers = [ChatDashInferVLM(engine=manager, model=name).invoke(SHAPES) for name in ("b", "a")]
+    assert [answer.response_metadata["model_name"] for answer in answers] == ["b", "a"]
