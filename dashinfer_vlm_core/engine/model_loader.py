@@ -180,6 +180,9 @@ class ModelLoader:
             reason = _reason(name, error)
             self._send(lambda now: self._rules.load_failed(name, reason, now))
             return
+        if self._closed:  # before the engine was started
+            self._engines[name].close()
+            return
         grown = resident_bytes() - before
         logger.info("Model %s is loaded. Memory grew by %d MiB.", name, grown >> 20)
         self._send(lambda now: self._rules.loaded(name, now, num_bytes=grown))
