@@ -110,7 +110,8 @@ def test_compose_servers_start_with_valid_options(compose):
         assert {option for option in server["environment"] if option not in environment_variables()} == set()
         store = urlsplit(re.sub(r"\$\{.*?\}", "secret", server["environment"]["DASHINFER_VLM_EMBEDDING_STORE"]))
         assert store.hostname in compose["services"]
-        assert any(volume.endswith(f":{options['model']}:ro") for volume in server["volumes"])
+        (model,) = options["model"]
+        assert any(volume.endswith(f":{model}:ro") for volume in server["volumes"])
 
 
 def test_compose_servers_have_separate_cores(compose):
