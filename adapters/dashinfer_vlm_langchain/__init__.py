@@ -1,4 +1,4 @@
-"""LangChain chat model for images and videos in chains and agents, in process or over HTTP.
+"""LangChain models for images and videos, in process or over HTTP: a chat model, embeddings, and a reranker.
 
 Example:
 
@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from dashinfer_vlm_core.errors import extra_required
 
-with extra_required("The LangChain chat model", extra="langchain"):
+with extra_required("The LangChain models", extra="langchain"):
     from .chat import ChatDashInferVLM
+    from .embeddings import DashInferVLMEmbeddings
+    from .reranker import DashInferVLMReranker
 
-__all__ = ["ChatDashInferVLM"]
+__all__ = ["ChatDashInferVLM", "DashInferVLMEmbeddings", "DashInferVLMReranker"]

@@ -13,17 +13,15 @@ from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
-from pydantic import ConfigDict, Field, SecretStr, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.engine import Engine
-from dashinfer_vlm_core.engine.remote import RemoteEngine
-from dashinfer_vlm_core.engine.shared import LOOP, SHARED, EngineCall, GetEngine, SharedEngines
+from dashinfer_vlm_core.engine.shared import LOOP, EngineCall
 from dashinfer_vlm_core.protocol import ChatRequest
 from dashinfer_vlm_core.protocol.fields import IGNORED_FIELDS, REJECTED_FIELDS, SUPPORTED_FIELDS
-from dashinfer_vlm_core.protocol.validation_errors import invalid, unsupported
+from dashinfer_vlm_core.protocol.validation_errors import unsupported
 
 from .client import CallOptions, count_tokens, encode
+from .connection import EngineConnection
 from .messages import to_openai
 from .profiles import profile_of
 from .results import PROVIDER, chat_chunks, chat_result
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
     from langchain_core.runnables import Runnable
     from typing_extensions import Self
 
-    from dashinfer_vlm_core.engine import ChatEngine
 
 KNOWN_FIELDS = frozenset(ChatRequest.model_fields) | SUPPORTED_FIELDS | IGNORED_FIELDS | REJECTED_FIELDS.keys()
 """Request fields that an engine in this process accepts, ignores with a reason, or rejects with a reason."""
@@ -53,13 +50,11 @@ PROMPT_FIELDS = frozenset({"chat_template_kwargs", "media_io_kwargs", "mm_proces
 _SAMPLING = ("temperature", "max_tokens", "top_p", "seed", "n", "logprobs", "top_logprobs")
 
 
-class ChatDashInferVLM(BaseChatModel):
+class ChatDashInferVLM(EngineConnection, BaseChatModel):
     """A LangChain chat model for vision-language models.
 
-    By default the model runs in this process. It is loaded at the first request, once per configuration, and shared by
-    all chat models, threads and event loops. With `base_url`, requests are sent to a server instead; with `engine`, to
-    an engine that the caller has started. Errors of the engine are raised as the classes of
-    `dashinfer_vlm_core.errors`.
+    `EngineConnection` has the fields that select the model and its engine. Errors of the engine are raised as the
+    classes of `dashinfer_vlm_core.errors`.
 
     Every request field can be set here or per call (`model.invoke(..., temperature=0)`, `bind`). Values per call take
     precedence. Fields that are not arguments of this class are stored in `model_kwargs`.
@@ -70,13 +65,8 @@ class ChatDashInferVLM(BaseChatModel):
         pydantic.ValidationError: an argument that does not exist, or has the wrong type.
     """
 
-    model_config: ClassVar[ConfigDict] = ConfigDict(
-        populate_by_name=True, extra="forbid", arbitrary_types_allowed=True, protected_namespaces=()
-    )
+    model_config: ClassVar[ConfigDict] = EngineConnection.model_config  # BaseChatModel's ignores unknown arguments
 
-    model: str = Field(default="demo", alias="model_name")
-    """A registered name (`demo` is bundled), a checkpoint folder, or a Hugging Face model ID; for a server, the model's
-    name there."""
     temperature: float | None = None
     max_tokens: int | None = Field(default=None, alias="max_completion_tokens")
     top_p: float | None = None
@@ -95,23 +85,8 @@ class ChatDashInferVLM(BaseChatModel):
     """Whether `invoke` streams internally, so that callbacks receive tokens."""
     stream_usage: bool = True
     """Whether the last chunk of a stream contains the usage."""
-    timeout: float | None = Field(default=None, alias="request_timeout", gt=0)
-    """Timeout in seconds for the complete response, also of a stream. It includes loading the model."""
     first_token_timeout: float | None = Field(default=None, gt=0)
     """Timeout in seconds for the first chunk of a stream."""
-    max_retries: int = Field(default=0, ge=0)
-    """Number of retries after transient errors. A stream is retried only before its first chunk."""
-
-    base_url: str | None = None
-    """The base URL of a server, including `/v1`."""
-    api_key: SecretStr | None = None
-    """The server's API key. An engine in this process needs none."""
-    engine_options: dict[str, Any] = Field(default_factory=dict)
-    """EngineConfig fields of an engine in this process."""
-    engine: Any = Field(default=None, exclude=True, repr=False)
-    """A `ChatEngine` to use."""
-    engines: SharedEngines = Field(default_factory=lambda: SHARED, exclude=True, repr=False)
-    """The registry of engines. By default, all adapters of this process share one."""
 
     @model_validator(mode="before")
     @classmethod
@@ -126,25 +101,12 @@ class ChatDashInferVLM(BaseChatModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.engine is not None and (self.base_url or self.engine_options):
-            raise invalid("engine", "cannot be combined with `base_url` or `engine_options`.")
-        if self.base_url and self.engine_options:
-            raise invalid(
-                "engine_options", "configure an engine in this process, and cannot be combined with `base_url`."
-            )
-        if self.base_url:
-            self.engines.remote(self.base_url, api_key=self._key)  # validates the URL
-        elif self.engine is None:
-            self._config(self.model)
+        if self.engine is None and not self.base_url:
             placeholder = {"messages": [{"role": "user", "content": ""}]}
             ChatRequest.parse({**self._request({}, stop=None, stream=False), **placeholder})
         return self
 
     # Model properties for LangChain
-
-    @property
-    def model_name(self) -> str:
-        return self.model
 
     @property
     def _llm_type(self) -> str:
@@ -153,15 +115,10 @@ class ChatDashInferVLM(BaseChatModel):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         """Everything that a response depends on. LangChain's caches use it as a key."""
-        engine = self.base_url or ""
-        if isinstance(self.engine, RemoteEngine):
-            engine = self.engine.api_base
-        elif isinstance(self.engine, Engine):
-            engine = str(self.engine.config)
         return {
             "model_name": self.model,
             **self._request({}, stop=None, stream=False),
-            "engine": engine,
+            "engine": self._engine_id,
             "engine_options": self.engine_options,
         }
 
@@ -248,8 +205,7 @@ class ChatDashInferVLM(BaseChatModel):
         fields = {**own, **self.model_kwargs, **alias, **given, "stop": self.stop if stop is None else stop}
         fields.pop("max_completion_tokens", None)
         body = {**(self.extra_body or {}), **(fields.pop("extra_body", None) or {})}
-        is_remote = self.base_url or isinstance(self.engine, RemoteEngine)
-        if not is_remote and (unknown := fields.keys() - KNOWN_FIELDS):
+        if not self._is_remote and (unknown := fields.keys() - KNOWN_FIELDS):
             raise unsupported(min(unknown), "is not a known request field. Check its spelling, or leave it out.")
         stream_options = {"stream_options": {"include_usage": True}} if stream else {}
         return {key: value for key, value in {**fields, **body}.items() if value is not None} | stream_options
@@ -285,54 +241,6 @@ class ChatDashInferVLM(BaseChatModel):
         if tools:
             request["tools"] = [convert_to_openai_tool(tool) for tool in tools]
         return LOOP.get().call(count_tokens(engine, {**request, "messages": to_openai(messages), **name}))
-
-    # Copies
-
-    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
-        """Copy the chat model. The copy uses the same engines."""
-        memo = {} if memo is None else memo
-        for shared in (self.engine, self.engines):
-            memo[id(shared)] = shared
-        return super().__deepcopy__(memo)
-
-    def __getstate__(self) -> dict[Any, Any]:
-        """Return the state for pickle. An engine of the other process is loaded there on first use.
-
-        Raises:
-            TypeError: `engine` or `engines` is set.
-        """
-        if self.engine is not None or self.engines is not SHARED:
-            raise TypeError(
-                "A chat model with `engine` or `engines` cannot be pickled. Use `engine_options` or `base_url` instead."
-            )
-        state = super().__getstate__()
-        return {**state, "__dict__": {key: item for key, item in state["__dict__"].items() if key != "engines"}}
-
-    def __setstate__(self, state: dict[Any, Any]) -> None:
-        super().__setstate__({**state, "__dict__": {**state["__dict__"], "engines": SHARED}})
-
-    # Engines
-
-    @property
-    def _key(self) -> str | None:
-        return self.api_key.get_secret_value() if self.api_key else None
-
-    def _engine(self, model: str | None) -> tuple[dict[str, str], GetEngine]:
-        name = model or self.model
-        if self.engine is not None and model is None and "model" not in self.model_fields_set:
-            return {}, self._connected_engine  # it knows its model
-        if self.engine is not None or self.base_url:
-            return {"model": name}, self._connected_engine
-        config = self._config(name)
-        return {"model": config.request_name(name)}, lambda: self.engines.aget(config)
-
-    async def _connected_engine(self) -> ChatEngine:
-        if self.base_url:
-            return self.engines.remote(self.base_url, api_key=self._key)
-        return self.engine  # type: ignore[no-any-return]  # pydantic cannot check a protocol
-
-    def _config(self, model: str) -> EngineConfig:
-        return self.engines.config(model, self.engine_options)
 
     # Tools and structured output
 

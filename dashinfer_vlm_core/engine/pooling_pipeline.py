@@ -44,7 +44,7 @@ class PoolingResult:
     Attributes:
         model: the name of the model, or of the LoRA adapter.
         values: embeddings, float32 [items, dimensions], or probabilities that documents are relevant, float32 [items].
-        prompt_tokens: the tokens of each prompt, with visual tokens.
+        prompt_tokens: the tokens of each prompt, with visual tokens; of a remote engine, their sum.
         cached_tokens: how many of them were taken from the prefix that the items share.
     """
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import httpx
+import numpy as np
+import numpy.typing as npt
 import openai
 import pydantic
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -27,12 +29,14 @@ from ..errors import (
     QueueFull,
     UnsupportedParameter,
 )
-from ..protocol import DEFAULT_MODEL, ChatRequest
+from ..protocol import DEFAULT_MODEL, ChatRequest, EmbeddingRequest, RerankRequest, ScoreRequest
 from ..protocol.client import current_client
 from ..protocol.ocr import OcrRequest
+from ..protocol.pooling import PoolingBody
 from ..response.ocr import OcrChunk
-from .engine import AnyOcrRequest, EngineStatus, LoopEngine, Request
+from .engine import AnyOcrRequest, EngineStatus, LoopEngine, Request, parse_scores
 from .observers import ObserverList, RequestObserver
+from .pooling_pipeline import PoolingResult
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -123,6 +127,20 @@ class RemoteEngine(LoopEngine):
         body = {"prompt": text, "model": self.model} if self.model else {"prompt": text}
         return await self._loop.acall(self._tokenize(body))
 
+    async def aembed(self, request: EmbeddingRequest | Mapping[str, Any]) -> PoolingResult:
+        """Return the embeddings of a request, with the tokens of all prompts together.
+
+        Raises the same errors as `chat`.
+        """
+        return await self._loop.acall(self._embed(EmbeddingRequest.parse(request)))
+
+    async def ascore(self, request: RerankRequest | ScoreRequest | Mapping[str, Any]) -> PoolingResult:
+        """Return the probability that each document is relevant, with the tokens of all pairs together.
+
+        Raises the same errors as `chat`.
+        """
+        return await self._loop.acall(self._score(parse_scores(request)))
+
     def add_observer(self, observer: RequestObserver) -> None:
         """Notify `observer` of the prompts and tokens of requests from now on."""
         self._observers.add(observer)
@@ -185,15 +203,10 @@ class RemoteEngine(LoopEngine):
     async def _ocr(self, request: AnyOcrRequest) -> AsyncGenerator[OcrChunk, None]:
         body = OcrRequest.parse(request).model_dump(mode="json", exclude_unset=True)
         body = {"model": self.model or DEFAULT_MODEL, **body, "stream": True}
-        with _translate_errors():
-            try:
-                events = await self._client.post(
-                    "/ocr", cast_to=object, body=body, stream=True, stream_cls=openai.AsyncStream[object]
-                )
-            except openai.NotFoundError as error:
-                if error.code == ModelNotFound.code:
-                    raise
-                raise UnsupportedParameter("The server has no `/v1/ocr`, so it cannot read documents.") from error
+        with _translate_errors("/v1/ocr", "read documents"):
+            events = await self._client.post(
+                "/ocr", cast_to=object, body=body, stream=True, stream_cls=openai.AsyncStream[object]
+            )
             count = total = 0
             async with events:
                 async for event in events:
@@ -205,17 +218,39 @@ class RemoteEngine(LoopEngine):
                 raise _incomplete_stream()
 
     async def _tokenize(self, body: dict[str, Any]) -> list[int]:
-        with _translate_errors():
-            try:
-                found: Any = await self._client.post(f"{self._root}/tokenize", cast_to=object, body=body)
-            except openai.NotFoundError as error:
-                if error.code == ModelNotFound.code:
-                    raise
-                raise UnsupportedParameter("The server has no `/tokenize`, so it cannot count tokens.") from error
-        ids = found.get("tokens") if isinstance(found, dict) else None
-        if not isinstance(ids, list):
-            raise _not_compatible()
-        return ids
+        with _translate_errors("/tokenize", "count tokens"):
+            found = await self._client.post(f"{self._root}/tokenize", cast_to=object, body=body)
+        return _read(_Tokens, found).tokens
+
+    async def _embed(self, request: EmbeddingRequest) -> PoolingResult:
+        body = self._pooling_body(request) | {"encoding_format": "base64"}
+        with _translate_errors("/v1/embeddings", "compute embeddings"):
+            found = await self._client.post("/embeddings", cast_to=object, body=body)
+        response = _read(_Embeddings, found)
+        rows = sorted(response.data, key=lambda row: row.index)
+        return response.result(self.model, np.stack([row.vector() for row in rows]))
+
+    async def _score(self, request: RerankRequest | ScoreRequest) -> PoolingResult:
+        body = self._pooling_body(request)
+        if isinstance(request, ScoreRequest):
+            with _translate_errors("/score", "score documents"):
+                found = await self._client.post(f"{self._root}/score", cast_to=object, body=body)
+            response: _Scores | _Ranks = _read(_Scores, found)
+        else:
+            body = {**body, "return_documents": False}
+            body.pop("top_n", None)  # all scores are returned, in the order of the documents
+            with _translate_errors("/v1/rerank", "score documents"):
+                found = await self._client.post("/rerank", cast_to=object, body=body)
+            response = _read(_Ranks, found)
+        scores = np.zeros(len(response.rows), np.float32)
+        for row in response.rows:
+            if row.index >= len(scores):
+                raise _not_compatible()
+            scores[row.index] = row.score
+        return response.result(self.model, scores)
+
+    def _pooling_body(self, request: PoolingBody) -> dict[str, Any]:
+        return self._with_cache_salt(request.model_dump(mode="json", exclude_unset=True, by_alias=True))
 
     async def _status(self) -> EngineStatus:
         try:
@@ -246,7 +281,10 @@ class RemoteEngine(LoopEngine):
     def _body(self, request: Request, *, stream: bool) -> dict[str, Any]:
         if isinstance(request, ChatRequest):
             request = request.model_dump(mode="json", exclude_unset=True)
-        body = {"model": self.model or DEFAULT_MODEL, **request, "stream": stream}
+        return self._with_cache_salt({**request, "stream": stream})
+
+    def _with_cache_salt(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        body = {"model": self.model or DEFAULT_MODEL, **request}
         given = body.get("cache_salt")
         if isinstance(given, str | None) and (cache_salt := current_client.get().effective_cache_salt(given)):
             body["cache_salt"] = cache_salt
@@ -307,13 +345,79 @@ def _status_from_health(health: object) -> EngineStatus | None:
         return None
 
 
+class _Usage(pydantic.BaseModel):
+    prompt_tokens: int = 0
+
+
+class _PoolingResponse(pydantic.BaseModel):
+    model: str = ""
+    usage: _Usage = _Usage()
+
+    def result(self, model: str | None, values: npt.NDArray[np.float32]) -> PoolingResult:
+        return PoolingResult(
+            model=self.model or model or "",
+            values=values,
+            prompt_tokens=(self.usage.prompt_tokens,),
+            cached_tokens=0,
+        )
+
+
+class _Embedding(pydantic.BaseModel):
+    """An embedding: float32 in little-endian order as base64, or numbers from servers without `encoding_format`."""
+
+    index: int
+    embedding: pydantic.Base64Bytes | list[float]
+
+    def vector(self) -> npt.NDArray[np.float32]:
+        given = self.embedding
+        return np.frombuffer(given, "<f4") if isinstance(given, bytes) else np.array(given, np.float32)
+
+
+class _Embeddings(_PoolingResponse):
+    data: Annotated[list[_Embedding], pydantic.Field(min_length=1)]
+
+
+class _Score(pydantic.BaseModel):
+    index: pydantic.NonNegativeInt
+    score: float = pydantic.Field(validation_alias=pydantic.AliasChoices("score", "relevance_score"))
+
+
+class _Scores(_PoolingResponse):
+    rows: list[_Score] = pydantic.Field(alias="data")
+
+
+class _Ranks(_PoolingResponse):
+    rows: list[_Score] = pydantic.Field(alias="results")
+
+
+class _Tokens(pydantic.BaseModel):
+    tokens: list[int]
+
+
+ResponseT = TypeVar("ResponseT", bound=pydantic.BaseModel)
+
+
+def _read(kind: type[ResponseT], found: object) -> ResponseT:
+    try:
+        return kind.model_validate(found)
+    except pydantic.ValidationError as error:
+        raise _not_compatible() from error
+
+
 @contextlib.contextmanager
-def _translate_errors() -> Iterator[None]:
-    """Translate the errors of openai to ours, and those of httpx that openai 2 raises while a stream is read."""
+def _translate_errors(route: str = "", work: str = "") -> Iterator[None]:
+    """Translate the errors of openai to ours, and those of httpx that openai 2 raises while a stream is read.
+
+    Args:
+        route: a route that servers may lack.
+        work: what they cannot do then.
+    """
     try:
         yield
     except (openai.APIError, httpx.HTTPError) as error:
         logger.debug("the request to the server failed", exc_info=True)
+        if route and isinstance(error, openai.NotFoundError) and error.code != ModelNotFound.code:
+            raise UnsupportedParameter(f"The server has no `{route}`, so it cannot {work}.") from error
         raise error_from_response(error) from error
 
 

@@ -74,20 +74,16 @@ class EngineCall:
 
     async def complete(self) -> ChatCompletion:
         """Return the completion. Raises the errors of `Engine.chat`, and DeadlineExceeded."""
-        return await with_timeout(self._try(), self.timeout)
+        return await call_engine(
+            self.engine,
+            lambda engine: engine.achat(self.request),
+            timeout=self.timeout,
+            max_retries=self.max_retries,
+        )
 
     def stream(self) -> AsyncGenerator[ChatCompletionChunk, None]:
         """Stream the completion; closing the generator cancels the request. Raises the errors of `complete`."""
         return stream_with_timeout(self._try_stream(), seconds=self.timeout, first=self.first_token_timeout)
-
-    async def _try(self) -> ChatCompletion:
-        retries = self.max_retries
-        while True:
-            try:
-                return await (await self.engine()).achat(self.request)
-            except DashInferVLMError as error:
-                await _pause_or_raise(error, retries)
-            retries -= 1
 
     async def _try_stream(self) -> AsyncGenerator[ChatCompletionChunk, None]:
         retries = self.max_retries
@@ -101,6 +97,31 @@ class EngineCall:
             except DashInferVLMError as error:
                 await _pause_or_raise(error, retries)
             retries -= 1
+
+
+async def call_engine(
+    engine: GetEngine, work: Callable[[ChatEngine], Awaitable[T]], *, timeout: float | None, max_retries: int = 0
+) -> T:
+    """Return what `work` returns for an engine.
+
+    Args:
+        engine: as `EngineCall.engine`.
+        work: sends a request to it.
+        timeout: seconds over all attempts; None means no limit.
+        max_retries: maximum number of retries after transient errors.
+
+    Raises the errors of `work`, and DeadlineExceeded.
+    """
+    return await with_timeout(_call(engine, work, max_retries), timeout)
+
+
+async def _call(engine: GetEngine, work: Callable[[ChatEngine], Awaitable[T]], retries: int) -> T:
+    while True:
+        try:
+            return await work(await engine())
+        except DashInferVLMError as error:
+            await _pause_or_raise(error, retries)
+        retries -= 1
 
 
 async def _pause_or_raise(error: DashInferVLMError, retries: int) -> None:
