@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import mimetypes
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from pydantic import Field
 
 from dashinfer_vlm_core.concurrency.tasks import run_concurrently
 from dashinfer_vlm_core.engine.shared import LOOP
-from dashinfer_vlm_core.errors import MediaUnreachable
+from dashinfer_vlm_core.errors import InvalidParameter, MediaUnreachable
 from dashinfer_vlm_core.models.pooling import Task
 
 from .connection import EngineConnection
@@ -60,6 +61,7 @@ class DashInferVLMEmbeddings(EngineConnection, Embeddings):
             uris: paths of files that this process reads, or `http`, `https` and `data` URLs that the engine loads.
 
         Raises:
+            InvalidParameter: a URI is not a string.
             MediaUnreachable: a file cannot be read.
         """
         return LOOP.get().call(self.aembed_image(uris))
@@ -78,7 +80,8 @@ class DashInferVLMEmbeddings(EngineConnection, Embeddings):
         vectors: dict[int, list[float]] = {}
 
         async def embed(index: int) -> None:
-            image = {"type": "image_url", "image_url": {"url": _to_url(uris[index])}}
+            url = await asyncio.to_thread(_to_url, uris[index], f"uris[{index}]")
+            image = {"type": "image_url", "image_url": {"url": url}}
             message = {"role": "user", "content": [image]}
             vectors[index] = (await self._embed({"messages": [message]}, self.document_instruction))[0]
 
@@ -96,7 +99,9 @@ class DashInferVLMEmbeddings(EngineConnection, Embeddings):
         return await self._call_engine(embed)
 
 
-def _to_url(uri: str) -> str:
+def _to_url(uri: str, param: str) -> str:
+    if not isinstance(uri, str):
+        raise InvalidParameter(f"`{param}` must be a path or a URL, as a string.", param=param)
     if uri.startswith(("http://", "https://", "data:")):
         return uri
     path = Path(uri)

@@ -10,6 +10,7 @@ from langchain_core.documents import BaseDocumentCompressor, Document
 from pydantic import Field
 
 from dashinfer_vlm_core.engine.shared import LOOP
+from dashinfer_vlm_core.errors import InvalidParameter
 from dashinfer_vlm_core.models.pooling import Task
 from dashinfer_vlm_core.protocol import RerankRequest
 
@@ -54,7 +55,8 @@ class DashInferVLMReranker(EngineConnection, BaseDocumentCompressor):
     ) -> Sequence[Document]:
         if not documents:
             return []
-        given: dict[str, Any] = {"query": query, "documents": [self._content(document) for document in documents]}
+        contents = [self._content(document, index) for index, document in enumerate(documents)]
+        given: dict[str, Any] = {"query": query, "documents": contents}
         if self.instruction is not None:
             given["instruction"] = self.instruction
 
@@ -66,10 +68,13 @@ class DashInferVLMReranker(EngineConnection, BaseDocumentCompressor):
         order = sorted(range(len(scores)), key=lambda index: -scores[index])
         return [_scored(documents[index], scores[index]) for index in order[: self.top_n]]
 
-    def _content(self, document: Document) -> str | dict[str, str]:
+    def _content(self, document: Document, index: int) -> str | dict[str, str]:
         image = document.metadata.get(self.image_key)
-        if not isinstance(image, str):
+        if image is None:
             return document.page_content
+        if not isinstance(image, str):
+            param = f"documents[{index}].metadata.{self.image_key}"
+            raise InvalidParameter(f"`{param}` must be a URL or base64, as a string.", param=param)
         return {"image": image} | ({"text": document.page_content} if document.page_content else {})
 
 

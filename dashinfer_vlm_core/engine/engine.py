@@ -212,6 +212,43 @@ class LoopEngine(ChatEngine, ABC):
                 yield chunk
 
 
+class Startable(ABC):
+    """An engine that is started and closed, also by `with` and `async with`."""
+
+    @abstractmethod
+    def start(self) -> Self: ...
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    async def astart(self) -> Self:
+        """Like `start`, without blocking the caller's event loop."""
+        await asyncio.to_thread(self.start)
+        return self
+
+    async def aclose(self) -> None:
+        """Like `close`, without blocking the caller's event loop."""
+        await asyncio.to_thread(self.close)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Close; if the `with` block raised, log an error of `close`, so that it does not replace the block's error."""
+        try:
+            self.close()
+        except DecoderFailed as close_error:
+            if exc_info[1] is None:
+                raise
+            logger.warning("%s", close_error.message)
+
+    async def __aenter__(self) -> Self:
+        return await self.astart()
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await asyncio.to_thread(self.__exit__, *exc_info)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineStatus:
     """The status of an engine.
@@ -277,7 +314,7 @@ class _Running(NamedTuple):
     pooling: PoolingPipeline
 
 
-class Engine(LoopEngine):
+class Engine(Startable, LoopEngine):
     """Serves chat requests, including images and videos, with one model.
 
     Start it with `with Engine(config) as engine`, `async with` or `start`. Any number of threads, tasks and event loops
@@ -500,33 +537,6 @@ class Engine(LoopEngine):
             self._running = None
             if running is not None:
                 running.loop.stop(cleanup=running.pipeline.close())
-
-    async def astart(self) -> Self:
-        """Like `start`, without blocking the caller's event loop."""
-        await asyncio.to_thread(self.start)
-        return self
-
-    async def aclose(self) -> None:
-        """Like `close`, without blocking the caller's event loop."""
-        await asyncio.to_thread(self.close)
-
-    def __enter__(self) -> Self:
-        return self.start()
-
-    def __exit__(self, *exc_info: object) -> None:
-        """Close; if the `with` block raised, log an error of `close`, so that it does not replace the block's error."""
-        try:
-            self.close()
-        except DecoderFailed as close_error:
-            if exc_info[1] is None:
-                raise
-            logger.warning("%s", close_error.message)
-
-    async def __aenter__(self) -> Self:
-        return await self.astart()
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await asyncio.to_thread(self.__exit__, *exc_info)
 
     def _ready(self) -> _Running:
         running = self._running

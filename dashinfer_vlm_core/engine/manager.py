@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
@@ -16,7 +15,17 @@ from ..models.pooling import Task
 from ..plugins import Registry
 from ..protocol import DEFAULT_MODEL, ChatRequest, EmbeddingRequest, RerankRequest, ScoreRequest
 from ..protocol.ocr import OcrRequest
-from .engine import AnyOcrRequest, ChatEngine, Engine, EngineStats, EngineStatus, Request, State, parse_scores
+from .engine import (
+    AnyOcrRequest,
+    ChatEngine,
+    Engine,
+    EngineStats,
+    EngineStatus,
+    Request,
+    Startable,
+    State,
+    parse_scores,
+)
 from .loras import LoraStatus
 from .managed_models import Estimate, ManagedModel, check_memory, check_names, estimate_bytes, names_of
 from .model_loader import LOAD_FAILED, ModelLoader
@@ -141,7 +150,7 @@ class ManagedEngine(ChatEngine):
         return request
 
 
-class ModelManager(ChatEngine):
+class ModelManager(Startable, ChatEngine):
     """Serves several models, of which those are loaded that requests need and that fit in memory.
 
     `ModelScheduler` has the rules. Start it with `with ModelManager(models) as manager`, or `start`. A request names
@@ -323,21 +332,6 @@ class ModelManager(ChatEngine):
         """
         self._state = "closed"
         self._loader.close()
-
-    async def astart(self) -> Self:
-        """Like `start`, without blocking the caller's event loop."""
-        await asyncio.to_thread(self.start)
-        return self
-
-    async def aclose(self) -> None:
-        """Like `close`, without blocking the caller's event loop."""
-        await asyncio.to_thread(self.close)
-
-    def __enter__(self) -> Self:
-        return self.start()
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
 
 def _source(path: str) -> str:

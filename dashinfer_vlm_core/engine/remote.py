@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import httpx
@@ -227,8 +227,10 @@ class RemoteEngine(LoopEngine):
         with _translate_errors("/v1/embeddings", "compute embeddings"):
             found = await self._client.post("/embeddings", cast_to=object, body=body)
         response = _read(_Embeddings, found)
-        rows = sorted(response.data, key=lambda row: row.index)
-        return response.result(self.model, np.stack([row.vector() for row in rows]))
+        vectors = [row.vector() for row in _in_order(response.data, len(request.inputs) or 1)]
+        if len({len(vector) for vector in vectors}) > 1:
+            raise _not_compatible()
+        return response.result(self.model, np.stack(vectors))
 
     async def _score(self, request: RerankRequest | ScoreRequest) -> PoolingResult:
         body = self._pooling_body(request)
@@ -242,12 +244,8 @@ class RemoteEngine(LoopEngine):
             with _translate_errors("/v1/rerank", "score documents"):
                 found = await self._client.post("/rerank", cast_to=object, body=body)
             response = _read(_Ranks, found)
-        scores = np.zeros(len(response.rows), np.float32)
-        for row in response.rows:
-            if row.index >= len(scores):
-                raise _not_compatible()
-            scores[row.index] = row.score
-        return response.result(self.model, scores)
+        scores = [row.score for row in _in_order(response.rows, len(request.pairs()))]
+        return response.result(self.model, np.array(scores, np.float32))
 
     def _pooling_body(self, request: PoolingBody) -> dict[str, Any]:
         return self._with_cache_salt(request.model_dump(mode="json", exclude_unset=True, by_alias=True))
@@ -362,10 +360,13 @@ class _PoolingResponse(pydantic.BaseModel):
         )
 
 
-class _Embedding(pydantic.BaseModel):
+class _Row(pydantic.BaseModel):
+    index: int
+
+
+class _Embedding(_Row):
     """An embedding: float32 in little-endian order as base64, or numbers from servers without `encoding_format`."""
 
-    index: int
     embedding: pydantic.Base64Bytes | list[float]
 
     def vector(self) -> npt.NDArray[np.float32]:
@@ -377,8 +378,7 @@ class _Embeddings(_PoolingResponse):
     data: Annotated[list[_Embedding], pydantic.Field(min_length=1)]
 
 
-class _Score(pydantic.BaseModel):
-    index: pydantic.NonNegativeInt
+class _Score(_Row):
     score: float = pydantic.Field(validation_alias=pydantic.AliasChoices("score", "relevance_score"))
 
 
@@ -395,6 +395,17 @@ class _Tokens(pydantic.BaseModel):
 
 
 ResponseT = TypeVar("ResponseT", bound=pydantic.BaseModel)
+
+
+RowT = TypeVar("RowT", bound=_Row)
+
+
+def _in_order(rows: Sequence[RowT], count: int) -> list[RowT]:
+    """Return the rows in the order of the `count` items that they are for."""
+    ordered = sorted(rows, key=lambda row: row.index)
+    if [row.index for row in ordered] != list(range(count)):
+        raise _not_compatible()
+    return ordered
 
 
 def _read(kind: type[ResponseT], found: object) -> ResponseT:

@@ -137,6 +137,11 @@ def test_bad_arguments_are_named(embeddings, embedder, tmp_path):
     assert caught.value.param == "input[1]"
     with pytest.raises(InvalidParameter, match="64 dimensions"):
         embeddings.model_copy(update={"dimensions": 32}).embed_query("a")
+    with pytest.raises(InvalidParameter, match=r"uris\[0\]"):
+        embeddings.embed_image([b"..."])
+    image = Document("a", metadata={"image": b"..."})
+    with pytest.raises(InvalidParameter, match=r"documents\[1\].metadata.image"):
+        DashInferVLMReranker(engine=embedder.engine).compress_documents([Document("b"), image], "a")
     with pytest.raises(MediaUnreachable, match="No such file"):
         embeddings.embed_image([str(tmp_path / "none.png")])
     with pytest.raises(ConfigError, match="bad_option"):
@@ -156,16 +161,23 @@ FLOATS = (
 )
 
 
+REPEATED = b'{"data": [{"index": 0, "embedding": [2.0]}, {"index": 0, "embedding": [1.0]}]}'
+
+
 def test_responses_of_other_servers():
-    """Numbers in place of base64, in any order; no route; and something else."""
+    """Numbers in place of base64, in any order; no route; rows that are missing or repeated; and something else."""
     routes = {
         "/floats/v1/embeddings": body(FLOATS, JSON),
+        "/repeated/v1/embeddings": body(REPEATED, JSON),
         "/odd/v1/embeddings": body(b'{"data": []}', JSON),
         "/odd/v1/rerank": body(b'{"results": [{"index": 5, "relevance_score": 1}]}', JSON),
     }
     with serve(routes) as web:
         model = DashInferVLMEmbeddings(base_url=web.url("/floats/v1"))
         assert model.embed_documents(["a", "b"]) == [[1.0], [2.0]]
+        for path, texts in {"/floats/v1": ["a", "b", "c"], "/repeated/v1": ["a", "b"]}.items():
+            with pytest.raises(EngineError):
+                DashInferVLMEmbeddings(base_url=web.url(path)).embed_documents(texts)
         for path, error in {"/odd/v1": EngineError, "/none/v1": UnsupportedParameter}.items():
             with pytest.raises(error):
                 DashInferVLMEmbeddings(base_url=web.url(path)).embed_query("a")

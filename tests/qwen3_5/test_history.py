@@ -89,6 +89,7 @@ def test_request_stops_the_prefill(start, monkeypatch):
         chat(engine, [{"role": "user", "content": "Hello"}], max_tokens=1)
         assert not history_of(engine).running
         assert engine.stats().decoder.running == 0
+        monkeypatch.setattr(HistoryPrefill, "IDLE_SECONDS", 600.0)
         chat(engine, FIRST, **FIXED)
         assert history_of(engine).running
     assert engine.status().state == "closed"
@@ -106,7 +107,8 @@ def test_request_stops_the_prefill(start, monkeypatch):
     ],
     ids=["several choices", "cut", "tool call"],
 )
-def test_only_a_complete_text_is_prefilled(start, fields):
+def test_only_a_complete_text_is_prefilled(start, fields, monkeypatch):
+    monkeypatch.setattr(HistoryPrefill, "IDLE_SECONDS", 600.0)
     with start() as engine:
         chat(engine, FIRST, **fields)
         assert not history_of(engine).running
