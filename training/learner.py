@@ -61,6 +61,8 @@ class Learner:
         averaging: bool = True,
         memory: float = MEMORY,
         dtype: torch.dtype = torch.bfloat16,
+        cells: tuple[int, ...] = labels.CELLS,
+        places: tuple[int, ...] = labels.PLACES,
     ) -> None:
         torch.manual_seed(seed)
         self.averaging = averaging
@@ -68,7 +70,7 @@ class Learner:
         """Decay of the running average."""
         self.pointing = 0.0
         """Weight of the loss for attending to the object of the question."""
-        self.network = Network(sizes, labels.CELLS, labels.PLACES)
+        self.network = Network(sizes, cells, places)
         initialize(self.network)
         self.weights = {name: value.detach().clone() for name, value in self.network.named_parameters()}
         self.average: dict[str, Tensor] = {}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,11 @@ CHAT_TEMPLATE = (
 @functools.cache
 def build() -> Tokenizer:
     """Train the tokenizer; reproducible on every machine, because the sentences have fixed seeds."""
+    return train(_sentences(), VOCABULARY)
+
+
+def train(sentences: Sequence[str], vocabulary: int) -> Tokenizer:
+    """Train a tokenizer of `vocabulary` tokens, the special tokens included."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(Regex(SPLIT), "isolated")
@@ -58,18 +64,17 @@ def build() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytewise])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY - len(SPECIAL_TOKENS),
+        vocab_size=vocabulary - len(SPECIAL_TOKENS),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_sentences(), trainer)
+    tokenizer.train_from_iterator(sentences, trainer)
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     return tokenizer
 
 
-def write(folder: Path) -> None:
-    """Write the tokenizer's files in the layout of published checkpoints."""
-    tokenizer = build()
+def write(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write a tokenizer's files in the layout of published checkpoints."""
     tokenizer.save(str(folder / "tokenizer.json"))
     model = json.loads(tokenizer.to_str())["model"]
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]

@@ -21,7 +21,7 @@ import torch
 from torch import distributed, multiprocessing
 
 from training import batches as making
-from training import compose, figures, out_of_scope, published, questions
+from training import compose, figures, labels, out_of_scope, published, questions
 from training.learner import MEMORY, Learner, Tally
 from training.network import Architecture, Batch
 from training.user_scenes import Extremes
@@ -80,10 +80,22 @@ class Plan:
     """The checkpoint to start from; None initializes the weights at random."""
     dtype: torch.dtype = torch.bfloat16
     """The type of activations and gradients; weights are updated in fp32."""
+    cells: tuple[int, ...] = labels.CELLS
+    places: tuple[int, ...] = labels.PLACES
+    """Number of values of the auxiliary labels of vision tokens, in the vision encoder and in the text model."""
 
     @property
     def steps(self) -> int:
         return sum(stage.steps for stage in self.stages)
+
+    def make_batch(self, stage: Stage, step: int, number: int) -> Batch:
+        """Create one batch of a step; `step` counts from the start of the run."""
+        rng = random.Random(f"train {self.seed} {step} {number}")
+        if stage.sight_only:
+            return making.sight_batch(rng, self.sights)
+        if stage.mix.tools and rng.random() < stage.mix.tools:
+            return making.tool_batch(rng, stage.mix)
+        return making.batch(rng, self.rows, stage.mix)
 
 
 # Finding an object by its color or shape is learned late: long after everything about a single object is known, the
@@ -178,16 +190,6 @@ DRAW = Plan(
 PLANS = {"scratch": PLAN, "tune": TUNE, "draw": DRAW}
 
 
-def make_batch(plan: Plan, stage: Stage, step: int, number: int) -> Batch:
-    """Create one batch of a step; `step` counts from the start of the run."""
-    rng = random.Random(f"train {plan.seed} {step} {number}")
-    if stage.sight_only:
-        return making.sight_batch(rng, plan.sights)
-    if stage.mix.tools and rng.random() < stage.mix.tools:
-        return making.tool_batch(rng, stage.mix)
-    return making.batch(rng, plan.rows, stage.mix)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conduct:
     """Options of a run that do not affect the result."""
@@ -227,7 +229,15 @@ def _work(rank: int, plan: Plan, conduct: Conduct, port: int) -> None:
 
 
 def _train(rank: int, plan: Plan, conduct: Conduct) -> None:
-    learner = Learner(plan.sizes, plan.seed, averaging=rank == 0, memory=plan.memory, dtype=plan.dtype)
+    learner = Learner(
+        plan.sizes,
+        plan.seed,
+        averaging=rank == 0,
+        memory=plan.memory,
+        dtype=plan.dtype,
+        cells=plan.cells,
+        places=plan.places,
+    )
     if plan.start:
         learner.set_weights(published.read(plan.start))
     done, first = _resume(learner, plan, conduct.out), 0
@@ -239,7 +249,7 @@ def _train(rank: int, plan: Plan, conduct: Conduct) -> None:
                 learner.begin(stage.trained)
             rate = stage.rate_at(step - first)
             learner.pointing = stage.pointing
-            own = [make_batch(plan, stage, step, number) for number in range(rank, stage.batches, conduct.processes)]
+            own = [plan.make_batch(stage, step, number) for number in range(rank, stage.batches, conduct.processes)]
             learner.learn(own, stage.batches, rate, reporter.tally)
             if rank == 0:
                 reporter.tick(stage.name, step + 1, rate)

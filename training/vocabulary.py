@@ -82,6 +82,8 @@ Turkey London Paris Berlin Rome Madrid Tokyo Delhi Cairo Moscow Einstein Newton 
 Anna Peter John Mary David Laura Thomas Julia Europe Africa Asia America Monday Friday January December Linux Google
 """.split()  # noqa: SIM905
 
+WORDS = (*_NOUNS, *_VERBS, *_QUALITIES, *_NAMES)
+
 _FORMS = (
     "What is the {n} of {p}?", "What is a {n}?", "What is the {q} {n}?", "Who is the {n} of {p}?", "Who is {p}?",
     "Who {v}s the {n}?", "Write a {n} about the {n}.", "Write a poem about the {n}.", "Write me a {q} story.",

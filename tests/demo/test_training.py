@@ -16,13 +16,14 @@ from torch import Tensor
 from tests.transformers_engine import TransformersEngine
 from training import batches, compose, interpolate, labels, published, questions, tokenizer, train
 from training.batches import Row, Story, Visual
-from training.export import export
+from training.export import Published, export
 from training.learner import Learner
 from training.network import Architecture, Batch, FastRmsNorm
 from training.questions import Question
 
 GRID = (3, 4)
 SMALL = Architecture(num_hidden_layers=2, depth=1)
+PUBLISHED = Published(architecture=SMALL, tokenizer=tokenizer.build())
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def learner() -> Learner:
 @pytest.fixture(scope="module")
 def judge(learner: Learner, tmp_path_factory: pytest.TempPathFactory) -> TransformersEngine:
     folder = tmp_path_factory.mktemp("checkpoint")
-    export(learner.weights, SMALL, folder)
+    export(learner.weights, PUBLISHED, folder)
     return TransformersEngine(folder)
 
 
@@ -195,7 +196,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_checkpoint_is_read_as_exported(learner: Learner, tmp_path: Path) -> None:
-    export(learner.weights, SMALL, tmp_path)
+    export(learner.weights, PUBLISHED, tmp_path)
     read = published.read(tmp_path)
     assert set(read) == {name for name in learner.weights if not name.startswith("heads.")}
     assert all(torch.equal(value, learner.weights[name]) for name, value in read.items())
@@ -203,7 +204,7 @@ def test_checkpoint_is_read_as_exported(learner: Learner, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_tuning_continues_from_checkpoint_and_keeps_the_vision_encoder(learner: Learner, tmp_path: Path) -> None:
-    export(learner.weights, SMALL, tmp_path / "start")
+    export(learner.weights, PUBLISHED, tmp_path / "start")
     stages = tuple(replace(stage, steps=1, warmup=0) for stage in train.TUNE.stages)
     plan = replace(train.TUNE, stages=stages, sizes=SMALL, start=tmp_path / "start", rows=2)
     train.run(plan, train.Conduct(out=tmp_path, processes=1))

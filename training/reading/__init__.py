@@ -1,0 +1,1 @@
+"""Training of a model that reads printed lines, on pages of random text: `python -m training.reading.train`."""
