@@ -14,14 +14,20 @@ if TYPE_CHECKING:
     from dashinfer_vlm_core.protocol import ChatRequest, MediaPart
     from dashinfer_vlm_core.protocol.client import Client
 
+PROMPT_TOKENS = 64
+"""How many tokens of a prompt without messages make its session."""
+
+PROMPT_CHARACTERS = 4 * PROMPT_TOKENS
+"""The same of a text."""
+
 
 def session_id(request: ChatRequest, client: Client) -> str:
     """Return a digest of what makes the caches of a replica useful for a request.
 
     It is the first image, video or document of the conversation, since its embeddings and the keys and values that
     follow it are cached: its `uuid`, else its URL or content. Without media, it is the text up to the first message of
-    the user. Neither changes when the conversation continues. Requests that share no cached data have different
-    sessions.
+    the user, or the beginning of a prompt without messages. Neither changes when the conversation continues. Requests
+    that share no cached data have different sessions.
     """
     digest = hashlib.blake2b(digest_size=16)
     for text in (client.effective_cache_salt(request.cache_salt) or "", *_content(request)):
@@ -52,6 +58,10 @@ def _first_media(request: ChatRequest) -> MediaPart | DocumentPart | None:
 
 
 def _opening(request: ChatRequest) -> Iterator[str]:
+    if isinstance(request.raw_prompt, str):
+        yield request.raw_prompt[:PROMPT_CHARACTERS]
+    elif request.raw_prompt is not None:
+        yield str(request.raw_prompt[:PROMPT_TOKENS])
     # These messages stay the same in later turns.
     for message in request.messages:
         yield json.dumps(message.for_template(), sort_keys=True)

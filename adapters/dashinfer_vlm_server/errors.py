@@ -142,7 +142,6 @@ _OTHER_PROTOCOL = "Use an OpenAI client with the base URL /v1, or LiteLLM's prox
 _NEXT_STEPS: Mapping[str, str] = {
     "/api": _OTHER_PROTOCOL,  # Ollama's
     "/v1/audio": "The models do not support audio.",
-    "/v1/completions": "Send messages to /v1/chat/completions; LlamaIndex does so with `is_chat_model=True`.",
     "/v1/conversations": "Conversations are not stored. Use `previous_response_id` of /v1/responses.",
     "/v1/files": "Files are not stored. Send images and videos as URLs or data: URLs.",
     "/v1/images": "The models generate text. Use another server for images.",
@@ -192,7 +191,7 @@ def _unknown_url(routes: Iterable[BaseRoute], path: str) -> HTTPException:
     if f"/v1{path}" in paths:
         steps = ["The base URL of a client must end with /v1."]
     if not steps:
-        similar = difflib.get_close_matches(path, paths, n=1)
+        similar = difflib.get_close_matches(path, paths, n=1, cutoff=0.7)
         hint = f"Did you mean {similar[0]}?" if similar else "Chat requests go to POST /v1/chat/completions."
         steps = [f"{hint} GET /openapi.json lists the URLs of this server."]
     return HTTPException(404, f"Unknown URL. {steps[0]}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 import uuid
@@ -10,6 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ..concurrency.streams import merge_streams
 from ..decoders import GUIDED_DECODING, DecodeRequest, GrammarMatcher, Token
 from ..decoders.supervisor import Supervisor
 from ..errors import InvalidParameter
@@ -223,7 +223,7 @@ class ChatPipeline:
     ) -> AsyncGenerator[tuple[int, Token], None]:
         streams = [self.decoder.decode(request) for request in requests]
         with self.observer.stage("decode"):
-            async with contextlib.aclosing(_merge_streams(streams)) as tokens:
+            async with contextlib.aclosing(merge_streams(streams)) as tokens:
                 async for index, token in tokens:
                     timer.token(index)
                     yield index, token
@@ -250,8 +250,8 @@ class ChatPipeline:
                 index=index,
                 guided=guided,
                 conversation=self.spec.conversation,
-                supports_reasoning=self.inputs.prompts.supports_reasoning,
-                opens_reasoning=prompt.opens_reasoning,
+                supports_reasoning=request.parses_reasoning and self.inputs.prompts.supports_reasoning,
+                opens_reasoning=request.parses_reasoning and prompt.opens_reasoning,
                 coordinates=inputs.coordinates,
             )
             for index in range(request.n)
@@ -265,32 +265,3 @@ class ChatPipeline:
                 param="min_tokens",
             )
         return replace(sampling, max_tokens=max_tokens)
-
-
-async def _merge_streams(streams: Sequence[AsyncGenerator[Token, None]]) -> AsyncGenerator[tuple[int, Token], None]:
-    # Items are yielded as they arrive, each with the index of its generator. The next item of a generator is requested
-    # only after the consumer has handled the previous one. All generators are closed at the end.
-    if len(streams) == 1:  # without a task per item
-        async with contextlib.aclosing(streams[0]) as only:
-            async for item in only:
-                yield 0, item
-        return
-    waiting = {asyncio.ensure_future(_next_item(stream)): index for index, stream in enumerate(streams)}
-    try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                index = waiting.pop(task)
-                if (next_item := task.result()) is not None:
-                    yield index, next_item
-                    waiting[asyncio.ensure_future(_next_item(streams[index]))] = index
-    finally:
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-        for stream in streams:
-            await stream.aclose()
-
-
-async def _next_item(stream: AsyncGenerator[Token, None]) -> Token | None:
-    return await anext(stream, None)

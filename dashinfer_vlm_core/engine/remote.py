@@ -278,6 +278,12 @@ class RemoteEngine(LoopEngine):
 
     def _body(self, request: Request, *, stream: bool) -> dict[str, Any]:
         if isinstance(request, ChatRequest):
+            if request.raw_prompt is not None:
+                raise UnsupportedParameter(
+                    "This engine forwards requests to another server, which renders the prompt. Send messages, or send"
+                    " the prompt to that server's `/v1/completions`.",
+                    param="prompt",
+                )
             request = request.model_dump(mode="json", exclude_unset=True)
         return self._with_cache_salt({**request, "stream": stream})
 

@@ -102,6 +102,9 @@ class ChatRequest(CheckedBody):
     parses_tool_calls: ClassVar[bool] = True
     """Whether tool calls in the completion are parsed; otherwise, they are part of its text."""
 
+    parses_reasoning: ClassVar[bool] = True
+    """Whether reasoning in the completion is separated from its text."""
+
     _rejected_fields: ClassVar[RejectedFields] = REJECTED_FIELDS
     _accepted_fields: ClassVar[Collection[str]] = IGNORED_FIELDS | REJECTED_FIELDS.keys()
 

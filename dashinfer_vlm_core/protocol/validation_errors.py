@@ -14,7 +14,7 @@ from ..errors import InvalidParameter, RequestError, UnsupportedParameter
 
 SHOWN_CHARACTERS = 60
 
-TAGS = frozenset({"string", "array", "object", "number", "subset", "ids"})
+TAGS = frozenset({"string", "strings", "array", "arrays", "object", "number", "subset", "ids"})
 """Tags of union members, which pydantic's locations contain although the request does not."""
 
 _FIELD_ERROR = "field_error"
@@ -24,6 +24,7 @@ _INDEX = re.compile(r"\[\d+\]")
 
 _NEXT_STEPS: Mapping[str, str] = {
     "messages": ' Write "messages": [{"role": "user", "content": "..."}].',
+    "prompt": ' Write "prompt": "..." or "prompt": ["...", "..."].',
     "role": ' Write "role": "user" for prompts.',
     "tools[].function": ' Write "function": {"name": "...", "parameters": {...}}.',
     "tools": ' Write "tools": [{"type": "function", "function": {"name": "...", "parameters": {...}}}].',

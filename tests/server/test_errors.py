@@ -158,7 +158,6 @@ def test_other_routes_of_openai_name_the_next_step(scripted):
             "base URL of a client must end with /v1": lambda: without_version.chat.completions.create(
                 model="tiny", messages=HELLO
             ),
-            "is_chat_model=True": lambda: client.completions.create(model="tiny", prompt="Hello"),
             "Files are not stored": lambda: client.files.retrieve("file-1"),
             "Files are not stored. ": lambda: client.files.create(file=b"Hello", purpose="user_data"),
             "do not support audio": lambda: client.audio.transcriptions.create(model="tiny", file=b"Hello"),

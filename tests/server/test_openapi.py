@@ -31,6 +31,7 @@ def server(conformance, tiny_checkpoint):
 
 ROUTES = [
     ("/v1/chat/completions", "POST"),
+    ("/v1/completions", "POST"),
     ("/v1/messages", "POST"),
     ("/v1/messages/count_tokens", "POST"),
     ("/v1/ocr", "POST"),

@@ -1,0 +1,115 @@
+"""`POST /v1/completions`: OpenAI's legacy completions, which continue prompts without a chat template."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncGenerator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from fastapi import Request
+from fastapi.responses import Response
+from openai.types import Completion
+
+from dashinfer_vlm_core.concurrency.streams import merge_streams
+from dashinfer_vlm_core.protocol.completions import CompletionRequest, PlainRequest
+from dashinfer_vlm_core.protocol.request import MAX_COMPLETIONS
+from dashinfer_vlm_core.protocol.validation_errors import renamed_errors
+from dashinfer_vlm_core.response.completion_builder import CompletionBuilder
+
+from ...endpoint import ENGINE_STATUSES, Endpoint, json_response
+from ...errors import error_body
+from ...sse import format_event
+
+if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletionChunk
+
+    from dashinfer_vlm_core.engine import ChatEngine
+
+    from ...server_context import ServerContext
+
+
+PROTOCOL = "openai"
+
+
+def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
+    async def completions(request: Request) -> Response:
+        creation = _Creation(server.engine, await server.read(request, CompletionRequest.parse))
+        if creation.request.stream:
+            return server.stream(
+                creation.chunks(), encode=_chunk_event, encode_error=_error_event, model=creation.request.model
+            )
+        return json_response(await server.run(request, creation.complete()))
+
+    return [
+        Endpoint(
+            "/v1/completions",
+            completions,
+            method="POST",
+            body=[CompletionRequest],
+            response=Completion,
+            errors=ENGINE_STATUSES,
+            generates=True,
+        )
+    ]
+
+
+class _Creation:
+    """The creation of the response to one request, whose prompts are continued concurrently.
+
+    No more completions are computed at a time than a chat request can have.
+    """
+
+    def __init__(self, engine: ChatEngine, request: CompletionRequest) -> None:
+        self.request = request
+        self._engine = engine
+
+    async def complete(self) -> Completion:
+        """Create the response. It is built like a streamed one, so that both are equal."""
+        builder = await self._builder()
+        async with contextlib.aclosing(self._read(builder)) as chunks:
+            async for _ in chunks:
+                pass
+        return builder.completion()
+
+    async def chunks(self) -> AsyncGenerator[Completion, None]:
+        """Create the response; yield it as chunks."""
+        builder = await self._builder()
+        async with contextlib.aclosing(self._read(builder)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+        for chunk in builder.usage_chunks():
+            yield chunk
+
+    async def _builder(self) -> CompletionBuilder:
+        echoed = [await self._echo(index, prompt) for index, prompt in enumerate(self.request.prompts())]
+        return CompletionBuilder(self.request, echoed)
+
+    async def _echo(self, index: int, prompt: str | tuple[int, ...]) -> str:
+        if not self.request.echo or isinstance(prompt, str):
+            return str(prompt) if self.request.echo else ""
+        with renamed_errors(partial(self.request.rename, index)):
+            return await self._engine.for_model(self.request.model).adecode(prompt)
+
+    async def _read(self, builder: CompletionBuilder) -> AsyncGenerator[Completion, None]:
+        streams = [self._stream(index, request) for index, request in enumerate(self.request.to_requests())]
+        limit = MAX_COMPLETIONS // self.request.n
+        async with contextlib.aclosing(merge_streams(streams, limit=limit)) as merged:
+            async for prompt, chunk in merged:
+                for part in builder.add_chunk(prompt, chunk):
+                    yield part
+
+    async def _stream(self, index: int, request: PlainRequest) -> AsyncGenerator[ChatCompletionChunk, None]:
+        with renamed_errors(partial(self.request.rename, index)):
+            async with contextlib.aclosing(self._engine.astream(request)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+
+
+def _chunk_event(chunk: Completion) -> str:
+    return format_event(chunk.model_dump_json(exclude_unset=True, warnings=False))  # as of `finish_reason`
+
+
+def _error_event(error: Exception) -> str:
+    return format_event(json.dumps(error_body(error)))

@@ -1,0 +1,173 @@
+"""Chunks of chat completions to objects of OpenAI's legacy completions, without I/O."""
+
+from __future__ import annotations
+
+import codecs
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from openai.types import Completion, CompletionChoice, CompletionUsage
+from openai.types.chat import ChatCompletionChunk, ChatCompletionTokenLogprob
+from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
+from openai.types.chat.chat_completion_token_logprob import TopLogprob
+from openai.types.completion_choice import Logprobs
+from openai.types.completion_usage import PromptTokensDetails
+
+from ..errors import EngineError
+from ..protocol.completions import CompletionRequest
+
+
+class CompletionBuilder:
+    """Builds a response of legacy completions, streamed or not, from the chunks of a chat completion for each prompt.
+
+    Args:
+        request: the request.
+        echoed: the text of each prompt that its choices begin with; empty for none.
+    """
+
+    def __init__(self, request: CompletionRequest, echoed: Sequence[str]) -> None:
+        self._id = f"cmpl-{uuid.uuid4().hex}"
+        self._n = request.n
+        self._wants_usage = request.include_usage
+        self._envelope: dict[str, Any] = {}
+        self._choices = [
+            _ChoiceBuilder(index, text=echoed[index // request.n], wants_logprobs=request.logprobs is not None)
+            for index in range(request.n * len(echoed))
+        ]
+        self._usages: list[CompletionUsage] = []
+
+    def add_chunk(self, prompt: int, chunk: ChatCompletionChunk) -> list[Completion]:
+        """Add the next chunk for a prompt, given by its index; return chunks of the response."""
+        if not self._envelope:
+            self._envelope = {"id": self._id, "created": chunk.created, "model": chunk.model}
+        if chunk.usage is not None:
+            self._usages.append(chunk.usage)
+        added = [self._choices[prompt * self._n + choice.index].add(choice) for choice in chunk.choices]
+        usage = {"usage": None} if self._wants_usage else {}
+        return [self._completion([choice], **usage) for choice in added if choice]
+
+    def usage_chunks(self) -> list[Completion]:
+        """Return the usage chunk; nothing if it was not requested."""
+        return [self._completion([], usage=_total(self._usages))] if self._wants_usage else []
+
+    def completion(self) -> Completion:
+        """Return the complete response.
+
+        Raises:
+            EngineError: a choice is not complete.
+        """
+        return self._completion([choice.choice() for choice in self._choices], usage=_total(self._usages))
+
+    def _completion(self, choices: list[CompletionChoice], **fields: Any) -> Completion:
+        return Completion(**self._envelope, object="text_completion", choices=choices, **fields)
+
+
+class _ChoiceBuilder:
+    """One choice.
+
+    Args:
+        index: its index.
+        text: what it begins with.
+        wants_logprobs: whether log probabilities were requested.
+    """
+
+    def __init__(self, index: int, *, text: str, wants_logprobs: bool) -> None:
+        self._index = index
+        self._texts: list[str] = []
+        self._begin = text
+        self._logprobs = _LogprobBuilder() if wants_logprobs else None
+        self._last: ChunkChoice | None = None
+
+    def add(self, chunk: ChunkChoice) -> CompletionChoice | None:
+        """Add the next chunk; return the choice with its text, None if there is neither text nor the end."""
+        text = self._begin + (chunk.delta.content or "")
+        self._begin = ""
+        self._texts.append(text)
+        if chunk.finish_reason:
+            self._last = chunk
+        entries = (chunk.logprobs and chunk.logprobs.content) or ()
+        logprobs = self._logprobs.add(entries) if self._logprobs else None
+        return self._choice(text, logprobs, chunk) if text or chunk.finish_reason else None
+
+    def choice(self) -> CompletionChoice:
+        """Return the whole choice. Raises EngineError if it is not complete."""
+        if self._last is None:
+            raise EngineError("The stream ended before the completion was complete. Try again.")
+        return self._choice("".join(self._texts), self._logprobs.all() if self._logprobs else None, self._last)
+
+    def _choice(self, text: str, logprobs: Logprobs | None, source: ChunkChoice) -> CompletionChoice:
+        # `construct` does not validate: the reason is null until the last chunk, which OpenAI's type does not allow.
+        return CompletionChoice.construct(
+            None,
+            text=text,
+            index=self._index,
+            logprobs=logprobs,
+            finish_reason=source.finish_reason,
+            **(source.model_extra or {}),
+        )
+
+
+class _TokenLogprob(NamedTuple):
+    """A token, and the index of the character in the text at which it begins."""
+
+    offset: int
+    token: str
+    logprob: float
+    top: dict[str, float]
+
+
+class _LogprobBuilder:
+    """Collects log probabilities in the form of legacy completions."""
+
+    def __init__(self) -> None:
+        self._tokens: list[_TokenLogprob] = []
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._length = 0
+
+    def add(self, entries: Iterable[ChatCompletionTokenLogprob]) -> Logprobs:
+        """Add the next tokens; return theirs."""
+        added = [self._token(entry) for entry in entries]
+        self._tokens += added
+        return _logprobs(added)
+
+    def all(self) -> Logprobs:
+        """Return those of all tokens so far."""
+        return _logprobs(self._tokens)
+
+    def _token(self, entry: ChatCompletionTokenLogprob) -> _TokenLogprob:
+        offset = self._length
+        self._length += len(self._decoder.decode(bytes(entry.bytes or ())))
+        top = {_name(token): token.logprob for token in entry.top_logprobs} | {_name(entry): entry.logprob}
+        return _TokenLogprob(offset, _name(entry), entry.logprob, top)
+
+
+def _logprobs(tokens: Sequence[_TokenLogprob]) -> Logprobs:
+    return Logprobs(
+        text_offset=[token.offset for token in tokens],
+        token_logprobs=[token.logprob for token in tokens],
+        tokens=[token.token for token in tokens],
+        top_logprobs=[token.top for token in tokens],
+    )
+
+
+def _name(token: ChatCompletionTokenLogprob | TopLogprob) -> str:
+    """Return the text of a token; its bytes, as OpenAI writes them, if they are part of a character."""
+    data = bytes(token.bytes or ())
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _total(usages: Sequence[CompletionUsage]) -> CompletionUsage:
+    if len(usages) == 1:
+        return usages[0]
+    details = [usage.prompt_tokens_details for usage in usages]
+    cached = sum((detail and detail.cached_tokens) or 0 for detail in details)
+    return CompletionUsage(
+        prompt_tokens=sum(usage.prompt_tokens for usage in usages),
+        completion_tokens=sum(usage.completion_tokens for usage in usages),
+        total_tokens=sum(usage.total_tokens for usage in usages),
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+    )
