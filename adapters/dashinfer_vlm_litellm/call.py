@@ -20,6 +20,21 @@ def read_request(arguments: Mapping[str, Any], *, stream: bool) -> dict[str, Any
     Raises:
         UnsupportedParameter: a client of the proxy sets what only its operator may set.
     """
+    request = _read_fields(arguments) | {"messages": arguments["messages"]}
+    if stream:  # without the usage, LiteLLM uses an inaccurate estimate; it hides the usage if it was not requested
+        options = {**(request.get("stream_options") or {}), "include_usage": True}
+        request |= {"stream": True, "stream_options": options}
+    return request
+
+
+def read_embedding_request(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Like `read_request`, for embeddings of the input or of `messages`. Raises the same errors."""
+    request = _read_fields(arguments)
+    # LiteLLM passes an empty input if there is none.
+    return request if "messages" in request and not arguments["input"] else request | {"input": arguments["input"]}
+
+
+def _read_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
     given: dict[str, Any] = dict(arguments["optional_params"])
     client = _client_body(arguments)
     if "engine_options" in client:
@@ -27,12 +42,7 @@ def read_request(arguments: Mapping[str, Any], *, stream: bool) -> dict[str, Any
     if arguments.get("headers") and not client:  # the proxy handles the headers of its clients
         raise unsupported("extra_headers", "is not supported. Leave it out.")
     request = {name: value for name, value in given.items() if name not in PROVIDER_ARGUMENTS | LITELLM_ARGUMENTS}
-    request |= given.get("extra_body") or {}
-    request |= {"messages": arguments["messages"]}
-    if stream:  # without the usage, LiteLLM uses an inaccurate estimate; it hides the usage if it was not requested
-        options = {**(request.get("stream_options") or {}), "include_usage": True}
-        request |= {"stream": True, "stream_options": options}
-    return request
+    return request | (given.get("extra_body") or {})
 
 
 def is_proxied(arguments: Mapping[str, Any]) -> bool:

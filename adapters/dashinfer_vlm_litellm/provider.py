@@ -1,16 +1,17 @@
-"""The provider: completions and streams, synchronous and asynchronous, with an engine in process or a server."""
+"""The provider: completions, streams and embeddings, synchronous and asynchronous, in process or with a server."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Generator
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import litellm
 from litellm.llms.custom_llm import CustomLLM
 from litellm.types.llms.custom_llm import CustomLLMItem
 from litellm.types.utils import (
     Choices,
+    Embedding,
     EmbeddingResponse,
     GenericStreamingChunk,
     ImageResponse,
@@ -20,17 +21,19 @@ from litellm.types.utils import (
 )
 from litellm.utils import custom_llm_setup
 
-from dashinfer_vlm_core.engine.shared import LOOP, SHARED, EngineCall, GetEngine, SharedEngines
+from dashinfer_vlm_core.engine.shared import LOOP, SHARED, EngineCall, GetEngine, SharedEngines, call_engine
 from dashinfer_vlm_core.errors import UnsupportedParameter
+from dashinfer_vlm_core.models.pooling import Task
+from dashinfer_vlm_core.protocol import EmbeddingRequest
 
-from .call import is_proxied, read_engine_options, read_request, read_seconds
+from .call import is_proxied, read_embedding_request, read_engine_options, read_request, read_seconds
 from .errors import litellm_errors
 from .model_info import register_known_models, register_model_info
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-    from dashinfer_vlm_core.engine import ChatEngine
+    from dashinfer_vlm_core.engine import ChatEngine, PoolingResult
 
 PROVIDER = "dashinfer_vlm"
 
@@ -76,18 +79,31 @@ class DashInferVLM(CustomLLM):
                 async for chunk in stream_chunks(chunks):
                     yield chunk
 
-    # Without these methods, LiteLLM reports that they are not implemented yet.
-
     def embedding(self, *_: Any, **arguments: Any) -> EmbeddingResponse:
-        with self._errors(arguments):
-            raise _generates_text("Embeddings are")
+        return LOOP.get().call(self.aembedding(**arguments))
 
     async def aembedding(self, *_: Any, **arguments: Any) -> EmbeddingResponse:
-        return self.embedding(**arguments)
+        """Return embeddings. A model in this process that was not trained for them is used as with `--task embed`."""
+        with self._errors(arguments):
+            given = read_embedding_request(arguments)
+            engine, model = self._engine(arguments, task="embed")
+            request = EmbeddingRequest.parse({**given, "model": model})
+            result = await call_engine(
+                engine,
+                lambda started: started.aembed(request),
+                timeout=read_seconds(arguments.get("timeout"), "timeout"),
+            )
+            return embedding_response(arguments["model_response"], result, request.encoding_format)
+
+    # Without these methods, LiteLLM reports that they are not implemented yet.
 
     def image_generation(self, *_: Any, **arguments: Any) -> ImageResponse:
         with self._errors(arguments):
-            raise _generates_text("Image generation is")
+            raise UnsupportedParameter(
+                "Image generation is not available, because the models of this provider generate text. Use another"
+                " provider.",
+                param="model",
+            )
 
     async def aimage_generation(self, *_: Any, **arguments: Any) -> ImageResponse:
         return self.image_generation(**arguments)
@@ -104,16 +120,16 @@ class DashInferVLM(CustomLLM):
             ),
         )
 
-    def _engine(self, arguments: dict[str, Any]) -> tuple[GetEngine, str]:
+    def _engine(self, arguments: dict[str, Any], *, task: Task | None = None) -> tuple[GetEngine, str]:
         model = arguments["model"]
-        options = read_engine_options(arguments)
+        options = {**({"task": task} if task else {}), **read_engine_options(arguments)}
 
         async def remote() -> ChatEngine:
             return self._engines.remote(arguments["api_base"], api_key=arguments.get("api_key"))
 
         async def local() -> ChatEngine:
             engine = await self._engines.aget(config)
-            register_model_info(f"{self.name}/{model}", engine.capabilities())
+            register_model_info(f"{self.name}/{model}", engine.capabilities(), task=engine.status().task)
             return engine
 
         if arguments.get("api_base"):
@@ -128,14 +144,6 @@ class DashInferVLM(CustomLLM):
             api_base=arguments.get("api_base"),
             hide_setup=is_proxied(arguments),
         )
-
-
-def _generates_text(subject: str) -> UnsupportedParameter:
-    return UnsupportedParameter(
-        f"{subject} not available, because the models of this provider generate text. Use `completion`, or another"
-        " provider.",
-        param="model",
-    )
 
 
 handler: DashInferVLM = DashInferVLM()
@@ -163,6 +171,20 @@ def model_response(response: ModelResponse, completion: ChatCompletion) -> Model
     response.choices = [Choices(**choice.model_dump(exclude_unset=True)) for choice in completion.choices]
     if completion.usage is not None:
         response.usage = Usage(**completion.usage.model_dump(exclude_none=True))  # type: ignore[attr-defined]  # LiteLLM sets it in the same way
+    return response
+
+
+def embedding_response(
+    response: EmbeddingResponse, result: PoolingResult, encoding_format: Literal["float", "base64"]
+) -> EmbeddingResponse:
+    """Copy embeddings into LiteLLM's response object."""
+    tokens = sum(result.prompt_tokens)
+    response.model = result.model
+    response.data = [
+        Embedding(embedding=row, index=index, object="embedding")
+        for index, row in enumerate(result.encoded(encoding_format))
+    ]
+    response.usage = Usage(prompt_tokens=tokens, completion_tokens=0, total_tokens=tokens)
     return response
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import uuid
 from collections.abc import AsyncIterator, Callable, Container, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +53,13 @@ class PoolingResult:
     values: npt.NDArray[np.float32]
     prompt_tokens: tuple[int, ...]
     cached_tokens: int
+
+    def encoded(self, encoding_format: Literal["float", "base64"]) -> list[Any]:
+        """Return each embedding as a list of numbers, or as base64 of float32 in little-endian order."""
+        rows: list[Any] = self.values.tolist()
+        if encoding_format == "base64":
+            rows = [base64.b64encode(row.tobytes()).decode() for row in self.values.astype(np.dtype("<f4"))]
+        return rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

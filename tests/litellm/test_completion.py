@@ -419,10 +419,8 @@ def test_other_files_are_rejected(scripted):
 # Other endpoints
 
 
-def test_embeddings_and_images_are_refused(demo):
+def test_image_generation_is_refused(demo):
     calls = [
-        lambda: litellm.embedding(demo, input=["Hello"]),
-        lambda: asyncio.run(litellm.aembedding(demo, input=["Hello"])),
         lambda: litellm.image_generation(model=demo, prompt="A circle"),
         lambda: asyncio.run(litellm.aimage_generation(model=demo, prompt="A circle")),
     ]

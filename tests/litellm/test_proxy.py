@@ -15,15 +15,18 @@ from pathlib import Path
 
 import httpx
 import litellm
+import numpy as np
 import openai
 import pytest
 import yaml
 
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.engine.shared import SHARED
+from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_core.testing import Script, scripted_registry
 from tests.litellm.conftest import HELLO, counts, text_of
 from tests.pdfs import document
+from tests.pooling.checkpoints import write_reranker
 from tests.samples import data_url
 from tests.server.conftest import serving
 from tests.waiting import HANG, until
@@ -115,19 +118,29 @@ def dying(folder, tiny_checkpoint):
 
 
 @pytest.fixture(scope="module")
-def proxy(folder, remote, dying):
+def ranking(folder):
+    model = write_reranker(load_plugins().models["demo"], folder / "reranker")
+    with Engine(EngineConfig(model=str(model))) as engine, serving(engine) as server:
+        yield server, engine
+
+
+@pytest.fixture(scope="module")
+def proxy(folder, remote, dying, ranking):
     """Start a proxy with the configuration of the example and more deployments, and return its URL."""
     server, _ = remote
 
     def deployment(name, model="demo", **params):
         info = {"id": name, "mode": "chat", "health_check_max_tokens": 1}
-        return {"model_name": name, "litellm_params": {"model": f"dashinfer_vlm/{model}", **params}, "model_info": info}
+        model = model if "/" in model else f"dashinfer_vlm/{model}"
+        return {"model_name": name, "litellm_params": {"model": model, **params}, "model_info": info}
 
     config = yaml.safe_load(EXAMPLE.read_text())
     config["model_list"] += [
         deployment("narrow", engine_options={"max_batch_size": 1, "max_waiting": 0}),
         deployment("remote", "tiny", api_base=f"{server.url}/v1"),
         deployment("dying", DYING_NAME, api_base=dying[1]),
+        deployment("vectors", additional_drop_params=["encoding_format"]),
+        deployment("ranks", model="hosted_vllm/reranker", api_base=f"{ranking[0].url}/v1"),
     ]
     config["router_settings"]["fallbacks"].append({"dying": ["demo"]})
     path = folder / "config.yaml"
@@ -226,7 +239,15 @@ def test_stream_has_no_usage_unless_requested(client):
 
 
 def test_models_and_health_are_listed(client, proxy):
-    assert {model.id for model in client.models.list()} == {"demo", "served", "narrow", "remote", "dying"}
+    assert {model.id for model in client.models.list()} == {
+        "demo",
+        "served",
+        "narrow",
+        "remote",
+        "dying",
+        "vectors",
+        "ranks",
+    }
     headers = {"Authorization": f"Bearer {KEY}"}
     health = httpx.get(f"{proxy}/health?model=demo", headers=headers, timeout=HANG, trust_env=False).json()
     assert (health["healthy_count"], health["unhealthy_count"]) == (1, 0)
@@ -320,3 +341,28 @@ def test_tool_calls_and_objects_pass_through_proxy(client):
     response_format = {"type": "json_schema", "json_schema": {"name": "place", "schema": schema, "strict": False}}
     done = client.chat.completions.create(response_format=response_format, **request)
     assert json.loads(done.choices[0].message.content)["city"] == "Rome"
+
+
+def test_embeddings_and_ranks_pass_through_proxy(client, proxy, ranking):
+    texts = ["A red circle.", "A blue square."]
+    expected = SHARED.get(SHARED.config("demo", {"task": "embed"})).embed({"input": texts}).values
+    created = client.embeddings.create(model="vectors", input=texts)  # this client requests base64
+    np.testing.assert_allclose([row.embedding for row in created.data], expected, atol=1e-5)
+    assert created.usage.prompt_tokens > 0
+    messages = {"messages": [{"role": "user", "content": texts[1]}]}
+    created = client.embeddings.create(model="vectors", input=[], extra_body=messages)
+    np.testing.assert_allclose(created.data[0].embedding, expected[1], atol=1e-5)
+    for body, param in (
+        ({"input": ["a", ""]}, "input[1]"),
+        ({"input": []}, "input"),
+        ({"input": "a", "extra_body": {"extra_body": {"dimensions": 7}}}, "dimensions"),
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.embeddings.create(model="vectors", **body)
+        assert caught.value.param == param
+    scores = ranking[1].score({"queries": "red", "documents": texts}).values.tolist()
+    body = {"model": "ranks", "query": "red", "documents": texts}
+    headers = {"Authorization": f"Bearer {KEY}"}
+    ranked = httpx.post(f"{proxy}/v1/rerank", json=body, headers=headers, timeout=HANG, trust_env=False).json()
+    found = {row["index"]: row["relevance_score"] for row in ranked["results"]}
+    assert [found[0], found[1]] == pytest.approx(scores, abs=1e-5)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
 
-import numpy as np
 from fastapi import Request
 from fastapi.responses import Response
 from openai.types import CreateEmbeddingResponse
@@ -31,7 +29,7 @@ def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
         parsed = await server.read(request, EmbeddingRequest.parse)
         result = await server.run(request, server.engine.aembed(parsed))
         # In a thread: thousands of embeddings are many megabytes.
-        body = await asyncio.to_thread(_body, result, as_base64=parsed.encoding_format == "base64")
+        body = await asyncio.to_thread(_body, result, parsed.encoding_format)
         return Response(body, media_type="application/json")
 
     return [
@@ -47,14 +45,12 @@ def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
     ]
 
 
-def _body(result: PoolingResult, *, as_base64: bool) -> bytes:
-    vectors: list[Any] = result.values.tolist()
-    if as_base64:
-        vectors = [base64.b64encode(row.tobytes()).decode() for row in result.values.astype(np.dtype("<f4"))]
+def _body(result: PoolingResult, encoding_format: Literal["float", "base64"]) -> bytes:
+    rows = result.encoded(encoding_format)
     tokens = sum(result.prompt_tokens)
     return to_json({
         "object": "list",
-        "data": [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(vectors)],
+        "data": [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(rows)],
         "model": result.model,
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     })  # fmt: skip
