@@ -20,12 +20,13 @@ from pathlib import Path
 from dashinfer_vlm_core import EngineConfig
 from dashinfer_vlm_core.kernels.choice import KernelSelector
 from dashinfer_vlm_core.models.checkpoint import model_type
+from dashinfer_vlm_core.models.memory import count_layer_weights
 from dashinfer_vlm_core.models.patches import smart_resize
 from dashinfer_vlm_core.models.qwen2_vl.config import VisionConfig, read_vision_config
 from dashinfer_vlm_core.models.qwen2_vl.image_processor import DEFAULT_TOKENS
 from dashinfer_vlm_core.models.spec import ModelSpec
 from dashinfer_vlm_core.plugins import load_plugins
-from dashinfer_vlm_core.text_spec import AttentionSpec, LayerSpec, MlpSpec, TextModelSpec
+from dashinfer_vlm_core.text_spec import TextModelSpec
 from dashinfer_vlm_cpu.native import NativeKernels
 from dashinfer_vlm_qwen2_5_vl import config as qwen2_5_vl
 from dashinfer_vlm_qwen3_vl import config as qwen3_vl
@@ -124,7 +125,7 @@ def load_spec(model: Path) -> ModelSpec:
 def prefill_flop(config: TextModelSpec, tokens: int) -> float:
     """Return the floating-point operations to prefill a prompt of `tokens` tokens; attention is causal."""
     attention = 2 * tokens**2 * config.attention.width * config.num_attention_layers
-    return float(2 * tokens * layer_weights(config) + attention + 2 * config.vocab_size * config.hidden_size)
+    return float(2 * tokens * count_layer_weights(config) + attention + 2 * config.vocab_size * config.hidden_size)
 
 
 def step_bytes(config: TextModelSpec, *, packed: bool) -> float:
@@ -135,25 +136,7 @@ def step_bytes(config: TextModelSpec, *, packed: bool) -> float:
         packed: in the formats of the C kernels; otherwise bfloat16.
     """
     layer, head = (PACKED_BF16, PACKED_HEAD) if packed else (BF16, BF16)
-    return layer * layer_weights(config) + head * config.vocab_size * config.hidden_size
-
-
-def layer_weights(config: TextModelSpec) -> int:
-    """Return the number of weights of all layers that compute one token: of a mixture, those of its experts."""
-    return config.hidden_size * sum(map(_columns, config.layers))
-
-
-def _columns(layer: LayerSpec) -> int:
-    """Return the number of weights of a layer that compute one token, divided by the hidden size."""
-    mixer, mlp = layer.mixer, layer.mlp
-    if isinstance(mixer, AttentionSpec):
-        columns = sum(mixer.outputs) + mixer.width
-    else:
-        columns = mixer.conv_channels + 2 * mixer.value_width + 2 * mixer.num_value_heads
-    if isinstance(mlp, MlpSpec):
-        return columns + 3 * mlp.intermediate_size
-    inner = mlp.experts_per_token * mlp.intermediate_size + mlp.shared_intermediate_size
-    return columns + mlp.num_experts + bool(mlp.shared_intermediate_size) + 3 * inner
+    return layer * count_layer_weights(config) + head * config.vocab_size * config.hidden_size
 
 
 def image_patches(model: Path, side: int = 448) -> int:

@@ -27,10 +27,11 @@ from benchmarks import (
     workloads,
 )
 from benchmarks.client import Sample
-from benchmarks.model_table import FORMATS, MODELS, model_table
+from benchmarks.model_table import FORMATS, MODELS, disk_bytes, model_table
 from benchmarks.report import Ratio, Results, Row
 from benchmarks.workloads import Run
 from dashinfer_vlm_core import Engine, EngineConfig
+from dashinfer_vlm_core.models.memory import count_layer_weights, count_weights, loaded_bytes, step_bytes
 from dashinfer_vlm_core.models.qwen2_vl.config import VisionConfig
 from dashinfer_vlm_core.testing import scripted_engine
 from dashinfer_vlm_core.text_spec import AttentionSpec, ExpertsSpec, LayerSpec, MlpSpec, RotarySpec, TextModelSpec
@@ -209,7 +210,7 @@ def test_limits_count_the_matrices_of_gated_delta_nets(tmp_path):
     qwen3_5.write_model(shape, tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     counts = [weight.numel() for name, weight in weights.items() if ".layers." in name and weight.ndim == 2]
-    assert limits.layer_weights(limits.load_spec(tmp_path).text) == sum(counts)
+    assert count_layer_weights(limits.load_spec(tmp_path).text) == sum(counts)
     assert limits.vision_flop(tmp_path, 64) > 0
 
 
@@ -219,7 +220,7 @@ def test_model_table_of_page_is_current():
 
 def test_model_table_counts_published_parameters():
     """In 1e9; the names of the models contain them, rounded."""
-    counts = {name: round(model.parameters / 1e9, 1) for name, model in MODELS.items()}
+    counts = {name: round(count_weights(model) / 1e9, 1) for name, model in MODELS.items()}
     assert counts == {
         "Qwen2-VL-2B": 2.2, "Qwen2-VL-7B": 8.3, "Qwen2-VL-72B": 73.4,
         "Qwen2.5-VL-3B": 3.8, "Qwen2.5-VL-7B": 8.3, "Qwen2.5-VL-32B": 33.5, "Qwen2.5-VL-72B": 73.4,
@@ -233,9 +234,11 @@ def test_model_table_counts_published_parameters():
 def test_model_table_equals_measured_sizes():
     """Of `2b` in docs/lab/quantization.md: bfloat16, `--quantization int8`, AWQ with `--quantization int8`."""
     model = MODELS["Qwen2-VL-2B"]
-    assert [model.memory(stored) / 1e6 for stored in FORMATS] == pytest.approx([4081, 2688, 2102], rel=0.03)
-    assert [model.disk(stored) / 1e6 for stored in FORMATS] == pytest.approx([4418, 3109, 2478], rel=0.005)
-    assert model.step_bytes(FORMATS[0]) == limits.step_bytes(model.text, packed=True)
+    assert [loaded_bytes(model, stored.memory) / 1e6 for stored in FORMATS] == pytest.approx(
+        [4081, 2688, 2102], rel=0.03
+    )
+    assert [disk_bytes(model, stored) / 1e6 for stored in FORMATS] == pytest.approx([4418, 3109, 2478], rel=0.005)
+    assert step_bytes(model.text, FORMATS[0].memory) == limits.step_bytes(model.text, packed=True)
 
 
 @pytest.mark.slow

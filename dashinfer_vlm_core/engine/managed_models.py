@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from ..config import MIB, EngineConfig
+from ..config import EngineConfig
 from ..errors import ConfigError
+from ..kernels.choice import KernelSelector
 from ..models.checkpoint import find_model
+from ..models.memory import MemoryEstimate, ModelSize
 from ..plugins import load_plugins, options_registry
 from ..protocol import DEFAULT_MODEL
 
 Estimate = Callable[[EngineConfig], int]
 """Returns how many bytes a model needs when it is loaded, before it is."""
-
-SHARED_PROCESS_BYTES = 300 * MIB
-"""Interpreter, libraries and media workers, as far as a model needs them alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,16 +118,21 @@ def check_memory(models: Sequence[ManagedModel], sizes: Mapping[str, int], limit
 
 
 def estimate_bytes(config: EngineConfig) -> int:
-    """Return how many bytes a model needs: its weights as they are stored, its caches, and its processes.
+    """Return how many bytes a model needs: its weights as they are kept in memory, its caches, and its processes.
 
     A model ID that is not in the cache is downloaded.
 
     Raises:
-        CheckpointError: there is no such model.
+        CheckpointError: there is no such model, or its configuration is invalid.
+        ConfigError: an option cannot be used on this machine.
     """
-    folder = find_model(config.model, registered=load_plugins().models, revision=config.revision)
-    weights = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
-    return weights + (config.kv_cache_mib + config.vision_cache_mib) * MIB + SHARED_PROCESS_BYTES
+    registry = load_plugins()
+    folder = find_model(config.model, registered=registry.models, revision=config.revision)
+    size = ModelSize.of(registry.load_spec(folder))
+    # Imported by name, because it imports torch: packages that do not need torch import this module.
+    placement = importlib.import_module("dashinfer_vlm_core.models.placement")
+    estimate: MemoryEstimate = placement.estimate_model(size, config, KernelSelector(registry.kernels.values(), config))
+    return estimate.total
 
 
 def names_of(models: Iterable[ManagedModel]) -> dict[str, str]:

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from .torch_kernels import TorchKernels, TorchLinear
-from .types import Activation, Linear
+from .types import Activation, Linear, WeightBits
 
 
 class OneDnnKernels(TorchKernels):
     """See `Kernels`. Linear layers with packed bfloat16 weights; everything else is `TorchKernels`'."""
 
     name = "onednn"
+    weight_bits: WeightBits = WeightBits(tied_head=16)
 
     def _linear(self, weight: Tensor, bias: Tensor | None, activation: Activation, fp32_output: bool) -> Linear:
         return OneDnnLinear(weight, bias, activation, fp32_output)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .layers import FullLMHead, ReferenceDecoderLayers
 from .quantization import Quantization, QuantizedWeight, quantize, quantize_int8
-from .types import Activation, DecoderLayer, DecoderLayers, DecoderShape, KVSpan, KVSpans, Linear, LMHead
+from .types import Activation, DecoderLayer, DecoderLayers, DecoderShape, KVSpan, KVSpans, Linear, LMHead, WeightBits
 
 
 class TorchKernels:
@@ -21,6 +21,7 @@ class TorchKernels:
     supports_int8 = False
     supports_int4 = False
     copies_weights = False
+    weight_bits: WeightBits = WeightBits()
 
     def groups_experts(self, dtype: torch.dtype, inputs: Sequence[int]) -> bool:
         return False

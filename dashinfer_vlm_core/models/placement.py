@@ -6,7 +6,9 @@ import torch
 
 from ..config import EngineConfig
 from ..errors import ConfigError
+from ..kernels.choice import KernelSelector
 from ..kernels.types import Kernels
+from .memory import MemoryEstimate, ModelSize, estimate_memory, memory_limit, weight_bytes
 from .spec import ModelSpec
 from .weights import torch_dtype
 
@@ -70,3 +72,21 @@ def quantizes_vision_encoder(config: EngineConfig, kernels: Kernels) -> bool:
             param="vision_quantization",
         )
     return config.vision_quantization == "int8"
+
+
+def estimate_model(size: ModelSize, config: EngineConfig, kernels: KernelSelector) -> MemoryEstimate:
+    """Estimate what a model needs on this machine, with the kernels that an engine would use.
+
+    Raises:
+        ConfigError: the device, or `vision_quantization`, cannot be used here.
+    """
+    device = resolve_device(config.device)
+    dtype = torch_dtype(resolve_dtype(config.dtype, size.dtype, device, quantized=size.stored_bits is not None))
+    weights = weight_bytes(
+        size,
+        config,
+        kernels.find(device, dtype, size.text).kernels,
+        itemsize=dtype.itemsize,
+        int8_vision=quantizes_vision_encoder(config, kernels.find(device, dtype).kernels),
+    )
+    return estimate_memory(size, config, weights, memory=memory_limit() if device.startswith("cpu") else None)

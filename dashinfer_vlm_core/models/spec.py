@@ -102,6 +102,7 @@ class ModelSpec:
         coordinates: how it writes positions in images; None if that is not known.
         min_dimensions: the fewest dimensions that the family's embedding models were trained for; 0 if not known.
         pooling: how its hidden states are pooled; None if it generates text.
+        vision_weights: number of weights of the vision encoder, for estimates; 0 if not known.
     """
 
     folder: Path
@@ -120,6 +121,7 @@ class ModelSpec:
     coordinates: CoordinateSpec | None = None
     min_dimensions: int = 0
     pooling: PoolingSpec | None = None
+    vision_weights: int = 0
 
     @property
     def task(self) -> Task:

@@ -30,6 +30,7 @@ from dashinfer_vlm_core.kernels.types import (
     LMHead,
     Mlp,
     SampledIds,
+    WeightBits,
 )
 
 from .build import AMX, LIBRARY, Variant
@@ -79,6 +80,7 @@ class NativeKernels(TorchKernels):
     supports_int8 = True
     supports_int4 = True
     copies_weights = True
+    weight_bits: WeightBits = WeightBits(layer=12, head=20, tied_head=20, argmax=8)
 
     def __init__(self, library: ctypes.CDLL, name: str) -> None:
         super().__init__("cpu")

@@ -52,6 +52,10 @@ class Qwen25VLVisionConfig(VisionConfig):
     fullatt_block_indexes: frozenset[int]
     tokens_per_second: int
 
+    @property
+    def num_weights(self) -> int:
+        return self.count_weights(mlp_matrices=3)
+
 
 def read_vision_config(folder: Path) -> Qwen25VLVisionConfig:
     """Read the vision encoder's configuration of the checkpoint in `folder`.

@@ -70,6 +70,10 @@ class Qwen3VLVisionConfig(VisionConfig):
     table_side: int
     deepstack_layers: tuple[int, ...]
 
+    @property
+    def num_weights(self) -> int:
+        return self.count_weights(mergers=1 + len(self.deepstack_layers)) + self.table_side**2 * self.hidden_size
+
 
 def read_spec(folder: Path) -> ModelSpec:
     """Read the `ModelSpec` of the checkpoint in `folder`.

@@ -6,9 +6,7 @@ import asyncio
 import contextlib
 import logging
 import math
-import os
-from collections.abc import AsyncGenerator, Iterator
-from pathlib import Path
+from collections.abc import AsyncGenerator
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,6 +20,7 @@ from dashinfer_vlm_core.kernels.quantization import INT4, INT8, Quantization
 from dashinfer_vlm_core.kernels.types import Int8CacheAttention, Kernels
 from dashinfer_vlm_core.models.formats.detection import weight_memory
 from dashinfer_vlm_core.models.lora import LoraWeights
+from dashinfer_vlm_core.models.memory import count_states, kv_budget_mib, memory_limit, weight_file_bytes
 from dashinfer_vlm_core.models.placement import resolve_placement
 from dashinfer_vlm_core.models.spec import ModelSpec
 from dashinfer_vlm_core.models.weights import Weights
@@ -34,7 +33,7 @@ from .runner import ModelRunner
 from .scheduler import Scheduler
 from .sequence import SequenceState
 from .settings import SUPPORTED_PARAMS, TorchOptions
-from .state_cache import bytes_per_state, count_slots, create_states
+from .state_cache import bytes_per_state, create_states
 from .state_manager import count_sequences
 from .worker import OutputQueue, Worker
 
@@ -42,9 +41,6 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 MIN_KV_TOKENS = 16
 """Minimum size of the KV pool: one block of the prefix cache. A smaller `kv_cache_mib` is rejected."""
-
-MIN_KV_MIB = 256
-"""The default size is not less, even if the weights need all memory."""
 
 
 class TorchDecoder:
@@ -71,7 +67,7 @@ class TorchDecoder:
         context = min(spec.max_model_len, config.max_model_len or spec.max_model_len)
         self._bytes_per_state = bytes_per_state(spec.text, self._dtype)
         budget = self._kv_budget()
-        self._state_slots = count_slots(self._bytes_per_state, budget * MIB)
+        self._state_slots = count_states(self._bytes_per_state, budget * MIB)
         self._kv_tokens = self._kv_pool_tokens(budget, context)
         self.max_model_len: int = min(context, self._kv_tokens)
         self._worker: Worker | None = None
@@ -189,12 +185,10 @@ class TorchDecoder:
         The memory that is free at the moment does not matter: the context would change from start to start.
         """
         configured = self._config.kv_cache_mib
-        if "kv_cache_mib" in self._config.model_fields_set or not self._device.startswith("cpu"):
-            return configured
-        memory = memory_limit()
-        weights = sum(file.stat().st_size for file in self._spec.folder.glob("*.safetensors"))
-        budget = default_kv_mib(configured, memory=memory, weights=weights)
-        if budget < configured:
+        memory = memory_limit() if self._device.startswith("cpu") else None
+        weights = weight_file_bytes(self._spec.folder)
+        budget = kv_budget_mib(self._config, weights=weights, memory=memory)
+        if memory is not None and budget < configured:
             message = "KV cache of %d MiB instead of %d: the memory has %d MiB, and the files of the weights %d MiB."
             logger.warning(message, budget, configured, memory // MIB, weights // MIB)
         return budget
@@ -302,42 +296,3 @@ def _text_quantization(config: EngineConfig, kernels: Kernels, device: str) -> Q
             kernels.name,
         )
     return INT4
-
-
-def memory_limit(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the memory that this process may use, in bytes: that of the machine, or less in a container.
-
-    Args:
-        groups: the file that lists the control groups of this process.
-        root: where control groups (version 2) are mounted.
-    """
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min([machine, *_group_limits(groups, root)])
-
-
-def _group_limits(groups: Path, root: Path) -> Iterator[int]:
-    try:
-        path = next((line[3:] for line in groups.read_text().splitlines() if line.startswith("0::")), None)
-    except OSError:
-        return
-    if path is None:
-        return
-    folder = root / path.strip("/")
-    for group in (folder, *folder.parents):
-        try:
-            limit = (group / "memory.max").read_text().strip()
-        except OSError:  # the root of the control groups has no limit
-            continue
-        if limit.isdigit():
-            yield int(limit)
-
-
-def default_kv_mib(default: int, *, memory: int, weights: int) -> int:
-    """Return the default size of the KV cache in MiB: at most half of the memory that the weights leave.
-
-    Args:
-        default: the size without this limit, in MiB.
-        memory: see `memory_limit`.
-        weights: size of the weights in bytes.
-    """
-    return min(default, max(MIN_KV_MIB, (memory - weights) // 2 // MIB))

@@ -9,6 +9,7 @@ from operator import attrgetter
 
 import torch
 
+from dashinfer_vlm_core.models.memory import kv_bytes_per_token
 from dashinfer_vlm_core.text_spec import TextModelSpec
 
 from .prefix_hash import PrefixHash
@@ -36,9 +37,7 @@ class KVCache:
 
     @staticmethod
     def bytes_per_token(config: TextModelSpec, dtype: torch.dtype) -> int:
-        attention = config.attention
-        row = attention.head_dim * dtype.itemsize + (torch.float32.itemsize if dtype == torch.int8 else 0)
-        return config.num_attention_layers * 2 * attention.num_kv_heads * row
+        return kv_bytes_per_token(config, dtype.itemsize)
 
     def copy_rows(self, source: int, target: int, rows: int) -> None:
         """Copy rows; the ranges may overlap."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from dashinfer_vlm_core.kernels.types import RecurrentStates
+from dashinfer_vlm_core.models.memory import state_bytes
 from dashinfer_vlm_core.text_spec import TextModelSpec
 
 
@@ -26,11 +27,4 @@ def create_states(config: TextModelSpec, slots: int, *, device: str, dtype: torc
 
 def bytes_per_state(config: TextModelSpec, dtype: torch.dtype) -> int:
     """Return the size of a slot; 0 for models without recurrent states."""
-    states = create_states(config, 1, device="meta", dtype=dtype)
-    return sum(tensor.nbytes for tensor in states) if states else 0
-
-
-def count_slots(bytes_per_state: int, memory: int) -> int:
-    """Return the number of slots in `memory` bytes for states, keys and values: half of it, since a prefix is cached
-    with both. A sequence needs two; 0 for models without recurrent states."""
-    return max(memory // 2 // bytes_per_state, 2) if bytes_per_state else 0
+    return state_bytes(config, dtype.itemsize)

@@ -26,9 +26,10 @@ from dashinfer_vlm_core.errors import (
     InvalidParameter,
     QueueFull,
 )
+from dashinfer_vlm_core.models.memory import default_kv_mib, memory_limit
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
 from dashinfer_vlm_torch import register_decoders
-from dashinfer_vlm_torch.decoder import TorchDecoder, default_kv_mib, memory_limit
+from dashinfer_vlm_torch.decoder import TorchDecoder
 from dashinfer_vlm_torch.runner import ModelRunner
 from dashinfer_vlm_torch.sequence import INITIAL_OUTPUT_ROWS
 from dashinfer_vlm_torch.worker import Worker

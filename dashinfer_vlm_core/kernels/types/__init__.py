@@ -3,7 +3,7 @@
 from .batch import Additions, ForwardBatch, KVCacheLayer
 from .interface import DecoderLayers, Int8CacheAttention, Kernels, SampledIds, TokenSampling
 from .layers import Attention, DecoderLayer, DecoderShape, Experts, Mlp, SharedExpert
-from .linear import Activation, Linear, LMHead, Norm
+from .linear import Activation, Linear, LMHead, Norm, WeightBits
 from .lora import LoraLayer, LoraLayers, LoraRows, LowRank, LowRankPart
 from .recurrent import DeltaInputs, DeltaNet, RecurrentBatch, RecurrentStates, StateSpan
 from .spans import KeyRanges, KVSpan, KVSpans
@@ -40,4 +40,5 @@ __all__ = [
     "SharedExpert",
     "StateSpan",
     "TokenSampling",
+    "WeightBits",
 ]

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..quantization import Quantization, QuantizedWeight
 from .batch import ForwardBatch, KVCacheLayer
 from .layers import DecoderLayer, DecoderShape
-from .linear import Activation, Linear, LMHead
+from .linear import Activation, Linear, LMHead, WeightBits
 from .spans import KVSpans
 
 
@@ -38,12 +38,14 @@ class Kernels(Protocol):
         supports_int8: whether 8-bit weights are kept in 8 bits; otherwise they are rounded and kept in their dtype.
         supports_int4: the same for 4-bit weights.
         copies_weights: whether layers and heads copy their weights, which may then be views of a mapped file.
+        weight_bits: what weights take in memory.
     """
 
     name: str
     supports_int8: bool
     supports_int4: bool
     copies_weights: bool
+    weight_bits: WeightBits
 
     def linear(
         self,

@@ -48,6 +48,22 @@ class LMHead(Protocol):
         """
 
 
+class WeightBits(NamedTuple):
+    """Bits of memory per weight of a 16-bit dtype that is not quantized; a dtype with more bits needs more.
+
+    Attributes:
+        layer: of linear layers.
+        head: of an LM head with weights that nothing else uses.
+        tied_head: of an LM head that shares the embedding table, in addition to the table.
+        argmax: those of an LM head that are read to find the argmax.
+    """
+
+    layer: int = 16
+    head: int = 16
+    tied_head: int = 0
+    argmax: int = 16
+
+
 class Norm(NamedTuple):
     """The parameters of a LayerNorm or, without a bias, of an RMSNorm."""
 

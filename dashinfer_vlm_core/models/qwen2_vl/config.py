@@ -81,6 +81,18 @@ class VisionConfig:
         """Number of values of a merge unit."""
         return self.hidden_size * self.spatial_merge_size**2
 
+    @property
+    def num_weights(self) -> int:
+        """Number of weights, without biases and norms."""
+        return self.count_weights()
+
+    def count_weights(self, *, mlp_matrices: int = 2, mergers: int = 1) -> int:
+        """Return the number of weights of an encoder with so many matrices per MLP, and so many mergers."""
+        patch = 3 * self.temporal_patch_size * self.patch_size**2
+        block = self.hidden_size * (4 * self.hidden_size + mlp_matrices * self.intermediate_size)
+        merger = self.merge_width * (self.merge_width + self.output_size)
+        return self.hidden_size * patch + self.depth * block + mergers * merger
+
 
 def text_model_spec(config: JsonFields) -> TextModelSpec:
     """Return the text model that `config.json` describes: Qwen2, in either layout.
@@ -267,6 +279,7 @@ def model_spec(
         profile=Profile(),
         tensor_renames=TENSOR_RENAMES,
         coordinates=coordinates,
+        vision_weights=vision.num_weights,
     )
 
 

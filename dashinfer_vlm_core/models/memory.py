@@ -1,0 +1,315 @@
+"""Estimate what a model needs of a machine's memory, and how fast it decodes.
+
+Nothing is loaded or downloaded, and torch is not imported: the estimates follow from the configuration of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..config import MIB, EngineConfig
+from ..text_spec import AttentionSpec, LayerSpec, MlpSpec, TextModelSpec
+
+if TYPE_CHECKING:
+    from ..kernels.types import Kernels
+    from .formats.interface import StoredBits
+    from .spec import ModelSpec
+
+MIN_KV_MIB = 256
+"""The default size of the KV cache is not less, even if the weights need all memory."""
+
+PROCESS_BYTES = 300 * MIB
+"""Interpreter, libraries and media workers."""
+
+BYTES_PER_TOKEN_ID = 800
+"""What the tokenizer and the compiler of grammars need for each entry of the vocabulary."""
+
+INT4_STORED = 4.25 / 8
+"""Bytes of a weight of a checkpoint with 4 bits: a group of 128 inputs shares 32 bits."""
+
+INT4_ROUNDED = 5 / 8
+"""Bytes of a weight with `quantization` int4: a group of 32 inputs shares 32 bits."""
+
+STEP_EFFICIENCY = 0.9
+"""The part of the memory bandwidth at which a decode step reads weights. Steps were measured to take 1.04 to 1.25 times
+as long as with all of it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSize:
+    """What determines the memory of a model.
+
+    Attributes:
+        text: the text model.
+        vision_weights: number of weights of the vision encoder.
+        context: maximum number of tokens of a sequence.
+        dtype: data type of the weights that are not quantized, as torch names it.
+        file_bytes: size of the files with the weights.
+        stored_bits: the bits of most layers if the checkpoint is quantized; None if it is not.
+    """
+
+    text: TextModelSpec
+    vision_weights: int
+    context: int
+    dtype: str
+    file_bytes: int
+    stored_bits: StoredBits | None = None
+
+    @classmethod
+    def of(cls, spec: ModelSpec, *, file_bytes: int | None = None) -> ModelSize:
+        """Return the size of a checkpoint, whose files with weights need not exist if `file_bytes` is given."""
+        return cls(
+            text=spec.text,
+            vision_weights=spec.vision_weights,
+            context=spec.max_model_len,
+            dtype=spec.dtype,
+            file_bytes=weight_file_bytes(spec.folder) if file_bytes is None else file_bytes,
+            stored_bits=spec.quantization.stored_bits if spec.quantization else None,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightBytes:
+    """Average bytes per weight in the memory of an engine.
+
+    Attributes:
+        layers: of the text model's layers.
+        head: of the output layer, in addition to the embedding table if it shares that.
+        argmax: those of the output layer that a greedy step reads.
+        vision: of the vision encoder.
+        itemsize: of the embedding table, which is never quantized, and of hidden states.
+    """
+
+    layers: float
+    head: float
+    argmax: float
+    vision: float
+    itemsize: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryEstimate:
+    """What a model needs, in bytes.
+
+    Attributes:
+        weights: text model and vision encoder.
+        kv_cache: keys, values and recurrent states, when the cache is full.
+        vision_cache: embeddings of images and videos, when the cache is full.
+        process: everything else.
+        step: weights that are read to generate a token of one sequence.
+    """
+
+    weights: int
+    kv_cache: int
+    vision_cache: int
+    process: int
+    step: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv_cache + self.vision_cache + self.process
+
+    def tokens_per_second(self, bandwidth: float) -> float:
+        """Return how many tokens one sequence gets; `bandwidth` is that of the memory, in bytes per second."""
+        return STEP_EFFICIENCY * bandwidth / self.step
+
+
+def estimate_memory(
+    size: ModelSize, config: EngineConfig, weights: WeightBytes, *, memory: int | None
+) -> MemoryEstimate:
+    """Estimate what a model needs.
+
+    Args:
+        size: the model.
+        config: how it is loaded.
+        weights: see `weight_bytes`.
+        memory: what limits the default of the KV cache, see `memory_limit`; None on a device with its own memory.
+    """
+    return MemoryEstimate(
+        weights=int(loaded_bytes(size, weights)),
+        kv_cache=_cache_bytes(size, config, weights.itemsize, memory),
+        vision_cache=config.vision_cache_mib * MIB,
+        process=PROCESS_BYTES + BYTES_PER_TOKEN_ID * size.text.vocab_size,
+        step=int(step_bytes(size.text, weights)),
+    )
+
+
+def loaded_bytes(size: ModelSize, weights: WeightBytes) -> float:
+    """Return what the weights of a model take in memory."""
+    layers = weights.layers * count_all_layer_weights(size.text)
+    tables = (weights.itemsize + weights.head) * _table(size.text)
+    return layers + tables + weights.vision * size.vision_weights
+
+
+def step_bytes(text: TextModelSpec, weights: WeightBytes) -> float:
+    """Return what a greedy decode step of one sequence reads: of a mixture, the experts of one token."""
+    return weights.layers * count_layer_weights(text) + weights.argmax * _table(text)
+
+
+def weight_bytes(
+    size: ModelSize, config: EngineConfig, kernels: Kernels, *, itemsize: int, int8_vision: bool
+) -> WeightBytes:
+    """Return what weights take in memory.
+
+    Args:
+        size: the model.
+        config: its `quantization` rounds weights.
+        kernels: those that run the model.
+        itemsize: bytes of a number of the dtype that the engine computes in.
+        int8_vision: whether the vision encoder is rounded to 8 bits.
+    """
+    bits = kernels.weight_bits
+    wide = itemsize / 16
+    rounds_head = config.quantization != "none" and kernels.supports_int8
+    head = bits.tied_head if size.text.tie_word_embeddings else bits.head
+    return WeightBytes(
+        layers=_layer_bytes(size, config, kernels, wide=wide * bits.layer),
+        head=1 if rounds_head else wide * head,
+        argmax=1 if rounds_head else wide * bits.argmax,
+        vision=1 if int8_vision else wide * bits.layer,
+        itemsize=itemsize,
+    )
+
+
+def _layer_bytes(size: ModelSize, config: EngineConfig, kernels: Kernels, *, wide: float) -> float:
+    count = len(size.text.layers)
+    if size.stored_bits == "int4" and kernels.supports_int4:
+        return INT4_STORED
+    if size.stored_bits == "int8" and kernels.supports_int8:
+        return 1
+    if config.quantization == "int4" and kernels.supports_int4:
+        wider = 2 if count > 2 else 0  # the first layer and the last one have 8 bits
+        return (wider + (count - wider) * INT4_ROUNDED) / count
+    return 1 if config.quantization == "int8" and kernels.supports_int8 else wide
+
+
+def _cache_bytes(size: ModelSize, config: EngineConfig, itemsize: int, memory: int | None) -> int:
+    budget = kv_budget_mib(config, weights=size.file_bytes, memory=memory) * MIB
+    state = state_bytes(size.text, itemsize)
+    states = count_states(state, budget) * state
+    numbers = {"auto": itemsize, "bfloat16": 2, "int8": 1}[config.kv_cache_dtype]
+    per_token = kv_bytes_per_token(size.text, numbers)
+    context = min(size.context, config.max_model_len or size.context)
+    return states + min(max(budget - states, 0), context * config.max_batch_size * per_token)
+
+
+def kv_bytes_per_token(text: TextModelSpec, itemsize: int) -> int:
+    """Return what the keys and values of a token take; with an `itemsize` of 1, each row also has a float32 scale."""
+    row = text.attention.head_dim * itemsize + (4 if itemsize == 1 else 0)
+    return text.num_attention_layers * 2 * text.attention.num_kv_heads * row
+
+
+def state_bytes(text: TextModelSpec, itemsize: int) -> int:
+    """Return the size of a recurrent state: inputs of the convolution, and float32 matrices; 0 without delta nets."""
+    spec = text.delta_net
+    if spec is None:
+        return 0
+    delta = 4 * spec.num_value_heads * spec.key_dim * spec.value_dim
+    return text.num_delta_net_layers * (itemsize * (spec.conv_width - 1) * spec.conv_channels + delta)
+
+
+def count_states(state: int, memory: int) -> int:
+    """Return the number of recurrent states of `state` bytes in `memory` bytes for states, keys and values: half of it,
+    since a prefix is cached with both. A sequence needs two; 0 for models without recurrent states."""
+    return max(memory // 2 // state, 2) if state else 0
+
+
+def kv_budget_mib(config: EngineConfig, *, weights: int, memory: int | None) -> int:
+    """Return the size of the KV cache in MiB: `kv_cache_mib`, whose default fits into the memory.
+
+    Args:
+        config: the options.
+        weights: size of the files with the weights in bytes.
+        memory: see `memory_limit`; None on a device with its own memory.
+    """
+    if "kv_cache_mib" in config.model_fields_set or memory is None:
+        return config.kv_cache_mib
+    return default_kv_mib(config.kv_cache_mib, memory=memory, weights=weights)
+
+
+def default_kv_mib(default: int, *, memory: int, weights: int) -> int:
+    """Return the default size of the KV cache in MiB: at most half of the memory that the weights leave.
+
+    Args:
+        default: the size without this limit, in MiB.
+        memory: see `memory_limit`.
+        weights: size of the weights in bytes.
+    """
+    return min(default, max(MIN_KV_MIB, (memory - weights) // 2 // MIB))
+
+
+def weight_file_bytes(folder: Path) -> int:
+    """Return the size of a checkpoint's files with weights."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def memory_limit(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the memory that this process may use, in bytes: that of the machine, or less in a container.
+
+    Args:
+        groups: the file that lists the control groups of this process.
+        root: where control groups (version 2) are mounted.
+    """
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([machine, *_group_limits(groups, root)])
+
+
+def _group_limits(groups: Path, root: Path) -> Iterator[int]:
+    try:
+        path = next((line[3:] for line in groups.read_text().splitlines() if line.startswith("0::")), None)
+    except OSError:
+        return
+    if path is None:
+        return
+    folder = root / path.strip("/")
+    for group in (folder, *folder.parents):
+        try:
+            limit = (group / "memory.max").read_text().strip()
+        except OSError:  # the root of the control groups has no limit
+            continue
+        if limit.isdigit():
+            yield int(limit)
+
+
+def count_weights(size: ModelSize) -> int:
+    """Return the number of weights of a model, without biases and norms."""
+    tables = (1 if size.text.tie_word_embeddings else 2) * _table(size.text)
+    return count_all_layer_weights(size.text) + tables + size.vision_weights
+
+
+def _table(text: TextModelSpec) -> int:
+    """Return the number of weights of the embedding table, and of the output layer."""
+    return text.vocab_size * text.hidden_size
+
+
+def count_all_layer_weights(text: TextModelSpec) -> int:
+    """Return the number of weights of all layers."""
+    return count_layer_weights(replace(text, layers=tuple(map(_with_all_experts, text.layers))))
+
+
+def count_layer_weights(text: TextModelSpec) -> int:
+    """Return the number of weights of all layers that compute one token: of a mixture, those of its experts."""
+    return text.hidden_size * sum(map(_columns, text.layers))
+
+
+def _columns(layer: LayerSpec) -> int:
+    """Return the number of weights of a layer that compute one token, divided by the hidden size."""
+    mixer, mlp = layer.mixer, layer.mlp
+    if isinstance(mixer, AttentionSpec):
+        columns = sum(mixer.outputs) + mixer.width
+    else:
+        columns = mixer.conv_channels + 2 * mixer.value_width + 2 * mixer.num_value_heads
+    if isinstance(mlp, MlpSpec):
+        return columns + 3 * mlp.intermediate_size
+    inner = mlp.experts_per_token * mlp.intermediate_size + mlp.shared_intermediate_size
+    return columns + mlp.num_experts + bool(mlp.shared_intermediate_size) + 3 * inner
+
+
+def _with_all_experts(layer: LayerSpec) -> LayerSpec:
+    if isinstance(layer.mlp, MlpSpec):
+        return layer
+    return replace(layer, mlp=replace(layer.mlp, experts_per_token=layer.mlp.num_experts))

@@ -1,0 +1,141 @@
+"""Estimates of memory: weights are counted from the configuration, and agree with the files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dashinfer_vlm_core.config import MIB, EngineConfig
+from dashinfer_vlm_core.engine.managed_models import estimate_bytes
+from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
+from dashinfer_vlm_core.kernels.types import WeightBits
+from dashinfer_vlm_core.models.memory import (
+    MIN_KV_MIB,
+    ModelSize,
+    count_weights,
+    estimate_memory,
+    kv_budget_mib,
+    loaded_bytes,
+    step_bytes,
+    weight_bytes,
+)
+from dashinfer_vlm_core.models.published import MODELS
+from dashinfer_vlm_core.plugins import load_plugins
+from dashinfer_vlm_torch.kv_cache import KVCache
+from dashinfer_vlm_torch.state_cache import bytes_per_state, create_states
+from tests.qwen3_5.tiny_qwen3_5 import write_checkpoint as write_qwen3_5
+from tests.qwen3_vl.tiny_qwen3 import write_checkpoint as write_qwen3_vl
+from tests.tiny import write_checkpoint, write_qwen2_5_vl
+
+WRITERS = {"qwen2_vl": write_checkpoint, "qwen2_5_vl": write_qwen2_5_vl, "qwen3_vl": write_qwen3_vl,
+           "qwen3_5": write_qwen3_5}  # fmt: skip
+
+
+class CompressingKernels(TorchKernels):
+    """Kernels with the memory of the C kernels."""
+
+    supports_int8 = True
+    supports_int4 = True
+    weight_bits = WeightBits(layer=12, head=20, tied_head=20, argmax=8)
+
+
+@pytest.mark.parametrize("family", WRITERS)
+def test_count_of_weights_is_that_of_files(tmp_path, family):
+    folder = WRITERS[family](tmp_path / family)
+    size = ModelSize.of(load_plugins().load_spec(folder))
+    tensors = load_file(folder / "model.safetensors")
+    matrices = sum(tensor.numel() for name, tensor in tensors.items() if tensor.ndim > 1 and "conv1d" not in name)
+    assert count_weights(size) == matrices
+    assert size.file_bytes == (folder / "model.safetensors").stat().st_size
+
+
+def size_of(tiny_checkpoint, **changes):
+    return replace(ModelSize.of(load_plugins().load_spec(tiny_checkpoint)), **changes)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "quantization", "stored", "expected"),
+    [
+        (TorchKernels, "none", None, (2.0, 2.0)),
+        (TorchKernels, "int8", None, (2.0, 2.0)),
+        (TorchKernels, "none", "int4", (2.0, 2.0)),
+        (CompressingKernels, "none", None, (1.5, 2.5)),
+        (CompressingKernels, "int8", None, (1, 1)),
+        (CompressingKernels, "none", "int4", (4.25 / 8, 2.5)),
+        (CompressingKernels, "int8", "int4", (4.25 / 8, 1)),
+        (CompressingKernels, "none", "none", (1.5, 2.5)),
+    ],
+)
+def test_bytes_per_weight_follow_kernels_and_format(tiny_checkpoint, kernels, quantization, stored, expected):
+    config = EngineConfig(quantization=quantization)
+    size = size_of(tiny_checkpoint, stored_bits=stored)
+    found = weight_bytes(size, config, kernels("cpu"), itemsize=2, int8_vision=False)
+    assert (found.layers, found.head) == expected
+
+
+def test_int4_leaves_8_bits_to_first_and_last_layer():
+    size = MODELS["Qwen3-VL-4B"]
+    found = weight_bytes(
+        size, EngineConfig(quantization="int4"), CompressingKernels("cpu"), itemsize=2, int8_vision=True
+    )
+    assert found.layers == pytest.approx((2 + 34 * 5 / 8) / 36)
+    assert (found.head, found.vision) == (1, 1)
+
+
+@pytest.mark.parametrize(("quantization", "megabytes"), [("none", 1811), ("int8", 1328), ("int4", 1223)])
+def test_estimate_is_within_ten_percent_of_measured_memory(quantization, megabytes):
+    """Resident memory of an engine with `small` of benchmarks/models.py, whose KV cache is still empty."""
+    from benchmarks.models import SHAPES
+    from dashinfer_vlm_core.models.published import VisionEncoder, _model, _text
+
+    shape = SHAPES["small"]
+    text = _text(shape.hidden, shape.inner, shape.layers, shape.heads, shape.kv_heads, tied=True)
+    vision = VisionEncoder(width=shape.vision_width, inner=4 * shape.vision_width, depth=shape.vision_layers)
+    size = _model(text, vision)
+    config = EngineConfig(quantization=quantization)
+    weights = weight_bytes(size, config, CompressingKernels("cpu"), itemsize=2, int8_vision=quantization != "none")
+    found = estimate_memory(size, config, weights, memory=None)
+    assert (found.weights + found.process) / 1e6 == pytest.approx(megabytes, rel=0.1)
+
+
+def test_mixture_reads_active_experts_only():
+    size = MODELS["Qwen3-VL-30B-A3B"]
+    weights = weight_bytes(size, EngineConfig(), TorchKernels("cpu"), itemsize=2, int8_vision=False)
+    assert step_bytes(size.text, weights) < loaded_bytes(size, weights) / 8
+
+
+@pytest.mark.parametrize(
+    ("options", "memory", "mib"),
+    [({}, 64 << 30, 4096), ({}, 8 << 30, 2048), ({}, 1 << 30, MIN_KV_MIB), ({}, None, 4096),
+     ({"kv_cache_mib": 8}, 64 << 30, 8), ({"kv_cache_mib": 9999}, 1 << 30, 9999)],
+)  # fmt: skip
+def test_default_of_kv_cache_follows_memory(options, memory, mib):
+    assert kv_budget_mib(EngineConfig(**options), weights=4 << 30, memory=memory) == mib
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_cache_mib": 64}, {"kv_cache_dtype": "int8", "max_model_len": 1024}])
+def test_cache_is_that_of_decoder(tmp_path, options):
+    """With recurrent states, of which the decoder creates as many as fit in half of the memory."""
+    spec = load_plugins().load_spec(write_qwen3_5(tmp_path))
+    config = EngineConfig(device="cpu", max_batch_size=2, **options)
+    weights = weight_bytes(ModelSize.of(spec), config, TorchKernels("cpu"), itemsize=4, int8_vision=False)
+    found = estimate_memory(ModelSize.of(spec), config, weights, memory=64 << 30).kv_cache
+    state = sum(tensor.nbytes for tensor in create_states(spec.text, 1, device="meta", dtype=torch.float32))
+    assert bytes_per_state(spec.text, torch.float32) == state
+    cache_dtype = torch.int8 if "kv_cache_dtype" in options else torch.float32
+    per_token = KVCache.bytes_per_token(spec.text, cache_dtype)
+    budget = options.get("kv_cache_mib", 4096) * MIB
+    states = budget // 2 // state * state
+    rows = options.get("max_model_len", spec.max_model_len) * 2
+    assert found == states + min(budget - states, rows * per_token)
+
+
+def test_manager_estimates_with_kernels_of_this_machine(tiny_checkpoint):
+    config = EngineConfig(model=str(tiny_checkpoint), device="cpu", vision_cache_mib=7, kv_cache_mib=1)
+    size = ModelSize.of(load_plugins().load_spec(tiny_checkpoint))
+    weights = 4 * count_weights(size)
+    found = estimate_bytes(config)
+    assert weights < found - 7 * MIB - 300 * MIB < weights + 2 * MIB
