@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from dashinfer_vlm_core import EngineConfig
+from dashinfer_vlm_core.kernels.bandwidth import measure_bandwidth
 from dashinfer_vlm_core.kernels.choice import KernelSelector
 from dashinfer_vlm_core.models.checkpoint import model_type
 from dashinfer_vlm_core.models.memory import count_layer_weights
@@ -38,7 +39,6 @@ PACKED_BF16 = 1.5
 """Bytes of a bfloat16 weight of a layer as stored by the C kernels."""
 PACKED_HEAD = 1.0
 """Bytes of an output layer weight read in a greedy step by the C kernels."""
-GIB = 1 << 30
 FEW = 16
 """Rows of a first measurement of kernels."""
 TOO_SLOW = 10
@@ -181,20 +181,20 @@ def _best(work: Callable[[], object], seconds: float = 1.0) -> float:
 def main() -> None:
     import torch
 
-    memory = torch.ones(GIB // 8, dtype=torch.int64)  # far beyond any cache
     matrix = torch.randn(4096, 4096).to(torch.bfloat16)
     layers: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"torch": lambda rows: torch.mm(rows, matrix)}
     ours = native_kernels()
     if ours:
         layers[ours.name] = ours.linear(matrix)
     with torch.inference_mode():
-        read = _best(memory.sum)
         # Without AVX-512, PyTorch has a loop for bfloat16 that would take minutes.
         few = {name: _best(partial(work, matrix[:FEW]), seconds=0) for name, work in layers.items()}
         fast = [name for name in layers if few[name] < TOO_SLOW * min(few.values())]
         products = {name: _best(partial(layers[name], matrix)) for name in fast}
     fastest = min(products, key=products.__getitem__)
-    rates = Rates(read_gb_s=GIB / read / 1e9, bf16_gflop_s=2 * 4096**3 / products[fastest] / 1e9, kernels=fastest)
+    rates = Rates(
+        read_gb_s=measure_bandwidth() / 1e9, bf16_gflop_s=2 * 4096**3 / products[fastest] / 1e9, kernels=fastest
+    )
     print(json.dumps(asdict(rates)))
 
 

@@ -75,13 +75,16 @@ def tune(*, config: EngineConfig) -> None:
         raise _not_stored(config, error)
     click.echo(f"{config.name} on {cpu_model()}\n")
     registry = load_plugins()
+    with show_progress("Measuring the memory"):
+        bandwidth = _measure_bandwidth()
     rounds = _measure_sets(config, _usable_sets(config, registry))
     seconds = {name: each.seconds for name, each in rounds.items()}
     chosen = fastest(seconds)
     _show(rounds)
     click.echo(f"\nChoice: {chosen}. A set replaces one of higher priority if it takes {1 - MARGIN:.0%} less time.")
+    click.echo(f"Memory bandwidth: {bandwidth / 1e9:,.1f} GB/s")
     conditions = KernelSelector(registry.kernels.values(), config).conditions()
-    _store(config, TunedKernels(conditions=conditions, chosen=chosen, seconds=seconds))
+    _store(config, TunedKernels(conditions=conditions, chosen=chosen, seconds=seconds, bandwidth=bandwidth))
 
 
 def _usable_sets(config: EngineConfig, registry: Registry) -> list[str]:
@@ -101,6 +104,12 @@ def _usable_sets(config: EngineConfig, registry: Registry) -> list[str]:
     usable = {name: loaded.kernels for name, loaded in candidates.items() if loaded.kernels}
     bits = spec.quantization.stored_bits if spec.quantization else "none"
     return [name for name, kernels in usable.items() if bits in supported_bits(kernels)] or list(usable)
+
+
+def _measure_bandwidth() -> float:
+    from dashinfer_vlm_core.kernels.bandwidth import measure_bandwidth
+
+    return measure_bandwidth()
 
 
 def _measure_sets(config: EngineConfig, names: list[str]) -> dict[str, Round]:

@@ -43,7 +43,9 @@ def test_times_and_choice_are_printed_stored_and_used(tune, run, tmp_path, tiny_
         row = rf"^{name} +[\d.,]+ ms +[\d.,]+ ms +[\d.,]+ tokens/s +[\d.,]+ s$"
         assert re.search(row, output, re.MULTILINE)
     (stored,) = re.findall(r"^Stored in (.*)$", output, re.MULTILINE)
-    assert json.loads(Path(stored).read_text())["chosen"] == chosen
+    content = json.loads(Path(stored).read_text())
+    assert content["chosen"] == chosen
+    assert f"\nMemory bandwidth: {content['bandwidth'] / 1e9:,.1f} GB/s\n" in output
     environment = {"MODEL": tiny_checkpoint, "DTYPE": "bfloat16", "DEVICE": "cpu", "CACHE_DIR": tmp_path}
     variables = {f"DASHINFER_VLM_{name}": str(value) for name, value in environment.items()}
     findings = {row["name"]: row for row in json.loads(run("doctor", "--json", **variables).stdout)}

@@ -13,11 +13,12 @@ from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.engine.loading import _load_vision
 from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_core.kernels import devices
+from dashinfer_vlm_core.kernels.bandwidth import measure_bandwidth
 from dashinfer_vlm_core.kernels.choice import KernelSelector, LoadedKernels
 from dashinfer_vlm_core.kernels.factories import OneDnnKernelFactory, TorchKernelFactory
 from dashinfer_vlm_core.kernels.onednn import OneDnnKernels, unavailable_reason
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
-from dashinfer_vlm_core.kernels.tuned import TunedKernels, store_tuned
+from dashinfer_vlm_core.kernels.tuned import TunedKernels, store_tuned, tuned_bandwidth
 from dashinfer_vlm_core.models.qwen2_vl import Qwen2VL
 from dashinfer_vlm_core.plugins import Registry
 from dashinfer_vlm_demo import CHECKPOINT
@@ -70,12 +71,11 @@ def select(tmp_path, factories):
 def tune(select, tmp_path):
     """Store a choice as `tune` does: `tune("low")`; returns the file."""
 
-    def tune(chosen, **options):
+    def tune(chosen, *, bandwidth=None, **options):
         conditions = select(**options).conditions()
         seconds = {name: 1.0 if name == chosen else 2.0 for name in conditions.sets}
-        return store_tuned(
-            EngineConfig(cache_dir=tmp_path), TunedKernels(conditions=conditions, chosen=chosen, seconds=seconds)
-        )
+        tuned = TunedKernels(conditions=conditions, chosen=chosen, seconds=seconds, bandwidth=bandwidth)
+        return store_tuned(EngineConfig(cache_dir=tmp_path), tuned)
 
     return tune
 
@@ -272,3 +272,18 @@ def test_set_for_another_dtype_is_logged(caplog):
     selector = KernelSelector([OneDnnKernelFactory(), TorchKernelFactory()], EngineConfig(cpu_kernels="onednn"))
     assert selector.choose("cpu", torch.float32).name == "torch"
     assert "torch, since `cpu_kernels` onednn has no kernels for cpu in torch.float32." in caplog.text
+
+
+def test_highest_bandwidth_of_machine_is_used(tune, select, tmp_path):
+    config, machine = EngineConfig(cache_dir=tmp_path), select().conditions().machine
+    assert tuned_bandwidth(config, machine) is None
+    tune("low")
+    assert tuned_bandwidth(config, machine) is None
+    for model, bandwidth in (("a", 2e9), ("b", 3e9), ("c", 1e9)):
+        tune("low", model=model, bandwidth=bandwidth)
+    assert tuned_bandwidth(config, machine) == 3e9
+    assert tuned_bandwidth(config, "another machine") is None
+
+
+def test_bandwidth_is_measured():
+    assert measure_bandwidth(0) > 1e8
