@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from dashinfer_vlm_core.config import EngineConfig
-    from dashinfer_vlm_core.engine import EngineStatus
+    from dashinfer_vlm_core.engine import EngineStatus, PoolingResult
     from dashinfer_vlm_core.preprocessing.preview import Preview
-    from dashinfer_vlm_core.protocol import ChatRequest
+    from dashinfer_vlm_core.protocol import ChatRequest, EmbeddingRequest, RerankRequest, ScoreRequest
     from dashinfer_vlm_core.protocol.client import Client
     from dashinfer_vlm_core.protocol.ocr import OcrRequest
     from dashinfer_vlm_core.response.ocr import OcrChunk
@@ -106,6 +106,14 @@ class EngineReplica:
         async with contextlib.aclosing(self._engine.aocr(request)) as chunks:
             async for chunk in chunks:
                 yield replace(counts), chunk
+
+    async def embed(self, client: Client, request: EmbeddingRequest) -> tuple[TokenCounts, PoolingResult]:
+        counts = _begin(client)
+        return counts, await self._engine.aembed(request)
+
+    async def score(self, client: Client, request: RerankRequest | ScoreRequest) -> tuple[TokenCounts, PoolingResult]:
+        counts = _begin(client)
+        return counts, await self._engine.ascore(request)
 
     async def preview(self, client: Client, request: ChatRequest) -> Preview:
         current_client.set(client)

@@ -7,28 +7,31 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dashinfer_vlm_core.engine import ChatEngine, EngineStatus
+from dashinfer_vlm_core.engine.engine import parse_scores
 from dashinfer_vlm_core.engine.observers import ObserverList, RequestObserver
 from dashinfer_vlm_core.errors import DashInferVLMError, EngineClosed, QueueFull
-from dashinfer_vlm_core.protocol import ChatRequest
+from dashinfer_vlm_core.protocol import ChatRequest, EmbeddingRequest, RerankRequest, ScoreRequest
 from dashinfer_vlm_core.protocol.client import current_client
 from dashinfer_vlm_core.protocol.ocr import OcrRequest
 
 from .engine_replica import ReplicaReport, TokenCounts
-from .session import session_id
+from .session import pooling_session_id, session_id
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
     from prometheus_client.core import Metric
 
-    from dashinfer_vlm_core.engine import AnyOcrRequest, Request
+    from dashinfer_vlm_core.engine import AnyOcrRequest, PoolingResult, Request
     from dashinfer_vlm_core.preprocessing.preview import Preview
     from dashinfer_vlm_core.protocol.client import Client
     from dashinfer_vlm_core.response.ocr import OcrChunk
 
 logger: logging.Logger = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
 
 REPORT_SECONDS = 5.0
 """Time between two reports of the replicas while one of them is ready."""
@@ -71,11 +74,15 @@ class RayEngine(ChatEngine):
         parsed = ChatRequest.parse(request)
         client = current_client.get()
         with translate_errors():
-            return self._counted(self._method("chat", session_id(parsed, client)).remote(client, parsed).result())
+            result: tuple[TokenCounts, ChatCompletion] = (
+                self._method("chat", session_id(parsed, client)).remote(client, parsed).result()
+            )
+        return self._counted(result)
 
     async def achat(self, request: Request) -> ChatCompletion:
         """Send one request and return the response. Raises the same errors as `chat`."""
-        return self._counted(await self._send("chat", ChatRequest.parse(request)))
+        result: tuple[TokenCounts, ChatCompletion] = await self._send("chat", ChatRequest.parse(request))
+        return self._counted(result)
 
     def stream(self, request: Request) -> Iterator[ChatCompletionChunk]:
         """Stream the response to one request; closing the iterator cancels the request.
@@ -110,6 +117,14 @@ class RayEngine(ChatEngine):
         async with contextlib.aclosing(self._stream("ocr", "", current_client.get(), parsed)) as chunks:
             async for chunk in chunks:
                 yield chunk
+
+    async def aembed(self, request: EmbeddingRequest | Mapping[str, Any]) -> PoolingResult:
+        """Return the embeddings of a request, all from one replica. Raises the same errors as `chat`."""
+        return await self._pool("embed", EmbeddingRequest.parse(request))
+
+    async def ascore(self, request: RerankRequest | ScoreRequest | Mapping[str, Any]) -> PoolingResult:
+        """Return the probability that each document is relevant. Raises the same errors as `chat`."""
+        return await self._pool("score", parse_scores(request))
 
     async def apreview(self, request: Request) -> Preview:
         """Return the media as the model would see them. Raises the same errors as `chat`."""
@@ -193,7 +208,13 @@ class RayEngine(ChatEngine):
                 chunks.cancel()
                 raise
 
-    def _counted(self, result: tuple[TokenCounts, ChatCompletion]) -> ChatCompletion:
+    async def _pool(self, method: str, request: EmbeddingRequest | RerankRequest | ScoreRequest) -> PoolingResult:
+        client = current_client.get()
+        session = await asyncio.to_thread(pooling_session_id, request, client)
+        result: tuple[TokenCounts, PoolingResult] = await _result(self._method(method, session).remote(client, request))
+        return self._counted(result)
+
+    def _counted(self, result: tuple[TokenCounts, ResultT]) -> ResultT:
         self._count(TokenCounts(), result[0])
         return result[1]
 

@@ -30,7 +30,9 @@ from dashinfer_vlm_server.api_keys import ApiKeys
 from tests.interop import interpreters
 from tests.interop.interpreters import PROGRAMS
 from tests.pages import page_text, read_page
+from tests.pooling.checkpoints import write_embedding, write_reranker
 from tests.qwen3_5.tiny_qwen3_5 import write_checkpoint
+from tests.qwen3_vl.tiny_qwen3 import write_checkpoint as write_qwen3_vl
 from tests.samples import image_url
 from tests.server.conftest import serving
 from tests.waiting import HANG, until
@@ -431,6 +433,46 @@ def test_conversation_with_a_hybrid_model_equals_that_of_the_engine(ray, tmp_pat
             assert answer["content"] == expected.choices[0].message.content
             conversation["messages"] += [answer, {"role": "user", "content": "And now?"}]
     assert response["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64
+
+
+RED = image_url(56, 56, seed=1)
+POOLING = {
+    "embed": {
+        "/v1/embeddings": [
+            {"input": ["A dog.", "A cat."], "encoding_format": "base64"},
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": RED}}]}]},
+            {"input": []},
+            {"input": ["a", ""]},
+            {"input": "a", "dimensions": 7},
+            {"input": ["a", "word " * 3000]},
+        ],
+        "/v1/rerank": [{"query": "a", "documents": ["b"]}],
+        "/v1/chat/completions": [chat()],
+    },
+    "score": {
+        "/v1/rerank": [{"query": "dogs", "documents": ["A dog.", {"image": RED}]}, {"query": "a", "documents": [{}]}],
+        "/score": [{"text_1": "dogs", "text_2": ["A dog.", "A cat."]}, {"text_1": ["a", "b"], "text_2": ["c"] * 3}],
+        "/v1/embeddings": [{"input": "a"}],
+    },
+}
+
+
+@pytest.mark.parametrize(("task", "write"), [("embed", write_embedding), ("score", write_reranker)])
+def test_embeddings_and_scores_equal_those_of_the_server(ray, tmp_path, task, write):
+    model = write(write_qwen3_vl(tmp_path / "base"), tmp_path / "model")
+    config = {"model": str(model), "dtype": "float32", "max_model_len": 2048}
+    limited = f"{LIMITED_KEY} tokens_per_minute=2"
+    (tmp_path / "keys").write_text(f"{KEY}\n{limited}\n")
+    ray.deploy(min_replicas=2, api_key_file=str(tmp_path / "keys"), **config)
+    with Engine(EngineConfig(kv_cache_mib=64, **config)) as engine, serving(engine) as server, server.http() as plain:
+        for path, bodies in POOLING[task].items():
+            for body in bodies:
+                ours, expected = (client.post(path, json=body) for client in (ray.http(), plain))
+                assert ours.status_code == expected.status_code, ours.text
+                assert without_ids(ours.json()) == without_ids(expected.json())
+    path = "/v1/embeddings" if task == "embed" else "/score"
+    body = POOLING[task][path][0]
+    assert [ray.http(LIMITED_KEY).post(path, json=body).status_code for _ in range(2)] == [200, 429]
 
 
 TWO_INGRESSES = {"ingress_replicas": 2, "max_stored_responses": 0}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dashinfer_vlm_core.protocol import ChatRequest
+from dashinfer_vlm_core.protocol import ChatRequest, EmbeddingRequest, RerankRequest, ScoreRequest
 from dashinfer_vlm_core.protocol.client import NO_CLIENT, Client
-from dashinfer_vlm_ray.session import session_id
+from dashinfer_vlm_ray.session import pooling_session_id, session_id
 from tests.samples import image_url
 
 RED, BLUE = image_url(seed=1), image_url(seed=2)
@@ -80,3 +80,27 @@ def test_requests_that_share_no_cache_have_different_sessions():
     }
     assert len(found) == 4
     assert session(message, client=ours) == session(message, client=ours)
+
+
+def pooling_session(kind, **fields):
+    return pooling_session_id(kind.parse(fields), NO_CLIENT)
+
+
+def test_embeddings_and_scores_of_one_image_have_one_session():
+    """An image is encoded once, also under several instructions and with several documents."""
+    embedded = pooling_session(EmbeddingRequest, messages=[user(image(RED))])
+    assert embedded == pooling_session(EmbeddingRequest, messages=[user("What?", image(RED))], instruction="Find it.")
+    assert embedded == session(user(image(RED)))
+    ranked = pooling_session(RerankRequest, query={"image": RED}, documents=["a", {"image": BLUE}])
+    assert embedded == ranked == pooling_session(ScoreRequest, text_1="a", text_2=["b", {"image": RED}])
+    assert embedded != pooling_session(EmbeddingRequest, messages=[user(image(BLUE))])
+    assert embedded != pooling_session(EmbeddingRequest, messages=[user(image(RED))], cache_salt="other")
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [(EmbeddingRequest, {"input": ["a", "b"]}), (EmbeddingRequest, {"messages": [user("a")]}),
+     (RerankRequest, {"query": "a", "documents": ["b"]})],
+)  # fmt: skip
+def test_texts_go_to_any_replica(kind, fields):
+    assert pooling_session(kind, **fields) == ""
