@@ -36,7 +36,7 @@ def create_app(
     drain_state: DrainState | None = None,
     replica_metrics: Callable[[], Mapping[str, Iterable[Metric]]] = dict,
 ) -> FastAPI:
-    """Create an ASGI application that serves the protocols of OpenAI, Anthropic and Mistral.
+    """Create an ASGI application that serves the protocols of OpenAI, Anthropic, Ollama and Mistral.
 
     The caller starts and closes the engine. Until it is ready, `/health/ready` and all requests to the model return
     503. Without API keys, requests of web pages of other origins, and with unknown host names, are rejected.
@@ -60,7 +60,7 @@ def create_app(
     )
     app = FastAPI(
         title="dashinfer-vlm",
-        description="OpenAI's and Anthropic's APIs with images and videos.",
+        description="OpenAI's, Anthropic's and Ollama's APIs with images and videos.",
         redirect_slashes=False,
         openapi_url=None,
     )

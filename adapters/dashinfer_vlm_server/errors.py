@@ -137,10 +137,8 @@ _NO_WEBSOCKETS = ApiError(
     code="websocket_not_supported",
 )
 
-_OTHER_PROTOCOL = "Use an OpenAI client with the base URL /v1, or LiteLLM's proxy, which translates other protocols."
-
 _NEXT_STEPS: Mapping[str, str] = {
-    "/api": _OTHER_PROTOCOL,  # Ollama's
+    "/api": "The server has no other routes of Ollama's API.",
     "/v1/audio": "The models do not support audio.",
     "/v1/conversations": "Conversations are not stored. Use `previous_response_id` of /v1/responses.",
     "/v1/files": "Files are not stored. Send images and videos as URLs or data: URLs.",

@@ -77,7 +77,7 @@ APPLICATION_OPTIONS = [_API_KEY, *options_of(KeyOptions), *options_of(Applicatio
     ],
 )
 def serve(*, config: EngineConfig, models: Sequence[tuple[str, object]], **options: Any) -> None:
-    """Serve OpenAI's and Anthropic's APIs over HTTP.
+    """Serve OpenAI's, Anthropic's and Ollama's APIs over HTTP.
 
     MODEL is a registered name, a checkpoint folder, or a Hugging Face model ID, as --model; by default, the bundled
     model `demo`.

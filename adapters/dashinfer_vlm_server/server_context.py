@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dashinfer_vlm_core.concurrency.deadline import stream_with_timeout, with_timeout
 from dashinfer_vlm_core.errors import EngineClosed
 
-from .errors import DRAINING
+from .errors import DRAINING, ApiError
 from .request_body import cancel_on_disconnect, read_request
 from .request_context import get_request_context
 from .settings import DrainState, Settings
-from .sse import DONE, EventStream
+from .sse import DONE, EventStream, LineStream
 
 if TYPE_CHECKING:
     from fastapi import Request
@@ -81,6 +81,28 @@ class ServerContext:
         timed = stream_with_timeout(items, seconds=self.settings.request_timeout, first=None)
         loading = partial(_loading, self.engine.for_model(model)) if self.engine.manages_models else str
         return EventStream(timed, encode=encode, encode_error=encode_error, done=done, loading=loading)
+
+    def stream_lines(
+        self, items: AsyncGenerator[T, None], *, encode: Callable[[T], str], encode_error: Callable[[Exception], str]
+    ) -> LineStream[T]:
+        """Return a response that streams items as lines, under the timeout."""
+        timed = stream_with_timeout(items, seconds=self.settings.request_timeout, first=None)
+        return LineStream(timed, encode=encode, encode_error=encode_error, done="")
+
+    def check_admin(self, request: Request) -> None:
+        """Check that a request may load and unload models.
+
+        Raises:
+            ApiError: 403, its API key is not an administrator's, or the server without keys does not allow it.
+        """
+        if len(self.settings.keys):
+            allowed = get_request_context(request.scope).is_admin
+            step = "Use an API key with `admin=true` in the key file."
+        else:
+            allowed = self.settings.allow_model_management
+            step = "Start the server with API keys, or with --allow-model-management."
+        if not allowed:
+            raise ApiError(403, f"Models cannot be loaded and unloaded with this request. {step}", code="access_denied")
 
 
 def _loading(engine: ChatEngine) -> str:

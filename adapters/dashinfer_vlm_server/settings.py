@@ -69,7 +69,7 @@ class ApplicationOptions:
     title: ClassVar[str] = "Requests"
 
     protocols: Names = Field(default=(), title="NAME,...")
-    """Protocols to serve, separated by commas: anthropic, ocr, openai, responses; all by default."""
+    """Protocols to serve, separated by commas: anthropic, ocr, ollama, openai, responses; all by default."""
 
     page: bool = True
     """Whether to serve the chat page at / and POST /v1/media/preview."""

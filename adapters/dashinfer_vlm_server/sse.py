@@ -1,4 +1,4 @@
-"""Streamed responses as server-sent events."""
+"""Streamed responses as server-sent events, or as lines of JSON."""
 
 from __future__ import annotations
 
@@ -119,8 +119,21 @@ class EventStream(StreamingResponse, Generic[T]):
             del first  # as in `_send`
 
 
+class LineStream(EventStream[T]):
+    """A stream of lines of JSON. It has no comments, so that nothing is sent before the first item."""
+
+    media_type = "application/x-ndjson"
+
+
 def format_event(data: str) -> str:
     """Format JSON text as an event."""
-    if not data.isascii():
-        data = data.translate(_LINE_BREAKS)
-    return f"data: {data}\n\n"
+    return f"data: {_escape_line_breaks(data)}\n\n"
+
+
+def format_line(data: str) -> str:
+    """Format JSON text as a line."""
+    return f"{_escape_line_breaks(data)}\n"
+
+
+def _escape_line_breaks(data: str) -> str:
+    return data if data.isascii() else data.translate(_LINE_BREAKS)

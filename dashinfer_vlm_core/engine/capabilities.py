@@ -8,7 +8,9 @@ from pathlib import Path
 
 from ..config import EngineConfig
 from ..decoders import GUIDED_DECODING
+from ..models.pooling import Task
 from ..models.spec import ModelSpec, Profile
+from ..models.task import read_pooling
 from ..plugins import load_plugins
 
 
@@ -20,11 +22,15 @@ class Capabilities:
         profile: the inputs and outputs of the model.
         max_model_len: maximum number of tokens of prompt and completion together; None if it is not known.
         guided_decoding: whether response formats and tool calls can be enforced.
+        model_type: `model_type` of the checkpoint's `config.json`; empty if it is not known.
+        task: what the model is used for.
     """
 
     profile: Profile
     max_model_len: int | None
     guided_decoding: bool
+    model_type: str = ""
+    task: Task = "generate"
 
     @property
     def tool_choice(self) -> bool:
@@ -46,7 +52,16 @@ def configured_capabilities(config: EngineConfig) -> Capabilities:
         profile=spec.profile if spec else Profile(),
         max_model_len=min(lengths, default=None),
         guided_decoding=_supports_guided_decoding(config.decoder),
+        model_type=spec.model_type if spec else "",
+        task=_task_of(spec, config),
     )
+
+
+def _task_of(spec: ModelSpec | None, config: EngineConfig) -> Task:
+    if spec is None:
+        return "generate" if config.task == "auto" else config.task
+    pooling = read_pooling(spec, config.task)
+    return pooling.task if pooling else "generate"
 
 
 @lru_cache(maxsize=64)

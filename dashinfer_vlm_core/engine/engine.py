@@ -19,6 +19,7 @@ from ..media.fetch import FetchStats
 from ..media_workers import MediaWorkerStats, WorkerLimit
 from ..models.model_card import ModelCard
 from ..models.pooling import Task
+from ..models.spec import Profile
 from ..plugins import Registry, load_plugins
 from ..preprocessing.pooling import PlacedItem
 from ..progress import show_progress
@@ -103,6 +104,16 @@ class ChatEngine(Protocol):
     async def apreview(self, request: Request) -> Preview:
         """Return the media as the model would see them."""
         raise _unsupported("preview media")
+
+    def capabilities(self) -> Capabilities:
+        """Return what the model supports: what most models do, if that is not known."""
+        status = self.status()
+        return Capabilities(
+            profile=Profile(reasoning=bool(status.supports_reasoning)),
+            max_model_len=status.max_model_len or None,
+            guided_decoding=True,
+            task=status.task or "generate",
+        )
 
     def stats(self) -> EngineStats | None:
         """Return the counters of the engine in this process, if there is one."""
@@ -452,6 +463,8 @@ class Engine(Startable, LoopEngine):
             profile=profile,
             max_model_len=pipeline.inputs.prompts.max_model_len,
             guided_decoding=GUIDED_DECODING in pipeline.decoder.supported_params,
+            model_type=pipeline.spec.model_type,
+            task=pipeline.spec.task,
         )
 
     # Status

@@ -15,6 +15,7 @@ from ..models.pooling import Task
 from ..plugins import Registry
 from ..protocol import DEFAULT_MODEL, ChatRequest, EmbeddingRequest, RerankRequest, ScoreRequest
 from ..protocol.ocr import OcrRequest
+from .capabilities import Capabilities, configured_capabilities
 from .engine import (
     AnyOcrRequest,
     ChatEngine,
@@ -135,6 +136,17 @@ class ManagedEngine(ChatEngine):
             task=status.task or task,
             loras=tuple(LoraStatus(name=lora.name, source=_source(lora.path)) for lora in config.lora),
         )
+
+    def capabilities(self) -> Capabilities:
+        """Return what the model supports; while it is not loaded, what its configuration does.
+
+        Raises:
+            SetupError: the checkpoint is invalid.
+        """
+        try:
+            return self._engine.capabilities()
+        except EngineClosed:
+            return configured_capabilities(self._model.config)
 
     def stats(self) -> EngineStats | None:
         """Return the counters since the model was loaded; None while it is not."""

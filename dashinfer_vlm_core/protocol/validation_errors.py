@@ -14,7 +14,7 @@ from ..errors import InvalidParameter, RequestError, UnsupportedParameter
 
 SHOWN_CHARACTERS = 60
 
-TAGS = frozenset({"string", "strings", "array", "arrays", "object", "number", "subset", "ids"})
+TAGS = frozenset({"string", "strings", "array", "arrays", "object", "number", "boolean", "subset", "ids"})
 """Tags of union members, which pydantic's locations contain although the request does not."""
 
 _FIELD_ERROR = "field_error"

@@ -162,3 +162,23 @@ def test_request_for_another_task_names_the_right_route(request, task):
                 error = response.json()["error"]
                 assert (error["param"], error["code"]) == ("model", "wrong_task"), path
                 assert right in error["message"], path
+
+
+def test_ollamas_routes_return_the_embeddings_of_openais(embeddings):
+    given = ["A dog.", "A cat. " * 1000]
+    with embeddings.http() as client:
+        expected = client.post("/v1/embeddings", json={"input": given, "truncate_prompt_tokens": -1}).json()
+        found = client.post("/api/embed", json={"model": "embedding:latest", "input": given}).json()
+        assert found["embeddings"] == [row["embedding"] for row in expected["data"]]
+        assert (found["model"], found["prompt_eval_count"]) == ("embedding:latest", expected["usage"]["prompt_tokens"])
+        assert found["total_duration"] >= found["load_duration"] >= 0
+        body = {"model": "embedding", "prompt": "A dog."}
+        assert client.post("/api/embeddings", json=body).json() == {"embedding": found["embeddings"][0]}
+        strict = client.post("/api/embed", json={"model": "embedding", "input": given, "truncate": False})
+        assert (strict.status_code, strict.json()["param"]) == (400, "input[1]")
+        assert client.post("/api/embed", json={"model": "embedding"}).json() == {"model": "embedding", "embeddings": []}
+        assert client.post("/api/embeddings", json={"model": "no"}).status_code == 404
+        shown = client.post("/api/show", json={"model": "embedding"}).json()
+        assert shown["capabilities"] == ["embedding", "vision"]
+        chat = client.post("/api/chat", json={"model": "embedding", "messages": [{"role": "user", "content": "Hi"}]})
+        assert (chat.status_code, chat.json()["code"]) == (400, "wrong_task")

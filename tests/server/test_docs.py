@@ -38,9 +38,8 @@ def test_documented_metrics_match_the_code(tiny_checkpoint):
 
 
 def test_documented_routes_match_openapi(tiny_checkpoint):
-    documented = re.findall(
-        r"`(?:DELETE|GET|POST) (/[^`]*)`", "".join(map(page_text, ("http.md", "responses.md", "anthropic.md")))
-    )
+    pages = ("http.md", "responses.md", "anthropic.md", "ollama.md")
+    documented = re.findall(r"`(?:DELETE|GET|POST) (/[^`]*)`", "".join(map(page_text, pages)))
     paths = document(create_app(scripted_engine("Fine.", model=str(tiny_checkpoint))))["paths"]
     assert {path.replace("{name}", "{model}") for path in paths} | {"/", "/metrics", "/openapi.json"} == set(documented)
 

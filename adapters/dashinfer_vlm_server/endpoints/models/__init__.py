@@ -16,8 +16,6 @@ from dashinfer_vlm_core.errors import ModelNotFound
 from dashinfer_vlm_core.protocol.model import ModelRequest
 
 from ...endpoint import ENGINE_STATUSES, PLAIN_STATUSES, Endpoint, json_response
-from ...errors import ApiError
-from ...request_context import get_request_context
 
 if TYPE_CHECKING:
     from dashinfer_vlm_core.engine import ChatEngine
@@ -64,14 +62,14 @@ def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
 
     async def load(request: Request) -> Response:
         """Load a model, and return it when it is ready."""
-        _check_admin(server, request)
+        server.check_admin(request)
         model = (await server.read(request, ModelRequest.parse)).model
         await server.run(request, server.engine.aload(model))
         return await retrieve(model)
 
     async def unload(request: Request) -> Response:
         """Unload a model when its running requests have ended; return it before that."""
-        _check_admin(server, request)
+        server.check_admin(request)
         model = (await server.read(request, ModelRequest.parse)).model
         await server.engine.aunload(model)
         return await retrieve(model)
@@ -85,17 +83,6 @@ def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
         manage("/v1/models/unload", unload),
         Endpoint("/v1/models/{name:path}", retrieve, response=ServedModel, errors=PLAIN_STATUSES),
     ]
-
-
-def _check_admin(server: ServerContext, request: Request) -> None:
-    if len(server.settings.keys):
-        allowed = get_request_context(request.scope).is_admin
-        step = "Use an API key with `admin=true` in the key file."
-    else:
-        allowed = server.settings.allow_model_management
-        step = "Start the server with API keys, or with --allow-model-management."
-    if not allowed:
-        raise ApiError(403, f"Models cannot be loaded and unloaded with this request. {step}", code="access_denied")
 
 
 def _models(engine: ChatEngine, started: int) -> Iterator[ServedModel]:
