@@ -151,7 +151,7 @@ class ApiKeyMiddleware:
         client = Client(id=key.id, cache_namespace=namespace, media_workers=key.limits.media_workers)
         token = current_client.set(client)
         try:
-            if scope["method"] != "POST":
+            if scope["method"] != "POST" or (endpoint and not endpoint.limited):
                 await self._app(scope, receive, send)
                 return
             with self._limiter.admit(key, generates=endpoint is not None and endpoint.generates) as usage:

@@ -59,6 +59,7 @@ class Endpoint(APIRoute):
         x_api_key: whether the key may be in the header `X-Api-Key`, too.
         any_host: whether it accepts any `Host` on a server without API keys, as process supervisors need.
         generates: whether its requests use tokens.
+        limited: whether its POST requests count for the limit of concurrent requests of an API key.
         quiet: whether it is polled every few seconds, so that its requests are logged at level DEBUG.
         include_in_schema: whether the OpenAPI document describes it.
     """
@@ -78,6 +79,7 @@ class Endpoint(APIRoute):
         x_api_key: bool = False,
         any_host: bool = False,
         generates: bool = False,
+        limited: bool = True,
         quiet: bool = False,
         include_in_schema: bool = True,
     ) -> None:
@@ -90,6 +92,7 @@ class Endpoint(APIRoute):
         self.x_api_key = x_api_key
         self.any_host = any_host
         self.generates = generates
+        self.limited = limited
         self.quiet = quiet
         described: Responses = {200: {"model": response}} if response else {}
         error_model = {} if error_body else {"model": ErrorBody}

@@ -88,6 +88,23 @@ RATE_LIMIT_HEADERS = ("x-ratelimit-limit-tokens", "x-ratelimit-remaining-tokens"
 _limited_usage: ContextVar[KeyUsage | None] = ContextVar("dashinfer_vlm_limited_usage", default=None)
 """The usage of the current request's key, if its tokens are limited."""
 
+_usage: ContextVar[KeyUsage | None] = ContextVar("dashinfer_vlm_usage", default=None)
+"""The usage of the current request's key, if it has one."""
+
+
+@contextlib.contextmanager
+def hold_request() -> Iterator[None]:
+    """Count the current request as running while the context is active, even if it has been answered."""
+    usage = _usage.get()
+    if usage is None:
+        yield
+        return
+    usage.running += 1
+    try:
+        yield
+    finally:
+        usage.running -= 1
+
 
 class KeyLimiter(RequestObserver):
     """Applies the limits of API keys. Except for counting tokens, it belongs to the server's event loop.
@@ -125,13 +142,14 @@ class KeyLimiter(RequestObserver):
                 self._on_rejection("tokens_per_minute")
                 raise _too_many_tokens(usage, seconds)
             limited = usage
-        token = _limited_usage.set(limited)
-        usage.running += 1
+        limited_token = _limited_usage.set(limited)
+        token = _usage.set(usage)
         try:
-            yield limited
+            with hold_request():
+                yield limited
         finally:
-            usage.running -= 1
-            _limited_usage.reset(token)
+            _usage.reset(token)
+            _limited_usage.reset(limited_token)
 
     def discard_except(self, ids: Collection[str]) -> None:
         """Discard what keys other than those with these ids have used."""

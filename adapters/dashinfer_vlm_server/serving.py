@@ -180,14 +180,14 @@ class Server(uvicorn.Server):
         self._drain_state.draining = True
         if self.signal is not None:
             name = signal.Signals(self.signal).name
-            running = len(self.server_state.tasks)
+            running = self._num_running
             logger.info("%s: waiting for %d running requests, up to %g seconds.", name, running, self._grace)
         if self._loading is not None:
             self._loading.cancel()
         with anyio.move_on_after(self._grace):
             await self._wait_for_requests()
-        if self.server_state.tasks and not _is_loading(self._engine):
-            logger.warning("%d requests exceeded the grace period and are terminated.", len(self.server_state.tasks))
+        if self._num_running and not _is_loading(self._engine):
+            logger.warning("%d requests exceeded the grace period and are terminated.", self._num_running)
             await asyncio.to_thread(_close, self._engine)
         ending = asyncio.create_task(self._abort_connections())
         await super().shutdown(sockets)
@@ -221,8 +221,12 @@ class Server(uvicorn.Server):
         else:
             self._on_ready()
 
+    @property
+    def _num_running(self) -> int:
+        return len(self.server_state.tasks) + self._drain_state.background
+
     async def _wait_for_requests(self) -> None:
-        while self.server_state.tasks and not self.force_exit:  # noqa: ASYNC110 - uvicorn's set has no event
+        while self._num_running and not self.force_exit:  # noqa: ASYNC110 - uvicorn's set has no event
             await asyncio.sleep(0.05)
 
     async def _abort_connections(self) -> None:

@@ -90,6 +90,9 @@ class ApplicationOptions:
     max_stored_responses: int = Field(default=1000, ge=0)
     """Maximum number of responses of the Responses API in memory; 0 stores none."""
 
+    max_background_responses: int = Field(default=16, ge=0)
+    """Maximum number of responses that an API key can create in the background at a time."""
+
     request_timeout: float | None = Field(default=None, gt=0)
     """Maximum time for a response after its request was read; no limit by default."""
 
@@ -144,10 +147,12 @@ class ProcessOptions:
 
 @plain_dataclass(slots=True, eq=False)
 class DrainState:
-    """Whether the server accepts new requests.
+    """Whether the server accepts new requests, and what has to end before it exits, in addition to requests.
 
     Attributes:
         draining: whether the server is shutting down: it finishes running requests and rejects new ones.
+        background: the number of responses that are created in the background.
     """
 
     draining: bool = False
+    background: int = 0

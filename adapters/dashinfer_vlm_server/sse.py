@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from fastapi.responses import StreamingResponse
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import AsyncContentStream
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 logger: logging.Logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_END = object()
 
 DONE = "data: [DONE]\n\n"
 
@@ -82,7 +84,7 @@ class EventStream(StreamingResponse, Generic[T]):
 
     async def _send(self, send: Send, context: RequestContext) -> None:
         async with contextlib.aclosing(self._items) as items:
-            first = asyncio.ensure_future(anext(items))
+            first = asyncio.ensure_future(anext(items, _END))
             try:
                 while not (await asyncio.wait({first}, timeout=COMMENT_SECONDS))[0] and not self._loading():
                     pass
@@ -96,7 +98,7 @@ class EventStream(StreamingResponse, Generic[T]):
                 del first  # its exception refers to this frame: the cycle would keep the request
 
     async def _events(
-        self, first: asyncio.Future[T], rest: AsyncIterator[T], context: RequestContext
+        self, first: asyncio.Future[T | object], rest: AsyncIterator[T], context: RequestContext
     ) -> AsyncGenerator[str, None]:
         try:
             while not first.done():
@@ -104,11 +106,12 @@ class EventStream(StreamingResponse, Generic[T]):
                     yield f": loading {name}\n\n"
                 await asyncio.wait({first}, timeout=COMMENT_SECONDS)
             item = first.result()
-            yield self._encode(item)
+            if item is not _END:
+                yield self._encode(item)  # type: ignore[arg-type]  # not _END, but the type checker cannot know
             async for item in rest:
                 yield self._encode(item)
         except Exception as error:  # the status has been sent, so the error goes into the stream
-            if not isinstance(error, DashInferVLMError):
+            if not isinstance(error, (DashInferVLMError, HTTPException)):
                 logger.exception("Stream failed.")
             context.fail(error)
             yield self._encode_error(error)

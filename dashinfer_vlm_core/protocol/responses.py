@@ -26,10 +26,9 @@ LOGPROBS = "message.output_text.logprobs"
 REJECTED_IN_RESPONSES: RejectedFields = {
     # OpenAI's fields.
     "access_programs": (({"cyber": "standard"},), "There are no access programs. Remove it."),
-    "background": ((False,), "Responses are not created in the background. Remove it, or use `stream`."),
     "background_options": (
         ({"completion_window": "soonest"},),
-        "Responses are not created in the background. Remove it, or use `stream`.",
+        "Such responses begin at once. Remove it.",
     ),
     "context_management": (([],), "Requests are not compacted. Use `truncation`."),
     "conversation": ((), "Conversations are not stored. Use `previous_response_id`, or send all items."),
@@ -155,6 +154,7 @@ class ResponsesRequest(CheckedBody):
     store: bool = True
     stream: bool = False
     stream_options: StreamOptions | None = None
+    background: bool = False
     max_output_tokens: Count | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -189,7 +189,14 @@ class ResponsesRequest(CheckedBody):
         reject_fields(vars(self.reasoning), _REJECTED_IN_REASONING, prefix="reasoning.")
         if self.stream_options and not self.stream:
             raise invalid("stream_options", "requires `stream`. Set `stream` to true, or remove `stream_options`.")
+        if self.background and not self.store:
+            raise invalid("background", "requires `store`, since the response is retrieved later. Remove one of them.")
         return self
+
+    @property
+    def has_events(self) -> bool:
+        """Whether the events of the response are sent, or kept for clients that ask for them later."""
+        return self.stream or self.background
 
     @property
     def wants_logprobs(self) -> bool:

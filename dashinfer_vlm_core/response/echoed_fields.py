@@ -20,7 +20,7 @@ def echoed_fields(request: ResponsesRequest, chat: ChatRequest) -> dict[str, Any
     fields |= {name: getattr(chat, name) for name in _WITH_DEFAULTS_OF_CHAT}
     return fields | {
         "object": "response",
-        "background": False,
+        "background": request.background,
         "metadata": dict(request.metadata),
         "reasoning": {"effort": chat.reasoning_effort, "summary": request.reasoning.summary},
         "service_tier": "default",

@@ -39,7 +39,13 @@ _EVENT_CLASSES: Mapping[str, Callable[..., ResponseStreamEvent]] = {
 
 ItemT = TypeVar("ItemT", bound="_Item")
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
-ResponseState = Literal["in_progress", "completed", "incomplete", "failed"]
+ResponseState = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+
+_ERROR_CODES: Mapping[str, Literal["invalid_prompt", "rate_limit_exceeded"]] = {
+    "invalid_request_error": "invalid_prompt",
+    "rate_limit_error": "rate_limit_exceeded",
+}
+"""The code of a response's error by the `type` of the error; `server_error` for others."""
 
 
 def response_to_json(response: Response) -> dict[str, Any]:
@@ -81,7 +87,7 @@ class ResponseEventBuilder:
         chat: the chat request that it became.
         stored: whether the response will be stored.
 
-    Without streaming, no events are created.
+    Without streaming, and not in the background, no events are created.
     """
 
     def __init__(
@@ -94,11 +100,12 @@ class ResponseEventBuilder:
     ) -> None:
         self.id = id
         self._fields = echoed_fields(request, chat) | {"id": id, "store": stored}
-        self._streamed = request.stream
+        self._has_events = request.has_events
         self._wants_logprobs = request.wants_logprobs
         self._has_text = not chat.must_call
         self._created = int(time.time())
         self._model = ""
+        self._state: ResponseState = "queued"
         self._events: list[ResponseStreamEvent] = []
         self._num_events = 0
         self._closed: list[ResponseOutputItem] = []
@@ -106,12 +113,22 @@ class ResponseEventBuilder:
         self._finish_reason: str | None = None
         self._usage: ResponseUsage | None = None
 
+    def queue(self, model: str) -> list[ResponseStreamEvent]:
+        """Begin before the first chunk, with the name of the model; return the events of a response that waits."""
+        self._model = model
+        self.emit("response.created", response=self._response("queued"))
+        self.emit("response.queued", response=self._response("queued"))
+        return self._take_events()
+
     def add_chunk(self, chunk: ChatCompletionChunk) -> list[ResponseStreamEvent]:
         """Add the next chunk; return its events."""
-        if not self._model:
+        if self._state == "queued":
+            self._state = "in_progress"
+            if not self._model:
+                self._created = chunk.created
+                self._model = chunk.model
+                self.emit("response.created", response=self._response("in_progress"))
             self._model = chunk.model
-            self._created = chunk.created
-            self.emit("response.created", response=self._response("in_progress"))
             self.emit("response.in_progress", response=self._response("in_progress"))
         if chunk.usage is not None:
             self._usage = _usage(chunk.usage)
@@ -139,8 +156,17 @@ class ResponseEventBuilder:
         self.emit(f"response.{status}", response=response)
         return self._take_events(), response
 
-    def fail(self, error: Mapping[str, Any]) -> list[ResponseStreamEvent]:
-        """Return the events that report an error after the first chunk.
+    def snapshot(self) -> Response:
+        """Return the response so far, with its complete items."""
+        return self._response(self._state)
+
+    def cancel(self) -> Response:
+        """End the response before it is complete; no event reports this, as in OpenAI's API."""
+        self._interrupt()
+        return self._response("cancelled")
+
+    def fail(self, error: Mapping[str, Any]) -> tuple[list[ResponseStreamEvent], Response]:
+        """End the response with an error; return the events that report it, and the response.
 
         OpenAI's clients raise an exception for an event with an `error` object, and the Open Responses specification
         requires one; OpenAI's type of the event has the same fields at the top level.
@@ -150,16 +176,15 @@ class ResponseEventBuilder:
         """
         fields = {name: error[name] for name in ("code", "message", "param")}
         self.emit("error", **fields, error=dict(error))
-        if self._open is not None:
-            self._closed.append(self._open.item("incomplete"))
-            self._open = None
-        cause = ResponseError(code="server_error", message=error["message"])
-        self.emit("response.failed", response=self._response("failed", error=cause))
-        return self._take_events()
+        self._interrupt()
+        cause = ResponseError(code=_ERROR_CODES.get(error["type"], "server_error"), message=error["message"])
+        response = self._response("failed", error=cause)
+        self.emit("response.failed", response=response)
+        return self._take_events(), response
 
     def emit(self, event_type: str, **fields: Any) -> None:
         """Add an event with the next sequence number, if the response is streamed."""
-        if not self._streamed:
+        if not self._has_events:
             return
         event_class = _EVENT_CLASSES[event_type]
         self._events.append(event_class(type=event_type, sequence_number=self._num_events, **fields))
@@ -192,6 +217,11 @@ class ResponseEventBuilder:
     def _close_item(self, status: ItemStatus) -> None:
         if self._open is not None:
             self._closed.append(self._open.close(status))
+            self._open = None
+
+    def _interrupt(self) -> None:
+        if self._open is not None:
+            self._closed.append(self._open.item("incomplete"))
             self._open = None
 
     def _take_events(self) -> list[ResponseStreamEvent]:

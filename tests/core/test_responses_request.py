@@ -171,5 +171,6 @@ def test_only_request_errors_are_raised(anything, items, fields):
             continue
         parsed = parsed.model_copy(update={"stream": True})  # otherwise, there are no events
         builder = ResponseEventBuilder(id="resp_1", request=parsed, chat=call.chat, stored=False)
-        for event in builder.fail({"code": "x", "message": "It broke.", "param": None}):
+        events, _ = builder.fail({"code": "x", "message": "It broke.", "param": None, "type": "server_error"})
+        for event in events:
             event.model_dump_json(exclude_unset=True, by_alias=True)

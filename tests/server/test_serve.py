@@ -312,7 +312,7 @@ VALUES = {
     "api_key_file": "keys.txt", "ssl_certfile": "cert.pem", "ssl_keyfile": "key.pem",
     "ssl_ca_certs": "ca.pem", "allowed_hosts": "a.example", "protocols": "openai,ocr",
     "allowed_origins": "https://a.example", "max_body_mib": "7",
-    "max_stored_responses": "10",
+    "max_stored_responses": "10", "max_background_responses": "5",
     "request_timeout": "60", "grace": "3", "log_format": "json",
     "otlp_traces_endpoint": "http://127.0.0.1:4318/v1/traces", "share_media_between_keys": "true",
     "max_requests_per_key": "2", "tokens_per_minute_per_key": "1000",

@@ -7,12 +7,28 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from .json_stream import JsonStream
+
+
+class StoredEvents(Protocol):
+    """The events of a response that is or was created in the background."""
+
+    def body(self) -> str:
+        """Return the response so far as JSON text, while it is created."""
+
+    def read(self, after: int) -> AsyncGenerator[str, None]:
+        """Yield the events after a sequence number, and those to come."""
+
+    async def cancel(self) -> None:
+        """End the creation."""
+
+    def discard(self) -> None:
+        """End the creation, and release the events. Safe to call in any thread."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -26,6 +42,8 @@ class StoredResponse:
         output_ids: the ids of the items of its output.
         previous: the response that its request continued.
         model: the name of the model that generated it, if there are several.
+        status: its status; for one that is created in the background, `queued` until it has ended.
+        background: its events, if it is created in the background.
     """
 
     id: str
@@ -34,6 +52,13 @@ class StoredResponse:
     output_ids: tuple[str, ...] = field(repr=False)
     previous: StoredResponse | None = field(default=None, repr=False)
     model: str = ""
+    status: str = "completed"
+    background: StoredEvents | None = field(default=None, repr=False)
+
+    def current_body(self) -> bytes:
+        """Return the response as JSON text; one that is being created, as far as it is."""
+        is_running = self.background is not None and self.status == "queued"
+        return self.background.body().encode() if self.background is not None and is_running else self.body
 
     def items(self) -> tuple[Mapping[str, Any], ...]:
         """Return the items of its request and of its output."""
@@ -89,10 +114,26 @@ class ResponseStore:
         held = _hold(response)
         with self._lock:
             self._clients.setdefault(client_id, _Client()).add(held)
-            while self.num_bytes > self._max_bytes:
-                self._remove_oldest(max(self._clients, key=lambda name: self._clients[name].num_bytes))
-            while self.num_responses > self._max_responses:
-                self._remove_oldest(max(self._clients, key=lambda name: len(self._clients[name].held)))
+            self._apply_limits()
+
+    def update(self, client_id: str, response: StoredResponse) -> bool:
+        """Replace a response by a later state of it; return whether it still is stored."""
+        held = _hold(response)
+        with self._lock:
+            client = self._clients.get(client_id)
+            if client is None or response.id not in client.responses:
+                return False
+            client.replace(held)
+            self._apply_limits()
+            return True
+
+    def add_bytes(self, client_id: str, response_id: str, num_bytes: int) -> None:
+        """Count memory that a response has in addition, such as that of its events, until it is removed."""
+        with self._lock:
+            client = self._clients.get(client_id)
+            if client is not None and response_id in client.held:
+                client.add_bytes(response_id, num_bytes)
+                self._apply_limits()
 
     def get(self, client_id: str, response_id: str) -> StoredResponse | None:
         """Return a response of a client, and record that it is used."""
@@ -130,6 +171,12 @@ class ResponseStore:
             for name in self._clients.keys() - set(client_ids):
                 self._clients.pop(name).discard()
 
+    def _apply_limits(self) -> None:
+        while self.num_bytes > self._max_bytes:
+            self._remove_oldest(max(self._clients, key=lambda name: self._clients[name].num_bytes))
+        while self.num_responses > self._max_responses:
+            self._remove_oldest(max(self._clients, key=lambda name: len(self._clients[name].held)))
+
     def _remove_oldest(self, client_id: str) -> None:
         self._remove(client_id, next(iter(self._clients[client_id].responses)))
 
@@ -148,6 +195,7 @@ class _Held:
         response: the response.
         item_ids: the ids of its items.
         size: its memory in bytes, without the responses before it.
+        added: memory that was counted in addition.
         uses: how often it is referred to, by its id and by the responses that continue it.
         readers: hold its items, which do not count after its removal.
     """
@@ -155,12 +203,15 @@ class _Held:
     response: StoredResponse
     item_ids: frozenset[str]
     size: int
+    added: int = 0
     uses: int = 0
     readers: weakref.WeakSet[JsonStream] = field(default_factory=weakref.WeakSet)
 
     def discard(self) -> None:
         for reader in self.readers:
             reader.discard()
+        if self.response.background:
+            self.response.background.discard()
 
 
 class _Client:
@@ -185,8 +236,21 @@ class _Client:
             held.uses += 1
             if held.uses > 1:
                 break
-            self.num_bytes += held.size
+            self.num_bytes += held.size + held.added
             turn = turn.previous
+
+    def replace(self, new: _Held) -> None:
+        old = self.held[new.response.id]
+        new.added = old.added
+        new.uses = old.uses
+        new.readers = old.readers
+        self.held[new.response.id] = new
+        self.responses[new.response.id] = new.response
+        self.num_bytes += new.size - old.size
+
+    def add_bytes(self, response_id: str, num_bytes: int) -> None:
+        self.held[response_id].added += num_bytes
+        self.num_bytes += num_bytes
 
     def use(self, response_id: str) -> StoredResponse | None:
         if response_id not in self.responses:
@@ -216,7 +280,7 @@ class _Client:
             if held.uses:
                 break
             self.held.pop(turn.id).discard()
-            self.num_bytes -= held.size
+            self.num_bytes -= held.size + held.added
             turn = turn.previous
 
     def discard(self) -> None:
