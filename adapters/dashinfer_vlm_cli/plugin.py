@@ -15,21 +15,30 @@ COMMANDS = {
     "chat": "Chat with a model about images, videos and documents.",
     "completion": "Print a shell completion script.",
     "doctor": "Check the installation, and report how to fix problems.",
+    "list": "List the models on this machine: registered, downloaded, in folders.",
     "models": "List the models on this machine: registered, downloaded, in folders.",
     "ocr": "Convert PDFs and images to Markdown.",
+    "ps": "List the models of a server and their states.",
+    "rm": "Delete a downloaded model.",
+    "show": "Show what a model is, and what it needs of this machine.",
     "tune": "Measure the CPU kernels with a model, and store the fastest for its next starts.",
     "verify": "Verify the vision encoder and the decoders on a GPU, and measure their speed.",
 }
 
 
+ALIASES = {"list": "models"}
+"""Commands that have the implementation of another one."""
+
+
 class LazyCommand(click.Command):
-    """A placeholder that imports the command of the same name from the module of the same name on first use."""
+    """A placeholder that imports the command from the module of the same name, see `ALIASES`, on first use."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
         """Return the context of the real command, with which click continues."""
-        command: click.Command = getattr(importlib.import_module(f".{self.name}", __package__), str(self.name))
+        name = ALIASES.get(str(self.name), str(self.name))
+        command: click.Command = getattr(importlib.import_module(f".{name}", __package__), name)
         return command.make_context(info_name, args, parent=parent, **extra)
 
 

@@ -19,19 +19,13 @@ SETUP_FAILED = 2
 """Exit code of errors that the operator has to fix; click uses the same for an invalid command line."""
 
 
-_MODELS = "Use `dashinfer-vlm models`."
-
 COMMAND_HINTS = {
     "collect-env": "Use `dashinfer-vlm doctor`.",
     "complete": "Use `dashinfer-vlm chat`.",
-    "list": _MODELS,
-    "ls": _MODELS,
-    "ps": "A server has one model, which its `/health` reports, and runs in the foreground of `dashinfer-vlm serve`.",
+    "ls": "Use `dashinfer-vlm list`.",
     "pull": "A model is downloaded when it is first used, as by `dashinfer-vlm serve OWNER/NAME`.",
-    "rm": "Use `hf cache rm model/OWNER/NAME`: models are in the cache of Hugging Face.",
     "run": "Use `dashinfer-vlm chat MODEL`, or `dashinfer-vlm serve MODEL` for a server.",
     "run-batch": "Use `dashinfer-vlm batch`.",
-    "show": _MODELS,
     "stop": "A server ends with Ctrl-C, or with SIGTERM.",
 }
 """What to use instead of commands of Ollama and vLLM."""

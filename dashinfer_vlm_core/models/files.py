@@ -95,13 +95,27 @@ def _files(folder: Path) -> list[Path]:
     raise CheckpointError(f"{folder} contains neither {SINGLE} nor {INDEX}. Copy or download the checkpoint again.")
 
 
-def _shards(folder: Path) -> list[Path]:
+def missing_weights(folder: Path) -> list[str]:
+    """Return the names of files with weights that a checkpoint lacks, as after an interrupted download.
+
+    Raises:
+        CheckpointError: the index is damaged.
+    """
+    files = _listed_shards(folder) if (folder / INDEX).exists() else [folder / SINGLE]
+    return [file.name for file in files if not file.exists()]
+
+
+def _listed_shards(folder: Path) -> list[Path]:
     index = folder / INDEX
     try:
         listed = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        files = [folder / Path(name).name for name in sorted(listed)]
+        return [folder / Path(name).name for name in sorted(listed)]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} cannot be read: {error!r}. Copy or download it again.") from error
+
+
+def _shards(folder: Path) -> list[Path]:
+    files = _listed_shards(folder)
     missing = ", ".join(file.name for file in files if not file.exists())
     if missing:
         raise CheckpointError(f"{folder} lacks {missing}, listed in {INDEX}. Copy or download the rest of it.")

@@ -70,6 +70,16 @@ def test_all_and_folder_options_list_more(list_models, tmp_path, tiny_checkpoint
     assert rows[str(tiny_checkpoint)]["origin"] == "folder"
 
 
+@pytest.mark.slow
+def test_incomplete_download_is_listed_with_next_step(list_models, hub):
+    next(hub.rglob("model.safetensors")).unlink()
+    assert list_models()["maker/tiny"]["problem"] == "incomplete; run: dashinfer-vlm pull maker/tiny"
+
+
+def test_list_is_another_name(run):
+    assert run("list").stdout == run("models").stdout
+
+
 def test_table_has_header_and_rows(run):
     lines = run("models").stdout.splitlines()
     assert lines[0].split() == ["MODEL", "SOURCE", "SIZE", "DTYPE", "CONTEXT", "PROBLEM"]

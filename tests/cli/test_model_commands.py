@@ -1,0 +1,155 @@
+"""`models --fits`, `show`, `ps` and `rm`."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from dashinfer_vlm_cli.fit import FitEstimator
+from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.errors import CheckpointError, ConfigError, EngineClosed
+from dashinfer_vlm_core.kernels.choice import KernelSelector
+from dashinfer_vlm_core.kernels.tuned import TunedKernels, store_tuned
+from dashinfer_vlm_core.models import memory
+from dashinfer_vlm_core.models.published import MODELS, hub_id
+from dashinfer_vlm_core.plugins import load_plugins
+from tests.kernels import needs_native
+
+GB = 10**9
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """Give this machine an amount of memory and a measured bandwidth: `machine(15.6, bandwidth=50)`, in 1e9 bytes."""
+    monkeypatch.setenv("DASHINFER_VLM_CACHE_DIR", str(tmp_path))
+
+    def machine(size, *, bandwidth=None):
+        from dashinfer_vlm_core.models import placement
+
+        monkeypatch.setattr(memory, "memory_limit", lambda: int(size * GB))
+        monkeypatch.setattr(placement, "memory_limit", lambda: int(size * GB))
+        config = EngineConfig()
+        conditions = KernelSelector(load_plugins().kernels.values(), config).conditions()
+        rate = bandwidth and bandwidth * 1e9
+        store_tuned(config, TunedKernels(conditions=conditions, chosen="none of the sets", seconds={}, bandwidth=rate))
+
+    return machine
+
+
+def rows(run, *arguments):
+    return {row["name"]: row for row in json.loads(run("models", "--fits", "--json", *arguments).stdout)}
+
+
+@needs_native
+def test_fits_has_sizes_speeds_and_verdicts(run, machine):
+    machine(15.6, bandwidth=50)
+    lines = run("models", "--fits").stdout.splitlines()
+    assert lines[0].split() == ["MODEL", "DOWNLOAD", "16", "BITS", "INT4", "TOKENS/S", "INT4", "FITS"]
+    assert len([line for line in lines if line.startswith("Qwen/")]) == len(MODELS)
+    cells = {line.split()[0]: re.split(r"  +", line) for line in lines if line.startswith("Qwen/")}
+    name, download, needs, with_int4, rate, faster, verdict = cells["Qwen/Qwen3-VL-4B-Instruct"]
+    assert (name, download, needs, verdict) == ("Qwen/Qwen3-VL-4B-Instruct", "8.9 GB", "11.9 GB", "yes")
+    assert float(rate) == pytest.approx(0.9 * 8.6, abs=0.2)
+    assert float(with_int4.split()[0]) < float(needs.split()[0])
+    assert float(faster) > 1.5 * float(rate)
+    assert cells["Qwen/Qwen3-VL-8B-Instruct"][-1] == "with int4"
+    assert cells["Qwen/Qwen3-VL-32B-Instruct"][-1] == "no"
+
+
+@needs_native
+def test_sentence_states_needs_and_speed(machine):
+    machine(15.6, bandwidth=50)
+    fit = FitEstimator(EngineConfig(device="cpu"), load_plugins()).fit("4B", MODELS["Qwen3-VL-4B"])
+    assert re.fullmatch(
+        r"needs 11\.9 GB of 15\.6 GB; about 7\.7 tokens per second with 16 bits, 1\d with int4", fit.describe()
+    )
+    assert fit.advice() == ""
+    small = FitEstimator(EngineConfig(device="cpu"), load_plugins())
+    assert "with `--quantization int4` only" in small.fit("8B", MODELS["Qwen3-VL-8B"]).advice()
+    assert small.fit("32B", MODELS["Qwen3-VL-32B"]).advice().startswith("It does not fit")
+
+
+def test_unmeasured_memory_leaves_speed_out(run, machine):
+    machine(15.6)
+    output = run("models", "--fits").stdout
+    assert "Tokens/s are not known: `dashinfer-vlm tune demo` measures" in output
+    assert {each["tokens_per_second"] for row in rows(run).values() for each in row["variants"].values()} == {None}
+
+
+def test_show_describes_registered_model(run, machine, tiny_checkpoint):
+    machine(8, bandwidth=40)
+    output = run("show", "demo").stdout
+    for pattern in (r"^source +registered$", r"^context +4096$", r"^dtype +bfloat16$", r"^weights +4\.3 million$",
+                    r"^16 bits +7\.\d MB .* of 8\.0 GB +[\d,]+$"):  # fmt: skip
+        assert re.search(pattern, output, re.MULTILINE), pattern
+    found = json.loads(run("show", str(tiny_checkpoint), "--json").stdout)
+    assert (found["source"], found["dtype"], found["memory_bytes"]) == ("folder", "float32", 8 * GB)
+    assert list(found["variants"]) == ["32 bits"]
+
+
+def test_show_knows_published_models_and_explains_others(run, machine):
+    machine(8)
+    assert "not downloaded" in run("show", hub_id("Qwen3.5-2B")).stdout
+    with pytest.raises(CheckpointError, match=r"'maker/none' on this machine.*`dashinfer-vlm pull OWNER/NAME`"):
+        run("show", "maker/none")
+
+
+def test_ps_lists_models_of_server(run, server_url):
+    url = server_url("A red circle.")
+    output = run("ps", "--api-base", url).stdout
+    assert output.splitlines() == ["MODEL  STATE  OF", "tiny   ready"]
+    assert json.loads(run("ps", "--api-base", url, "--json").stdout) == [{"model": "tiny", "state": "ready", "of": ""}]
+
+
+def test_ps_explains_server_that_does_not_run(run):
+    with pytest.raises(EngineClosed, match=r"http://127\.0\.0\.1:9/v1: The server cannot be reached"):
+        run("ps", "--api-base", "http://127.0.0.1:9/v1")
+    with pytest.raises(ConfigError, match=r"`api_base` must be an http or https URL"):
+        run("ps", "--api-base", "here")
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    """A cache of Hugging Face with `maker/tiny`, of which one file is complete."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    blobs = tmp_path / "hub" / "models--maker--tiny" / "blobs"
+    snapshot = blobs.parent / "snapshots" / COMMIT
+    for folder in (blobs, snapshot):
+        folder.mkdir(parents=True)
+    (blobs / "complete").write_bytes(b"x" * 1000)
+    (blobs / "half.incomplete").write_bytes(b"x" * 500)
+    (snapshot / "model.safetensors").symlink_to(blobs / "complete")
+    return blobs.parent
+
+
+def test_rm_deletes_complete_and_partial_files(run, cache):
+    assert run("rm", "maker/tiny").stdout == "Deleted maker/tiny, 0.0 MB.\n"
+    assert list(cache.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("demo", "belongs to a plugin"),
+        ("maker/other", "is not in .*`dashinfer-vlm list`"),
+        ("../../maker", "is not in"),
+        ("", "is not in"),
+        (".", "is a folder.*delete it yourself"),
+    ],
+)
+def test_rm_of_anything_else_deletes_nothing(run, cache, name, problem):
+    with pytest.raises(CheckpointError, match=problem):
+        run("rm", "maker/tiny", name)
+    assert (cache / "blobs" / "complete").is_file()
+
+
+def test_rm_does_not_follow_links(run, cache, tmp_path):
+    target = tmp_path / "elsewhere"
+    target.mkdir()
+    cache.parent.joinpath("models--maker--link").symlink_to(target)
+    with pytest.raises(CheckpointError, match="is not in"):
+        run("rm", "maker/link")
+    assert target.is_dir()
