@@ -49,6 +49,7 @@ typedef struct { /* the new tokens of many requests, see `ForwardBatch` in types
     const int64_t *last; /* increasing */
     int64_t last_count;
     const KVSpan *last_spans;
+    int64_t last_span_count;
     bf16 *out;           /* [last_count, hidden] */
     void *cache;         /* [layers, 2 * kv_heads, cache_rows, width], bf16, or int8 if there are scales */
     float *cache_scales; /* [layers, 2 * kv_heads, cache_rows]; null for bf16 */
@@ -255,7 +256,8 @@ void run_layers(const DecoderLayer *layers, int64_t count, const DecoderShape *s
             if (i < p->levels) add_level(p, i);
         } else if (p->last_count) {
             select_last(p, s);
-            attention_and_mlp(layers + i, i, p, s, cache, p->out, p->last_count, p->last_spans, p->last_count, threads);
+            attention_and_mlp(layers + i, i, p, s, cache, p->out, p->last_count, p->last_spans, p->last_span_count,
+                              threads);
         }
     }
 }

@@ -79,7 +79,7 @@ class CForwardBatch(ctypes.Structure):
 
     _fields_ = fields(
         "p x, l rows hidden, p cos sin slots spans, l span_count, p last, l last_count,"
-        " p last_spans out cache cache_scales, l cache_rows,"
+        " p last_spans, l last_span_count, p out cache cache_scales, l cache_rows,"
         " p normed qkv mixed inner linear_workspace attend_workspace,"
         " p additions addition_rows, l addition_count levels level_stride addition_stride,"
         " p adapters, l adapter_count, p row_bias ranks, l ranks_stride,"
@@ -114,7 +114,7 @@ class NativeLayers:
         description = CForwardBatch(
             x.data_ptr(), rows, hidden, batch.cos.data_ptr(), batch.sin.data_ptr(), batch.slots.data_ptr(),
             spans.data_ptr(), len(spans), batch.last.data_ptr(), len(batch.last), last_spans.data_ptr(),
-            out.data_ptr(), batch.cache.data_ptr(),
+            len(last_spans), out.data_ptr(), batch.cache.data_ptr(),
             None if batch.cache_scales is None else batch.cache_scales.data_ptr(), batch.cache.shape[2],
             *(workspace.data_ptr() for workspace in workspaces),
             *_c_additions(batch.additions),

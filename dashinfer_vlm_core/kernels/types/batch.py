@@ -20,7 +20,7 @@ class ForwardBatch(NamedTuple):
         slots: int64 [tokens], the cache row for each token's keys and values; vLLM's `slot_mapping`.
         spans: one per sequence.
         last: int64, increasing: the tokens whose hidden states are returned.
-        last_spans: one per token of `last`.
+        last_spans: of the tokens of `last`: one for each of them, or one for consecutive ones of a sequence.
         cache: [attention layers, 2 * kv_heads, rows, head_dim]: keys, then values, of all earlier tokens. In the dtype
             of the hidden states, or int8 with scales.
         additions: rows to add to the hidden states of some tokens after the first layers.
