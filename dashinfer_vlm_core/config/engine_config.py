@@ -115,9 +115,9 @@ class EngineConfig(Options):
     revision: str | None = None
     """Branch, tag or commit of a Hugging Face model; defaults to the main branch."""
 
-    task: Literal["auto", "generate", "embed", "score"] = "auto"
-    """What the model is used for: to generate text, to embed, or to score documents; `auto` finds it in the
-    checkpoint's files."""
+    task: Literal["auto", "generate", "embed", "score", "token_embed"] = "auto"
+    """What the model is used for: to generate text, to embed, to score documents, or to embed each token; `auto` finds
+    it in the checkpoint's files."""
 
     lora: LoraModules = Field((), title="NAME=FOLDER")
     """LoRA adapter in PEFT's format: its name in requests, and a folder or Hugging Face model ID. Can be repeated."""

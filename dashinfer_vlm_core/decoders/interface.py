@@ -155,7 +155,7 @@ class Pooled:
 
     Attributes:
         vector: float32 [hidden_size], the hidden state of the last token after the final norm, or [1], the logit of a
-            score; see `PoolingSpec.head`.
+            score, or [tokens, size], the projected hidden states of all tokens; see `PoolingSpec.head`.
         cached_tokens: prompt tokens taken from a prefix cache.
     """
 
@@ -221,7 +221,7 @@ class Decoder(Protocol):
         """Return what a pooling model computes from a prompt.
 
         Canceling the task stops the request within one step. Keys and values are kept for later prompts with the same
-        salt, until `forget`.
+        salt, until `forget`, unless all tokens are pooled.
 
         Raises:
             QueueFull, ContextLengthExceeded, DecoderFailed, EngineClosed: as `decode`.

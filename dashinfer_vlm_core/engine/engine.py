@@ -23,12 +23,13 @@ from ..models.spec import Profile
 from ..plugins import Registry, load_plugins
 from ..preprocessing.pooling import PlacedItem
 from ..progress import show_progress
-from ..protocol import ChatRequest, EmbeddingRequest, RerankRequest, ScoreRequest
+from ..protocol import ChatRequest, EmbeddingRequest, LoRARequest, PoolingRequest, RerankRequest, ScoreRequest
 from ..protocol.ocr import OcrRequest
 from ..response.ocr import OcrChunk
 from ..vision import VisionStats
 from .capabilities import Capabilities
 from .chat_pipeline import ChatPipeline, Generation
+from .late_interaction import TokenEmbeddings
 from .loading import load_pipeline
 from .loras import LoraStatus
 from .observers import ObserverList, RequestObserver
@@ -98,8 +99,12 @@ class ChatEngine(Protocol):
         raise _unsupported("compute embeddings")
 
     async def ascore(self, request: RerankRequest | ScoreRequest | Mapping[str, Any]) -> PoolingResult:
-        """Return the probability that each document is relevant for a query."""
+        """Return how relevant each document is for a query."""
         raise _unsupported("score documents")
+
+    async def aembed_tokens(self, request: PoolingRequest | Mapping[str, Any]) -> TokenEmbeddings:
+        """Return the embeddings of all tokens of each item of a request."""
+        raise _unsupported("embed tokens")
 
     async def apreview(self, request: Request) -> Preview:
         """Return the media as the model would see them."""
@@ -387,8 +392,19 @@ class Engine(Startable, LoopEngine):
         """Like `embed`, for callers on an event loop."""
         return await self._loop.acall(self._ready().pooling.embed(EmbeddingRequest.parse(request)))
 
+    def embed_tokens(self, request: PoolingRequest | Mapping[str, Any]) -> TokenEmbeddings:
+        """Compute the embeddings of all tokens of each item; blocks the calling thread.
+
+        Raises the same errors as `embed`.
+        """
+        return self._loop.call(self._ready().pooling.embed_tokens(PoolingRequest.parse(request)))
+
+    async def aembed_tokens(self, request: PoolingRequest | Mapping[str, Any]) -> TokenEmbeddings:
+        """Like `embed_tokens`, for callers on an event loop."""
+        return await self._loop.acall(self._ready().pooling.embed_tokens(PoolingRequest.parse(request)))
+
     def score(self, request: RerankRequest | ScoreRequest | Mapping[str, Any]) -> PoolingResult:
-        """Compute the probability that documents are relevant for queries; blocks the calling thread.
+        """Compute how relevant documents are for queries; blocks the calling thread.
 
         A mapping has the fields of ScoreRequest. Raises the same errors as `embed`.
         """
@@ -397,6 +413,25 @@ class Engine(Startable, LoopEngine):
     async def ascore(self, request: RerankRequest | ScoreRequest | Mapping[str, Any]) -> PoolingResult:
         """Like `score`, for callers on an event loop."""
         return await self._loop.acall(self._ready().pooling.score(parse_scores(request)))
+
+    def score_pairs(
+        self,
+        request: ScoreRequest,
+        *,
+        lora_request: LoRARequest | None = None,
+        on_done: Callable[[], object] | None = None,
+    ) -> PoolingResult:
+        """Compute scores like `score`, of any number of pairs; blocks the calling thread.
+
+        Args:
+            request: the pairs.
+            lora_request: the LoRA adapter; None is the model itself.
+            on_done: called in the engine's thread after each pair.
+
+        Raises the same errors as `embed`.
+        """
+        pairs = self._ready().pooling.score_pairs(request, lora_request=lora_request, on_done=on_done)
+        return self._loop.call(pairs)
 
     def pool(
         self,

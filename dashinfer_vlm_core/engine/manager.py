@@ -13,7 +13,7 @@ from ..errors import EngineClosed, InvalidParameter, ModelNotFound
 from ..media_workers import WorkerLimit, default_workers
 from ..models.pooling import Task
 from ..plugins import Registry
-from ..protocol import DEFAULT_MODEL, ChatRequest, EmbeddingRequest, RerankRequest, ScoreRequest
+from ..protocol import DEFAULT_MODEL, ChatRequest, EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
 from ..protocol.ocr import OcrRequest
 from .capabilities import Capabilities, configured_capabilities
 from .engine import (
@@ -39,9 +39,12 @@ if TYPE_CHECKING:
 
     from ..preprocessing.preview import Preview
     from ..response.ocr import OcrChunk
+    from .late_interaction import TokenEmbeddings
     from .pooling_pipeline import PoolingResult
 
-    RequestT = TypeVar("RequestT", ChatRequest, OcrRequest, EmbeddingRequest, RerankRequest | ScoreRequest)
+    RequestT = TypeVar(
+        "RequestT", ChatRequest, OcrRequest, EmbeddingRequest, PoolingRequest, RerankRequest | ScoreRequest
+    )
 
 
 class ManagedEngine(ChatEngine):
@@ -92,6 +95,11 @@ class ManagedEngine(ChatEngine):
         parsed = self._named(EmbeddingRequest.parse(request))
         async with self._loader.ause(self._name) as engine:
             return await engine.aembed(parsed)
+
+    async def aembed_tokens(self, request: PoolingRequest | Mapping[str, Any]) -> TokenEmbeddings:
+        parsed = self._named(PoolingRequest.parse(request))
+        async with self._loader.ause(self._name) as engine:
+            return await engine.aembed_tokens(parsed)
 
     async def ascore(self, request: RerankRequest | ScoreRequest | Mapping[str, Any]) -> PoolingResult:
         parsed = self._named(parse_scores(request))
@@ -261,6 +269,10 @@ class ModelManager(Startable, ChatEngine):
     async def aembed(self, request: EmbeddingRequest | Mapping[str, Any]) -> PoolingResult:
         parsed = EmbeddingRequest.parse(request)
         return await self.for_model(parsed.model).aembed(parsed)
+
+    async def aembed_tokens(self, request: PoolingRequest | Mapping[str, Any]) -> TokenEmbeddings:
+        parsed = PoolingRequest.parse(request)
+        return await self.for_model(parsed.model).aembed_tokens(parsed)
 
     async def ascore(self, request: RerankRequest | ScoreRequest | Mapping[str, Any]) -> PoolingResult:
         parsed = parse_scores(request)

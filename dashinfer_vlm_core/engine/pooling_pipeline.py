@@ -6,7 +6,7 @@ import asyncio
 import base64
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Callable, Container, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,12 +20,15 @@ from ..config import EngineConfig
 from ..decoders import DecodeRequest, Pooled
 from ..decoders.supervisor import Supervisor
 from ..errors import InvalidParameter, RequestError
+from ..models.pooling import Projection
 from ..preprocessing.pooling import PlacedItem, embedding_items, score_items
-from ..protocol import EmbeddingRequest, PoolingItem, RerankRequest, ScoreRequest
+from ..preprocessing.retrieval import late_interaction_items, token_items
+from ..protocol import EmbeddingRequest, LoRARequest, PoolingItem, PoolingRequest, RerankRequest, ScoreRequest
 from ..protocol.client import current_client
 from .admission import ConcurrencyLimiter, hide_internal_errors
 from .chat_pipeline import ChatPipeline
 from .inputs import InputPipeline, LoadedMedia, in_client_namespace
+from .late_interaction import TokenEmbeddings, TokenVectors, maxsim
 from .loras import ActiveLora, LoraManager
 from .observers import RequestObserver, RequestTimer
 from .validation import check_item, pooling_of
@@ -44,7 +47,8 @@ class PoolingResult:
 
     Attributes:
         model: the name of the model, or of the LoRA adapter.
-        values: embeddings, float32 [items, dimensions], or probabilities that documents are relevant, float32 [items].
+        values: embeddings, float32 [items, dimensions], or how relevant documents are, float32 [items]: probabilities
+            or, with late interaction, sums of similarities.
         prompt_tokens: the tokens of each prompt, with visual tokens; of a remote engine, their sum.
         cached_tokens: how many of them were taken from the prefix that the items share.
     """
@@ -116,12 +120,53 @@ class PoolingPipeline:
         items = await asyncio.to_thread(embedding_items, request, pooling)
         return await self.pool(items, dimensions=request.dimensions)
 
+    async def embed_tokens(self, request: PoolingRequest) -> TokenEmbeddings:
+        """Compute the embeddings of all tokens of each item of a request. Raises the same errors as `embed`."""
+        pooling = pooling_of(self.spec, "token_embed", name=self.name)
+        self._check_count("input", len(request.inputs))
+        self._check_dimensions(request.dimensions, pooling)
+        items = await asyncio.to_thread(token_items, request)
+        collected = TokenVectors()
+        tokens: dict[int, int] = {}
+
+        async def collect(index: int, pooled: Pooled, count: int) -> None:
+            collected.add(index, items[index], normalized(pooled.vector[:, : request.dimensions]))
+            tokens[index] = count
+
+        async with self._session(items[0].item) as session:
+            await self._compute_all(session, items, collect)
+        return TokenEmbeddings(
+            model=session.model,
+            vectors=tuple(collected.found[index] for index in range(len(items))),
+            prompt_tokens=tuple(tokens[index] for index in range(len(items))),
+        )
+
     async def score(self, request: RerankRequest | ScoreRequest) -> PoolingResult:
-        """Compute the probability that each document is relevant. Raises the same errors as `embed`."""
-        pooling = pooling_of(self.spec, "score", name=self.name)
+        """Compute how relevant each document is: a probability or, with late interaction, the sum of the largest
+        similarity of each token of the query. Raises the same errors as `embed`."""
         self._check_count("documents", len(request.pairs()))
-        items = await asyncio.to_thread(score_items, request, pooling)
-        return await self.pool(items)
+        return await self.score_pairs(request)
+
+    async def score_pairs(
+        self,
+        request: RerankRequest | ScoreRequest,
+        *,
+        lora_request: LoRARequest | None = None,
+        on_done: Callable[[], object] | None = None,
+    ) -> PoolingResult:
+        """Compute scores like `score`, of any number of pairs.
+
+        Args:
+            request: the pairs.
+            lora_request: the LoRA adapter, of a caller in this process.
+            on_done: called after each pair.
+        """
+        pooling = pooling_of(self.spec, "score", "token_embed", name=self.name)
+        if pooling.pools_tokens:
+            pairs = await asyncio.to_thread(late_interaction_items, request, lora_request)
+            return await self._compare(pairs, on_done)
+        items = await asyncio.to_thread(score_items, request, pooling, lora_request)
+        return await self.pool(items, on_done=on_done)
 
     async def pool(
         self,
@@ -141,55 +186,88 @@ class PoolingPipeline:
         """
         pooling = self.spec.pooling
         assert pooling
-        if dimensions is not None:
-            self._check_dimensions(dimensions, pooling)
+        self._check_dimensions(dimensions, pooling)
         if not items:
             raise InvalidParameter("There are no prompts. Pass at least one.", param="prompts")
-        with hide_internal_errors(), self.limiter.slots():
-            async with self._session(items[0].item) as session:
-                timer = RequestTimer(self.observer, n=1)
-                results = await self._compute_all(session, items, on_done)
-                tokens = tuple(count for _, count in results)
-                timer.completed(
-                    CompletionUsage(prompt_tokens=sum(tokens), completion_tokens=0, total_tokens=sum(tokens))
-                )
-                return PoolingResult(
-                    model=session.lora.weights.name if session.lora else self.name,
-                    values=_values(np.stack([pooled.vector for pooled, _ in results])[:, :dimensions], pooling),
-                    prompt_tokens=tokens,
-                    cached_tokens=sum(pooled.cached_tokens for pooled, _ in results),
-                )
+        results: dict[int, tuple[Pooled, int]] = {}
+
+        async def collect(index: int, pooled: Pooled, count: int) -> None:
+            results[index] = (pooled, count)
+            if on_done:
+                on_done()
+
+        async with self._session(items[0].item) as session:
+            await self._compute_all(session, items, collect)
+        ordered = [results[index] for index in range(len(items))]
+        return PoolingResult(
+            model=session.model,
+            values=_values(np.stack([pooled.vector for pooled, _ in ordered])[:, :dimensions], pooling),
+            prompt_tokens=tuple(count for _, count in ordered),
+            cached_tokens=sum(pooled.cached_tokens for pooled, _ in ordered),
+        )
+
+    async def _compare(
+        self, pairs: Sequence[tuple[PlacedItem, PlacedItem]], on_done: Callable[[], object] | None
+    ) -> PoolingResult:
+        """Score pairs whose tokens are embedded. Only the embeddings of queries are kept."""
+        numbers: dict[int, int] = {}
+        for query, _ in pairs:
+            numbers.setdefault(id(query), len(numbers))
+        queries = list({id(query): query for query, _ in pairs}.values())
+        embedded = TokenVectors()
+        scores = np.zeros(len(pairs), np.float32)
+        tokens = [0] * len(pairs)
+
+        async def collect(index: int, pooled: Pooled, _: int) -> None:
+            embedded.add(index, queries[index], normalized(pooled.vector))
+
+        async def compare(index: int, pooled: Pooled, count: int) -> None:
+            query = embedded.found[numbers[id(pairs[index][0])]]
+            scores[index] = await asyncio.to_thread(maxsim, query, normalized(pooled.vector))
+            tokens[index] = len(query) + count
+            if on_done:
+                on_done()
+
+        async with self._session(queries[0].item) as session:
+            await self._compute_all(session, queries, collect)
+            await self._compute_all(session, [document for _, document in pairs], compare)
+        return PoolingResult(model=session.model, values=scores, prompt_tokens=tuple(tokens), cached_tokens=0)
 
     @contextlib.asynccontextmanager
     async def _session(self, item: PoolingItem) -> AsyncIterator[_Session]:
         session_id = f"pool-{uuid.uuid4().hex}"
-        async with self.loras.use(item) as lora:
-            try:
+        with hide_internal_errors(), self.limiter.slots():
+            async with self.loras.use(item) as lora:
+                timer = RequestTimer(self.observer, n=1)
                 loaded: LoadedMedia | None = {} if self.spec.task == "score" else None
-                yield _Session(pipeline=self, id=session_id, lora=lora, loaded=loaded)
-            finally:
-                self.decoder.forget(session_id)
+                session = _Session(pipeline=self, id=session_id, lora=lora, loaded=loaded, prompt_tokens=[])
+                try:
+                    yield session
+                finally:
+                    self.decoder.forget(session_id)
+                tokens = sum(session.prompt_tokens)
+                timer.completed(CompletionUsage(prompt_tokens=tokens, completion_tokens=0, total_tokens=tokens))
 
     async def _compute_all(
-        self, session: _Session, items: Sequence[PlacedItem], on_done: Callable[[], object] | None
-    ) -> list[tuple[Pooled, int]]:
-        results: dict[int, tuple[Pooled, int]] = {}
-
+        self, session: _Session, items: Sequence[PlacedItem], on_result: Callable[[int, Pooled, int], Awaitable[None]]
+    ) -> None:
         async def compute(index: int) -> None:
-            results[index] = await session.compute(items[index])
-            if on_done:
-                on_done()
+            pooled, count = await session.compute(items[index])
+            await on_result(index, pooled, count)
 
-        # The others take what they have in common with the first one, such as the query, from the prefix cache.
-        await compute(0)
-        await run_concurrently(range(1, len(items)), compute, max_concurrency=self.max_parallel)
-        return [results[index] for index in range(len(items))]
+        first = 0
+        if not (self.spec.pooling and self.spec.pooling.pools_tokens):
+            # The others take what they have in common with the first one, such as the query, from the prefix cache.
+            await compute(0)
+            first = 1
+        await run_concurrently(range(first, len(items)), compute, max_concurrency=self.max_parallel)
 
-    def _check_dimensions(self, dimensions: int, pooling: PoolingSpec) -> None:
-        if dimensions == self.spec.hidden_size or dimensions in pooling.dimensions:
+    def _check_dimensions(self, dimensions: int | None, pooling: PoolingSpec) -> None:
+        size = pooling.head.size if isinstance(pooling.head, Projection) else self.spec.hidden_size
+        if dimensions in (None, size) or dimensions in pooling.dimensions:
             return
         raise InvalidParameter(
-            f"`dimensions` is {dimensions}, but embeddings of this model have {self.spec.hidden_size} dimensions"
+            f"`dimensions` is {dimensions}, but embeddings of this model have {size} dimensions"
             f"{_describe(pooling.dimensions)}. Remove it, or use one of these numbers.",
             param="dimensions",
         )
@@ -208,12 +286,19 @@ class _Session:
     Attributes:
         id: the salt, and the id in logs.
         loaded: the media of the first pair, of which those of the query are not loaded again; None for embeddings.
+        prompt_tokens: the tokens of each prompt that was computed.
     """
 
     pipeline: PoolingPipeline
     id: str
     lora: ActiveLora | None
     loaded: LoadedMedia | None
+    prompt_tokens: list[int]
+
+    @property
+    def model(self) -> str:
+        """The name of the model, or of the adapter."""
+        return self.lora.weights.name if self.lora else self.pipeline.name
 
     async def compute(self, placed: PlacedItem) -> tuple[Pooled, int]:
         """Return what is computed from one item, and the tokens of its prompt."""
@@ -238,7 +323,9 @@ class _Session:
         )
         async with pipeline.slots.slot(current_client.get().id, limit=pipeline.max_parallel):
             with pipeline.observer.stage("decode"):
-                return await pipeline.decoder.pool(request), len(inputs.prompt)
+                pooled = await pipeline.decoder.pool(request)
+        self.prompt_tokens.append(len(inputs.prompt))
+        return pooled, len(inputs.prompt)
 
 
 def _values(vectors: npt.NDArray[np.float32], pooling: PoolingSpec) -> npt.NDArray[np.float32]:
@@ -246,8 +333,14 @@ def _values(vectors: npt.NDArray[np.float32], pooling: PoolingSpec) -> npt.NDArr
     if pooling.task == "score":
         values = (1 / (1 + np.exp(-vectors[:, 0].astype(np.float64)))).astype(np.float32)
     elif pooling.normalize:
-        lengths = np.linalg.norm(vectors, axis=-1, keepdims=True)
-        values = vectors / np.maximum(lengths, SHORTEST)
+        values = normalized(vectors)
+    return values
+
+
+def normalized(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Divide each row by its Euclidean length."""
+    lengths = np.linalg.norm(vectors, axis=-1, keepdims=True)
+    values: npt.NDArray[np.float32] = vectors / np.maximum(lengths, SHORTEST)
     return values
 
 

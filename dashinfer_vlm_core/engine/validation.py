@@ -23,22 +23,28 @@ _ROUTES: Mapping[Task, str] = {
     "generate": "generates text (task generate). Use `/v1/chat/completions` or `/v1/responses`, or `VLM.chat`",
     "embed": "computes embeddings (task embed). Use `/v1/embeddings`, or `VLM.embed`",
     "score": "scores documents (task score). Use `/v1/rerank` or `/score`, or `VLM.score`",
+    "token_embed": "embeds each token (task token_embed). Use `/pooling`, or `/v1/rerank`, `/score` or `VLM.score`",
 }
 
 
-def check_task(spec: ModelSpec, task: Task, *, name: str) -> None:
+def check_task(spec: ModelSpec, *tasks: Task, name: str) -> None:
     """Check that a request is for the task of the model.
+
+    Args:
+        spec: the model.
+        tasks: those that can serve the request.
+        name: the model's name.
 
     Raises:
         UnsupportedParameter: the model has another task.
     """
-    if spec.task != task:
+    if spec.task not in tasks:
         raise UnsupportedParameter(f"The model {name!r} {_ROUTES[spec.task]}.", param="model", code="wrong_task")
 
 
-def pooling_of(spec: ModelSpec, task: Literal["embed", "score"], *, name: str) -> PoolingSpec:
+def pooling_of(spec: ModelSpec, *tasks: Literal["embed", "score", "token_embed"], name: str) -> PoolingSpec:
     """Return how a model pools hidden states. Raises as `check_task`."""
-    check_task(spec, task, name=name)
+    check_task(spec, *tasks, name=name)
     assert spec.pooling
     return spec.pooling
 

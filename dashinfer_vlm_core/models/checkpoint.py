@@ -11,6 +11,7 @@ from typing import Any
 from ..errors import CheckpointError
 from ..progress import Progress
 from .json_fields import CONFIG, read_fields
+from .retrieval import extended_fields
 
 # Configuration, tokenizer and safetensors only: archives, pickles and other frameworks' weights are not downloaded.
 FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
@@ -64,14 +65,15 @@ def cached_models() -> dict[str, Path]:
 
 
 def model_type(folder: Path) -> str:
-    """Return the `model_type` of a checkpoint's `config.json`, which selects the architecture.
+    """Return the `model_type` of a checkpoint's `config.json`, which selects the architecture; of a retrieval model,
+    that of the model that it extends.
 
     Raises:
         CheckpointError: the file is missing or is not a model configuration.
     """
     if not (folder / CONFIG).exists():
         raise CheckpointError(f"{folder} has no {CONFIG}. {_FOLDER_STEP}", param="model")
-    config = read_fields(folder / CONFIG)
+    config = extended_fields(read_fields(folder / CONFIG))
     if config.get("model_type") is None:
         config.fail_value("model_type", "must be the name of an architecture")
     return str(config.get("model_type"))

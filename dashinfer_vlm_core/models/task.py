@@ -19,6 +19,7 @@ from ..errors import CheckpointError, ConfigError
 from ..tokenization.tokenizer import read_tokenizer
 from .json_fields import CONFIG, JsonFields, read_fields
 from .pooling import PoolingSpec, Task, TokenContrast
+from .retrieval import is_retrieval, read_retrieval
 from .spec import ModelSpec
 
 EMBED_INSTRUCTION = "Represent the user's input."
@@ -51,6 +52,8 @@ def read_pooling(spec: ModelSpec, task: Literal["auto"] | Task) -> PoolingSpec |
         task = _find_task(modules, config)
     if task == "generate":
         return None
+    if task == "token_embed":
+        return read_retrieval(spec, config)
     if task == "score":
         return PoolingSpec(
             task="score",
@@ -68,6 +71,8 @@ def read_pooling(spec: ModelSpec, task: Literal["auto"] | Task) -> PoolingSpec |
 
 
 def _find_task(modules: Mapping[str, Path], config: JsonFields) -> Task:
+    if is_retrieval(config):
+        return "token_embed"
     if "LogitScore" in modules or _classifies(config):
         return "score"
     return "embed" if "Pooling" in modules else "generate"

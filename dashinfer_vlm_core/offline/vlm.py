@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from ..config import EngineConfig, variable, variables_set
 from ..engine import Engine
-from ..engine.pooling_pipeline import PoolingResult
 from ..engine.validation import pooling_of
 from ..errors import ConfigError, DashInferVLMError
-from ..preprocessing.pooling import PlacedItem, score_items
 from ..protocol import LoRARequest, OfflineRequest, ScoreRequest
 from ..protocol.validation_errors import invalid, show
 from .batch import OfflineBatch, RequestFactory
@@ -281,7 +279,8 @@ class VLM:
             truncate_prompt_tokens=truncate_prompt_tokens,
             lora_request=lora_request,
         )
-        result = self._pool(items, use_tqdm, dimensions)
+        with self._bar(len(items), use_tqdm) as bar:
+            result = self.engine.pool(items, dimensions=dimensions, on_done=bar.update)
         return [
             EmbeddingRequestOutput(
                 request_id=str(next(self._ids)), num_prompt_tokens=tokens, outputs=EmbeddingOutput(embedding=embedding)
@@ -299,7 +298,7 @@ class VLM:
         instruction: str | None = None,
         truncate_prompt_tokens: int | None = None,
     ) -> list[ScoringRequestOutput]:
-        """Compute the probability that documents are relevant for queries.
+        """Compute how relevant documents are: a probability or, with late interaction, a sum of similarities.
 
         Args:
             queries: a query, or as many as documents.
@@ -315,7 +314,6 @@ class VLM:
 
         Raises the same errors as `embed`.
         """
-        pooling = pooling_of(self.engine.model_spec(), "score", name=self.engine.config.name)
         request = ScoreRequest.parse({
             "queries": queries,
             "documents": documents,
@@ -323,11 +321,8 @@ class VLM:
             "truncate_prompt_tokens": truncate_prompt_tokens,
             **self._media_defaults.fields(None),
         })  # fmt: skip
-        items = [
-            replace(placed, item=placed.item.model_copy(update={"lora_request": lora_request}))
-            for placed in score_items(request, pooling)
-        ]
-        result = self._pool(items, use_tqdm)
+        with self._bar(len(request.pairs()), use_tqdm) as bar:
+            result = self.engine.score_pairs(request, lora_request=lora_request, on_done=bar.update)
         return [
             ScoringRequestOutput(
                 request_id=str(next(self._ids)), num_prompt_tokens=tokens, outputs=ScoringOutput(score=score)
@@ -386,9 +381,6 @@ class VLM:
         single: bool,
         use_tqdm: bool | Callable[..., Any],
     ) -> list[RequestOutput]:
-        from tqdm.auto import tqdm
-
-        new_bar = use_tqdm if callable(use_tqdm) else tqdm
         started: list[tuple[str | None, LoRARequest | None]] = []
 
         def factories() -> Iterator[RequestFactory]:
@@ -401,7 +393,7 @@ class VLM:
         config = self.engine.config
         limit = config.max_batch_size + min(LOOK_AHEAD, config.max_waiting)
         total = len(items) if isinstance(items, Sized) else None
-        with new_bar(total=total, desc="Prompts", unit="prompt", dynamic_ncols=True, disable=not use_tqdm) as bar:
+        with self._bar(total, use_tqdm) as bar:
             results = OfflineBatch(self.engine, limit=limit, on_done=bar.update).run(factories())
         if single and isinstance(results[0], DashInferVLMError):
             raise results[0]
@@ -410,14 +402,11 @@ class VLM:
             for given, result in zip(started, results, strict=True)
         ]
 
-    def _pool(
-        self, items: Sequence[PlacedItem], use_tqdm: bool | Callable[..., Any], dimensions: int | None = None
-    ) -> PoolingResult:
+    def _bar(self, total: int | None, use_tqdm: bool | Callable[..., Any]) -> Any:
         from tqdm.auto import tqdm
 
         new_bar = use_tqdm if callable(use_tqdm) else tqdm
-        with new_bar(total=len(items), desc="Prompts", unit="prompt", dynamic_ncols=True, disable=not use_tqdm) as bar:
-            return self.engine.pool(items, dimensions=dimensions, on_done=bar.update)
+        return new_bar(total=total, desc="Prompts", unit="prompt", dynamic_ncols=True, disable=not use_tqdm)
 
     def _with_seed(self, params: SamplingParams) -> SamplingParams:
         if self._seeds is None or params.seed is not None:

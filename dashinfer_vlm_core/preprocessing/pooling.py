@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from ..errors import DashInferVLMError
 from ..models.pooling import PoolingSpec
-from ..protocol import EmbeddingRequest, PoolingItem, RerankRequest, ScoreRequest
+from ..protocol import EmbeddingRequest, LoRARequest, PoolingItem, RerankRequest, ScoreRequest
 from ..protocol.messages import Message
 from ..protocol.pooling import text_part
 
@@ -81,11 +81,13 @@ def embedding_items(request: EmbeddingRequest, pooling: PoolingSpec) -> list[Pla
     ]
 
 
-def score_items(request: RerankRequest | ScoreRequest, pooling: PoolingSpec) -> list[PlacedItem]:
+def score_items(
+    request: RerankRequest | ScoreRequest, pooling: PoolingSpec, lora_request: LoRARequest | None
+) -> list[PlacedItem]:
     """Return an item for each pair of a query and a document."""
     system = Message.model_construct(role="system", content=_JUDGE)
     instruct = text_part(_INSTRUCT + (request.instruction or pooling.instruction))
-    template = request.item()
+    template = request.item(lora_request)
     items = []
     for query, document in request.pairs():
         parts = [

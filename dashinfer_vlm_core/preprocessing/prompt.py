@@ -31,6 +31,7 @@ from ..tokenization.hermes import parse_tool_arguments, render_tools_as_text
 from ..tokenization.tokenizer import CheckpointTokenizer, read_tokenizer
 from .coordinates import with_model_coordinates
 from .guarded_text import guard_text, strings_in, unused_mark
+from .retrieval import retrieval_template
 
 MAX_TAG_TOKENS = 16
 """More than the tokens of a tag and the white space after it."""
@@ -118,12 +119,16 @@ class PromptBuilder:
 
         Raises:
             CheckpointError: the folder has no tokenizer or no chat template.
-            ConfigError: the file of `EngineConfig.chat_template` cannot be read, or its template cannot be rendered.
+            ConfigError: the file of `EngineConfig.chat_template` cannot be read, or its template cannot be rendered; or
+                the model has prompts instead of a template.
         """
         tokenizer = read_tokenizer(spec.folder)
-        template = read_chat_template(
-            spec.folder, config.chat_template, tokenizer.chat_templates, tokenizer.special_tokens_map
-        )
+        if spec.pooling and spec.pooling.format:
+            template = retrieval_template(spec.pooling.format, config.chat_template)
+        else:
+            template = read_chat_template(
+                spec.folder, config.chat_template, tokenizer.chat_templates, tokenizer.special_tokens_map
+            )
         builder = cls(tokenizer, template, spec=spec, layout=layout, max_model_len=max_model_len)
         builder.check_template()
         return builder
@@ -170,11 +175,11 @@ class PromptBuilder:
         ids = self.tokenizer.encode("a", add_special_tokens=True).ids
         return np.asarray(ids[len(plain) :] if ids[: len(plain)] == plain else (), np.int64)
 
-    @functools.cached_property
-    def _template_end(self) -> int:
-        """The number of tokens that the template writes after the last message of the user."""
+    def _template_end(self, request: ChatRequest, *, has_media: bool) -> int:
+        """Return the number of tokens that the template writes after the last message of the user."""
         text = "\x00"
-        rendered = self.render([{"role": "user", "content": text}])
+        parts = [{"type": "image"}, {"type": "text", "text": text}]
+        rendered = self.render([{"role": "user", "content": parts if has_media else text}], (), self._options(request))
         return sum(len(segment.ids) for segment in self._encode(self._pieces(rendered.rpartition(text)[2], mark="")))
 
     def _cut(
@@ -186,7 +191,9 @@ class PromptBuilder:
         if len(token_ids) <= limit:
             return token_ids
         raw = request.raw_prompt
-        end = 0 if isinstance(raw, tuple) else len(self._suffix) + (0 if raw is not None else self._template_end)
+        end = 0 if isinstance(raw, tuple) else len(self._suffix)
+        if raw is None:
+            end += self._template_end(request, has_media=bool(spans))
         kept = limit - end
         if kept <= max((span.start + span.length for span in spans), default=0):
             raise self._too_long(

@@ -12,6 +12,7 @@ from .media_part import DocumentPage, EncodedEmbeddings, MediaPart
 from .pooling import EmbeddingRequest, PoolingItem, RerankRequest, ScoreRequest
 from .request import DEFAULT_MAX_TOKENS, DEFAULT_MODEL, ChatRequest, LoRARequest, OfflineRequest
 from .sources import LOW_DETAIL_PIXELS
+from .token_embeddings import PoolingRequest
 from .tokens import DetokenizeRequest, TokenizeChat, TokenizePrompt, parse_tokenize
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "MediaPart",
     "OfflineRequest",
     "PoolingItem",
+    "PoolingRequest",
     "RerankRequest",
     "ScoreRequest",
     "TokenizeChat",

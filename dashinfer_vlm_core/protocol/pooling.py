@@ -14,7 +14,7 @@ from .field_names import UnknownMedia
 from .fields import IGNORED_FIELDS, REJECTED_FIELDS, RejectedFields
 from .messages import MAX_PARTS, Message, Part
 from .options import MediaIO, MediaOptions, ProcessorOptions
-from .request import DEFAULT_MODEL, MAX_MESSAGES, OfflineRequest
+from .request import DEFAULT_MODEL, MAX_MESSAGES, LoRARequest, OfflineRequest
 from .validation_errors import invalid
 from .vllm_xargs import TokenId
 
@@ -100,10 +100,11 @@ class PoolingBody(CheckedBody):
             raise invalid("truncate_prompt_tokens", "must be a number of tokens, or -1 for the model's limit; got 0.")
         return self
 
-    def item(self) -> PoolingItem:
-        """Return an item with these options, without messages."""
+    def item(self, lora_request: LoRARequest | None = None) -> PoolingItem:
+        """Return an item with these options and the adapter of a caller in this process, without messages."""
         names = ("model", "truncate_prompt_tokens", "media_io_kwargs", "mm_processor_kwargs", "cache_salt")
-        return PoolingItem.model_construct(**{name: getattr(self, name) for name in names})
+        options = {name: getattr(self, name) for name in names}
+        return PoolingItem.model_construct(**options, lora_request=lora_request)
 
 
 class EmbeddingRequest(PoolingBody):

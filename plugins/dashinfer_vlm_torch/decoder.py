@@ -60,6 +60,7 @@ class TorchDecoder:
         self._spec = spec
         self._config = config
         self._text = spec.text
+        self._pools_tokens = spec.pooling is not None and spec.pooling.pools_tokens
         self._device, self._dtype = resolve_placement(config, spec)
         self._kernels = kernels.choose(self._device, self._dtype, self._text)
         self._quantization = _text_quantization(config, self._kernels, self._device)
@@ -123,7 +124,7 @@ class TorchDecoder:
             raise EngineClosed(_NOT_RUNNING)
         check_request(request, self._spec, max_model_len=self.max_model_len)
         lora = await self._text_lora(request.lora) if request.lora else None
-        sequence = SequenceState(request, self._spec.tokens.stop, lora)
+        sequence = SequenceState(request, self._spec.tokens.stop, lora, pools_tokens=self._pools_tokens)
         output_queue = OutputQueue()
         worker.submit(sequence, output_queue)
         try:
@@ -237,7 +238,8 @@ class TorchDecoder:
             max_batch_size=self._config.max_batch_size,
             max_waiting=self._config.max_waiting,
             prefill_chunk=self._config.prefill_chunk,
-            prefix_cache=self._config.prefix_cache,
+            # Tokens whose keys and values are cached would have no hidden states.
+            prefix_cache=self._config.prefix_cache and not self._pools_tokens,
             speculative=self._config.options_of(TorchOptions).speculative_method == "ngram" and not self._spec.pooling,
             state_slots=self._state_slots,
         )

@@ -27,7 +27,7 @@ from dashinfer_vlm_core.progress import Progress
 from dashinfer_vlm_core.text_spec import RotarySpec, TextModelSpec
 
 from .lora import HeadChange, LoraReader, TextLora
-from .text_model_reader import TextModelReader
+from .text_model_reader import PoolingHead, TextModelReader
 
 
 def layer_quantization(quantization: Quantization | None, number: int, count: int) -> Quantization | None:
@@ -88,7 +88,9 @@ class TextModel:
         head = read._replace(quantization=INT8 if quantization else None)
         self.pools: bool = pooling is not None
         self._head = None if pooling else run(lambda: head.head(self._embedding))
-        self._score = head.score(pooling.head, self._embedding) if pooling and pooling.head else None
+        self._pooling_head: PoolingHead | None = (
+            head.pooling_head(pooling.head, self._embedding) if pooling and pooling.head else None
+        )
         self.rotary: Rotary = Rotary(config.attention.rotary, config.attention.head_dim, device)
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -121,9 +123,11 @@ class TextModel:
         return self._head.argmax(self._normalize(x))
 
     def pool(self, x: Tensor) -> Tensor:
-        """Compute float32 [rows, hidden_size], or scores [rows, 1], from hidden states [rows, hidden_size]."""
+        """Compute float32 [rows, hidden_size], scores [rows, 1] or projected rows, from hidden states [rows,
+        hidden_size]."""
         normed = self._normalize(x).float()
-        return normed if self._score is None else normed @ self._score.T
+        head = self._pooling_head
+        return normed if head is None else F.linear(normed, head.weight, head.bias)
 
     def load_lora(self, lora: LoraWeights) -> TextLora:
         """Read the text model's part of an adapter.

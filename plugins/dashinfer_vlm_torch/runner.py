@@ -68,7 +68,7 @@ class LaunchedStep(NamedTuple):
 
 
 class LaunchedPooling(NamedTuple):
-    """What a device computes from the last token of each prompt while the caller continues.
+    """What a device computes from the last token of each prompt, or from all of them, while the caller continues.
 
     Attributes:
         vectors: float32 [rows, width].
@@ -76,13 +76,20 @@ class LaunchedPooling(NamedTuple):
 
     vectors: HostCopy
 
-    def read(self) -> list[Pooled | DecoderFailed]:
-        """Wait for the results; returns one per row, or an error where it is not finite."""
-        vectors = self.vectors.wait()
-        return [
-            Pooled(vector=vector.numpy()) if is_finite else DecoderFailed(OVERFLOW)
-            for vector, is_finite in zip(vectors, vectors.isfinite().all(dim=-1).tolist(), strict=True)
-        ]
+    def read(self, chunks: Sequence[ScheduledChunk], num_rows: Sequence[int]) -> dict[SequenceState, Outcome]:
+        """Wait for the results of the chunks that have rows; an error where they are not finite."""
+        parts = torch.split(self.vectors.wait(), list(num_rows))
+        return {
+            chunk.sequence: _pooled(chunk.sequence, rows)
+            for chunk, rows in zip(chunks, parts, strict=True)
+            if len(rows)
+        }
+
+
+def _pooled(sequence: SequenceState, rows: Tensor) -> Pooled | DecoderFailed:
+    if not rows.isfinite().all():
+        return DecoderFailed(OVERFLOW)
+    return Pooled(vector=(rows if sequence.pools_tokens else rows[0]).numpy())
 
 
 class ModelRunner:
@@ -178,8 +185,7 @@ class ModelRunner:
             self._wait()
             return {}
         if isinstance(launched.sampled, LaunchedPooling):
-            ended = [chunk.sequence for chunk, count in zip(launched.chunks, launched.num_rows, strict=True) if count]
-            return dict(zip(ended, launched.sampled.read(), strict=True))
+            return launched.sampled.read(launched.chunks, launched.num_rows)
         sampled = iter(launched.sampled.read())
         outcomes: dict[SequenceState, Outcome] = {
             chunk.sequence: _verify(chunk, list(islice(sampled, count)))

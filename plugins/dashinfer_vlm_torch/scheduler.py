@@ -9,6 +9,8 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
+
 from dashinfer_vlm_core.decoders import DecoderStats, Pooled, Token
 from dashinfer_vlm_core.errors import DecoderFailed, QueueFull
 from dashinfer_vlm_core.kernels.delta_net import CHUNK
@@ -22,7 +24,8 @@ from .sequence import ScheduledChunk, SequenceState
 from .state_manager import StateManager
 
 Outcome: TypeAlias = tuple[Token, ...] | Pooled | DecoderFailed
-"""The tokens that a step adds to a sequence, at least one, or what is computed from its prompt, or why it failed."""
+"""The tokens that a step adds to a sequence, at least one, or what is computed from its prompt or from a chunk of it,
+or why it failed."""
 
 Output: TypeAlias = Token | Pooled | DecoderFailed
 
@@ -212,7 +215,7 @@ class Scheduler:
                 self._kv_cache_manager.mark_computed(self._running[sequence], chunk.stop)
                 self._advance_state(sequence)
             elif isinstance(outcome, Pooled):
-                outputs.append((sequence, self._end_with(chunk, outcome)))
+                outputs += [(sequence, pooled) for pooled in self._add_pooled(chunk, outcome)]
             else:
                 outputs += [(sequence, token) for token in self._append_all(chunk, outcome)]
         return outputs
@@ -261,13 +264,19 @@ class Scheduler:
             self.counters.accepted_tokens += accepted
         return tokens
 
-    def _end_with(self, chunk: ScheduledChunk, pooled: Pooled) -> Pooled:
+    def _add_pooled(self, chunk: ScheduledChunk, pooled: Pooled) -> list[Pooled]:
+        """Record what was computed from a chunk; returns the result of the sequence, if it ends here."""
         sequence = chunk.sequence
         self._kv_cache_manager.mark_computed(self._running[sequence], chunk.stop)
         self._advance_state(sequence)
+        if sequence.pools_tokens:
+            sequence.pooled.append(pooled.vector)
+        if not chunk.needs_logits:
+            return []
         self._count_prompt(sequence)
+        vector = np.concatenate(sequence.pooled) if sequence.pools_tokens else pooled.vector
         self.remove(sequence)
-        return replace(pooled, cached_tokens=sequence.num_cached_tokens)
+        return [Pooled(vector=vector, cached_tokens=sequence.num_cached_tokens)]
 
     def _count_prompt(self, sequence: SequenceState) -> None:
         if sequence.request.is_background:
@@ -324,6 +333,7 @@ class Scheduler:
     def _preempt(self, sequence: SequenceState) -> None:
         sequence.num_preempted_tokens = sequence.num_computed_tokens - sequence.num_cached_tokens
         self._free(sequence, keep=True)
+        sequence.pooled.clear()  # such sequences take nothing from the prefix cache, and begin again
         self._waiting.appendleft(sequence)
         self.counters.preemptions += 1
 

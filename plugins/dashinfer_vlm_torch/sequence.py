@@ -35,6 +35,7 @@ class SequenceState:
         request: the request to decode.
         stop: the stop tokens of the model.
         lora: the LoRA adapter of its request; None for the model itself.
+        pools_tokens: whether all tokens of the prompt are pooled.
 
     Attributes:
         max_len: the most rows of the pool that it may need.
@@ -49,6 +50,7 @@ class SequenceState:
         state_slots: the slots of its recurrent state; None while it waits, or if the model has no such state.
         ids: int64 [max_len], the token ids of the prompt, and of the output so far.
         output_ids: tokens sampled so far.
+        pooled: [tokens, size] of each chunk so far, if all tokens are pooled.
         matcher: the output's state in the request's grammar, if it has one.
         ngram_ban: finds tokens that would repeat an n-gram; None if they may.
         depends_on_tokens: whether its next step can be scheduled only after the last one was read: penalties, grammars
@@ -60,11 +62,14 @@ class SequenceState:
             again, they do not count as cached.
     """
 
-    def __init__(self, request: DecodeRequest, stop: Iterable[int], lora: TextLora | None = None) -> None:
+    def __init__(
+        self, request: DecodeRequest, stop: Iterable[int], lora: TextLora | None = None, *, pools_tokens: bool = False
+    ) -> None:
         sampling = request.sampling
         assert sampling.max_tokens is not None or request.pooling
         self.request = request
         self.lora = lora
+        self.pools_tokens = pools_tokens
         self.prompt_length: int = len(request.token_ids)
         self.max_tokens: int = 0 if request.pooling else sampling.max_tokens or 0
         self.max_len: int = self.prompt_length + self.max_tokens
@@ -79,6 +84,7 @@ class SequenceState:
         self.ids: npt.NDArray[np.int64] = np.empty(self.max_len, np.int64)
         self.ids[: self.prompt_length] = request.token_ids
         self.output_ids: list[int] = []
+        self.pooled: list[npt.NDArray[np.float32]] = []
         self.matcher: GrammarMatcher | None = request.grammar.copy() if request.grammar else None
         self.ngram_ban: NgramBan | None = NgramBan(sampling) if sampling.no_repeat_ngram_size else None
         self.depends_on_tokens: bool = bool(

@@ -30,7 +30,7 @@ class StepBatch(NamedTuple):
         spans: the keys that each chunk attends to.
         rows: the rows of logits that each chunk needs.
         last: the tokens whose hidden states are needed.
-        last_spans: the keys that each of them attends to.
+        last_spans: the keys that they attend to.
         adapted: the tokens that each adapter applies to.
         token_ids: int64 [tokens] on the device, which replace those in `packed`.
     """
@@ -149,7 +149,9 @@ def _state_span(first: int, chunk: ScheduledChunk) -> StateSpan:
 
 
 def _rows(chunk: ScheduledChunk) -> list[LogitsRow]:
-    # One after the last token, and one after each token of the draft.
+    # One after the last token, and one after each token of the draft. If all tokens are pooled, one for each of them.
+    if chunk.sequence.pools_tokens:
+        return [LogitsRow(chunk.sequence)] * (chunk.stop - chunk.start)
     if not chunk.needs_logits:
         return []
     tokens = chunk.draft.tokens
@@ -162,6 +164,10 @@ def _last_tokens(
     last: list[int] = []
     last_spans: list[KVSpan] = []
     for chunk, span, chunk_rows in zip(chunks, spans, rows, strict=True):
+        if chunk.sequence.pools_tokens:
+            last_spans.append(span._replace(first_query=len(last)))
+            last += range(span.first_query, span.first_query + span.num_queries)
+            continue
         for row in chunk_rows:
             stop = chunk.stop + len(row.draft)
             last_spans.append(KVSpan(len(last), 1, span.first_key, stop, stop - 1))

@@ -25,12 +25,24 @@ from dashinfer_vlm_core.kernels.types import (
     Norm,
     SharedExpert,
 )
-from dashinfer_vlm_core.models.pooling import TokenContrast
+from dashinfer_vlm_core.models.pooling import Projection, TokenContrast
 from dashinfer_vlm_core.models.weights import Weights
 from dashinfer_vlm_core.text_spec import AttentionSpec, DeltaNetSpec, ExpertsSpec, TextModelSpec
 
 from .head_order import column_order, row_orders
 from .key_balance import balance_norms, balance_projection
+
+
+class PoolingHead(NamedTuple):
+    """What is computed from hidden states after the final norm.
+
+    Attributes:
+        weight: float32 [outputs, hidden_size].
+        bias: float32 [outputs].
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
 
 
 class TextModelReader(NamedTuple):
@@ -67,10 +79,18 @@ class TextModelReader(NamedTuple):
             weight = self._matrix([self.spec.weights.head], [self.spec.vocab_size], self.spec.hidden_size)
         return create_head(self.kernels, weight, dtype=self.dtype, quantization=self.quantization)
 
-    def score(self, head: TokenContrast | str, embedding: Tensor) -> Tensor:
-        """Read the weights of a score, float32 [1, hidden_size]."""
+    def pooling_head(self, head: TokenContrast | Projection | str, embedding: Tensor) -> PoolingHead:
+        """Read what computes scores, or projects hidden states."""
+        hidden = self.spec.hidden_size
         if isinstance(head, str):
-            return self._floats(f"{head}.weight", 1, self.spec.hidden_size)
+            return PoolingHead(self._floats(f"{head}.weight", 1, hidden))
+        if isinstance(head, TokenContrast):
+            return PoolingHead(self._contrast(head, embedding))
+        has_bias = f"{head.name}.bias" in self.weights.names
+        bias = self._floats(f"{head.name}.bias", head.size) if has_bias else None
+        return PoolingHead(self._floats(f"{head.name}.weight", head.size, hidden), bias)
+
+    def _contrast(self, head: TokenContrast, embedding: Tensor) -> Tensor:
         weight: Tensor | QuantizedWeight = embedding
         if not self.spec.tie_word_embeddings:
             weight = self._matrix([self.spec.weights.head], [self.spec.vocab_size], self.spec.hidden_size)

@@ -9,6 +9,7 @@ from dashinfer_vlm_core import VLM
 from tests.qwen3_vl.tiny_qwen3 import write_checkpoint
 
 from .checkpoints import Reference, write_embedding, write_reranker
+from .late_checkpoints import write_colqwen2
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +28,11 @@ def reranker(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def colqwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_colqwen2(tmp_path_factory.mktemp("colqwen2") / "colqwen2")
+
+
+@pytest.fixture(scope="session")
 def reference(base: Path) -> Reference:
     return Reference(base)
 
@@ -40,4 +46,10 @@ def embedder(embedding: Path) -> Iterator[VLM]:
 @pytest.fixture(scope="session")
 def scorer(reranker: Path) -> Iterator[VLM]:
     with VLM(reranker, device="cpu", dtype="float32", kv_cache_mib=64) as vlm:
+        yield vlm
+
+
+@pytest.fixture(scope="session")
+def retriever(colqwen2: Path) -> Iterator[VLM]:
+    with VLM(colqwen2, device="cpu", dtype="float32", kv_cache_mib=64, prefill_chunk=16) as vlm:
         yield vlm

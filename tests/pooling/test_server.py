@@ -30,6 +30,12 @@ def ranks(scorer):
 
 
 @pytest.fixture(scope="module")
+def tokens(retriever):
+    with serving(retriever.engine) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
 def texts(tiny_checkpoint):
     from dashinfer_vlm_core.testing import scripted_engine
 
@@ -145,14 +151,17 @@ BODIES = {
         "/v1/rerank": {"query": "a", "documents": ["b"]},
         "/score": {"text_1": "a", "text_2": "b"},
     },
+    "token_embed": {"/pooling": {"input": "Hello", "task": "token_embed"}},
 }
-SERVERS = {"generate": "texts", "embed": "embeddings", "score": "ranks"}
+SERVERS = {"generate": "texts", "embed": "embeddings", "score": "ranks", "token_embed": "tokens"}
+ALSO = {**dict.fromkeys(BODIES, ()), "token_embed": ("/v1/rerank", "/score")}
+"""Routes of other tasks that the models of a task serve, too."""
 
 
 @pytest.mark.parametrize("task", SERVERS)
 def test_request_for_another_task_names_the_right_route(request, task):
-    right = {"generate": "/v1/chat/completions", "embed": "/v1/embeddings", "score": "/v1/rerank"}[task]
-    others = [item for other, bodies in BODIES.items() if other != task for item in bodies.items()]
+    right = next(iter(BODIES[task]))
+    others = [item for other in BODIES if other != task for item in BODIES[other].items() if item[0] not in ALSO[task]]
     with request.getfixturevalue(SERVERS[task]).http() as client:
         assert client.get("/health").json()["task"] == task
         for path, body in others:
@@ -182,3 +191,45 @@ def test_ollamas_routes_return_the_embeddings_of_openais(embeddings):
         assert shown["capabilities"] == ["embedding", "vision"]
         chat = client.post("/api/chat", json={"model": "embedding", "messages": [{"role": "user", "content": "Hi"}]})
         assert (chat.status_code, chat.json()["code"]) == (400, "wrong_task")
+
+
+@pytest.mark.parametrize("encoding", ["float", "base64"])
+def test_tokens_are_embedded_in_the_format_of_vllm(tokens, retriever, encoding):
+    expected = retriever.engine.embed_tokens({"input": ["A dog.", "Rain in the night."]})
+    body = {"model": "colqwen2", "task": "token_embed", "input": ["A dog.", "Rain in the night."]}
+    with tokens.http() as client:
+        found = client.post("/pooling", json=body | {"encoding_format": encoding}).json()
+    assert (found["object"], found["id"][:5], found["model"]) == ("list", "pool-", "colqwen2")
+    assert [(item["index"], item["object"]) for item in found["data"]] == [(0, "pooling"), (1, "pooling")]
+    assert found["usage"] == dict.fromkeys(("prompt_tokens", "total_tokens"), sum(expected.prompt_tokens))
+    for item, rows in zip(found["data"], expected.vectors, strict=True):
+        data = item["data"]
+        if encoding == "base64":
+            data = np.frombuffer(base64.b64decode(data), "<f4").reshape(-1, 128)
+        assert np.asarray(data) == pytest.approx(rows, abs=1e-5)
+
+
+def test_late_interaction_ranks_documents(tokens):
+    documents = ["A dog.", {"image": data_url(blurred_image(1))}, "Rain."]
+    with tokens.http() as client:
+        query, *pages = (
+            np.array(client.post("/pooling", json=body).json()["data"][0]["data"])
+            for body in (
+                {"input": "dogs"},
+                {"input": "A dog.", "input_type": "document"},
+                {"messages": [user_message({"type": "image_url", "image_url": {"url": documents[1]["image"]}})]},
+                {"input": "Rain.", "input_type": "document"},
+            )
+        )
+        ranked = client.post("/rerank", json={"query": "dogs", "documents": documents}).json()
+        scores = client.post("/score", json={"text_1": "dogs", "text_2": documents}).json()
+        bad = client.post("/rerank", json={"query": "dogs", "documents": ["a", "b " * 5000]}).json()["error"]
+    expected = [(query @ page.T).max(axis=1).sum() for page in pages]
+    assert [row["score"] for row in scores["data"]] == pytest.approx(expected, abs=1e-3)
+    assert [row["index"] for row in ranked["results"]] == np.argsort(expected)[::-1].tolist()
+    assert ranked["usage"] == scores["usage"]
+    assert (bad["param"], "messages[" in bad["message"]) == ("documents[1]", False)
+
+
+def user_message(*parts):
+    return {"role": "user", "content": list(parts)}

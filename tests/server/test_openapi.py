@@ -61,6 +61,7 @@ ROUTES = [
     ("/rerank", "POST"),
     ("/v1/score", "POST"),
     ("/score", "POST"),
+    ("/pooling", "POST"),
     ("/v1/models", "GET"),
     ("/v1/models/load", "POST"),
     ("/v1/models/unload", "POST"),

@@ -18,6 +18,7 @@ from ...text_spec import AttentionSpec, LayerSpec, MlpSpec, RotarySpec, TextMode
 from ...tokenization.conversation import HERMES
 from ..coordinates import CoordinateSpec
 from ..json_fields import CONFIG, JsonFields, read_fields
+from ..retrieval import extended_fields
 from ..spec import ModelSpec, PixelSpec, Profile, TokenSpec
 from ..stop_tokens import read_stop_tokens
 
@@ -49,8 +50,12 @@ VISION_ROPE_THETA = 10000.0
 PREPROCESSOR = "preprocessor_config.json"
 PROCESSOR = "processor_config.json"
 
-TENSOR_RENAMES = ((r"^model\.visual\.", "visual."), (r"^model\.language_model\.", "model."))
-"""Map the tensor names of newer versions of transformers to the published ones."""
+TENSOR_RENAMES = (
+    (r"^vlm\.", ""),
+    (r"^model\.visual\.", "visual."),
+    (r"^(model\.)?language_model\.(?!lm_head\.)", "model."),
+)
+"""Map the tensor names of newer versions of transformers, and of retrieval models, to the published ones."""
 
 _DTYPE_STEP = f"Set it to the data type of the unquantized weights: {', '.join(DTYPES[:-1])} or {DTYPES[-1]}."
 
@@ -284,7 +289,7 @@ def model_spec(
 
 
 def read_config(folder: Path, *model_types: str, tokens: Mapping[str, int] = TOKENS) -> JsonFields:
-    """Read `config.json` and check that it is of this architecture.
+    """Read `config.json`, or the part of it for the model that a retrieval model extends, and check the architecture.
 
     Args:
         folder: the checkpoint's folder.
@@ -296,7 +301,7 @@ def read_config(folder: Path, *model_types: str, tokens: Mapping[str, int] = TOK
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder. Set `model` to the folder of a checkpoint.")
-    config = read_fields(folder / CONFIG)
+    config = extended_fields(read_fields(folder / CONFIG))
     if config.get("model_type") not in model_types:
         supported = " and ".join(map(repr, model_types))
         config.fail("model_type", f"is {config.get('model_type')!r}", f"Only {supported} checkpoints are supported.")
