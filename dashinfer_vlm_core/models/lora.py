@@ -20,6 +20,7 @@ from .checkpoint import HUB_ID, download
 from .files import rename, stored_headers, stored_tensors, tensor_names
 from .headers import TensorHeader
 from .lora_config import LoraConfig, read_lora_config
+from .pooling import Projection
 from .spec import ModelSpec
 
 CONFIG = "adapter_config.json"
@@ -56,7 +57,8 @@ class LoraWeights:
         source: the name of its folder, or its Hugging Face ID; contains no path.
         file: the file with its tensors.
         digest: 32 bytes; equal for equal content. Part of the keys of caches.
-        text: the factors by the module's name in `ModelSpec.text.weights`, with the layer's index in it.
+        text: the factors by the module's name in `ModelSpec.text.weights`, with the layer's index in it, and those of
+            the projection of `PoolingSpec.head`.
         vision: the factors of other modules, by their name after `ModelSpec.tensor_renames`.
         saved: names in the file of tensors that replace those of the checkpoint, by the checkpoint's name after
             `ModelSpec.tensor_renames`.
@@ -154,7 +156,7 @@ class _FolderReader:
         self.num_bytes: int = sum(header.nbytes for header in headers.values())
         self._config = config
         self._renames = spec.tensor_renames
-        self._text = text_tensors(spec.text)
+        self._text = text_tensors(spec.text) | _projection_tensors(spec)
         names = spec.text.weights
         layer = re.escape(names.layer).replace(r"\{\}", r"\d+")
         self._text_only = re.compile(rf"({layer}|{re.escape(names.norm)})\.")
@@ -260,6 +262,11 @@ def text_tensors(text: TextModelSpec) -> dict[str, tuple[int, int]]:
         for name, shape in (_mixer_tensors(text, layer.mixer) | _mlp_tensors(text, layer.mlp)).items():
             shapes[f"{names.layer.format(number)}.{name}.weight"] = shape
     return shapes
+
+
+def _projection_tensors(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    head = spec.pooling.head if spec.pooling else None
+    return {f"{head.name}.weight": (head.size, spec.hidden_size)} if isinstance(head, Projection) else {}
 
 
 def _mixer_tensors(text: TextModelSpec, mixer: AttentionSpec | DeltaNetSpec) -> dict[str, tuple[int, int]]:

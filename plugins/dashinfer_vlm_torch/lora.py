@@ -14,6 +14,7 @@ from dashinfer_vlm_core.concurrency.compute import Executor
 from dashinfer_vlm_core.kernels.types import Kernels, Linear, LMHead, LoraLayer, LoraLayers, LowRank, LowRankPart
 from dashinfer_vlm_core.models.lora import LoraWeights
 from dashinfer_vlm_core.models.lora_weights import Factors, read_factors, read_tensor
+from dashinfer_vlm_core.models.pooling import Projection
 from dashinfer_vlm_core.text_spec import AttentionSpec, MlpSpec, TextModelSpec
 
 from .head_order import row_orders
@@ -70,11 +71,13 @@ class TextLora(NamedTuple):
         layers: what it adds to the layers; None if nothing.
         embedding: what it changes in the embedding table; None if nothing.
         head: what it changes in the output layer; None if nothing.
+        projection: what it adds to the projection of hidden states, one part; None if nothing.
     """
 
     layers: LoraLayers | None
     embedding: EmbeddingChange | None
     head: HeadChange | None
+    projection: LowRank | None
 
 
 class LoraReader(NamedTuple):
@@ -88,6 +91,7 @@ class LoraReader(NamedTuple):
         dtype: the model's dtype.
         qkv_scales: by layer, float32 [outputs], the factors by which the rows of the model's own projections were
             multiplied when they were loaded; missing if they were not.
+        projection: the projection of hidden states; None if there is none.
     """
 
     lora: LoraWeights
@@ -96,6 +100,7 @@ class LoraReader(NamedTuple):
     device: str
     dtype: torch.dtype
     qkv_scales: Mapping[int, Tensor]
+    projection: Projection | None
 
     def read(self, executor: Executor) -> TextLora:
         """Read the adapter on `executor`, where other tasks can run between its parts.
@@ -106,7 +111,7 @@ class LoraReader(NamedTuple):
         run = executor.run
         layers = [run(functools.partial(self._layer, number)) for number in range(len(self.spec.layers))]
         adapted = LoraLayers(layers) if any(any(layer) for layer in layers) else None
-        return TextLora(adapted, run(self._embedding), run(self._head))
+        return TextLora(adapted, run(self._embedding), run(self._head), run(self._projection))
 
     def _layer(self, number: int) -> LoraLayer:
         spec = self.spec
@@ -179,6 +184,10 @@ class LoraReader(NamedTuple):
         head = None if weight is None else self.kernels.head(weight)
         low_rank = self._low_rank([self._factors(name)], [self.spec.vocab_size])
         return HeadChange(head, low_rank) if head or low_rank else None
+
+    def _projection(self) -> LowRank | None:
+        projection = self.projection
+        return self._low_rank([self._factors(projection.name)], [projection.size]) if projection else None
 
     def _saved(self, name: str) -> Tensor | None:
         stored = self.lora.saved.get(f"{name}.weight")

@@ -19,9 +19,9 @@ from dashinfer_vlm_core.kernels import delta_net
 from dashinfer_vlm_core.kernels.experts import MixtureOfExperts
 from dashinfer_vlm_core.kernels.quantization import INT8, Quantization, has_8_bits
 from dashinfer_vlm_core.kernels.streams import HIGH_PRIORITY, stream_executor
-from dashinfer_vlm_core.kernels.types import DecoderShape, DeltaNet, ForwardBatch, Kernels, RecurrentBatch
+from dashinfer_vlm_core.kernels.types import DecoderShape, DeltaNet, ForwardBatch, Kernels, LowRank, RecurrentBatch
 from dashinfer_vlm_core.models.lora import LoraWeights
-from dashinfer_vlm_core.models.pooling import PoolingSpec
+from dashinfer_vlm_core.models.pooling import PoolingSpec, Projection
 from dashinfer_vlm_core.models.weights import Weights
 from dashinfer_vlm_core.progress import Progress
 from dashinfer_vlm_core.text_spec import RotarySpec, TextModelSpec
@@ -87,6 +87,7 @@ class TextModel:
         self._norm = read.norm(names.norm, config.hidden_size)
         head = read._replace(quantization=INT8 if quantization else None)
         self.pools: bool = pooling is not None
+        self._projection = pooling.head if pooling and isinstance(pooling.head, Projection) else None
         self._head = None if pooling else run(lambda: head.head(self._embedding))
         self._pooling_head: PoolingHead | None = (
             head.pooling_head(pooling.head, self._embedding) if pooling and pooling.head else None
@@ -122,12 +123,18 @@ class TextModel:
         assert self._head is not None
         return self._head.argmax(self._normalize(x))
 
-    def pool(self, x: Tensor) -> Tensor:
+    def pool(self, x: Tensor, changes: Sequence[tuple[slice, LowRank]] = ()) -> Tensor:
         """Compute float32 [rows, hidden_size], scores [rows, 1] or projected rows, from hidden states [rows,
-        hidden_size]."""
-        normed = self._normalize(x).float()
+        hidden_size]; `changes` are the rows for which an adapter changes the projection."""
+        normed = self._normalize(x)
         head = self._pooling_head
-        return normed if head is None else F.linear(normed, head.weight, head.bias)
+        if head is None:
+            return normed.float()
+        pooled = F.linear(normed.float(), head.weight, head.bias)
+        for rows, change in changes:
+            (part,) = change.parts
+            pooled[rows] += part.up(change.down(normed[rows]))
+        return pooled
 
     def load_lora(self, lora: LoraWeights) -> TextLora:
         """Read the text model's part of an adapter.
@@ -135,7 +142,9 @@ class TextModel:
         Raises:
             CheckpointError: the adapter's file is damaged, or it changes the output layer of a pooling model.
         """
-        reader = LoraReader(lora, self.config, self.kernels, self.device, self.dtype, self._qkv_scales)
+        reader = LoraReader(
+            lora, self.config, self.kernels, self.device, self.dtype, self._qkv_scales, self._projection
+        )
         read = reader.read(self.executor)
         if self.pools and read.head:
             raise CheckpointError(

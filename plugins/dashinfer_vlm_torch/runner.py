@@ -34,11 +34,11 @@ from .decode_graphs import DecodeGraphs
 from .kernel_sampler import sample_with_kernels
 from .kv_cache import KVCache
 from .kv_cache_manager import KVCopy
-from .lora import HeadChange, TextLora
+from .lora import TextLora
 from .model import TextModel
 from .sampler import OVERFLOW, LaunchedArgmax, LaunchedSample, index_tensor, is_greedy, launch_sample
 from .scheduler import Outcome
-from .sequence import LogitsRow, ScheduledChunk, SequenceState
+from .sequence import ScheduledChunk, SequenceState
 from .step_batch import StepBatch, by_lora, lay_out, state_spans
 
 
@@ -174,8 +174,7 @@ class ModelRunner:
             x = self._forward(batch, recurrent)
         sampled = None
         if batch.last:
-            heads = [(tokens.last, tokens.lora.head) for tokens in batch.adapted if tokens.lora.head]
-            sampled = self._sample(x, [row for rows in batch.rows for row in rows], heads)
+            sampled = self._pool(x, batch) if self._model.pools else self._sample(x, batch)
         return LaunchedStep(chunks, [len(rows) for rows in batch.rows], sampled, recurrent)
 
     @torch.inference_mode()
@@ -249,11 +248,13 @@ class ModelRunner:
         if self._model.device.startswith("cuda"):
             torch.cuda.current_stream(self._model.device).synchronize()
 
-    def _sample(
-        self, x: Tensor, rows: Sequence[LogitsRow], heads: Sequence[tuple[slice, HeadChange]]
-    ) -> LaunchedSample | LaunchedArgmax | LaunchedPooling:
-        if self._model.pools:
-            return LaunchedPooling(HostCopy(self._model.pool(x)))
+    def _pool(self, x: Tensor, batch: StepBatch) -> LaunchedPooling:
+        changes = [(tokens.last, tokens.lora.projection) for tokens in batch.adapted if tokens.lora.projection]
+        return LaunchedPooling(HostCopy(self._model.pool(x, changes)))
+
+    def _sample(self, x: Tensor, batch: StepBatch) -> LaunchedSample | LaunchedArgmax:
+        rows = [row for rows in batch.rows for row in rows]
+        heads = [(tokens.last, tokens.lora.head) for tokens in batch.adapted if tokens.lora.head]
         if not heads and all(map(is_greedy, rows)) and (tokens := self._model.argmax(x)) is not None:
             return LaunchedArgmax(tokens, HostCopy(tokens))
         return launch_sample(self._model.logits(x, heads), rows, self._kernel_sampler)

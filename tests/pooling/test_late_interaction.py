@@ -15,6 +15,7 @@ from dashinfer_vlm_core.errors import InvalidParameter, RequestError
 from dashinfer_vlm_core.preprocessing.pooling import PlacedItem
 from dashinfer_vlm_core.protocol import PoolingItem
 from tests.conversations import blurred_image, data_url
+from tests.lora_folders import ATTENTION, MLP, merge_lora, write_lora
 
 from .late_checkpoints import BASES, IMAGE, PAD, QUERIES, SIZES, WRITERS, LateReference
 
@@ -176,3 +177,20 @@ def test_kernels_in_bfloat16_compute_all_tokens(colqwen2, retriever):
     with VLM(colqwen2, device="cpu", dtype="bfloat16", kv_cache_mib=64) as vlm:
         for ours, rows in zip(vlm.engine.embed_tokens(texts).vectors, expected, strict=True):
             assert (ours * rows).sum(axis=1).min() > 0.99
+
+
+def test_adapter_equals_the_checkpoint_that_it_is_merged_into(tmp_path):
+    base = WRITERS["colqwen2_5"](tmp_path / "base")
+    lora = write_lora(tmp_path / "lora", base, (*ATTENTION, *MLP, "custom_text_proj"), seed=3)
+    requests = {"input": TEXTS}, {"messages": message(image(PAGES[0]))}
+    options = {"device": "cpu", "dtype": "float32", "kv_cache_mib": 64, "prefill_chunk": 16}
+    with VLM(base, lora={"pages": str(lora)}, **options) as vlm:
+        found = [vlm.engine.embed_tokens(request | {"model": "pages"}) for request in requests]
+        unchanged = vlm.engine.embed_tokens(requests[0])
+    with VLM(merge_lora(tmp_path / "merged", base, lora), **options) as merged:
+        expected = [merged.engine.embed_tokens(request) for request in requests]
+    assert [result.model for result in (*found, unchanged)] == ["pages", "pages", "base"]
+    for ours, reference in zip(found, expected, strict=True):
+        for rows, others in zip(ours.vectors, reference.vectors, strict=True):
+            check(rows, torch.from_numpy(others))
+    assert (unchanged.vectors[0] * expected[0].vectors[0]).sum(axis=1).min() < 0.99
