@@ -43,6 +43,27 @@ def media_part(kind: Kind, source: str) -> Part:
     return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
 
 
+def data_part(kind: Kind, path: Path, data: bytes, **options: Any) -> Part:
+    """Return a content part for the content of a file, which is not checked.
+
+    Args:
+        kind: what it is.
+        path: the file, for its media type.
+        data: the content.
+        options: further fields of the part, such as `pages` of a document.
+    """
+    url = _file_data_url(kind, path, data)
+    if kind == "file":
+        return {"type": "file", "file": {"file_data": url, **options}}
+    return {"type": f"{kind}_url", f"{kind}_url": {"url": url, **options}}
+
+
+def media_kind(source: str) -> Kind | None:
+    """Return what a path or a URL refers to by its suffix; None if that is none of these."""
+    path = urlsplit(source).path.lower() if _is_url(source) else source.lower()
+    return next((kind for kind, suffixes in _SUFFIXES.items() if path.endswith(suffixes)), None)
+
+
 def find_media(line: str) -> tuple[str, list[Part]]:
     """Split a line into its text and the images, videos and documents that it contains.
 
@@ -52,7 +73,7 @@ def find_media(line: str) -> tuple[str, list[Part]]:
 
     def extract(match: re.Match[str]) -> str:
         source = _unquote(match[0])
-        kind = _kind(source)
+        kind = media_kind(source)
         if kind is None or not (_is_url(source) or _local_path(source).is_file()):
             return match[0]
         parts.append(media_part(kind, source))
@@ -86,11 +107,6 @@ def clipboard_part() -> Part:
     return {"type": "image_url", "image_url": {"url": _data_url("image/png", buffer.getvalue())}}
 
 
-def _kind(source: str) -> Kind | None:
-    path = urlsplit(source).path.lower() if _is_url(source) else source.lower()
-    return next((kind for kind, suffixes in _SUFFIXES.items() if path.endswith(suffixes)), None)
-
-
 def _is_url(source: str) -> bool:
     return source.lower().startswith(("http://", "https://", "data:"))
 
@@ -120,6 +136,10 @@ def _file_url(kind: Kind, path: Path) -> str:
             check(data)
     except RequestError as error:
         raise type(error)(f"{path}: {error.message}") from error
+    return _file_data_url(kind, path, data)
+
+
+def _file_data_url(kind: Kind, path: Path, data: bytes) -> str:
     return _data_url(mimetypes.guess_type(path.name)[0] or _MEDIA_TYPES[kind], data)
 
 

@@ -16,11 +16,11 @@ from dashinfer_vlm_core.cli.command import EngineCommand
 from dashinfer_vlm_core.cli.terminal import counted
 from dashinfer_vlm_core.concurrency.tasks import run_concurrently
 from dashinfer_vlm_core.errors import DashInferVLMError, QueueFull
-from dashinfer_vlm_core.progress import Progress
 
 from .batch import INTERRUPTED, RETRY_SECONDS
 from .engines import EngineSource, engine_source_options
 from .ocr_files import PAGES_FILE, PagesFile, Source, digest_of, find_sources
+from .rate_progress import RateProgress
 
 if TYPE_CHECKING:
     from .engines import AnyEngine
@@ -61,26 +61,19 @@ def ocr(*, files: tuple[Path, ...], output: Path, source: EngineSource) -> None:
     sys.exit(1 if job.problems else 0)
 
 
-class PageProgress(Progress):
+class PageProgress(RateProgress):
     """Progress with the pages per minute of this run.
 
     Args:
         files: number of files; of those that are not open yet, as many pages are expected as of the others.
     """
 
-    bar_text: ClassVar[str] = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{per_minute}, {remaining} left]"
-    log_text: ClassVar[str] = "{desc}: {n_fmt}/{total_fmt}, {per_minute}, {remaining} left"
+    noun: ClassVar[str] = "pages"
 
     def __init__(self, files: int) -> None:
         self._files = files
         self._pages: list[int] = []
-        super().__init__(total=files, desc="Pages", unit="", smoothing=0)
-
-    @property
-    def format_dict(self) -> dict[str, Any]:
-        values: dict[str, Any] = super().format_dict
-        rate = 60 * values["n"] / values["elapsed"] if values["elapsed"] else 0.0
-        return values | {"per_minute": f"{rate:.1f} pages per minute"}
+        super().__init__(total=files, desc="Pages")
 
     def open_file(self, pages: int) -> None:
         """Count the pages that a file needs."""

@@ -15,6 +15,7 @@ COMMANDS = {
     "chat": "Chat with a model about images, videos and documents.",
     "completion": "Print a shell completion script.",
     "doctor": "Check the installation, and report how to fix problems.",
+    "embed": "Compute embeddings of images, videos, PDFs and text files.",
     "list": "List the models on this machine: registered, downloaded, in folders.",
     "models": "List the models on this machine: registered, downloaded, in folders.",
     "ocr": "Convert PDFs and images to Markdown.",

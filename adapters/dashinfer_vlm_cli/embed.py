@@ -1,0 +1,211 @@
+"""`dashinfer-vlm embed`."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import click
+
+from dashinfer_vlm_core.cli.command import EngineCommand
+from dashinfer_vlm_core.cli.terminal import counted
+from dashinfer_vlm_core.concurrency.tasks import run_concurrently
+from dashinfer_vlm_core.errors import DashInferVLMError, RequestError
+
+from .batch import INTERRUPTED
+from .embed_files import Content, Row, VectorsFile
+from .engines import EngineSource, engine_source_options
+from .rate_progress import RateProgress
+
+if TYPE_CHECKING:
+    from .engines import AnyEngine
+
+MAX_REQUESTS = 16
+"""Embeddings that are computed at the same time, each with a request of its own."""
+
+MAX_PAGES = 8
+"""The same for the pages of a document. The last page is known when one is missing."""
+
+RETRIES = 3
+
+
+@click.command(cls=EngineCommand)
+@click.argument("files", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("-o", "--output", required=True, type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.npy",
+              help="File for the vectors, in NumPy's format.")  # fmt: skip
+@click.option("--text", "texts", multiple=True, metavar="TEXT", help="A text to embed, such as a query. Repeatable.")
+@click.option("--instruction", metavar="TEXT", help="What the embeddings are for.  [default: the model's]")
+@click.option("--dimensions", type=click.IntRange(min=1), metavar="INT",
+              help="Fewer dimensions than the model's, if it was trained for them.")  # fmt: skip
+@engine_source_options
+def embed(
+    *,
+    files: tuple[Path, ...],
+    output: Path,
+    texts: tuple[str, ...],
+    instruction: str | None,
+    dimensions: int | None,
+    source: EngineSource,
+) -> None:
+    """Compute embeddings of images, videos, PDFs and text files.
+
+    Each of FILES becomes a row of a matrix, and each page of a PDF. A file of the same name with the suffix .jsonl says
+    what each row is. Rows are appended as they finish. To resume after an interruption, run the command again: it
+    computes the rows that are missing.
+
+    Exits with 0 if everything has its embedding, with 1 if something has none.
+    """
+    if not files and not texts:
+        raise click.UsageError("There is nothing to embed. Pass FILES or --text.")
+    if source.config.task == "auto":
+        source = replace(source, config=source.config.model_copy(update={"task": "embed"}))
+    options = {"instruction": instruction, "dimensions": dimensions}
+    with VectorsFile(output) as vectors:
+        job = _Job(vectors=vectors, options={name: value for name, value in options.items() if value is not None})
+        try:
+            _run(job, [*dict.fromkeys(files), *dict.fromkeys(texts)], source)
+        except KeyboardInterrupt:
+            click.echo(f"Interrupted. The rows so far are in {output}. Run the command again to resume.", err=True)
+            sys.exit(INTERRUPTED)
+    for problem in job.problems:
+        click.echo(f"dashinfer-vlm: {problem}", err=True)
+    click.echo(
+        f"{counted(job.num_embedded, 'row')} computed, {len(job.problems)} failed. Rows: {vectors.path}", err=True
+    )
+    sys.exit(1 if job.problems else 0)
+
+
+class ItemProgress(RateProgress):
+    """Progress of files and texts, with the rows per minute of this run."""
+
+    noun: ClassVar[str] = "items"
+
+    def __init__(self, total: int, job: _Job) -> None:
+        self._job = job
+        super().__init__(total=total, desc="Embeddings")
+
+    @property
+    def num_done(self) -> int:
+        return self._job.num_embedded
+
+
+@dataclass(kw_only=True)
+class _Job:
+    """One run.
+
+    Attributes:
+        vectors: the rows so far.
+        options: fields of all requests.
+        problems: a line for each file, page and text that failed.
+        num_embedded: number of rows of this run.
+    """
+
+    vectors: VectorsFile
+    options: dict[str, Any]
+    problems: list[str] = field(default_factory=list)
+    num_embedded: int = 0
+    _slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_REQUESTS))
+
+    async def process(self, engine: AnyEngine, source: Path | str) -> None:
+        if isinstance(source, str):
+            row = Row(text=source, instruction=self.options.get("instruction"))
+            self._report(row, await self._embed(engine, row, {"input": source}, None))
+            return
+        try:
+            content = await asyncio.to_thread(Content.read, source)
+        except DashInferVLMError as error:
+            self.problems.append(error.message)
+            return
+        if self.vectors.has_other_version(str(source), content.digest):
+            self.problems.append(f"{source} has changed since its rows were computed. Choose another `--output`.")
+        elif content.kind == "file":
+            await self._embed_pages(engine, content)
+        else:
+            self._report(self._row(content), await self._embed_content(engine, content))
+
+    async def _embed_pages(self, engine: AnyEngine, content: Content) -> None:
+        first = await self._embed_content(engine, content, page=1)
+        if first is not None:
+            second = await self._embed_content(engine, content, page=2)
+            if second is not None and (_is_end(second) or second.message == first.message):
+                self._report(self._row(content), first)  # it concerns the document
+                return
+            self._report(self._row(content, 1), first)
+        has_ended = False
+
+        def numbers() -> Iterator[int]:
+            yield from itertools.takewhile(lambda _: not has_ended, itertools.count(2))
+
+        async def work(page: int) -> None:
+            nonlocal has_ended
+            error = await self._embed_content(engine, content, page=page)
+            if error is not None and _is_end(error):
+                has_ended = True
+            else:
+                has_ended = has_ended or not isinstance(error, RequestError | None)
+                self._report(self._row(content, page), error)
+
+        await run_concurrently(numbers(), work, max_concurrency=MAX_PAGES)
+
+    async def _embed_content(
+        self, engine: AnyEngine, content: Content, page: int | None = None
+    ) -> DashInferVLMError | None:
+        row = self._row(content, page)
+        if row in self.vectors:
+            return None
+        try:
+            inputs = await asyncio.to_thread(content.inputs, page)
+        except DashInferVLMError as error:
+            return error
+        return await self._embed(engine, row, inputs, content.digest)
+
+    async def _embed(
+        self, engine: AnyEngine, row: Row, inputs: dict[str, Any], digest: str | None
+    ) -> DashInferVLMError | None:
+        """Add a row unless it exists; return why it cannot be computed."""
+        from dashinfer_vlm_core.engine.shared import call_engine
+
+        async def started() -> AnyEngine:
+            return engine
+
+        if row in self.vectors:
+            return None
+        request = inputs | self.options
+        try:
+            async with self._slots:
+                result = await call_engine(
+                    started, lambda each: each.aembed(request), timeout=None, max_retries=RETRIES
+                )
+        except DashInferVLMError as error:
+            return error
+        self.vectors.add(row, digest, result)
+        self.num_embedded += 1
+        return None
+
+    def _row(self, content: Content, page: int | None = None) -> Row:
+        return Row(file=str(content.path), page=page, instruction=self.options.get("instruction"))
+
+    def _report(self, row: Row, error: DashInferVLMError | None) -> None:
+        if error is not None:
+            message = error.message.removeprefix(f"`{error.param}`: ")  # the request is not the user's
+            self.problems.append(f"{row}: {message}")
+
+
+def _is_end(error: DashInferVLMError) -> bool:
+    """Return whether the document has no page of the requested number."""
+    return bool(error.param and error.param.endswith(".pages"))
+
+
+def _run(job: _Job, sources: Sequence[Path | str], source: EngineSource) -> None:
+    with source.open() as engine, ItemProgress(len(sources), job) as progress:
+
+        async def work(each: Path | str) -> None:
+            await job.process(engine, each)
+            progress.update()
+
+        asyncio.run(run_concurrently(sources, work, max_concurrency=MAX_REQUESTS))
