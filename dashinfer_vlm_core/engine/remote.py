@@ -29,12 +29,13 @@ from ..errors import (
     QueueFull,
     UnsupportedParameter,
 )
-from ..protocol import DEFAULT_MODEL, ChatRequest, EmbeddingRequest, RerankRequest, ScoreRequest
+from ..protocol import DEFAULT_MODEL, ChatRequest, EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
 from ..protocol.client import current_client
 from ..protocol.ocr import OcrRequest
 from ..protocol.pooling import PoolingBody
 from ..response.ocr import OcrChunk
 from .engine import AnyOcrRequest, EngineStatus, LoopEngine, Request, parse_scores
+from .late_interaction import TokenEmbeddings
 from .observers import ObserverList, RequestObserver
 from .pooling_pipeline import PoolingResult
 
@@ -134,8 +135,15 @@ class RemoteEngine(LoopEngine):
         """
         return await self._loop.acall(self._embed(EmbeddingRequest.parse(request)))
 
+    async def aembed_tokens(self, request: PoolingRequest | Mapping[str, Any]) -> TokenEmbeddings:
+        """Return the embeddings of all tokens of each item, with the tokens of all prompts together.
+
+        Raises the same errors as `chat`.
+        """
+        return await self._loop.acall(self._embed_tokens(PoolingRequest.parse(request)))
+
     async def ascore(self, request: RerankRequest | ScoreRequest | Mapping[str, Any]) -> PoolingResult:
-        """Return the probability that each document is relevant, with the tokens of all pairs together.
+        """Return how relevant each document is, with the tokens of all pairs together.
 
         Raises the same errors as `chat`.
         """
@@ -231,6 +239,20 @@ class RemoteEngine(LoopEngine):
         if len({len(vector) for vector in vectors}) > 1:
             raise _not_compatible()
         return response.result(self.model, np.stack(vectors))
+
+    async def _embed_tokens(self, request: PoolingRequest) -> TokenEmbeddings:
+        body = self._pooling_body(request) | {"task": "token_embed", "encoding_format": "float"}
+        with _translate_errors("/pooling", "embed tokens"):
+            found = await self._client.post(f"{self._root}/pooling", cast_to=object, body=body)
+        response = _read(_Pooled, found)
+        items = _in_order(response.data, len(request.inputs) or 1)
+        if len({len(row) for item in items for row in item.data}) != 1:
+            raise _not_compatible()
+        return TokenEmbeddings(
+            model=response.model or self.model or "",
+            vectors=tuple(np.array(item.data, np.float32) for item in items),
+            prompt_tokens=(response.usage.prompt_tokens,),
+        )
 
     async def _score(self, request: RerankRequest | ScoreRequest) -> PoolingResult:
         body = self._pooling_body(request)
@@ -382,6 +404,14 @@ class _Embedding(_Row):
 
 class _Embeddings(_PoolingResponse):
     data: Annotated[list[_Embedding], pydantic.Field(min_length=1)]
+
+
+class _Matrix(_Row):
+    data: Annotated[list[list[float]], pydantic.Field(min_length=1)]
+
+
+class _Pooled(_PoolingResponse):
+    data: Annotated[list[_Matrix], pydantic.Field(min_length=1)]
 
 
 class _Score(_Row):

@@ -15,6 +15,7 @@ from .retrieval import extended_fields
 
 # Configuration, tokenizer and safetensors only: archives, pickles and other frameworks' weights are not downloaded.
 FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
+ADAPTER = "adapter_config.json"
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 _FOLDER_STEP = (
@@ -72,11 +73,17 @@ def model_type(folder: Path) -> str:
         CheckpointError: the file is missing or is not a model configuration.
     """
     if not (folder / CONFIG).exists():
-        raise CheckpointError(f"{folder} has no {CONFIG}. {_FOLDER_STEP}", param="model")
+        step = _adapter_step(folder) if (folder / ADAPTER).is_file() else _FOLDER_STEP
+        raise CheckpointError(f"{folder} has no {CONFIG}. {step}", param="model")
     config = extended_fields(read_fields(folder / CONFIG))
     if config.get("model_type") is None:
         config.fail_value("model_type", "must be the name of an architecture")
     return str(config.get("model_type"))
+
+
+def _adapter_step(folder: Path) -> str:
+    base = read_fields(folder / ADAPTER).get("base_model_name_or_path") or "the model that it was trained for"
+    return f"It is a LoRA adapter: set `model` to {base}, and `lora` to a name and this folder."
 
 
 def download(repo_id: str, *, revision: str | None = None) -> Path:

@@ -16,14 +16,13 @@ from typing import NamedTuple
 
 from ..errors import CheckpointError
 from ..text_spec import AttentionSpec, DeltaNetSpec, ExpertsSpec, MlpSpec, TextModelSpec
-from .checkpoint import HUB_ID, download
+from .checkpoint import ADAPTER, HUB_ID, download
 from .files import rename, stored_headers, stored_tensors, tensor_names
 from .headers import TensorHeader
 from .lora_config import LoraConfig, read_lora_config
 from .pooling import Projection
 from .spec import ModelSpec
 
-CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 FLOATS = ("F32", "F16", "BF16")
@@ -100,7 +99,7 @@ def find_lora(path: str) -> Path:
     if HUB_ID.fullmatch(path):
         return download(path)
     raise CheckpointError(
-        f"There is no LoRA adapter {path!r}. Use a folder with {CONFIG}, or a Hugging Face ID such as owner/name.",
+        f"There is no LoRA adapter {path!r}. Use a folder with {ADAPTER}, or a Hugging Face ID such as owner/name.",
         param="lora",
     )
 
@@ -118,7 +117,7 @@ def read_lora(name: str, path: str, spec: ModelSpec) -> LoraWeights:
             the message names the file and the field or tensor.
     """
     folder = find_lora(path)
-    config = read_lora_config(folder / CONFIG)
+    config = read_lora_config(folder / ADAPTER)
     file = _tensor_file(folder)
     reader = _FolderReader(file, _headers(file), config, spec)
     text, vision = reader.factors()
@@ -127,7 +126,7 @@ def read_lora(name: str, path: str, spec: ModelSpec) -> LoraWeights:
         name=name,
         source=path if not Path(path).expanduser().is_dir() else folder.resolve().name,
         file=file,
-        digest=_digest(folder / CONFIG, file),
+        digest=_digest(folder / ADAPTER, file),
         text=text,
         vision=vision,
         saved=saved,
@@ -234,7 +233,7 @@ class _FolderReader:
         shape = self._shapes[stored]
         if shape != tuple(expected):
             raise CheckpointError(
-                f"{self._file}: tensor {stored!r} is {list(shape)}, but {list(expected)} is required by {CONFIG} and"
+                f"{self._file}: tensor {stored!r} is {list(shape)}, but {list(expected)} is required by {ADAPTER} and"
                 " the model. Use the model that the adapter was trained with."
             )
 

@@ -333,7 +333,6 @@ class Scheduler:
     def _preempt(self, sequence: SequenceState) -> None:
         sequence.num_preempted_tokens = sequence.num_computed_tokens - sequence.num_cached_tokens
         self._free(sequence, keep=True)
-        sequence.pooled.clear()  # such sequences take nothing from the prefix cache, and begin again
         self._waiting.appendleft(sequence)
         self.counters.preemptions += 1
 

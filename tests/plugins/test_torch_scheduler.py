@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from dashinfer_vlm_core.decoders import Token
+from dashinfer_vlm_core.decoders import Pooled, Token
 from dashinfer_vlm_core.errors import DecoderFailed, QueueFull
 from dashinfer_vlm_torch.kv_cache_manager import KVCopy
 from dashinfer_vlm_torch.prefill_budget import PrefillBudget
@@ -402,3 +403,19 @@ def test_other_prompt_on_same_image_starts_from_copy():
     assert [chunk[:3] for chunk in chunks] == [(asks, 37, 60)]
     assert moves == [KVCopy(0, asks.first_row, 37)]
     assert queue.stats.kv_cached == 60
+
+
+def test_rows_of_all_tokens_are_collected_over_chunks():
+    one = SequenceState(replace(prompt(0, 20), pooling=True), stop=(), pools_tokens=True)
+    queue = scheduler(prefix_cache=False)
+    queue.add(one)
+
+    def pool():
+        (chunk,) = queue.schedule().chunks
+        rows = np.arange(chunk.start, chunk.stop, dtype=np.float32)[:, None]
+        return queue.update([chunk], {one: Pooled(vector=rows)})
+
+    assert [pool(), pool()] == [[], []]
+    ((_, pooled),) = pool()
+    assert pooled.vector[:, 0].tolist() == list(range(20))
+    assert not queue.busy

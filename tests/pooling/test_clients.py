@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 
 import numpy as np
@@ -120,6 +121,21 @@ def test_reranker_returns_the_most_relevant_documents(reranker_of, scorer):
     assert reranker_of().compress_documents([], "dogs") == []
 
 
+def test_late_interaction_through_a_server(retriever):
+    request = {"input": TEXTS, "input_type": "document"}
+    expected = retriever.engine.embed_tokens(request)
+    texts = [Document(text) for text in TEXTS]
+    ranked = DashInferVLMReranker(engine=retriever.engine).compress_documents(texts, "cats")
+    with serving(retriever.engine) as running, RemoteEngine(f"{running.url}/v1") as engine:
+        found = asyncio.run(engine.aembed_tokens(request))
+        again = DashInferVLMReranker(engine=engine).compress_documents(texts, "cats")
+    assert found.prompt_tokens == (sum(expected.prompt_tokens),)
+    for rows, others in zip(found.vectors, expected.vectors, strict=True):
+        np.testing.assert_allclose(rows, others, atol=1e-6)
+    scores = [each.metadata["relevance_score"] for each in ranked]
+    assert [each.metadata["relevance_score"] for each in again] == pytest.approx(scores, abs=1e-3)
+
+
 def test_model_that_generates_text_is_used_for_embeddings(base):
     """The task is part of the options; others of the same checkpoint are another engine."""
     engines = SharedEngines()
@@ -170,6 +186,7 @@ def test_responses_of_other_servers():
         "/floats/v1/embeddings": body(FLOATS, JSON),
         "/repeated/v1/embeddings": body(REPEATED, JSON),
         "/odd/v1/embeddings": body(b'{"data": []}', JSON),
+        "/odd/pooling": body(b'{"data": [{"index": 0, "data": [[1.0], [1.0, 2.0]]}]}', JSON),
         "/odd/v1/rerank": body(b'{"results": [{"index": 5, "relevance_score": 1}]}', JSON),
     }
     with serve(routes) as web:
@@ -181,5 +198,7 @@ def test_responses_of_other_servers():
         for path, error in {"/odd/v1": EngineError, "/none/v1": UnsupportedParameter}.items():
             with pytest.raises(error):
                 DashInferVLMEmbeddings(base_url=web.url(path)).embed_query("a")
+            with RemoteEngine(web.url(path)) as engine, pytest.raises(error):
+                asyncio.run(engine.aembed_tokens({"input": "a"}))
             with RemoteEngine(web.url(path)) as engine, pytest.raises(error):
                 DashInferVLMReranker(engine=engine).compress_documents([Document("b")], "a")

@@ -9,11 +9,13 @@ import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.errors import CheckpointError, ConfigError, SetupError
-from dashinfer_vlm_core.models.pooling import TokenContrast
+from dashinfer_vlm_core.models.pooling import Projection, TokenContrast
 from dashinfer_vlm_core.models.task import EMBED_INSTRUCTION, SCORE_INSTRUCTION, read_pooling
+from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_dashinfer import DashInferFactory
 from dashinfer_vlm_qwen3_vl import Qwen3VL
 from tests.pooling.checkpoints import NO, YES
+from tests.pooling.late_checkpoints import WRITERS
 
 
 @pytest.fixture
@@ -80,3 +82,60 @@ def test_decoder_that_cannot_pool_is_refused_by_name(embedding):
     assert "pooling" not in DashInferFactory().supported_params
     with pytest.raises(SetupError, match="dashinfer: It does not support the task embed"):
         Engine(EngineConfig(model=str(embedding), decoder="dashinfer", device="cpu")).start()
+
+
+def late_pooling(folder, task="auto"):
+    return read_pooling(load_plugins().load_spec(folder), task)
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "prefix", "suffix"),
+    [
+        ("colqwen2", Projection("embedding_proj_layer", 128), "Query: ", "\n"),
+        ("colqwen2_5", Projection("custom_text_proj", 128), "Query: ", ""),
+        ("colqwen3", Projection("embedding_proj_layer", 320), "", ""),
+    ],
+)
+def test_late_interaction_is_found(tmp_path, name, head, prefix, suffix):
+    pooling = late_pooling(WRITERS[name](tmp_path / name))
+    assert (pooling.task, pooling.head, pooling.instruction) == ("token_embed", head, "")
+    assert (pooling.format.query_prefix, pooling.format.query_suffix) == (prefix, "<|endoftext|>" * 10 + suffix)
+    assert pooling.format.media_suffix == "<|im_end|><|endoftext|>"
+
+
+def test_processor_changes_the_prompts(tmp_path, colqwen2):
+    folder = shutil.copytree(colqwen2, tmp_path / "model")
+    media = "<|vision_start|><|image_pad|><|vision_end|>"
+    fields = {"query_prefix": "Q: ", "visual_prompt_prefix": f"Page: {media}Read it.<|im_end|>\n"}
+    (folder / "processor_config.json").write_text(json.dumps(fields))
+    prompts = late_pooling(folder).format
+    assert prompts.query_prefix == "Q: "
+    assert (prompts.media_prefix, prompts.media_text, prompts.media_suffix) == ("Page: ", "Read it.", "<|im_end|>\n")
+    for name, value, words in (("visual_prompt_prefix", "Read it.", "once"), ("query_prefix", 1, "must be a text")):
+        (folder / "processor_config.json").write_text(json.dumps({name: value}))
+        with pytest.raises(CheckpointError, match=words):
+            late_pooling(folder)
+
+
+def test_late_interaction_needs_a_projection(tmp_path, base):
+    with pytest.raises(ConfigError, match="is not a ColQwen checkpoint"):
+        pooling_of(base, "token_embed")
+    folder = shutil.copytree(base, tmp_path / "model")
+    edit(folder / "config.json", architectures=["ColQwen3"])
+    with pytest.raises(CheckpointError, match="no tensor embedding_proj_layer"):
+        pooling_of(folder)
+    edit(folder / "config.json", architectures=["ColQwen3"], model_type="colqwen2", vlm_config=[])
+    with pytest.raises(CheckpointError, match="`vlm_config` must be an object"):
+        late_pooling(folder)
+
+
+def test_late_interaction_has_its_own_prompts(colqwen2, tmp_path):
+    (tmp_path / "template.jinja").write_text("{{ messages }}")
+    with pytest.raises(ConfigError, match="`chat_template` has no effect"):
+        Engine(EngineConfig(model=str(colqwen2), chat_template=tmp_path / "template.jinja", device="cpu")).start()
+
+
+def test_base_of_an_adapter_is_named(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "vidore/colqwen2-base"}')
+    with pytest.raises(CheckpointError, match="vidore/colqwen2-base"):
+        load_plugins().load_spec(tmp_path)
