@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     AnyEngine: TypeAlias = Engine | RemoteEngine
 
 Command = Callable[..., Any]
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,8 +59,8 @@ class EngineSource:
             EngineClosed: the server cannot be reached.
         """
         if self.api_base is None:
-            with progress.show_progress(f"Loading {self.config.name}"):  # also while the engine is imported
-                from dashinfer_vlm_core.engine import Engine
+            with _interruptible(self.config.name), progress.show_progress(f"Loading {self.config.name}"):
+                from dashinfer_vlm_core.engine import Engine  # its import takes a second
 
                 engine = Engine(self.config).start()
             with engine:
@@ -74,6 +79,16 @@ class EngineSource:
             raise EngineClosed(f"{api_base}: {status.fatal_error or 'the server is not ready.'}")
         remote.model = self.model or status.model
         return remote
+
+
+@contextlib.contextmanager
+def _interruptible(model: str) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        click.echo(f"\nInterrupted while {model} was loaded. Run the same command to load it again.", err=True)
+        sys.stderr.flush()
+        os._exit(INTERRUPTED)  # otherwise, the process would wait for the thread that loads the model
 
 
 def engine_source_options(command: Command) -> Command:

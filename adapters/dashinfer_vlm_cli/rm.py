@@ -9,6 +9,7 @@ import click
 
 from dashinfer_vlm_core.errors import CheckpointError
 from dashinfer_vlm_core.models.checkpoint import HUB_ID
+from dashinfer_vlm_core.models.hub import cache_folder, repository_folder
 from dashinfer_vlm_core.plugins import load_plugins
 
 from .fit import size_text
@@ -36,15 +37,13 @@ def rm(*, models: tuple[str, ...]) -> None:
 
 
 def _folder(model: str) -> Path:
-    from huggingface_hub.constants import HF_HUB_CACHE
-
     if model in load_plugins().models:
         raise CheckpointError(f"{model!r} belongs to a plugin, and is deleted with it.", param="model")
-    folder = Path(HF_HUB_CACHE, f"models--{model.replace('/', '--')}")
+    folder = repository_folder(model, cache_folder())
     if HUB_ID.fullmatch(model) and folder.is_dir() and not folder.is_symlink():
         return folder
     if model and Path(model).expanduser().is_dir():
         raise CheckpointError(f"{model!r} is a folder. `rm` deletes only downloads: delete it yourself.", param="model")
     raise CheckpointError(
-        f"{model!r} is not in {HF_HUB_CACHE}. `dashinfer-vlm list` lists the models on this machine.", param="model"
+        f"{model!r} is not in {cache_folder()}. `dashinfer-vlm list` lists the models on this machine.", param="model"
     )

@@ -23,8 +23,6 @@ COMMAND_HINTS = {
     "collect-env": "Use `dashinfer-vlm doctor`.",
     "complete": "Use `dashinfer-vlm chat`.",
     "ls": "Use `dashinfer-vlm list`.",
-    "pull": "A model is downloaded when it is first used, as by `dashinfer-vlm serve OWNER/NAME`.",
-    "run": "Use `dashinfer-vlm chat MODEL`, or `dashinfer-vlm serve MODEL` for a server.",
     "run-batch": "Use `dashinfer-vlm batch`.",
     "stop": "A server ends with Ctrl-C, or with SIGTERM.",
 }

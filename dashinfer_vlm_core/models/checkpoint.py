@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..errors import CheckpointError
-from ..progress import Progress
+from .downloads import Download
+from .hub import HubFile, HubSnapshot, cache_folder, cached_snapshot, list_files
 from .json_fields import CONFIG, read_fields
 from .retrieval import extended_fields
 
-# Configuration, tokenizer and safetensors only: archives, pickles and other frameworks' weights are not downloaded.
-FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
+if TYPE_CHECKING:
+    from huggingface_hub.errors import HfHubHTTPError
+
+logger: logging.Logger = logging.getLogger(__name__)
+
 ADAPTER = "adapter_config.json"
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 
@@ -90,68 +95,130 @@ def download(repo_id: str, *, revision: str | None = None) -> Path:
     """Download a checkpoint from the Hugging Face Hub into its cache; cached files are not downloaded again.
 
     Raises:
-        CheckpointError: the Hub does not have it or denies access, or the Hub cannot be reached and the cache is
-            incomplete.
+        CheckpointError: the Hub does not have it or denies access, its files are not valid, there is too little space,
+            or the Hub cannot be reached and the cache does not have it.
     """
+    try:
+        snapshot = list_snapshot(repo_id, revision=revision)
+    except CheckpointError as error:
+        if not isinstance(error.__cause__, _unavailable()):
+            raise
+        cached = cached_snapshot(repo_id, revision=revision)
+        if cached is None:
+            raise
+        logger.warning("Using %s from the cache: %s", repo_id, error.message)
+        return cached
+    return fetch(snapshot)
+
+
+def list_snapshot(repo_id: str, *, revision: str | None = None) -> HubSnapshot:
+    """Return what the Hub has of a repository.
+
+    Raises:
+        CheckpointError: the Hub does not have it, denies access, or cannot be reached.
+    """
+    with _hub_errors(repo_id):
+        return list_files(repo_id, revision=revision)
+
+
+def fetch(snapshot: HubSnapshot) -> Path:
+    """Download the files that are missing in the cache, and return the folder with all of them.
+
+    Raises:
+        CheckpointError: as for `download`.
+    """
+    if not snapshot.is_complete():
+        fetch_files(snapshot, snapshot.missing())
+        with _hub_errors(snapshot.repo_id):
+            snapshot.publish()
+    return snapshot.folder
+
+
+def fetch_files(snapshot: HubSnapshot, files: Sequence[HubFile]) -> None:
+    """Download some files of a repository into the cache, where programs do not find them before `fetch`.
+
+    Raises:
+        CheckpointError: as for `download`.
+    """
+    with _hub_errors(snapshot.repo_id):
+        Download(snapshot, files).run()
+
+
+@contextlib.contextmanager
+def _hub_errors(repo_id: str) -> Iterator[None]:
     import httpx
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import errors
 
     try:
-        with _download_progress(repo_id) as bars:
-            return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(FILES), tqdm_class=bars))
+        yield
     except (
         OSError,
         errors.HFValidationError,
-        httpx.TransportError,
-        RuntimeError,  # of hf_xet, for example on a full disk
+        httpx.HTTPError,
+        ValueError,  # of the Hub's client: a response is not valid, or a file is too large for it
     ) as error:
         raise CheckpointError(_download_problem(repo_id, error), param="model") from error
 
 
-@contextlib.contextmanager
-def _download_progress(repo_id: str) -> Iterator[type[Progress]]:
-    """Yield a class for the hub's client: one bar for the bytes of all files, instead of several bars."""
-    bars: list[Progress] = []  # the client does not close them
+def _unavailable() -> tuple[type[Exception], ...]:
+    """The errors after which the cache is used."""
+    import httpx
+    from huggingface_hub import errors
 
-    class DownloadProgress(Progress):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            options |= {"desc": f"Downloading {repo_id}", "disable": options.get("unit") != "B"}
-            super().__init__(*args, **options)
-            bars.append(self)
-
-        def set_description(self, *args: Any, **options: Any) -> None:
-            """Keep the description."""
-
-    try:
-        yield DownloadProgress
-    finally:
-        for bar in bars:
-            bar.close()
+    return (httpx.HTTPError, errors.HfHubHTTPError, errors.OfflineModeIsEnabled)
 
 
 def _download_problem(repo_id: str, error: Exception) -> str:
+    import httpx
     from huggingface_hub import errors
-    from huggingface_hub.constants import HF_HUB_CACHE
 
+    if isinstance(error, errors.HfHubHTTPError):
+        return _denied(repo_id, error)
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return (
+            f"{repo_id!r} is not in the cache, and HF_HUB_OFFLINE forbids to download it. Unset HF_HUB_OFFLINE, or"
+            " use a folder."
+        )
+    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+        return (
+            f"The Hugging Face Hub cannot be reached and {repo_id!r} is not in the cache. Check the connection and"
+            " HF_ENDPOINT, or use a folder."
+        )
+    if isinstance(error, httpx.HTTPError):
+        return (
+            f"The connection to the Hugging Face Hub was lost while {repo_id!r} was being downloaded ({error}). Try"
+            " again to resume the download."
+        )
+    if isinstance(error, OSError) and error.errno is not None:
+        return (
+            f"Downloading {repo_id!r} failed: {error.strerror}. Check that the Hugging Face cache folder"
+            f" {cache_folder()} is writable and has free space, or set HF_HOME to another folder. What was downloaded"
+            " is kept, and the next attempt continues there."
+        )
+    return f"Downloading {repo_id!r} failed: {str(error).splitlines()[0]} Try again to resume the download."
+
+
+def _denied(repo_id: str, error: HfHubHTTPError) -> str:
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return (
+            f"{repo_id!r} is gated: request access on its page, then log in with `hf auth login`, or set HF_TOKEN to a"
+            " token that has access."
+        )
     if isinstance(error, errors.RepositoryNotFoundError):
         return (
             f"The Hugging Face Hub has no model {repo_id!r}, or it is private. Check its name, or log in with"
-            " `hf auth login`."
+            " `hf auth login`, or set HF_TOKEN."
         )
-    if isinstance(error, errors.LocalEntryNotFoundError):
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{repo_id!r} has no such revision. Check `revision`: a branch, a tag or a commit."
+    status = error.response.status_code
+    if status in {401, 403}:
         return (
-            f"The Hugging Face Hub cannot be reached and {repo_id!r} is not in the cache. Check the connection, or use"
-            " a folder."
+            f"The Hugging Face Hub denies access to {repo_id!r} ({status}). Log in with `hf auth login`, or set"
+            " HF_TOKEN to a token that may read it."
         )
-    if isinstance(error, errors.HfHubHTTPError | errors.HFValidationError):
-        return f"Downloading {repo_id!r} failed: {error}"
-    if isinstance(error, OSError | RuntimeError):
-        reason = (error.strerror if isinstance(error, OSError) else None) or error
-        return (
-            f"Downloading {repo_id!r} failed: {reason}. Check that the Hugging Face cache folder {HF_HUB_CACHE} is"
-            " writable and has free space, or set HF_HOME to another folder."
-        )
-    return (
-        f"The connection to the Hugging Face Hub was lost while {repo_id!r} was being downloaded ({error}). Try again"
-        " to resume the download."
-    )
+    if status == 404:
+        return f"The Hugging Face Hub lists a file of {repo_id!r} that it does not have (404). Try again later."
+    return f"The Hugging Face Hub responded to the request for {repo_id!r} with {status}. Try again later to resume."

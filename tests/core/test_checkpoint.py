@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-import hashlib
 import json
-import os
+import shutil
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -14,9 +11,9 @@ import pytest
 from dashinfer_vlm_core.errors import CheckpointError
 from dashinfer_vlm_core.models.checkpoint import find_model
 from dashinfer_vlm_core.models.model_card import read_generation_config
+from tests.hub import environment, serve_hub
 from tests.waiting import HANG
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FIND = """
 import logging, sys
 from dashinfer_vlm_core.models.checkpoint import find_model
@@ -32,72 +29,19 @@ except CheckpointError as error:
 """
 
 
-class Hub(BaseHTTPRequestHandler):
-    """The endpoints that the hub's client uses, for one repository with the files in `folder`."""
-
-    folder: Path
-    asked: list[str]
-    mute = False
-
-    def do_HEAD(self):
-        self.do_GET()
-
-    def do_GET(self):
-        self.asked.append(f"{self.command} {self.path}")
-        if self.mute:
-            self.close_connection = True
-        elif self.path.startswith("/api/models/maker/tiny/tree/"):
-            self._send(json.dumps([self.entry(path) for path in sorted(self.folder.iterdir())]).encode())
-        elif self.path.startswith("/api/models/maker/tiny/"):
-            files = [{"rfilename": path.name} for path in sorted(self.folder.iterdir())]
-            self._send(json.dumps({"id": "maker/tiny", "sha": COMMIT, "siblings": files}).encode())
-        elif self.path.startswith(f"/maker/tiny/resolve/{COMMIT}/"):
-            self._send((self.folder / self.path.rpartition("/")[2]).read_bytes())
-        else:
-            self.send_response(401 if "private" in self.path else 404)
-            self.send_header("X-Error-Code", "RepoNotFound")
-            self.end_headers()
-
-    def entry(self, path):
-        return {"type": "file", "path": path.name, "size": path.stat().st_size, "oid": path.name}
-
-    def _send(self, body):
-        self.send_response(200)
-        self.send_header("ETag", f'"{hashlib.sha256(body).hexdigest()}"')
-        self.send_header("X-Repo-Commit", COMMIT)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, *args):
-        """Keep the test's output clean."""
-
-
 @pytest.fixture
 def hub(tiny_checkpoint, tmp_path):
-    handler = type("Handler", (Hub,), {"folder": tiny_checkpoint, "asked": []})
-    (tiny_checkpoint / "pickle.bin").write_bytes(b"not wanted")
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield server
-        server.shutdown()
-    (tiny_checkpoint / "pickle.bin").unlink()
+    folder = shutil.copytree(tiny_checkpoint, tmp_path / "served")
+    (folder / "pickle.bin").write_bytes(b"not wanted")
+    with serve_hub(folder) as handler:
+        yield handler
 
 
 def find(name, home, endpoint):
     """Find the checkpoint in a separate process: the hub's client reads its endpoint when it is imported."""
-    environment = {
-        **os.environ,
-        "HF_ENDPOINT": endpoint,
-        "HF_HOME": str(home),
-        "HF_HUB_DISABLE_XET": "1",
-        "NO_PROXY": "127.0.0.1",
-        "no_proxy": "127.0.0.1",  # where both are set, the lowercase names take precedence
-    }
-    return subprocess.run(
-        [sys.executable, "-c", FIND, name], capture_output=True, text=True, env=environment, check=False, timeout=HANG
-    )
+    command = [sys.executable, "-c", FIND, name]
+    variables = environment(home, endpoint)
+    return subprocess.run(command, capture_output=True, text=True, env=variables, check=False, timeout=HANG)
 
 
 def test_registered_name_comes_first(tmp_path):
@@ -147,7 +91,7 @@ def test_model_that_is_a_file_is_explained(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_hub_id_is_downloaded_once_then_found_offline(hub, tmp_path, tiny_checkpoint):
-    endpoint = f"http://127.0.0.1:{hub.server_port}"
+    endpoint = hub.url
     first = find("maker/tiny", tmp_path, endpoint)
     assert first.returncode == 0, first.stderr
     folder = Path(first.stdout.strip())
@@ -156,33 +100,31 @@ def test_hub_id_is_downloaded_once_then_found_offline(hub, tmp_path, tiny_checkp
     assert first.stderr.startswith("Downloading maker/tiny ...\n")
     assert "Fetching" not in first.stderr  # the hub's own bar
 
-    asked = list(hub.RequestHandlerClass.asked)
+    asked = list(hub.asked)
     again = find("maker/tiny", tmp_path, endpoint)
     assert Path(again.stdout.strip()) == folder
-    assert [line for line in hub.RequestHandlerClass.asked[len(asked) :] if line.startswith("GET /maker")] == []
+    assert [line for line in hub.asked[len(asked) :] if line.startswith("GET /maker")] == []
 
-    hub.shutdown()
-    hub.server_close()
-    assert Path(find("maker/tiny", tmp_path, endpoint).stdout.strip()) == folder
+    assert Path(find("maker/tiny", tmp_path, "http://127.0.0.1:9").stdout.strip()) == folder
 
 
 @pytest.mark.slow
 def test_broken_connection_is_explained(hub, tmp_path):
-    endpoint = f"http://127.0.0.1:{hub.server_port}"
-    hub.RequestHandlerClass.mute = True
+    endpoint = hub.url
+    hub.mute = True
     broken = find("maker/tiny", tmp_path, endpoint)
     assert broken.returncode == 1
     assert broken.stderr.startswith(
         "The connection to the Hugging Face Hub was lost while 'maker/tiny' was being downloaded ("
     )
     assert broken.stderr.endswith("Try again to resume the download.\n")
-    hub.RequestHandlerClass.mute = False
+    hub.mute = False
     assert find("maker/tiny", tmp_path, endpoint).returncode == 0
 
 
 @pytest.mark.slow
 def test_missing_repository_is_explained(hub, tmp_path):
-    result = find("maker/none", tmp_path, f"http://127.0.0.1:{hub.server_port}")
+    result = find("maker/none", tmp_path, hub.url)
     assert result.returncode == 1
     assert "The Hugging Face Hub has no model 'maker/none', or it is private" in result.stderr
 

@@ -1,0 +1,103 @@
+"""`dashinfer-vlm pull`."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.errors import CheckpointError
+from dashinfer_vlm_core.models.checkpoint import HUB_ID, fetch, fetch_files, list_snapshot
+from dashinfer_vlm_core.models.downloads import check_space, delete_damaged
+from dashinfer_vlm_core.models.memory import ModelSize
+from dashinfer_vlm_core.plugins import load_plugins
+from dashinfer_vlm_core.progress import show_progress
+
+from .engines import INTERRUPTED, log_warnings_only
+from .fit import TUNE_STEP, FitEstimator, size_text
+
+if TYPE_CHECKING:
+    from dashinfer_vlm_core.models.hub import HubSnapshot
+
+
+@click.command()
+@click.argument("model", metavar="OWNER/NAME")
+@click.option("--revision", metavar="NAME", help="Branch, tag or commit; defaults to the main branch.")
+def pull(*, model: str, revision: str | None) -> None:
+    """Download a model, after a check of what it needs.
+
+    Configuration files come first: architecture, memory and space on the disk are checked before the weights are
+    downloaded. An interrupted download is resumed, and all checksums are compared, also those of a model that is
+    already on this machine.
+
+    HF_ENDPOINT names a mirror, HF_TOKEN is for models that are private or gated, and HF_HOME is the folder of the
+    cache, which all programs of Hugging Face share.
+    """
+    log_warnings_only()
+    with interruptible(model):
+        click.echo(pull_model(EngineConfig(model=model, revision=revision, device="cpu")))
+
+
+def pull_model(config: EngineConfig) -> Path:
+    """Download a model of a hub, or verify that it is complete, and return its folder.
+
+    Raises:
+        CheckpointError: it is not a model that can be run, or cannot be downloaded.
+    """
+    if not HUB_ID.fullmatch(config.model):
+        raise CheckpointError(
+            f"{config.model!r} is not a model ID. Write OWNER/NAME, such as Qwen/Qwen3-VL-4B-Instruct.", param="model"
+        )
+    snapshot = list_snapshot(config.model, revision=config.revision)
+    if snapshot.is_complete():
+        with show_progress(f"Verifying {config.model}"):
+            damaged = delete_damaged(snapshot)
+        if not damaged:
+            click.echo(f"{config.model} is complete.", err=True)
+            return snapshot.folder
+        click.echo(f"Damaged, and downloaded again: {', '.join(damaged)}", err=True)
+    _show_needs(config, snapshot)
+    check_space(snapshot, snapshot.missing())
+    return fetch(snapshot)
+
+
+def _show_needs(config: EngineConfig, snapshot: HubSnapshot) -> None:
+    """Check the configuration, and show what the model needs, before its weights are downloaded."""
+    weights = [file for file in snapshot.files if file.has_weights]
+    if not weights:
+        raise CheckpointError(
+            f"{config.model!r} has no safetensors files, so it cannot be run. GGUF files and pickled weights are not"
+            " read. Use the repository of the original model.",
+            param="model",
+        )
+    download = size_text(snapshot.bytes_to_download())  # with the files that come first
+    fetch_files(snapshot, [file for file in snapshot.missing() if not file.has_weights])
+    registry = load_plugins()
+    with snapshot.without_weights() as folder:
+        spec = registry.load_spec(folder)
+        size = ModelSize.of(spec, file_bytes=sum(file.size for file in weights))
+    estimator = FitEstimator(config, registry)
+    fit = estimator.fit(config.model, size)
+    click.echo(f"{config.model}: {download} to download; {fit.describe()}", err=True)
+    for line in (fit.advice(), "" if estimator.is_measured else TUNE_STEP):
+        if line:
+            click.echo(line, err=True)
+
+
+@contextlib.contextmanager
+def interruptible(model: str) -> Iterator[None]:
+    """On Ctrl-C, say what is left of a download, and exit."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        click.echo(
+            f"\nInterrupted. `dashinfer-vlm pull {model}` resumes the download; `dashinfer-vlm rm {model}` deletes what"
+            " is there.",
+            err=True,
+        )
+        sys.exit(INTERRUPTED)

@@ -1,0 +1,47 @@
+"""`dashinfer-vlm run`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dashinfer_vlm_core.cli.command import EngineCommand
+from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.models.checkpoint import HUB_ID
+from dashinfer_vlm_core.models.files import missing_weights
+from dashinfer_vlm_core.models.hub import cached_snapshot
+from dashinfer_vlm_core.plugins import load_plugins
+
+from .chat import chat
+from .engines import log_warnings_only
+from .pull import interruptible, pull_model
+
+SERVER_OPTIONS = {"api_base", "api_key"}
+
+
+def _run(*, config: EngineConfig, **options: Any) -> None:
+    log_warnings_only()
+    if _must_be_downloaded(config):
+        with interruptible(config.model):
+            pull_model(config.model_copy(update={"device": "cpu"}))
+    assert chat.callback
+    chat.callback(config=config, **options, **dict.fromkeys(SERVER_OPTIONS))
+
+
+def _must_be_downloaded(config: EngineConfig) -> bool:
+    model = config.model
+    if model in load_plugins().models or Path(model).expanduser().exists() or not HUB_ID.fullmatch(model):
+        return False
+    folder = cached_snapshot(model, revision=config.revision)
+    return folder is None or bool(missing_weights(folder))
+
+
+run = EngineCommand(
+    "run",
+    callback=_run,
+    params=[param for param in chat.params if param.name not in SERVER_OPTIONS],
+    help="""Download a model if it is not on this machine, and chat with it.
+
+    MODEL is a Hugging Face model ID, a registered name, or a checkpoint folder. Everything else is as for `chat`.
+    """,
+)

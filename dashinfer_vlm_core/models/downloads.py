@@ -1,0 +1,243 @@
+"""Download the files of a `HubSnapshot`: several at once, resumed where an earlier attempt ended, and verified."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import IO, Any, ClassVar
+
+from tqdm import tqdm
+
+from ..errors import CheckpointError
+from ..progress import LOG_FORMAT, Progress
+from .hub import HubFile, HubSnapshot
+
+AT_ONCE = 4
+"""Files that are downloaded at the same time."""
+
+BLOCK = 1 << 20
+JOIN_SECONDS = 0.2
+"""Ctrl-C is noticed between two attempts to join a thread."""
+
+
+class TransferProgress(Progress):
+    """Also shows the rate where there is no bar."""
+
+    log_text: ClassVar[str] = LOG_FORMAT + ", {rate_fmt}"
+
+
+class _NoBar(tqdm):  # type: ignore[misc]
+    """The bar of one file, which the Hub's client requires."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options | {"disable": True})
+
+
+class _Stopped(Exception):
+    """Another file failed, or the user stops the download."""
+
+
+class Download:
+    """Downloads files of a snapshot into the cache. Whatever ends it, each file is complete, resumable or absent.
+
+    Args:
+        snapshot: the repository's files.
+        files: those to download.
+    """
+
+    def __init__(self, snapshot: HubSnapshot, files: Sequence[HubFile]) -> None:
+        self._snapshot = snapshot
+        self._files = files
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._errors: list[Exception] = []
+
+    def run(self) -> None:
+        """Download what is missing.
+
+        Raises:
+            CheckpointError: the disk has too little space, a file is longer than stated, or its checksum is wrong.
+            OSError, httpx.TransportError: the errors of the Hub's client.
+        """
+        if not self._files:
+            return
+        check_space(self._snapshot, self._files)
+        (self._snapshot.repository / "blobs").mkdir(parents=True, exist_ok=True)
+        waiting: SimpleQueue[HubFile] = SimpleQueue()
+        for file in self._files:
+            waiting.put(file)
+        present = sum(map(self._snapshot.bytes_on_disk, self._files))
+        total = sum(file.size for file in self._files)
+        options = {"desc": f"Downloading {self._snapshot.repo_id}", "unit": "B", "unit_scale": True}
+        with TransferProgress(total=total, initial=present, **options) as progress:
+            self._work(lambda: self._fetch_all(waiting, progress))
+
+    def _work(self, work: Callable[[], None]) -> None:
+        # Daemons: a thread that waits for a slow hub does not delay the end of the process.
+        threads = [
+            threading.Thread(target=work, name="dashinfer-vlm-download", daemon=True)
+            for _ in range(min(AT_ONCE, len(self._files)))
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                while thread.is_alive() and not self._errors:
+                    thread.join(JOIN_SECONDS)
+        finally:
+            self._stop.set()
+        if self._errors:
+            raise self._errors[0]
+
+    def _fetch_all(self, waiting: SimpleQueue[HubFile], progress: Progress) -> None:
+        while not self._stop.is_set():
+            try:
+                self._fetch(waiting.get_nowait(), progress)
+            except (Empty, _Stopped):  # noqa: PERF203 - a file takes seconds
+                return
+            except Exception as error:  # noqa: BLE001 - `run` raises it
+                self._errors.append(error)
+                return
+
+    def _fetch(self, file: HubFile, progress: Progress) -> None:
+        partial, blob = self._snapshot.partial(file), self._snapshot.blob(file)
+        with partial.open("ab") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX)  # another process may download the same file
+            if blob.is_file():
+                partial.unlink(missing_ok=True)
+                return
+            if stream.tell() > file.size:
+                stream.truncate(0)
+            try:
+                self._complete(file, stream, progress)
+            except CheckpointError:  # what was received is not the file
+                partial.unlink()
+                raise
+            partial.replace(blob)
+
+    def _complete(self, file: HubFile, stream: IO[bytes], progress: Progress) -> None:
+        if stream.tell() < file.size:
+            self._transfer(file, _BoundedFile(stream, file, self._stop, self._advance(progress)))
+        stream.flush()
+        if digest_of(self._snapshot.partial(file), file, self._stop) != file.digest:
+            raise CheckpointError(
+                f"The checksum of {file.path} is wrong: it was damaged on the way, or the hub has another file. It was"
+                f" deleted. Run `dashinfer-vlm pull {self._snapshot.repo_id}` to download it again.",
+                param="model",
+            )
+
+    def _transfer(self, file: HubFile, stream: _BoundedFile) -> None:
+        from huggingface_hub import get_token
+        from huggingface_hub.file_download import http_get
+
+        # Without compression, so that the rest of a file can be requested.
+        headers = {"Accept-Encoding": "identity"}
+        if token := get_token():
+            headers["authorization"] = f"Bearer {token}"
+        destination: Any = stream
+        http_get(
+            self._snapshot.url(file),
+            destination,
+            resume_size=stream.tell(),
+            headers=headers,
+            expected_size=file.size,
+            displayed_filename=file.path,
+            tqdm_class=_NoBar,
+        )
+
+    def _advance(self, progress: Progress) -> Callable[[int], None]:
+        def advance(count: int) -> None:
+            with self._lock:
+                progress.update(count)
+
+        return advance
+
+
+class _BoundedFile:
+    """A file to which at most the stated number of bytes can be written.
+
+    Args:
+        stream: the file, at its end.
+        file: its path and size.
+        stop: set to end the download.
+        advance: is called with the number of bytes that were written.
+    """
+
+    def __init__(self, stream: IO[bytes], file: HubFile, stop: threading.Event, advance: Callable[[int], None]) -> None:
+        self._stream = stream
+        self._file = file
+        self._stop = stop
+        self._advance = advance
+
+    def write(self, data: bytes) -> int:
+        if self._stop.is_set():
+            raise _Stopped
+        if self._stream.tell() + len(data) > self._file.size:
+            raise CheckpointError(
+                f"The hub sends more than the {self._file.size} bytes that it states for {self._file.path}. Check"
+                " HF_ENDPOINT, and use a repository that you trust.",
+                param="model",
+            )
+        self._advance(len(data))
+        return self._stream.write(data)
+
+    def tell(self) -> int:
+        return self._stream.tell()
+
+    def seek(self, position: int) -> int:
+        return self._stream.seek(position)
+
+    def truncate(self) -> int:
+        before = self._stream.seek(0, 2)
+        self._stream.seek(0)
+        self._advance(-before)
+        return self._stream.truncate(0)
+
+
+def digest_of(path: Path, file: HubFile, stop: threading.Event | None = None) -> str:
+    """Return the digest of a file's content, of the kind that the Hub states for it."""
+    if len(file.digest) == hashlib.sha256().digest_size * 2:
+        digest = hashlib.sha256()
+    else:
+        digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
+    with path.open("rb") as stream:
+        while block := stream.read(BLOCK):
+            if stop and stop.is_set():
+                raise _Stopped
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def delete_damaged(snapshot: HubSnapshot) -> list[str]:
+    """Compare all files in the cache with their checksums; delete those that differ, and return their paths."""
+    damaged = []
+    for file in snapshot.files:
+        path = snapshot.folder / file.path
+        if path.is_file() and (path.stat().st_size != file.size or digest_of(path, file) != file.digest):
+            path.resolve().unlink()
+            path.unlink(missing_ok=True)
+            damaged.append(file.path)
+    return damaged
+
+
+def check_space(snapshot: HubSnapshot, files: Sequence[HubFile]) -> None:
+    """Check that the disk has enough space for the rest of some files.
+
+    Raises:
+        CheckpointError: it has not.
+    """
+    needed = sum(file.size - min(file.size, snapshot.bytes_on_disk(file)) for file in files)
+    folder = next(path for path in (snapshot.cache, *snapshot.cache.absolute().parents) if path.exists())
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise CheckpointError(
+            f"{snapshot.repo_id!r} needs {needed / 1e9:.1f} GB more on the disk, but {snapshot.cache} has only"
+            f" {free / 1e9:.1f} GB free. Delete files or other models (`dashinfer-vlm rm`), or set HF_HOME to a folder"
+            " on another disk.",
+            param="model",
+        )

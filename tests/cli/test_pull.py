@@ -1,0 +1,295 @@
+"""`pull` and `run` with a hub that sends what it should, and with one that does not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+
+import huggingface_hub
+import pytest
+
+from dashinfer_vlm_core.errors import CheckpointError, PluginError
+from dashinfer_vlm_core.models.checkpoint import find_model
+from dashinfer_vlm_core.models.hub import is_safe_path
+from tests.hub import COMMIT, MAIN, endless, entry, halves, serve_hub, start
+from tests.waiting import HANG, until
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def hub(tiny_checkpoint, tmp_path, monkeypatch):
+    """A hub with a copy of the tiny model, which this process uses, and an empty cache."""
+    folder = shutil.copytree(tiny_checkpoint, tmp_path / "served")
+    (folder / "pickle.bin").write_bytes(b"not wanted")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "127.0.0.1")
+    monkeypatch.setenv("DASHINFER_VLM_CACHE_DIR", str(tmp_path / "ours"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
+    with serve_hub(folder) as handler:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", handler.url)
+        huggingface_hub.close_session()
+        yield handler
+    huggingface_hub.close_session()
+
+
+@pytest.fixture
+def repository(tmp_path):
+    return tmp_path / "home" / "hub" / "models--maker--tiny"
+
+
+def requested(hub, name=WEIGHTS):
+    return [line for line in hub.asked if line.startswith("GET /maker") and name in line]
+
+
+def left(repository):
+    """Return the names of the blobs, and whether there is a snapshot."""
+    blobs = {path.suffix for path in (repository / "blobs").glob("*")} if repository.exists() else set()
+    return blobs, (repository / "snapshots").exists()
+
+
+def test_pull_states_needs_downloads_and_verifies(run, hub, repository, tiny_checkpoint):
+    result = run("pull", "maker/tiny")
+    size = sum(path.stat().st_size for path in tiny_checkpoint.iterdir())
+    assert f"maker/tiny: {size / 1e6:.1f} MB to download; needs 0." in result.stderr
+    folder = repository / "snapshots" / COMMIT
+    assert result.stdout == f"{folder}\n"
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
+        path.name: path.read_bytes() for path in tiny_checkpoint.iterdir()
+    }
+    assert all(path.is_symlink() for path in folder.iterdir())
+    assert left(repository) == ({""}, True)
+    hub.asked.clear()
+    assert "maker/tiny is complete." in run("pull", "maker/tiny").stderr
+    assert requested(hub, "") == []
+    assert find_model("maker/tiny", registered={}) == folder
+
+
+def test_cache_is_used_while_hub_fails(run, hub, repository, caplog):
+    run("pull", "maker/tiny")
+    hub.statuses["api"] = (503, "")
+    assert find_model("maker/tiny", registered={}) == repository / "snapshots" / COMMIT
+    assert "Using maker/tiny from the cache: " in caplog.text
+
+
+def test_half_file_is_resumed(run, hub, repository, tiny_checkpoint):
+    file = entry(tiny_checkpoint / WEIGHTS)
+    partial = repository / "blobs" / f"{file['lfs']['oid']}.incomplete"
+    partial.parent.mkdir(parents=True)
+    partial.write_bytes((tiny_checkpoint / WEIGHTS).read_bytes()[:1000])
+    assert run("pull", "maker/tiny").exit_code == 0
+    assert [line.rpartition(" ")[2] for line in requested(hub)] == ["bytes=1000-"]
+    assert left(repository) == ({""}, True)
+
+
+def test_lost_connection_is_resumed(run, hub, repository, tiny_checkpoint):
+    content = (tiny_checkpoint / WEIGHTS).read_bytes()
+
+    def once(handler):
+        del hub.bodies[WEIGHTS]
+        halves(content)(handler)
+
+    hub.bodies[WEIGHTS] = once
+    assert run("pull", "maker/tiny").exit_code == 0
+    assert len(requested(hub)) == 2
+    assert left(repository) == ({""}, True)
+
+
+def test_damaged_file_is_found_and_downloaded_again(run, hub, repository, tiny_checkpoint):
+    run("pull", "maker/tiny")
+    file = repository / "snapshots" / COMMIT / WEIGHTS
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.resolve().write_bytes(content)
+    result = run("pull", "maker/tiny")
+    assert f"Damaged, and downloaded again: {WEIGHTS}" in result.stderr
+    assert file.read_bytes() == (tiny_checkpoint / WEIGHTS).read_bytes()
+
+
+def test_wrong_checksum_leaves_no_file(run, hub, repository, tiny_checkpoint):
+    size = (tiny_checkpoint / WEIGHTS).stat().st_size
+    hub.bodies[WEIGHTS] = lambda handler: handler._send(b"x" * size)
+    with pytest.raises(CheckpointError, match=rf"checksum of {WEIGHTS} is wrong.*`dashinfer-vlm pull maker/tiny`"):
+        run("pull", "maker/tiny")
+    assert left(repository) == ({""}, False)
+
+
+def test_endless_file_is_stopped(run, hub, repository):
+    hub.bodies[WEIGHTS] = endless
+    with pytest.raises(CheckpointError, match=rf"sends more than the \d+ bytes that it states for {WEIGHTS}"):
+        run("pull", "maker/tiny")
+    assert left(repository) == ({""}, False)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["../evil.json", "/tmp/evil.json", "a/../../evil.json", "..\\evil.json", "a\nb.json", "./a.json", "a//b.json", 7],
+)
+def test_hostile_paths_are_rejected(run, hub, repository, path):
+    assert not is_safe_path(path)
+    hub.entries["evil"] = {"type": "file", "path": path, "size": 1, "oid": "0" * 40}
+    with pytest.raises(CheckpointError, match="which is not valid, so nothing was downloaded"):
+        run("pull", "maker/tiny")
+    assert not repository.exists()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"size": -1},
+        {"size": "9"},
+        {"oid": "../../../evil"},
+        {"oid": None},
+        {"lfs": {"oid": "x", "size": 1}},
+        {"path": []},
+    ],
+)
+def test_hostile_entries_are_rejected(run, hub, repository, tiny_checkpoint, changes):
+    hub.entries["config.json"] = entry(tiny_checkpoint / "config.json") | changes
+    with pytest.raises(CheckpointError):
+        run("pull", "maker/tiny")
+    assert not repository.exists()
+
+
+def test_hostile_commit_is_rejected(run, hub, repository):
+    hub.commit = "../../../../evil"
+    with pytest.raises(CheckpointError, match="lists the commit"):
+        run("pull", "maker/tiny")
+    assert not repository.exists()
+
+
+def test_content_of_link_is_not_followed(run, hub, repository, tmp_path):
+    """A link in a repository is a file with a path; it is written as such."""
+    (hub.folder / "extra.json").write_text("/etc/passwd")
+    run("pull", "maker/tiny")
+    file = repository / "snapshots" / COMMIT / "extra.json"
+    assert file.read_text() == "/etc/passwd"
+    assert file.resolve().parent == repository / "blobs"
+
+
+@pytest.mark.parametrize(
+    ("place", "refusal", "message"),
+    [
+        ("api", (404, "RepoNotFound"), r"has no model 'maker/tiny', or it is private.*`hf auth login`"),
+        ("api", (404, "RevisionNotFound"), r"no such revision. Check `revision`"),
+        ("api", (403, "GatedRepo"), r"is gated: request access on its page.*HF_TOKEN"),
+        ("api", (403, ""), r"denies access to 'maker/tiny' \(403\)"),
+        (WEIGHTS, (403, ""), r"denies access to 'maker/tiny' \(403\)"),
+        (WEIGHTS, (404, "EntryNotFound"), r"lists a file of 'maker/tiny' that it does not have \(404\)"),
+        (WEIGHTS, (500, ""), r"responded .* with 500. Try again later"),
+    ],
+)
+def test_refusals_are_explained(run, hub, repository, *, place, refusal, message):
+    hub.statuses[place] = refusal
+    with pytest.raises(CheckpointError, match=message):
+        run("pull", "maker/tiny")
+    assert not left(repository)[1]
+
+
+def test_gated_model_needs_token(run, hub, monkeypatch):
+    hub.token = "hf_secret"
+    with pytest.raises(CheckpointError, match="is gated"):
+        run("pull", "maker/tiny")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert run("pull", "maker/tiny").exit_code == 0
+
+
+def test_offline_mode_is_explained(run, hub, monkeypatch):
+    run("pull", "maker/tiny")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    huggingface_hub.close_session()
+    assert find_model("maker/tiny", registered={}).name == COMMIT
+    with pytest.raises(CheckpointError, match="'maker/other' is not in the cache, and HF_HUB_OFFLINE"):
+        find_model("maker/other", registered={})
+
+
+def test_space_is_checked_before_weights(run, hub, repository):
+    huge = entry(hub.folder / WEIGHTS)
+    huge["lfs"] = huge["lfs"] | {"size": 1 << 60}
+    hub.entries[WEIGHTS] = huge
+    with pytest.raises(CheckpointError, match=r"needs 1152921504\.6 GB more on the disk.*`dashinfer-vlm rm`.*HF_HOME"):
+        run("pull", "maker/tiny")
+    assert requested(hub) == []
+
+
+def test_full_disk_is_explained(run, hub, repository):
+    """/dev/full stands for a file on a full disk."""
+    partial = repository / "blobs" / f"{entry(hub.folder / WEIGHTS)['lfs']['oid']}.incomplete"
+    partial.parent.mkdir(parents=True)
+    partial.symlink_to("/dev/full")
+    with pytest.raises(CheckpointError, match=r"No space left on device.*free space, or set HF_HOME.*continues there"):
+        run("pull", "maker/tiny")
+    assert not left(repository)[1]
+
+
+def test_other_architecture_is_refused_before_weights(run, hub):
+    (hub.folder / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(PluginError, match="No model family is named 'bert'"):
+        run("pull", "maker/tiny")
+    assert requested(hub) == []
+
+
+def test_repository_without_safetensors_is_refused(run, hub):
+    hub.entries[WEIGHTS] = None
+    with pytest.raises(CheckpointError, match="has no safetensors files"):
+        run("pull", "maker/tiny")
+    assert requested(hub, "") == []
+
+
+@pytest.mark.parametrize("name", ["tiny", "a/b/c", "../x", ""])
+def test_invalid_name_is_rejected(run, name):
+    with pytest.raises(CheckpointError, match=r"is not a model ID\. Write OWNER/NAME"):
+        run("pull", name)
+
+
+def test_several_files_are_downloaded_at_once(run, hub):
+    together = threading.Barrier(3)
+    names = ["config.json", "tokenizer.json", "preprocessor_config.json"]
+
+    def wait(handler):
+        together.wait(HANG)
+        handler._send((hub.folder / handler.path.rpartition("/")[2]).read_bytes())
+
+    hub.bodies |= dict.fromkeys(names, wait)
+    assert run("pull", "maker/tiny").exit_code == 0
+
+
+def test_run_downloads_and_chats(run, hub):
+    result = run("run", "maker/tiny", "Hello", "--set", "max_tokens=2", "--device", "cpu")
+    assert result.exit_code == 0
+    assert "to download; needs" in result.stderr
+    hub.asked.clear()
+    assert "to download" not in run("run", "maker/tiny", "Hello", "--set", "max_tokens=2", "--device", "cpu").stderr
+    assert requested(hub, "") == []
+
+
+@pytest.mark.slow
+def test_interrupted_pull_of_slow_hub_is_resumable(hub, repository, tmp_path):
+    content = (hub.folder / WEIGHTS).read_bytes()
+    over = threading.Event()
+    hub.bodies[WEIGHTS] = halves(content, then=over)
+    process = start("pull", "maker/tiny", home=tmp_path / "home", endpoint=hub.url)
+    blob = entry(hub.folder / WEIGHTS)["lfs"]["oid"]
+    until(lambda: requested(hub))
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=HANG)
+    over.set()
+    assert process.returncode == 130
+    assert "Interrupted. `dashinfer-vlm pull maker/tiny` resumes the download; `dashinfer-vlm rm maker/tiny`" in errors
+    assert not left(repository)[1]
+    assert {path.suffix for path in (repository / "blobs").glob(f"{blob}*")} <= {".incomplete"}
+    del hub.bodies[WEIGHTS]
+    process = start("pull", "maker/tiny", home=tmp_path / "home", endpoint=hub.url)
+    process.communicate(timeout=HANG)
+    assert (repository / "snapshots" / COMMIT / WEIGHTS).read_bytes() == content
+
+
+@pytest.mark.slow
+def test_interrupted_load_names_next_step(terminal, tiny_checkpoint):
+    shown = terminal("chat", str(tiny_checkpoint), "Hello", program=MAIN)
+    shown.wait_for("Loading")
+    os.kill(shown._pid, signal.SIGINT)
+    shown.wait_for("was loaded. Run the same command to load it again.")
+    assert shown.wait() == 130
