@@ -40,7 +40,7 @@ def read_pooling(spec: ModelSpec, task: Literal["auto"] | Task) -> PoolingSpec |
 
     Args:
         spec: the checkpoint.
-        task: the task; `auto` finds it.
+        task: the task; `auto` finds it. A model with late interaction scores with the embeddings of tokens.
 
     Raises:
         CheckpointError: a file is invalid, or requires another way of pooling.
@@ -48,7 +48,9 @@ def read_pooling(spec: ModelSpec, task: Literal["auto"] | Task) -> PoolingSpec |
     """
     modules = _read_modules(spec.folder)
     config = read_fields(spec.folder / CONFIG)
-    if task == "auto":
+    if task in {"auto", "score"} and is_retrieval(config):
+        task = "token_embed"
+    elif task == "auto":
         task = _find_task(modules, config)
     if task == "generate":
         return None
@@ -71,8 +73,6 @@ def read_pooling(spec: ModelSpec, task: Literal["auto"] | Task) -> PoolingSpec |
 
 
 def _find_task(modules: Mapping[str, Path], config: JsonFields) -> Task:
-    if is_retrieval(config):
-        return "token_embed"
     if "LogitScore" in modules or _classifies(config):
         return "score"
     return "embed" if "Pooling" in modules else "generate"

@@ -42,7 +42,9 @@ T = TypeVar("T")
 LOOK_AHEAD = 8
 """Number of requests that are preprocessed while a full batch is being decoded."""
 
-_NO_CLASSES = "because its models generate text, embed or score. Use `embed` or `score`."
+_NO_CLASSES = (
+    "because its models generate text, embed or score. Use `embed`, `score` or, for each token, `engine.embed_tokens`."
+)
 _NO_SLEEP = "because the weights stay in memory. Use `close` to free it, and create a new VLM."
 
 UNAVAILABLE_METHODS: Mapping[str, str] = {

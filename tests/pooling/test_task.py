@@ -97,7 +97,10 @@ def late_pooling(folder, task="auto"):
     ],
 )
 def test_late_interaction_is_found(tmp_path, name, head, prefix, suffix):
-    pooling = late_pooling(WRITERS[name](tmp_path / name))
+    folder = WRITERS[name](tmp_path / name)
+    pooling = late_pooling(folder)
+    assert late_pooling(folder, "score") == late_pooling(folder, "token_embed") == pooling
+    assert late_pooling(folder, "generate") is None
     assert (pooling.task, pooling.head, pooling.instruction) == ("token_embed", head, "")
     assert (pooling.format.query_prefix, pooling.format.query_suffix) == (prefix, "<|endoftext|>" * 10 + suffix)
     assert pooling.format.media_suffix == "<|im_end|><|endoftext|>"
