@@ -29,7 +29,7 @@ from ..response.ocr import OcrChunk
 from ..vision import VisionStats
 from .capabilities import Capabilities
 from .chat_pipeline import ChatPipeline, Generation
-from .late_interaction import TokenEmbeddings
+from .late_interaction import TokenEmbeddings, TokenVectors
 from .loading import load_pipeline
 from .loras import LoraStatus
 from .observers import ObserverList, RequestObserver
@@ -450,6 +450,13 @@ class Engine(Startable, LoopEngine):
         Raises the same errors as `embed`.
         """
         return self._loop.call(self._ready().pooling.pool(items, dimensions=dimensions, on_done=on_done))
+
+    def pool_tokens(
+        self, items: Sequence[PlacedItem], *, on_done: Callable[[], object] | None = None
+    ) -> TokenEmbeddings:
+        """Compute the embeddings of all tokens of prompts; blocks the calling thread. See `pool`."""
+        unlimited = TokenVectors(limit=None)
+        return self._loop.call(self._ready().pooling.pool_tokens(items, unlimited, on_done=on_done))
 
     def preview(self, request: Request) -> Preview:
         """Return the media as the model would see them, and the length of the prompt; no model runs.

@@ -33,8 +33,14 @@ class TokenEmbeddings:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TokenVectors:
-    """Collects the embeddings of the tokens of items, by the index of the item."""
+    """Collects the embeddings of the tokens of items.
 
+    Attributes:
+        limit: the most embeddings; None for a caller in this process.
+        found: by the index of the item.
+    """
+
+    limit: int | None = MAX_VECTORS
     found: dict[int, Matrix] = field(default_factory=dict)
 
     def add(self, index: int, item: PlacedItem, vectors: Matrix) -> None:
@@ -44,10 +50,9 @@ class TokenVectors:
             InvalidParameter: there are too many.
         """
         self.found[index] = vectors
-        count = sum(map(len, self.found.values()))
-        if count > MAX_VECTORS:
+        if self.limit is not None and sum(map(len, self.found.values())) > self.limit:
             raise InvalidParameter(
-                f"`{item.path}`: the request has more than {MAX_VECTORS} tokens, images included, each of which has an"
+                f"`{item.path}`: the request has more than {self.limit} tokens, images included, each of which has an"
                 " embedding. Send several requests, or lower `max_pixels`.",
                 param=item.path,
             )

@@ -122,16 +122,35 @@ class PoolingPipeline:
 
     async def embed_tokens(self, request: PoolingRequest) -> TokenEmbeddings:
         """Compute the embeddings of all tokens of each item of a request. Raises the same errors as `embed`."""
-        pooling = pooling_of(self.spec, "token_embed", name=self.name)
+        pooling_of(self.spec, "token_embed", name=self.name)
         self._check_count("input", len(request.inputs))
-        self._check_dimensions(request.dimensions, pooling)
         items = await asyncio.to_thread(token_items, request)
-        collected = TokenVectors()
+        return await self.pool_tokens(items, TokenVectors(), dimensions=request.dimensions)
+
+    async def pool_tokens(
+        self,
+        items: Sequence[PlacedItem],
+        collected: TokenVectors,
+        *,
+        dimensions: int | None = None,
+        on_done: Callable[[], object] | None = None,
+    ) -> TokenEmbeddings:
+        """Compute the embeddings of all tokens of items that use the same LoRA adapter; see `pool`.
+
+        Args:
+            items: the items.
+            collected: where they are collected; empty.
+            dimensions: the number of dimensions; all by default.
+            on_done: called after each of them.
+        """
+        self._check_items(items, dimensions)
         tokens: dict[int, int] = {}
 
         async def collect(index: int, pooled: Pooled, count: int) -> None:
-            collected.add(index, items[index], normalized(pooled.vector[:, : request.dimensions]))
+            collected.add(index, items[index], normalized(pooled.vector[:, :dimensions]))
             tokens[index] = count
+            if on_done:
+                on_done()
 
         async with self._session(items[0].item) as session:
             await self._compute_all(session, items, collect)
@@ -184,11 +203,7 @@ class PoolingPipeline:
 
         Raises the same errors as `embed`.
         """
-        pooling = self.spec.pooling
-        assert pooling
-        self._check_dimensions(dimensions, pooling)
-        if not items:
-            raise InvalidParameter("There are no prompts. Pass at least one.", param="prompts")
+        pooling = self._check_items(items, dimensions)
         results: dict[int, tuple[Pooled, int]] = {}
 
         async def collect(index: int, pooled: Pooled, count: int) -> None:
@@ -261,6 +276,14 @@ class PoolingPipeline:
             await compute(0)
             first = 1
         await run_concurrently(range(first, len(items)), compute, max_concurrency=self.max_parallel)
+
+    def _check_items(self, items: Sequence[PlacedItem], dimensions: int | None) -> PoolingSpec:
+        pooling = self.spec.pooling
+        assert pooling
+        self._check_dimensions(dimensions, pooling)
+        if not items:
+            raise InvalidParameter("There are no prompts. Pass at least one.", param="prompts")
+        return pooling
 
     def _check_dimensions(self, dimensions: int | None, pooling: PoolingSpec) -> None:
         size = pooling.head.size if isinstance(pooling.head, Projection) else self.spec.hidden_size

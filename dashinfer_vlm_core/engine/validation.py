@@ -23,7 +23,7 @@ _ROUTES: Mapping[Task, str] = {
     "generate": "generates text (task generate). Use `/v1/chat/completions` or `/v1/responses`, or `VLM.chat`",
     "embed": "computes embeddings (task embed). Use `/v1/embeddings`, or `VLM.embed`",
     "score": "scores documents (task score). Use `/v1/rerank` or `/score`, or `VLM.score`",
-    "token_embed": "embeds each token (task token_embed). Use `/pooling`, `/v1/rerank` or `/score`, or `VLM.score`",
+    "token_embed": "embeds each token (task token_embed). Use `/pooling`, `/v1/rerank` or `/score`, or `VLM.encode`",
 }
 
 

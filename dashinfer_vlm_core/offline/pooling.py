@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from ..errors import RequestError
 from ..preprocessing.pooling import PlacedItem, as_sentence
 from ..protocol import LoRARequest, PoolingItem
+from ..protocol.validation_errors import invalid, show
 from .inputs import MediaDefaults, is_single_conversation, message_fields, prompt_fields
 
 
@@ -24,9 +29,16 @@ class EmbeddingOutput:
         return len(self.embedding)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TokenEmbeddingOutput:
+    """The embeddings of the tokens of a prompt, float32 [tokens, dimensions]."""
+
+    data: npt.NDArray[np.float32]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoringOutput:
-    """The probability that a document is relevant for a query."""
+    """How relevant a document is for a query: a probability or, with late interaction, a sum of similarities."""
 
     score: float
 
@@ -56,6 +68,13 @@ class EmbeddingRequestOutput(PoolingRequestOutput):
     outputs: EmbeddingOutput
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TokenEmbeddingRequestOutput(PoolingRequestOutput):
+    """The output of one prompt of `VLM.encode`."""
+
+    outputs: TokenEmbeddingOutput
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoringRequestOutput(PoolingRequestOutput):
     """The output of one pair of `VLM.score`."""
@@ -67,11 +86,20 @@ def embedding_items(
     prompts: Iterable[object],
     defaults: MediaDefaults,
     *,
-    instruction: str,
+    instruction: str | None = None,
+    template_options: Mapping[str, bool] = MappingProxyType({}),
     truncate_prompt_tokens: int | None,
     lora_request: LoRARequest | None,
 ) -> list[PlacedItem]:
     """Return the items of rendered prompts and conversations.
+
+    Args:
+        prompts: the prompts.
+        defaults: the options of media.
+        instruction: the system message of conversations without one; None to add none.
+        template_options: variables of the template, for conversations.
+        truncate_prompt_tokens: see `PoolingItem`.
+        lora_request: the LoRA adapter.
 
     Raises:
         InvalidParameter, UnsupportedParameter: a prompt is invalid; `param` is `prompts` with its index.
@@ -80,17 +108,30 @@ def embedding_items(
     items = []
     for index, prompt in enumerate(prompts):
         try:
-            item = PoolingItem.parse({**_fields(prompt, defaults, instruction), **options})
+            item = PoolingItem.parse({**_fields(prompt, defaults, instruction, template_options), **options})
         except RequestError as error:
             raise PlacedItem(item=PoolingItem.model_construct(), path=f"prompts[{index}]").name_field(error) from None
         items.append(PlacedItem(item=item, path=f"prompts[{index}]"))
     return items
 
 
-def _fields(prompt: object, defaults: MediaDefaults, instruction: str) -> dict[str, Any]:
+def _fields(
+    prompt: object, defaults: MediaDefaults, instruction: str | None, template_options: Mapping[str, bool]
+) -> dict[str, Any]:
     if not is_single_conversation(prompt):
         return prompt_fields(prompt, defaults)
     messages: list[Mapping[str, Any]] = list(prompt)  # type: ignore[call-overload]
-    if messages[0].get("role") not in {"system", "developer"}:
+    if instruction is not None and messages[0].get("role") not in {"system", "developer"}:
         messages.insert(0, {"role": "system", "content": as_sentence(instruction)})
-    return {**message_fields(messages), **defaults.fields(None)}
+    return {**message_fields(messages), "chat_template_kwargs": dict(template_options), **defaults.fields(None)}
+
+
+def check_choices(**arguments: tuple[str, ...]) -> None:
+    """Check that the first entry of each argument, which is the given value, is one of the others.
+
+    Raises:
+        InvalidParameter: it is not; `param` is the name of the argument.
+    """
+    for name, (given, *choices) in arguments.items():
+        if given not in choices:
+            raise invalid(name, f"must be {' or '.join(map(repr, choices))}, got {show(given)}.")

@@ -14,6 +14,7 @@ from ..config import EngineConfig, variable, variables_set
 from ..engine import Engine
 from ..engine.validation import pooling_of
 from ..errors import ConfigError, DashInferVLMError
+from ..preprocessing.retrieval import IS_QUERY
 from ..protocol import LoRARequest, OfflineRequest, ScoreRequest
 from ..protocol.validation_errors import invalid, show
 from .batch import OfflineBatch, RequestFactory
@@ -25,6 +26,9 @@ from .pooling import (
     EmbeddingRequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
+    TokenEmbeddingOutput,
+    TokenEmbeddingRequestOutput,
+    check_choices,
     embedding_items,
 )
 from .vllm_arguments import check_call_arguments, to_engine_options
@@ -42,13 +46,11 @@ T = TypeVar("T")
 LOOK_AHEAD = 8
 """Number of requests that are preprocessed while a full batch is being decoded."""
 
-_NO_CLASSES = (
-    "because its models generate text, embed or score. Use `embed`, `score` or, for each token, `engine.embed_tokens`."
-)
+_NO_CLASSES = "because its models generate text, embed or score. Use `embed`, `encode` or `score`."
 _NO_SLEEP = "because the weights stay in memory. Use `close` to free it, and create a new VLM."
 
 UNAVAILABLE_METHODS: Mapping[str, str] = {
-    **dict.fromkeys(("classify", "encode", "reward"), _NO_CLASSES),
+    **dict.fromkeys(("classify", "reward"), _NO_CLASSES),
     "beam_search": "because completions are not ranked. Use `generate` with `temperature` 0, or with `n`.",
     **dict.fromkeys(("sleep", "wake_up"), _NO_SLEEP),
 }
@@ -288,6 +290,47 @@ class VLM:
                 request_id=str(next(self._ids)), num_prompt_tokens=tokens, outputs=EmbeddingOutput(embedding=embedding)
             )
             for embedding, tokens in zip(result.values.tolist(), result.prompt_tokens, strict=True)
+        ]
+
+    def encode(
+        self,
+        prompts: Any,
+        *,
+        pooling_task: Literal["token_embed"] = "token_embed",
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: LoRARequest | None = None,
+        input_type: Literal["query", "document"] = "document",
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[TokenEmbeddingRequestOutput]:
+        """Compute the embeddings of all tokens of one or many prompts, with late interaction.
+
+        Args:
+            prompts: as in `embed`. A conversation is one message of the user, which is a query or a document.
+            pooling_task: the only task.
+            use_tqdm: as in `generate`.
+            lora_request: as in `embed`.
+            input_type: whether conversations are queries or documents, which have different prompts.
+            truncate_prompt_tokens: as in `embed`.
+
+        Raises the same errors as `embed`.
+        """
+        pooling_of(self.engine.model_spec(), "token_embed", name=self.engine.config.name)
+        check_choices(pooling_task=(pooling_task, "token_embed"), input_type=(input_type, "query", "document"))
+        single = is_single_prompt(prompts) or is_single_conversation(prompts)
+        items = embedding_items(
+            [prompts] if single else prompts,
+            self._media_defaults,
+            template_options={IS_QUERY: input_type == "query"},
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            lora_request=lora_request,
+        )
+        with self._bar(len(items), use_tqdm) as bar:
+            result = self.engine.pool_tokens(items, on_done=bar.update)
+        return [
+            TokenEmbeddingRequestOutput(
+                request_id=str(next(self._ids)), num_prompt_tokens=tokens, outputs=TokenEmbeddingOutput(data=rows)
+            )
+            for rows, tokens in zip(result.vectors, result.prompt_tokens, strict=True)
         ]
 
     def score(

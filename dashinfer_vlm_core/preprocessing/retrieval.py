@@ -17,6 +17,9 @@ IS_QUERY = "is_query"
 """The variable of the template that is true for queries."""
 
 _TEMPLATE = """
+{%- if messages | length != 1 or messages[0].role != "user" %}
+    {{- raise_exception("a query or a document is one message of the user. Send one for each.") }}
+{%- endif %}
 {%- set message = messages[0] %}
 {%- set parts = [{"type": "text", "text": message.content}] if message.content is string else message.content %}
 {%- set media = parts | rejectattr("type", "equalto", "text") | map(attribute="type") | list %}
@@ -54,23 +57,18 @@ def token_items(request: PoolingRequest) -> list[PlacedItem]:
     """Return the items of a request: one for each text or list of token IDs, or one for the message.
 
     Raises:
-        InvalidParameter: the request has an instruction, or messages other than one of the user.
+        InvalidParameter: the request has an instruction.
     """
     _reject_instruction(request.instruction)
     template = request.item()
     if request.messages is not None:
-        messages = request.conversation
-        if len(messages) != 1 or messages[0].role != "user":
-            raise InvalidParameter(
-                "`messages` must be one message of the user, which is a query or a document.", param="messages"
-            )
-        item = _with_message(template, messages[0], is_query=request.input_type == "query")
-        return [PlacedItem(item=item, path="messages", paths={"messages[0]": "messages[0]"})]
+        item = _with_messages(template, request.conversation, is_query=request.input_type == "query")
+        return [PlacedItem(item=item, path="messages", paths={"messages[": "messages["})]
     single = len(request.inputs) == 1 and request.inputs[0] is request.input
     is_query = request.input_type != "document"
     return [
         PlacedItem(
-            item=_with_message(template, Message.model_construct(role="user", content=given), is_query=is_query)
+            item=_with_messages(template, (Message.model_construct(role="user", content=given),), is_query=is_query)
             if isinstance(given, str)
             else template.model_copy(update={"prompt": given}),
             path="input" if single else f"input[{index}]",
@@ -100,14 +98,14 @@ def late_interaction_items(
 def _placed(template: PoolingItem, parts: Parts, *, is_query: bool) -> PlacedItem:
     message = Message.model_construct(role="user", content=tuple(part for _, part in parts))
     return PlacedItem(
-        item=_with_message(template, message, is_query=is_query),
+        item=_with_messages(template, (message,), is_query=is_query),
         path=parts[0][0] if len(parts) == 1 else parts[0][0].rpartition(".")[0],
         paths={f"messages[0].content[{index}]": path for index, (path, _) in enumerate(parts)},
     )
 
 
-def _with_message(template: PoolingItem, message: Message, *, is_query: bool) -> PoolingItem:
-    return template.model_copy(update={"messages": (message,), "chat_template_kwargs": {IS_QUERY: is_query}})
+def _with_messages(template: PoolingItem, messages: tuple[Message, ...], *, is_query: bool) -> PoolingItem:
+    return template.model_copy(update={"messages": messages, "chat_template_kwargs": {IS_QUERY: is_query}})
 
 
 def _reject_instruction(instruction: str | None) -> None:

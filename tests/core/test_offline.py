@@ -806,7 +806,7 @@ def test_get_tokenizer_renders_prompts(demo):
 
 @pytest.mark.parametrize(
     ("name", "next_step"),
-    [("classify", "`embed` or `score`"), ("beam_search", "with `n`"), ("sleep", "`close`")],
+    [("classify", "`embed`, `encode` or `score`"), ("beam_search", "with `n`"), ("sleep", "`close`")],
 )
 def test_unavailable_methods_of_vllm_are_refused(scripted, name, next_step):
     vlm, _ = scripted("ok")

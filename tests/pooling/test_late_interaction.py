@@ -111,6 +111,34 @@ def test_text_is_cut_before_the_tokens_that_augment_a_query(late):
     check(ours, late.reference.embed_ids(torch.cat((ids[: 40 - end], ids[-end:]))))
 
 
+def test_images_and_token_ids_are_encoded_offline(late):
+    """Media as Python objects; several messages are an error that names the prompt."""
+    ids = late.reference.inputs("a dog")["input_ids"][0].tolist()
+    page = message({"type": "image_pil", "image_pil": PAGES[0]})
+    found = late.vlm.encode([ids, page], use_tqdm=False)
+    check(found[0].outputs.data, late.reference.embed("a dog"))
+    check(found[1].outputs.data, late.reference.document(PAGES[0]))
+    (query,) = late.vlm.encode(message({"type": "text", "text": "a dog"}), input_type="query", use_tqdm=False)
+    check(query.outputs.data, late.reference.query("a dog"))
+    assert query.num_prompt_tokens == len(query.outputs.data)
+
+
+@pytest.mark.parametrize(
+    ("options", "param", "words"),
+    [
+        ({"prompts": [message() * 2]}, "prompts[0]", ""),
+        ({"prompts": [[{"role": "user", "content": "a"}] * 2]}, "prompts[0]", "one message"),
+        ({"prompts": "a", "pooling_task": "embed"}, "pooling_task", "'token_embed'"),
+        ({"prompts": "a", "input_type": "page"}, "input_type", "'query' or 'document'"),
+    ],
+)
+def test_bad_prompt_is_named(retriever, options, param, words):
+    with pytest.raises(RequestError) as error:
+        retriever.encode(**options, use_tqdm=False)
+    assert error.value.param.startswith(param)
+    assert words in error.value.message
+
+
 def test_number_of_embeddings_of_a_request_is_bounded():
     collected = TokenVectors()
     item = PlacedItem(item=PoolingItem.model_construct(), path="input[1]")
