@@ -18,9 +18,9 @@ from tests.waiting import HANG
 TEXT = page_text("cli.md")
 CONSOLE = re.findall(r"^```console\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 FILES = ("requests.jsonl", "options.yaml")
-RUN_ELSEWHERE = ("dashinfer-vlm verify", "dashinfer-vlm tune", "dashinfer-vlm doctor")
-"""Commands that take long, show no output on the page, and run in test_verification.py, test_tune.py and
-test_doctor.py."""
+RUN_ELSEWHERE = ("dashinfer-vlm verify", "dashinfer-vlm tune", "dashinfer-vlm doctor", "dashinfer-vlm pull")
+"""Commands that take long or need a hub, and run in test_verification.py, test_tune.py, test_doctor.py and
+test_pull.py."""
 
 
 def steps(block):
