@@ -1,4 +1,4 @@
-"""A hub with the endpoints that downloads use, which can misbehave."""
+"""A hub with the endpoints of Hugging Face and ModelScope that downloads use, which can misbehave."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class Hub(BaseHTTPRequestHandler):
 
     Attributes:
         asked: the requests, with the ranges.
+        tokens: the authorizations of the requests.
         entries: replacements for entries of the list of files, by path; None leaves one out.
         bodies: functions that send the content of a file instead, by path.
         statuses: statuses of files, by path, or of the API (`api`), with an error code of the hub.
@@ -34,6 +35,7 @@ class Hub(BaseHTTPRequestHandler):
 
     folder: Path
     asked: list[str]
+    tokens: set[str | None]
     entries: dict[str, Any]
     bodies: dict[str, Any]
     statuses: dict[str, tuple[int, str]]
@@ -47,6 +49,7 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_GET(self):
         self.asked.append(f"{self.command} {self.path} {self.headers.get('Range', '')}".strip())
+        self.tokens.add(self.headers.get("Authorization"))
         if self.mute:
             self.close_connection = True
         elif self.token and self.headers.get("Authorization") != f"Bearer {self.token}":
@@ -57,7 +60,9 @@ class Hub(BaseHTTPRequestHandler):
             self._send(json.dumps(self._tree()).encode())
         elif self.path.startswith("/api/models/maker/tiny"):
             self._send(json.dumps({"id": "maker/tiny", "sha": self.commit, "siblings": []}).encode())
-        elif self.path.startswith(f"/maker/tiny/resolve/{COMMIT}/"):
+        elif self.path.startswith("/api/v1/models/maker/tiny/repo/files?"):
+            self._send(json.dumps({"Code": 200, "Data": {"Files": self._modelscope_files()}}).encode())
+        elif self.path.startswith((f"/maker/tiny/resolve/{COMMIT}/", "/models/maker/tiny/resolve/master/")):
             self._file(self.path.rpartition("/")[2])
         else:
             self._refuse(401 if "private" in self.path else 404, "RepoNotFound")
@@ -65,6 +70,14 @@ class Hub(BaseHTTPRequestHandler):
     def _tree(self):
         listed = {path.name: entry(path) for path in sorted(self.folder.iterdir())} | self.entries
         return [each for each in listed.values() if each is not None]
+
+    def _modelscope_files(self):
+        found = [{"Type": "tree", "Path": "folder", "Size": 0, "Sha256": ""}]
+        for path in sorted(self.folder.iterdir()):
+            content = path.read_bytes()
+            digest = hashlib.sha256(content).hexdigest()
+            found.append({"Type": "blob", "Path": path.name, "Size": len(content), "Sha256": digest})
+        return found
 
     def _file(self, name):
         if name in self.statuses:
@@ -141,7 +154,9 @@ def endless(handler: Hub) -> None:
 @contextmanager
 def serve_hub(folder: Path) -> Iterator[type[Hub]]:
     """Serve a folder; yields the handler, whose attributes can be changed, and whose `url` is the endpoint."""
-    handler = type("Handler", (Hub,), {"folder": folder, "asked": [], "entries": {}, "bodies": {}, "statuses": {}})
+    handler = type(
+        "Handler", (Hub,), {"folder": folder, "asked": [], "tokens": set(), "entries": {}, "bodies": {}, "statuses": {}}
+    )
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -6,13 +6,13 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import click
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import CheckpointError
-from dashinfer_vlm_core.models.checkpoint import HUB_ID, fetch, fetch_files, list_snapshot
+from dashinfer_vlm_core.models.checkpoint import HUB_ID, Hub, fetch, fetch_files, list_snapshot
 from dashinfer_vlm_core.models.downloads import check_space, delete_damaged
 from dashinfer_vlm_core.models.memory import ModelSize
 from dashinfer_vlm_core.plugins import load_plugins
@@ -25,10 +25,19 @@ if TYPE_CHECKING:
     from dashinfer_vlm_core.models.hub import HubSnapshot
 
 
-@click.command()
+HUB_OPTION = click.Option(
+    ["--hub"],
+    type=click.Choice(get_args(Hub)),
+    default="huggingface",
+    show_default=True,
+    help="Where to download from.",
+)
+
+
+@click.command(params=[HUB_OPTION])
 @click.argument("model", metavar="OWNER/NAME")
 @click.option("--revision", metavar="NAME", help="Branch, tag or commit; defaults to the main branch.")
-def pull(*, model: str, revision: str | None) -> None:
+def pull(*, model: str, revision: str | None, hub: Hub) -> None:
     """Download a model, after a check of what it needs.
 
     Configuration files come first: architecture, memory and space on the disk are checked before the weights are
@@ -36,14 +45,15 @@ def pull(*, model: str, revision: str | None) -> None:
     already on this machine.
 
     HF_ENDPOINT names a mirror, HF_TOKEN is for models that are private or gated, and HF_HOME is the folder of the
-    cache, which all programs of Hugging Face share.
+    cache, which all programs of Hugging Face share. The folder of the model is printed; commands that do not know
+    ModelScope accept it in place of the name.
     """
     log_warnings_only()
     with interruptible(model):
-        click.echo(pull_model(EngineConfig(model=model, revision=revision, device="cpu")))
+        click.echo(pull_model(EngineConfig(model=model, revision=revision, device="cpu"), hub))
 
 
-def pull_model(config: EngineConfig) -> Path:
+def pull_model(config: EngineConfig, hub: Hub) -> Path:
     """Download a model of a hub, or verify that it is complete, and return its folder.
 
     Raises:
@@ -53,7 +63,7 @@ def pull_model(config: EngineConfig) -> Path:
         raise CheckpointError(
             f"{config.model!r} is not a model ID. Write OWNER/NAME, such as Qwen/Qwen3-VL-4B-Instruct.", param="model"
         )
-    snapshot = list_snapshot(config.model, revision=config.revision)
+    snapshot = list_snapshot(config.model, revision=config.revision, hub=hub)
     if snapshot.is_complete():
         with show_progress(f"Verifying {config.model}"):
             damaged = delete_damaged(snapshot)

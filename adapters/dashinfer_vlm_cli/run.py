@@ -7,23 +7,25 @@ from typing import Any
 
 from dashinfer_vlm_core.cli.command import EngineCommand
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.models.checkpoint import HUB_ID
+from dashinfer_vlm_core.models.checkpoint import HUB_ID, Hub
 from dashinfer_vlm_core.models.files import missing_weights
 from dashinfer_vlm_core.models.hub import cached_snapshot
 from dashinfer_vlm_core.plugins import load_plugins
 
 from .chat import chat
 from .engines import log_warnings_only
-from .pull import interruptible, pull_model
+from .pull import HUB_OPTION, interruptible, pull_model
 
 SERVER_OPTIONS = {"api_base", "api_key"}
 
 
-def _run(*, config: EngineConfig, **options: Any) -> None:
+def _run(*, config: EngineConfig, hub: Hub, **options: Any) -> None:
     log_warnings_only()
-    if _must_be_downloaded(config):
+    if hub == "modelscope" or _must_be_downloaded(config):
         with interruptible(config.model):
-            pull_model(config.model_copy(update={"device": "cpu"}))
+            folder = pull_model(config.model_copy(update={"device": "cpu"}), hub)
+        if hub == "modelscope":  # by its name, the model would be looked up on the Hugging Face Hub
+            config = config.model_copy(update={"model": str(folder), "served_model_name": config.name})
     assert chat.callback
     chat.callback(config=config, **options, **dict.fromkeys(SERVER_OPTIONS))
 
@@ -39,7 +41,7 @@ def _must_be_downloaded(config: EngineConfig) -> bool:
 run = EngineCommand(
     "run",
     callback=_run,
-    params=[param for param in chat.params if param.name not in SERVER_OPTIONS],
+    params=[*(param for param in chat.params if param.name not in SERVER_OPTIONS), HUB_OPTION],
     help="""Download a model if it is not on this machine, and chat with it.
 
     MODEL is a Hugging Face model ID, a registered name, or a checkpoint folder. Everything else is as for `chat`.

@@ -7,16 +7,21 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from ..errors import CheckpointError
 from .downloads import Download
 from .hub import HubFile, HubSnapshot, cache_folder, cached_snapshot, list_files
 from .json_fields import CONFIG, read_fields
+from .modelscope import list_modelscope_files
 from .retrieval import extended_fields
 
 if TYPE_CHECKING:
     from huggingface_hub.errors import HfHubHTTPError
+
+Hub: TypeAlias = Literal["huggingface", "modelscope"]
+
+_HUBS = {"huggingface": list_files, "modelscope": list_modelscope_files}
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -111,14 +116,14 @@ def download(repo_id: str, *, revision: str | None = None) -> Path:
     return fetch(snapshot)
 
 
-def list_snapshot(repo_id: str, *, revision: str | None = None) -> HubSnapshot:
-    """Return what the Hub has of a repository.
+def list_snapshot(repo_id: str, *, revision: str | None = None, hub: Hub = "huggingface") -> HubSnapshot:
+    """Return what a hub has of a repository.
 
     Raises:
-        CheckpointError: the Hub does not have it, denies access, or cannot be reached.
+        CheckpointError: the hub does not have it, denies access, or cannot be reached.
     """
     with _hub_errors(repo_id):
-        return list_files(repo_id, revision=revision)
+        return _HUBS[hub](repo_id, revision=revision)
 
 
 def fetch(snapshot: HubSnapshot) -> Path:
@@ -182,7 +187,7 @@ def _download_problem(repo_id: str, error: Exception) -> str:
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
         return (
             f"The Hugging Face Hub cannot be reached and {repo_id!r} is not in the cache. Check the connection and"
-            " HF_ENDPOINT, or use a folder."
+            " HF_ENDPOINT, or use a folder, or `dashinfer-vlm pull --hub modelscope`."
         )
     if isinstance(error, httpx.HTTPError):
         return (

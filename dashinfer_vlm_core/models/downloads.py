@@ -137,7 +137,7 @@ class Download:
 
         # Without compression, so that the rest of a file can be requested.
         headers = {"Accept-Encoding": "identity"}
-        if token := get_token():
+        if self._snapshot.sends_token and (token := get_token()):
             headers["authorization"] = f"Bearer {token}"
         destination: Any = stream
         http_get(

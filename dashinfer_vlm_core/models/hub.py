@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote
 
 from ..errors import CheckpointError
@@ -25,6 +25,9 @@ WEIGHTS = "*.safetensors"
 
 MAX_FILES = 10_000
 """Of a repository. Published checkpoints have less than 300."""
+
+MAX_TEXT_BYTES = 200 * 10**6
+"""Of a file without weights, which is read as a whole. Published tokenizers have at most 35 MB."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
@@ -60,7 +63,8 @@ class HubSnapshot:
         commit: its commit.
         files: those that a checkpoint consists of.
         cache: the cache folder.
-        endpoint: the address of the hub.
+        base_url: the address of its files.
+        sends_token: whether requests have the user's token of Hugging Face.
     """
 
     repo_id: str
@@ -68,10 +72,11 @@ class HubSnapshot:
     commit: str
     files: tuple[HubFile, ...]
     cache: Path
-    endpoint: str
+    base_url: str
+    sends_token: bool
 
     def url(self, file: HubFile) -> str:
-        return f"{self.endpoint}/{self.repo_id}/resolve/{self.commit}/{quote(file.path)}"
+        return f"{self.base_url}/{quote(file.path)}"
 
     @property
     def repository(self) -> Path:
@@ -148,17 +153,37 @@ def list_files(repo_id: str, *, revision: str | None) -> HubSnapshot:
     try:
         commit = str(api.model_info(repo_id, revision=name).sha)
         if not _COMMIT.fullmatch(commit) or not is_safe_path(name):
-            raise _invalid(repo_id, f"the commit {commit!r} of {name!r}")
+            raise invalid_list(repo_id, f"the commit {commit!r} of {name!r}")
         listed = islice(api.list_repo_tree(repo_id, recursive=True, revision=commit), MAX_FILES + 1)
-        files = checked_files(repo_id, (file for file in listed if isinstance(file, RepoFile)))
+        files = checked_files(repo_id, (_listed(file) for file in listed if isinstance(file, RepoFile)))
     except (LookupError, TypeError, AttributeError) as error:  # of the client, which expects valid responses
-        raise _invalid(repo_id, f"something unexpected ({error!r})") from error
+        raise invalid_list(repo_id, f"something unexpected ({error!r})") from error
     return HubSnapshot(
-        repo_id=repo_id, revision=name, commit=commit, files=files, cache=cache_folder(), endpoint=constants.ENDPOINT
+        repo_id=repo_id,
+        revision=name,
+        commit=commit,
+        files=files,
+        cache=cache_folder(),
+        base_url=f"{constants.ENDPOINT}/{repo_id}/resolve/{commit}",
+        sends_token=True,
     )
 
 
-def checked_files(repo_id: str, listed: Iterable[RepoFile]) -> tuple[HubFile, ...]:
+class ListedFile(NamedTuple):
+    """What a hub states about a file, of any type."""
+
+    path: object
+    size: object
+    digest: object
+
+
+def _listed(file: RepoFile) -> ListedFile:
+    if file.lfs:
+        return ListedFile(file.path, file.lfs.size, file.lfs.sha256)
+    return ListedFile(file.path, file.size, file.blob_id)
+
+
+def checked_files(repo_id: str, listed: Iterable[ListedFile]) -> tuple[HubFile, ...]:
     """Return the files of a checkpoint among those of a repository.
 
     Raises:
@@ -168,16 +193,17 @@ def checked_files(repo_id: str, listed: Iterable[RepoFile]) -> tuple[HubFile, ..
     found = []
     for number, file in enumerate(listed):
         if number == MAX_FILES:
-            raise _invalid(repo_id, f"more than {MAX_FILES} files")
-        if isinstance(file.path, str) and not any(fnmatch(file.path, pattern) for pattern in FILES):
+            raise invalid_list(repo_id, f"more than {MAX_FILES} files")
+        path, size, digest = file
+        if isinstance(path, str) and not any(fnmatch(path, pattern) for pattern in FILES):
             continue
-        size = file.lfs.size if file.lfs else file.size
-        digest = file.lfs.sha256 if file.lfs else file.blob_id
-        if not is_safe_path(file.path):
-            raise _invalid(repo_id, f"a file named {file.path!r}")
-        if type(size) is not int or size < 0 or not _DIGEST.fullmatch(str(digest)):
-            raise _invalid(repo_id, f"the size {size!r} or checksum {digest!r} of {file.path}")
-        found.append(HubFile(path=file.path, size=size, digest=digest))
+        if not isinstance(path, str) or not is_safe_path(path):
+            raise invalid_list(repo_id, f"a file named {path!r}")
+        if type(size) is not int or size < 0 or not (isinstance(digest, str) and _DIGEST.fullmatch(digest)):
+            raise invalid_list(repo_id, f"the size {size!r} or checksum {digest!r} of {path}")
+        if size > MAX_TEXT_BYTES and not fnmatch(path, WEIGHTS):
+            raise invalid_list(repo_id, f"{size / 1e6:,.0f} MB of {path}")
+        found.append(HubFile(path=path, size=size, digest=digest))
     return tuple(found)
 
 
@@ -219,7 +245,8 @@ def repository_folder(repo_id: str, cache: Path) -> Path:
     return cache / f"models--{repo_id.replace('/', '--')}"
 
 
-def _invalid(repo_id: str, problem: str) -> CheckpointError:
+def invalid_list(repo_id: str, problem: str) -> CheckpointError:
+    """Return the error for a response of a hub that is not valid."""
     return CheckpointError(
         f"The hub lists {problem} for {repo_id!r}, which is not valid, so nothing was downloaded. Check HF_ENDPOINT,"
         " and use a repository that you trust.",

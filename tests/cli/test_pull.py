@@ -143,6 +143,7 @@ def test_hostile_paths_are_rejected(run, hub, repository, path):
         {"oid": "../../../evil"},
         {"oid": None},
         {"lfs": {"oid": "x", "size": 1}},
+        {"size": 10**9},
         {"path": []},
     ],
 )
@@ -263,6 +264,32 @@ def test_run_downloads_and_chats(run, hub):
     hub.asked.clear()
     assert "to download" not in run("run", "maker/tiny", "Hello", "--set", "max_tokens=2", "--device", "cpu").stderr
     assert requested(hub, "") == []
+
+
+@pytest.fixture
+def modelscope(hub, monkeypatch):
+    """The hub as ModelScope; that of Hugging Face cannot be reached."""
+    monkeypatch.setenv("MODELSCOPE_DOMAIN", hub.url)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    return hub
+
+
+def test_modelscope_is_another_hub(run, modelscope, repository, tiny_checkpoint):
+    options = ("--hub", "modelscope", "--set", "max_tokens=2", "--device", "cpu")
+    assert "to download; needs" in run("run", "maker/tiny", "Hello", *options).stderr
+    (folder,) = (repository / "snapshots").iterdir()
+    assert (folder / WEIGHTS).read_bytes() == (tiny_checkpoint / WEIGHTS).read_bytes()
+    assert modelscope.tokens == {None}
+    assert run("pull", "maker/tiny", "--hub", "modelscope").stdout == f"{folder}\n"
+
+
+def test_errors_of_modelscope_are_explained(run, modelscope):
+    with pytest.raises(CheckpointError, match=r"ModelScope has no public model 'maker/none'"):
+        run("pull", "maker/none", "--hub", "modelscope")
+    (modelscope.folder / "a\nb.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="which is not valid, so nothing was downloaded"):
+        run("pull", "maker/tiny", "--hub", "modelscope")
 
 
 @pytest.mark.slow
