@@ -6,9 +6,11 @@ import contextlib
 import functools
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -83,12 +85,18 @@ class EngineSource:
 
 @contextlib.contextmanager
 def _interruptible(model: str) -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
+    """End the process on Ctrl-C at once, instead of waiting for the threads that load the model."""
+
+    def end(_number: int, _frame: FrameType | None) -> None:
         click.echo(f"\nInterrupted while {model} was loaded. Run the same command to load it again.", err=True)
         sys.stderr.flush()
-        os._exit(INTERRUPTED)  # otherwise, the process would wait for the thread that loads the model
+        os._exit(INTERRUPTED)
+
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def engine_source_options(command: Command) -> Command:

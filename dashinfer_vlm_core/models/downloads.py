@@ -1,7 +1,12 @@
-"""Download the files of a `HubSnapshot`: several at once, resumed where an earlier attempt ended, and verified."""
+"""Download the files of a `HubSnapshot`: several at once, resumed where an earlier attempt ended, and verified.
+
+`snapshot_download` of the Hub's client discards unfinished files, names files in the cache as the hub says, and waits
+for its threads on Ctrl-C. Its `http_get`, which is used here, continues after lost connections.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import shutil
@@ -107,7 +112,8 @@ class Download:
     def _fetch(self, file: HubFile, progress: Progress) -> None:
         partial, blob = self._snapshot.partial(file), self._snapshot.blob(file)
         with partial.open("ab") as stream:
-            fcntl.flock(stream, fcntl.LOCK_EX)  # another process may download the same file
+            with contextlib.suppress(OSError):  # file systems without locks
+                fcntl.flock(stream, fcntl.LOCK_EX)  # another process may download the same file
             if blob.is_file():
                 partial.unlink(missing_ok=True)
                 return

@@ -16,6 +16,7 @@ from dashinfer_vlm_core.models import memory
 from dashinfer_vlm_core.models.published import MODELS, hub_id
 from dashinfer_vlm_core.plugins import load_plugins
 from tests.kernels import needs_native
+from tests.web import body, serve
 
 GB = 10**9
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -102,6 +103,24 @@ def test_ps_lists_models_of_server(run, server_url):
     output = run("ps", "--api-base", url).stdout
     assert output.splitlines() == ["MODEL  STATE  OF", "tiny   ready"]
     assert json.loads(run("ps", "--api-base", url, "--json").stdout) == [{"model": "tiny", "state": "ready", "of": ""}]
+
+
+def test_ps_shows_states_aliases_and_adapters(run):
+    models = [
+        {"id": "chat", "root": "chat", "parent": None, "state": "unloaded"},
+        {"id": "gpt-4o", "root": "chat", "parent": None, "state": "unloaded"},
+        {"id": "sql\x1b[2J", "root": "sql", "parent": "chat", "state": "ready"},
+    ]
+    shared = {"object": "model", "created": 0, "owned_by": "maker"}
+    listed = json.dumps({"object": "list", "data": [model | shared for model in models]}).encode()
+    with serve({"/v1/models": body(listed, "Content-Type: application/json")}) as web:
+        lines = run("ps", "--api-base", web.url("/v1")).stdout.splitlines()
+    assert [line.split() for line in lines] == [
+        ["MODEL", "STATE", "OF"],
+        ["chat", "unloaded"],
+        ["gpt-4o", "unloaded", "chat"],
+        ["sql[2J", "ready", "chat"],
+    ]
 
 
 def test_ps_explains_server_that_does_not_run(run):
