@@ -31,6 +31,9 @@ class Hub(BaseHTTPRequestHandler):
         statuses: statuses of files, by path, or of the API (`api`), with an error code of the hub.
         token: the token that all requests need; empty for none.
         commit: the commit that the API states.
+        lists: a function that sends the responses of the API instead.
+        next_page: the address of the second page of the list of files; empty if there is none.
+        second_page: its entries.
     """
 
     folder: Path
@@ -41,6 +44,9 @@ class Hub(BaseHTTPRequestHandler):
     statuses: dict[str, tuple[int, str]]
     token = ""
     commit = COMMIT
+    lists: Any = None
+    next_page = ""
+    second_page: list[Any]
     mute = False
     protocol_version = "HTTP/1.1"
 
@@ -56,8 +62,12 @@ class Hub(BaseHTTPRequestHandler):
             self._refuse(401, "GatedRepo")
         elif self.path.startswith("/api/") and "api" in self.statuses:
             self._refuse(*self.statuses["api"])
+        elif self.path.startswith("/api/") and self.lists:
+            self.lists()
+        elif self.path.startswith("/api/models/maker/tiny/tree/") and "page=2" in self.path:
+            self._send(json.dumps(self.second_page).encode())
         elif self.path.startswith("/api/models/maker/tiny/tree/"):
-            self._send(json.dumps(self._tree()).encode())
+            self._send(json.dumps(self._tree()).encode(), link=self.next_page)
         elif self.path.startswith("/api/models/maker/tiny"):
             self._send(json.dumps({"id": "maker/tiny", "sha": self.commit, "siblings": []}).encode())
         elif self.path.startswith("/api/v1/models/maker/tiny/repo/files?"):
@@ -93,7 +103,7 @@ class Hub(BaseHTTPRequestHandler):
         self.send_header("Content-Length", "0")
         self.end_headers()
 
-    def _send(self, body):
+    def _send(self, body, link=""):
         start = re.match(r"bytes=(\d+)-", self.headers.get("Range", ""))
         part = body[int(start[1]) :] if start else body
         self.send_response(206 if start else 200)
@@ -102,6 +112,8 @@ class Hub(BaseHTTPRequestHandler):
         self.send_header("ETag", f'"{hashlib.sha256(body).hexdigest()}"')
         self.send_header("X-Repo-Commit", COMMIT)
         self.send_header("Content-Length", str(len(part)))
+        if link:
+            self.send_header("Link", f'<{link}>; rel="next"')
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(part)

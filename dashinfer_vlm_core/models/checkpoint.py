@@ -7,17 +7,15 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from ..errors import CheckpointError
 from .downloads import Download
 from .hub import HubFile, HubSnapshot, cache_folder, cached_snapshot, list_files
+from .hub_requests import HubRefusal
 from .json_fields import CONFIG, read_fields
 from .modelscope import list_modelscope_files
 from .retrieval import extended_fields
-
-if TYPE_CHECKING:
-    from huggingface_hub.errors import HfHubHTTPError
 
 Hub: TypeAlias = Literal["huggingface", "modelscope"]
 
@@ -122,7 +120,7 @@ def list_snapshot(repo_id: str, *, revision: str | None = None, hub: Hub = "hugg
     Raises:
         CheckpointError: the hub does not have it, denies access, or cannot be reached.
     """
-    with _hub_errors(repo_id):
+    with _hub_errors(repo_id, hub):
         return _HUBS[hub](repo_id, revision=revision)
 
 
@@ -150,19 +148,15 @@ def fetch_files(snapshot: HubSnapshot, files: Sequence[HubFile]) -> None:
 
 
 @contextlib.contextmanager
-def _hub_errors(repo_id: str) -> Iterator[None]:
+def _hub_errors(repo_id: str, hub: Hub = "huggingface") -> Iterator[None]:
     import httpx
-    from huggingface_hub import errors
 
     try:
         yield
-    except (
-        OSError,
-        errors.HFValidationError,
-        httpx.HTTPError,
-        ValueError,  # of the Hub's client: a response is not valid, or a file is too large for it
-    ) as error:
-        raise CheckpointError(_download_problem(repo_id, error), param="model") from error
+    except HubRefusal as error:
+        raise CheckpointError(_refusal(repo_id, error, hub), param="model") from error
+    except (OSError, httpx.HTTPError) as error:
+        raise CheckpointError(_download_problem(repo_id, error, hub), param="model") from error
 
 
 def _unavailable() -> tuple[type[Exception], ...]:
@@ -170,15 +164,16 @@ def _unavailable() -> tuple[type[Exception], ...]:
     import httpx
     from huggingface_hub import errors
 
-    return (httpx.HTTPError, errors.HfHubHTTPError, errors.OfflineModeIsEnabled)
+    return (httpx.HTTPError, HubRefusal, errors.OfflineModeIsEnabled)
 
 
-def _download_problem(repo_id: str, error: Exception) -> str:
+HUB_NAMES: Mapping[Hub, str] = {"huggingface": "The Hugging Face Hub", "modelscope": "ModelScope"}
+
+
+def _download_problem(repo_id: str, error: Exception, hub: Hub) -> str:
     import httpx
     from huggingface_hub import errors
 
-    if isinstance(error, errors.HfHubHTTPError):
-        return _denied(repo_id, error)
     if isinstance(error, errors.OfflineModeIsEnabled):
         return (
             f"{repo_id!r} is not in the cache, and HF_HUB_OFFLINE forbids to download it. Unset HF_HUB_OFFLINE, or"
@@ -186,44 +181,39 @@ def _download_problem(repo_id: str, error: Exception) -> str:
         )
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
         return (
-            f"The Hugging Face Hub cannot be reached and {repo_id!r} is not in the cache. Check the connection and"
-            " HF_ENDPOINT, or use a folder, or `dashinfer-vlm pull --hub modelscope`."
+            f"{HUB_NAMES[hub]} cannot be reached and {repo_id!r} is not in the cache. Check the connection and"
+            " HF_ENDPOINT, use a folder, or try `dashinfer-vlm pull --hub modelscope`."
         )
-    if isinstance(error, httpx.HTTPError):
+    if isinstance(error, OSError):
         return (
-            f"The connection to the Hugging Face Hub was lost while {repo_id!r} was being downloaded ({error}). Try"
-            " again to resume the download."
-        )
-    if isinstance(error, OSError) and error.errno is not None:
-        return (
-            f"Downloading {repo_id!r} failed: {error.strerror}. Check that the Hugging Face cache folder"
+            f"Downloading {repo_id!r} failed: {error.strerror or error}. Check that the Hugging Face cache folder"
             f" {cache_folder()} is writable and has free space, or set HF_HOME to another folder. What was downloaded"
             " is kept, and the next attempt continues there."
         )
-    return f"Downloading {repo_id!r} failed: {str(error).splitlines()[0]} Try again to resume the download."
+    return (
+        f"The connection to {HUB_NAMES[hub][0].lower()}{HUB_NAMES[hub][1:]} was lost while {repo_id!r} was being"
+        f" downloaded ({error}). Try again to resume the download."
+    )
 
 
-def _denied(repo_id: str, error: HfHubHTTPError) -> str:
-    from huggingface_hub import errors
-
-    if isinstance(error, errors.GatedRepoError):
+def _refusal(repo_id: str, error: HubRefusal, hub: Hub) -> str:
+    if error.code == "GatedRepo":
         return (
             f"{repo_id!r} is gated: request access on its page, then log in with `hf auth login`, or set HF_TOKEN to a"
             " token that has access."
         )
-    if isinstance(error, errors.RepositoryNotFoundError):
+    if error.code == "RevisionNotFound":
+        return f"{repo_id!r} has no such revision. Check `revision`: a branch, a tag or a commit."
+    if error.code == "EntryNotFound":
+        return f"{HUB_NAMES[hub]} lists a file of {repo_id!r} that it does not have (404). Try again later."
+    if error.code == "RepoNotFound" or error.status == 404:
         return (
-            f"The Hugging Face Hub has no model {repo_id!r}, or it is private. Check its name, or log in with"
+            f"{HUB_NAMES[hub]} has no model {repo_id!r}, or it is private. Check its name, or log in with"
             " `hf auth login`, or set HF_TOKEN."
         )
-    if isinstance(error, errors.RevisionNotFoundError):
-        return f"{repo_id!r} has no such revision. Check `revision`: a branch, a tag or a commit."
-    status = error.response.status_code
-    if status in {401, 403}:
+    if error.status in {401, 403}:
         return (
-            f"The Hugging Face Hub denies access to {repo_id!r} ({status}). Log in with `hf auth login`, or set"
+            f"{HUB_NAMES[hub]} denies access to {repo_id!r} ({error.status}). Log in with `hf auth login`, or set"
             " HF_TOKEN to a token that may read it."
         )
-    if status == 404:
-        return f"The Hugging Face Hub lists a file of {repo_id!r} that it does not have (404). Try again later."
-    return f"The Hugging Face Hub responded to the request for {repo_id!r} with {status}. Try again later to resume."
+    return f"{HUB_NAMES[hub]} responded to the request for {repo_id!r} with {error.status}. Try again later to resume."

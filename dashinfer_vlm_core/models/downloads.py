@@ -1,7 +1,7 @@
 """Download the files of a `HubSnapshot`: several at once, resumed where an earlier attempt ended, and verified.
 
 `snapshot_download` of the Hub's client discards unfinished files, names files in the cache as the hub says, and waits
-for its threads on Ctrl-C. Its `http_get`, which is used here, continues after lost connections.
+for its threads on Ctrl-C.
 """
 
 from __future__ import annotations
@@ -9,21 +9,29 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import logging
 import shutil
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import IO, Any, ClassVar
-
-from tqdm import tqdm
+from typing import IO, ClassVar
 
 from ..errors import CheckpointError
 from ..progress import LOG_FORMAT, Progress
 from .hub import HubFile, HubSnapshot
+from .hub_requests import HubRefusal, open_response
+
+logger: logging.Logger = logging.getLogger(__name__)
 
 AT_ONCE = 4
 """Files that are downloaded at the same time."""
+
+RETRIED = {408, 429, 500, 502, 503, 504}
+"""Statuses of responses after which another attempt may succeed."""
+
+RETRY_SECONDS = (1, 2, 4, 8)
+"""Pauses between attempts to receive the rest of a file."""
 
 BLOCK = 1 << 20
 JOIN_SECONDS = 0.2
@@ -34,13 +42,6 @@ class TransferProgress(Progress):
     """Also shows the rate where there is no bar."""
 
     log_text: ClassVar[str] = LOG_FORMAT + ", {rate_fmt}"
-
-
-class _NoBar(tqdm):  # type: ignore[misc]
-    """The bar of one file, which the Hub's client requires."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options | {"disable": True})
 
 
 class _Stopped(Exception):
@@ -67,7 +68,7 @@ class Download:
 
         Raises:
             CheckpointError: the disk has too little space, a file is longer than stated, or its checksum is wrong.
-            OSError, httpx.TransportError: the errors of the Hub's client.
+            HubRefusal, httpx.HTTPError, OSError: a file cannot be received, see `open_response`, or written.
         """
         if not self._files:
             return
@@ -128,8 +129,7 @@ class Download:
 
     def _complete(self, file: HubFile, stream: IO[bytes], progress: Progress) -> None:
         if stream.tell() < file.size:
-            self._transfer(file, _BoundedFile(stream, file, self._stop, self._advance(progress)))
-        stream.flush()
+            self._transfer(file, stream, progress)
         if digest_of(self._snapshot.partial(file), file, self._stop) != file.digest:
             raise CheckpointError(
                 f"The checksum of {file.path} is wrong: it was damaged on the way, or the hub has another file. It was"
@@ -137,72 +137,63 @@ class Download:
                 param="model",
             )
 
-    def _transfer(self, file: HubFile, stream: _BoundedFile) -> None:
-        from huggingface_hub import get_token
-        from huggingface_hub.file_download import http_get
+    def _transfer(self, file: HubFile, stream: IO[bytes], progress: Progress) -> None:
+        """Receive the rest of a file; after a lost connection, continue where it was lost."""
+        pauses = iter(RETRY_SECONDS)
+        while True:
+            received = stream.tell()
+            if (error := self._try_to_receive(file, stream, progress)) is None:
+                return
+            if stream.tell() > received:
+                pauses = iter(RETRY_SECONDS)
+            seconds = next(pauses, None)
+            if seconds is None:
+                raise error
+            logger.warning("%s: %s. Trying again in %d s.", file.path, error, seconds)
+            if self._stop.wait(seconds):
+                raise _Stopped
 
-        # Without compression, so that the rest of a file can be requested.
-        headers = {"Accept-Encoding": "identity"}
-        if self._snapshot.sends_token and (token := get_token()):
-            headers["authorization"] = f"Bearer {token}"
-        destination: Any = stream
-        http_get(
-            self._snapshot.url(file),
-            destination,
-            resume_size=stream.tell(),
-            headers=headers,
-            expected_size=file.size,
-            displayed_filename=file.path,
-            tqdm_class=_NoBar,
-        )
+    def _try_to_receive(self, file: HubFile, stream: IO[bytes], progress: Progress) -> Exception | None:
+        """Return the error if another attempt may succeed."""
+        import httpx
 
-    def _advance(self, progress: Progress) -> Callable[[int], None]:
-        def advance(count: int) -> None:
-            with self._lock:
-                progress.update(count)
+        try:
+            self._receive(file, stream, progress)
+        except httpx.TransportError as error:
+            return error
+        except HubRefusal as error:
+            if error.status not in RETRIED:
+                raise
+            return error
+        return None
 
-        return advance
+    def _receive(self, file: HubFile, stream: IO[bytes], progress: Progress) -> None:
+        import httpx
 
+        url, first = self._snapshot.url(file), stream.tell()
+        with open_response(url, sends_token=self._snapshot.sends_token, first_byte=first) as response:
+            if first and not response.headers.get("Content-Range", "").startswith(f"bytes {first}-"):
+                stream.truncate(0)  # the hub does not send parts of files
+                stream.seek(0)
+                self._advance(progress, -first)
+            for block in response.iter_bytes():
+                if self._stop.is_set():
+                    raise _Stopped
+                if stream.tell() + len(block) > file.size:
+                    raise CheckpointError(
+                        f"The hub sends more than the {file.size} bytes that it states for {file.path}. Check"
+                        " HF_ENDPOINT, and use a repository that you trust.",
+                        param="model",
+                    )
+                stream.write(block)
+                stream.flush()  # whatever ends the process, what was received is kept
+                self._advance(progress, len(block))
+        if stream.tell() < file.size:
+            raise httpx.RemoteProtocolError("the connection ended before the file")
 
-class _BoundedFile:
-    """A file to which at most the stated number of bytes can be written.
-
-    Args:
-        stream: the file, at its end.
-        file: its path and size.
-        stop: set to end the download.
-        advance: is called with the number of bytes that were written.
-    """
-
-    def __init__(self, stream: IO[bytes], file: HubFile, stop: threading.Event, advance: Callable[[int], None]) -> None:
-        self._stream = stream
-        self._file = file
-        self._stop = stop
-        self._advance = advance
-
-    def write(self, data: bytes) -> int:
-        if self._stop.is_set():
-            raise _Stopped
-        if self._stream.tell() + len(data) > self._file.size:
-            raise CheckpointError(
-                f"The hub sends more than the {self._file.size} bytes that it states for {self._file.path}. Check"
-                " HF_ENDPOINT, and use a repository that you trust.",
-                param="model",
-            )
-        self._advance(len(data))
-        return self._stream.write(data)
-
-    def tell(self) -> int:
-        return self._stream.tell()
-
-    def seek(self, position: int) -> int:
-        return self._stream.seek(position)
-
-    def truncate(self) -> int:
-        before = self._stream.seek(0, 2)
-        self._stream.seek(0)
-        self._advance(-before)
-        return self._stream.truncate(0)
+    def _advance(self, progress: Progress, count: int) -> None:
+        with self._lock:
+            progress.update(count)
 
 
 def digest_of(path: Path, file: HubFile, stop: threading.Event | None = None) -> str:

@@ -9,15 +9,12 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from itertools import islice
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 from urllib.parse import quote
 
 from ..errors import CheckpointError
-
-if TYPE_CHECKING:
-    from huggingface_hub.hf_api import RepoFile
+from .hub_requests import get_page
 
 # Configuration, tokenizer and safetensors only: archives, pickles and other frameworks' weights are not downloaded.
 FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
@@ -142,21 +139,19 @@ def list_files(repo_id: str, *, revision: str | None) -> HubSnapshot:
     """Ask the Hub which files a repository has.
 
     Raises:
-        OSError, httpx.TransportError: the errors of the Hub's client.
         CheckpointError: the Hub's response is not valid.
+        HubRefusal, httpx.HTTPError, OSError: it has none, see `open_response`.
     """
-    from huggingface_hub import HfApi, constants
-    from huggingface_hub.hf_api import RepoFile
+    from huggingface_hub import constants
 
-    api = HfApi(endpoint=constants.ENDPOINT)
     name = revision or "main"
+    api = f"{constants.ENDPOINT}/api/models/{repo_id}"
     try:
-        commit = str(api.model_info(repo_id, revision=name).sha)
+        commit = str(get_page(f"{api}/revision/{quote(name, safe='')}", sends_token=True).content["sha"])
         if not _COMMIT.fullmatch(commit) or not is_safe_path(name):
             raise invalid_list(repo_id, f"the commit {commit!r} of {name!r}")
-        listed = islice(api.list_repo_tree(repo_id, recursive=True, revision=commit), MAX_FILES + 1)
-        files = checked_files(repo_id, (_listed(file) for file in listed if isinstance(file, RepoFile)))
-    except (LookupError, TypeError, AttributeError) as error:  # of the client, which expects valid responses
+        files = checked_files(repo_id, _listed(f"{api}/tree/{commit}?recursive=true&expand=false"))
+    except (LookupError, TypeError, AttributeError) as error:
         raise invalid_list(repo_id, f"something unexpected ({error!r})") from error
     return HubSnapshot(
         repo_id=repo_id,
@@ -177,10 +172,14 @@ class ListedFile(NamedTuple):
     digest: object
 
 
-def _listed(file: RepoFile) -> ListedFile:
-    if file.lfs:
-        return ListedFile(file.path, file.lfs.size, file.lfs.sha256)
-    return ListedFile(file.path, file.size, file.blob_id)
+def _listed(url: str) -> Iterator[ListedFile]:
+    while url:
+        entries, url = get_page(url, sends_token=True)
+        for entry in entries:
+            if entry["type"] == "file":
+                lfs = entry.get("lfs")
+                size, digest = (lfs["size"], lfs["oid"]) if lfs else (entry["size"], entry["oid"])
+                yield ListedFile(entry["path"], size, digest)
 
 
 def checked_files(repo_id: str, listed: Iterable[ListedFile]) -> tuple[HubFile, ...]:

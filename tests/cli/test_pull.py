@@ -27,6 +27,7 @@ def hub(tiny_checkpoint, tmp_path, monkeypatch):
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.setenv(name, "127.0.0.1")
     monkeypatch.setenv("DASHINFER_VLM_CACHE_DIR", str(tmp_path / "ours"))
+    monkeypatch.setattr("dashinfer_vlm_core.models.downloads.RETRY_SECONDS", (0,))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
     with serve_hub(folder) as handler:
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", handler.url)
@@ -93,7 +94,7 @@ def test_lost_connection_is_resumed(run, hub, repository, tiny_checkpoint):
 
     hub.bodies[WEIGHTS] = once
     assert run("pull", "maker/tiny").exit_code == 0
-    assert len(requested(hub)) == 2
+    assert requested(hub)[-1].endswith(f"bytes={len(content) // 2}-")
     assert left(repository) == ({""}, True)
 
 
@@ -159,6 +160,33 @@ def test_hostile_commit_is_rejected(run, hub, repository):
     with pytest.raises(CheckpointError, match="lists the commit"):
         run("pull", "maker/tiny")
     assert not repository.exists()
+
+
+def test_endless_list_is_stopped(run, hub, monkeypatch):
+    monkeypatch.setattr("dashinfer_vlm_core.models.hub_requests.MAX_LIST_BYTES", 10**6)
+    hub.lists = endless
+    with pytest.raises(CheckpointError, match=r"list of files from http://127\.0\.0\.1.* is too long"):
+        run("pull", "maker/tiny")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"7", b'{"sha": 7}', b'{"sha": null}'])
+def test_lists_that_are_none_are_explained(run, hub, repository, content):
+    hub.lists = lambda handler: handler._send(content)
+    with pytest.raises(CheckpointError, match=r"not a list of files|not valid, so nothing"):
+        run("pull", "maker/tiny")
+    assert not repository.exists()
+
+
+def test_files_of_all_pages_are_downloaded_and_other_hosts_refused(run, hub, repository, tiny_checkpoint):
+    hub.next_page = f"{hub.url}/api/models/maker/tiny/tree/{COMMIT}?page=2"
+    (hub.folder / "second.json").write_text("{}")
+    hub.entries["second.json"] = None
+    hub.second_page = [entry(hub.folder / "second.json")]
+    run("pull", "maker/tiny")
+    assert (repository / "snapshots" / COMMIT / "second.json").read_text() == "{}"
+    hub.next_page = "http://127.0.0.2/api"
+    with pytest.raises(CheckpointError, match="continues at another host"):
+        run("pull", "maker/tiny")
 
 
 def test_content_of_link_is_not_followed(run, hub, repository, tmp_path):
@@ -285,7 +313,7 @@ def test_modelscope_is_another_hub(run, modelscope, repository, tiny_checkpoint)
 
 
 def test_errors_of_modelscope_are_explained(run, modelscope):
-    with pytest.raises(CheckpointError, match=r"ModelScope has no public model 'maker/none'"):
+    with pytest.raises(CheckpointError, match=r"ModelScope has no model 'maker/none', or it is private"):
         run("pull", "maker/none", "--hub", "modelscope")
     (modelscope.folder / "a\nb.json").write_text("{}")
     with pytest.raises(CheckpointError, match="which is not valid, so nothing was downloaded"):
@@ -299,17 +327,23 @@ def test_interrupted_pull_of_slow_hub_is_resumable(hub, repository, tmp_path):
     hub.bodies[WEIGHTS] = halves(content, then=over)
     process = start("pull", "maker/tiny", home=tmp_path / "home", endpoint=hub.url)
     blob = entry(hub.folder / WEIGHTS)["lfs"]["oid"]
-    until(lambda: requested(hub))
+
+    def half_received():
+        return any(path.stat().st_size for path in repository.rglob(f"{blob}.incomplete"))
+
+    until(lambda: requested(hub) and half_received())
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=HANG)
     over.set()
     assert process.returncode == 130
     assert "Interrupted. `dashinfer-vlm pull maker/tiny` resumes the download; `dashinfer-vlm rm maker/tiny`" in errors
     assert not left(repository)[1]
-    assert {path.suffix for path in (repository / "blobs").glob(f"{blob}*")} <= {".incomplete"}
+    partial = (repository / "blobs" / f"{blob}.incomplete").read_bytes()
+    assert content.startswith(partial)
     del hub.bodies[WEIGHTS]
     process = start("pull", "maker/tiny", home=tmp_path / "home", endpoint=hub.url)
     process.communicate(timeout=HANG)
+    assert requested(hub)[-1].endswith(f"bytes={len(partial)}-")
     assert (repository / "snapshots" / COMMIT / WEIGHTS).read_bytes() == content
 
 
