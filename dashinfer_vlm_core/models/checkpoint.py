@@ -206,14 +206,14 @@ def _refusal(repo_id: str, error: HubRefusal, hub: Hub) -> str:
         return f"{repo_id!r} has no such revision. Check `revision`: a branch, a tag or a commit."
     if error.code == "EntryNotFound":
         return f"{HUB_NAMES[hub]} lists a file of {repo_id!r} that it does not have (404). Try again later."
-    if error.code == "RepoNotFound" or error.status == 404:
+    if error.code == "RepoNotFound" or error.status in {401, 404}:  # without a token, a missing model is a 401
         return (
             f"{HUB_NAMES[hub]} has no model {repo_id!r}, or it is private. Check its name, or log in with"
             " `hf auth login`, or set HF_TOKEN."
         )
-    if error.status in {401, 403}:
+    if error.status == 403:
         return (
-            f"{HUB_NAMES[hub]} denies access to {repo_id!r} ({error.status}). Log in with `hf auth login`, or set"
+            f"{HUB_NAMES[hub]} denies access to {repo_id!r} (403). Log in with `hf auth login`, or set"
             " HF_TOKEN to a token that may read it."
         )
     return f"{HUB_NAMES[hub]} responded to the request for {repo_id!r} with {error.status}. Try again later to resume."

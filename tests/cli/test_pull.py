@@ -202,6 +202,7 @@ def test_content_of_link_is_not_followed(run, hub, repository, tmp_path):
     ("place", "refusal", "message"),
     [
         ("api", (404, "RepoNotFound"), r"has no model 'maker/tiny', or it is private.*`hf auth login`"),
+        ("api", (401, ""), r"has no model 'maker/tiny', or it is private.*HF_TOKEN"),
         ("api", (404, "RevisionNotFound"), r"no such revision. Check `revision`"),
         ("api", (403, "GatedRepo"), r"is gated: request access on its page.*HF_TOKEN"),
         ("api", (403, ""), r"denies access to 'maker/tiny' \(403\)"),
