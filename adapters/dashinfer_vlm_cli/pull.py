@@ -13,7 +13,7 @@ import click
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import CheckpointError
 from dashinfer_vlm_core.models.checkpoint import HUB_ID, Hub, fetch, fetch_files, list_snapshot
-from dashinfer_vlm_core.models.downloads import check_space, delete_damaged
+from dashinfer_vlm_core.models.downloads import delete_damaged
 from dashinfer_vlm_core.models.memory import ModelSize
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_core.progress import show_progress
@@ -72,7 +72,6 @@ def pull_model(config: EngineConfig, hub: Hub) -> Path:
             return snapshot.folder
         click.echo(f"Damaged, and downloaded again: {', '.join(damaged)}", err=True)
     _show_needs(config, snapshot)
-    check_space(snapshot, snapshot.missing())
     return fetch(snapshot)
 
 

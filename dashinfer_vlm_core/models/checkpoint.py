@@ -19,6 +19,8 @@ from .retrieval import extended_fields
 
 Hub: TypeAlias = Literal["huggingface", "modelscope"]
 
+HUB_NAMES: Mapping[Hub, str] = {"huggingface": "The Hugging Face Hub", "modelscope": "ModelScope"}
+
 _HUBS = {"huggingface": list_files, "modelscope": list_modelscope_files}
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -104,12 +106,12 @@ def download(repo_id: str, *, revision: str | None = None) -> Path:
     try:
         snapshot = list_snapshot(repo_id, revision=revision)
     except CheckpointError as error:
-        if not isinstance(error.__cause__, _unavailable()):
-            raise
-        cached = cached_snapshot(repo_id, revision=revision)
+        cause = error.__cause__
+        cached = cached_snapshot(repo_id, revision=revision) if isinstance(cause, _unavailable()) else None
         if cached is None:
             raise
-        logger.warning("Using %s from the cache: %s", repo_id, error.message)
+        reason = str(cause).partition("\n")[0] or type(cause).__name__
+        logger.warning("Using %s from the cache: the hub does not say whether it is current (%s).", repo_id, reason)
         return cached
     return fetch(snapshot)
 
@@ -130,11 +132,13 @@ def fetch(snapshot: HubSnapshot) -> Path:
     Raises:
         CheckpointError: as for `download`.
     """
-    if not snapshot.is_complete():
-        fetch_files(snapshot, snapshot.missing())
-        with _hub_errors(snapshot.repo_id):
-            snapshot.publish()
-    return snapshot.folder
+    if snapshot.is_complete():
+        with contextlib.suppress(OSError):  # the cache may be read-only
+            return snapshot.publish()
+        return snapshot.folder
+    fetch_files(snapshot, snapshot.missing())
+    with _hub_errors(snapshot.repo_id):
+        return snapshot.publish()
 
 
 def fetch_files(snapshot: HubSnapshot, files: Sequence[HubFile]) -> None:
@@ -165,9 +169,6 @@ def _unavailable() -> tuple[type[Exception], ...]:
     from huggingface_hub import errors
 
     return (httpx.HTTPError, HubRefusal, errors.OfflineModeIsEnabled)
-
-
-HUB_NAMES: Mapping[Hub, str] = {"huggingface": "The Hugging Face Hub", "modelscope": "ModelScope"}
 
 
 def _download_problem(repo_id: str, error: Exception, hub: Hub) -> str:

@@ -116,8 +116,8 @@ class HubSnapshot:
             if not target.is_file():
                 target.parent.mkdir(parents=True, exist_ok=True)
                 _link(self.blob(file), target)
-        if self.revision != self.commit:
-            reference = self.repository / "refs" / self.revision
+        reference = self.repository / "refs" / self.revision
+        if self.revision != self.commit and not (reference.is_file() and reference.read_text() == self.commit):
             reference.parent.mkdir(parents=True, exist_ok=True)
             _write(reference, self.commit)
         return self.folder

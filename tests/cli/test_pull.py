@@ -75,6 +75,21 @@ def test_cache_is_used_while_hub_fails(run, hub, repository, caplog):
     assert "Using maker/tiny from the cache: " in caplog.text
 
 
+def test_complete_model_in_read_only_cache_is_used(run, hub, repository):
+    run("pull", "maker/tiny")
+    (repository / "refs" / "main").unlink()
+    (repository / "refs").rmdir()
+    (repository / "refs").write_text("a file, so that nothing can be written to this folder, even by root")
+    assert find_model("maker/tiny", registered={}) == repository / "snapshots" / COMMIT
+
+
+def test_commit_of_branch_is_stored_for_later(run, hub, repository):
+    run("pull", "maker/tiny", "--revision", COMMIT)
+    assert not (repository / "refs").exists()
+    find_model("maker/tiny", registered={})
+    assert (repository / "refs" / "main").read_text() == COMMIT
+
+
 def test_half_file_is_resumed(run, hub, repository, tiny_checkpoint):
     file = entry(tiny_checkpoint / WEIGHTS)
     partial = repository / "blobs" / f"{file['lfs']['oid']}.incomplete"
