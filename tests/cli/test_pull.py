@@ -233,6 +233,23 @@ def test_refusals_are_explained(run, hub, repository, *, place, refusal, message
     assert not left(repository)[1]
 
 
+def test_token_is_not_sent_to_other_hosts(run, hub, monkeypatch):
+    """Hubs redirect requests for large files."""
+
+    def redirect(handler):
+        handler.send_response(302)
+        handler.send_header("Location", f"{storage.url}{handler.path}")
+        handler.send_header("Content-Length", "0")
+        handler.end_headers()
+
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    with serve_hub(hub.folder) as storage:
+        hub.bodies[WEIGHTS] = redirect
+        run("pull", "maker/tiny")
+        assert len(requested(storage)) == 1
+        assert (hub.tokens, storage.tokens) == ({"Bearer hf_secret"}, {None})
+
+
 def test_gated_model_needs_token(run, hub, monkeypatch):
     hub.token = "hf_secret"
     with pytest.raises(CheckpointError, match="is gated"):
