@@ -15,6 +15,7 @@ from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import CheckpointError, PluginError
 from dashinfer_vlm_core.models.checkpoint import cached_models
 from dashinfer_vlm_core.models.files import missing_weights
+from dashinfer_vlm_core.models.hub import interrupted_downloads
 from dashinfer_vlm_core.plugins import Registry, load_plugins
 
 from .engines import log_warnings_only
@@ -78,6 +79,14 @@ def find_models(registry: Registry, folders: tuple[Path, ...], *, include_all: b
         row = model_row(registry, name, "downloaded", folder)
         if include_all or not row.problem or row.context:
             yield row
+    for name, folder in interrupted_downloads().items():
+        yield ModelRow(
+            name=name,
+            origin="downloaded",
+            folder=str(folder),
+            bytes=_size(folder),
+            problem=_incomplete(name, "downloaded", []),
+        )
     for parent in folders:
         for folder in [parent, *sorted(path for path in parent.iterdir() if path.is_dir())]:
             if (folder / "config.json").is_file():
@@ -86,9 +95,7 @@ def find_models(registry: Registry, folders: tuple[Path, ...], *, include_all: b
 
 def model_row(registry: Registry, name: str, origin: str, folder: Path) -> ModelRow:
     """Return what is listed of a checkpoint; one that only lacks files has a context and a problem."""
-    # Files in the Hugging Face cache are symbolic links; stat() follows them.
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    row = ModelRow(name=name, origin=origin, folder=str(folder), bytes=size)
+    row = ModelRow(name=name, origin=origin, folder=str(folder), bytes=_size(folder))
     try:
         spec = registry.load_spec(folder)
         row = dataclasses.replace(row, dtype=spec.dtype, context=spec.max_model_len)
@@ -96,6 +103,11 @@ def model_row(registry: Registry, name: str, origin: str, folder: Path) -> Model
     except (CheckpointError, PluginError) as error:
         return dataclasses.replace(row, problem=error.message.split(";")[0])
     return dataclasses.replace(row, problem=_incomplete(name, origin, missing)) if missing else row
+
+
+def _size(folder: Path) -> int:
+    # Files in the Hugging Face cache are symbolic links; stat() follows them.
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _incomplete(name: str, origin: str, missing: list[str]) -> str:

@@ -63,7 +63,7 @@ def cached_models() -> dict[str, Path]:
     from huggingface_hub.errors import CacheNotFound
 
     try:
-        repositories = scan_cache_dir().repos
+        repositories = scan_cache_dir(cache_folder()).repos
     except CacheNotFound:
         return {}
     revisions = {

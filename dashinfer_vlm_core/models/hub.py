@@ -232,6 +232,13 @@ def cached_snapshot(repo_id: str, *, revision: str | None) -> Path | None:
     return folder if _COMMIT.fullmatch(commit) and folder.is_dir() else None
 
 
+def interrupted_downloads() -> dict[str, Path]:
+    """Return the folders of repositories in the cache of which no snapshot is complete, by their IDs."""
+    folders = sorted(cache_folder().glob("models--*--*"))
+    started = [folder for folder in folders if (folder / "blobs").is_dir() and not (folder / "snapshots").is_dir()]
+    return {folder.name.removeprefix("models--").replace("--", "/", 1): folder for folder in started}
+
+
 def cache_folder() -> Path:
     """Return the folder of Hugging Face's cache."""
     from huggingface_hub import constants

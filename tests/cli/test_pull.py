@@ -130,6 +130,10 @@ def test_wrong_checksum_leaves_no_file(run, hub, repository, tiny_checkpoint):
     with pytest.raises(CheckpointError, match=rf"checksum of {WEIGHTS} is wrong.*`dashinfer-vlm pull maker/tiny`"):
         run("pull", "maker/tiny")
     assert left(repository) == ({""}, False)
+    (row,) = [line for line in run("list").stdout.splitlines() if line.startswith("maker/tiny")]
+    assert row.endswith("incomplete; run: dashinfer-vlm pull maker/tiny")
+    run("rm", "maker/tiny")
+    assert "maker/tiny" not in run("list").stdout
 
 
 def test_endless_file_is_stopped(run, hub, repository):
