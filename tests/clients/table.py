@@ -63,6 +63,20 @@ FEATURES = {
     "errors": "Errors",
     "cancel": "Cancel",
 }
+POOLING_CLIENTS = {
+    "openai-embeddings": "[openai](openai.md)",
+    "litellm-embeddings": "LiteLLM, functions",
+    "litellm-proxy-embeddings": "LiteLLM, proxy",
+    "langchain-embeddings": "LangChain",
+    "openai-embeddings-langchain": "LangChain's `OpenAIEmbeddings`",
+    "llama-index-embeddings": "LlamaIndex `OpenAILikeEmbedding`",
+}
+POOLING_FEATURES = {
+    "embed-text": "Text",
+    "embed-image": "Image",
+    "rank": "Reranking",
+    "pooling-errors": "Errors",
+}
 PACKAGES = (
     "openai",
     "anthropic",
@@ -74,12 +88,14 @@ PACKAGES = (
     "langgraph",
     "openai-agents",
     "llama-index-llms-openai-like",
+    "llama-index-embeddings-openai-like",
     "mineru-vl-utils",
     "docling-slim",
     "olmocr",
     "langchain-litellm",
 )
 
+_NOT_TEXT = ("embed-image", "rank")
 REASONS: Mapping[tuple[str, str], str] = {
     ("vllm-style", "stream"): "`generate` and `chat` return complete outputs, as in vLLM. Use `Engine.stream`.",
     ("llama-index", "video"): "LlamaIndex does not convert its video blocks to a part of a request.",
@@ -102,6 +118,13 @@ REASONS: Mapping[tuple[str, str], str] = {
             *(("langchain-ocr", name) for name in FEATURES if name not in {"image", "errors"}),
         ),
         "It sends images of pages, and reads text.",
+    ),
+    **dict.fromkeys(
+        (
+            ("openai-embeddings", "rank"),
+            *((name, each) for name in ("openai-embeddings-langchain", "llama-index-embeddings") for each in _NOT_TEXT),
+        ),
+        "The client has no method for it.",
     ),
 }
 """Why a cell has no test."""
@@ -131,6 +154,12 @@ NOTES = """
 `createOpenAICompatible` of the AI SDK needs `supportsStructuredOutputs: true`, and `includeUsage: true` for the usage
 of streams.
 
+## Embeddings and reranking
+
+Results equal those of `VLM`. `OpenAIEmbeddings` needs `check_embedding_ctx_length=False`: otherwise, it sends token IDs
+of another vocabulary.
+
+{pooling}
 ## Versions
 
 {versions}
@@ -145,25 +174,37 @@ def mark_property(client: str, feature: str) -> tuple[str, str]:
     Raises:
         KeyError: the client or feature has no row or column.
     """
-    for name, table in ((client, CLIENTS), (feature, FEATURES)):
+    for name, table in ((client, {**CLIENTS, **POOLING_CLIENTS}), (feature, {**FEATURES, **POOLING_FEATURES})):
         if name not in table:
             raise KeyError(f"`client` names {name!r}, which is not one of {', '.join(table)}")
     return PROPERTY, f"{client} {feature} {SUPPORTED}"
 
 
 def render(outcomes: Mapping[tuple[str, ...], str], versions: str, environment: str) -> str:
-    """Render the page: a row for each client, a column for each feature."""
-    lines = [
-        INTRODUCTION.format(supported=SUPPORTED, skipped=SKIPPED),
-        f"| Client | {' | '.join(FEATURES.values())} |\n",
-        f"|---{'|---' * len(FEATURES)}|\n",
-    ]
+    """Render the page: in each table a row for each client, and a column for each feature."""
     footnotes: list[str] = []
-    for client, title in CLIENTS.items():
-        cells = [_cell((client, feature), outcomes, footnotes) for feature in FEATURES]
+    chat, pooling = (
+        _table(clients, features, outcomes, footnotes)
+        for clients, features in ((CLIENTS, FEATURES), (POOLING_CLIENTS, POOLING_FEATURES))
+    )
+    numbered = "".join(f"{number}. {text}\n" for number, text in enumerate(footnotes, 1))
+    introduction = INTRODUCTION.format(supported=SUPPORTED, skipped=SKIPPED)
+    return f"{introduction}{chat}\n{numbered}" + NOTES.format(
+        pooling=pooling, versions=versions, environment=environment
+    )
+
+
+def _table(
+    clients: Mapping[str, str],
+    features: Mapping[str, str],
+    outcomes: Mapping[tuple[str, ...], str],
+    footnotes: list[str],
+) -> str:
+    lines = [f"| Client | {' | '.join(features.values())} |\n", f"|---{'|---' * len(features)}|\n"]
+    for client, title in clients.items():
+        cells = [_cell((client, feature), outcomes, footnotes) for feature in features]
         lines.append(f"| {title} | {' | '.join(cells)} |\n")
-    lines += ["\n", *(f"{number}. {text}\n" for number, text in enumerate(footnotes, 1))]
-    return "".join(lines) + NOTES.format(versions=versions, environment=environment)
+    return "".join(lines)
 
 
 def _cell(key: tuple[str, str], outcomes: Mapping[tuple[str, ...], str], footnotes: list[str]) -> str:

@@ -139,12 +139,16 @@ def test_fields_of_responses_can_be_sent_back(served, converse, monkeypatch, cap
     assert [record.getMessage() for record in caplog.records if record.name == body.__name__] == []
 
 
-def test_page_has_a_result_or_a_reason_for_every_cell():
-    page = table.PAGE.read_text(encoding="utf-8")
-    rows = [line.strip("| \n").split(" | ") for line in page.splitlines() if line.startswith("| ")]
-    found = {row[0]: dict(zip(table.FEATURES, row[1:], strict=True)) for row in rows[1:]}
-    assert found.keys() == set(table.CLIENTS.values())
-    for client, title in table.CLIENTS.items():
+@pytest.mark.parametrize(
+    ("number", "clients", "features"),
+    [(0, table.CLIENTS, table.FEATURES), (1, table.POOLING_CLIENTS, table.POOLING_FEATURES)],
+)
+def test_page_has_a_result_or_a_reason_for_every_cell(number, clients, features):
+    text = table.PAGE.read_text(encoding="utf-8").split("| Client | ")[number + 1]
+    rows = [line.strip("| \n").split(" | ") for line in text.splitlines()[1:] if line.startswith("| ")]
+    found = {row[0]: dict(zip(features, row[1:], strict=True)) for row in rows}
+    assert found.keys() == set(clients.values())
+    for client, title in clients.items():
         for feature, cell in found[title].items():
             assert cell.startswith("no (") == ((client, feature) in table.REASONS)
             assert cell.startswith(("yes", "no ("))

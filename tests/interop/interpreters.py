@@ -28,7 +28,11 @@ from benchmarks.environments import OTHER_ENGINES_FOLDER, OtherEngines, SetupMis
 from dashinfer_vlm_core import EngineConfig
 
 PEFT = ("peft==0.21.2", "accelerate==1.15.0", "psutil==7.2.2")
-CLIENTS = ("openai-agents==0.20.0", "llama-index-llms-openai-like==0.8.1")
+CLIENTS = (
+    "openai-agents==0.20.0",
+    "llama-index-llms-openai-like==0.8.1",
+    "llama-index-embeddings-openai-like==0.4.0",
+)
 """Of the Agents SDK, the last version that permits the version of openai that LiteLLM requires."""
 ANTHROPIC = ("anthropic==2.14.0", "langchain-anthropic==1.7.7")
 """Of LangChain's package, the last version that permits the version of langchain-core in constraints.txt."""

@@ -343,15 +343,20 @@ def test_tool_calls_and_objects_pass_through_proxy(client):
     assert json.loads(done.choices[0].message.content)["city"] == "Rome"
 
 
+@pytest.mark.client("litellm-proxy-embeddings", "embed-text")
+@pytest.mark.client("litellm-proxy-embeddings", "embed-image")
+@pytest.mark.client("litellm-proxy-embeddings", "rank")
+@pytest.mark.client("litellm-proxy-embeddings", "pooling-errors")
 def test_embeddings_and_ranks_pass_through_proxy(client, proxy, ranking):
     texts = ["A red circle.", "A blue square."]
     expected = SHARED.get(SHARED.config("demo", {"task": "embed"})).embed({"input": texts}).values
     created = client.embeddings.create(model="vectors", input=texts)  # this client requests base64
     np.testing.assert_allclose([row.embedding for row in created.data], expected, atol=1e-5)
     assert created.usage.prompt_tokens > 0
-    messages = {"messages": [{"role": "user", "content": texts[1]}]}
-    created = client.embeddings.create(model="vectors", input=[], extra_body=messages)
-    np.testing.assert_allclose(created.data[0].embedding, expected[1], atol=1e-5)
+    messages = [{"role": "user", "content": [media("circle.png")]}]
+    (vector,) = SHARED.get(SHARED.config("demo", {"task": "embed"})).embed({"messages": messages}).values
+    created = client.embeddings.create(model="vectors", input=[], extra_body={"messages": messages})
+    np.testing.assert_allclose(created.data[0].embedding, vector, atol=1e-5)
     for body, param in (
         ({"input": ["a", ""]}, "input[1]"),
         ({"input": []}, "input"),

@@ -82,6 +82,8 @@ class TestStandardIntegration(SuiteParams, EmbeddingsIntegrationTests):
     pass
 
 
+@pytest.mark.client("langchain-embeddings", "embed-text")
+@pytest.mark.client("langchain-embeddings", "embed-image")
 def test_texts_and_images_equal_those_of_the_engine(embeddings, embedder, tmp_path):
     image = blurred_image(1)
     image.save(tmp_path / "a.png")
@@ -106,6 +108,7 @@ def test_instructions_and_batches(embedder):
     np.testing.assert_allclose(model.embed_query("Rain."), expected, atol=1e-5)
 
 
+@pytest.mark.client("langchain-embeddings", "rank")
 def test_reranker_returns_the_most_relevant_documents(reranker_of, scorer):
     given = [{"text": each.page_content, **each.metadata} for each in DOCUMENTS]
     request = {"query": "dogs", "documents": [{k: v for k, v in each.items() if k != "page"} for each in given]}
@@ -147,6 +150,7 @@ def test_model_that_generates_text_is_used_for_embeddings(base):
         engines.close()
 
 
+@pytest.mark.client("langchain-embeddings", "pooling-errors")
 def test_bad_arguments_are_named(embeddings, embedder, tmp_path):
     with pytest.raises(InvalidParameter) as caught:
         embeddings.embed_documents(["a", ""])

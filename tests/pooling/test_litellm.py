@@ -58,6 +58,7 @@ def vectors(response):
     return np.array([row["embedding"] for row in response.data])
 
 
+@pytest.mark.client("litellm-embeddings", "embed-text")
 def test_embeddings_and_usage_equal_those_of_vlm(call, expected):
     router = litellm.Router([{"model_name": "search", "litellm_params": call}])
     responses = [
@@ -73,6 +74,7 @@ def test_embeddings_and_usage_equal_those_of_vlm(call, expected):
         assert response.model == "embedding"
 
 
+@pytest.mark.client("litellm-embeddings", "embed-image")
 def test_instructions_messages_and_base64(call, embedder):
     image = user(blurred_image(1))
     given = embedder.engine.embed({"input": "A dog.", "instruction": "Find it."}).values
@@ -97,6 +99,7 @@ BAD = [
 ]
 
 
+@pytest.mark.client("litellm-embeddings", "pooling-errors")
 @pytest.mark.parametrize(("arguments", "param", "words"), BAD, ids=[f"{param}: {words}" for _, param, words in BAD])
 def test_bad_request_names_the_field(call, arguments, param, words):
     for run in (litellm.embedding, lambda **given: asyncio.run(litellm.aembedding(**given))):
@@ -149,6 +152,7 @@ def rerank(request, scorer):
         yield rerank
 
 
+@pytest.mark.client("litellm-embeddings", "rank")
 def test_litellm_ranks_with_a_server(rerank, scorer):
     scores = scorer.engine.score(RerankRequest.parse({"query": "dogs", "documents": DOCUMENTS})).values
     order = np.argsort(-scores)
