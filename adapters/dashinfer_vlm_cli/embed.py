@@ -44,13 +44,7 @@ RETRIES = 3
               help="Fewer dimensions than the model's, if it was trained for them.")  # fmt: skip
 @engine_source_options
 def embed(
-    *,
-    files: tuple[Path, ...],
-    output: Path,
-    texts: tuple[str, ...],
-    instruction: str | None,
-    dimensions: int | None,
-    source: EngineSource,
+    *, files: tuple[Path, ...], output: Path, texts: tuple[str, ...], source: EngineSource, **options: str | int | None
 ) -> None:
     """Compute embeddings of images, videos, PDFs and text files.
 
@@ -64,7 +58,6 @@ def embed(
         raise click.UsageError("There is nothing to embed. Pass FILES or --text.")
     if source.config.task == "auto":
         source = replace(source, config=source.config.model_copy(update={"task": "embed"}))
-    options = {"instruction": instruction, "dimensions": dimensions}
     with VectorsFile(output) as vectors:
         job = _Job(vectors=vectors, options={name: value for name, value in options.items() if value is not None})
         try:
@@ -74,9 +67,8 @@ def embed(
             sys.exit(INTERRUPTED)
     for problem in job.problems:
         click.echo(f"dashinfer-vlm: {problem}", err=True)
-    click.echo(
-        f"{counted(job.num_embedded, 'row')} computed, {len(job.problems)} failed. Rows: {vectors.path}", err=True
-    )
+    counts = f"{counted(job.num_embedded, 'row')} computed, {len(job.problems)} failed."
+    click.echo(f"{counts} Rows: {vectors.path}", err=True)
     sys.exit(1 if job.problems else 0)
 
 

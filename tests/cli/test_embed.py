@@ -16,6 +16,7 @@ from tests.pooling.checkpoints import write_embedding
 from tests.qwen3_vl.tiny_qwen3 import write_checkpoint
 from tests.samples import data_url
 from tests.server.conftest import serving
+from tests.waiting import until
 
 IMAGE = blurred_image(1)
 SIZE = (84, 84)
@@ -135,6 +136,20 @@ def test_second_run_computes_what_is_missing(embed, files, tmp_path):
     assert len(rows(tmp_path)) == 5
     files[2].write_text("A cat.")
     assert "note.md has changed since its rows were computed" in embed(*files).output
+
+
+@pytest.mark.slow
+def test_ctrl_c_keeps_rows_and_the_next_run_resumes(terminal, embed, server, tmp_path):
+    texts = [word for index in range(300) for word in ("--text", f"Text {index}")]
+    program = terminal("embed", *texts, "-o", tmp_path / "out.npy", "--api-base", f"{server.url}/v1")
+    until(lambda: (tmp_path / "out.jsonl").exists() and (tmp_path / "out.jsonl").stat().st_size)
+    program.type("\x03")
+    assert " items per minute, " in program.wait_for("Run the command again to resume")
+    assert program.wait() == 130
+    done = len(rows(tmp_path))
+    assert 0 < done < 300
+    assert f"{300 - done} rows computed, 0 failed." in embed(*texts).output
+    assert len(rows(tmp_path)) == 300
 
 
 def write_other(folder):
