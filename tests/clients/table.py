@@ -38,6 +38,11 @@ CLIENTS = {
     "chat-anthropic": "LangChain's `ChatAnthropic`",
     "litellm-anthropic": "LiteLLM, `anthropic/`",
     "anthropic-js": "[anthropic](anthropic.md) for JavaScript",
+    "ollama": "[ollama](ollama.md)",
+    "chat-ollama": "LangChain's `ChatOllama`",
+    "llama-index-ollama": "LlamaIndex `Ollama`",
+    "litellm-ollama": "LiteLLM, `ollama_chat/`",
+    "ollama-js": "[ollama](ollama.md) for JavaScript",
     "openai-js": "openai for JavaScript (Chat Completions)",
     "openai-js-responses": "openai for JavaScript (Responses API)",
     "ai-sdk": "Vercel AI SDK, `@ai-sdk/openai-compatible`",
@@ -84,6 +89,9 @@ PACKAGES = (
     "langchain-core",
     "langchain-openai",
     "langchain-anthropic",
+    "ollama",
+    "langchain-ollama",
+    "llama-index-llms-ollama",
     "langchain",
     "langgraph",
     "openai-agents",
@@ -104,6 +112,10 @@ REASONS: Mapping[tuple[str, str], str] = {
     **dict.fromkeys(
         (("chat-anthropic", "video"), ("litellm-anthropic", "video")),
         "Anthropic's API has no videos. The `video` block of [this server](anthropic.md) is an addition.",
+    ),
+    **dict.fromkeys(
+        ((name, "video") for name in ("ollama", "chat-ollama", "llama-index-ollama", "litellm-ollama", "ollama-js")),
+        "[Ollama's API](ollama.md) has no videos.",
     ),
     **dict.fromkeys(
         (("chat-openai", "video"), ("chat-openai-responses", "video")),
@@ -152,7 +164,8 @@ NOTES = """
   on Ctrl-C.
 
 `createOpenAICompatible` of the AI SDK needs `supportsStructuredOutputs: true`, and `includeUsage: true` for the usage
-of streams.
+of streams. LiteLLM's `ollama_chat/` needs `extra_headers={{"Content-Type": "application/json"}}`, unless the server has
+API keys.
 
 ## Embeddings and reranking
 

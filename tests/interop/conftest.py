@@ -20,6 +20,7 @@ def pytest_configure(config: pytest.Config) -> None:
         _add_to_path("PEFT", interpreters.peft)
         _add_to_path("client libraries", interpreters.clients)
         _add_to_path("Anthropic's client", interpreters.anthropic)
+        _add_to_path("Ollama's client", interpreters.ollama)
         _add_to_path("OCR clients", interpreters.ocr)
         _add_to_path("Docling", interpreters.docling)
 

@@ -36,6 +36,7 @@ CLIENTS = (
 """Of the Agents SDK, the last version that permits the version of openai that LiteLLM requires."""
 ANTHROPIC = ("anthropic==2.14.0", "langchain-anthropic==1.7.7")
 """Of LangChain's package, the last version that permits the version of langchain-core in constraints.txt."""
+OLLAMA = ("ollama==0.6.3", "langchain-ollama==1.1.0", "llama-index-llms-ollama==0.11.0")
 OCR = ("mineru-vl-utils==2.0.7", "olmocr==0.4.27", "langchain-litellm==0.11.2")
 DOCLING = ("docling-slim[convert-core,format-pdf-pypdfium2,format-web]==2.143.0",)
 """Without what runs models in the process. Its command line, which is not used, requires an old typer."""
@@ -116,6 +117,12 @@ def anthropic() -> Path:
     return _packages("anthropic", ANTHROPIC, "-c", str(CONSTRAINTS))
 
 
+def ollama() -> Path:
+    """Return the folder with Ollama's client, the packages of LangChain and LlamaIndex for it and what they depend on;
+    raises like `vllm`."""
+    return _packages("ollama", OLLAMA, "-c", str(CONSTRAINTS))
+
+
 def ocr() -> Path:
     """Return the folder with programs that read documents and what they depend on; raises like `vllm`."""
     return _packages("ocr", OCR, "-c", str(CONSTRAINTS))
@@ -194,8 +201,8 @@ def main() -> None:
     """Install all of them; the tests of those that cannot be installed are skipped."""
     installers: dict[str, Callable[[], object]] = {
         "vLLM": vllm, "PEFT": peft, "client libraries": clients, "Anthropic's client": anthropic,
-        "OCR clients": ocr, "Docling": docling, "openai 3": openai_3, "JavaScript clients": javascript, "Ray": ray,
-        "PDF files": pdfs,
+        "Ollama's client": ollama, "OCR clients": ocr, "Docling": docling, "openai 3": openai_3,
+        "JavaScript clients": javascript, "Ray": ray, "PDF files": pdfs,
     }  # fmt: skip
     for name, install in installers.items():
         _install(name, install)

@@ -23,7 +23,7 @@ from tests.interop import interpreters
 pytestmark = pytest.mark.interop
 
 CLIENTS = [
-    "anthropic-js", "openai-js", "openai-js-responses", "ai-sdk", "ai-sdk-responses", "langchain-js",
+    "anthropic-js", "ollama-js", "openai-js", "openai-js-responses", "ai-sdk", "ai-sdk-responses", "langchain-js",
     "langchain-js-responses",
 ]  # fmt: skip
 

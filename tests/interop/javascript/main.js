@@ -11,6 +11,7 @@ globalThis.AI_SDK_LOG_WARNINGS = false; // it writes them to the standard output
 // Imported on use: they take seconds.
 const CLIENTS = {
   "anthropic-js": async (url) => new (await import("./anthropic.js")).AnthropicClient(url),
+  "ollama-js": async (url) => new (await import("./ollama.js")).OllamaClient(url),
   "openai-js": async (url) => new (await import("./openai.js")).OpenAIClient(url),
   "openai-js-responses": async (url) => new (await import("./openai.js")).OpenAIResponsesClient(url),
   "ai-sdk": async (url) => (await import("./ai_sdk.js")).AiSdkClient.compatible(url),
