@@ -98,15 +98,21 @@ class Completions:
         with call.renamed_errors():
             async with contextlib.aclosing(self.server.engine.astream(chat)) as chunks:
                 async for chunk in chunks:
-                    first = first or time.perf_counter_ns()
+                    if not first:
+                        first = time.perf_counter_ns()
+                        await self._unload_afterwards(exchange)
                     line = builder.add_chunk(chunk)
                     if line and exchange.request.stream:
                         yield line
-        if exchange.request.unloads:
-            await self.server.engine.aunload(exchange.model)
         total = time.perf_counter_ns() - exchange.start
         durations = Durations(load=load, prompt=first - exchange.start - load, total=total)
         yield builder.finish(durations) if exchange.request.stream else builder.complete(durations)
+
+    async def _unload_afterwards(self, exchange: _Exchange) -> None:
+        """Unload the model when the request ends, if it says so: also if it fails. A model that cannot be unloaded is
+        an error before the first line."""
+        if exchange.request.unloads:
+            await self.server.engine.aunload(exchange.model)
 
 
 async def _only(lines: AsyncGenerator[Line, None]) -> Line:
