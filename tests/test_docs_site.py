@@ -53,7 +53,7 @@ def test_examples_print_documented_output(page, demo, monkeypatch):
 
 def test_http_page_lists_every_route_field_and_status():
     text = page_text("http.md")
-    elsewhere = "".join(page_text(page) for page in PAGES if page in {"monitoring.md", "operations.md", "responses.md"})
+    elsewhere = "".join(map(page_text, ("monitoring.md", "ollama.md", "operations.md", "responses.md")))
     app = create_app(scripted_engine("Yes."))
     paths = {route.path.replace("{name:path}", "{model}") for route in app.routes}
     routes = [path for path in paths if not path.startswith("/page/")]
