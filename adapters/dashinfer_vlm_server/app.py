@@ -12,7 +12,7 @@ from .authentication import ApiKeyMiddleware, ApiKeyReloader
 from .body_memory import BodyMemoryBudget
 from .cross_origin import CrossOriginMiddleware
 from .endpoints import create_endpoints
-from .errors import HANDLERS
+from .errors import HANDLERS, send_not_found
 from .metrics import Metrics
 from .rate_limits import RATE_LIMIT_HEADERS, KeyLimiter
 from .request_context import ANTHROPIC_HEADER, HEADER, RequestContextMiddleware
@@ -65,6 +65,7 @@ def create_app(
         openapi_url=None,
     )
     app.router.routes.extend(create_endpoints(server))
+    app.router.default = send_not_found
     for kind, handler in HANDLERS.items():
         app.add_exception_handler(kind, handler)
     _add_middleware(app, server, tracer)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from starlette.datastructures import MutableHeaders
@@ -97,7 +99,7 @@ class ApiKeyMiddleware:
     requests that exceed the limits of their key.
 
     It compares the path that the router uses, which headers cannot change. The client of a request is set in
-    `current_client`.
+    `current_client`. The handshake of a WebSocket requires a key, and each message is a request under its limits.
 
     Args:
         app: the wrapped application.
@@ -124,24 +126,42 @@ class ApiKeyMiddleware:
         self._keys = reloader.keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] not in {"http", "websocket"}:
             await self._app(scope, receive, send)
             return
         context = get_request_context(scope)
         if context.endpoint and context.endpoint.public:
             await self._app(scope, receive, send)
             return
-        keys = await self._reloader.refresh()
-        if keys is not self._keys:
-            self._keys = keys
-            for notify in self._on_keys_changed:
-                notify(keys.ids)
-        if key := _find_key(keys, scope, context.endpoint):
+        context.admit_message = partial(self._admit_message, scope)
+        if key := await self._find_key(scope):
             context.client_name = key.name
             context.is_admin = key.admin
             await self._serve(key, scope, receive, send)
         else:
             await error_response(_unauthorized(), context.endpoint)(scope, receive, send)
+
+    async def _find_key(self, scope: Scope) -> ApiKey | None:
+        """Return the key of a request, if it is valid now."""
+        keys = await self._reloader.refresh()
+        if keys is not self._keys:
+            self._keys = keys
+            for notify in self._on_keys_changed:
+                notify(keys.ids)
+        return _find_key(keys, scope, get_request_context(scope).endpoint)
+
+    @contextlib.asynccontextmanager
+    async def _admit_message(self, scope: Scope) -> AsyncIterator[None]:
+        """Serve a message of a WebSocket under the limits of its key.
+
+        Raises:
+            HTTPException: 401, the key is not valid anymore; 429, it exceeds a limit.
+        """
+        key = await self._find_key(scope)
+        if key is None:
+            raise _unauthorized()
+        with self._limiter.admit(key, generates=True):
+            yield
 
     async def _serve(self, key: ApiKey, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request of a key under its limits. Only POST requests use the engine, so only they are limited."""
@@ -151,7 +171,7 @@ class ApiKeyMiddleware:
         client = Client(id=key.id, cache_namespace=namespace, media_workers=key.limits.media_workers)
         token = current_client.set(client)
         try:
-            if scope["method"] != "POST" or (endpoint and not endpoint.limited):
+            if scope.get("method") != "POST" or (endpoint and not endpoint.limited):
                 await self._app(scope, receive, send)
                 return
             with self._limiter.admit(key, generates=endpoint is not None and endpoint.generates) as usage:

@@ -51,6 +51,10 @@ class BodyMemory:
     def release(self) -> None:
         self._budget.release(self)
 
+    def for_message(self) -> BodyMemory:
+        """Return the memory of a message of a WebSocket, in the same budget."""
+        return BodyMemory(self._budget)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Waiter:

@@ -7,7 +7,8 @@ that such a request has an effect, or that the page reads the response:
   the server as part of the attacker's site. Therefore, only names that are known to be the server's are accepted. An IP
   address is accepted because it cannot be rebound. The server cannot list its addresses: clients may use one that a
   router or a container runtime forwards.
-* `Origin`: browsers send it with every request that is not a plain GET of the same site. Other clients do not.
+* `Origin`: browsers send it with every request that is not a plain GET of the same site, and with the handshake of a
+  WebSocket, whose messages need no permission. Other clients do not.
 * `Content-Type`: a browser sends `application/json` to another origin only if a preflight request allows it.
 
 With API keys, none of this is necessary, because a page does not know them.
@@ -55,7 +56,7 @@ class CrossOriginMiddleware:
         self._allowed_origins = frozenset(allowed_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = self._error(scope) if scope["type"] == "http" else None
+        error = self._error(scope) if scope["type"] in {"http", "websocket"} else None
         if error is None:
             await self._app(scope, receive, send)
             return
@@ -70,7 +71,7 @@ class CrossOriginMiddleware:
         for origin in headers.getlist("origin"):
             if not self._is_origin_allowed(origin, host):
                 return _foreign_origin(origin[:_SHOWN_CHARACTERS])
-        reads_body = endpoint and scope["method"] not in {"GET", "HEAD", "OPTIONS"}
+        reads_body = endpoint and scope.get("method", "GET") not in {"GET", "HEAD", "OPTIONS"}
         if reads_body and _has_body(headers) and not _is_json(headers):
             return HTTPException(415, "The body must be JSON. Send the header `Content-Type: application/json`.")
         return None

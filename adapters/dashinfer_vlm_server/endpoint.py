@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import http
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
-from starlette.routing import BaseRoute, Match
+from starlette.routing import BaseRoute, Match, WebSocketRoute
+from starlette.websockets import WebSocket
 
 if TYPE_CHECKING:
     from starlette.types import Scope
@@ -117,14 +118,33 @@ class Endpoint(APIRoute):
         return self._documented()
 
 
+class WebSocketEndpoint(WebSocketRoute):
+    """A route of the server for WebSockets, at the path of an `Endpoint`.
+
+    Args:
+        path: the path.
+        handler: serves a connection, from the handshake on.
+    """
+
+    def __init__(self, path: str, handler: Callable[[WebSocket], Coroutine[Any, Any, None]]) -> None:
+        super().__init__(path, handler)
+
+
 def _describe_body(models: Sequence[type[BaseModel]]) -> dict[str, Any]:
     refs = [{"$ref": REF.format(model=model.__name__)} for model in models]
     schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def find_endpoint(routes: Iterable[BaseRoute], scope: Scope) -> Endpoint | None:
-    """Return the endpoint of a request, or one for its path and another method, if one exists."""
+def find_endpoint(routes: Sequence[BaseRoute], scope: Scope) -> Endpoint | None:
+    """Return the endpoint of a request, or one for its path and another method, if one exists.
+
+    That of a WebSocket is the one for POST, which has the same name in logs and the same form of errors.
+    """
+    if scope["type"] == "websocket":
+        if not any(isinstance(route, WebSocketEndpoint) and route.matches(scope)[0] is Match.FULL for route in routes):
+            return None
+        scope = {**scope, "type": "http", "method": "POST"}
     for match in (Match.FULL, Match.PARTIAL):
         for route in routes:
             if isinstance(route, Endpoint) and route.matches(scope)[0] is match:

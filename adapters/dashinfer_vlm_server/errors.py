@@ -10,7 +10,7 @@ import difflib
 import logging
 import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
@@ -35,6 +35,9 @@ from dashinfer_vlm_core.errors import (
 from dashinfer_vlm_core.protocol.validation_errors import show, validation_message
 
 from .endpoint import Endpoint, find_endpoint
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -131,9 +134,9 @@ def _http_error_message(error: HTTPException) -> str:
     return error.detail
 
 
-_NO_WEBSOCKETS = ApiError(
+_NO_WEBSOCKET = ApiError(
     404,
-    "This server has no WebSockets. Send a POST request; with `stream`, the response is sent as server-sent events.",
+    "There is no WebSocket at this URL. Connect to /v1/responses, or send a request.",
     code="websocket_not_supported",
 )
 
@@ -152,13 +155,21 @@ async def send_error(request: Request, error: Exception) -> Response:
     """Handle an expected error."""
     if isinstance(error, SetupError):  # only the operator can fix it
         logger.error("Request failed: %s", error.message)
-    if isinstance(error, HTTPException) and not isinstance(error, ApiError):
-        if error.status_code in {404, 405} and request.headers.get("Upgrade", "").lower() == "websocket":
-            error = _NO_WEBSOCKETS
-        elif error.status_code == 404:
-            path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
-            error = _unknown_url(request.app.routes, path)
+    if isinstance(error, HTTPException) and not isinstance(error, ApiError) and error.status_code == 404:
+        path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
+        error = _unknown_url(request.app.routes, path)
     return error_response(error, find_endpoint(request.app.routes, request.scope))
+
+
+async def send_not_found(scope: Scope, receive: Receive, send: Send) -> None:
+    """Serve what no route matches.
+
+    Raises:
+        HTTPException: 404, for a request; `send_error` handles it.
+    """
+    if scope["type"] != "websocket":
+        raise HTTPException(404)
+    await error_response(_NO_WEBSOCKET)(scope, receive, send)
 
 
 async def send_validation_error(request: Request, error: Exception) -> Response:

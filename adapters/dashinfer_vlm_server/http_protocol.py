@@ -84,7 +84,7 @@ class LingeringTransport(asyncio.Transport):
     9.6). The protocol has to discard what arrives after that, and to call `abort`.
 
     Args:
-        transport: the connection.
+        transport: the connection, which is the attribute `wrapped`.
         is_receiving: returns whether the client may still be sending.
         on_linger: called when `close` left the connection open.
     """
@@ -93,7 +93,7 @@ class LingeringTransport(asyncio.Transport):
         self, transport: asyncio.Transport, *, is_receiving: Callable[[], bool], on_linger: Callable[[], None]
     ) -> None:
         super().__init__()
-        self._transport = transport
+        self.wrapped: asyncio.Transport = transport
         self._is_receiving = is_receiving
         self._on_linger = on_linger
         self._lingering = False
@@ -102,31 +102,31 @@ class LingeringTransport(asyncio.Transport):
         if self.is_closing():
             return
         if not self._is_receiving():
-            self._transport.close()
+            self.wrapped.close()
             return
         self._lingering = True
-        if self._transport.can_write_eof():  # not with TLS
-            self._transport.write_eof()
-        self._transport.resume_reading()
+        if self.wrapped.can_write_eof():  # not with TLS
+            self.wrapped.write_eof()
+        self.wrapped.resume_reading()
         self._on_linger()
 
     def is_closing(self) -> bool:
-        return self._lingering or self._transport.is_closing()
+        return self._lingering or self.wrapped.is_closing()
 
     def abort(self) -> None:
-        self._transport.abort()
+        self.wrapped.abort()
 
     def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
-        self._transport.write(data)
+        self.wrapped.write(data)
 
     def pause_reading(self) -> None:
-        self._transport.pause_reading()
+        self.wrapped.pause_reading()
 
     def resume_reading(self) -> None:
-        self._transport.resume_reading()
+        self.wrapped.resume_reading()
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return self._transport.get_extra_info(name, default)
+        return self.wrapped.get_extra_info(name, default)
 
 
 class TimeoutH11Protocol(H11Protocol):
@@ -158,6 +158,7 @@ class TimeoutH11Protocol(H11Protocol):
         self._write_timer: asyncio.TimerHandle | None = None
         self._discard_timer: asyncio.TimerHandle | None = None
         self._discardable = 0
+        self._upgraded = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's signature
         super().connection_made(
@@ -172,14 +173,21 @@ class TimeoutH11Protocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._upgraded:  # the rest of what was received with a handshake, whose response has to come first
+            return
         if self._discard_timer is not None:
             self._discardable -= len(data)
             if self._discardable < 0:
                 self.transport.abort()
-        while self.conn.their_state is h11.IDLE and len(data) > _SLICE and not self.transport.is_closing():
+        while (
+            not self._upgraded
+            and self.conn.their_state is h11.IDLE
+            and len(data) > _SLICE
+            and not self.transport.is_closing()
+        ):
             super().data_received(data[:_SLICE])
             data = data[_SLICE:]
-        if self.transport.is_closing():
+        if self._upgraded or self.transport.is_closing():
             return
         super().data_received(data)
         if self._discard_timer is not None and not self._is_receiving():
@@ -206,6 +214,16 @@ class TimeoutH11Protocol(H11Protocol):
             self._write_timer.cancel()
             self._write_timer = None
         super().resume_writing()
+
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        self._upgraded = True
+        self._stop_waiting()
+        if isinstance(self.transport, LingeringTransport):  # the other protocol reads until the end
+            self.transport = self.transport.wrapped
+        super().handle_websocket_upgrade(event)
+
+    def _should_upgrade_to_ws(self) -> bool:
+        return bool(super()._should_upgrade_to_ws() and self.scope["method"] == "GET")
 
     def _unsupported_upgrade_warning(self) -> None:
         """Log nothing: the response states it, and uvicorn's message advises to install a library."""

@@ -59,6 +59,15 @@ async def read_request(
         ClientDisconnect: the client disconnected before the request was complete.
     """
     body = await _read_body(request, settings.max_body_bytes, settings.max_body_pause, memory)
+    return await parse_body(body, parse, parse_slot)
+
+
+async def parse_body(body: bytearray, parse: Callable[[object], T], parse_slot: asyncio.Semaphore) -> T:
+    """Parse a body, in a thread if it is large. Its memory is released.
+
+    Raises:
+        RequestError: the body is not a JSON object, or `parse` rejects it.
+    """
     if len(body) <= INLINE_PARSE_BYTES:
         return parse(parse_object(body))
     async with parse_slot if len(body) > EXCLUSIVE_PARSE_BYTES else contextlib.nullcontext():

@@ -8,8 +8,9 @@ import logging
 import re
 import time
 import uuid
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import MutableHeaders
@@ -23,7 +24,7 @@ from .errors import CLIENT_CLOSED_REQUEST, error_response, status_for
 from .logs import REQUEST_ID
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from starlette.routing import BaseRoute
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -41,6 +42,12 @@ SLICE_BYTES = 64 * 1024
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"})
 """Methods that are logged by name; a client without a key can send any other text of 64 KiB."""
+
+WEBSOCKET = "WEBSOCKET"
+"""The method of handshakes and messages of WebSockets in logs."""
+
+STARTS = frozenset({"http.response.start", "websocket.accept", "websocket.http.response.start"})
+"""The ASGI messages that begin a response. That of an accepted handshake has no status, which is 101."""
 
 TRIM_BODY_BYTES = 8 * 1024 * 1024
 """After a request with a larger body, freed memory is returned to the system."""
@@ -62,7 +69,7 @@ OUTCOMES = {
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestContext:
-    """The state of one HTTP request.
+    """The state of one HTTP request, or of one message of a WebSocket.
 
     Attributes:
         id: the request ID in responses and logs.
@@ -72,6 +79,7 @@ class RequestContext:
         endpoint: the endpoint for its path, if there is one.
         client_name: the name of the API key; empty if it has none.
         is_admin: whether the API key may load and unload models.
+        admit_message: returns a context in which a message of a WebSocket is served under the limits of its API key.
     """
 
     id: str
@@ -81,6 +89,7 @@ class RequestContext:
     endpoint: Endpoint | None = None
     client_name: str = ""
     is_admin: bool = False
+    admit_message: Callable[[], AbstractAsyncContextManager[None]] = contextlib.nullcontext
     start: float = field(default_factory=time.monotonic)
 
     @property
@@ -92,6 +101,12 @@ class RequestContext:
     def outcome(self) -> str:
         default = "success" if self.status < 400 else "invalid" if self.status < 500 else "error"
         return OUTCOMES.get(self.status, default)
+
+    def for_message(self) -> RequestContext:
+        """Return the context of a message, if this is that of its WebSocket."""
+        return replace(
+            self, id=_new_id(), body_memory=self.body_memory.for_message(), status=101, start=time.monotonic()
+        )
 
     def fail(self, error: Exception) -> None:
         """Record an error that occurred after the response headers were sent."""
@@ -128,36 +143,28 @@ class RequestContextMiddleware:
         self._request_span = request_span
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] not in {"http", "websocket"}:
             await self._app(scope, receive, send)
             return
         context = scope[_SCOPE_KEY] = RequestContext(
             id=_request_id(scope),
-            method=scope["method"] if scope["method"] in METHODS else "other",
+            method=_method(scope),
             body_memory=BodyMemory(self._budget),
             endpoint=find_endpoint(self._routes, scope),
         )
-        token = REQUEST_ID.set(context.id)
-        try:
+        with track_request(context, self._metrics):
             span = self._request_span(scope, context) if self._request_span else contextlib.nullcontext()
-            with self._metrics.in_flight.track_inprogress(), span:
+            with span:
                 await self._serve(context, scope, receive, send)
-        finally:
-            is_large = context.body_memory.size > TRIM_BODY_BYTES
-            context.body_memory.release()
-            if is_large:
-                asyncio.get_running_loop().run_in_executor(None, trim_memory)
-            self._record(context)
-            REQUEST_ID.reset(token)
 
     async def _serve(self, context: RequestContext, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
 
         async def send_with_id(message: Message) -> None:
             nonlocal started
-            if message["type"] == "http.response.start":
+            if message["type"] in STARTS:
                 started = True
-                context.status = message["status"]
+                context.status = message.get("status", 101)
                 MutableHeaders(scope=message).update({HEADER: context.id, ANTHROPIC_HEADER: context.id})
             for part in _slices(message):  # the server copies what it cannot send yet
                 await send(part)
@@ -171,20 +178,37 @@ class RequestContextMiddleware:
             logger.exception("Request failed.")
             await error_response(error, context.endpoint)(scope, receive, send_with_id)
 
-    def _record(self, context: RequestContext) -> None:
-        self._metrics.count_request(context.route, context.outcome)
-        fields: dict[str, Any] = {
-            "method": context.method,
-            "route": context.route,
-            "status": context.status,
-            "outcome": context.outcome,
-            "seconds": round(time.monotonic() - context.start, 4),
-        }
-        if context.client_name:
-            fields["client"] = context.client_name
-        is_quiet = context.endpoint is not None and context.endpoint.quiet and context.status != 401
-        level = logging.DEBUG if is_quiet else logging.INFO
-        logger.log(level, "%s", " ".join(map(str, fields.values())), extra={"fields": fields})
+
+@contextlib.contextmanager
+def track_request(context: RequestContext, metrics: Metrics) -> Iterator[None]:
+    """Count and log a request that the block serves, and release the memory of its body."""
+    token = REQUEST_ID.set(context.id)
+    try:
+        with metrics.in_flight.track_inprogress():
+            yield
+    finally:
+        is_large = context.body_memory.size > TRIM_BODY_BYTES
+        context.body_memory.release()
+        if is_large:
+            asyncio.get_running_loop().run_in_executor(None, trim_memory)
+        _record(context, metrics)
+        REQUEST_ID.reset(token)
+
+
+def _record(context: RequestContext, metrics: Metrics) -> None:
+    metrics.count_request(context.route, context.outcome)
+    fields: dict[str, Any] = {
+        "method": context.method,
+        "route": context.route,
+        "status": context.status,
+        "outcome": context.outcome,
+        "seconds": round(time.monotonic() - context.start, 4),
+    }
+    if context.client_name:
+        fields["client"] = context.client_name
+    is_quiet = context.endpoint is not None and context.endpoint.quiet and context.status != 401
+    level = logging.DEBUG if is_quiet else logging.INFO
+    logger.log(level, "%s", " ".join(map(str, fields.values())), extra={"fields": fields})
 
 
 def _slices(message: Message) -> Iterator[Message]:
@@ -199,4 +223,15 @@ def _slices(message: Message) -> Iterator[Message]:
 
 def _request_id(scope: Scope) -> str:
     value = next((value for name, value in scope["headers"] if name == HEADER.lower().encode()), b"")
-    return value.decode() if _VALID_ID.fullmatch(value) else f"req-{uuid.uuid4().hex}"
+    return value.decode() if _VALID_ID.fullmatch(value) else _new_id()
+
+
+def _new_id() -> str:
+    return f"req-{uuid.uuid4().hex}"
+
+
+def _method(scope: Scope) -> str:
+    if scope["type"] == "websocket":
+        return WEBSOCKET
+    method: str = scope["method"]
+    return method if method in METHODS else "other"

@@ -54,8 +54,7 @@ class ServerContext:
             EngineClosed: the server is shutting down.
             HTTPException, QueueFull, RequestError, ClientDisconnect: see `read_request`.
         """
-        if self.drain_state.draining:
-            raise EngineClosed("The server is shutting down. Try again later, or use another server.", code=DRAINING)
+        self.check_accepts_requests()
         return await read_request(
             request,
             parse,
@@ -63,6 +62,11 @@ class ServerContext:
             memory=get_request_context(request.scope).body_memory,
             parse_slot=self.parse_slot,
         )
+
+    def check_accepts_requests(self) -> None:
+        """Raise EngineClosed if the server is shutting down."""
+        if self.drain_state.draining:
+            raise EngineClosed("The server is shutting down. Try again later, or use another server.", code=DRAINING)
 
     async def run(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
         """Await `work` under the timeout, and cancel it when the client disconnects."""

@@ -33,6 +33,7 @@ from .http_protocol import MAX_HEAD_BYTES, TimeoutH11Protocol, detect_lost_peers
 from .logs import last_line, writes_json
 from .settings import GRACE_SECONDS, DrainState, Settings
 from .sockets import Address, open_listener
+from .websocket_protocol import MAX_MESSAGE_BYTES, LimitedWebSocketProtocol
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -109,7 +110,9 @@ def uvicorn_config(application: ASGIApp, address: Address) -> uvicorn.Config:
     settings = uvicorn.Config(
         application,
         http=TimeoutH11Protocol,
-        ws="none",
+        ws=LimitedWebSocketProtocol,
+        ws_max_size=MAX_MESSAGE_BYTES,
+        ws_per_message_deflate=False,  # it would take 100 KB of memory per connection
         log_config=None,
         access_log=False,  # `RequestContextMiddleware` writes it
         server_header=False,
@@ -177,7 +180,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Reject new requests, wait for running ones, and terminate those that exceed the grace period."""
-        self._drain_state.draining = True
+        self._drain_state.drain()
         if self.signal is not None:
             name = signal.Signals(self.signal).name
             running = self._num_running

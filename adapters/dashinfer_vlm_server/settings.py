@@ -152,7 +152,15 @@ class DrainState:
     Attributes:
         draining: whether the server is shutting down: it finishes running requests and rejects new ones.
         background: the number of responses that are created in the background.
+        on_drain: functions that `drain` calls, such as those that close idle connections.
     """
 
     draining: bool = False
     background: int = 0
+    on_drain: set[Callable[[], None]] = field(default_factory=set)
+
+    def drain(self) -> None:
+        """Begin to shut down."""
+        self.draining = True
+        for notify in tuple(self.on_drain):
+            notify()

@@ -5,10 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import time
-import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from openai.types import CompletionUsage
 from openai.types.chat import ChatCompletionChunk
@@ -16,10 +14,7 @@ from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaTool
 from openai.types.responses import (
     Response,
     ResponseError,
-    ResponseFunctionToolCall,
     ResponseOutputItem,
-    ResponseOutputMessage,
-    ResponseReasoningItem,
     ResponseStreamEvent,
     ResponseUsage,
 )
@@ -30,6 +25,7 @@ from ..errors import EngineError
 from ..protocol.request import ChatRequest
 from ..protocol.responses import ResponsesRequest
 from .echoed_fields import echoed_fields
+from .output_items import FunctionCallItem, ItemStatus, MessageItem, OutputItem, ReasoningItem
 
 _EVENT_TYPES = get_args(get_args(ResponseStreamEvent)[0])
 _EVENT_CLASSES: Mapping[str, Callable[..., ResponseStreamEvent]] = {
@@ -37,8 +33,7 @@ _EVENT_CLASSES: Mapping[str, Callable[..., ResponseStreamEvent]] = {
 }
 """OpenAI's classes, by the `type` of their events."""
 
-ItemT = TypeVar("ItemT", bound="_Item")
-ItemStatus = Literal["in_progress", "completed", "incomplete"]
+ItemT = TypeVar("ItemT", bound=OutputItem)
 ResponseState = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 _ERROR_CODES: Mapping[str, Literal["invalid_prompt", "rate_limit_exceeded"]] = {
@@ -109,9 +104,14 @@ class ResponseEventBuilder:
         self._events: list[ResponseStreamEvent] = []
         self._num_events = 0
         self._closed: list[ResponseOutputItem] = []
-        self._open: _Item | None = None
+        self._open: OutputItem | None = None
         self._finish_reason: str | None = None
         self._usage: ResponseUsage | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there was a chunk."""
+        return self._state != "queued"
 
     def queue(self, model: str) -> list[ResponseStreamEvent]:
         """Begin before the first chunk, with the name of the model; return the events of a response that waits."""
@@ -146,7 +146,7 @@ class ResponseEventBuilder:
         if self._finish_reason is None:
             raise EngineError("The stream ended before the response was complete. Try again.")
         if self._open is None and not self._closed and self._has_text:
-            self._current(_Message)
+            self._current(MessageItem)
         status: ItemStatus = "incomplete" if self._finish_reason == "length" else "completed"
         self._close_item(status)
         if status == "completed":
@@ -192,10 +192,10 @@ class ResponseEventBuilder:
 
     def _add_delta(self, delta: ChoiceDelta, logprobs: ChoiceLogprobs | None) -> None:
         if reasoning := getattr(delta, "reasoning_content", None):
-            self._current(_Reasoning).add(reasoning)
+            self._current(ReasoningItem).add(reasoning)
         if delta.content:
             entries = logprobs.content if logprobs and self._wants_logprobs else None
-            self._current(_Message).add(delta.content, [entry.model_dump() for entry in entries or ()])
+            self._current(MessageItem).add(delta.content, [entry.model_dump() for entry in entries or ()])
         for call in delta.tool_calls or ():
             self._add_call(call)
 
@@ -203,15 +203,15 @@ class ResponseEventBuilder:
         function = delta.function
         if delta.id is not None:
             self._close_item("completed")
-            self._open = _FunctionCall(self, len(self._closed), delta.id, (function and function.name) or "")
-        if isinstance(self._open, _FunctionCall) and function and function.arguments:
+            self._open = FunctionCallItem(self.emit, len(self._closed), delta.id, (function and function.name) or "")
+        if isinstance(self._open, FunctionCallItem) and function and function.arguments:
             self._open.add(function.arguments)
 
     def _current(self, kind: type[ItemT]) -> ItemT:
         if isinstance(self._open, kind):
             return self._open
         self._close_item("completed")
-        self._open = item = kind(self, len(self._closed))
+        self._open = item = kind(self.emit, len(self._closed))
         return item
 
     def _close_item(self, status: ItemStatus) -> None:
@@ -233,141 +233,6 @@ class ResponseEventBuilder:
         final = {"completed_at": None, "incomplete_details": None, "error": None} | fields
         values = {**self._fields, "model": self._model, "output": list(self._closed), "usage": self._usage, **final}
         return Response(created_at=self._created, status=status, **values)
-
-
-class _Item(ABC):
-    """An output item that has begun and not ended."""
-
-    prefix: ClassVar[str]
-
-    def __init__(self, builder: ResponseEventBuilder, index: int) -> None:
-        self.id = f"{self.prefix}_{uuid.uuid4().hex}"
-        self._builder = builder
-        self._index = index
-        self._pieces: list[str] = []
-        builder.emit("response.output_item.added", item=self.item("in_progress"), output_index=index)
-
-    @property
-    def _text(self) -> str:
-        return "".join(self._pieces)
-
-    def close(self, status: ItemStatus) -> ResponseOutputItem:
-        """End the item; return it."""
-        item = self.item(status)
-        self._emit_done()
-        self._builder.emit("response.output_item.done", item=item, output_index=self._index)
-        return item
-
-    @abstractmethod
-    def item(self, status: ItemStatus) -> ResponseOutputItem:
-        """Return the item so far; without content while it is in progress."""
-
-    @abstractmethod
-    def _emit_done(self) -> None: ...
-
-    def _emit(self, event_type: str, **fields: Any) -> None:
-        self._builder.emit(event_type, item_id=self.id, output_index=self._index, **fields)
-
-
-class _TextItem(_Item):
-    """An item whose content is one part."""
-
-    events: ClassVar[str]
-
-    def __init__(self, builder: ResponseEventBuilder, index: int) -> None:
-        super().__init__(builder, index)
-        self._emit_part("added")
-
-    def item(self, status: ItemStatus) -> ResponseOutputItem:
-        return self._item([] if status == "in_progress" else [self._part()], status)
-
-    @abstractmethod
-    def _item(self, content: list[Any], status: ItemStatus) -> ResponseOutputItem: ...
-
-    @abstractmethod
-    def _part(self) -> dict[str, Any]:
-        """Return the content part so far, which OpenAI's types of items and events validate."""
-
-    def _emit_text(self, step: str, **fields: Any) -> None:
-        self._emit(f"{self.events}.{step}", content_index=0, **fields)
-
-    def _emit_part(self, step: str) -> None:
-        self._emit(f"response.content_part.{step}", content_index=0, part=self._part())
-
-
-class _Message(_TextItem):
-    """The text of the assistant."""
-
-    prefix: ClassVar[str] = "msg"
-    events: ClassVar[str] = "response.output_text"
-
-    def __init__(self, builder: ResponseEventBuilder, index: int) -> None:
-        self._logprobs: list[dict[str, Any]] = []
-        super().__init__(builder, index)
-
-    def add(self, text: str, logprobs: list[dict[str, Any]]) -> None:
-        self._pieces.append(text)
-        self._logprobs += logprobs
-        self._emit_text("delta", delta=text, logprobs=logprobs)
-
-    def _emit_done(self) -> None:
-        self._emit_text("done", text=self._text, logprobs=self._logprobs)
-        self._emit_part("done")
-
-    def _item(self, content: list[Any], status: ItemStatus) -> ResponseOutputMessage:
-        return ResponseOutputMessage(id=self.id, content=content, role="assistant", status=status, type="message")
-
-    def _part(self) -> dict[str, Any]:
-        return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": self._logprobs}
-
-
-class _Reasoning(_TextItem):
-    """The reasoning. It is not summarized."""
-
-    prefix: ClassVar[str] = "rs"
-    events: ClassVar[str] = "response.reasoning_text"
-
-    def add(self, text: str) -> None:
-        self._pieces.append(text)
-        self._emit_text("delta", delta=text)
-
-    def _emit_done(self) -> None:
-        self._emit_text("done", text=self._text)
-        self._emit_part("done")
-
-    def _item(self, content: list[Any], status: ItemStatus) -> ResponseReasoningItem:
-        return ResponseReasoningItem(id=self.id, summary=[], type="reasoning", content=content, status=status)
-
-    def _part(self) -> dict[str, Any]:
-        return {"type": "reasoning_text", "text": self._text}
-
-
-class _FunctionCall(_Item):
-    """A call of a function."""
-
-    prefix: ClassVar[str] = "fc"
-
-    def __init__(self, builder: ResponseEventBuilder, index: int, call_id: str, name: str) -> None:
-        self._call_id = call_id
-        self._name = name
-        super().__init__(builder, index)
-
-    def add(self, arguments: str) -> None:
-        self._pieces.append(arguments)
-        self._emit("response.function_call_arguments.delta", delta=arguments)
-
-    def _emit_done(self) -> None:
-        self._emit("response.function_call_arguments.done", arguments=self._text, name=self._name)
-
-    def item(self, status: ItemStatus) -> ResponseFunctionToolCall:
-        return ResponseFunctionToolCall(
-            id=self.id,
-            arguments=self._text,
-            call_id=self._call_id,
-            name=self._name,
-            status=status,
-            type="function_call",
-        )
 
 
 def _usage(usage: CompletionUsage) -> ResponseUsage:

@@ -28,6 +28,7 @@ from dashinfer_vlm_core.testing import Script, scripted_registry
 from dashinfer_vlm_dashinfer import process
 from dashinfer_vlm_server import create_app
 from dashinfer_vlm_server.api_keys import ApiKeys
+from dashinfer_vlm_server.endpoint import Endpoint
 from dashinfer_vlm_server.endpoints.page import FILES
 from dashinfer_vlm_server.http_protocol import MAX_HEAD_BYTES
 from tests.samples import image_url
@@ -58,6 +59,7 @@ def routes(app) -> list[tuple[str, str]]:
     return [
         (method, route.path.replace("{name:path}", "x"))
         for route in app.routes
+        if isinstance(route, Endpoint)
         for method in sorted(route.methods or ())
     ]
 

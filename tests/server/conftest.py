@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 import openai
@@ -63,8 +63,13 @@ class RunningServer:
         return self._uvicorn.servers[0].sockets[0].getsockname()[1]
 
     @property
+    def protocols(self) -> tuple[Any, ...]:
+        """uvicorn's protocols of the open connections."""
+        return tuple(self._uvicorn.server_state.connections)
+
+    @property
     def connections(self) -> int:
-        return len(self._uvicorn.server_state.connections)
+        return len(self.protocols)
 
     @property
     def tasks(self) -> int:
@@ -74,7 +79,7 @@ class RunningServer:
     @property
     def writers_paused(self) -> int:
         """Number of clients that have stopped reading their responses."""
-        return sum(connection.flow.write_paused for connection in tuple(self._uvicorn.server_state.connections))
+        return sum(connection.flow.write_paused for connection in self.protocols)
 
     @property
     def url(self) -> str:

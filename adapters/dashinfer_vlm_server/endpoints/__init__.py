@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from dashinfer_vlm_core.errors import ConfigError
 
-from ..endpoint import Endpoint
+from ..endpoint import Endpoint, WebSocketEndpoint
 from ..errors import ApiError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..server_context import ServerContext
 
 
-def create_endpoints(server: ServerContext) -> list[Endpoint]:
+def create_endpoints(server: ServerContext) -> list[Endpoint | WebSocketEndpoint]:
     """Return what `create_endpoints` of each package returns.
 
     Raises:
@@ -33,11 +33,14 @@ def create_endpoints(server: ServerContext) -> list[Endpoint]:
     for name in enabled:
         if name not in known:
             raise ConfigError(f"--protocols: {name[:80]!r} is unknown. Choose from {', '.join(known)}.")
-    return [
-        endpoint if protocol in {"", *enabled} else _disabled(endpoint, protocol)
-        for package, protocol in protocols.items()
-        for endpoint in package.create_endpoints(server)
-    ]
+    routes: list[Endpoint | WebSocketEndpoint] = []
+    for package, protocol in protocols.items():
+        for endpoint in package.create_endpoints(server):
+            if protocol in {"", *enabled}:
+                routes.append(endpoint)
+            elif isinstance(endpoint, Endpoint):
+                routes.append(_disabled(endpoint, protocol))
+    return routes
 
 
 def _disabled(endpoint: Endpoint, protocol: str) -> Endpoint:

@@ -20,7 +20,7 @@ from dashinfer_vlm_core.protocol.client import current_client
 from dashinfer_vlm_core.protocol.response_items import encode_summary
 from dashinfer_vlm_core.protocol.responses import CompactRequest, ResponsesRequest
 
-from ...endpoint import ENGINE_STATUSES, Endpoint, Responses
+from ...endpoint import ENGINE_STATUSES, Endpoint, Responses, WebSocketEndpoint
 from ...sse import EventStream
 from .background import BackgroundResponses
 from .creation import (
@@ -34,6 +34,7 @@ from .creation import (
 from .input_items import ItemQuery, list_items
 from .json_stream import JsonStream
 from .response_store import ResponseStore, StoredEvents, StoredResponse
+from .websocket import ResponseSockets
 
 if TYPE_CHECKING:
     from ...server_context import ServerContext
@@ -49,13 +50,14 @@ RESPONSE_OBJECT: Responses = {
 """The description of OpenAI's response object. Its schema has hundreds of types and would take long to build."""
 
 
-def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
+def create_endpoints(server: ServerContext) -> Sequence[Endpoint | WebSocketEndpoint]:
     settings = server.settings
     store = ResponseStore(max_responses=settings.max_stored_responses, max_bytes=settings.max_stored_bytes)
     server.on_keys_changed.append(store.discard_except)
+    conversations = Conversations(engine=server.engine, store=store)
     responses = _Responses(
         server=server,
-        conversations=Conversations(engine=server.engine, store=store),
+        conversations=conversations,
         store=store,
         background=BackgroundResponses(server, store),
     )
@@ -65,6 +67,7 @@ def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
     path = "/v1/responses/{response_id}"
     return [
         post("/v1/responses", responses.create, body=[ResponsesRequest], generates=True),
+        WebSocketEndpoint("/v1/responses", ResponseSockets(server, conversations).serve),
         post("/v1/responses/compact", responses.compact, body=[CompactRequest], generates=True),
         post("/v1/responses/input_tokens", responses.count_input_tokens, body=[ResponsesRequest]),
         stored(path, responses.retrieve),

@@ -51,17 +51,19 @@ class Conversations:
     Attributes:
         engine: the engine.
         store: the stored responses.
+        connection: the WebSocket of the requests; its responses with `store` false can be continued, too.
     """
 
     engine: ChatEngine
     store: ResponseStore
+    connection: str = ""
 
     def previous(self, request: ResponsesRequest) -> StoredResponse | None:
         """Return the stored response that a request continues, which must be complete, and of the same model."""
         response_id = request.previous_response_id
         if response_id is None:
             return None
-        previous = self.store.get(current_client.get().id, response_id)
+        previous = self.store.get(current_client.get().id, response_id, connection=self.connection)
         if previous is None or previous.model != self.model_of(request):
             raise InvalidParameter(
                 f"Previous response with id {response_id[:80]!r} not found. It was not stored, is of another model, or"
@@ -158,7 +160,7 @@ class Creation:
             yield event
 
     def _save(self, response: ResponseObject) -> None:
-        if self.stored:
+        if self.stored or (self._conversations.connection and self._conversations.store.enabled):
             self._conversations.store.add(current_client.get().id, self.to_stored(response))
 
     async def queue(self) -> Sequence[ResponseStreamEvent]:
@@ -171,6 +173,12 @@ class Creation:
         assert self._call is not None
         with self._call.renamed_errors():
             return len(await self._engine.atokenize(self._call.chat))
+
+    def failed_event(self, error: Exception) -> ResponseStreamEvent | None:
+        """Return the event that ends the response with an error; None before the first event."""
+        if self._builder is None or not self._builder.has_begun:
+            return None
+        return self._builder.fail(error_body(error)["error"])[0][-1]
 
     def error_events(self, error: Exception) -> str:
         """Format an error after the first event."""
@@ -194,6 +202,7 @@ class Creation:
             model=self._conversations.model_of(self.request),
             status=status,
             background=background,
+            connection="" if self.stored else self._conversations.connection,
         )
 
     async def _check_summary(self) -> None:
@@ -223,7 +232,12 @@ class Creation:
         build_types()
         items = () if self._previous is None else self._previous.conversation()
         model = self._conversations.model_of(self.request)
-        find = partial(self._conversations.store.find_items, current_client.get().id, model=model)
+        find = partial(
+            self._conversations.store.find_items,
+            current_client.get().id,
+            model=model,
+            connection=self._conversations.connection,
+        )
         self._references = find_references(self.request.items(), items, find)
         if self._references:
             self.request = self.request.with_references(self._references)

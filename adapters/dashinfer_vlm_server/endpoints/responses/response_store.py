@@ -44,6 +44,7 @@ class StoredResponse:
         model: the name of the model that generated it, if there are several.
         status: its status; for one that is created in the background, `queued` until it has ended.
         background: its events, if it is created in the background.
+        connection: the WebSocket that alone can refer to it, until it is closed; empty for all requests of its client.
     """
 
     id: str
@@ -54,6 +55,7 @@ class StoredResponse:
     model: str = ""
     status: str = "completed"
     background: StoredEvents | None = field(default=None, repr=False)
+    connection: str = ""
 
     def current_body(self) -> bytes:
         """Return the response as JSON text; one that is being created, as far as it is."""
@@ -135,10 +137,11 @@ class ResponseStore:
                 client.add_bytes(response_id, num_bytes)
                 self._apply_limits()
 
-    def get(self, client_id: str, response_id: str) -> StoredResponse | None:
-        """Return a response of a client, and record that it is used."""
+    def get(self, client_id: str, response_id: str, *, connection: str = "") -> StoredResponse | None:
+        """Return a response of a client that a connection can refer to, and record that it is used."""
         with self._lock:
-            return self._clients.get(client_id, _Client()).use(response_id)
+            found = self._clients.get(client_id, _Client()).use(response_id)
+        return found if found is not None and found.connection in {"", connection} else None
 
     def add_reader(self, client_id: str, response_id: str, reader: JsonStream) -> bool:
         """Let a reader hold the items of a response until these are removed; return whether they still are stored."""
@@ -149,11 +152,13 @@ class ResponseStore:
             client.held[response_id].readers.add(reader)
             return True
 
-    def find_items(self, client_id: str, item_ids: Collection[str], *, model: str = "") -> dict[str, Mapping[str, Any]]:
+    def find_items(
+        self, client_id: str, item_ids: Collection[str], *, model: str = "", connection: str = ""
+    ) -> dict[str, Mapping[str, Any]]:
         """Return items of a client's responses of a model by id, without those that are unknown; record that these are
         used."""
         with self._lock:
-            found = self._clients.get(client_id, _Client()).use_items(item_ids, model)
+            found = self._clients.get(client_id, _Client()).use_items(item_ids, model, {"", connection})
         return {item["id"]: item for response, ids in found for item in response.items() if item["id"] in ids}
 
     def delete(self, client_id: str, response_id: str) -> bool:
@@ -258,18 +263,22 @@ class _Client:
         self.responses.move_to_end(response_id)
         return self.responses[response_id]
 
-    def use_items(self, item_ids: Collection[str], model: str) -> list[tuple[StoredResponse, frozenset[str]]]:
+    def use_items(
+        self, item_ids: Collection[str], model: str, connections: Collection[str]
+    ) -> list[tuple[StoredResponse, frozenset[str]]]:
         """Return the responses that have these items, and which of them. The newest has most of its conversation."""
         found = []
         missing = frozenset(item_ids)
         for held in reversed(self.held.values()):
-            if held.response.model == model and (ids := missing & held.item_ids):
-                found.append((held.response, ids))
+            response = held.response
+            is_known = response.model == model and response.connection in connections
+            if is_known and (ids := missing & held.item_ids):
+                found.append((response, ids))
                 missing -= ids
             if not missing:
                 break
-        for response, _ in found:
-            self.use(response.id)
+        for used, _ in found:
+            self.use(used.id)
         return found
 
     def remove(self, response_id: str) -> None:
