@@ -58,7 +58,7 @@ def _pooling_parts(request: EmbeddingRequest | RerankRequest | ScoreRequest) -> 
         for index, message in enumerate(request.conversation):
             yield from message.parts(f"messages[{index}]")
     else:
-        for query, document in request.pairs():
+        for query, document in request.pairs:
             yield from (*query, *document)
 
 

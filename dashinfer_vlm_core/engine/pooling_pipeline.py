@@ -163,7 +163,7 @@ class PoolingPipeline:
     async def score(self, request: RerankRequest | ScoreRequest) -> PoolingResult:
         """Compute how relevant each document is: a probability or, with late interaction, the sum of the largest
         similarity of each token of the query. Raises the same errors as `embed`."""
-        self._check_count("documents", len(request.pairs()))
+        self._check_count("documents", len(request.pairs))
         return await self.score_pairs(request)
 
     async def score_pairs(

@@ -266,7 +266,7 @@ class RemoteEngine(LoopEngine):
             with _translate_errors("/v1/rerank", "score documents"):
                 found = await self._client.post("/rerank", cast_to=object, body=body)
             response = _read(_Ranks, found)
-        scores = [row.score for row in _in_order(response.rows, len(request.pairs()))]
+        scores = [row.score for row in _in_order(response.rows, len(request.pairs))]
         return response.result(self.model, np.array(scores, np.float32))
 
     def _pooling_body(self, request: PoolingBody) -> dict[str, Any]:

@@ -73,8 +73,10 @@ def is_single_prompt(prompts: object) -> bool:
 
 
 def is_single_conversation(messages: object) -> bool:
-    """Return whether this is a list of messages rather than a list of conversations."""
-    return isinstance(messages, (list, tuple)) and bool(messages) and isinstance(messages[0], Mapping)
+    """Return whether this is a list of messages rather than a list of conversations or prompts."""
+    if not isinstance(messages, (list, tuple)) or not messages or not isinstance(messages[0], Mapping):
+        return False
+    return not {"prompt", "prompt_token_ids"} & messages[0].keys()
 
 
 def prompt_text(prompt: object) -> str | None:

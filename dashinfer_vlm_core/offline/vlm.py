@@ -366,7 +366,7 @@ class VLM:
             "truncate_prompt_tokens": truncate_prompt_tokens,
             **self._media_defaults.fields(None),
         })  # fmt: skip
-        with self._bar(len(request.pairs()), use_tqdm) as bar:
+        with self._bar(len(request.pairs), use_tqdm) as bar:
             result = self.engine.score_pairs(request, lora_request=lora_request, on_done=bar.update)
         return [
             ScoringRequestOutput(

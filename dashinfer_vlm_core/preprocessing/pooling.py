@@ -89,7 +89,7 @@ def score_items(
     instruct = text_part(_INSTRUCT + (request.instruction or pooling.instruction))
     template = request.item(lora_request)
     items = []
-    for query, document in request.pairs():
+    for query, document in request.pairs:
         parts = [
             ("", instruct),
             ("", text_part(_QUERY)),

@@ -88,7 +88,7 @@ def late_interaction_items(
     _reject_instruction(request.instruction)
     template = request.item(lora_request)
     queries: dict[int, PlacedItem] = {}
-    pairs = request.pairs()  # keeps the queries alive, so that their ids differ
+    pairs = request.pairs  # keeps the queries alive, so that their ids differ
     for query, _ in pairs:
         if id(query) not in queries:
             queries[id(query)] = _placed(template, query, is_query=True)

@@ -4,6 +4,7 @@ and vLLM's scores."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
@@ -268,17 +269,18 @@ class RerankRequest(PoolingBody):
 
     @model_validator(mode="after")
     def _check_documents(self) -> RerankRequest:
-        self.pairs()
+        _ = self.pairs
         return self
 
+    @cached_property
     def pairs(self) -> list[tuple[Parts, Parts]]:
-        """Return the query with each document."""
+        """The query with each document."""
         query = _parts(self.query, "query")
         return [(query, document) for document in _expand(self.documents, "documents")]
 
     def texts(self) -> list[str | None]:
         """Return the text of each document; None for those without one."""
-        documents = ([part.text for _, part in document if part.text] for _, document in self.pairs())
+        documents = ([part.text for _, part in document if part.text] for _, document in self.pairs)
         return ["\n".join(texts) if texts else None for texts in documents]
 
 
@@ -309,15 +311,12 @@ class ScoreRequest(PoolingBody):
 
     @model_validator(mode="after")
     def _check_documents(self) -> ScoreRequest:
-        self.pairs()
+        _ = self.pairs
         return self
 
+    @cached_property
     def pairs(self) -> list[tuple[Parts, Parts]]:
-        """Return the pairs to score.
-
-        Raises:
-            InvalidParameter: the numbers of queries and documents differ, and there are several queries.
-        """
+        """The pairs to score."""
         queries, documents = _expand(self.queries, "queries"), _expand(self.documents, "documents")
         if len(queries) == 1:
             return [(queries[0], document) for document in documents]

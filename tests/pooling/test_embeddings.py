@@ -50,8 +50,10 @@ def test_system_message_is_the_instruction(embedder, reference):
 
 def test_rendered_prompt_gets_no_template(embedder, reference):
     text = "<|im_start|>system\nFind.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
-    (output,) = embedder.embed(text, use_tqdm=False)
-    assert cosine(output.outputs.embedding, reference.embed([user("Hello")], instruction="Find.")) >= FLOAT32
+    expected = reference.embed([user("Hello")], instruction="Find.")
+    for prompts in (text, {"prompt": text}, [{"prompt": text}]):
+        (output,) = embedder.embed(prompts, use_tqdm=False)
+        assert cosine(output.outputs.embedding, expected) >= FLOAT32
 
 
 def test_bfloat16_embeddings_equal_transformers(embedding, base):
