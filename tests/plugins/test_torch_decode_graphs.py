@@ -179,9 +179,9 @@ def sequence(request, first_row):
 class HiddenStates(ModelRunner):
     """Keeps the hidden states of the last step."""
 
-    def _sample(self, x, rows, heads):
+    def _sample(self, x, batch):
         self.x = x.clone()
-        ids = torch.zeros(len(rows), dtype=torch.int64)
+        ids = torch.zeros(len(x), dtype=torch.int64)
         return LaunchedArgmax(ids, HostCopy(ids))
 
 
@@ -274,8 +274,9 @@ def test_graphs_that_cannot_be_recorded_are_omitted(model, caplog):
 class UnreadRunner(ModelRunner):
     """Samples the tokens of a step without the copy to the CPU."""
 
-    def _sample(self, x, rows, heads):
-        ids, _ = _choose(self._model.logits(x, heads), rows, {})
+    def _sample(self, x, batch):
+        rows = [row for rows in batch.rows for row in rows]
+        ids, _ = _choose(self._model.logits(x), rows, {})
         assert ids.shape == (len(rows),)
         return LaunchedArgmax(ids, None)
 

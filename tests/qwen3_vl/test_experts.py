@@ -161,8 +161,8 @@ class GroupingKernels(CudaKernels):
 class LogitsRunner(ModelRunner):
     """Keeps the logits of the last step."""
 
-    def _sample(self, x, rows, heads):
-        self.logits = self._model.logits(x, heads)
+    def _sample(self, x, batch):
+        self.logits = self._model.logits(x)
         ids = self.logits.argmax(dim=-1)
         return LaunchedArgmax(ids, HostCopy(ids))
 
