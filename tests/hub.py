@@ -192,6 +192,8 @@ def environment(home: Path, endpoint: str, **more: str) -> dict[str, str]:
 
 def start(*arguments: str, home: Path, endpoint: str, **more: str) -> subprocess.Popen[str]:
     """Start the command line in a process."""
-    command = [sys.executable, "-c", MAIN, *arguments]
+    # Background jobs of shells ignore SIGINT.
+    program = f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler); {MAIN}"
+    command = [sys.executable, "-c", program, *arguments]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=environment(home, endpoint, **more), stdout=pipe, stderr=pipe, text=True)

@@ -13,6 +13,9 @@ from ..preprocessing.pooling import PlacedItem
 MAX_VECTORS = 1 << 16
 """The most embeddings of tokens that are kept for a request: 32 MiB with 128 dimensions, and 160 MB in a response."""
 
+MAXSIM_ROWS = 256
+"""Rows of a query whose products with a document are in memory at the same time."""
+
 Matrix = npt.NDArray[np.float32]
 
 
@@ -60,4 +63,5 @@ class TokenVectors:
 
 def maxsim(query: Matrix, document: Matrix) -> float:
     """Return the sum over the rows of `query` of the largest product with a row of `document`."""
-    return float((query @ document.T).max(axis=1).sum(dtype=np.float64))
+    blocks = (query[start : start + MAXSIM_ROWS] for start in range(0, len(query), MAXSIM_ROWS))
+    return sum(float((block @ document.T).max(axis=1).sum(dtype=np.float64)) for block in blocks)

@@ -13,7 +13,7 @@ from ..errors import EngineClosed, InvalidParameter, ModelNotFound
 from ..media_workers import WorkerLimit, default_workers
 from ..models.pooling import Task
 from ..plugins import Registry
-from ..protocol import DEFAULT_MODEL, ChatRequest, EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
+from ..protocol import ChatRequest, EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
 from ..protocol.ocr import OcrRequest
 from .capabilities import Capabilities, configured_capabilities
 from .engine import (
@@ -220,6 +220,7 @@ class ModelManager(Startable, ChatEngine):
             model.config.name: ManagedEngine(model, engines[model.config.name], self._loader) for model in models
         }
         self._names = names_of(models)
+        self._shown_names = tuple(name for model in models for name in model.names)
         self._state: State = "closed"
 
     # Requests
@@ -231,7 +232,7 @@ class ModelManager(Startable, ChatEngine):
             ModelNotFound: there is none of this name.
         """
         if name not in self._names:
-            known = " or ".join(map(repr, (known for known in self._names if known != DEFAULT_MODEL)))
+            known = " or ".join(map(repr, self._shown_names))  # folders are names too, and are not disclosed
             raise ModelNotFound(f"The model {name!r} is not served here. Use {known}.", param="model")
         return self._engines[self._names[name]]
 

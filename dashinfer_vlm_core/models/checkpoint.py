@@ -21,6 +21,10 @@ Hub: TypeAlias = Literal["huggingface", "modelscope"]
 
 HUB_NAMES: Mapping[Hub, str] = {"huggingface": "The Hugging Face Hub", "modelscope": "ModelScope"}
 
+_OTHER_STEPS: Mapping[Hub, str] = {
+    "huggingface": " and HF_ENDPOINT, use a folder, or try `dashinfer-vlm pull --hub modelscope`",
+    "modelscope": " and MODELSCOPE_DOMAIN, or use a folder",
+}
 _HUBS = {"huggingface": list_files, "modelscope": list_modelscope_files}
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -182,8 +186,8 @@ def _download_problem(repo_id: str, error: Exception, hub: Hub) -> str:
         )
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
         return (
-            f"{HUB_NAMES[hub]} cannot be reached and {repo_id!r} is not in the cache. Check the connection and"
-            " HF_ENDPOINT, use a folder, or try `dashinfer-vlm pull --hub modelscope`."
+            f"{HUB_NAMES[hub]} cannot be reached and {repo_id!r} is not in the cache. Check the connection"
+            f"{_OTHER_STEPS[hub]}."
         )
     if isinstance(error, OSError):
         return (

@@ -111,6 +111,11 @@ class CompletionRequest(CheckedBody):
                 "is not supported with `logprobs`. Log probabilities are available for completion tokens only. Remove"
                 " one of them.",
             )
+        count = len(self.prompts()) * self.n
+        if count > MAX_PROMPTS:
+            raise invalid(
+                "n", f"times the number of prompts is {count}, but the limit is {MAX_PROMPTS}. Send several requests."
+            )
         if self.stream_options and not self.stream:
             raise invalid("stream_options", "requires `stream`. Set `stream` to true, or remove `stream_options`.")
         if self.stream_options and self.stream_options.include_initial_usage:
@@ -137,8 +142,10 @@ class CompletionRequest(CheckedBody):
         Raises:
             InvalidParameter, UnsupportedParameter: like `ChatRequest.parse`; `param` has the names of this request.
         """
+        first, *others = self.prompts()
         with renamed_errors(partial(self.rename, 0)):
-            return tuple(PlainRequest.parse({**self._shared_fields(), "prompt": prompt}) for prompt in self.prompts())
+            request = PlainRequest.parse({**self._shared_fields(), "prompt": first})
+        return (request, *(request.model_copy(update={"prompt": prompt}) for prompt in others))
 
     def rename(self, index: int, path: str) -> str:
         """Return the field of this request for a field of the request for the prompt with this index."""

@@ -199,6 +199,13 @@ def thumbnail(page: Page) -> str:
     return f'<img src="data:image/webp;base64,{base64.b64encode(data.getvalue()).decode()}" alt="">'
 
 
+def _count(text: str) -> int:
+    count = int(text)
+    if not 1 <= count <= 1000:
+        raise argparse.ArgumentTypeError("must be 1 to 1000")
+    return count
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Search pictures and PDF pages by text or picture.")
     parser.add_argument("folder", nargs="?", type=Path, default=PICTURES, help="default: the example pictures")
@@ -207,7 +214,7 @@ def parse_arguments() -> argparse.Namespace:
     query.add_argument("--image", type=Path, help="a picture; finds similar ones")
     parser.add_argument("--model", default="demo", help="computes vectors, such as Qwen/Qwen3-VL-Embedding-2B")
     parser.add_argument("--reranker", help="orders what was found, such as Qwen/Qwen3-VL-Reranker-2B")
-    parser.add_argument("--count", type=int, default=12, choices=range(1, 1001), metavar="N", help="default: 12")
+    parser.add_argument("--count", type=_count, default=12, metavar="N", help="default: 12")
     parser.add_argument("--index", choices=("numpy", "faiss"), default="numpy", help="compares vectors")
     parser.add_argument("--output", type=Path, default=Path("visual-search"), help="folder of the index and the sheet")
     arguments = parser.parse_args()

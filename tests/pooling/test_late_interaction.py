@@ -10,7 +10,7 @@ import torch
 from transformers import ColQwen2ForRetrieval
 
 from dashinfer_vlm_core import VLM
-from dashinfer_vlm_core.engine.late_interaction import MAX_VECTORS, TokenVectors
+from dashinfer_vlm_core.engine.late_interaction import MAX_VECTORS, TokenVectors, maxsim
 from dashinfer_vlm_core.errors import InvalidParameter, RequestError
 from dashinfer_vlm_core.preprocessing.pooling import PlacedItem
 from dashinfer_vlm_core.protocol import PoolingItem
@@ -222,3 +222,9 @@ def test_adapter_equals_the_checkpoint_that_it_is_merged_into(tmp_path):
         for rows, others in zip(ours.vectors, reference.vectors, strict=True):
             check(rows, torch.from_numpy(others))
     assert (unchanged.vectors[0] * expected[0].vectors[0]).sum(axis=1).min() < 0.99
+
+
+def test_long_queries_are_compared_in_blocks():
+    rng = np.random.default_rng(0)
+    query, document = rng.standard_normal((600, 8), np.float32), rng.standard_normal((40, 8), np.float32)
+    assert maxsim(query, document) == pytest.approx(float((query @ document.T).max(axis=1).sum()), rel=1e-5)

@@ -527,7 +527,5 @@ def test_disabled_protocol_is_a_404_that_says_so(scripted):
 
 def test_unknown_protocol_is_an_error_with_the_names(tiny_checkpoint):
     engine = scripted_engine("Yes.", model=str(tiny_checkpoint))
-    with pytest.raises(
-        ConfigError, match=r"'claude' is unknown\. Choose from anthropic, ocr, ollama, openai"
-    ):
+    with pytest.raises(ConfigError, match=r"'claude' is unknown\. Choose from anthropic, ocr, ollama, openai"):
         create_app(engine, Settings(protocols=("claude",)))

@@ -142,6 +142,7 @@ def test_reasoning_is_text(scripted, tmp_path):
 
 
 REJECTED = {
+    "too many completions": ({"prompt": ["a"] * 17, "n": 16}, "n"),
     "suffix": ({"suffix": "!"}, "suffix"),
     "best_of": ({"n": 2, "best_of": 3}, "best_of"),
     "echo with logprobs": ({"echo": True, "logprobs": 1}, "echo"),

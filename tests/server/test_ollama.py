@@ -122,6 +122,16 @@ def test_stream_equals_the_complete_response(scripted, path, script, fields, exp
     assert ("logprobs" in response) == ("logprobs" in fields)
 
 
+@pytest.mark.parametrize(("value", "expected"), [("NaN", {}), ("1e999", {}), ('"\\ud800"', {"city": "?"})])
+def test_arguments_that_json_cannot_express_are_left_out(scripted, value, expected):
+    """Decoders without guided decoding write what they like."""
+    served = scripted(CALL.replace('"Rome"', value))
+    for stream in (True, False):
+        response = post(served, tools=[TOOL], stream=stream)
+        message = (merged(response) if stream else response.json())["message"]
+        assert [call["function"]["arguments"] for call in message["tool_calls"]] == [expected]
+
+
 def test_logprobs_are_those_of_chat_completions(scripted):
     served = scripted(RESPONSE, supported_params=EVERYTHING)
     found = post(served, logprobs=True, top_logprobs=2, stream=False).json()["logprobs"]

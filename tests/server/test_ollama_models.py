@@ -104,6 +104,14 @@ def test_only_administrators_unload_models(managed, tmp_path):
     assert found == [200, 403, 200, 403, 200, 200, 200, 200]
 
 
+def test_model_is_unloaded_also_if_the_request_fails(managed):
+    client = managed(allow_model_management=True)
+    for path, body in ((GENERATE, {"prompt": "a " * 9000}), ("/api/embed", {"input": "a"})):
+        response = client.post(path, json={"model": "a", "keep_alive": 0, **body})
+        assert response.status_code == 400
+        assert loaded(client) == []
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_pinned_model_is_an_error_before_the_first_line(managed, stream):
     client = managed(pinned=True, allow_model_management=True)

@@ -84,7 +84,8 @@ HUB = {
         b'{"id": "maker/tiny", "sha": "%s", "siblings": [{"rfilename": "model.safetensors"}]}' % COMMIT.encode(), *HEAD
     ),
     f"/api/models/maker/tiny/tree/{COMMIT}?recursive=true&expand=false": body(
-        b'[{"type": "file", "oid": "a", "size": 200000, "path": "model.safetensors"}]', *HEAD
+        b'[{"type": "file", "oid": "%s", "size": 200000, "path": "model.safetensors"}]' % COMMIT.encode(),
+        *HEAD,
     ),
     f"/maker/tiny/resolve/{COMMIT}/model.safetensors": body(bytes(200_000), *HEAD),
 }

@@ -95,15 +95,19 @@ class Completions:
         chat = call.chat.model_copy(update={"model": exchange.model})
         load = await self.models.load(exchange.model)
         first = 0
-        with call.renamed_errors():
-            async with contextlib.aclosing(self.server.engine.astream(chat)) as chunks:
-                async for chunk in chunks:
-                    if not first:
-                        first = time.perf_counter_ns()
-                        await self._unload_afterwards(exchange)
-                    line = builder.add_chunk(chunk)
-                    if line and exchange.request.stream:
-                        yield line
+        try:
+            with call.renamed_errors():
+                async with contextlib.aclosing(self.server.engine.astream(chat)) as chunks:
+                    async for chunk in chunks:
+                        if not first:
+                            first = time.perf_counter_ns()
+                            await self._unload_afterwards(exchange)
+                        line = builder.add_chunk(chunk)
+                        if line and exchange.request.stream:
+                            yield line
+        finally:
+            if not first:
+                await self._unload_afterwards(exchange)
         total = time.perf_counter_ns() - exchange.start
         durations = Durations(load=load, prompt=first - exchange.start - load, total=total)
         yield builder.finish(durations) if exchange.request.stream else builder.complete(durations)

@@ -58,11 +58,12 @@ class Embeddings:
             self.models.check_unload(request)
         model = self.models.resolve(parsed.model)
         embedding = parsed.to_embedding(model) if parsed.texts else None
-        with parsed.renamed_errors():
-            result = await self.server.run(request, self._embed(model, embedding))
-        if parsed.unloads:
-            await self.server.engine.aunload(model)
-        return result
+        try:
+            with parsed.renamed_errors():
+                return await self.server.run(request, self._embed(model, embedding))
+        finally:
+            if parsed.unloads:
+                await self.server.engine.aunload(model)
 
     async def _embed(self, model: str, embedding: EmbeddingRequest | None) -> tuple[int, PoolingResult | None]:
         if embedding is None:
