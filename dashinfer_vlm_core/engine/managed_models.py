@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import EngineConfig
+from ..config import MIB, EngineConfig
 from ..errors import ConfigError
 from ..kernels.choice import KernelSelector
 from ..models.checkpoint import find_model
@@ -111,8 +111,8 @@ def check_memory(models: Sequence[ManagedModel], sizes: Mapping[str, int], limit
         if needed > limit:
             others = " with the pinned models" if pinned and needed != sizes[name] else ""
             raise ConfigError(
-                f"--memory-limit: the model {name!r} needs about {_gib(needed)}{others}, but the limit is"
-                f" {_gib(limit)}. Raise the limit, or reduce `kv_cache_mib` or `max_model_len`, or set `quantization`.",
+                f"--memory-limit: the model {name!r} needs about {_size(needed)}{others}, but the limit is {_size(limit)}."
+                " Raise the limit, or reduce `kv_cache_mib` or `max_model_len`, or set `quantization`.",
                 param="memory_limit",
             )
 
@@ -145,5 +145,7 @@ def names_of(models: Iterable[ManagedModel]) -> dict[str, str]:
     return found
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 1024**3:.1f} GiB"
+def _size(num_bytes: int) -> str:
+    if num_bytes < MIB:
+        return f"{num_bytes} bytes"
+    return f"{num_bytes / MIB:.0f} MiB" if num_bytes < 100 * MIB else f"{num_bytes / 1024**3:.1f} GiB"

@@ -53,6 +53,8 @@ class OllamaEmbeddingBody(OllamaBody, ABC):
 class OllamaEmbedRequest(OllamaEmbeddingBody):
     """A request of /api/embed."""
 
+    _rejected_fields: ClassVar[RejectedFields] = {"prompt": ((), "Use `input`.")}
+    _accepted_fields: ClassVar[Collection[str]] = frozenset(_rejected_fields)
     _renames: ClassVar[Sequence[tuple[str, str]]] = (("truncate_prompt_tokens", "truncate"),)
 
     input: StringOrArray[Text, Array[Text]] = ()
@@ -71,6 +73,8 @@ class OllamaEmbedRequest(OllamaEmbeddingBody):
 class OllamaEmbeddingsRequest(OllamaEmbeddingBody):
     """A request of /api/embeddings, which Ollama replaced by /api/embed."""
 
+    _rejected_fields: ClassVar[RejectedFields] = {"input": ((), "Use `prompt`, or /api/embed.")}
+    _accepted_fields: ClassVar[Collection[str]] = frozenset(_rejected_fields)
     _renames: ClassVar[Sequence[tuple[str, str]]] = (("input", "prompt"),)
 
     prompt: Text = ""

@@ -187,6 +187,9 @@ def test_ollamas_routes_return_the_embeddings_of_openais(embeddings):
         assert (strict.status_code, strict.json()["param"]) == (400, "input[1]")
         assert client.post("/api/embed", json={"model": "embedding"}).json() == {"model": "embedding", "embeddings": []}
         assert client.post("/api/embeddings", json={"model": "no"}).status_code == 404
+        for path, wrong in (("/api/embed", "prompt"), ("/api/embeddings", "input")):
+            rejected = client.post(path, json={"model": "embedding", wrong: "A dog."})
+            assert (rejected.status_code, rejected.json()["param"]) == (400, wrong)
         shown = client.post("/api/show", json={"model": "embedding"}).json()
         assert shown["capabilities"] == ["embedding", "vision"]
         chat = client.post("/api/chat", json={"model": "embedding", "messages": [{"role": "user", "content": "Hi"}]})
