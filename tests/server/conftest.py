@@ -21,6 +21,7 @@ from dashinfer_vlm_core.engine import ChatEngine
 from dashinfer_vlm_core.protocol.sampling import SAMPLING_PARAMETERS
 from dashinfer_vlm_core.testing import Script, scripted_registry
 from dashinfer_vlm_server import create_app
+from dashinfer_vlm_server.endpoints.responses.response_store import ResponseStore, StoredResponse
 from dashinfer_vlm_server.http_protocol import TimeoutH11Protocol
 from dashinfer_vlm_server.serving import uvicorn_config
 from dashinfer_vlm_server.settings import Settings
@@ -154,3 +155,35 @@ def scripted(tiny_checkpoint) -> Iterator[Callable[..., Scripted]]:
             return Scripted(stack.enter_context(served), engine, script)
 
         yield start
+
+
+class PausedAdd:
+    """The next response is stored when `resume` is set; `store` and `response_id` are known from `entered` on."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self.resume = threading.Event()
+        self.added = threading.Event()
+
+    def add(self, store: ResponseStore, client_id: str, response: StoredResponse) -> None:
+        self.store = store
+        self.response_id = response.id
+        self.entered.set()
+        assert self.resume.wait(HANG)
+        self._add(store, client_id, response)
+        self.added.set()
+
+    _add = staticmethod(ResponseStore.add)
+
+
+@pytest.fixture
+def paused_add(monkeypatch) -> Iterator[PausedAdd]:
+    """Let responses wait before they are stored."""
+    paused = PausedAdd()
+
+    def add(store: ResponseStore, client_id: str, response: StoredResponse) -> None:
+        paused.add(store, client_id, response)
+
+    monkeypatch.setattr(ResponseStore, "add", add)
+    yield paused
+    paused.resume.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 
 import httpx
 import openai
@@ -151,6 +152,23 @@ def test_invalid_request_is_rejected_at_once(scripted):
         for value in ("-1", "x"):
             response = client.get(f"/v1/responses/{created}?stream=true&starting_after={value}")
             assert (response.status_code, response.json()["error"]["param"]) == (400, "starting_after")
+
+
+def test_disconnect_while_it_is_queued_removes_it(scripted, paused_add):
+    served = scripted(RESPONSE, settings={"max_background_responses": 1})
+    with socket.create_connection(("127.0.0.1", served.server.port)) as connection:
+        body = json.dumps({"input": "Hello", "background": True})
+        head = f"POST /v1/responses HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+        connection.sendall(f"{head}Content-Type: application/json\r\n\r\n{body}".encode())
+        assert paused_add.entered.wait(HANG)
+    until(lambda: served.server.tasks == 0)
+    paused_add.resume.set()
+    assert paused_add.added.wait(HANG)
+    until(lambda: paused_add.store.num_responses == 0)
+    with served.server.openai() as client:
+        with pytest.raises(openai.NotFoundError):
+            client.responses.cancel(paused_add.response_id)
+        assert poll(client, start(client).id).status == "completed"
 
 
 def test_deleting_it_ends_it_and_its_readers(scripted):

@@ -59,8 +59,13 @@ class BackgroundResponse:
         self._generation: asyncio.Task[None] | None = None
 
     def body(self) -> str:
-        """Return the response so far as JSON text, while it is created."""
-        assert self._creation is not None, "the stored response has another status"
+        """Return the response so far as JSON text, while it is created.
+
+        Raises:
+            ApiError: the request that creates it was canceled.
+        """
+        if self._creation is None:
+            raise response_not_found(self.id)
         return response_json(self._creation.builder.snapshot())
 
     async def read(self, after: int) -> AsyncGenerator[str, None]:
@@ -94,14 +99,22 @@ class BackgroundResponse:
             self._loop.call_soon_threadsafe(self._stop)
 
     async def queue(self, creation: Creation) -> None:
-        """Store the response as one that waits.
+        """Store the response as one that waits. After an exception, it is not stored.
 
         Raises:
             InvalidParameter: it needs more memory than there is for stored responses.
         """
+        try:
+            await self._queue(creation)
+        except BaseException:
+            self.discard()
+            self._store.delete(self._client, self.id)
+            self._finish()
+            raise
+
+    async def _queue(self, creation: Creation) -> None:
         events = await creation.queue()
-        snapshot = creation.builder.snapshot()
-        await asyncio.to_thread(lambda: self._store.add(self._client, creation.to_stored(snapshot, self)))
+        await asyncio.to_thread(self._add, creation, creation.builder.snapshot())
         if self._store.get(self._client, self.id) is None:
             raise InvalidParameter(
                 "The request needs more memory than there is for stored responses. Send smaller media, or remove"
@@ -109,6 +122,11 @@ class BackgroundResponse:
                 param="background",
             )
         self._keep(events)
+
+    def _add(self, creation: Creation, snapshot: ResponseObject) -> None:
+        self._store.add(self._client, creation.to_stored(snapshot, self))
+        if self._discarded:  # the request was canceled, which does not end this thread
+            self._store.delete(self._client, self.id)
 
     async def run(self, creation: Creation, *, timeout: float | None) -> None:
         """Generate the response, and store it."""
@@ -127,9 +145,7 @@ class BackgroundResponse:
             self._keep(events)
         finally:
             self._generation.cancel()  # without effect if it has ended
-            self._creation = None
-            self._ended.set()
-            self._notify()
+            self._finish()
 
     async def _generate(self, events: AsyncGenerator[ResponseStreamEvent, None], timeout: float | None) -> None:
         async with contextlib.aclosing(stream_with_timeout(events, seconds=timeout, first=None)) as timed:
@@ -141,6 +157,11 @@ class BackgroundResponse:
         if not self._discarded:
             self._events += added
             self._store.add_bytes(self._client, self.id, sum(map(sys.getsizeof, added)))
+        self._notify()
+
+    def _finish(self) -> None:
+        self._creation = None
+        self._ended.set()
         self._notify()
 
     def _stop(self) -> None:
