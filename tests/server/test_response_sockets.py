@@ -160,6 +160,18 @@ def test_state_of_a_connection_is_removed_with_it(scripted):
         assert is_stored(client, kept)
 
 
+@pytest.mark.parametrize("store", [False, True])
+def test_disconnect_while_a_response_is_stored_keeps_what_clients_can_use(scripted, paused_add, store):
+    served = scripted(RESPONSE)
+    with connected(served.server) as websocket:
+        websocket.send(json.dumps({"type": "response.create", "input": "Hello", "store": store}))
+        assert paused_add.entered.wait(HANG)
+    until(lambda: served.server.tasks == 0)
+    paused_add.resume.set()
+    assert paused_add.added.wait(HANG)
+    until(lambda: paused_add.store.num_responses == store)
+
+
 def is_stored(client, response_id):
     try:
         return bool(client.responses.retrieve(response_id))

@@ -114,6 +114,7 @@ class Creation:
         self._call: ResponsesCall | None = None
         self._builder: ResponseEventBuilder | None = None
         self._response: ResponseObject | None = None
+        self._discarded = False
 
     @property
     def builder(self) -> ResponseEventBuilder:
@@ -162,6 +163,16 @@ class Creation:
     def _save(self, response: ResponseObject) -> None:
         if self.stored or (self._conversations.connection and self._conversations.store.enabled):
             self._conversations.store.add(current_client.get().id, self.to_stored(response))
+            if self._discarded:
+                self._delete()
+
+    def discard(self) -> None:
+        """Remove the response from the store, also if a thread adds it only later."""
+        self._discarded = True
+        self._delete()
+
+    def _delete(self) -> None:
+        self._conversations.store.delete(current_client.get().id, self.id)
 
     async def queue(self) -> Sequence[ResponseStreamEvent]:
         """Begin the response before it is generated; return its events."""

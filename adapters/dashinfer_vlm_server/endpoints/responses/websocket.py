@@ -216,9 +216,14 @@ class _Connection:
 
     async def _send_events(self, creation: Creation) -> None:
         timed = stream_with_timeout(creation.events(), seconds=self._server.settings.request_timeout, first=None)
-        async with contextlib.aclosing(timed) as events:
-            async for event in events:
-                await self._websocket.send_text(event_to_json(event))
+        try:
+            async with contextlib.aclosing(timed) as events:
+                async for event in events:
+                    await self._websocket.send_text(event_to_json(event))
+        except BaseException:
+            if not creation.stored:
+                creation.discard()
+            raise
         self._forget()
         self._latest = "" if creation.stored else creation.id
 
