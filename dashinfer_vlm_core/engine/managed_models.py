@@ -111,8 +111,8 @@ def check_memory(models: Sequence[ManagedModel], sizes: Mapping[str, int], limit
         if needed > limit:
             others = " with the pinned models" if pinned and needed != sizes[name] else ""
             raise ConfigError(
-                f"--memory-limit: the model {name!r} needs about {_size(needed)}{others}, but the limit is {_size(limit)}."
-                " Raise the limit, or reduce `kv_cache_mib` or `max_model_len`, or set `quantization`.",
+                f"--memory-limit: the model {name!r} needs about {_size(needed)}{others}, but the limit is"
+                f" {_size(limit)}. Raise it, or reduce `kv_cache_mib` or `max_model_len`, or set `quantization`.",
                 param="memory_limit",
             )
 
