@@ -10,9 +10,10 @@ import contextlib
 import fcntl
 import hashlib
 import logging
+import os
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO, ClassVar
@@ -112,14 +113,13 @@ class Download:
 
     def _fetch(self, file: HubFile, progress: Progress) -> None:
         partial, blob = self._snapshot.partial(file), self._snapshot.blob(file)
-        with partial.open("ab") as stream:
-            with contextlib.suppress(OSError):  # file systems without locks
-                fcntl.flock(stream, fcntl.LOCK_EX)  # another process may download the same file
+        with _open_locked(partial) as stream:
             if blob.is_file():
                 partial.unlink(missing_ok=True)
                 return
             if stream.tell() > file.size:
                 stream.truncate(0)
+                stream.seek(0)
             try:
                 self._complete(file, stream, progress)
             except CheckpointError:  # what was received is not the file
@@ -196,6 +196,26 @@ class Download:
             progress.update(count)
 
 
+@contextlib.contextmanager
+def _open_locked(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file at its end. A process that downloads the same one may write, rename or delete it until then."""
+    while True:
+        with path.open("ab") as stream:
+            with contextlib.suppress(OSError):  # file systems without locks
+                fcntl.flock(stream, fcntl.LOCK_EX)
+            if _is_at(path, stream):
+                stream.seek(0, os.SEEK_END)
+                yield stream
+                return
+
+
+def _is_at(path: Path, stream: IO[bytes]) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(stream.fileno()))
+    except FileNotFoundError:
+        return False
+
+
 def digest_of(path: Path, file: HubFile, stop: threading.Event | None = None) -> str:
     """Return the digest of a file's content, of the kind that the Hub states for it."""
     if len(file.digest) == hashlib.sha256().digest_size * 2:
@@ -216,8 +236,9 @@ def delete_damaged(snapshot: HubSnapshot) -> list[str]:
     for file in snapshot.files:
         path = snapshot.folder / file.path
         if path.is_file() and (path.stat().st_size != file.size or digest_of(path, file) != file.digest):
-            path.resolve().unlink()
-            path.unlink(missing_ok=True)
+            # Not what they link to, which may be a file of the user.
+            snapshot.blob(file).unlink(missing_ok=True)
+            path.unlink()
             damaged.append(file.path)
     return damaged
 

@@ -23,6 +23,9 @@ WEIGHTS = "*.safetensors"
 MAX_FILES = 10_000
 """Of a repository. Published checkpoints have less than 300."""
 
+MAX_PAGES = 100
+"""Of the list of files. Pages may be empty, so that their number of files is no limit."""
+
 MAX_TEXT_BYTES = 200 * 10**6
 """Of a file without weights, which is read as a whole. Published tokenizers have at most 35 MB."""
 
@@ -150,7 +153,7 @@ def list_files(repo_id: str, *, revision: str | None) -> HubSnapshot:
         commit = str(get_page(f"{api}/revision/{quote(name, safe='')}", sends_token=True).content["sha"])
         if not _COMMIT.fullmatch(commit) or not is_safe_path(name):
             raise invalid_list(repo_id, f"the commit {commit!r} of {name!r}")
-        files = checked_files(repo_id, _listed(f"{api}/tree/{commit}?recursive=true&expand=false"))
+        files = checked_files(repo_id, _listed(repo_id, f"{api}/tree/{commit}?recursive=true&expand=false"))
     except (LookupError, TypeError, AttributeError) as error:
         raise invalid_list(repo_id, f"something unexpected ({error!r})") from error
     return HubSnapshot(
@@ -172,14 +175,17 @@ class ListedFile(NamedTuple):
     digest: object
 
 
-def _listed(url: str) -> Iterator[ListedFile]:
-    while url:
+def _listed(repo_id: str, url: str) -> Iterator[ListedFile]:
+    for _ in range(MAX_PAGES):
         entries, url = get_page(url, sends_token=True)
         for entry in entries:
             if entry["type"] == "file":
                 lfs = entry.get("lfs")
                 size, digest = (lfs["size"], lfs["oid"]) if lfs else (entry["size"], entry["oid"])
                 yield ListedFile(entry["path"], size, digest)
+        if not url:
+            return
+    raise invalid_list(repo_id, f"more than {MAX_PAGES} pages of files")
 
 
 def checked_files(repo_id: str, listed: Iterable[ListedFile]) -> tuple[HubFile, ...]:

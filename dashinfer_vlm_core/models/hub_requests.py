@@ -75,8 +75,6 @@ def get_page(url: str, *, sends_token: bool) -> Page:
         CheckpointError: the response is too long, or not JSON.
         HubRefusal, httpx.HTTPError, OSError: as for `open_response`.
     """
-    import httpx
-
     received = bytearray()
     with open_response(url, sends_token=sends_token) as response:
         for block in response.iter_bytes():
@@ -84,9 +82,9 @@ def get_page(url: str, *, sends_token: bool) -> Page:
             if len(received) > MAX_LIST_BYTES:
                 raise CheckpointError(f"The list of files from {url} is too long. Check HF_ENDPOINT.", param="model")
         next_url = response.links.get("next", {}).get("url", "")
-    if next_url and httpx.URL(next_url).host != httpx.URL(url).host:
+    if next_url and _origin(next_url) != _origin(url):  # the request for it has the token
         raise CheckpointError(
-            f"The list of files from {url} continues at another host. Check HF_ENDPOINT.", param="model"
+            f"The list of files from {url} continues at another host, port or scheme. Check HF_ENDPOINT.", param="model"
         )
     try:
         return Page(json.loads(received), next_url)
@@ -94,3 +92,10 @@ def get_page(url: str, *, sends_token: bool) -> Page:
         raise CheckpointError(
             f"The response from {url} is not a list of files. Check HF_ENDPOINT.", param="model"
         ) from error
+
+
+def _origin(url: str) -> tuple[str, str, int | None]:
+    import httpx
+
+    parsed = httpx.URL(url)
+    return parsed.scheme, parsed.host, parsed.port  # None also if the scheme's default port is written

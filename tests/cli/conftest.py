@@ -5,6 +5,7 @@ import fcntl
 import os
 import pty
 import select
+import shutil
 import signal
 import struct
 import subprocess
@@ -15,12 +16,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
+import huggingface_hub
 import pytest
 from click.testing import CliRunner, Result
 
 from dashinfer_vlm_cli import plugin
 from dashinfer_vlm_core.cli.main import CommandLine, cli
 from dashinfer_vlm_core.testing import ScriptedResponse, scripted_engine
+from tests.hub import serve_hub
 from tests.server.conftest import serving
 from tests.waiting import HANG
 
@@ -144,3 +147,25 @@ def run_process(*args, input="", program=MAIN, **environment) -> subprocess.Comp
 @pytest.fixture
 def images() -> Path:
     return Path(__file__).parents[2] / "examples" / "pictures"
+
+
+@pytest.fixture
+def hub(tiny_checkpoint, tmp_path, monkeypatch):
+    """A hub with a copy of the tiny model, which this process uses, and an empty cache."""
+    folder = shutil.copytree(tiny_checkpoint, tmp_path / "served")
+    (folder / "pickle.bin").write_bytes(b"not wanted")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "127.0.0.1")
+    monkeypatch.setenv("DASHINFER_VLM_CACHE_DIR", str(tmp_path / "ours"))
+    monkeypatch.setattr("dashinfer_vlm_core.models.downloads.RETRY_SECONDS", (0,))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
+    with serve_hub(folder) as handler:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", handler.url)
+        huggingface_hub.close_session()
+        yield handler
+    huggingface_hub.close_session()
+
+
+@pytest.fixture
+def repository(tmp_path):
+    return tmp_path / "home" / "hub" / "models--maker--tiny"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import threading
 
@@ -17,28 +16,6 @@ from tests.hub import COMMIT, MAIN, endless, entry, halves, serve_hub, start
 from tests.waiting import HANG, until
 
 WEIGHTS = "model.safetensors"
-
-
-@pytest.fixture
-def hub(tiny_checkpoint, tmp_path, monkeypatch):
-    """A hub with a copy of the tiny model, which this process uses, and an empty cache."""
-    folder = shutil.copytree(tiny_checkpoint, tmp_path / "served")
-    (folder / "pickle.bin").write_bytes(b"not wanted")
-    for name in ("NO_PROXY", "no_proxy"):
-        monkeypatch.setenv(name, "127.0.0.1")
-    monkeypatch.setenv("DASHINFER_VLM_CACHE_DIR", str(tmp_path / "ours"))
-    monkeypatch.setattr("dashinfer_vlm_core.models.downloads.RETRY_SECONDS", (0,))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
-    with serve_hub(folder) as handler:
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", handler.url)
-        huggingface_hub.close_session()
-        yield handler
-    huggingface_hub.close_session()
-
-
-@pytest.fixture
-def repository(tmp_path):
-    return tmp_path / "home" / "hub" / "models--maker--tiny"
 
 
 def requested(hub, name=WEIGHTS):
