@@ -63,7 +63,7 @@ class EventStream(StreamingResponse, Generic[T]):
         self,
         items: AsyncGenerator[T, None],
         *,
-        encode: Callable[[T], str],
+        encode: Callable[[T], str | bytes],
         encode_error: Callable[[Exception], str],
         done: str = DONE,
         loading: Callable[[], str] = str,
@@ -99,7 +99,7 @@ class EventStream(StreamingResponse, Generic[T]):
 
     async def _events(
         self, first: asyncio.Future[T | object], rest: AsyncIterator[T], context: RequestContext
-    ) -> AsyncGenerator[str, None]:
+    ) -> AsyncGenerator[str | bytes, None]:
         try:
             while not first.done():
                 if name := self._loading():

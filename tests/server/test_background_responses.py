@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 
@@ -11,8 +12,14 @@ import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.errors import QueueFull
-from dashinfer_vlm_core.testing import EVERYTHING, Script, scripted_registry
+from dashinfer_vlm_core.protocol.responses import ResponsesRequest
+from dashinfer_vlm_core.testing import EVERYTHING, Script, scripted_engine, scripted_registry
 from dashinfer_vlm_server.api_keys import ApiKeys, KeyLimits
+from dashinfer_vlm_server.endpoints.responses.background import BackgroundResponse
+from dashinfer_vlm_server.endpoints.responses.creation import Conversations, Creation
+from dashinfer_vlm_server.endpoints.responses.response_store import ResponseStore
+from dashinfer_vlm_server.errors import ApiError
+from dashinfer_vlm_server.request_context import SLICE_BYTES
 from tests.clock import ManualClock
 from tests.server.conftest import serving
 from tests.server.test_responses import CALL, RESPONSE, TOOL, comparable, create, post
@@ -169,6 +176,33 @@ def test_disconnect_while_it_is_queued_removes_it(scripted, paused_add):
         with pytest.raises(openai.NotFoundError):
             client.responses.cancel(paused_add.response_id)
         assert poll(client, start(client).id).status == "completed"
+
+
+def test_events_are_read_in_parts_until_they_are_discarded(tiny_checkpoint):
+    async def read(engine):
+        store = ResponseStore(max_responses=1, max_bytes=10**6)
+        request = ResponsesRequest.parse({"input": "Hello", "instructions": "é" * 100_000, "background": True})
+        creation = Creation(Conversations(engine=engine, store=store), request)
+        await creation.prepare()
+        response = BackgroundResponse(creation, store, "")
+        await response.queue(creation)
+        events = response.read(-1)
+        parts = [await anext(events)]
+        while b"".join(parts).count(b"\n\n") < 2:
+            parts.append(await anext(events))
+        unread = response.read(-1)
+        await anext(unread)
+        store.delete("", response.id)
+        with pytest.raises(ApiError, match="not found"):
+            await anext(unread)
+        return parts
+
+    with scripted_engine(RESPONSE, model=str(tiny_checkpoint)) as engine:
+        parts = asyncio.run(read(engine))
+    assert max(map(len, parts)) == SLICE_BYTES
+    lines = b"".join(parts).decode().splitlines()
+    numbers = [json.loads(line[6:])["sequence_number"] for line in lines if line.startswith("data: ")]
+    assert numbers == [0, 1]
 
 
 def test_deleting_it_ends_it_and_its_readers(scripted):

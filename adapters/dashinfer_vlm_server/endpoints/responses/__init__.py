@@ -196,5 +196,5 @@ def _json_response(body: str | bytes) -> Response:
     return Response(body, media_type="application/json")
 
 
-def _event_stream(response: StoredEvents, *, after: int) -> EventStream[str]:
-    return EventStream(response.read(after), encode=str, encode_error=error_event)
+def _event_stream(response: StoredEvents, *, after: int) -> EventStream[bytes]:
+    return EventStream(response.read(after), encode=bytes, encode_error=error_event)

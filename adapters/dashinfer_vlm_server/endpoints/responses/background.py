@@ -18,6 +18,7 @@ from dashinfer_vlm_core.protocol.client import current_client
 
 from ...errors import error_body
 from ...rate_limits import hold_request
+from ...request_context import SLICE_BYTES
 from .creation import Creation, format_response_event, response_json, response_not_found
 
 if TYPE_CHECKING:
@@ -68,18 +69,25 @@ class BackgroundResponse:
             raise response_not_found(self.id)
         return response_json(self._creation.builder.snapshot())
 
-    async def read(self, after: int) -> AsyncGenerator[str, None]:
-        """Yield the events after a sequence number, and those to come.
+    async def read(self, after: int) -> AsyncGenerator[bytes, None]:
+        """Yield the events after a sequence number, and those to come; a large one in several parts.
 
         Raises:
             ApiError: the response was removed from the store.
         """
         position = after + 1
+        offset = 0
         while not self._discarded:
             changed = self._changed
-            if position < len(self._events):
-                yield self._events[position].decode()
-                position += 1
+            events = self._events
+            if position < len(events):
+                data = events[position][offset : offset + SLICE_BYTES]
+                offset += len(data)
+                if offset == len(events[position]):
+                    position += 1
+                    offset = 0
+                del events  # a client that does not read would keep them after they are discarded
+                yield data
             elif self._ended.is_set():
                 return
             else:

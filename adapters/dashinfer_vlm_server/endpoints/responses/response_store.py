@@ -21,8 +21,8 @@ class StoredEvents(Protocol):
     def body(self) -> str:
         """Return the response so far as JSON text, while it is created."""
 
-    def read(self, after: int) -> AsyncGenerator[str, None]:
-        """Yield the events after a sequence number, and those to come."""
+    def read(self, after: int) -> AsyncGenerator[bytes, None]:
+        """Yield the events after a sequence number, and those to come; a large one in several parts."""
 
     async def cancel(self) -> None:
         """End the creation."""
