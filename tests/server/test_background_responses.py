@@ -161,6 +161,16 @@ def test_invalid_request_is_rejected_at_once(scripted):
             assert (response.status_code, response.json()["error"]["param"]) == (400, "starting_after")
 
 
+@pytest.mark.parametrize("field", ["instructions", "tools"])
+def test_text_that_cannot_fit_is_rejected_before_it_is_repeated(scripted, field):
+    served = scripted(RESPONSE)
+    text = "x" * 100_000
+    values = {"instructions": text, "tools": [{"type": "function", "name": "f", "description": text}]}
+    response = post(served, input="Hello", background=True, **{field: values[field]})
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert post(served, input="Hello", background=True, instructions=text[:9000]).json()["status"] == "queued"
+
+
 def test_disconnect_while_it_is_queued_removes_it(scripted, paused_add):
     served = scripted(RESPONSE, settings={"max_background_responses": 1})
     with socket.create_connection(("127.0.0.1", served.server.port)) as connection:

@@ -212,6 +212,7 @@ class BackgroundResponses:
                 param="background",
             )
         await creation.prepare()
+        await creation.check_length()
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._slot(client))
             stack.enter_context(hold_request())

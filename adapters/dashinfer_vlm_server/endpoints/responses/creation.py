@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 ID_BYTES = 24
 """Random bytes of a response's id: a client with the same API key that knows it can read the response."""
 
+MAX_UNCHECKED_CHARACTERS = 64 * 1024
+"""Instructions and descriptions of tools up to this length are put into events before the prompt is tokenized."""
+
 FINAL_STATUSES = frozenset({"completed", "incomplete"})
 """Statuses of responses that others can continue."""
 
@@ -181,7 +184,20 @@ class Creation:
     async def count_input_tokens(self) -> int:
         """Return the number of tokens of the prompt. Raises like `events`."""
         await self.prepare()
-        assert self._call is not None
+        return await self._count_tokens()
+
+    async def check_length(self) -> None:
+        """Check that the prompt fits if its text is large that the response and several of its events repeat.
+
+        Raises:
+            ContextLengthExceeded: it does not.
+        """
+        texts = (self.request.instructions, *(tool.description for tool in self.request.tools))
+        if sum(len(text or "") for text in texts) > MAX_UNCHECKED_CHARACTERS:
+            await self._count_tokens()
+
+    async def _count_tokens(self) -> int:
+        assert self._call is not None, "the request was prepared"
         with self._call.renamed_errors():
             return len(await self._engine.atokenize(self._call.chat))
 
