@@ -93,9 +93,9 @@ def _style(rng: random.Random, count: int, grid: Grid, size: float, families: Se
     ascent, descent = font.getmetrics()
     pitch = max((ascent + descent) * rng.uniform(0.95, 1.3), 16 * scale)
     height, width = grid[0] * FACTOR * scale, grid[1] * FACTOR * scale
-    dark, light = BLACK, WHITE
+    dark, light = _color(rng, 0, 90), _color(rng, 200, 255)
     if rng.random() < 0.5:
-        dark, light = _color(rng, 0, 90), _color(rng, 200, 255)
+        dark, light = BLACK, WHITE
     ink, paper = (dark, light) if rng.random() < 0.92 else (light, dark)
     return Print(
         font=font,

@@ -12,7 +12,7 @@ CHARACTERS = "".join(chr(code) for code in range(32, 127))
 """The characters that the model reads."""
 SYMBOLS = "-./:,#%*()&+$'\"!?=@_;<>[]"
 _SHOPS = ("Market", "Bakery", "Coffee", "Books", "Garden", "Pharmacy", "Garage", "Hotel", "Cinema", "Shop", "Store")
-_FIELDS = ("Date", "Time", "Table", "No.", "Order", "Receipt", "Cashier", "Card", "Phone", "Tel.", "Gate", "Ref")
+_FIELDS = ("Date", "Time", "Table", "No.", "Order", "Receipt", "Cashier", "Card", "Phone", "Tel.", "Room", "Ref")
 _SUMS = ("Tax", "VAT 7%", "VAT 19%", "Tip", "Subtotal", "Change", "Cash", "Discount")
 TOTALS = ("Total", "TOTAL", "Sum", "Amount due", "To pay")
 _CLOSINGS = ("Thank you!", "THANK YOU", "Have a nice day", "Please come again", "See you soon!")

@@ -55,7 +55,7 @@ PLAN = Plan(
         ),
         Stage(name="parts", steps=1500, rate=1e-3, batches=2, pages=PARTS, pointing=0.3),
         Stage(name="pages", steps=2500, rate=8e-4, cooldown=0.5, final=0.4, batches=2, pages=MANY, pointing=0.2),
-        Stage(name="settle", steps=2000, rate=3.2e-4, cooldown=1.0, batches=2, pages=WHOLE, pointing=0.1),
+        Stage(name="settle", steps=1200, rate=3.2e-4, cooldown=1.0, batches=2, pages=WHOLE, pointing=0.1),
     ),
     seed=4,
 )  # fmt: skip
