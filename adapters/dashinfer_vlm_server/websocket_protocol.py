@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import CloseCode, Frame
+
+if TYPE_CHECKING:
+    from uvicorn._types import ASGIReceiveEvent
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """Maximum size of a message. A frame that exceeds it is rejected by its header, before its data is received."""
@@ -21,6 +24,7 @@ MAX_QUEUED = 8
 class LimitedWebSocketProtocol(WebSocketsSansIOProtocol):
     """uvicorn's protocol for WebSockets, with timeouts and bounded queues. Text is passed on as bytes.
 
+    After a message, nothing is read until the application receives the next one: at most one message waits.
     uvicorn limits the size of messages, and pings the client.
     """
 
@@ -34,6 +38,13 @@ class LimitedWebSocketProtocol(WebSocketsSansIOProtocol):
         super().__init__(*args, **kwargs)
         self._message_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+
+    async def receive(self) -> ASGIReceiveEvent:
+        if self.read_paused and self.queue.empty():
+            self.read_paused = False
+            if self.writable.is_set():  # otherwise, `resume_writing` does it
+                self.transport.resume_reading()
+        return await self.queue.get()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_message_timer()
@@ -75,6 +86,13 @@ class LimitedWebSocketProtocol(WebSocketsSansIOProtocol):
             self._fail(CloseCode.POLICY_VIOLATION, "too many messages at a time")
         else:
             super().send_receive_event_to_app()
+
+    def keepalive_timeout(self) -> None:
+        if self.read_paused:  # the application is busy: the response to the ping was not read
+            self.pong_timer = None
+            self.schedule_ping()
+        else:
+            super().keepalive_timeout()
 
     def _message_timed_out(self) -> None:
         self._message_timer = None

@@ -476,6 +476,22 @@ def is_paused(server):
     return not any(connection.writable.is_set() for connection in server.protocols)
 
 
+def test_security_42_one_message_waits_during_a_turn(scripted):
+    served = scripted(LONG, delay=0.01)
+    message = json.dumps({"type": "response.create", "input": "Hello"})
+    with connected(served.server) as websocket:
+        websocket.send(message)
+        until(lambda: served.script.running == 1)
+        (protocol,) = served.server.protocols
+        websocket.send(message)
+        until(lambda: protocol.read_paused and protocol.queue.empty())  # it was received, and nothing more is read
+        websocket.send(message)
+        for _ in range(4):
+            served.server.loop.skip(20)  # without a response to the ping
+        served.script.delay = 0.0
+        assert [turn_events(websocket)[-1]["type"] for _ in range(3)] == ["response.completed"] * 3
+
+
 def test_security_42_slow_message_closes_the_connection(scripted, monkeypatch):
     monkeypatch.setattr(LimitedWebSocketProtocol, "message_seconds", 10.0)  # shorter than the time between two pings
     served = scripted(RESPONSE)

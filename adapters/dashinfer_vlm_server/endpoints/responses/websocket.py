@@ -197,7 +197,10 @@ class _Connection:
 
     async def _read(self, message: Message, context: RequestContext) -> ResponsesRequest:
         self._server.check_accepts_requests()
-        data = bytearray(message.get("bytes") or (message.get("text") or "").encode("utf-8", "surrogatepass"))
+        # The message is kept until the end of the turn: its data must not be.
+        content = message.pop("bytes", None) or (message.pop("text", None) or "").encode("utf-8", "surrogatepass")
+        data = bytearray(content)
+        del content
         limit = self._server.settings.max_body_bytes
         if len(data) > limit:
             raise HTTPException(413, f"The message exceeds {limit} bytes. Send smaller images, or https URLs.")
