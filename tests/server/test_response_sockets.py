@@ -266,7 +266,7 @@ def refused(server, **options):
     return caught.value.response.status_code, json.loads(caught.value.response.body)["error"]["code"]
 
 
-def test_security_42_foreign_pages_and_hosts_are_rejected(server):
+def test_security_43_foreign_pages_and_hosts_are_rejected(server):
     assert refused(server, origin="https://evil.example") == (403, "origin_not_allowed")
     own = f"http://127.0.0.1:{server.port}"
     with connected(server, origin=own) as websocket:
@@ -276,7 +276,7 @@ def test_security_42_foreign_pages_and_hosts_are_rejected(server):
     assert b"host_not_allowed" in body
 
 
-def test_security_42_keys_are_required_and_share_nothing(scripted):
+def test_security_43_keys_are_required_and_share_nothing(scripted):
     keys = ApiKeys(["sk-one", "sk-two"])
     served = scripted(RESPONSE, settings={"keys": keys})
     one, two = ({"Authorization": f"Bearer sk-{name}"} for name in ("one", "two"))
@@ -326,7 +326,7 @@ def test_disabled_protocol_has_no_websocket(scripted):
     assert refused(served.server) == (404, "websocket_not_supported")
 
 
-def test_security_42_connections_are_limited(scripted, monkeypatch):
+def test_security_43_connections_are_limited(scripted, monkeypatch):
     monkeypatch.setattr(websocket_module, "MAX_CONNECTIONS_PER_CLIENT", 1)
     served = scripted(RESPONSE)
     with connected(served.server):
@@ -434,7 +434,7 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_security_42_bad_frames_close_the_connection(server, name, caplog):
+def test_security_43_bad_frames_close_the_connection(server, name, caplog):
     frames, code = ATTACKS[name]
     with opened(server) as connection:
         for data in frames:
@@ -455,7 +455,7 @@ def test_bad_handshakes_are_rejected(server, caplog):
     assert "Traceback" not in caplog.text
 
 
-def test_security_42_client_that_does_not_read_is_disconnected(scripted):
+def test_security_43_client_that_does_not_read_is_disconnected(scripted):
     served = scripted(RESPONSE)
     with opened(served.server) as connection:
         pings = frame(PING, b"x" * 125) * 2000
@@ -476,7 +476,7 @@ def is_paused(server):
     return not any(connection.writable.is_set() for connection in server.protocols)
 
 
-def test_security_42_one_message_waits_during_a_turn(scripted):
+def test_security_43_one_message_waits_during_a_turn(scripted):
     served = scripted(LONG, delay=0.01)
     message = json.dumps({"type": "response.create", "input": "Hello"})
     with connected(served.server) as websocket:
@@ -492,7 +492,7 @@ def test_security_42_one_message_waits_during_a_turn(scripted):
         assert [turn_events(websocket)[-1]["type"] for _ in range(3)] == ["response.completed"] * 3
 
 
-def test_security_42_slow_message_closes_the_connection(scripted, monkeypatch):
+def test_security_43_slow_message_closes_the_connection(scripted, monkeypatch):
     monkeypatch.setattr(LimitedWebSocketProtocol, "message_seconds", 10.0)  # shorter than the time between two pings
     served = scripted(RESPONSE)
     with opened(served.server) as connection:
