@@ -123,7 +123,7 @@ def _show_fits(*, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([_fit_as_json(fit, files) for fit, files in fits], indent=2))
         return
-    columns = ("Model", "Download", "16 bits", "int4", "Tokens/s", "int4", "Fits")
+    columns = ("Model", "Download", "16 bits", "int4", "Tokens/s", "with int4", "Fits")
     show_table(columns, [_fit_cells(fit, files) for fit, files in fits])
     click.echo(
         f"\n16 bits and int4: memory with --quantization none and int4, of {size_text(fits[0][0].memory)}, with caches."

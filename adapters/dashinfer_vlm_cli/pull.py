@@ -45,8 +45,8 @@ def pull(*, model: str, revision: str | None, hub: Hub) -> None:
     already on this machine.
 
     HF_ENDPOINT names a mirror, HF_TOKEN is for models that are private or gated, and HF_HOME is the folder of the
-    cache, which all programs of Hugging Face share. The folder of the model is printed; commands that do not know
-    ModelScope accept it in place of the name.
+    cache, which all programs of Hugging Face share. The folder of the model is printed: only `pull` and `run` know
+    names of ModelScope, all other commands accept the folder.
     """
     log_warnings_only()
     with interruptible(model):

@@ -48,7 +48,7 @@ def rows(run, *arguments):
 def test_fits_has_sizes_speeds_and_verdicts(run, machine):
     machine(15.6, bandwidth=50)
     lines = run("models", "--fits").stdout.splitlines()
-    assert lines[0].split() == ["MODEL", "DOWNLOAD", "16", "BITS", "INT4", "TOKENS/S", "INT4", "FITS"]
+    assert lines[0].split() == ["MODEL", "DOWNLOAD", "16", "BITS", "INT4", "TOKENS/S", "WITH", "INT4", "FITS"]
     assert len([line for line in lines if line.startswith("Qwen/")]) == len(MODELS)
     cells = {line.split()[0]: re.split(r"  +", line) for line in lines if line.startswith("Qwen/")}
     name, download, needs, with_int4, rate, faster, verdict = cells["Qwen/Qwen3-VL-4B-Instruct"]
