@@ -144,7 +144,7 @@ def test_ctrl_c_keeps_rows_and_the_next_run_resumes(terminal, embed, server, tmp
     program = terminal("embed", *texts, "-o", tmp_path / "out.npy", "--api-base", f"{server.url}/v1")
     until(lambda: (tmp_path / "out.jsonl").exists() and (tmp_path / "out.jsonl").stat().st_size)
     program.type("\x03")
-    assert " items per minute, " in program.wait_for("Run the command again to resume")
+    program.wait_for("Run the command again to resume")
     assert program.wait() == 130
     done = len(rows(tmp_path))
     assert 0 < done < 300
