@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING
 from .installation import install_step
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
 
@@ -98,6 +98,11 @@ class ModelNotFound(RequestError):
     """No model with that name is served here."""
 
     code: str = "model_not_found"
+
+    @classmethod
+    def among(cls, known: Iterable[str], name: str) -> ModelNotFound:
+        """Return the error for a name that is none of those that requests can use."""
+        return cls(f"The model {name!r} is not served here. Use {' or '.join(map(repr, known))}.", param="model")
 
 
 class MediaError(RequestError):

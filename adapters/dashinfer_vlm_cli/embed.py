@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .engines import AnyEngine
 
 MAX_REQUESTS = 16
-"""Embeddings that are computed at the same time, each with a request of its own."""
+"""Requests at the same time, for one embedding each."""
 
 MAX_PAGES = 8
 """The same for the pages of a document. The last page is known when one is missing."""

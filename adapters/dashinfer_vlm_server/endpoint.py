@@ -44,6 +44,13 @@ class ErrorBody(BaseModel):
     error: ErrorObject
 
 
+class PromptUsage(BaseModel):
+    """The tokens of all prompts of a request that generates none."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
 class Endpoint(APIRoute):
     """A route of the server. One for GET supports HEAD too (RFC 9110, 9.1); the HTTP server omits the body.
 

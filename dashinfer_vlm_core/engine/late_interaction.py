@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +18,11 @@ MAXSIM_ROWS = 256
 """Rows of a query whose products with a document are in memory at the same time."""
 
 Matrix = npt.NDArray[np.float32]
+
+
+def to_base64(values: Matrix) -> str:
+    """Return float32 in little-endian order as base64."""
+    return base64.b64encode(values.astype(np.dtype("<f4")).tobytes()).decode()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

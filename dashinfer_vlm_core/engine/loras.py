@@ -141,8 +141,7 @@ class LoraManager:
             return None
         active = self._loaded.get(name)
         if active is None or not active.permanent:
-            known = " or ".join([repr(self.config.name), *(repr(status.name) for status in self.statuses)])
-            raise ModelNotFound(f"The model {name!r} is not served here. Use {known}.", param="model")
+            raise ModelNotFound.among([self.config.name, *(status.name for status in self.statuses)], name)
         return active
 
     async def _load(self, name: str, path: str) -> ActiveLora:

@@ -232,8 +232,7 @@ class ModelManager(Startable, ChatEngine):
             ModelNotFound: there is none of this name.
         """
         if name not in self._names:
-            known = " or ".join(map(repr, self._shown_names))  # folders are names too, and are not disclosed
-            raise ModelNotFound(f"The model {name!r} is not served here. Use {known}.", param="model")
+            raise ModelNotFound.among(self._shown_names, name)  # folders are names too, and are not disclosed
         return self._engines[self._names[name]]
 
     def models(self) -> Sequence[ManagedEngine]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Container, Sequence
@@ -28,7 +27,7 @@ from ..protocol.client import current_client
 from .admission import ConcurrencyLimiter, hide_internal_errors
 from .chat_pipeline import ChatPipeline
 from .inputs import InputPipeline, LoadedMedia, in_client_namespace
-from .late_interaction import TokenEmbeddings, TokenVectors, maxsim
+from .late_interaction import TokenEmbeddings, TokenVectors, maxsim, to_base64
 from .loras import ActiveLora, LoraManager
 from .observers import RequestObserver, RequestTimer
 from .validation import check_item, pooling_of
@@ -60,10 +59,7 @@ class PoolingResult:
 
     def encoded(self, encoding_format: Literal["float", "base64"]) -> list[Any]:
         """Return each embedding as a list of numbers, or as base64 of float32 in little-endian order."""
-        rows: list[Any] = self.values.tolist()
-        if encoding_format == "base64":
-            rows = [base64.b64encode(row.tobytes()).decode() for row in self.values.astype(np.dtype("<f4"))]
-        return rows
+        return list(map(to_base64, self.values)) if encoding_format == "base64" else self.values.tolist()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

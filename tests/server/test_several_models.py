@@ -99,12 +99,15 @@ def test_models_are_listed_with_their_state(served):
 
 
 def test_unknown_model_is_404_with_the_names(served):
+    names = "'no' is not served here. Use 'a' or 'b' or 'best'."
     with served().http() as client:
         for path, body in {CHAT: HELLO, "/tokenize": {"prompt": "x"}, "/v1/responses": {"input": "x"}}.items():
             for stream in (False, True):
                 response = client.post(path, json={**body, "model": "no", "stream": stream})
                 assert response.status_code == 404
-                assert "'no' is not served here. Use 'a' or 'b' or 'best'" in response.json()["error"]["message"]
+                assert names in response.json()["error"]["message"]
+        assert names in client.get("/v1/models/no").json()["error"]["message"]
+        assert names in client.post("/api/show", json={"model": "no"}).json()["error"]
 
 
 def test_text_is_tokenized_by_the_named_model(served, tiny_checkpoint):

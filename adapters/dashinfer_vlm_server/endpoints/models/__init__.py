@@ -57,7 +57,7 @@ def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
     async def retrieve(name: str) -> Response:
         models = {model.id: model for model in _models(server.engine, started)}
         if name not in models:
-            raise ModelNotFound(f"The model {name!r} is not served here. Use {next(iter(models))!r}.", param="model")
+            raise ModelNotFound.among(models, name)
         return json_response(models[name])
 
     async def load(request: Request) -> Response:

@@ -134,9 +134,7 @@ class Models:
     def _find(self, name: str) -> tuple[ChatEngine, EngineStatus]:
         known = dict(self._names())
         if name not in known:
-            raise ModelNotFound(
-                f"The model {name!r} is not served here. Use {' or '.join(map(repr, known))}.", param="model"
-            )
+            raise ModelNotFound.among(known, name)
         return known[name]
 
     def _model(self, name: str) -> dict[str, Any]:

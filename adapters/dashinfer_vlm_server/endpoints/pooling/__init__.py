@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import time
 import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 from pydantic_core import to_json
 
+from dashinfer_vlm_core.engine.late_interaction import to_base64
 from dashinfer_vlm_core.protocol import PoolingRequest
 
-from ...endpoint import ENGINE_STATUSES, Endpoint
+from ...endpoint import ENGINE_STATUSES, Endpoint, PromptUsage
 
 if TYPE_CHECKING:
     from dashinfer_vlm_core.engine import TokenEmbeddings
@@ -33,13 +32,6 @@ class PooledItem(BaseModel):
     data: list[list[float]] | str
 
 
-class PoolingUsage(BaseModel):
-    """The tokens of all items."""
-
-    prompt_tokens: int
-    total_tokens: int
-
-
 class PoolingResponse(BaseModel):
     """The embeddings of the tokens of each item, in the order of the request."""
 
@@ -48,7 +40,7 @@ class PoolingResponse(BaseModel):
     created: int
     model: str
     data: list[PooledItem]
-    usage: PoolingUsage
+    usage: PromptUsage
 
 
 def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
@@ -76,7 +68,7 @@ def _body(result: TokenEmbeddings, *, as_base64: bool) -> bytes:
     # Item by item: numbers as Python objects take several times the memory of their text.
     items: list[bytes] = []
     for index, rows in enumerate(result.vectors):
-        data = base64.b64encode(rows.astype(np.dtype("<f4")).tobytes()).decode() if as_base64 else rows.tolist()
+        data = to_base64(rows) if as_base64 else rows.tolist()
         items.append(to_json({"index": index, "object": "pooling", "data": data}))
     tokens = sum(result.prompt_tokens)
     others = to_json({

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from dashinfer_vlm_core.protocol import RerankRequest
 
-from ...endpoint import ENGINE_STATUSES, Endpoint, json_response
+from ...endpoint import ENGINE_STATUSES, Endpoint, PromptUsage, json_response
 
 if TYPE_CHECKING:
     from dashinfer_vlm_core.engine import PoolingResult
@@ -37,20 +37,13 @@ class RerankResult(BaseModel):
     document: RankedText | None = None
 
 
-class RerankUsage(BaseModel):
-    """The tokens of the queries with their documents."""
-
-    prompt_tokens: int
-    total_tokens: int
-
-
 class RerankResponse(BaseModel):
     """Documents, the most relevant first."""
 
     id: str
     model: str
     results: list[RerankResult]
-    usage: RerankUsage
+    usage: PromptUsage
 
 
 def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
@@ -76,5 +69,5 @@ def _response(request: RerankRequest, result: PoolingResult) -> RerankResponse:
             else RerankResult(index=index, relevance_score=scores[index], document=RankedText(text=text))
             for index in order[: request.top_n or None]
         ],
-        usage=RerankUsage(prompt_tokens=tokens, total_tokens=tokens),
+        usage=PromptUsage(prompt_tokens=tokens, total_tokens=tokens),
     )

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from dashinfer_vlm_core.protocol import ScoreRequest
 
-from ...endpoint import ENGINE_STATUSES, Endpoint, json_response
+from ...endpoint import ENGINE_STATUSES, Endpoint, PromptUsage, json_response
 
 if TYPE_CHECKING:
     from dashinfer_vlm_core.engine import PoolingResult
@@ -32,13 +32,6 @@ class Score(BaseModel):
     score: float
 
 
-class ScoreUsage(BaseModel):
-    """The tokens of all pairs."""
-
-    prompt_tokens: int
-    total_tokens: int
-
-
 class ScoreResponse(BaseModel):
     """The scores of pairs, in the order of the request."""
 
@@ -47,7 +40,7 @@ class ScoreResponse(BaseModel):
     created: int
     model: str
     data: list[Score]
-    usage: ScoreUsage
+    usage: PromptUsage
 
 
 def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
@@ -67,5 +60,5 @@ def _response(result: PoolingResult) -> ScoreResponse:
         created=int(time.time()),
         model=result.model,
         data=[Score(index=index, object="score", score=score) for index, score in enumerate(result.values.tolist())],
-        usage=ScoreUsage(prompt_tokens=tokens, total_tokens=tokens),
+        usage=PromptUsage(prompt_tokens=tokens, total_tokens=tokens),
     )

@@ -74,5 +74,6 @@ async def _tokenize(engine: ChatEngine, request: TokenizePrompt | TokenizeChat) 
 
 def _check_model(engine: ChatEngine, name: str | None) -> None:
     status = engine.status()
-    if name not in {None, status.model, DEFAULT_MODEL, *status.aliases, *(lora.name for lora in status.loras)}:
-        raise ModelNotFound(f"The model {name!r} is not served here. Use {status.model!r}.", param="model")
+    known = (status.model, *status.aliases, *(lora.name for lora in status.loras))
+    if name is not None and name not in {DEFAULT_MODEL, *known}:
+        raise ModelNotFound.among(known, name)
