@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dashinfer_vlm_core.installation import install_step
+from dashinfer_vlm_core.models.memory import weight_file_bytes
 
 from .engines import AVX2, Contender, InProcess, Launch, Server, custom, end_with_us, other_engine, ours
 from .environments import OTHER_ENGINES_FOLDER, OtherEngines, SetupMissing
@@ -103,7 +104,7 @@ def compare(plan: Plan, results: Results) -> None:
         results.base = contenders[0].name
         for number in range(plan.rounds):
             _round(plan, contenders, results, number)
-        _note_memory(contenders, results, _weight_bytes(plan.model))
+        _note_memory(contenders, results, weight_file_bytes(plan.model))
 
 
 def _write(results: Results, folder: Path) -> str:
@@ -232,10 +233,6 @@ def _note_memory(contenders: list[Contender], results: Results, weights: int) ->
     for contender in contenders:
         if isinstance(contender, Server):
             results.add(row, contender.name, 0, (contender.peak_bytes() - weights) / 1e9)
-
-
-def _weight_bytes(model: Path) -> int:
-    return sum(file.stat().st_size for file in model.glob("*.safetensors"))
 
 
 def _say(what: str) -> None:

@@ -46,13 +46,13 @@ class TunedKernels(BaseModel, frozen=True):
         conditions: what the measurement is valid for.
         chosen: name of the kernel set.
         seconds: seconds of the reference requests by kernel set.
-        bandwidth: bytes of memory that are read per second; None in files of earlier versions.
+        bandwidth: bytes of memory that are read per second.
     """
 
     conditions: Conditions
     chosen: str
     seconds: dict[str, float]
-    bandwidth: float | None = None
+    bandwidth: float
 
     def describe(self) -> str:
         """Return the times of the two fastest sets, such as `avx512 1.2 s, onednn 1.5 s`."""
@@ -91,7 +91,7 @@ def all_tuned(config: EngineConfig) -> Iterator[TunedKernels]:
 def tuned_bandwidth(config: EngineConfig, machine: str) -> float | None:
     """Return the memory bandwidth of a machine in bytes per second, the highest that was measured; None if none was."""
     measured = [item.bandwidth for item in all_tuned(config) if item.conditions.machine == machine]
-    return max(filter(None, measured), default=None)
+    return max(measured, default=None)
 
 
 def _path(config: EngineConfig, conditions: Conditions) -> Path:

@@ -34,8 +34,9 @@ def machine(monkeypatch, tmp_path):
         monkeypatch.setattr(placement, "memory_limit", lambda: int(size * GB))
         config = EngineConfig()
         conditions = KernelSelector(load_plugins().kernels.values(), config).conditions()
-        rate = bandwidth and bandwidth * 1e9
-        store_tuned(config, TunedKernels(conditions=conditions, chosen="none of the sets", seconds={}, bandwidth=rate))
+        if bandwidth is not None:
+            tuned = TunedKernels(conditions=conditions, chosen="none", seconds={}, bandwidth=bandwidth * 1e9)
+            store_tuned(config, tuned)
 
     return machine
 
