@@ -99,20 +99,22 @@ class HTTPTarget:
         reuses_connections: whether the server answers several requests on a connection. llama.cpp's server sometimes
             closes one instead; and it sometimes closes a new one without a response, so that the request is sent again.
         api_key: the API key, if the server requires one.
+        model: name of the model; the server's first by default.
     """
 
-    def __init__(self, base: str, *, reuses_connections: bool = True, api_key: str = "") -> None:
+    def __init__(self, base: str, *, reuses_connections: bool = True, api_key: str = "", model: str = "") -> None:
         self._base = base
         self._reuses_connections = reuses_connections
         self._headers = authorization(api_key)
-        self._model = ""
+        self._model = model
 
     async def __aenter__(self) -> Self:
         timeout = aiohttp.ClientTimeout(total=None, sock_read=READ_TIMEOUT)
         connector = aiohttp.TCPConnector(limit=0, force_close=not self._reuses_connections)
         self._client = aiohttp.ClientSession(timeout=timeout, connector=connector, headers=self._headers)
-        async with self._client.get(f"{self._base}/models", raise_for_status=True) as models:
-            self._model = (await models.json())["data"][0]["id"]
+        if not self._model:
+            async with self._client.get(f"{self._base}/models", raise_for_status=True) as models:
+                self._model = (await models.json())["data"][0]["id"]
         return self
 
     async def __aexit__(self, *_: object) -> None:

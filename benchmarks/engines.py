@@ -96,8 +96,9 @@ class Server:
             raise
         self.ready_seconds = time.perf_counter() - begin
 
-    def target(self) -> HTTPTarget:
-        return HTTPTarget(self.base, reuses_connections=self._reuses_connections, api_key=self.api_key)
+    def target(self, model: str = "") -> HTTPTarget:
+        """Return a client of one of its models, by default the first."""
+        return HTTPTarget(self.base, reuses_connections=self._reuses_connections, api_key=self.api_key, model=model)
 
     def pause(self) -> None:
         """Stop all of its threads: spinning ones would take the cores from the next engine."""
