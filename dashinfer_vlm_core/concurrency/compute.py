@@ -45,6 +45,9 @@ class Executor:
     def run_deferred(self) -> None:
         """Run deferred work: the caller is about to compute without the interpreter."""
 
+    def pause(self) -> None:
+        """Run the tasks that wait now; called by long work, such as loading a matrix, in the thread that runs it."""
+
     def abandon(self, thread: int | None) -> None:
         """Abandon work that hangs, so that other work continues.
 
@@ -79,11 +82,12 @@ class ComputeExecutor(Executor):
         self._current: _ComputeTask | None = None
         self._thread: threading.Thread | None = None
         self._deferred: list[Callable[[], None]] = []
+        self._paused = 0
 
     @property
     def waiting(self) -> int:
-        """The number of tasks that have not started."""
-        return len(self._waiting)
+        """The number of tasks that have not started, or that are paused."""
+        return len(self._waiting) + self._paused
 
     @property
     def active_thread(self) -> int | None:
@@ -121,6 +125,21 @@ class ComputeExecutor(Executor):
         if threading.current_thread() is self._thread:
             self._run_deferred()
 
+    def pause(self) -> None:
+        """See `Executor`; in another thread than the compute thread, nothing happens."""
+        if threading.current_thread() is not self._thread:
+            return
+        paused = self._current
+        self._paused += 1
+        for _ in range(len(self._waiting)):  # not those that arrive now: paused work must continue, too
+            if task := self._next_waiting():
+                _run_task(task, self.run_deferred)
+                del task  # as in `_work`
+        with self._changed:
+            self._paused -= 1
+            if threading.current_thread() is self._thread:  # it was not abandoned
+                self._current = paused
+
     def abandon(self, thread: int | None) -> None:
         """See `Executor`; other work continues on a new thread."""
         with self._changed:
@@ -153,6 +172,13 @@ class ComputeExecutor(Executor):
                 self._current = None
             self._changed.wait_for(lambda: self._waiting or self._thread is not me)
             if self._thread is not me:
+                return None
+            self._current = self._waiting.popleft()
+            return self._current
+
+    def _next_waiting(self) -> _ComputeTask | None:
+        with self._changed:
+            if threading.current_thread() is not self._thread or not self._waiting:
                 return None
             self._current = self._waiting.popleft()
             return self._current

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from ..concurrency.compute import executor_for
 from ..errors import CheckpointError, ConfigError
 from ..kernels import mmap_buffer
 from ..kernels.quantization import QuantizedWeight, concatenate
@@ -24,6 +25,9 @@ from .lora_weights import merge_tensor
 from .module_tensors import ModuleTensors
 
 T = TypeVar("T")
+
+_BLOCK_BYTES = 1 << 25
+"""Bytes that are copied at a time, in about 10 ms: a decode step of another model waits for them."""
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -242,7 +246,19 @@ def _copy(
             f"{file}: tensor {name!r} is {header.dtype}, but its module has no scales in the"
             " format that `quantization_config` in config.json declares. Copy or download the checkpoint again."
         )
-    into.copy_(merge(tensor))
+    _copy_rows(merge(tensor), into)
+
+
+def _copy_rows(tensor: torch.Tensor, into: torch.Tensor) -> None:
+    """Copy blocks of rows, between which other tasks run."""
+    if tensor.ndim == 0:
+        into.copy_(tensor)
+        return
+    rows = max(1, _BLOCK_BYTES // max(1, tensor[:1].nbytes))
+    executor = executor_for(str(into.device))
+    for source, target in zip(tensor.split(rows), into.split(rows), strict=True):
+        target.copy_(source)
+        executor.pause()
 
 
 def _adjacent(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:

@@ -37,10 +37,10 @@ INLINE float inverse_of(float scale) { return scale > 0 ? 1.0f / scale : 0.0f; }
 /* Quantize weights to unsigned bytes with an offset of 128: row r is (byte - 128) * scales[r]. Scales are stored in the
  * order of the packed rows. */
 void pack_int8(const bf16 *weight, int64_t outputs, int64_t inputs, int32_t gated, uint8_t *packed, float *scales,
-               int32_t threads)
+               int64_t first, int64_t end, int32_t threads)
 {
 #pragma omp parallel for num_threads(threads)
-    for (ptrdiff_t panel = 0; panel < ceil_div(outputs, PANEL); panel++) {
+    for (ptrdiff_t panel = first; panel < end; panel++) {
         uint8_t *to = packed + panel * inputs * PANEL;
         for (int j = 0; j < PANEL; j++) {
             ptrdiff_t row = source_row(panel, j, outputs, gated);

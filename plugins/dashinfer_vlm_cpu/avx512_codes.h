@@ -114,11 +114,11 @@ static int code_panel(const __m512i *panel, ptrdiff_t inputs, uint8_t *packed, C
 /* Pack weights as `pack_bf16` does, and compress the panels to 12 bits; returns 0 if there are too many outliers.
  * `panels` has space for a panel of each thread, aligned to 64 bytes. */
 int32_t pack_codes(const uint32_t *weight, int64_t outputs, int64_t inputs, int32_t gated, bf16 *panels,
-                   uint8_t *packed, char *codes, int32_t threads)
+                   uint8_t *packed, char *codes, int64_t first, int64_t end, int32_t threads)
 {
     int good = 1;
 #pragma omp parallel for num_threads(threads) reduction(& : good)
-    for (ptrdiff_t panel = 0; panel < (outputs + PANEL - 1) / PANEL; panel++) {
+    for (ptrdiff_t panel = first; panel < end; panel++) {
         bf16 *own = panels + omp_get_thread_num() * inputs * PANEL;
         interleave_panel(weight, panel, outputs, inputs, gated, (uint32_t *)own);
         good &= code_panel((const __m512i *)own, inputs, packed + panel * (inputs / GROUP) * GROUP_BYTES,

@@ -55,12 +55,12 @@ INLINE uint32_t four_codes(const uint8_t *codes, ptrdiff_t row, ptrdiff_t k, ptr
  * `packed` is zero before. */
 void pack_int4(const uint8_t *codes, const uint16_t *scales, const uint8_t *zeros, const float *row_scales,
                int64_t outputs, int64_t inputs, int64_t group, int32_t gated, uint8_t *packed, float *column_scales,
-               int32_t threads)
+               int64_t first, int64_t end, int32_t threads)
 {
-    ptrdiff_t panels = (outputs + PANEL - 1) / PANEL, size = int4_block_size(group), blocks = int4_blocks(inputs);
+    ptrdiff_t size = int4_block_size(group), blocks = int4_blocks(inputs);
     ptrdiff_t groups = (inputs + group - 1) / group, per_block = QUANT_BLOCK / group;
 #pragma omp parallel for num_threads(threads)
-    for (ptrdiff_t panel = 0; panel < panels; panel++) {
+    for (ptrdiff_t panel = first; panel < end; panel++) {
         uint8_t *to = packed + panel * blocks * size;
         ptrdiff_t rows[PANEL];
         for (int j = 0; j < PANEL; j++) {

@@ -6,11 +6,10 @@
 /* Pack codes [outputs, inputs] into the layout of `pack_int8`: row r is (codes[r] - 128) * row_scales[r]. The number of
  * inputs is a multiple of 4. */
 void pack_int8_codes(const uint8_t *codes, const float *row_scales, int64_t outputs, int64_t inputs, int32_t gated,
-                     uint8_t *packed, float *scales, int32_t threads)
+                     uint8_t *packed, float *scales, int64_t first, int64_t end, int32_t threads)
 {
-    ptrdiff_t panels = (outputs + PANEL - 1) / PANEL;
 #pragma omp parallel for num_threads(threads)
-    for (ptrdiff_t panel = 0; panel < panels; panel++) {
+    for (ptrdiff_t panel = first; panel < end; panel++) {
         uint8_t *to = packed + panel * inputs * PANEL;
         for (int j = 0; j < PANEL; j++) {
             ptrdiff_t row = source_row(panel, j, outputs, gated);

@@ -42,12 +42,12 @@ MAX_HEADS_PER_KV_HEAD = 192
 """Maximum number of query heads per key head: their queries of one token are processed together."""
 
 SIGNATURES = {
-    "pack_bf16": "pllipi",
-    "pack_codes": "pllipppi->i",
-    "pack_int8": "pllippi",
-    "pack_int8_codes": "ppllippi",
+    "pack_bf16": "plliplli",
+    "pack_codes": "pllippplli->i",
+    "pack_int8": "pllipplli",
+    "pack_int8_codes": "ppllipplli",
     "quantize_int4": "plllplpppi",
-    "pack_int4": "pppplllippi",
+    "pack_int4": "pppplllipplli",
     "linear_biased": "ppllpliplpi",
     "norm": "plppfplli",
     "rotate": "plppllli",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dashinfer_vlm_core.concurrency.compute import CPU_EXECUTOR
 from dashinfer_vlm_core.kernels import mmap_buffer
 from dashinfer_vlm_core.kernels.quantization import CLIPPING, QuantizedWeight
 from dashinfer_vlm_core.kernels.types import Activation
@@ -16,6 +18,9 @@ from dashinfer_vlm_core.kernels.types import Activation
 from . import huge_pages
 
 PANEL = 32
+
+BLOCK_WEIGHTS = 1 << 23
+"""Weights that are packed at a time, in about 10 ms: a decode step of another model waits for them."""
 
 MAX_SKIPPED_STEPS = 63
 """Maximum number of steps between two attempts to find the argmax without computing all logits: a failed attempt makes
@@ -140,24 +145,32 @@ class NativeLinear:
         packed = huge_pages.empty(_padded(outputs) * inputs // 2 * 3, torch.uint8)
         codes = huge_pages.empty(_padded(outputs) // PANEL * self._library.codes_size(inputs), torch.uint8)
         scratch = torch.empty(threads * PANEL * inputs, dtype=torch.bfloat16)  # a panel for each thread
-        coded = self._library.pack_codes(
-            weight.data_ptr(), outputs, inputs, gated, scratch.data_ptr(), packed.data_ptr(), codes.data_ptr(), threads
-        )
-        return PackedWeights(packed, codes=codes) if coded else PackedWeights(self._panels(weight, gated))
+        for first, end in _blocks(outputs, inputs):
+            if not self._library.pack_codes(
+                weight.data_ptr(), outputs, inputs, gated, scratch.data_ptr(), packed.data_ptr(), codes.data_ptr(),
+                first, end, threads,
+            ):  # fmt: skip
+                return PackedWeights(self._panels(weight, gated))
+        return PackedWeights(packed, codes=codes)
 
     def _panels(self, weight: Tensor, gated: bool) -> Tensor:
         outputs, inputs = weight.shape
         panels = huge_pages.empty(_padded(outputs) * inputs, torch.bfloat16)
-        self._library.pack_bf16(weight.data_ptr(), outputs, inputs, gated, panels.data_ptr(), torch.get_num_threads())
+        for first, end in _blocks(outputs, inputs):
+            self._library.pack_bf16(
+                weight.data_ptr(), outputs, inputs, gated, panels.data_ptr(), first, end, torch.get_num_threads()
+            )
         return panels
 
     def _pack_int8(self, weight: Tensor, gated: bool) -> PackedWeights:
         outputs, inputs = weight.shape
         packed = huge_pages.empty(_padded(outputs) * inputs, torch.uint8)
         scales = torch.empty(_padded(outputs), dtype=torch.float32)
-        self._library.pack_int8(
-            weight.data_ptr(), outputs, inputs, gated, packed.data_ptr(), scales.data_ptr(), torch.get_num_threads()
-        )
+        for first, end in _blocks(outputs, inputs):
+            self._library.pack_int8(
+                weight.data_ptr(), outputs, inputs, gated, packed.data_ptr(), scales.data_ptr(), first, end,
+                torch.get_num_threads(),
+            )  # fmt: skip
         return PackedWeights(packed, scales)
 
     def _pack_int8_codes(self, weight: QuantizedWeight, gated: bool) -> PackedWeights:
@@ -166,10 +179,11 @@ class NativeLinear:
         row_scales = weight.scales.float().contiguous()
         packed = huge_pages.empty(_padded(outputs) * inputs, torch.uint8)
         scales = torch.empty(_padded(outputs), dtype=torch.float32)
-        self._library.pack_int8_codes(
-            codes.data_ptr(), row_scales.data_ptr(), outputs, inputs, gated, packed.data_ptr(), scales.data_ptr(),
-            torch.get_num_threads(),
-        )  # fmt: skip
+        for first, end in _blocks(outputs, inputs):
+            self._library.pack_int8_codes(
+                codes.data_ptr(), row_scales.data_ptr(), outputs, inputs, gated, packed.data_ptr(), scales.data_ptr(),
+                first, end, torch.get_num_threads(),
+            )  # fmt: skip
         return PackedWeights(packed, scales)
 
     def _pack_int4(self, weight: QuantizedWeight, gated: bool) -> PackedWeights:
@@ -184,10 +198,11 @@ class NativeLinear:
         row_scales = torch.ldexp(torch.ones(outputs), exponents)
         packed = huge_pages.empty(self._library.int4_size(outputs, inputs, weight.group), torch.uint8).zero_()
         column_scales = torch.empty(_padded(outputs), dtype=torch.float32)
-        self._library.pack_int4(
-            codes.data_ptr(), relative.data_ptr(), zeros.data_ptr(), row_scales.data_ptr(), outputs, inputs,
-            weight.group, gated, packed.data_ptr(), column_scales.data_ptr(), torch.get_num_threads(),
-        )  # fmt: skip
+        for first, end in _blocks(outputs, inputs):
+            self._library.pack_int4(
+                codes.data_ptr(), relative.data_ptr(), zeros.data_ptr(), row_scales.data_ptr(), outputs, inputs,
+                weight.group, gated, packed.data_ptr(), column_scales.data_ptr(), first, end, torch.get_num_threads(),
+            )  # fmt: skip
         order = None if weight.order is None else weight.order.to(torch.int32).contiguous()
         return PackedWeights(packed, column_scales, group=weight.group, order=order)
 
@@ -232,9 +247,13 @@ class NativeLMHead(NativeLinear):
         self._int8 = NativeLinear(library, weight, None, Activation.NONE, fp32_output=True, int8=True)
         self._bounds = torch.empty(2, outputs, dtype=torch.float32)
         norms, errors = (bound.data_ptr() for bound in self._bounds)
-        library.compute_argmax_bounds(
-            weight.data_ptr(), outputs, inputs, self._int8.matrix.scales, norms, errors, torch.get_num_threads()
-        )
+        for first, end in _blocks(outputs, inputs):
+            rows = weight[first * PANEL : end * PANEL]
+            offset = first * PANEL * self._bounds.itemsize
+            library.compute_argmax_bounds(
+                rows.data_ptr(), len(rows), inputs, self._int8.matrix.scales + offset, norms + offset, errors + offset,
+                torch.get_num_threads(),
+            )  # fmt: skip
         self._argmax_bounds = ArgmaxBounds(
             ctypes.addressof(self.matrix), ctypes.addressof(self._int8.matrix), norms, errors
         )
@@ -268,3 +287,12 @@ class NativeLMHead(NativeLinear):
 
 def _padded(outputs: int) -> int:
     return -(-outputs // PANEL) * PANEL
+
+
+def _blocks(outputs: int, inputs: int) -> Iterator[tuple[int, int]]:
+    """Divide the panels of a matrix into blocks, between which other tasks run: the first and the end of each."""
+    panels = _padded(outputs) // PANEL
+    step = max(1, BLOCK_WEIGHTS // (PANEL * inputs))
+    for first in range(0, panels, step):
+        yield first, min(first + step, panels)
+        CPU_EXECUTOR.pause()

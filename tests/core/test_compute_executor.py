@@ -49,6 +49,53 @@ def test_tasks_run_in_order_of_submission(executor, submit):
     assert order == ["a", "b", "c", "again"]
 
 
+def test_paused_task_lets_those_that_wait_run(executor, submit):
+    order, begun, go = [], threading.Event(), threading.Event()
+
+    def long():
+        begun.set()
+        go.wait(timeout=HANG)
+        order.append("begin")
+        executor.pause()
+        order.append(("end", executor.waiting, executor.active_thread == thread.ident))
+
+    def waiting():
+        order.append((executor.waiting, executor.active_thread == thread.ident))
+
+    thread = submit(executor, long)
+    assert begun.wait(timeout=HANG)
+    submit(executor, waiting)
+    until(lambda: executor.waiting == 1)
+    executor.pause()  # in another thread: without an effect
+    assert not order
+    go.set()
+    thread.join(timeout=HANG)
+    assert order == ["begin", (1, False), ("end", 0, True)], "the paused task waits, so that others end soon"
+
+
+def test_errors_of_other_tasks_do_not_reach_a_paused_one(executor, submit):
+    begun, go, ended = threading.Event(), threading.Event(), threading.Event()
+    submit(executor, lambda: (begun.set(), go.wait(timeout=HANG), executor.pause(), ended.set()))
+    assert begun.wait(timeout=HANG)
+    errors = []
+
+    def fail():
+        raise ValueError("wrong")
+
+    def run():
+        try:
+            executor.run(fail)
+        except ValueError as error:
+            errors.append(str(error))
+
+    other = threading.Thread(target=run)
+    other.start()
+    until(lambda: executor.waiting == 1)
+    go.set()
+    other.join(timeout=HANG)
+    assert (errors, ended.wait(timeout=HANG)) == (["wrong"], True)
+
+
 def test_tasks_run_on_one_thread_one_at_a_time(executor, submit):
     inside, seen = [], []
 

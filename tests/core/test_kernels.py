@@ -18,7 +18,7 @@ from dashinfer_vlm_core.kernels.choice import PYTORCH_SETS
 from dashinfer_vlm_core.kernels.kv_cache import attend_cached, quantize_rows
 from dashinfer_vlm_core.kernels.layers import ReferenceDecoderLayers
 from dashinfer_vlm_core.kernels.onednn import OneDnnKernels, unavailable_reason
-from dashinfer_vlm_core.kernels.quantization import INT4, INT8
+from dashinfer_vlm_core.kernels.quantization import INT4, INT8, QuantizedWeight, int8_codes
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.kernels.types import (
     Activation,
@@ -40,6 +40,7 @@ from dashinfer_vlm_core.kernels.types import (
 )
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_cpu import native as native_module
+from dashinfer_vlm_cpu import native_linear
 from dashinfer_vlm_cpu.build import AMX, AVX2, AVX512, AVX512_VNNI, PORTABLE_TILES, Variant
 from dashinfer_vlm_cpu.native import load_variant
 from dashinfer_vlm_cpu.native_linear import NativeLinear, PackedWeights
@@ -190,6 +191,35 @@ def full_argmax(head, x):
     """Return the first index of each row's largest logit."""
     logits = head(x).numpy()
     return torch.from_numpy(logits.argmax(axis=1))
+
+
+@needs_native
+@pytest.mark.parametrize("quantization", [None, INT8, INT4, "codes"])
+@pytest.mark.parametrize("activation", [Activation.NONE, Activation.SILU_GATE])
+def test_weights_packed_in_blocks(native, activation, quantization, monkeypatch):
+    weight, x = numbers(230, 256) / 8, numbers(3, 256, seed=1)
+
+    def outputs():
+        if quantization == "codes":
+            codes, scales = int8_codes(weight)
+            stored = QuantizedWeight(
+                (codes.int() + 128).to(torch.uint8), scales, torch.full((230, 1), 128, dtype=torch.int16), 256, bits=8
+            )
+            layer = native.linear_quantized(stored, dtype=torch.bfloat16, activation=activation)
+        else:
+            layer = native.linear(weight, activation=activation, quantization=quantization)
+        return layer(x)
+
+    together = outputs()
+    monkeypatch.setattr(native_linear, "BLOCK_WEIGHTS", 2 * native_linear.PANEL * 256)
+    assert torch.equal(outputs(), together)
+
+
+@needs_native
+def test_head_packed_in_blocks(native, monkeypatch):
+    monkeypatch.setattr(native_linear, "BLOCK_WEIGHTS", 1)
+    head, x = native.head(numbers(230, 64) / 8), numbers(5, 64, seed=1)
+    assert torch.equal(head.argmax(x), full_argmax(head, x))
 
 
 @needs_native
