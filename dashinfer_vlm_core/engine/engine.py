@@ -16,7 +16,7 @@ from ..config import EngineConfig
 from ..decoders import GUIDED_DECODING, DecoderStats
 from ..errors import DecoderFailed, EngineClosed, UnsupportedParameter
 from ..media.fetch import FetchStats
-from ..media_workers import MediaWorkerStats, WorkerLimit
+from ..media_workers import MediaWorkerStats
 from ..models.model_card import ModelCard
 from ..models.pooling import Task
 from ..models.spec import Profile
@@ -30,7 +30,7 @@ from ..vision import VisionStats
 from .capabilities import Capabilities
 from .chat_pipeline import ChatPipeline, Generation
 from .late_interaction import TokenEmbeddings, TokenVectors
-from .loading import load_pipeline
+from .loading import Shared, load_pipeline
 from .loras import LoraStatus
 from .observers import ObserverList, RequestObserver
 from .ocr import OcrPipeline
@@ -339,7 +339,7 @@ class Engine(Startable, LoopEngine):
     Args:
         config: what to load and how; `EngineConfig()` if None.
         registry: the plugins; those of the installed distributions if None.
-        worker_limit: that of media workers, if other engines share it; otherwise that of `config`.
+        shared: what it shares with other engines.
     """
 
     def __init__(
@@ -347,11 +347,11 @@ class Engine(Startable, LoopEngine):
         config: EngineConfig | None = None,
         *,
         registry: Registry | None = None,
-        worker_limit: WorkerLimit | None = None,
+        shared: Shared | None = None,
     ) -> None:
         self.config: EngineConfig = config or EngineConfig()
         self._registry = registry
-        self._worker_limit = worker_limit
+        self._shared = shared
         self._observers = ObserverList()
         self._running: _Running | None = None
         self._loading = False
@@ -569,7 +569,7 @@ class Engine(Startable, LoopEngine):
         loop = LoopThread("dashinfer-vlm-engine")
         try:
             registry = self._registry or load_plugins()
-            pipeline = loop.call(load_pipeline(self.config, registry, self._observers, self._worker_limit))
+            pipeline = loop.call(load_pipeline(self.config, registry, self._observers, self._shared))
         except BaseException:
             loop.stop()
             raise

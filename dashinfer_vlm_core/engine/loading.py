@@ -6,7 +6,7 @@ import asyncio
 import importlib
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,7 @@ from ..plugins import Registry
 from ..preprocessing.prompt import PromptBuilder
 from ..structured_output.request_grammars import RequestGrammars
 from ..tokenization.detokenizer import IncrementalDetokenizer
+from ..tokenization.tokenizer import TokenizerCache
 from ..vision import VisionService
 from ..vision.media_uuids import MediaUuidCache
 from .admission import ConcurrencyLimiter
@@ -47,8 +48,21 @@ if TYPE_CHECKING:
 logger: logging.Logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """What the models of a process share.
+
+    Attributes:
+        worker_limit: that of media workers; None for that of the model.
+        tokenizers: those that were read.
+    """
+
+    worker_limit: WorkerLimit | None = None
+    tokenizers: TokenizerCache = field(default_factory=TokenizerCache)
+
+
 async def load_pipeline(
-    config: EngineConfig, registry: Registry, observer: RequestObserver, worker_limit: WorkerLimit | None = None
+    config: EngineConfig, registry: Registry, observer: RequestObserver, shared: Shared | None = None
 ) -> ChatPipeline:
     """Load the model and start the decoder.
 
@@ -56,13 +70,13 @@ async def load_pipeline(
         config: what to load and how.
         registry: the plugins.
         observer: is notified of requests.
-        worker_limit: that of media workers, if other models share it.
+        shared: what it shares with other models.
 
     Raises:
         SetupError: the setup is incomplete or invalid; the message says how to fix it.
     """
     resolved = registry.resolve_options(config)
-    pipeline = await asyncio.to_thread(_create_pipeline, resolved, registry, observer, worker_limit)
+    pipeline = await asyncio.to_thread(_create_pipeline, resolved, registry, observer, shared or Shared())
     try:
         await pipeline.decoder.start()
         await pipeline.loras.load_all()
@@ -73,13 +87,13 @@ async def load_pipeline(
 
 
 def _create_pipeline(
-    config: EngineConfig, registry: Registry, observer: RequestObserver, worker_limit: WorkerLimit | None
+    config: EngineConfig, registry: Registry, observer: RequestObserver, shared: Shared
 ) -> ChatPipeline:
     readers = select_readers(registry.video_readers, config)
     folder = find_model(config.model, registered=registry.models, revision=config.revision)
     family = registry.family_of(folder)
     spec = registry.load_spec(folder)
-    spec = replace(spec, pooling=read_pooling(spec, config.task))
+    spec = replace(spec, pooling=read_pooling(spec, config.task, shared.tokenizers))
     _check_context_length(config, spec)
     logger.info("Model %s from %s, task %s.", config.name, folder, spec.task)
     # Before the decoder, which imports torch: the process that decodes media imports its libraries at the same time.
@@ -92,12 +106,14 @@ def _create_pipeline(
         spec=spec,
         processor=processor,
         decoder=media_decoder,
-        limit=worker_limit,
+        limit=shared.worker_limit,
     )
     kernels = KernelSelector(registry.kernels.values(), config)
     factory, reason = select_decoder(registry, spec, config)
     decoder = Supervisor(lambda: factory.create(spec, config, kernels), restarts=config.limits.decoder_restarts)
-    prompts = PromptBuilder.load(spec, family.prompt_layout(spec), config, max_model_len=decoder.max_model_len)
+    prompts = PromptBuilder.load(
+        spec, family.prompt_layout(spec), config, max_model_len=decoder.max_model_len, tokenizers=shared.tokenizers
+    )
     spec = replace(spec, conversation=prompts.conversation)
     IncrementalDetokenizer(prompts.tokenizer)  # rejects one that is not byte-level now, not at the first request
     vision = _load_vision(family, spec, config, kernels, registry)

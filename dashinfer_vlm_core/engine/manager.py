@@ -27,6 +27,7 @@ from .engine import (
     State,
     parse_scores,
 )
+from .loading import Shared
 from .loras import LoraStatus
 from .managed_models import Estimate, ManagedModel, check_memory, check_names, estimate_bytes, names_of
 from .model_loader import LOAD_FAILED, ModelLoader
@@ -211,7 +212,8 @@ class ModelManager(Startable, ChatEngine):
             for model in models
         ]
         workers = WorkerLimit(max(model.config.media_workers or default_workers() for model in models))
-        engines = {model.config.name: Engine(model.config, registry=registry, worker_limit=workers) for model in models}
+        shared = Shared(worker_limit=workers)
+        engines = {model.config.name: Engine(model.config, registry=registry, shared=shared) for model in models}
         self._loader = ModelLoader(engines, ModelScheduler(ruled, policy), clock)
         self._pinned = {model.config.name for model in models if model.pinned}
         stays = policy.memory_limit is None and policy.idle_unload is None

@@ -9,6 +9,9 @@ from typing import Any
 
 from .json_fields import GENERATION, JsonFields, read_fields
 
+_BEGINNING = 1 << 20
+"""Bytes of a tokenizer.json in which the added tokens are looked for first; they take a tenth of that."""
+
 
 def read_stop_tokens(folder: Path, configs: Sequence[JsonFields]) -> tuple[int, ...]:
     """Return the end-of-sequence tokens of `generation_config.json`, else of the first of `configs` that has some, and
@@ -36,13 +39,26 @@ def _tokenizer_end(folder: Path) -> list[int]:
         config = _read(folder / "tokenizer_config.json")
         # transformers 5 writes the ids only to the larger file.
         added = config.get("added_tokens_decoder") or {
-            token["id"]: token for token in _read(folder / "tokenizer.json")["added_tokens"]
+            token["id"]: token for token in _added_tokens(folder / "tokenizer.json")
         }
         name = config.get("eos_token")
         text = name["content"] if isinstance(name, dict) else name
         return [int(index) for index, token in added.items() if token["content"] == text]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []
+
+
+def _added_tokens(file: Path) -> Sequence[Mapping[str, Any]]:
+    """Read `added_tokens` of a tokenizer.json; if it comes first, as usual, without the vocabulary, which takes 0.15 s
+    in which the streams of other models stop."""
+    with file.open("rb") as opened:
+        beginning = opened.read(_BEGINNING).decode(errors="ignore")
+    listed = beginning.partition('"added_tokens":')[2].lstrip()
+    try:
+        tokens: Sequence[Mapping[str, Any]] = json.JSONDecoder().raw_decode(listed)[0]
+    except ValueError:
+        tokens = _read(file)["added_tokens"]
+    return tokens
 
 
 def _read(file: Path) -> Mapping[str, Any]:

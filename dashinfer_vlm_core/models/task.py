@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import CheckpointError, ConfigError
-from ..tokenization.tokenizer import read_tokenizer
+from ..tokenization.tokenizer import TokenizerCache
 from .json_fields import CONFIG, JsonFields, read_fields
 from .pooling import PoolingSpec, Task, TokenContrast
 from .retrieval import is_retrieval, read_retrieval
@@ -35,12 +35,15 @@ _SENTENCE_TRANSFORMERS = "config_sentence_transformers.json"
 _TASK_STEP = "Use another checkpoint, or set `task` to generate."
 
 
-def read_pooling(spec: ModelSpec, task: Literal["auto"] | Task) -> PoolingSpec | None:
+def read_pooling(
+    spec: ModelSpec, task: Literal["auto"] | Task, tokenizers: TokenizerCache | None = None
+) -> PoolingSpec | None:
     """Read how the hidden states of a checkpoint are pooled; None if it generates text.
 
     Args:
         spec: the checkpoint.
         task: the task; `auto` finds it. A model with late interaction scores with the embeddings of tokens.
+        tokenizers: reads the tokenizer of a checkpoint that does not name its tokens for scores.
 
     Raises:
         CheckpointError: a file is invalid, or requires another way of pooling.
@@ -60,7 +63,7 @@ def read_pooling(spec: ModelSpec, task: Literal["auto"] | Task) -> PoolingSpec |
         return PoolingSpec(
             task="score",
             instruction=_instruction(spec.folder, SCORE_INSTRUCTION),
-            head=_score_head(spec, modules, config),
+            head=_score_head(spec, modules, config, tokenizers or TokenizerCache()),
         )
     if pooling := modules.get("Pooling"):
         _check_pooling(read_fields(pooling / CONFIG))
@@ -116,13 +119,15 @@ def _check_pooling(pooling: JsonFields) -> None:
         pooling.fail("pooling_mode", f"must be 'lasttoken', got {', '.join(sorted(modes)) or 'none'}", _TASK_STEP)
 
 
-def _score_head(spec: ModelSpec, modules: Mapping[str, Path], config: JsonFields) -> TokenContrast | str:
+def _score_head(
+    spec: ModelSpec, modules: Mapping[str, Path], config: JsonFields, tokenizers: TokenizerCache
+) -> TokenContrast | str:
     if folder := modules.get("LogitScore"):
         tokens = read_fields(folder / CONFIG)
         return _contrast(spec, tokens.integer("true_token_id"), tokens.integer("false_token_id"))
     if _classifies(config):
         return CLASSIFIER
-    vocabulary = read_tokenizer(spec.folder).backend
+    vocabulary = tokenizers.read(spec.folder).backend
     return _contrast(spec, vocabulary.token_to_id("yes"), vocabulary.token_to_id("no"))
 
 

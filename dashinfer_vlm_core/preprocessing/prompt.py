@@ -28,7 +28,7 @@ from ..protocol.thinking import Thinking
 from ..tokenization.chat_template import ChatTemplate, read_chat_template, template_config_error
 from ..tokenization.conversation import ConversationFormat
 from ..tokenization.hermes import parse_tool_arguments, render_tools_as_text
-from ..tokenization.tokenizer import CheckpointTokenizer, read_tokenizer
+from ..tokenization.tokenizer import CheckpointTokenizer, TokenizerCache
 from .coordinates import with_model_coordinates
 from .guarded_text import guard_text, strings_in, unused_mark
 from .retrieval import retrieval_template
@@ -114,15 +114,23 @@ class PromptBuilder:
         self._first_chars = sorted({name[0] for name in self._special_tokens})
 
     @classmethod
-    def load(cls, spec: ModelSpec, layout: PromptLayout, config: EngineConfig, *, max_model_len: int) -> PromptBuilder:
-        """Read the tokenizer and the chat template of a checkpoint.
+    def load(
+        cls,
+        spec: ModelSpec,
+        layout: PromptLayout,
+        config: EngineConfig,
+        *,
+        max_model_len: int,
+        tokenizers: TokenizerCache | None = None,
+    ) -> PromptBuilder:
+        """Read the tokenizer and the chat template of a checkpoint; with `tokenizers`, if they have not read it.
 
         Raises:
             CheckpointError: the folder has no tokenizer or no chat template.
             ConfigError: the file of `EngineConfig.chat_template` cannot be read, or its template cannot be rendered; or
                 the model has prompts instead of a template.
         """
-        tokenizer = read_tokenizer(spec.folder)
+        tokenizer = (tokenizers or TokenizerCache()).read(spec.folder)
         if spec.pooling and spec.pooling.format:
             template = retrieval_template(spec.pooling.format, config.chat_template)
         else:

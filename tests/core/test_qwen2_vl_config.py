@@ -169,12 +169,13 @@ def test_stop_tokens_come_from_generation_config(published, found, stop):
 
 
 @pytest.mark.parametrize("eos_token", ["<|im_end|>", {"content": "<|im_end|>"}])
-@pytest.mark.parametrize("name", ["tokenizer_config.json", "tokenizer.json"])
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "tokenizer.json", "the end of tokenizer.json"])
 def test_stop_tokens_include_the_end_of_a_turn(published, name, eos_token):
     edit(published, "generation_config.json", "eos_token_id", 151643)
     by_id = {"151643": {"content": "<|endoftext|>"}, "151645": {"content": "<|im_end|>"}}
     added = [{"id": int(index), **token} for index, token in by_id.items()]
-    write(published, "tokenizer.json", {"added_tokens": added})
+    first = {"model": "é" * (1 << 20)} if name.startswith("the end") else {}
+    write(published, "tokenizer.json", {**first, "added_tokens": added})
     ids = {"added_tokens_decoder": by_id} if name == "tokenizer_config.json" else {}
     write(published, "tokenizer_config.json", {"eos_token": eos_token, **ids})
 

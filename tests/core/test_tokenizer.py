@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dashinfer_vlm_core.errors import CheckpointError
-from dashinfer_vlm_core.tokenization.tokenizer import read_tokenizer
+from dashinfer_vlm_core.tokenization.tokenizer import TokenizerCache, read_tokenizer
 from dashinfer_vlm_demo import CHECKPOINT
 from tests.tiny import SPECIAL, write_tokenizer
 
@@ -137,6 +137,17 @@ def test_truncation_and_padding_are_disabled(folder):
     edit(folder, "tokenizer.json", truncation=truncation, padding=padding)
     assert encoded(folder, "abcdefgh") == plain
     assert len(plain) == 8
+
+
+def test_cache_reads_equal_files_once(folder, tmp_path_factory):
+    copy = tmp_path_factory.mktemp("copy")
+    write_tokenizer(copy)
+    cache = TokenizerCache()
+    first = cache.read(folder)
+    assert cache.read(copy) is cache.read(folder) is first
+    edit(copy, "tokenizer_config.json", chat_template="other")
+    assert cache.read(copy).chat_templates == {"default": "other"}
+    assert cache.read(folder) is first
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
