@@ -256,7 +256,7 @@ def _copy_rows(tensor: torch.Tensor, into: torch.Tensor) -> None:
         return
     rows = max(1, _BLOCK_BYTES // max(1, tensor[:1].nbytes))
     executor = executor_for(str(into.device))
-    for source, target in zip(tensor.split(rows), into.split(rows), strict=True):
+    for source, target in zip(torch.split(tensor, rows), torch.split(into, rows), strict=True):
         target.copy_(source)
         executor.pause()
 
