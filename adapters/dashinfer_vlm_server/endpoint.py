@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
@@ -10,10 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
+from pydantic_core import to_json
 from starlette.routing import BaseRoute, Match, WebSocketRoute
 from starlette.websockets import WebSocket
 
 if TYPE_CHECKING:
+    from openai.types import Completion, CompletionChoice
+    from openai.types.chat import ChatCompletion
+    from openai.types.chat.chat_completion import Choice
     from starlette.types import Scope
 
 Responses: TypeAlias = dict[int | str, dict[str, Any]]
@@ -25,6 +30,9 @@ ENGINE_STATUSES = (400, 401, 403, 404, 408, 413, 415, 429, 500, 501, 503, 504)
 PLAIN_STATUSES = (401, 403, 404, 500)
 """The statuses of errors of endpoints that do neither."""
 
+
+BATCH = 256
+"""Number of tokens whose log probabilities are serialized at a time, in up to 10 ms."""
 
 REF = "#/components/schemas/{model}"
 
@@ -163,3 +171,28 @@ def json_response(body: BaseModel, *, status: int = 200, headers: Mapping[str, s
     """Serialize as OpenAI does: fields that were set to None are null, fields that were not set are omitted."""
     text = body.model_dump_json(exclude_unset=True)
     return Response(text, status_code=status, headers=headers, media_type="application/json")
+
+
+async def completion_response(completion: ChatCompletion | Completion) -> Response:
+    """Serialize a completion; in a thread if it has log probabilities, which can be many megabytes."""
+    if all(choice.logprobs is None for choice in completion.choices):
+        return json_response(completion)
+    return Response(await asyncio.to_thread(_completion_json, completion), media_type="application/json")
+
+
+def _completion_json(completion: ChatCompletion | Completion) -> bytes:
+    # A single call of pydantic would not let other threads run until its end.
+    choices = map(_choice_json, completion.choices)
+    others = completion.model_dump_json(exclude_unset=True, exclude={"choices"}).encode()
+    return others[:-1] + b',"choices":[' + b",".join(choices) + b"]}"
+
+
+def _choice_json(choice: Choice | CompletionChoice) -> bytes:
+    fields = choice.model_dump_json(exclude_unset=True, exclude={"logprobs"}, warnings=False).encode()
+    if choice.logprobs is None:
+        return fields[:-1] + b',"logprobs":null}'
+    lists: list[bytes] = []
+    for name, entries in choice.logprobs:
+        batches = (to_json(entries[start : start + BATCH])[1:-1] for start in range(0, len(entries or ()), BATCH))
+        lists.append(b'"%s":' % name.encode() + (b"null" if entries is None else b"[" + b",".join(batches) + b"]"))
+    return fields[:-1] + b',"logprobs":{' + b",".join(lists) + b"}}"

@@ -260,6 +260,11 @@ class EngineConfig(Options):
         return "none" if self.quantization == "none" else "int8"
 
     @property
+    def max_parallel(self) -> int:
+        """How many completions of one call run at a time, so that an idle decoder rejects none of them."""
+        return max(1, min(self.max_batch_size, self.max_waiting))
+
+    @property
     def plugin_options(self) -> dict[str, Any]:
         """The options that are not of EngineConfig, as they were given."""
         return self.model_extra or {}

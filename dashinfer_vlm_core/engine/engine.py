@@ -283,6 +283,7 @@ class EngineStatus:
         loras: the LoRA adapters that requests can name as their model.
         task: what the model is used for; None if unknown, as of a closed engine.
         aliases: other names that requests can use for the model.
+        max_parallel: see `EngineConfig`; 1 if it is not known.
     """
 
     state: State
@@ -296,6 +297,7 @@ class EngineStatus:
     loras: tuple[LoraStatus, ...] = ()
     task: Task | None = None
     aliases: tuple[str, ...] = ()
+    max_parallel: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -534,7 +536,11 @@ class Engine(Startable, LoopEngine):
     def status(self) -> EngineStatus:
         running = self._running
         if running is None:
-            return EngineStatus(state="loading" if self._loading else "closed", model=self.config.name)
+            return EngineStatus(
+                state="loading" if self._loading else "closed",
+                model=self.config.name,
+                max_parallel=self.config.max_parallel,
+            )
         decoder = running.pipeline.decoder
         return EngineStatus(
             state="failed" if decoder.fatal_error else "restarting" if decoder.restarting else "ready",
@@ -547,6 +553,7 @@ class Engine(Startable, LoopEngine):
             card=running.pipeline.spec.card,
             loras=running.pipeline.loras.statuses,
             task=running.pipeline.spec.task,
+            max_parallel=self.config.max_parallel,
         )
 
     def start(self) -> Self:

@@ -90,13 +90,12 @@ class PoolingPipeline:
     @classmethod
     def create(cls, chat: ChatPipeline, config: EngineConfig) -> PoolingPipeline:
         """Return the pipeline with the components of another one."""
-        max_parallel = max(min(config.max_batch_size, config.max_waiting), 1)  # so that the decoder never rejects one
         return cls(
             name=chat.name,
             spec=chat.spec,
             limiter=chat.limiter,
-            slots=FairSlots(max_parallel),
-            max_parallel=max_parallel,
+            slots=FairSlots(config.max_parallel),
+            max_parallel=config.max_parallel,
             max_items=config.limits.pooling_items,
             inputs=chat.inputs,
             decoder=chat.decoder,

@@ -21,6 +21,8 @@ from ..protocol.completions import CompletionRequest
 class CompletionBuilder:
     """Builds a response of legacy completions, streamed or not, from the chunks of a chat completion for each prompt.
 
+    Of a streamed one, it keeps no texts and log probabilities.
+
     Args:
         request: the request.
         echoed: the text of each prompt that its choices begin with; empty for none.
@@ -32,7 +34,12 @@ class CompletionBuilder:
         self._wants_usage = request.include_usage
         self._envelope: dict[str, Any] = {}
         self._choices = [
-            _ChoiceBuilder(index, text=echoed[index // request.n], wants_logprobs=request.logprobs is not None)
+            _ChoiceBuilder(
+                index,
+                text=echoed[index // request.n],
+                wants_logprobs=request.logprobs is not None,
+                keeps_chunks=not request.stream,
+            )
             for index in range(request.n * len(echoed))
         ]
         self._usages: list[CompletionUsage] = []
@@ -52,7 +59,7 @@ class CompletionBuilder:
         return [self._completion([], usage=_total(self._usages))] if self._wants_usage else []
 
     def completion(self) -> Completion:
-        """Return the complete response.
+        """Return the complete response, which is not streamed. It may be many megabytes.
 
         Raises:
             EngineError: a choice is not complete.
@@ -70,39 +77,46 @@ class _ChoiceBuilder:
         index: its index.
         text: what it begins with.
         wants_logprobs: whether log probabilities were requested.
+        keeps_chunks: whether the whole choice is needed at the end.
     """
 
-    def __init__(self, index: int, *, text: str, wants_logprobs: bool) -> None:
+    def __init__(self, index: int, *, text: str, wants_logprobs: bool, keeps_chunks: bool) -> None:
         self._index = index
+        self._keeps_chunks = keeps_chunks
         self._texts: list[str] = []
         self._begin = text
-        self._logprobs = _LogprobBuilder() if wants_logprobs else None
+        self._logprobs = _LogprobConverter() if wants_logprobs else None
+        self._tokens: list[_TokenLogprob] = []
         self._last: ChunkChoice | None = None
 
     def add(self, chunk: ChunkChoice) -> CompletionChoice | None:
-        """Add the next chunk; return the choice with its text, None if there is neither text nor the end."""
+        """Add the next chunk; return the choice with its text, None if there is neither text nor the end, or if it is
+        kept."""
         text = self._begin + (chunk.delta.content or "")
         self._begin = ""
-        self._texts.append(text)
         if chunk.finish_reason:
             self._last = chunk
         entries = (chunk.logprobs and chunk.logprobs.content) or ()
-        logprobs = self._logprobs.add(entries) if self._logprobs else None
-        return self._choice(text, logprobs, chunk) if text or chunk.finish_reason else None
+        tokens = self._logprobs.convert(entries) if self._logprobs else ()
+        if self._keeps_chunks:
+            self._texts.append(text)
+            self._tokens += tokens
+            return None
+        return self._choice(text, tokens, chunk) if text or chunk.finish_reason else None
 
     def choice(self) -> CompletionChoice:
         """Return the whole choice. Raises EngineError if it is not complete."""
         if self._last is None:
             raise EngineError("The stream ended before the completion was complete. Try again.")
-        return self._choice("".join(self._texts), self._logprobs.all() if self._logprobs else None, self._last)
+        return self._choice("".join(self._texts), self._tokens, self._last)
 
-    def _choice(self, text: str, logprobs: Logprobs | None, source: ChunkChoice) -> CompletionChoice:
+    def _choice(self, text: str, tokens: Sequence[_TokenLogprob], source: ChunkChoice) -> CompletionChoice:
         # `construct` does not validate: the reason is null until the last chunk, which OpenAI's type does not allow.
         return CompletionChoice.construct(
             None,
             text=text,
             index=self._index,
-            logprobs=logprobs,
+            logprobs=_logprobs(tokens) if self._logprobs else None,
             finish_reason=source.finish_reason,
             **(source.model_extra or {}),
         )
@@ -117,23 +131,16 @@ class _TokenLogprob(NamedTuple):
     top: dict[str, float]
 
 
-class _LogprobBuilder:
-    """Collects log probabilities in the form of legacy completions."""
+class _LogprobConverter:
+    """Converts log probabilities to the form of legacy completions."""
 
     def __init__(self) -> None:
-        self._tokens: list[_TokenLogprob] = []
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._length = 0
 
-    def add(self, entries: Iterable[ChatCompletionTokenLogprob]) -> Logprobs:
-        """Add the next tokens; return theirs."""
-        added = [self._token(entry) for entry in entries]
-        self._tokens += added
-        return _logprobs(added)
-
-    def all(self) -> Logprobs:
-        """Return those of all tokens so far."""
-        return _logprobs(self._tokens)
+    def convert(self, entries: Iterable[ChatCompletionTokenLogprob]) -> list[_TokenLogprob]:
+        """Convert those of the next tokens."""
+        return [self._token(entry) for entry in entries]
 
     def _token(self, entry: ChatCompletionTokenLogprob) -> _TokenLogprob:
         offset = self._length
@@ -143,7 +150,7 @@ class _LogprobBuilder:
 
 
 def _logprobs(tokens: Sequence[_TokenLogprob]) -> Logprobs:
-    return Logprobs(
+    return Logprobs.construct(  # without validation, which copies them
         text_offset=[token.offset for token in tokens],
         token_logprobs=[token.logprob for token in tokens],
         tokens=[token.token for token in tokens],

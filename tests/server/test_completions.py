@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import tracemalloc
 
 import openai
 import pytest
+from openai.types.chat import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionMessage,
+    ChatCompletionTokenLogprob,
+)
+from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
 from tokenizers import Tokenizer
 
 from dashinfer_vlm_core.engine.remote import RemoteEngine
+from dashinfer_vlm_core.protocol.completions import CompletionRequest
+from dashinfer_vlm_core.response.completion_builder import CompletionBuilder
 from dashinfer_vlm_core.testing import EVERYTHING
+from dashinfer_vlm_server.endpoint import completion_response
 from tests.core.test_reasoning import TEMPLATE
 from tests.server.conftest import serving
 from tests.waiting import until
@@ -70,9 +82,49 @@ def test_prompts_are_texts_or_token_ids(scripted, tokenizer, as_ids, several):
     assert completion.usage.total_tokens == completion.usage.prompt_tokens + completion.usage.completion_tokens
 
 
-def test_many_prompts_do_not_exceed_the_queue(scripted):
-    served = scripted("Yes", max_batch_size=2, max_waiting=14)
-    assert texts(complete(served, ["?"] * 40)) == ["Yes"] * 40
+@pytest.mark.parametrize(("batch_size", "waiting", "n"), [(2, 14, 1), (2, 1, 1), (1, 0, 1), (3, 4, 2)])
+def test_many_prompts_do_not_exceed_the_queue(scripted, batch_size, waiting, n):
+    served = scripted("Yes", max_batch_size=batch_size, max_waiting=waiting)
+    assert texts(complete(served, ["?"] * 40, n=n)) == ["Yes"] * 40 * n
+
+
+def test_large_completions_are_serialized_beside_the_event_loop():
+    entry = ChatCompletionTokenLogprob(token="a", bytes=[97], logprob=-1.5, top_logprobs=[])
+    message = ChatCompletionMessage(role="assistant", content="a\u2028")
+    logprobs = ChoiceLogprobs(content=[entry] * 1000, refusal=None)
+    choices = [Choice(index=index, finish_reason="stop", message=message, logprobs=logprobs) for index in range(2)]
+    chat = ChatCompletion(id="c", created=1, model="tiny", object="chat.completion", choices=choices)
+
+    async def serialize() -> tuple[bool, bytes]:
+        response = asyncio.create_task(completion_response(chat))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        return response.done(), bytes((await response).body)
+
+    blocked, body = asyncio.run(serialize())
+    assert not blocked
+    assert json.loads(body) == json.loads(chat.model_dump_json(exclude_unset=True))
+
+
+def test_streams_do_not_keep_what_was_sent():
+    request = CompletionRequest.parse({"prompt": "a", "stream": True, "logprobs": 1})
+    builder = CompletionBuilder(request, [""])
+    tracemalloc.start()
+    try:
+        for number in range(200):
+            (chunk,) = builder.add_chunk(0, text_chunk(f"{number:05}" * 1000))
+            assert chunk.choices[0].logprobs.text_offset == [5000 * number]
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 200_000  # of a million characters
+
+
+def text_chunk(text):
+    entry = {"token": text, "bytes": list(text.encode()), "logprob": -1.0, "top_logprobs": []}
+    choice = {"index": 0, "delta": {"content": text}, "logprobs": {"content": [entry]}, "finish_reason": None}
+    fields = {"id": "c", "created": 1, "model": "tiny", "object": "chat.completion.chunk", "choices": [choice]}
+    return ChatCompletionChunk.model_validate(fields)
 
 
 @pytest.mark.parametrize(

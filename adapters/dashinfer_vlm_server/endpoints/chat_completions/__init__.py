@@ -12,7 +12,7 @@ from openai.types.chat import ChatCompletion
 
 from dashinfer_vlm_core.protocol import ChatRequest
 
-from ...endpoint import ENGINE_STATUSES, Endpoint, json_response
+from ...endpoint import ENGINE_STATUSES, Endpoint, completion_response
 from ...errors import error_body
 from ...sse import format_event
 
@@ -31,7 +31,7 @@ def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
         if chat.stream:
             chunks = server.engine.astream(chat)
             return server.stream(chunks, encode=_chunk_event, encode_error=_error_event, model=chat.model)
-        return json_response(await server.run(request, server.engine.achat(chat)))
+        return await completion_response(await server.run(request, server.engine.achat(chat)))
 
     return [
         Endpoint(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator, Sequence
@@ -18,7 +19,7 @@ from dashinfer_vlm_core.protocol.request import MAX_COMPLETIONS
 from dashinfer_vlm_core.protocol.validation_errors import renamed_errors
 from dashinfer_vlm_core.response.completion_builder import CompletionBuilder
 
-from ...endpoint import ENGINE_STATUSES, Endpoint, json_response
+from ...endpoint import ENGINE_STATUSES, Endpoint, completion_response
 from ...errors import error_body
 from ...sse import format_event
 
@@ -40,7 +41,7 @@ def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
             return server.stream(
                 creation.chunks(), encode=_chunk_event, encode_error=_error_event, model=creation.request.model
             )
-        return json_response(await server.run(request, creation.complete()))
+        return await completion_response(await server.run(request, creation.complete()))
 
     return [
         Endpoint(
@@ -58,7 +59,7 @@ def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
 class _Creation:
     """The creation of the response to one request, whose prompts are continued concurrently.
 
-    No more completions are computed at a time than a chat request can have.
+    No more completions are computed at a time than a chat request can have, or the decoder surely accepts.
     """
 
     def __init__(self, engine: ChatEngine, request: CompletionRequest) -> None:
@@ -71,7 +72,7 @@ class _Creation:
         async with contextlib.aclosing(self._read(builder)) as chunks:
             async for _ in chunks:
                 pass
-        return builder.completion()
+        return await asyncio.to_thread(builder.completion)
 
     async def chunks(self) -> AsyncGenerator[Completion, None]:
         """Create the response; yield it as chunks."""
@@ -94,7 +95,8 @@ class _Creation:
 
     async def _read(self, builder: CompletionBuilder) -> AsyncGenerator[Completion, None]:
         streams = [self._stream(index, request) for index, request in enumerate(self.request.to_requests())]
-        limit = MAX_COMPLETIONS // self.request.n
+        status = self._engine.for_model(self.request.model).status()
+        limit = max(1, min(MAX_COMPLETIONS, status.max_parallel) // self.request.n)
         async with contextlib.aclosing(merge_streams(streams, limit=limit)) as merged:
             async for prompt, chunk in merged:
                 for part in builder.add_chunk(prompt, chunk):
