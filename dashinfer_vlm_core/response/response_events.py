@@ -160,10 +160,16 @@ class ResponseEventBuilder:
         """Return the response so far, with its complete items."""
         return self._response(self._state)
 
-    def cancel(self) -> Response:
-        """End the response before it is complete; no event reports this, as in OpenAI's API."""
-        self._interrupt()
-        return self._response("cancelled")
+    def cancel(self) -> tuple[list[ResponseStreamEvent], Response]:
+        """End the response before it is complete; return the remaining events, and the response.
+
+        OpenAI has no event for the status `cancelled`; of the events that end a stream, `response.incomplete` is the
+        one for a partial output without an error.
+        """
+        self._close_item("incomplete")
+        response = self._response("cancelled")
+        self.emit("response.incomplete", response=response)
+        return self._take_events(), response
 
     def fail(self, error: Mapping[str, Any]) -> tuple[list[ResponseStreamEvent], Response]:
         """End the response with an error; return the events that report it, and the response.

@@ -113,7 +113,9 @@ def test_cancel_ends_it_and_keeps_what_it_has(scripted):
         assert served.script.running == 0
         assert (canceled.status, canceled.error) == ("cancelled", None)
         assert [item.status for item in canceled.output] == ["completed", "incomplete"]
-        list(events)  # ends
+        last = list(events)[-1]
+        assert (last.type, last.response.to_dict()) == ("response.incomplete", canceled.to_dict())
+        assert events_of(client, response_id)[-1] == last.to_dict()
         assert client.responses.cancel(response_id).to_dict() == canceled.to_dict()
         assert client.responses.retrieve(response_id).to_dict() == canceled.to_dict()
         with pytest.raises(openai.BadRequestError, match="was canceled") as caught:

@@ -251,7 +251,7 @@ def _end(
 ) -> tuple[Sequence[ResponseStreamEvent], ResponseObject | None]:
     """Return the last events, and the response if it did not become complete."""
     if generation.cancelled():
-        return (), creation.builder.cancel()
+        return creation.builder.cancel()
     error = generation.exception()
     if error is None:
         return (), None
