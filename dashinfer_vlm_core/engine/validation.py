@@ -20,8 +20,11 @@ if TYPE_CHECKING:
 
 
 _ROUTES: Mapping[Task, str] = {
-    "generate": "generates text (task generate). Use `/v1/chat/completions` or `/v1/responses`, or `VLM.chat`",
-    "embed": "computes embeddings (task embed). Use `/v1/embeddings`, or `VLM.embed`",
+    "generate": (
+        "generates text (task generate). Use `/v1/chat/completions`, `/v1/responses`, `/v1/messages` or `/api/chat`, or"
+        " `VLM.chat`"
+    ),
+    "embed": "computes embeddings (task embed). Use `/v1/embeddings` or `/api/embed`, or `VLM.embed`",
     "score": "scores documents (task score). Use `/v1/rerank` or `/score`, or `VLM.score`",
     "token_embed": "embeds each token (task token_embed). Use `/pooling`, `/v1/rerank` or `/score`, or `VLM.encode`",
 }
@@ -39,7 +42,11 @@ def check_task(spec: ModelSpec, *tasks: Task, name: str) -> None:
         UnsupportedParameter: the model has another task.
     """
     if spec.task not in tasks:
-        raise UnsupportedParameter(f"The model {name!r} {_ROUTES[spec.task]}.", param="model", code="wrong_task")
+        raise UnsupportedParameter(
+            f"The model {name!r} {_ROUTES[spec.task]}. --task {tasks[0]} loads it for this request.",
+            param="model",
+            code="wrong_task",
+        )
 
 
 def pooling_of(spec: ModelSpec, *tasks: Literal["embed", "score", "token_embed"], name: str) -> PoolingSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 
 import numpy as np
 import pytest
@@ -171,6 +172,7 @@ def test_request_for_another_task_names_the_right_route(request, task):
                 error = response.json()["error"]
                 assert (error["param"], error["code"]) == ("model", "wrong_task"), path
                 assert right in error["message"], path
+                assert re.search(r"--task (generate|embed|score|token_embed) loads it", error["message"]), path
 
 
 def test_ollamas_routes_return_the_embeddings_of_openais(embeddings):
@@ -194,6 +196,7 @@ def test_ollamas_routes_return_the_embeddings_of_openais(embeddings):
         assert shown["capabilities"] == ["embedding", "vision"]
         chat = client.post("/api/chat", json={"model": "embedding", "messages": [{"role": "user", "content": "Hi"}]})
         assert (chat.status_code, chat.json()["code"]) == (400, "wrong_task")
+        assert "/api/embed" in chat.json()["error"]
 
 
 @pytest.mark.parametrize("encoding", ["float", "base64"])
