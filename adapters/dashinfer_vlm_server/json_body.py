@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from dashinfer_vlm_core.errors import InvalidParameter
 from dashinfer_vlm_core.protocol.json_limits import JsonLimitExceeded, count_values
 
-EXAMPLE = 'a JSON object, such as {"messages": [{"role": "user", "content": "Hello!"}]}'
+EXAMPLE = 'a JSON object with the fields of the request, such as {"model": "..."}'
 
 
 def parse_object(body: bytes | bytearray) -> dict[str, Any]:

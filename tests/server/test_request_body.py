@@ -68,7 +68,7 @@ def test_body_that_is_not_a_json_object_is_rejected(body):
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (b"", 'The body is empty. Send a JSON object, such as {"messages": '),
+        (b"", 'The body is empty. Send a JSON object with the fields of the request, such as {"model": "..."}.'),
         (b"hello=1", "unexpected text at line 1, column 1: 'hello=1'. Use double quotes around names"),
         (b"{'a': 1}", "at line 1, column 2: \"'a': 1}\". Use double quotes around names and strings"),
         (b'{"a": [],}', "at line 1, column 10: '}'. Use double quotes around names and strings, and commas"),
@@ -76,7 +76,7 @@ def test_body_that_is_not_a_json_object_is_rejected(body):
         (b'{"a": "hel', "the string that starts at line 1, column 7 has no end. Send the complete body."),
         (b'{"a": "b\nc"}', "unescaped control character at line 1, column 9. Write \\n for a line break."),
         (b'{"a": "b\\c"}', "invalid escape at line 1, column 9. Write \\\\ for a backslash."),
-        (b"[]", 'The body must be a JSON object, such as {"messages": '),
+        (b"[]", 'The body must be a JSON object with the fields of the request, such as {"model": "..."}.'),
     ],
 )
 def test_json_error_messages_suggest_a_fix(body, words):
