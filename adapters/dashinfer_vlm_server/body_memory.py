@@ -30,19 +30,20 @@ class BodyMemory:
         scope: ends its reception.
     """
 
-    def __init__(self, budget: BodyMemoryBudget) -> None:
-        self.client = ""
+    def __init__(self, budget: BodyMemoryBudget, *, client: str = "") -> None:
+        self.client = client
         self.size = 0
         self.scope = anyio.CancelScope()
         self._budget = budget
 
     @contextlib.contextmanager
     def receiving(self) -> Iterator[Callable[[int], Awaitable[None]]]:
-        """Receive the body, for the current client; yields `BodyMemoryBudget.reserve` of this body.
+        """Receive the body, or a part of it, for its client; yields `BodyMemoryBudget.reserve` of this body.
 
         Other clients can take its memory until it is complete. Raises QueueFull if one did.
         """
-        self.client = current_client.get().id
+        self.client = self.client or current_client.get().id
+        self.scope = anyio.CancelScope()
         with self.scope, self._budget.receiving(self):
             yield partial(self._budget.reserve, self)
         if self.scope.cancel_called:
@@ -51,9 +52,9 @@ class BodyMemory:
     def release(self) -> None:
         self._budget.release(self)
 
-    def for_message(self) -> BodyMemory:
-        """Return the memory of a message of a WebSocket, in the same budget."""
-        return BodyMemory(self._budget)
+    def for_next_message(self) -> BodyMemory:
+        """Return the memory of the next message of a WebSocket, if this is that of a message."""
+        return BodyMemory(self._budget, client=self.client)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

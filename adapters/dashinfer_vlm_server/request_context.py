@@ -74,7 +74,7 @@ class RequestContext:
     Attributes:
         id: the request ID in responses and logs.
         method: its method; `other` if it is not one of HTTP's.
-        body_memory: the memory of its body.
+        body_memory: the memory of its body; of a WebSocket, that of the message that is being received.
         status: the status of the response; 499 (the client disconnected) until there is one.
         endpoint: the endpoint for its path, if there is one.
         client_name: the name of the API key; empty if it has none.
@@ -103,10 +103,11 @@ class RequestContext:
         return OUTCOMES.get(self.status, default)
 
     def for_message(self) -> RequestContext:
-        """Return the context of a message, if this is that of its WebSocket."""
-        return replace(
-            self, id=_new_id(), body_memory=self.body_memory.for_message(), status=101, start=time.monotonic()
-        )
+        """Return the context of a received message, if this is that of its WebSocket. It has the memory that was
+        reserved so far, and this one gets another."""
+        message = replace(self, id=_new_id(), status=101, start=time.monotonic())
+        self.body_memory = self.body_memory.for_next_message()
+        return message
 
     def fail(self, error: Exception) -> None:
         """Record an error that occurred after the response headers were sent."""

@@ -8,14 +8,24 @@ from typing import TYPE_CHECKING, Any
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import CloseCode, Frame
 
+from dashinfer_vlm_core.errors import QueueFull
+
+from .request_context import get_request_context
+
 if TYPE_CHECKING:
     from uvicorn._types import ASGIReceiveEvent
+    from websockets.http11 import Request
+
+    from .body_memory import BodyMemory
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """Maximum size of a message. A frame that exceeds it is rejected by its header, before its data is received."""
 
 MAX_FRAMES = 8192
 """Maximum number of frames of a message: those of 2 KiB reach its size. Empty ones would never do so."""
+
+UNCOUNTED_BYTES = 64 * 1024
+"""How much of a message is received without memory of the server's budget for request bodies."""
 
 MAX_QUEUED = 8
 """Maximum number of messages that wait for an earlier one. More can arrive only in the same read."""
@@ -24,8 +34,9 @@ MAX_QUEUED = 8
 class LimitedWebSocketProtocol(WebSocketsSansIOProtocol):
     """uvicorn's protocol for WebSockets, with timeouts and bounded queues. Text is passed on as bytes.
 
-    After a message, nothing is read until the application receives the next one: at most one message waits.
-    uvicorn limits the size of messages, and pings the client.
+    After a message, and before the handshake is accepted, nothing is read until the application receives the next
+    message: at most one waits. A large message is read when there is memory for what was received of it; if there is
+    none, the connection is closed with 1013. uvicorn limits the size of messages, and pings the client.
     """
 
     message_seconds = 120.0
@@ -38,28 +49,38 @@ class LimitedWebSocketProtocol(WebSocketsSansIOProtocol):
         super().__init__(*args, **kwargs)
         self._message_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        self._reservation: asyncio.Task[None] | None = None
+        self._waits_for_memory = False
+        self._received = asyncio.Event()
 
     async def receive(self) -> ASGIReceiveEvent:
         if self.read_paused and self.queue.empty():
             self.read_paused = False
-            if self.writable.is_set():  # otherwise, `resume_writing` does it
-                self.transport.resume_reading()
+            self._resume_reading()
         return await self.queue.get()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_message_timer()
         self._stop_write_timer()
+        self._stop_reservation()
         super().connection_lost(exc)
+
+    def handle_connect(self, event: Request) -> None:
+        super().handle_connect(event)
+        if not self.handshake_complete:
+            self._pause_reading()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.conn.handshake_exc is not None and not self.handshake_initiated:
             self._reject()
-        is_partial = bool(self.frames) or len(self.conn.reader.buffer) > 0
-        if not is_partial or self.transport.is_closing():
+        size = self._partial_size()
+        if not size or self.transport.is_closing():
             self._stop_message_timer()
         elif self._message_timer is None:
             self._message_timer = self.loop.call_later(self.message_seconds, self._message_timed_out)
+        if size > UNCOUNTED_BYTES and not self.read_paused and not self.transport.is_closing():
+            self._wait_for_memory()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -69,8 +90,7 @@ class LimitedWebSocketProtocol(WebSocketsSansIOProtocol):
     def resume_writing(self) -> None:
         self._stop_write_timer()
         super().resume_writing()
-        if not self.read_paused and not self.transport.is_closing():
-            self.transport.resume_reading()
+        self._resume_reading()
 
     def handle_text(self, event: Frame) -> None:
         self.handle_bytes(event)  # uvicorn logs a traceback if it is not UTF-8
@@ -85,10 +105,11 @@ class LimitedWebSocketProtocol(WebSocketsSansIOProtocol):
         if self.queue.qsize() >= MAX_QUEUED:
             self._fail(CloseCode.POLICY_VIOLATION, "too many messages at a time")
         else:
+            self._stop_reservation()
             super().send_receive_event_to_app()
 
     def keepalive_timeout(self) -> None:
-        if self.read_paused:  # the application is busy: the response to the ping was not read
+        if self.read_paused or self._waits_for_memory:  # the response to the ping was not read
             self.pong_timer = None
             self.schedule_ping()
         else:
@@ -113,6 +134,45 @@ class LimitedWebSocketProtocol(WebSocketsSansIOProtocol):
             self.frames = []
             self.conn.fail(code, reason)
             self.handle_parser_exception()
+
+    def _pause_reading(self) -> None:
+        self.read_paused = True
+        self.transport.pause_reading()
+
+    def _resume_reading(self) -> None:
+        is_ready = not self.read_paused and not self._waits_for_memory and self.writable.is_set()
+        if is_ready and not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    def _partial_size(self) -> int:
+        """Return how many bytes of an incomplete message were received."""
+        return sum(map(len, self.frames)) + len(self.conn.reader.buffer)
+
+    def _wait_for_memory(self) -> None:
+        self._waits_for_memory = True
+        self.transport.pause_reading()
+        self._received.set()
+        if self._reservation is None:
+            memory = get_request_context({**self.scope}).body_memory
+            self._reservation = self.loop.create_task(self._reserve(memory))
+
+    async def _reserve(self, memory: BodyMemory) -> None:
+        """Reserve memory for what is received of a message, until it is complete and this is canceled."""
+        try:
+            with memory.receiving() as reserve:
+                while await self._received.wait():
+                    self._received.clear()
+                    await reserve(max(0, self._partial_size() - memory.size))
+                    self._waits_for_memory = False
+                    self._resume_reading()
+        except QueueFull as error:
+            self._fail(CloseCode.TRY_AGAIN_LATER, error.message)
+
+    def _stop_reservation(self) -> None:
+        self._waits_for_memory = False
+        if self._reservation is not None:
+            self._reservation.cancel()
+            self._reservation = None
 
     def _stop_message_timer(self) -> None:
         if self._message_timer is not None:

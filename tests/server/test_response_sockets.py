@@ -492,6 +492,47 @@ def test_security_43_one_message_waits_during_a_turn(scripted):
         assert [turn_events(websocket)[-1]["type"] for _ in range(3)] == ["response.completed"] * 3
 
 
+LARGE = 900_000
+
+
+def test_security_43_messages_count_for_the_memory_of_bodies(scripted):
+    served = scripted(RESPONSE, settings={"max_buffered_bytes": 2 * LARGE + 100_000})
+    part = frame(TEXT, b"x" * LARGE, fin=False)
+    with opened(served.server) as first, opened(served.server) as second, opened(served.server) as third:
+        for connection in (first, second):
+            connection.sendall(part)
+        until(lambda: received(served.server) == [0, LARGE, LARGE])
+        with contextlib.suppress(ConnectionError):
+            third.sendall(part)
+        assert close_code(third) == 1013
+        with served.server.http() as client:
+            assert client.post("/v1/responses", content=b"x" * LARGE).status_code == 429
+            until(lambda: client.post("/v1/responses", json={"input": "Hello"}).status_code == 200)
+        first.sendall(frame(CONTINUATION))
+        assert b'"invalid_json"' in first.recv(1000)
+        until(lambda: received(served.server) == [0, LARGE])
+        first.sendall(part)  # its earlier message needs no memory anymore
+        until(lambda: received(served.server) == [LARGE, LARGE])
+
+
+def received(server):
+    """Return how many bytes of an incomplete message of each connection were read, and have memory."""
+    sockets = [protocol for protocol in server.protocols if isinstance(protocol, LimitedWebSocketProtocol)]
+    return sorted(sum(map(len, protocol.frames)) for protocol in sockets if not protocol._waits_for_memory)
+
+
+def test_memory_of_messages_is_free_after_their_connections(scripted):
+    served = scripted(RESPONSE, settings={"max_buffered_bytes": 2 * LARGE})
+    for _ in range(5):
+        with opened(served.server) as connection:
+            connection.sendall(frame(TEXT, b"x" * LARGE, length=2 * LARGE))
+            until(lambda: any(len(protocol.conn.reader.buffer) >= LARGE for protocol in served.server.protocols))
+        until(lambda: served.server.connections == 0)
+    with connected(served.server) as websocket:
+        assert final(websocket, metadata={"a": "x" * 400})["status"] == "completed"
+        assert error(websocket, "a " * (LARGE // 2 + 1000))[1] == "context_length_exceeded"
+
+
 def test_security_43_slow_message_closes_the_connection(scripted, monkeypatch):
     monkeypatch.setattr(LimitedWebSocketProtocol, "message_seconds", 10.0)  # shorter than the time between two pings
     served = scripted(RESPONSE)

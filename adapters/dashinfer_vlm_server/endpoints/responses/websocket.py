@@ -111,6 +111,7 @@ class _Connection:
         self._server = server
         self._websocket = websocket
         self._context = get_request_context(websocket.scope)
+        self._context.body_memory.client = current_client.get().id
         self._conversations = replace(conversations, connection=uuid.uuid4().hex)
         self._client = current_client.get().id
         self._latest = ""  # the id of the last response, if its `store` is false
@@ -144,8 +145,9 @@ class _Connection:
                 message = receiving.result()
                 if message["type"] == "websocket.disconnect":
                     return
+                context = self._context.for_message()
                 receiving = asyncio.ensure_future(self._websocket.receive())
-                if not await self._serve_message(message, receiving):
+                if not await self._serve_message(message, context, receiving):
                     return
         finally:
             receiving.cancel()
@@ -161,9 +163,11 @@ class _Connection:
             await self._send_error(error)
             await self._websocket.close(WS_1001_GOING_AWAY)
 
-    async def _serve_message(self, message: Message, receiving: asyncio.Future[Message]) -> bool:
+    async def _serve_message(
+        self, message: Message, context: RequestContext, receiving: asyncio.Future[Message]
+    ) -> bool:
         """Serve a message, until the client disconnects; return whether the connection can be used for others."""
-        turn = asyncio.create_task(self._turn(message))
+        turn = asyncio.create_task(self._turn(message, context))
         try:
             futures: set[asyncio.Future[Any]] = {turn, receiving}
             await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
@@ -175,9 +179,9 @@ class _Connection:
         finally:
             turn.cancel()
             await asyncio.gather(turn, return_exceptions=True)
+            context.body_memory.release()
 
-    async def _turn(self, message: Message) -> bool:
-        context = self._context.for_message()
+    async def _turn(self, message: Message, context: RequestContext) -> bool:
         creation: Creation | None = None
         with track_request(context, self._server.metrics):
             try:
@@ -204,8 +208,9 @@ class _Connection:
         limit = self._server.settings.max_body_bytes
         if len(data) > limit:
             raise HTTPException(413, f"The message exceeds {limit} bytes. Send smaller images, or https URLs.")
-        with context.body_memory.receiving() as reserve:
-            await reserve(len(data))
+        if (missing := len(data) - context.body_memory.size) > 0:
+            with context.body_memory.receiving() as reserve:
+                await reserve(missing)
         return await parse_body(data, self._parse, self._server.parse_slot)
 
     def _parse(self, data: object) -> ResponsesRequest:
