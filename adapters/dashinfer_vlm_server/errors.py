@@ -151,6 +151,10 @@ _NEXT_STEPS: Mapping[str, str] = {
 """What to do instead of requests to routes of OpenAI's and others' APIs that no endpoint has."""
 
 
+_FOLDERS = ("/api/", "/v1/messages/")
+"""Where other protocols than OpenAI's have their routes."""
+
+
 async def send_error(request: Request, error: Exception) -> Response:
     """Handle an expected error."""
     if isinstance(error, SetupError):  # only the operator can fix it
@@ -158,6 +162,7 @@ async def send_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException) and not isinstance(error, ApiError) and error.status_code == 404:
         path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
         error = _unknown_url(request.app.routes, path)
+        return error_response(error, _endpoint_of_protocol(request.app.routes, path))
     return error_response(error, find_endpoint(request.app.routes, request.scope))
 
 
@@ -192,6 +197,13 @@ HANDLERS: Mapping[type[Exception], Callable[[Request, Exception], Coroutine[Any,
     RequestValidationError: send_validation_error,
     ClientDisconnect: send_nothing,
 }
+
+
+def _endpoint_of_protocol(routes: Iterable[BaseRoute], path: str) -> Endpoint | None:
+    """Return an endpoint of the protocol of an unknown URL, which has the form of its errors; None for OpenAI's."""
+    endpoints = (route for route in routes if isinstance(route, Endpoint))
+    folder = next((folder for folder in _FOLDERS if f"{path}/".startswith(folder)), None)
+    return next((endpoint for endpoint in endpoints if folder and f"{endpoint.path}/".startswith(folder)), None)
 
 
 def _unknown_url(routes: Iterable[BaseRoute], path: str) -> HTTPException:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..config import EngineConfig
 from ..decoders import GUIDED_DECODING
+from ..models.memory import ModelSize
 from ..models.pooling import Task
 from ..models.spec import ModelSpec, Profile
 from ..models.task import read_pooling
@@ -24,6 +25,7 @@ class Capabilities:
         guided_decoding: whether response formats and tool calls can be enforced.
         model_type: `model_type` of the checkpoint's `config.json`; empty if it is not known.
         task: what the model is used for.
+        size: the size of the checkpoint; None if it is not known.
     """
 
     profile: Profile
@@ -31,6 +33,7 @@ class Capabilities:
     guided_decoding: bool
     model_type: str = ""
     task: Task = "generate"
+    size: ModelSize | None = None
 
     @property
     def tool_choice(self) -> bool:
@@ -54,6 +57,7 @@ def configured_capabilities(config: EngineConfig) -> Capabilities:
         guided_decoding=_supports_guided_decoding(config.decoder),
         model_type=spec.model_type if spec else "",
         task=_task_of(spec, config),
+        size=ModelSize.of(spec) if spec else None,
     )
 
 

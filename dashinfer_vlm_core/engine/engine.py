@@ -17,6 +17,7 @@ from ..decoders import GUIDED_DECODING, DecoderStats
 from ..errors import DecoderFailed, EngineClosed, UnsupportedParameter
 from ..media.fetch import FetchStats
 from ..media_workers import MediaWorkerStats
+from ..models.memory import ModelSize
 from ..models.model_card import ModelCard
 from ..models.pooling import Task
 from ..models.spec import Profile
@@ -509,6 +510,7 @@ class Engine(Startable, LoopEngine):
             guided_decoding=GUIDED_DECODING in pipeline.decoder.supported_params,
             model_type=pipeline.spec.model_type,
             task=pipeline.spec.task,
+            size=ModelSize.of(pipeline.spec),
         )
 
     # Status

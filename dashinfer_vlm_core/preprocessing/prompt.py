@@ -258,18 +258,18 @@ class PromptBuilder:
                 )
         effort = request.reasoning_effort
         if effort is not None and not self._effort_options(effort) and (effort != "none" or self.supports_reasoning):
-            raise self._cannot_reason("reasoning_effort", effort)
+            raise self._cannot_reason("reasoning_effort")
         thinking = request.thinking
         if thinking and thinking.type == "enabled" and not self.supports_reasoning:
-            raise self._cannot_reason("thinking", thinking.type)
+            raise self._cannot_reason("thinking")
         if thinking and thinking.type == "disabled" and self.supports_reasoning and not self._effort_options("none"):
-            raise self._cannot_reason("thinking", thinking.type)
+            raise self._cannot_reason("thinking")
 
-    def _cannot_reason(self, name: str, value: str) -> UnsupportedParameter:
+    def _cannot_reason(self, name: str) -> UnsupportedParameter:
         reason = "the model does not have a reasoning phase"
         if self.supports_reasoning:
             reason = "the model's chat template cannot change how much the model reasons"
-        return UnsupportedParameter(f"`{name}` is not supported, got {value!r}: {reason}. Remove it.", param=name)
+        return UnsupportedParameter(f"`{name}` is not supported: {reason}. Remove it.", param=name)
 
     def _effort_options(self, effort: str | None) -> dict[str, Any]:
         if effort is not None and "reasoning_effort" in self._template.options:

@@ -6,7 +6,7 @@
 | `seed` | `seed`; -1 selects a random one |
 | `num_predict` | `max_tokens`; -1 and -2 are no limit |
 | `repeat_penalty` | `repetition_penalty` |
-| those of `IGNORED_OPTIONS` | nothing |
+| those of `IgnoredOptions` | nothing |
 | those of `REJECTED_OPTIONS` | an error |
 """
 
@@ -32,19 +32,6 @@ REJECTED_OPTIONS: RejectedFields = {
     "typical_p": ((1, 1.0), "Use `options.min_p` or `options.top_p`."),
 }
 """64, the default of `repeat_last_n`, is what Ollama's clients send if they send all options."""
-
-_LOADING_OPTIONS = frozenset(
-    {"draft_num_predict", "main_gpu", "num_batch", "num_ctx", "num_gpu", "num_keep", "num_thread", "use_mmap"}
-)
-_FORMER_OPTIONS = frozenset(
-    {
-        "embedding_only", "f16_kv", "logits_all", "low_vram", "mirostat", "mirostat_eta", "mirostat_tau", "numa",
-        "penalize_newline", "tfs_z", "use_mlock", "vocab_only",
-    }
-)  # fmt: skip
-IGNORED_OPTIONS = _LOADING_OPTIONS | _FORMER_OPTIONS
-"""Options without effect: how Ollama loads a model, which is an option of the server here, and options that Ollama had
-in earlier versions and ignores."""
 
 SAME_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "stop", "seed")
 """Options with the name of a field of chat requests."""
@@ -77,10 +64,37 @@ def is_zero(duration: float | str | None) -> bool:
     return not re.search("[1-9]", duration) if isinstance(duration, str) else duration == 0
 
 
-class OllamaOptions(RequestModel):
+class IgnoredOptions(RequestModel):
+    """Options without effect: how Ollama loads a model, which is an option of the server here, and options that Ollama
+    had in earlier versions and ignores."""
+
+    draft_num_predict: int | None = None
+    main_gpu: int | None = None
+    num_batch: int | None = None
+    num_ctx: int | None = None
+    num_gpu: int | None = None
+    num_keep: int | None = None
+    num_thread: int | None = None
+    use_mmap: bool | None = None
+
+    embedding_only: bool | None = None
+    f16_kv: bool | None = None
+    logits_all: bool | None = None
+    low_vram: bool | None = None
+    mirostat: int | None = None
+    mirostat_eta: float | None = None
+    mirostat_tau: float | None = None
+    numa: bool | None = None
+    penalize_newline: bool | None = None
+    tfs_z: float | None = None
+    use_mlock: bool | None = None
+    vocab_only: bool | None = None
+
+
+class OllamaOptions(IgnoredOptions):
     """Sampling parameters. The chat request that they become checks their ranges."""
 
-    _accepted_fields: ClassVar[Collection[str]] = IGNORED_OPTIONS | REJECTED_OPTIONS.keys()
+    _accepted_fields: ClassVar[Collection[str]] = REJECTED_OPTIONS.keys()
 
     temperature: float | None = None
     top_k: int | None = None

@@ -15,7 +15,7 @@ from dashinfer_vlm_core.protocol.ollama import (
     OllamaGenerateRequest,
 )
 from dashinfer_vlm_core.protocol.ollama_models import OllamaEmbeddingsRequest, OllamaEmbedRequest
-from dashinfer_vlm_core.protocol.ollama_options import IGNORED_OPTIONS, REJECTED_OPTIONS, OllamaOptions, is_zero
+from dashinfer_vlm_core.protocol.ollama_options import REJECTED_OPTIONS, IgnoredOptions, OllamaOptions, is_zero
 from tests.core.test_schema import JSON
 
 HELLO = {"role": "user", "content": "Hello"}
@@ -46,10 +46,13 @@ def test_field_without_effect_is_accepted(request_of, name, value):
     assert request_of(**{name: value}).to_chat().chat == request_of().to_chat().chat
 
 
+IGNORED_VALUES = {"int | None": 5, "float | None": 0.5, "bool | None": True}
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [(name, value) for name, (neutral, _) in REJECTED_OPTIONS.items() for value in [*neutral, None]]
-    + [(name, 5) for name in sorted(IGNORED_OPTIONS)]
+    + [(name, IGNORED_VALUES[str(field.annotation)]) for name, field in IgnoredOptions.model_fields.items()]
     + [("seed", -1), ("num_predict", -1), ("num_predict", -2), ("stop", [])],
 )
 def test_option_without_effect_is_accepted(name, value):

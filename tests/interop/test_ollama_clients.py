@@ -21,7 +21,7 @@ from dashinfer_vlm_core.protocol.ollama import (
     OllamaChatRequest,
     OllamaGenerateRequest,
 )
-from dashinfer_vlm_core.protocol.ollama_options import IGNORED_OPTIONS, REJECTED_OPTIONS, OllamaOptions
+from dashinfer_vlm_core.protocol.ollama_options import REJECTED_OPTIONS, OllamaOptions
 from tests.clients.drivers import JSON_SCHEMA, TOOL, Color, Part, Result, Served, openai_messages, weather
 from tests.clients.features import CALL, CHECKS, IMAGE, RESPONSE, TEXT, cells, serve_script
 from tests.pages import check_programs
@@ -329,7 +329,7 @@ def test_every_field_of_ollama_is_in_exactly_one_group():
     for theirs, groups in (
         (types.ChatRequest, [OllamaChatRequest.model_fields, REJECTED_IN_OLLAMA]),
         (types.GenerateRequest, [OllamaGenerateRequest.model_fields, REJECTED_IN_GENERATE]),
-        (types.Options, [OllamaOptions.model_fields, REJECTED_OPTIONS, IGNORED_OPTIONS]),
+        (types.Options, [OllamaOptions.model_fields, REJECTED_OPTIONS]),
     ):
         found = {name: sum(name in group for group in groups) for name in theirs.model_fields}
         assert found == dict.fromkeys(found, 1)

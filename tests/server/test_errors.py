@@ -135,6 +135,16 @@ def test_unknown_url_and_method_return_openai_errors(scripted):
     }
 
 
+def test_unknown_urls_have_the_errors_of_their_protocol(scripted):
+    with scripted("Fine.").server.http() as client:
+        ollama = client.post("/api/blobs/sha256:0", json={})
+        anthropic = client.post("/v1/messages/batches", json={})
+    assert (ollama.status_code, ollama.json()["error"][:12]) == (404, "Unknown URL.")
+    assert (anthropic.status_code, anthropic.json()["type"]) == (404, "error")
+    assert anthropic.json()["error"]["type"] == "not_found_error"
+    assert "Send the requests to /v1/messages" in anthropic.json()["error"]["message"]
+
+
 SIMILAR = {
     "/v1/chat/completion": "/v1/chat/completions",
     "/v1/v1/chat/completions": "/v1/chat/completions",

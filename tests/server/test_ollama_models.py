@@ -17,7 +17,7 @@ from tests.server.test_ollama import CHAT, GENERATE, lines
 from tests.waiting import until
 
 
-def test_model_is_listed_and_described(scripted):
+def test_model_is_listed_and_described(scripted, tiny_checkpoint):
     with scripted("Yes.").server.http() as client:
         (listed,) = client.get("/api/tags").json()["models"]
         (loaded,) = client.get("/api/ps").json()["models"]
@@ -25,7 +25,13 @@ def test_model_is_listed_and_described(scripted):
         assert (listed["digest"], loaded["context_length"]) == (loaded["digest"], 2048)
         shown = client.post("/api/show", json={"model": "tiny:latest", "verbose": True}).json()
         assert shown == client.post("/api/show", json={"name": "tiny"}).json()
+        assert shown["details"] == listed["details"] == loaded["details"]
         assert shown["details"]["family"] == "qwen2_vl"
+        assert shown["details"]["quantization_level"] == "F32"
+        assert listed["size"] == loaded["size"] == sum(path.stat().st_size for path in tiny_checkpoint.glob("*.saf*"))
+        count = shown["model_info"].pop("general.parameter_count")
+        assert shown["details"]["parameter_size"] == f"{count / 1e6:.2f}M"
+        assert 3.9 < listed["size"] / count < 4.5  # the count has no biases and norms
         assert shown["model_info"] == {"general.architecture": "qwen2_vl", "qwen2_vl.context_length": 2048}
         assert shown["capabilities"] == ["completion", "tools", "vision"]
         assert client.post("/api/show", json={"model": "no"}).status_code == 404

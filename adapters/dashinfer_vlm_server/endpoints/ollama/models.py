@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from dashinfer_vlm_core.errors import ModelNotFound, UnsupportedParameter
+from dashinfer_vlm_core.errors import DashInferVLMError, ModelNotFound, UnsupportedParameter
+from dashinfer_vlm_core.models.memory import count_weights
 from dashinfer_vlm_core.protocol.ollama_models import OllamaModelRequest
 from dashinfer_vlm_core.response.ollama_responses import format_time
 
@@ -33,6 +34,9 @@ OLLAMA_VERSION = "0.12.11"
 _TAG = ":latest"
 _NEVER = "9999-12-31T23:59:59Z"
 """When a loaded model expires: the server's options decide that."""
+
+_LEVELS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "int4": "INT4", "int8": "INT8"}
+"""Ollama's `quantization_level` by the bits of quantized weights, or the data type of others."""
 
 _LOADED = frozenset({"ready", "restarting"})
 
@@ -88,12 +92,18 @@ class Models:
 
     async def list_all(self) -> Response:
         """List the models, their aliases and their LoRA adapters."""
-        return JSONResponse({"models": [self._model(name) for name, _ in self._names()]})
+        names = [(name, engine) for name, (engine, _) in self._names()]
+        return JSONResponse({"models": await asyncio.to_thread(self._models, names)})
 
     async def list_loaded(self) -> Response:
         """List the models that are loaded."""
-        statuses = (engine.status() for engine in self.server.engine.models())
-        return JSONResponse({"models": [self._loaded(status) for status in statuses if status.state in _LOADED]})
+        found = [(engine, engine.status()) for engine in self.server.engine.models()]
+        loaded = [(engine, status) for engine, status in found if status.state in _LOADED]
+        models = await asyncio.to_thread(self._models, [(status.model, engine) for engine, status in loaded])
+        for model, (_, status) in zip(models, loaded, strict=True):
+            del model["modified_at"]
+            model |= {"expires_at": _NEVER, "size_vram": 0, "context_length": status.max_model_len}
+        return JSONResponse({"models": models})
 
     async def version(self) -> Response:
         return JSONResponse({"version": OLLAMA_VERSION})
@@ -105,7 +115,7 @@ class Models:
         capabilities = await asyncio.to_thread(engine.capabilities)  # it can read files
         return JSONResponse({
             "modified_at": format_time(self.started),
-            "details": _details(capabilities.model_type),
+            "details": _details(capabilities),
             "model_info": _model_info(capabilities),
             "capabilities": list(_capabilities(capabilities, status)),
         })  # fmt: skip
@@ -137,22 +147,26 @@ class Models:
             raise ModelNotFound.among(known, name)
         return known[name]
 
-    def _model(self, name: str) -> dict[str, Any]:
-        """Return the entry of a model. The digest is that of its name, and the size of its files is not known."""
+    def _models(self, names: Sequence[tuple[str, ChatEngine]]) -> list[dict[str, Any]]:
+        """Return the entries of models. It can read files."""
+        return [self._model(name, engine) for name, engine in names]
+
+    def _model(self, name: str, engine: ChatEngine) -> dict[str, Any]:
+        """Return the entry of a model. The digest is that of its name, and the size that of its files."""
         tagged = name if ":" in name else name + _TAG
+        try:
+            capabilities = engine.capabilities()
+        except DashInferVLMError:  # it is being loaded, or cannot be
+            capabilities = None
+        size = capabilities and capabilities.size
         return {
             "name": tagged,
             "model": tagged,
             "modified_at": format_time(self.started),
-            "size": 0,
+            "size": size.file_bytes if size else 0,
             "digest": hashlib.sha256(name.encode()).hexdigest(),
-            "details": _details(""),
+            "details": _details(capabilities),
         }
-
-    def _loaded(self, status: EngineStatus) -> dict[str, Any]:
-        model = self._model(status.model)
-        del model["modified_at"]
-        return {**model, "expires_at": _NEVER, "size_vram": 0, "context_length": status.max_model_len}
 
 
 def format_json(value: dict[str, Any]) -> str:
@@ -172,20 +186,28 @@ async def _success() -> AsyncGenerator[dict[str, Any], None]:
     yield _SUCCESS
 
 
-def _details(model_type: str) -> dict[str, Any]:
+def _details(capabilities: Capabilities | None) -> dict[str, Any]:
+    model_type = capabilities.model_type if capabilities else ""
+    size = capabilities and capabilities.size
     return {
         "parent_model": "",
         "format": "safetensors",
         "family": model_type,
         "families": [model_type] if model_type else [],
-        "parameter_size": "",
-        "quantization_level": "",
+        "parameter_size": _format_count(count_weights(size)) if size else "",
+        "quantization_level": _LEVELS.get(size.stored_bits or size.dtype, "") if size else "",
     }
+
+
+def _format_count(count: int) -> str:
+    return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"
 
 
 def _model_info(capabilities: Capabilities) -> dict[str, Any]:
     architecture = capabilities.model_type or "unknown"
     info: dict[str, Any] = {"general.architecture": architecture}
+    if capabilities.size:
+        info["general.parameter_count"] = count_weights(capabilities.size)
     if capabilities.max_model_len:
         info[f"{architecture}.context_length"] = capabilities.max_model_len
     return info
