@@ -15,11 +15,13 @@ from pydantic_core import to_json
 from starlette.routing import BaseRoute, Match, WebSocketRoute
 from starlette.websockets import WebSocket
 
+from .query import log_unknown, query_names
+
 if TYPE_CHECKING:
     from openai.types import Completion, CompletionChoice
     from openai.types.chat import ChatCompletion
     from openai.types.chat.chat_completion import Choice
-    from starlette.types import Scope
+    from starlette.types import Receive, Scope, Send
 
 Responses: TypeAlias = dict[int | str, dict[str, Any]]
 """Descriptions of responses by status, in OpenAPI's format; `model` is the model of the body."""
@@ -101,6 +103,7 @@ class Endpoint(APIRoute):
     ) -> None:
         methods: list[str] = ["GET", "HEAD"] if method == "GET" else [method]
         super().__init__(path, handler, methods=methods, response_model=None, include_in_schema=include_in_schema)
+        self._query_names = query_names(self)
         self.method = method
         self.body_models = body
         self.error_body = error_body
@@ -124,6 +127,10 @@ class Endpoint(APIRoute):
             openapi_extra=_describe_body(body) if body else None,
         )
 
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        log_unknown(scope, self._query_names)
+        await super().handle(scope, receive, send)
+
     def documented(self) -> APIRoute:
         """Return the route for the OpenAPI document: without HEAD, and with the models of its responses.
 
@@ -143,6 +150,10 @@ class WebSocketEndpoint(WebSocketRoute):
 
     def __init__(self, path: str, handler: Callable[[WebSocket], Coroutine[Any, Any, None]]) -> None:
         super().__init__(path, handler)
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        log_unknown(scope, frozenset())
+        await super().handle(scope, receive, send)
 
 
 def _describe_body(models: Sequence[type[BaseModel]]) -> dict[str, Any]:

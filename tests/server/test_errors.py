@@ -10,7 +10,9 @@ import pytest
 from openai.types.chat import ChatCompletionChunk
 
 from dashinfer_vlm_core import ChatEngine, EngineStatus, errors
+from dashinfer_vlm_core.protocol.name_log import NameLog
 from dashinfer_vlm_core.testing import scripted_engine
+from dashinfer_vlm_server import query
 from dashinfer_vlm_server.errors import INTERNAL_ERROR, error_body, error_response, status_for
 from tests.server.conftest import serving
 
@@ -143,6 +145,17 @@ def test_unknown_urls_have_the_errors_of_their_protocol(scripted):
     assert (anthropic.status_code, anthropic.json()["type"]) == (404, "error")
     assert anthropic.json()["error"]["type"] == "not_found_error"
     assert "Send the requests to /v1/messages" in anthropic.json()["error"]["message"]
+
+
+def test_unknown_query_parameters_are_logged_once(scripted, monkeypatch, caplog):
+    monkeypatch.setattr(query, "_LOG", NameLog(query.logger, "%s", "No more."))
+    with scripted("Fine.").server.http() as client:
+        for _ in range(2):
+            assert client.get("/v1/models?api-version=preview&limit=5").status_code == 200
+            client.get("/v1/responses/resp_1?stream=true&strem=1")
+            client.post("/v1/messages?beta=true", json={})
+    logged = [record.getMessage() for record in caplog.records if record.name == query.__name__]
+    assert logged == ["'limit'", "'strem'"]
 
 
 SIMILAR = {
