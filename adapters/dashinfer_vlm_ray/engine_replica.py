@@ -21,9 +21,16 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from dashinfer_vlm_core.config import EngineConfig
-    from dashinfer_vlm_core.engine import EngineStatus, PoolingResult
+    from dashinfer_vlm_core.engine import EngineStatus, PoolingResult, TokenEmbeddings
+    from dashinfer_vlm_core.engine.capabilities import Capabilities
     from dashinfer_vlm_core.preprocessing.preview import Preview
-    from dashinfer_vlm_core.protocol import ChatRequest, EmbeddingRequest, RerankRequest, ScoreRequest
+    from dashinfer_vlm_core.protocol import (
+        ChatRequest,
+        EmbeddingRequest,
+        PoolingRequest,
+        RerankRequest,
+        ScoreRequest,
+    )
     from dashinfer_vlm_core.protocol.client import Client
     from dashinfer_vlm_core.protocol.ocr import OcrRequest
     from dashinfer_vlm_core.response.ocr import OcrChunk
@@ -48,11 +55,13 @@ class ReplicaReport:
     Attributes:
         replica: its name, unique in the application.
         status: the status of its engine.
+        capabilities: what its model supports.
         metrics: the metrics of its engine and process.
     """
 
     replica: str
     status: EngineStatus
+    capabilities: Capabilities
     metrics: Sequence[Metric]
 
 
@@ -111,6 +120,10 @@ class EngineReplica:
         counts = _begin(client)
         return counts, await self._engine.aembed(request)
 
+    async def embed_tokens(self, client: Client, request: PoolingRequest) -> tuple[TokenCounts, TokenEmbeddings]:
+        counts = _begin(client)
+        return counts, await self._engine.aembed_tokens(request)
+
     async def score(self, client: Client, request: RerankRequest | ScoreRequest) -> tuple[TokenCounts, PoolingResult]:
         counts = _begin(client)
         return counts, await self._engine.ascore(request)
@@ -134,7 +147,10 @@ class EngineReplica:
 
     async def report(self) -> ReplicaReport:
         return ReplicaReport(
-            replica=self._name, status=self._engine.status(), metrics=self._metrics.collect_for_engine()
+            replica=self._name,
+            status=self._engine.status(),
+            capabilities=self._engine.capabilities(),
+            metrics=self._metrics.collect_for_engine(),
         )
 
     def check_health(self) -> None:

@@ -13,7 +13,7 @@ from dashinfer_vlm_core.engine import ChatEngine, EngineStatus
 from dashinfer_vlm_core.engine.engine import parse_scores
 from dashinfer_vlm_core.engine.observers import ObserverList, RequestObserver
 from dashinfer_vlm_core.errors import DashInferVLMError, EngineClosed, QueueFull
-from dashinfer_vlm_core.protocol import ChatRequest, EmbeddingRequest, RerankRequest, ScoreRequest
+from dashinfer_vlm_core.protocol import ChatRequest, EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
 from dashinfer_vlm_core.protocol.client import current_client
 from dashinfer_vlm_core.protocol.ocr import OcrRequest
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
     from prometheus_client.core import Metric
 
-    from dashinfer_vlm_core.engine import AnyOcrRequest, PoolingResult, Request
+    from dashinfer_vlm_core.engine import AnyOcrRequest, PoolingResult, Request, TokenEmbeddings
+    from dashinfer_vlm_core.engine.capabilities import Capabilities
     from dashinfer_vlm_core.preprocessing.preview import Preview
     from dashinfer_vlm_core.protocol.client import Client
     from dashinfer_vlm_core.response.ocr import OcrChunk
@@ -120,11 +121,18 @@ class RayEngine(ChatEngine):
 
     async def aembed(self, request: EmbeddingRequest | Mapping[str, Any]) -> PoolingResult:
         """Return the embeddings of a request, all from one replica. Raises the same errors as `chat`."""
-        return await self._pool("embed", EmbeddingRequest.parse(request))
+        embeddings: PoolingResult = await self._pool("embed", EmbeddingRequest.parse(request))
+        return embeddings
+
+    async def aembed_tokens(self, request: PoolingRequest | Mapping[str, Any]) -> TokenEmbeddings:
+        """Return the embeddings of all tokens of each item, all from one replica. Raises the same errors as `chat`."""
+        embeddings: TokenEmbeddings = await self._pool("embed_tokens", PoolingRequest.parse(request))
+        return embeddings
 
     async def ascore(self, request: RerankRequest | ScoreRequest | Mapping[str, Any]) -> PoolingResult:
         """Return the probability that each document is relevant. Raises the same errors as `chat`."""
-        return await self._pool("score", parse_scores(request))
+        scores: PoolingResult = await self._pool("score", parse_scores(request))
+        return scores
 
     async def apreview(self, request: Request) -> Preview:
         """Return the media as the model would see them. Raises the same errors as `chat`."""
@@ -156,6 +164,10 @@ class RayEngine(ChatEngine):
     def status(self) -> EngineStatus:
         """Return the status of a replica that is ready, else of any, as of the last report."""
         return self._status
+
+    def capabilities(self) -> Capabilities:
+        """Return what the model supports, as of the last report."""
+        return next((report.capabilities for report in self._reports), None) or super().capabilities()
 
     def add_observer(self, observer: RequestObserver) -> None:
         """Notify `observer` of the prompts and tokens of requests from now on."""
@@ -208,11 +220,10 @@ class RayEngine(ChatEngine):
                 chunks.cancel()
                 raise
 
-    async def _pool(self, method: str, request: EmbeddingRequest | RerankRequest | ScoreRequest) -> PoolingResult:
+    async def _pool(self, method: str, request: EmbeddingRequest | RerankRequest | ScoreRequest) -> Any:
         client = current_client.get()
         session = await asyncio.to_thread(pooling_session_id, request, client)
-        result: tuple[TokenCounts, PoolingResult] = await _result(self._method(method, session).remote(client, request))
-        return self._counted(result)
+        return self._counted(await _result(self._method(method, session).remote(client, request)))
 
     def _counted(self, result: tuple[TokenCounts, ResultT]) -> ResultT:
         self._count(TokenCounts(), result[0])

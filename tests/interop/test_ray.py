@@ -31,6 +31,7 @@ from tests.interop import interpreters
 from tests.interop.interpreters import PROGRAMS
 from tests.pages import page_text, read_page
 from tests.pooling.checkpoints import write_embedding, write_reranker
+from tests.pooling.late_checkpoints import write_colqwen2
 from tests.qwen3_5.tiny_qwen3_5 import write_checkpoint
 from tests.qwen3_vl.tiny_qwen3 import write_checkpoint as write_qwen3_vl
 from tests.samples import image_url
@@ -170,6 +171,8 @@ def chat(text: str = "Hello!", image: str | None = None, **options: Any) -> dict
     return {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 16, **options}
 
 
+HELLO = {"messages": [{"role": "user", "content": "Hello!"}]}
+GREEDY = {"temperature": 0, "num_predict": 16}
 TOOL = {
     "type": "function",
     "function": {
@@ -195,9 +198,10 @@ REQUESTS = {
 
 def without_ids(body: Any) -> Any:
     """Remove what differs between two equal responses, and round numbers, which depend on the kernels."""
-    changing = {"id", "created", "system_fingerprint"}
+    changing = {"id", "created", "system_fingerprint", "created_at", "modified_at"}
     if isinstance(body, dict):
-        return {name: without_ids(value) for name, value in body.items() if name not in changing}
+        kept = {name: value for name, value in body.items() if name not in changing and not name.endswith("_duration")}
+        return {name: without_ids(value) for name, value in kept.items()}
     if isinstance(body, float):
         return round(body, 2)
     return [without_ids(item) for item in body] if isinstance(body, list) else body
@@ -235,6 +239,17 @@ def events(client: httpx.Client, request: dict[str, Any]) -> list[str]:
         ("POST", "/tokenize", chat("What is this?", image_url(seed=1))),
         ("POST", "/detokenize", {"tokens": [1, 2, 3]}),
         ("POST", "/v1/media/preview", chat("What is this?", image_url(seed=1))),
+        ("POST", "/v1/messages", {**chat("What is this?"), "model": "demo"}),
+        ("POST", "/v1/messages", {"model": "demo"}),
+        ("POST", "/v1/messages/count_tokens", {"model": "demo", **HELLO}),
+        ("POST", "/v1/completions", {"prompt": ["A", "One", "Two"], "n": 2, "logprobs": 2, "temperature": 0}),
+        ("POST", "/v1/completions", {"prompt": [[1, 2, 3]], "echo": True, "max_tokens": 1}),
+        ("POST", "/api/chat", {"model": "demo", "stream": False, "options": GREEDY, **HELLO}),
+        ("POST", "/api/generate", {"model": "demo", "stream": False, "options": GREEDY, "prompt": "Hello!"}),
+        ("POST", "/api/embed", {"model": "demo", "input": "Hello!"}),
+        ("POST", "/api/show", {"model": "demo"}),
+        ("GET", "/api/tags", None),
+        ("POST", "/pooling", {"input": "Hello!"}),
         ("GET", "/openapi.json", None),
         ("GET", "/", None),
     ],
@@ -454,10 +469,20 @@ POOLING = {
         "/score": [{"text_1": "dogs", "text_2": ["A dog.", "A cat."]}, {"text_1": ["a", "b"], "text_2": ["c"] * 3}],
         "/v1/embeddings": [{"input": "a"}],
     },
+    "token_embed": {
+        "/pooling": [{"input": ["A dog.", "A cat."]}, {"input": "a", "encoding_format": "base64"}, {"input": []}],
+        "/v1/rerank": [{"query": "dogs", "documents": ["A dog.", "A cat."]}],
+    },
 }
 
 
-@pytest.mark.parametrize(("task", "write"), [("embed", write_embedding), ("score", write_reranker)])
+def write_retriever(_base: Path, folder: Path) -> Path:
+    return write_colqwen2(folder)
+
+
+@pytest.mark.parametrize(
+    ("task", "write"), [("embed", write_embedding), ("score", write_reranker), ("token_embed", write_retriever)]
+)
 def test_embeddings_and_scores_equal_those_of_the_server(ray, tmp_path, task, write):
     model = write(write_qwen3_vl(tmp_path / "base"), tmp_path / "model")
     config = {"model": str(model), "dtype": "float32", "max_model_len": 2048}
@@ -470,7 +495,7 @@ def test_embeddings_and_scores_equal_those_of_the_server(ray, tmp_path, task, wr
                 ours, expected = (client.post(path, json=body) for client in (ray.http(), plain))
                 assert ours.status_code == expected.status_code, ours.text
                 assert without_ids(ours.json()) == without_ids(expected.json())
-    path = "/v1/embeddings" if task == "embed" else "/score"
+    path = {"embed": "/v1/embeddings", "score": "/score", "token_embed": "/pooling"}[task]
     body = POOLING[task][path][0]
     assert [ray.http(LIMITED_KEY).post(path, json=body).status_code for _ in range(2)] == [200, 429]
 
