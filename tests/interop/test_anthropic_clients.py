@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, ClassVar
 
-import openai
 import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig
@@ -16,8 +14,9 @@ from dashinfer_vlm_core.protocol import body
 from dashinfer_vlm_core.protocol.anthropic import IGNORED_IN_ANTHROPIC, REJECTED_IN_ANTHROPIC, MessagesRequest
 from dashinfer_vlm_core.protocol.fields import IGNORED_FIELDS
 from dashinfer_vlm_core.protocol.name_log import NameLog
-from tests.clients.drivers import JSON_SCHEMA, TOOL, Color, Part, Result, Served, openai_messages, weather
+from tests.clients.drivers import TOOL, Color, Part, Result, Served, weather
 from tests.clients.features import CALL, CHECKS, IMAGE, RESPONSE, TEXT, cells, serve_script
+from tests.interop.litellm_provider import LiteLLMProviderClient
 from tests.pages import check_programs
 from tests.server.conftest import serving
 from tests.waiting import HANG
@@ -130,52 +129,13 @@ class ChatAnthropicClient:
         _get_default_async_httpx_client.cache_clear()
 
 
-class LiteLLMAnthropicClient:
+class LiteLLMAnthropicClient(LiteLLMProviderClient):
     """LiteLLM's functions, with its own provider for Anthropic's API."""
 
     structured_response = '<tool_call>\n{"name": "json_tool_call", "arguments": {"color": "green"}}\n</tool_call>'
     """It requests objects of unknown models by a required tool call."""
-    errors: ClassVar = (openai.APIError,)  # the base class of LiteLLM's exceptions
-
-    def __init__(self, served: Served) -> None:
-        import litellm
-
-        litellm.disable_aiohttp_transport = True  # LiteLLM does not close its sessions
-        self._options = {"api_base": served.url.removesuffix("/v1"), "api_key": "none", "max_tokens": 500}
-
-    async def _complete(self, parts: Sequence[Part], **options: Any) -> Any:
-        import litellm
-
-        messages = openai_messages(parts)
-        return await litellm.acompletion("anthropic/tiny", messages=messages, **self._options, **options)
-
-    async def ask(self, *parts: Part, **options: Any) -> Result:
-        completion = await self._complete(parts, **options)
-        message = completion.choices[0].message
-        calls = [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or ()]
-        usage = completion.usage
-        return Result(message.content or "", usage.prompt_tokens, usage.completion_tokens, calls)
-
-    async def call_tool(self, *parts: Part) -> list[tuple[str, dict[str, Any]]]:
-        return (await self.ask(*parts, tools=[TOOL])).calls
-
-    async def parse(self, *parts: Part) -> object:
-        return Color.model_validate_json((await self.ask(*parts, response_format=JSON_SCHEMA)).text)
-
-    async def stream(self, *parts: Part) -> AsyncGenerator[str, None]:
-        chunks = await self._complete(parts, stream=True)
-        try:
-            async for chunk in chunks:
-                yield chunk.choices[0].delta.content or ""
-        finally:
-            await chunks.aclose()
-
-    async def aclose(self) -> None:
-        """Close the HTTP clients, which LiteLLM shares."""
-        import litellm
-
-        await litellm.close_litellm_async_clients()
-        litellm.in_memory_llm_clients_cache.flush_cache()
+    model: ClassVar = "anthropic/tiny"
+    options: ClassVar = {"api_key": "none", "max_tokens": 500}
 
 
 DRIVERS = {

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, ClassVar
 
-import openai
 import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig
@@ -22,8 +20,9 @@ from dashinfer_vlm_core.protocol.ollama import (
     OllamaGenerateRequest,
 )
 from dashinfer_vlm_core.protocol.ollama_options import REJECTED_OPTIONS, OllamaOptions
-from tests.clients.drivers import JSON_SCHEMA, TOOL, Color, Part, Result, Served, openai_messages, weather
+from tests.clients.drivers import TOOL, Color, Part, Result, Served, openai_messages, weather
 from tests.clients.features import CALL, CHECKS, IMAGE, RESPONSE, TEXT, cells, serve_script
+from tests.interop.litellm_provider import LiteLLMProviderClient
 from tests.pages import check_programs
 from tests.server.conftest import serving
 from tests.waiting import HANG
@@ -172,49 +171,11 @@ class LlamaIndexClient:
         self._llm.client.close()
 
 
-class LiteLLMOllamaClient:
+class LiteLLMOllamaClient(LiteLLMProviderClient):
     """LiteLLM's functions, with its own provider for Ollama's API."""
 
-    errors: ClassVar = (openai.APIError,)  # the base class of LiteLLM's exceptions
-
-    def __init__(self, served: Served) -> None:
-        import litellm
-
-        litellm.disable_aiohttp_transport = True  # LiteLLM does not close its sessions
-        self._options = {"api_base": host(served), "extra_headers": JSON_HEADER}
-
-    async def complete(self, messages: list[Any], **options: Any) -> Any:
-        import litellm
-
-        return await litellm.acompletion("ollama_chat/tiny", messages=messages, **self._options, **options)
-
-    async def ask(self, *parts: Part, **options: Any) -> Result:
-        completion = await self.complete(openai_messages(parts), **options)
-        message = completion.choices[0].message
-        calls = [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or ()]
-        usage = completion.usage
-        return Result(message.content or "", usage.prompt_tokens, usage.completion_tokens, calls)
-
-    async def call_tool(self, *parts: Part) -> list[tuple[str, dict[str, Any]]]:
-        return (await self.ask(*parts, tools=[TOOL])).calls
-
-    async def parse(self, *parts: Part) -> object:
-        return Color.model_validate_json((await self.ask(*parts, response_format=JSON_SCHEMA)).text)
-
-    async def stream(self, *parts: Part) -> AsyncGenerator[str, None]:
-        chunks = await self.complete(openai_messages(parts), stream=True)
-        try:
-            async for chunk in chunks:
-                yield chunk.choices[0].delta.content or ""
-        finally:
-            await chunks.aclose()
-
-    async def aclose(self) -> None:
-        """Close the HTTP clients, which LiteLLM shares."""
-        import litellm
-
-        await litellm.close_litellm_async_clients()
-        litellm.in_memory_llm_clients_cache.flush_cache()
+    model: ClassVar = "ollama_chat/tiny"
+    options: ClassVar = {"extra_headers": JSON_HEADER}
 
 
 DRIVERS = {
