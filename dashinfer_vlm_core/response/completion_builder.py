@@ -81,7 +81,9 @@ class _ChoiceBuilder:
     """
 
     def __init__(self, index: int, *, text: str, wants_logprobs: bool, keeps_chunks: bool) -> None:
-        self._index = index
+        # `construct` does not validate: the reason is null until the last chunk, which OpenAI's type does not allow. It
+        # takes five times as long as a copy.
+        self._empty = CompletionChoice.construct(None, text="", index=index, logprobs=None, finish_reason=None)
         self._keeps_chunks = keeps_chunks
         self._texts: list[str] = []
         self._begin = text
@@ -111,15 +113,9 @@ class _ChoiceBuilder:
         return self._choice("".join(self._texts), self._tokens, self._last)
 
     def _choice(self, text: str, tokens: Sequence[_TokenLogprob], source: ChunkChoice) -> CompletionChoice:
-        # `construct` does not validate: the reason is null until the last chunk, which OpenAI's type does not allow.
-        return CompletionChoice.construct(
-            None,
-            text=text,
-            index=self._index,
-            logprobs=_logprobs(tokens) if self._logprobs else None,
-            finish_reason=source.finish_reason,
-            **(source.model_extra or {}),
-        )
+        logprobs = _logprobs(tokens) if self._logprobs else None
+        fields = {"text": text, "logprobs": logprobs, "finish_reason": source.finish_reason}
+        return self._empty.model_copy(update={**fields, **(source.model_extra or {})})
 
 
 class _TokenLogprob(NamedTuple):
