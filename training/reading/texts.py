@@ -36,9 +36,9 @@ def amount(rng: random.Random) -> str:
 def word(rng: random.Random) -> str:
     """Return a word of the vocabulary, or one that does not exist, in lower, upper or title case."""
     kind = rng.random()
-    if kind < 0.45:
+    if kind < 0.5:
         chosen = rng.choice(vocabulary.WORDS)
-    elif kind < 0.8:
+    elif kind < 0.9:
         chosen = "".join(rng.choices(string.ascii_lowercase, k=rng.randint(2, 8)))
     else:
         return "".join(rng.choices(string.ascii_letters + string.digits + SYMBOLS, k=rng.randint(1, 7)))
@@ -52,7 +52,7 @@ def line(rng: random.Random, width: int) -> str:
         return _fit(_spread(rng, _item(rng), amount(rng), width), width)
     if kind < 0.4:
         return _fit(f"{rng.choice(_FIELDS)}{rng.choice((':', ' ', ': '))}{_value(rng)}", width)
-    if kind < 0.48:
+    if kind < 0.43:
         return _fit("".join(rng.choices(CHARACTERS, k=rng.randint(1, width))), width)
     words = [word(rng)]
     while rng.random() < 0.8 and sum(map(len, words)) + len(words) < width:

@@ -59,6 +59,16 @@ PLAN = Plan(
     ),
     seed=4,
 )  # fmt: skip
+SEVERAL_LINES = Pages(grids={**PART_GRIDS, **PAGE_GRIDS}, receipts=0.5, unreadable=0.04)
+REFINE = Plan(
+    stages=(
+        Stage(name="parts", steps=1000, rate=6e-4, warmup=150, batches=2, pages=PARTS, pointing=0.3),
+        Stage(name="pages", steps=2000, rate=6e-4, batches=2, pages=SEVERAL_LINES, pointing=0.3),
+        Stage(name="settle", steps=1200, rate=4e-4, cooldown=1.0, batches=2, pages=WHOLE, pointing=0.1),
+    ),
+    seed=5,
+)  # fmt: skip
+"""Continues from the checkpoint of `PLAN`, at a lower rate: most errors were skipped or repeated lines."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -70,8 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         action="store_true",
         help="compute in float32, which is faster on processors without bfloat16 instructions",
     )
+    parser.add_argument("--start", type=Path, help="continue from this checkpoint of the model that reads")
     options = parser.parse_args(arguments)
-    plan = replace(PLAN, dtype=torch.float32) if options.float32 else PLAN
+    plan = replace(REFINE, start=options.start) if options.start else PLAN
+    plan = replace(plan, dtype=torch.float32) if options.float32 else plan
     train.run(plan, train.Conduct(out=options.out, processes=options.processes))
 
 
