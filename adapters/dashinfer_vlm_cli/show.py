@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from dashinfer_vlm_core.models.spec import ModelSpec
 
 
+BYTES = "_bytes"
+"""Suffix of the names of sizes in JSON."""
+
+
 @click.command()
 @click.argument("model")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
@@ -40,7 +44,10 @@ def show(*, model: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({**facts, "memory_bytes": fit.memory, **fit_variants(fit)}, indent=2))
         return
-    show_table(("Property", "Value"), [(name, str(value)) for name, value in facts.items() if value])
+    show_table(
+        ("Property", "Value"),
+        [(name.removesuffix(BYTES), _fact_text(name, value)) for name, value in facts.items() if value],
+    )
     click.echo()
     _show_needs(fit)
     if not estimator.is_measured:
@@ -54,8 +61,8 @@ def _describe(registry: Registry, model: str) -> tuple[dict[str, object], ModelS
         return {
             "model": model,
             "source": origin,
-            "weights": _billions(size),
-            "download": size_text(size.file_bytes),
+            "weights": count_weights(size),
+            f"download{BYTES}": size.file_bytes,
         }, size
     row = model_row(registry, model, origin, folder)
     spec = registry.load_spec(folder)
@@ -64,13 +71,13 @@ def _describe(registry: Registry, model: str) -> tuple[dict[str, object], ModelS
         "model": model,
         "source": origin,
         "folder": str(folder),
-        "size": size_text(row.bytes),
+        f"size{BYTES}": row.bytes,
         "architecture": spec.model_type,
-        "weights": _billions(size),
+        "weights": count_weights(size),
         "dtype": spec.dtype,
         "quantization": spec.quantization.name if spec.quantization else "",
         "context": spec.max_model_len,
-        "capabilities": ", ".join(_capabilities(spec)),
+        "capabilities": _capabilities(spec),
         "problem": row.problem,
     }
     return facts, size
@@ -100,8 +107,15 @@ def _published(model: str) -> ModelSize:
     return sizes[model]
 
 
-def _billions(size: ModelSize) -> str:
-    count = count_weights(size)
+def _fact_text(name: str, value: object) -> str:
+    if isinstance(value, list):
+        return ", ".join(value)
+    if isinstance(value, int) and name.endswith(BYTES):
+        return size_text(value)
+    return _billions(value) if isinstance(value, int) and name == "weights" else str(value)
+
+
+def _billions(count: int) -> str:
     return f"{count / 1e9:.1f} billion" if count >= 1e8 else f"{count / 1e6:.1f} million"
 
 
@@ -114,9 +128,20 @@ def _capabilities(spec: ModelSpec) -> list[str]:
 def _show_needs(fit: Fit) -> None:
     rows = []
     for each in fit.variants:
-        parts = (each.estimate.weights, each.estimate.kv_cache, each.estimate.vision_cache + each.estimate.process)
-        total = f"{size_text(each.estimate.total)} of {size_text(fit.memory)}"
+        estimate = each.estimate
+        # From rounded numbers, so that a row adds up.
+        other = _rounded(estimate.total) - _rounded(estimate.weights) - _rounded(estimate.kv_cache)
+        parts = (estimate.weights, estimate.kv_cache, other)
+        total = f"{size_text(estimate.total)} of {size_text(fit.memory)}"
         rows.append((each.bits, *map(size_text, parts), total, rate_text(each.tokens_per_second)))
     show_table(("Bits", "Weights", "KV cache", "Other", "Memory", "Tokens/s"), rows)
+    click.echo(
+        "\nWeights are as the CPU kernels of this machine keep them, which can be smaller or larger than the files."
+    )
     if advice := fit.advice():
         click.echo(f"\n{advice}")
+
+
+def _rounded(count: int) -> float:
+    """Round a number of bytes as `size_text` does from 0.1 GB on."""
+    return round(count / 1e9, 1) * 1e9

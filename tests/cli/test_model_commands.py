@@ -90,6 +90,18 @@ def test_show_describes_registered_model(run, machine, tiny_checkpoint):
     found = json.loads(run("show", str(tiny_checkpoint), "--json").stdout)
     assert (found["source"], found["dtype"], found["memory_bytes"]) == ("folder", "float32", 8 * GB)
     assert list(found["variants"]) == ["32 bits"]
+    assert found["weights"] == pytest.approx(found["size_bytes"] / 4, rel=0.2)
+    assert found["capabilities"] == ["images", "videos", "tools"]
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-VL-7B", "Qwen3-VL-30B-A3B", "Qwen3.5-2B"])
+def test_memory_of_show_adds_up(run, machine, name):
+    machine(25.3)
+    lines = re.findall(r"^(?:16 bits|int4) +(.+) of", run("show", hub_id(name)).stdout, re.MULTILINE)
+    assert len(lines) == 2
+    for line in lines:
+        *parts, total = map(float, re.findall(r"([\d.]+) GB", line))
+        assert sum(parts) == pytest.approx(total, abs=0.01), line
 
 
 def test_show_knows_published_models_and_explains_others(run, machine):
