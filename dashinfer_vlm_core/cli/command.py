@@ -14,9 +14,8 @@ from click.core import ParameterSource
 
 from ..config import ENV_PREFIX, EngineConfig, variable, variables_set
 from ..config.vllm_arguments import vllm_hint
-from ..errors import ConfigError
 from ..plugins import ALLOWED_VARIABLE, options_registry
-from .config_file import CONFIG_FILE, FileOption, option_location, warn_if_readable
+from .config_file import CONFIG_FILE, FileOption, located_errors, option_location, warn_if_readable
 from .options import MODEL_ARGUMENT, EngineOption, engine_options
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -105,7 +104,8 @@ class EngineCommand(click.Command):
         given = {name: value for name, value in ctx.params.items() if name in names and value not in (None, ())}
         own = {name: value for name, value in ctx.params.items() if name not in names}
         assert self.callback
-        return ctx.invoke(self.callback, **own, config=_config(given))
+        with located_errors():
+            return ctx.invoke(self.callback, **own, config=_config(given))
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {title: [] for title in self.first_sections}
@@ -120,12 +120,8 @@ class EngineCommand(click.Command):
 
 
 def _config(given: dict[str, Any]) -> EngineConfig:
-    try:
-        config = EngineConfig(**given)
-        options_registry().resolve_options(config)  # an invalid value is reported here, before a model is loaded
-    except ConfigError as error:
-        location = option_location(error.param)
-        raise ConfigError(f"{location}: {error.message}" if location else error.message, param=error.param) from None
+    config = EngineConfig(**given)
+    options_registry().resolve_options(config)  # an invalid value is reported here, before a model is loaded
     return config
 
 

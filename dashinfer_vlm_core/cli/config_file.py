@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ import yaml
 from click.core import ParameterSource
 
 from ..config.folders import warn_if_accessible
-from ..config.vllm_arguments import vllm_hint
+from ..config.vllm_arguments import option_hint
 from ..errors import ConfigError
 
 Value: TypeAlias = "str | list[str]"
@@ -25,7 +25,7 @@ MAX_DEPTH = 3
 """Nesting of the value of an option with `nested`: options of a model that are mappings."""
 
 _LOCATIONS = f"{__name__}.locations"
-"""Key in a context's `meta` of the file and line that set an option, by its name."""
+"""Key in a context's `meta` of the file and line that set an option, by its path, such as `models.chat.decoder`."""
 
 _SECRET = f"{__name__}.secret"
 """Key in a context's `meta` of the file and the flag of a secret that it sets."""
@@ -66,10 +66,26 @@ def option_values(command: click.Command, values: Mapping[str, Any]) -> dict[str
 
 
 def option_location(name: str | None) -> str | None:
-    """Return the file and line that set an option of the running command; None if no file sets it."""
+    """Return the file and line that set an option of the running command; None if no file sets it.
+
+    Args:
+        name: the option, or its path in the value of one, such as `models.chat.decoder`.
+    """
     context = click.get_current_context()
-    is_in_file = name is not None and context.get_parameter_source(name) is ParameterSource.DEFAULT_MAP
+    option = name and name.partition(".")[0]
+    is_in_file = option and context.get_parameter_source(option) is ParameterSource.DEFAULT_MAP
     return context.meta.get(_LOCATIONS, {}).get(name) if is_in_file else None
+
+
+@contextlib.contextmanager
+def located_errors() -> Iterator[None]:
+    """Add the file and line that set the option to a ConfigError."""
+    try:
+        yield
+    except ConfigError as error:
+        if location := option_location(error.param):
+            raise ConfigError(f"{location}: {error.message}", param=error.param) from None
+        raise
 
 
 def warn_if_readable(context: click.Context) -> None:
@@ -85,7 +101,7 @@ def _read(context: click.Context, option: click.Parameter, path: Path | None) ->
     known = _options(context.command, context)
     settings: dict[str, Value] = {}
     locations: dict[str, str] = {}
-    for key, location, given in _entries(path, known):
+    for key, location, given, lines in _entries(path, known):
         try:
             name, value = _setting(known, key, given)
         except ConfigError as error:
@@ -93,7 +109,7 @@ def _read(context: click.Context, option: click.Parameter, path: Path | None) ->
         if name in settings:
             raise ConfigError(f"{location}: {key!r} is set twice. Remove one of the two.", param=key)
         settings[name] = value
-        locations[name] = location
+        locations |= {name: location, **{f"{name}.{inner}": line for inner, line in lines.items()}}
     context.default_map = {**settings, **(context.default_map or {})}
     context.meta[_LOCATIONS] = locations
     flags = (flag for flag, option in known.items() if option.name in settings)
@@ -124,17 +140,19 @@ def _setting(known: Mapping[str, click.Option], key: str, value: Any) -> tuple[s
     option = known.get(key.replace("_", "-"))
     if option is None or option.name is None:
         visible = [flag for flag, option in known.items() if not option.hidden]
-        close = difflib.get_close_matches(key.replace("_", "-"), visible, n=1)
-        fix = f"Did you mean {close[0]!r}?" if close else "`--help` lists all options."
-        raise ConfigError(f"Unknown option {key!r}. {vllm_hint(key.replace('-', '_')) or fix}", param=key)
+        hint = option_hint(key.replace("_", "-"), visible) or "`--help` lists all options."
+        raise ConfigError(f"Unknown option {key!r}. {hint}", param=key)
     if isinstance(value, Mapping):
         return option.name, json.dumps(value)
     texts = list(map(str, value)) if isinstance(value, (list, tuple)) else [str(value)]
     return option.name, texts if option.multiple else ",".join(texts)
 
 
-def _entries(path: Path, known: Mapping[str, click.Option]) -> Iterator[tuple[str, str, Any]]:
-    """Yield key, location and value of each entry. Values stay strings: the option converts them, not YAML."""
+def _entries(path: Path, known: Mapping[str, click.Option]) -> Iterator[tuple[str, str, Any, dict[str, str]]]:
+    """Yield key, location and value of each entry, and the locations of the keys in it, by their paths.
+
+    Values stay strings: the option converts them, not YAML.
+    """
     root = _parse(path)
     if root is None:
         return
@@ -145,7 +163,7 @@ def _entries(path: Path, known: Mapping[str, click.Option]) -> Iterator[tuple[st
         name = _text(key, f"{location}: the name of an option")
         option = known.get(name.replace("_", "-"))
         depth = MAX_DEPTH if isinstance(option, FileOption) and option.nested else 1
-        yield name, location, _value(node, f"{location}: {name!r}", depth)
+        yield name, location, _value(node, f"{location}: {name!r}", depth), dict(_lines(node, path))
 
 
 def _parse(path: Path) -> yaml.Node | None:
@@ -177,6 +195,13 @@ def _value(node: yaml.Node, location: str, depth: int) -> Any:
             values[name] = _value(item, location, depth - 1)
         return values
     return _text(node, location)
+
+
+def _lines(node: yaml.Node, path: Path) -> Iterator[tuple[str, str]]:
+    if isinstance(node, yaml.MappingNode):
+        for key, item in node.value:
+            yield str(key.value), f"{path}, line {key.start_mark.line + 1}"
+            yield from ((f"{key.value}.{inner}", line) for inner, line in _lines(item, path))
 
 
 def _text(node: yaml.Node, location: str) -> str:

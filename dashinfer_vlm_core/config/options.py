@@ -11,6 +11,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSetti
 
 from ..errors import ConfigError, PluginError
 from ..protocol.validation_errors import validation_message
+from .vllm_arguments import option_hint
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -69,8 +70,15 @@ class Options(BaseSettings):
         # All errors in one line; `param` is the first option.
         texts = [_error_text(error, given) for error in errors]
         location = errors[0]["loc"]
-        message = f"Invalid option {'; '.join(texts)}. {cls.reference} lists every option."
+        unknown = [str(error["loc"][0]) for error in errors if error["type"] == "extra_forbidden"]
+        hints = [hint for name in unknown if (hint := option_hint(name, cls.known_options()))]
+        message = " ".join([f"Invalid option {'; '.join(texts)}.", *hints, f"{cls.reference} lists every option."])
         return ConfigError(message, param=str(location[0]) if location else None)
+
+    @classmethod
+    def known_options(cls) -> list[str]:
+        """Return the names to suggest in place of one that does not exist."""
+        return list(cls.option_fields())
 
     @classmethod
     def option_fields(cls) -> dict[str, FieldInfo]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 
 from ..protocol.fields import RejectedFields
 
@@ -100,6 +101,13 @@ OF_THE_SERVER: Mapping[str, str] = {
     "tool_call_parser": "Remove it: tool calls have the format of Qwen's models.",
 }
 """What to use instead of arguments of vLLM's server that its `LLM` does not have, or that `VLM` has too."""
+
+
+def option_hint(name: str, known: Iterable[str]) -> str:
+    """Return what to use instead of an unknown option: of vLLM, or the closest of those that are known; empty if there
+    is none."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return vllm_hint(name.replace("-", "_")) or (f"Did you mean {close[0]!r}?" if close else "")
 
 
 def vllm_hint(name: str) -> str:

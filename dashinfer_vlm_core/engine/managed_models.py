@@ -12,7 +12,8 @@ from ..errors import ConfigError
 from ..kernels.choice import KernelSelector
 from ..models.checkpoint import find_model
 from ..models.memory import MemoryEstimate, ModelSize
-from ..plugins import load_plugins, options_registry
+from ..models.spec import ModelSpec
+from ..plugins import Registry, load_plugins, options_registry
 from ..protocol import DEFAULT_MODEL
 
 Estimate = Callable[[EngineConfig], int]
@@ -55,19 +56,24 @@ def configure_models(shared: EngineConfig, models: Iterable[tuple[str, object]])
 
 
 def _configure(shared: Mapping[str, Any], name: str, given: object) -> ManagedModel:
+    location = f"models.{name}"
     options = {"model": given} if isinstance(given, str) else given
     if not isinstance(options, Mapping):
-        raise ConfigError(f"models: {name!r} must be a folder or model ID, or a mapping of options.", param="models")
-    values: dict[str, Any] = {str(key).replace("-", "_"): value for key, value in options.items()}
+        raise ConfigError(f"models: {name!r} must be a folder or model ID, or a mapping of options.", param=location)
+    keys = {str(key).replace("-", "_"): str(key) for key in options}
+    values: dict[str, Any] = {key: options[written] for key, written in keys.items()}
     aliases = values.pop("aliases", ())
     pinned = values.pop("pinned", "false")
     if str(pinned).lower() not in {"true", "false"}:
-        raise ConfigError(f"models: {name!r}: `pinned` must be true or false, got {pinned!r}.", param="models")
+        message = f"models: {name!r}: `pinned` must be true or false, got {pinned!r}."
+        raise ConfigError(message, param=f"{location}.pinned")
     try:
         config = EngineConfig(**{**shared, "model": name, **values, "served_model_name": name})
         options_registry().resolve_options(config)
     except ConfigError as error:
-        raise ConfigError(f"models: {name!r}: {error.message}", param="models") from None
+        key = keys.get(error.param or "")
+        param = f"{location}.{key}" if key else location
+        raise ConfigError(f"models: {name!r}: {error.message}", param=param) from None
     return ManagedModel(
         config=config,
         aliases=(aliases,) if isinstance(aliases, str) else tuple(map(str, aliases)),
@@ -127,12 +133,20 @@ def estimate_bytes(config: EngineConfig) -> int:
         ConfigError: an option cannot be used on this machine.
     """
     registry = load_plugins()
-    folder = find_model(config.model, registered=registry.models, revision=config.revision)
-    size = ModelSize.of(registry.load_spec(folder))
+    size = ModelSize.of(find_spec(config, registry))
     # Imported by name, because it imports torch: packages that do not need torch import this module.
     placement = importlib.import_module("dashinfer_vlm_core.models.placement")
     estimate: MemoryEstimate = placement.estimate_model(size, config, KernelSelector(registry.kernels.values(), config))
     return estimate.total
+
+
+def find_spec(config: EngineConfig, registry: Registry) -> ModelSpec:
+    """Return the configuration of a model's checkpoint. A model ID that is not in the cache is downloaded.
+
+    Raises:
+        CheckpointError: there is no such model, or its configuration is invalid.
+    """
+    return registry.load_spec(find_model(config.model, registered=registry.models, revision=config.revision))
 
 
 def names_of(models: Iterable[ManagedModel]) -> dict[str, str]:

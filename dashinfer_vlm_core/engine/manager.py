@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..errors import EngineClosed, InvalidParameter, ModelNotFound
+from ..errors import EngineClosed, InvalidParameter, ModelNotFound, SetupError
 from ..media_workers import WorkerLimit, default_workers
 from ..models.pooling import Task
-from ..plugins import Registry
+from ..plugins import Registry, load_plugins
 from ..protocol import ChatRequest, EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
 from ..protocol.ocr import OcrRequest
 from .capabilities import Capabilities, configured_capabilities
@@ -29,7 +29,7 @@ from .engine import (
 )
 from .loading import Shared
 from .loras import LoraStatus
-from .managed_models import Estimate, ManagedModel, check_memory, check_names, estimate_bytes, names_of
+from .managed_models import Estimate, ManagedModel, check_memory, check_names, estimate_bytes, find_spec, names_of
 from .model_loader import LOAD_FAILED, ModelLoader
 from .model_rules import ModelPolicy, ModelScheduler, RuledModel
 from .observers import RequestObserver
@@ -215,9 +215,10 @@ class ModelManager(Startable, ChatEngine):
         shared = Shared(worker_limit=workers)
         engines = {model.config.name: Engine(model.config, registry=registry, shared=shared) for model in models}
         self._loader = ModelLoader(engines, ModelScheduler(ruled, policy), clock)
+        self._registry = registry
         self._pinned = {model.config.name for model in models if model.pinned}
         stays = policy.memory_limit is None and policy.idle_unload is None
-        self._initial = [name for name in engines if stays or name in self._pinned]
+        self._initial = [model for model in models if stays or model.pinned]
         self._engines = {
             model.config.name: ManagedEngine(model, engines[model.config.name], self._loader) for model in models
         }
@@ -342,11 +343,16 @@ class ModelManager(Startable, ChatEngine):
         """
         self._state = "loading"
         try:
-            for name in self._initial:
-                self.load(name)
+            for model in self._initial:  # all are checked before one is loaded, which takes long
+                find_spec(model.config, self._registry or load_plugins())
+            for model in self._initial:
+                self.load(model.config.name)
         except EngineClosed as error:
             self._state = "closed"
-            raise (self._loader.error(name) or error if error.code == LOAD_FAILED else error) from None
+            raise (self._loader.error(model.config.name) or error if error.code == LOAD_FAILED else error) from None
+        except SetupError:
+            self._state = "closed"
+            raise
         self._state = "ready"
         return self
 

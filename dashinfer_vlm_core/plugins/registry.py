@@ -182,10 +182,16 @@ class Registry:
         }
 
 
+class _InstalledOptions(PluginOptions):
+    @classmethod
+    def known_options(cls) -> list[str]:
+        return [*EngineConfig.option_fields(), *super().known_options()]
+
+
 @lru_cache(maxsize=4)
 def _combined(classes: tuple[type[PluginOptions], ...]) -> type[PluginOptions]:
     # One class with the options of all, so that one error contains all invalid ones.
-    return create_model("InstalledOptions", __base__=classes or (PluginOptions,))
+    return create_model("InstalledOptions", __base__=(_InstalledOptions, *classes))
 
 
 def _register(kind: str, table: dict[str, Any], name: str, item: Any) -> None:

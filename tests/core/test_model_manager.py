@@ -168,6 +168,17 @@ def test_start_raises_why_a_pinned_model_cannot_be_loaded(manage, tmp_path):
         manage(managed(tmp_path, "a", pinned=True))
 
 
+def test_all_models_are_checked_before_the_first_one_is_loaded(tiny_checkpoint, tmp_path):
+    loaded = []
+    manager = ModelManager(
+        [managed(tiny_checkpoint, "a"), managed(tmp_path, "b")], registry=scripted_registry(Script("Yes."))
+    )
+    manager.load = loaded.append
+    with contextlib.closing(manager), pytest.raises(CheckpointError, match=f"{tmp_path} has no config.json"):
+        manager.start()
+    assert loaded == []
+
+
 def test_request_that_waits_too_long_is_rejected_and_a_canceled_one_leaves(manage):
     clock = Clock()
     manager = manage(script=Script("word " * 1000, "Yes.", delay=0.02), clock=clock)

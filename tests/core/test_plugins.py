@@ -298,7 +298,7 @@ def test_engine_rejects_all_invalid_options_before_it_loads(install):
         Engine(config).start()
     assert caught.value.message == (
         "Invalid option slide_seconds: must be above 0 (got 0); max_batch_sise: is not a known option (got 4)."
-        " `dashinfer-vlm serve --help` lists every option."
+        " Did you mean 'max_batch_size'? `dashinfer-vlm serve --help` lists every option."
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import click
@@ -300,3 +301,21 @@ models:
 def test_invalid_models_are_refused_at_the_start(configured, words, file, message):
     with pytest.raises((ConfigError, click.UsageError), match=message):
         create_engine(*configured(*words, file=file))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max-batch-sise: 4", r"line 5: models: 'b': .*max_batch_sise: is not a known option .* 'max_batch_size'\?"),
+        ("max-num-seqs: 4", r"line 5: models: 'b': .* It is `max_batch_size` here\."),
+        ("max-batch-size: 0", r"line 5: models: 'b': .*max_batch_size: must be at least 1"),
+        ("pinned: maybe", r"line 5: models: 'b': `pinned` must be true or false"),
+        ("aliases: [a]", r"line 2: The name 'a' is used twice"),
+    ],
+)
+def test_errors_in_models_of_a_file_name_the_line(tmp_path, text, message):
+    file = tmp_path / "options.yaml"
+    file.write_text(f"port: 0\nmodels:\n  a: demo\n  b:\n    {text}\n    model: demo\n")
+    result = CliRunner().invoke(click.Group(commands={"serve": plugin.serve}), ["serve", "--config", str(file)])
+    assert isinstance(result.exception, ConfigError), result.output
+    assert re.search(rf"options\.yaml, {message}", result.exception.message)
