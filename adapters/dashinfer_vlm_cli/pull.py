@@ -12,8 +12,9 @@ import click
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import CheckpointError
-from dashinfer_vlm_core.models.checkpoint import HUB_ID, Hub, fetch, fetch_files, list_snapshot
+from dashinfer_vlm_core.models.checkpoint import HUB_ID, Hub, cached_instead, fetch, fetch_files, list_snapshot
 from dashinfer_vlm_core.models.downloads import delete_damaged
+from dashinfer_vlm_core.models.files import missing_weights
 from dashinfer_vlm_core.models.memory import ModelSize
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_core.progress import show_progress
@@ -36,7 +37,9 @@ HUB_OPTION = click.Option(
 
 @click.command(params=[HUB_OPTION])
 @click.argument("model", metavar="OWNER/NAME")
-@click.option("--revision", metavar="NAME", help="Branch, tag or commit; defaults to the main branch.")
+@click.option(
+    "--revision", metavar="NAME", help="Branch, tag or commit; defaults to `main`, on ModelScope to `master`."
+)
 def pull(*, model: str, revision: str | None, hub: Hub) -> None:
     """Download a model, after a check of what it needs.
 
@@ -44,9 +47,11 @@ def pull(*, model: str, revision: str | None, hub: Hub) -> None:
     downloaded. An interrupted download is resumed, and all checksums are compared, also those of a model that is
     already on this machine.
 
-    HF_ENDPOINT names a mirror, HF_TOKEN is for models that are private or gated, and HF_HOME is the folder of the
-    cache, which all programs of Hugging Face share. The folder of the model is printed: only `pull` and `run` know
-    names of ModelScope, all other commands accept the folder.
+    The folder of the model is printed. Other commands find a model of the Hugging Face Hub by its name; for one of
+    ModelScope, pass them the folder, except for `run --hub modelscope`.
+
+    HF_ENDPOINT and MODELSCOPE_DOMAIN name mirrors, HF_TOKEN is for models that are private or gated, HF_HUB_OFFLINE=1
+    forbids downloads, and HF_HOME is the folder of the cache, which all programs of Hugging Face share.
     """
     log_warnings_only()
     with interruptible(model):
@@ -63,7 +68,19 @@ def pull_model(config: EngineConfig, hub: Hub) -> Path:
         raise CheckpointError(
             f"{config.model!r} is not a model ID. Write OWNER/NAME, such as Qwen/Qwen3-VL-4B-Instruct.", param="model"
         )
-    snapshot = list_snapshot(config.model, revision=config.revision, hub=hub)
+    try:
+        snapshot = list_snapshot(config.model, revision=config.revision, hub=hub)
+    except CheckpointError as error:
+        cached = cached_instead(error, config.model, revision=config.revision, hub=hub)
+        if cached is None or missing_weights(cached[0]):
+            raise
+        folder, reason = cached
+        click.echo(
+            f"{config.model} is complete as of its cached revision {folder.name}. Whether there is a newer one, and the"
+            f" checksums, could not be checked: {reason}",
+            err=True,
+        )
+        return folder
     if snapshot.is_complete():
         with show_progress(f"Verifying {config.model}"):
             damaged = delete_damaged(snapshot)

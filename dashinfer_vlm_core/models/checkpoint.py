@@ -14,7 +14,7 @@ from .downloads import Download
 from .hub import HubFile, HubSnapshot, cache_folder, cached_snapshot, list_files
 from .hub_requests import HubRefusal
 from .json_fields import CONFIG, read_fields
-from .modelscope import list_modelscope_files
+from .modelscope import DEFAULT_REVISION, list_modelscope_files
 from .retrieval import extended_fields
 
 Hub: TypeAlias = Literal["huggingface", "modelscope"]
@@ -110,14 +110,31 @@ def download(repo_id: str, *, revision: str | None = None) -> Path:
     try:
         snapshot = list_snapshot(repo_id, revision=revision)
     except CheckpointError as error:
-        cause = error.__cause__
-        cached = cached_snapshot(repo_id, revision=revision) if isinstance(cause, _unavailable()) else None
+        cached = cached_instead(error, repo_id, revision=revision)
         if cached is None:
             raise
-        reason = str(cause).partition("\n")[0] or type(cause).__name__
+        folder, reason = cached
         logger.warning("Using %s from the cache: the hub does not say whether it is current (%s).", repo_id, reason)
-        return cached
+        return folder
     return fetch(snapshot)
+
+
+def cached_instead(
+    error: CheckpointError, repo_id: str, *, revision: str | None, hub: Hub = "huggingface"
+) -> tuple[Path, str] | None:
+    """Return the folder in the cache that replaces an answer of the hub, and why there is none; None without either.
+
+    Args:
+        error: that of `list_snapshot`.
+        repo_id: owner and name.
+        revision: the branch, tag or commit; None for the default of the hub.
+        hub: the hub.
+    """
+    cause = error.__cause__
+    if not isinstance(cause, _unavailable()):
+        return None
+    folder = cached_snapshot(repo_id, revision=revision or (DEFAULT_REVISION if hub == "modelscope" else None))
+    return (folder, str(cause).partition("\n")[0] or type(cause).__name__) if folder else None
 
 
 def list_snapshot(repo_id: str, *, revision: str | None = None, hub: Hub = "huggingface") -> HubSnapshot:

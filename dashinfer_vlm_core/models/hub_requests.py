@@ -82,9 +82,11 @@ def get_page(url: str, *, sends_token: bool) -> Page:
             if len(received) > MAX_LIST_BYTES:
                 raise CheckpointError(f"The list of files from {url} is too long. Check HF_ENDPOINT.", param="model")
         next_url = response.links.get("next", {}).get("url", "")
-    if next_url and _origin(next_url) != _origin(url):  # the request for it has the token
+    if next_url and not _has_origin(next_url, url):  # the request for it has the token
         raise CheckpointError(
-            f"The list of files from {url} continues at another host, port or scheme. Check HF_ENDPOINT.", param="model"
+            f"The list of files from {url} continues at {next_url[:200]!r}, which is invalid, or has another host, port"
+            " or scheme. Check HF_ENDPOINT.",
+            param="model",
         )
     try:
         return Page(json.loads(received), next_url)
@@ -92,6 +94,16 @@ def get_page(url: str, *, sends_token: bool) -> Page:
         raise CheckpointError(
             f"The response from {url} is not a list of files. Check HF_ENDPOINT.", param="model"
         ) from error
+
+
+def _has_origin(url: str, other: str) -> bool:
+    """Whether a URL that a hub sent is valid, and has the origin of another one."""
+    import httpx
+
+    try:
+        return _origin(url) == _origin(other)
+    except httpx.InvalidURL:
+        return False
 
 
 def _origin(url: str) -> tuple[str, str, int | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from pathlib import Path
 
 import huggingface_hub
 import pytest
@@ -50,6 +51,19 @@ def test_cache_is_used_while_hub_fails(run, hub, repository, caplog):
     hub.statuses["api"] = (503, "")
     assert find_model("maker/tiny", registered={}) == repository / "snapshots" / COMMIT
     assert "Using maker/tiny from the cache: " in caplog.text
+
+
+@pytest.mark.parametrize("name", ["huggingface", "modelscope"])
+def test_pull_of_complete_model_needs_no_hub(run, hub, repository, monkeypatch, name):
+    monkeypatch.setenv("MODELSCOPE_DOMAIN", hub.url)
+    folder = run("pull", "maker/tiny", "--hub", name).stdout.strip()
+    hub.mute = True
+    result = run("pull", "maker/tiny", "--hub", name)
+    assert result.stdout == f"{folder}\n"
+    assert f"maker/tiny is complete as of its cached revision {folder[-40:]}. Whether there is a newer" in result.stderr
+    Path(folder, WEIGHTS).unlink()
+    with pytest.raises(CheckpointError, match=r"connection to .* was lost"):
+        run("pull", "maker/tiny", "--hub", name)
 
 
 def test_complete_model_in_read_only_cache_is_used(run, hub, repository):
@@ -180,9 +194,10 @@ def test_files_of_all_pages_are_downloaded_and_other_hosts_refused(run, hub, rep
     hub.second_page = [entry(hub.folder / "second.json")]
     run("pull", "maker/tiny")
     assert (repository / "snapshots" / COMMIT / "second.json").read_text() == "{}"
-    hub.next_page = "http://127.0.0.2/api"
-    with pytest.raises(CheckpointError, match="continues at another host"):
-        run("pull", "maker/tiny")
+    for page in ("http://127.0.0.2/api", "http://[", f"{hub.url}x/api", "http://127.0.0.1:99999999/", "/api"):
+        hub.next_page = page
+        with pytest.raises(CheckpointError, match=r"continues at .*, which is invalid, or has another host"):
+            run("pull", "maker/tiny")
 
 
 def test_content_of_link_is_not_followed(run, hub, repository, tmp_path):
