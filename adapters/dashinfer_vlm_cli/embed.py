@@ -15,7 +15,7 @@ import click
 from dashinfer_vlm_core.cli.command import EngineCommand
 from dashinfer_vlm_core.cli.terminal import counted
 from dashinfer_vlm_core.concurrency.tasks import run_concurrently
-from dashinfer_vlm_core.errors import DashInferVLMError, RequestError
+from dashinfer_vlm_core.errors import ConfigError, DashInferVLMError, RequestError
 
 from .batch import INTERRUPTED
 from .embed_files import Content, Row, VectorsFile
@@ -32,6 +32,8 @@ MAX_PAGES = 8
 """The same for the pages of a document. The last page is known when one is missing."""
 
 RETRIES = 3
+
+EMBEDDING_MODEL = "Qwen/Qwen3-VL-Embedding-2B"
 
 
 @click.command(cls=EngineCommand)
@@ -56,6 +58,8 @@ def embed(
     """
     if not files and not texts:
         raise click.UsageError("There is nothing to embed. Pass FILES or --text.")
+    if not all(texts):
+        raise click.UsageError("A --text is empty. Write a text, or leave it out.")
     if source.config.task == "auto":
         source = replace(source, config=source.config.model_copy(update={"task": "embed"}))
     with VectorsFile(output) as vectors:
@@ -68,7 +72,7 @@ def embed(
     for problem in job.problems:
         click.echo(f"dashinfer-vlm: {problem}", err=True)
     counts = f"{counted(job.num_embedded, 'row')} computed, {len(job.problems)} failed."
-    click.echo(f"{counts} Rows: {vectors.path}", err=True)
+    click.echo(f"{counts} Rows: {vectors.path}" if vectors.path.exists() else counts, err=True)
     sys.exit(1 if job.problems else 0)
 
 
@@ -103,9 +107,19 @@ class _Job:
     num_embedded: int = 0
     _slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_REQUESTS))
 
+    def is_done(self, source: Path | str) -> bool:
+        """Whether a text, image or video has its row. How many pages a document has, only the engine knows."""
+        if isinstance(source, str):
+            return self._text_row(source) in self.vectors
+        try:
+            content = Content.read(source)
+        except DashInferVLMError:  # `process` reports it
+            return False
+        return self._row(content) in self.vectors and not self.vectors.has_other_version(str(source), content.digest)
+
     async def process(self, engine: AnyEngine, source: Path | str) -> None:
         if isinstance(source, str):
-            row = Row(text=source, instruction=self.options.get("instruction"))
+            row = self._text_row(source)
             self._report(row, await self._embed(engine, row, {"input": source}, None))
             return
         try:
@@ -174,10 +188,14 @@ class _Job:
                     started, lambda each: each.aembed(request), timeout=None, max_retries=RETRIES
                 )
         except DashInferVLMError as error:
+            _check_options(error)
             return error
         self.vectors.add(row, digest, result)
         self.num_embedded += 1
         return None
+
+    def _text_row(self, text: str) -> Row:
+        return Row(text=text, instruction=self.options.get("instruction"))
 
     def _row(self, content: Content, page: int | None = None) -> Row:
         return Row(file=str(content.path), page=page, instruction=self.options.get("instruction"))
@@ -188,12 +206,28 @@ class _Job:
             self.problems.append(f"{row}: {message}")
 
 
+def _check_options(error: DashInferVLMError) -> None:
+    """Raise ConfigError if no request with these options can succeed."""
+    if error.code == "wrong_task":
+        model = error.message.partition(" (")[0]
+        raise ConfigError(
+            f"{model}, so it has no embeddings. Load it with `--task embed`, the server included, or use a model that"
+            f" was trained for embeddings, such as {EMBEDDING_MODEL}.",
+            param="task",
+        )
+    if error.param == "dimensions":
+        raise ConfigError(error.message.replace("`dimensions`", "`--dimensions`", 1), param="dimensions")
+
+
 def _is_end(error: DashInferVLMError) -> bool:
     """Return whether the document has no page of the requested number."""
     return bool(error.param and error.param.endswith(".pages"))
 
 
-def _run(job: _Job, sources: Sequence[Path | str], source: EngineSource) -> None:
+def _run(job: _Job, given: Sequence[Path | str], source: EngineSource) -> None:
+    sources = [each for each in given if not job.is_done(each)]
+    if not sources:
+        return
     with source.open() as engine, ItemProgress(len(sources), job) as progress:
 
         async def work(each: Path | str) -> None:

@@ -154,7 +154,11 @@ class VectorsFile(LineFile):
         self._write(self._header(), 0)
 
     def close(self) -> None:
+        """Close both files, and delete them if they have no row."""
         os.close(self._vectors)
+        if not self._rows:
+            self.vectors_path.unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)
         super().close()
 
     def _check(self, result: PoolingResult) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dashinfer_vlm_cli.engines import EngineSource
 from dashinfer_vlm_core import VLM
-from dashinfer_vlm_core.errors import ConfigError
+from dashinfer_vlm_core.errors import CheckpointError, ConfigError
 from tests.conversations import as_openai, blurred_image, user
 from tests.pdfs import document
 from tests.pooling.checkpoints import write_embedding
@@ -94,9 +95,8 @@ def test_instruction_and_dimensions_are_sent(embed, vlm, tmp_path):
     assert embed("--text", "A dog.", "--instruction", "Find it.").exit_code == 0
     expected = vlm.engine.embed({"input": "A dog.", "instruction": "Find it."}).values
     np.testing.assert_allclose([rows(tmp_path)["A dog.", None]], expected, atol=1e-5)
-    result = embed("--text", "A cat.", "--dimensions", "32")
-    assert result.exit_code == 1
-    assert "'A cat.': `dimensions` is 32, but embeddings of this model have 64" in result.output
+    with pytest.raises(ConfigError, match=r"^`--dimensions` is 32, but embeddings of this model have 64 dimensions"):
+        embed("--text", "A cat.", "--dimensions", "32")
 
 
 def test_bad_files_do_not_end_the_others(embed, files, tmp_path):
@@ -187,7 +187,31 @@ def test_vectors_of_another_model_are_an_error(run, embed, base, tmp_path):
     assert run("embed", "--text", "A cat.", "-o", tmp_path / "other.npy", *options).exit_code == 0
 
 
+def test_run_without_rows_leaves_no_files(embed, run, tmp_path):
+    (tmp_path / "empty.txt").touch()
+    assert "0 rows computed, 1 failed." in embed(tmp_path / "empty.txt").output
+    assert not list(tmp_path.glob("out.*"))
+    with pytest.raises(CheckpointError):
+        run("embed", "--text", "a", "-o", tmp_path / "out.npy", "--model", tmp_path)
+    assert not list(tmp_path.glob("out.*"))
+
+
+def test_model_is_not_loaded_if_nothing_is_to_do(embed, files, tmp_path, monkeypatch):
+    arguments = (files[0], files[2], "--text", "A cat.")
+    assert embed(*arguments).exit_code == 0
+    monkeypatch.setattr(EngineSource, "open", lambda _: pytest.fail("the model was loaded"))
+    result = embed(*arguments)
+    assert (result.exit_code, "0 rows computed, 0 failed." in result.output) == (0, True)
+
+
+def test_model_with_another_task_ends_the_run(run, server_url, tmp_path):
+    text = r"'tiny' generates text, so .* `--task embed`.* Qwen/Qwen3-VL-Embedding-2B"
+    with pytest.raises(ConfigError, match=text):
+        run("embed", "--text", "a", "-o", tmp_path / "out.npy", "--api-base", server_url("Yes."))
+
+
 def test_arguments_are_checked(run, tmp_path):
+    assert "A --text is empty" in run("embed", "--text", "", "-o", tmp_path / "out.npy").output
     assert "Pass FILES or --text" in run("embed", "-o", tmp_path / "out.npy").output
     with pytest.raises(ConfigError, match=r"must end with \.npy"):
         run("embed", "--text", "a", "-o", tmp_path / "out.txt")
