@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from .engines import AnyEngine
 
 STANDARD_INPUT = "-"
-NO_PROMPT = 'dashinfer-vlm: Standard input has no prompt. Pass one, as in dashinfer-vlm chat "Hello!".'
+NO_PROMPT = 'Standard input has no prompt. Pass one, as in dashinfer-vlm chat "Hello!".'
 
 
 class ChatCommand(EngineCommand):
@@ -80,15 +81,20 @@ def chat(
     conversation.attachments += [media_part("video", item) for item in videos]
     conversation.attachments += [media_part("file", item) for item in files]
     at_terminal = prompt is None and not as_json and sys.stdin.isatty() and sys.stdout.isatty()
-    with source.open() as engine:
-        if at_terminal:
+    if at_terminal:
+        with source.open() as engine:
             _converse(engine, conversation, source)
-        else:
-            succeeded = [_complete(engine, conversation, each, as_json=as_json) for each in _prompts(prompt)]
-            if not succeeded:
-                click.echo(NO_PROMPT, err=True)
-            if not all(succeeded):
-                sys.exit(1)
+        return
+    prompts = _prompts(prompt)
+    first = next(prompts, None)  # before the model is loaded, which takes long
+    if first is None:
+        raise click.UsageError(NO_PROMPT)
+    with source.open() as engine:
+        succeeded = [
+            _complete(engine, conversation, each, as_json=as_json) for each in itertools.chain([first], prompts)
+        ]
+    if not all(succeeded):
+        sys.exit(1)
 
 
 def _set(conversation: Conversation, setting: str) -> None:
@@ -101,7 +107,7 @@ def _set(conversation: Conversation, setting: str) -> None:
 def _prompts(prompt: str | None) -> Iterator[str]:
     # Commands and paths in lines from standard input are not interpreted.
     if prompt == STANDARD_INPUT:
-        yield sys.stdin.read().strip()
+        yield from filter(None, [sys.stdin.read().strip()])
     elif prompt is not None:
         yield prompt
     else:

@@ -15,6 +15,7 @@ from PIL import Image
 from dashinfer_vlm_cli.chat import chat
 from dashinfer_vlm_cli.completion_stats import Completion
 from dashinfer_vlm_cli.conversation import Conversation
+from dashinfer_vlm_cli.engines import EngineSource
 from dashinfer_vlm_cli.line_reader import line_reader
 from dashinfer_vlm_cli.media import clipboard_part, find_media, media_part
 from dashinfer_vlm_cli.repl import COMMANDS, Repl
@@ -456,9 +457,12 @@ def test_json_output_has_response_and_usage(run, server_url):
     assert line["seconds_to_first_token"] > 0
 
 
-def test_input_without_a_prompt_is_reported(run, server_url):
-    result = run("chat", "--api-base", server_url("Yes."), input="\n")
-    assert (result.stdout, result.exit_code) == ("", 0)
+@pytest.mark.parametrize(("arguments", "text"), [(["demo"], "\n"), (["demo", "-"], " \n"), ([], "")])
+@pytest.mark.parametrize("command", ["chat", "run"])
+def test_input_without_prompt_is_an_error_before_a_model_is_loaded(run, monkeypatch, command, arguments, text):
+    monkeypatch.setattr(EngineSource, "open", lambda _: pytest.fail("the model was loaded"))
+    result = run(command, *arguments, input=text)
+    assert result.exit_code == 2
     assert "Standard input has no prompt. Pass one" in result.stderr
 
 
