@@ -46,3 +46,20 @@ def test_each_program_is_shown_without_arguments():
     programs = {str(path.relative_to(ROOT)) for path in (ROOT / "examples").rglob("*.py")}
     shown = {program for program, arguments, _ in COMMANDS if not arguments}
     assert programs - shown == {"examples/write_a_plugin/slideshow_plugin.py"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["none"], "there is no folder none"),
+        (["examples", "--image", "none.png"], "--image: there is no file none.png"),
+        (["examples", "--text", "a", "--output", "LICENSE"], "--output: LICENSE is not a folder"),
+    ],
+)
+def test_visual_search_names_what_is_missing(monkeypatch, capsys, arguments, message):
+    program = str(ROOT / "examples/visual_search/search.py")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", [program, *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(program, run_name="__main__")
+    assert message in capsys.readouterr().err

@@ -218,12 +218,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--index", choices=("numpy", "faiss"), default="numpy", help="compares vectors")
     parser.add_argument("--output", type=Path, default=Path("visual-search"), help="folder of the index and the sheet")
     arguments = parser.parse_args()
+    if not arguments.folder.is_dir():
+        parser.error(f"there is no folder {arguments.folder}: pass one that has pictures or PDFs")
+    if arguments.image and not arguments.image.is_file():
+        parser.error(f"--image: there is no file {arguments.image}")
+    if arguments.output.exists() and not arguments.output.is_dir():
+        parser.error(f"--output: {arguments.output} is not a folder")
     if arguments.folder == PICTURES and not arguments.text and not arguments.image:
         arguments.image = PICTURES / "circle.png"
     if not arguments.text and not arguments.image:
         parser.error("pass what to search for: --text or --image")
-    if not arguments.folder.is_dir():
-        parser.error(f"{arguments.folder} is not a folder")
     if arguments.index == "faiss" and not importlib.util.find_spec("faiss"):
         parser.error("--index faiss needs FAISS: run pip install faiss-cpu, or omit it")
     return arguments
