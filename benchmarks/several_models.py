@@ -30,12 +30,14 @@ from .workloads import words
 
 FIRST = "first"
 SECOND = "second"
-PROMPT_TOKENS = 64
+PROMPT_TOKENS = 128
 TOKENS = 64
-STREAM_TOKENS = 600
+STREAM_TOKENS = 1600
 """Long enough that another model loads during the stream."""
 USERS = (1, 8)
 KV_MIB = 512
+OPTIONS = ("--kv-cache-mib", str(KV_MIB), "--speculative-method", "none")
+"""Random weights repeat themselves, so that the number of accepted drafts would vary."""
 PAUSE_SECONDS = 1.0
 """Before the other model begins to load."""
 
@@ -94,10 +96,11 @@ async def compare_speed(one: Server, two: Server, rounds: int, source: random.Ra
     async with one.target(FIRST) as alone, two.target(FIRST) as together:
         for number in range(-1, rounds):
             for users in USERS:
+                seed = source.random()  # both get the same prompts
                 with running(one):
-                    expected = await speed(alone, source, users)
+                    expected = await speed(alone, random.Random(seed), users)
                 with running(two):
-                    found = await speed(together, source, users)
+                    found = await speed(together, random.Random(seed), users)
                 if number >= 0:
                     ratios[users].append(Speed(*(a / b for a, b in zip(found, expected, strict=True))))
     lines = ["| both loaded, to one alone | first token | further tokens | tokens/s |", "|---|---|---|---|"]
@@ -134,9 +137,10 @@ async def longest_gaps(two: Server, rounds: int, source: random.Random) -> list[
                 await asyncio.sleep(PAUSE_SECONDS)
                 async with admin.post(f"{two.base}/models/load", json={"model": SECOND}) as response:
                     response.raise_for_status()
-                if stream.done():
-                    raise RuntimeError("the stream ended before the model was loaded")
+                is_loaded = not stream.done()
                 (busy,) = await stream
+                if not is_loaded:
+                    raise RuntimeError("the stream ended before the model was loaded")
                 found.append((max(quiet.gaps), max(busy.gaps)))
     return found
 
@@ -166,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with end_with_us(), tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
 
         def start(name: str, *options: str) -> Server:
-            launch = ours(name, f"{FIRST}={model}", "--kv-cache-mib", str(KV_MIB), *options)
+            launch = ours(name, f"{FIRST}={model}", *OPTIONS, *options)
             server = Server(launch, Path(folder) / f"{name}.log")
             stack.callback(server.stop)
             server.pause()

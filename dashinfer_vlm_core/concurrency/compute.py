@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -17,6 +18,9 @@ from typing import Any, NamedTuple, TypeVar
 T = TypeVar("T")
 
 THREAD_NAME = "dashinfer-vlm-compute"
+
+PAUSE_INTERVAL = 0.02
+"""Seconds of long work between two pauses; the gaps of other models' streams grow by that."""
 
 
 class Executor:
@@ -46,7 +50,8 @@ class Executor:
         """Run deferred work: the caller is about to compute without the interpreter."""
 
     def pause(self) -> None:
-        """Run the tasks that wait now; called by long work, such as loading a matrix, in the thread that runs it."""
+        """Run the tasks that wait now, unless the last pause was a moment ago; called by long work, such as loading a
+        model, in the thread that runs it."""
 
     def abandon(self, thread: int | None) -> None:
         """Abandon work that hangs, so that other work continues.
@@ -83,6 +88,7 @@ class ComputeExecutor(Executor):
         self._thread: threading.Thread | None = None
         self._deferred: list[Callable[[], None]] = []
         self._paused = 0
+        self._resumed = 0.0  # when the current task began, or continued after a pause
 
     @property
     def waiting(self) -> int:
@@ -127,7 +133,7 @@ class ComputeExecutor(Executor):
 
     def pause(self) -> None:
         """See `Executor`; in another thread than the compute thread, nothing happens."""
-        if threading.current_thread() is not self._thread:
+        if threading.current_thread() is not self._thread or time.monotonic() < self._resumed + PAUSE_INTERVAL:
             return
         paused = self._current
         self._paused += 1
@@ -135,6 +141,7 @@ class ComputeExecutor(Executor):
             if task := self._next_waiting():
                 _run_task(task, self.run_deferred)
                 del task  # as in `_work`
+        self._resumed = time.monotonic()
         with self._changed:
             self._paused -= 1
             if threading.current_thread() is self._thread:  # it was not abandoned
@@ -156,6 +163,7 @@ class ComputeExecutor(Executor):
 
     def _work(self) -> None:
         while task := self._next():
+            self._resumed = time.monotonic()
             _run_task(task, self.run_deferred)
             del task  # do not keep the result alive
 

@@ -213,6 +213,8 @@ class ModelManager(Startable, ChatEngine):
         ]
         workers = WorkerLimit(max(model.config.media_workers or default_workers() for model in models))
         shared = Shared(worker_limit=workers)
+        self._models = tuple(models)
+        self._tokenizers = shared.tokenizers
         engines = {model.config.name: Engine(model.config, registry=registry, shared=shared) for model in models}
         self._loader = ModelLoader(engines, ModelScheduler(ruled, policy), clock)
         self._registry = registry
@@ -343,8 +345,7 @@ class ModelManager(Startable, ChatEngine):
         """
         self._state = "loading"
         try:
-            for model in self._initial:  # all are checked before one is loaded, which takes long
-                find_spec(model.config, self._registry or load_plugins())
+            self._read_files()
             for model in self._initial:
                 self.load(model.config.name)
         except EngineClosed as error:
@@ -355,6 +356,13 @@ class ModelManager(Startable, ChatEngine):
             raise
         self._state = "ready"
         return self
+
+    def _read_files(self) -> None:
+        """Check all models before one is loaded, which takes long, and parse their tokenizers while no stream waits for
+        the interpreter."""
+        registry = self._registry or load_plugins()
+        for model in self._models:
+            self._tokenizers.read(find_spec(model.config, registry).folder)
 
     def close(self) -> None:
         """Unload all models; running requests raise EngineClosed.

@@ -1,9 +1,9 @@
 """Allocate weights in huge pages of 2 MiB, where available: TLB misses of smaller ones took a tenth of a decode step.
 
 Linux uses huge pages only for whole, aligned 2 MiB ranges. Matrices are therefore placed next to each other in larger
-chunks, which are freed with the last of their tensors. Pages are collapsed in the background after a model is loaded,
-during its first responses. Requesting huge pages at allocation would be simpler, but a virtual machine may take one or
-two seconds for each gigabyte.
+chunks, which are freed with the last of their tensors. Pages are collapsed after a model is loaded, between the decode
+steps of its first responses. Requesting huge pages at allocation would be simpler, but a virtual machine may take one
+or two seconds for each gigabyte.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
+
+from dashinfer_vlm_core.concurrency.compute import CPU_EXECUTOR
 
 HUGE_PAGE_SIZE = 2 << 20
 CHUNK_SIZE = 16 << 20
@@ -111,16 +114,23 @@ def _address(memory: mmap.mmap) -> int:
 def collapse(memory: weakref.ref[mmap.mmap], end: int) -> None:
     """Collapse the complete 2 MiB ranges before `end` into huge pages, unless the memory has been freed.
 
+    Each range, which takes a millisecond, is a task of the compute thread: at the same time as a decode step, on all
+    cores, it would take a core from that step, and steps of 10 ms took a second.
+
     If the system declines, small pages remain in use, which are only slower.
     """
     mapping = memory()
     if mapping is None:
         return
-    madvise = ctypes.CDLL(None).madvise  # `mmap.madvise` holds the GIL
     address = _address(mapping)
     for start in range(-address % HUGE_PAGE_SIZE, end - HUGE_PAGE_SIZE + 1, HUGE_PAGE_SIZE):
-        for advice in (MADV_HUGEPAGE, MADV_COLLAPSE):
-            madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(HUGE_PAGE_SIZE), advice)
+        CPU_EXECUTOR.run(partial(_collapse_range, address + start))
+
+
+def _collapse_range(address: int) -> None:
+    madvise = ctypes.CDLL(None).madvise  # `mmap.madvise` holds the GIL
+    for advice in (MADV_HUGEPAGE, MADV_COLLAPSE):
+        madvise(ctypes.c_void_p(address), ctypes.c_size_t(HUGE_PAGE_SIZE), advice)
 
 
 _ALLOCATOR = _ChunkAllocator()

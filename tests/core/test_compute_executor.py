@@ -12,6 +12,7 @@ import weakref
 
 import pytest
 
+from dashinfer_vlm_core.concurrency import compute
 from dashinfer_vlm_core.concurrency.compute import CPU_EXECUTOR, ComputeExecutor
 from tests.waiting import HANG, until
 
@@ -49,6 +50,12 @@ def test_tasks_run_in_order_of_submission(executor, submit):
     assert order == ["a", "b", "c", "again"]
 
 
+@pytest.fixture
+def always_pauses(monkeypatch):
+    monkeypatch.setattr(compute, "PAUSE_INTERVAL", 0.0)
+
+
+@pytest.mark.usefixtures("always_pauses")
 def test_paused_task_lets_those_that_wait_run(executor, submit):
     order, begun, go = [], threading.Event(), threading.Event()
 
@@ -73,6 +80,20 @@ def test_paused_task_lets_those_that_wait_run(executor, submit):
     assert order == ["begin", (1, False), ("end", 0, True)], "the paused task waits, so that others end soon"
 
 
+def test_task_does_not_pause_again_at_once(executor, submit, monkeypatch):
+    monkeypatch.setattr(compute, "PAUSE_INTERVAL", float("inf"))
+    order, begun, go = [], threading.Event(), threading.Event()
+    thread = submit(executor, lambda: (begun.set(), go.wait(timeout=HANG), executor.pause(), order.append("end")))
+    assert begun.wait(timeout=HANG)
+    submit(executor, lambda: order.append("other"))
+    until(lambda: executor.waiting == 1)
+    go.set()
+    thread.join(timeout=HANG)
+    executor.run(lambda: None)
+    assert order == ["end", "other"]
+
+
+@pytest.mark.usefixtures("always_pauses")
 def test_errors_of_other_tasks_do_not_reach_a_paused_one(executor, submit):
     begun, go, ended = threading.Event(), threading.Event(), threading.Event()
     submit(executor, lambda: (begun.set(), go.wait(timeout=HANG), executor.pause(), ended.set()))

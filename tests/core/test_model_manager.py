@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import threading
 
 import pytest
@@ -149,7 +150,9 @@ def test_without_limits_all_models_are_loaded_at_the_start(manage):
 
 def test_failed_load_is_an_error_with_its_reason_and_not_repeated_at_once(manage, tiny_checkpoint, tmp_path):
     clock = Clock()
+    shutil.copytree(tiny_checkpoint, tmp_path, dirs_exist_ok=True)
     manager = manage(managed(tiny_checkpoint, "a"), managed(tmp_path, "b"), clock=clock)
+    (tmp_path / "config.json").unlink()
     for _ in range(2):
         with pytest.raises(EngineClosed, match=r"'b' could not be loaded: .* has no config.json") as raised:
             ask(manager, "b")
@@ -157,8 +160,7 @@ def test_failed_load_is_an_error_with_its_reason_and_not_repeated_at_once(manage
         assert str(tmp_path.parent) not in raised.value.message
     assert manager.for_model("b").status().state == "failed"
     assert "config.json" in manager.for_model("b").status().fatal_error
-    for file in tiny_checkpoint.iterdir():
-        (tmp_path / file.name).symlink_to(file)
+    shutil.copy(tiny_checkpoint / "config.json", tmp_path)
     clock.now = 30
     assert [ask(manager, name) for name in "ba"] == ["b", "a"]
 
@@ -168,10 +170,13 @@ def test_start_raises_why_a_pinned_model_cannot_be_loaded(manage, tmp_path):
         manage(managed(tmp_path, "a", pinned=True))
 
 
-def test_all_models_are_checked_before_the_first_one_is_loaded(tiny_checkpoint, tmp_path):
+@pytest.mark.parametrize("idle_unload", [None, 60.0])
+def test_all_models_are_checked_before_the_first_one_is_loaded(tiny_checkpoint, tmp_path, idle_unload):
     loaded = []
     manager = ModelManager(
-        [managed(tiny_checkpoint, "a"), managed(tmp_path, "b")], registry=scripted_registry(Script("Yes."))
+        [managed(tiny_checkpoint, "a"), managed(tmp_path, "b")],
+        policy=ModelPolicy(idle_unload=idle_unload),
+        registry=scripted_registry(Script("Yes.")),
     )
     manager.load = loaded.append
     with contextlib.closing(manager), pytest.raises(CheckpointError, match=f"{tmp_path} has no config.json"):

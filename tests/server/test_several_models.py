@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import re
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import click
@@ -140,8 +141,9 @@ def test_stream_shows_that_its_model_is_loaded(served, monkeypatch):
 def test_failed_load_is_503_with_the_reason(served, tiny_checkpoint, tmp_path, monkeypatch, comment_seconds):
     """After comments, the error is in the stream."""
     monkeypatch.setattr(sse, "COMMENT_SECONDS", comment_seconds)
-    (tmp_path / "config.json").write_text("{")
+    shutil.copytree(tiny_checkpoint, tmp_path, dirs_exist_ok=True)
     with served(folders={"a": tiny_checkpoint, "b": tmp_path}).http() as client:
+        (tmp_path / "config.json").write_text("{")
         streamed = client.post(CHAT, json={**HELLO, "model": "b", "stream": True})
         response = client.post(CHAT, json={**HELLO, "model": "b"})
         assert client.post(CHAT, json={**HELLO, "model": "a"}).status_code == 200
