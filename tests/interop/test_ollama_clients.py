@@ -268,8 +268,11 @@ def test_other_methods_of_the_client_work(served, monkeypatch):
     ollama = pytest.importorskip("ollama", reason="ollama is not installed")
     served.script.play(RESPONSE)
     with contextlib.closing(ollama.Client(host(served), timeout=HANG)) as client:
-        assert [model.model for model in client.list().models] == ["tiny:latest"]
-        assert [model.model for model in client.ps().models] == ["tiny:latest"]
+        for found in (client.list().models, client.ps().models):
+            assert [model.model for model in found] == ["tiny:latest"]
+            assert found[0].size > 0
+            assert (found[0].details.family, found[0].details.quantization_level) == ("qwen2_vl", "F32")
+            assert found[0].details.parameter_size.endswith("M")
         assert "vision" in client.show("tiny").capabilities
         image = IMAGE.value.partition(";base64,")[2]
         assert client.generate("tiny", "What is this?", images=[image]).response == RESPONSE

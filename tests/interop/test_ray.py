@@ -198,7 +198,7 @@ REQUESTS = {
 
 def without_ids(body: Any) -> Any:
     """Remove what differs between two equal responses, and round numbers, which depend on the kernels."""
-    changing = {"id", "created", "system_fingerprint", "created_at", "modified_at"}
+    changing = {"id", "created", "system_fingerprint", "request_id", "created_at", "modified_at"}
     if isinstance(body, dict):
         kept = {name: value for name, value in body.items() if name not in changing and not name.endswith("_duration")}
         return {name: without_ids(value) for name, value in kept.items()}
