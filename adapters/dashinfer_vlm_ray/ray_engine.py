@@ -204,7 +204,10 @@ class RayEngine(ChatEngine):
             except DeploymentUnavailableError:  # there is no replica now
                 reports = []
         self._reports = [report for report in reports if isinstance(report, ReplicaReport)]
-        self._status = _combined(self._status, [report.status for report in self._reports])
+        combined = _combined(self._status, [report.status for report in self._reports])
+        # Ray Serve's router can lose one of several calls that a request makes at a time: it finds waiting calls by the
+        # internal ID of the request.
+        self._status = replace(combined, max_parallel=1)
 
     async def _stream(
         self, method: str, session: str, client: Client, request: ChatRequest | OcrRequest
