@@ -27,7 +27,8 @@ _LOG = NameLog(
 
 def query_names(route: APIRoute) -> frozenset[str]:
     """Return the names of the query parameters that the handler of a route has, all in one pydantic model."""
-    kinds = [parameter.field_info.annotation for parameter in route.dependant.query_params]
+    parameters = route.dependant.query_params  # codespell:ignore dependant
+    kinds = [parameter.field_info.annotation for parameter in parameters]
     return frozenset(name for kind in kinds if kind for name in kind.model_fields)
 
 

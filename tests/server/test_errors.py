@@ -152,10 +152,10 @@ def test_unknown_query_parameters_are_logged_once(scripted, monkeypatch, caplog)
     with scripted("Fine.").server.http() as client:
         for _ in range(2):
             assert client.get("/v1/models?api-version=preview&limit=5").status_code == 200
-            client.get("/v1/responses/resp_1?stream=true&strem=1")
+            client.get("/v1/responses/resp_1?stream=true&after=1")
             client.post("/v1/messages?beta=true", json={})
     logged = [record.getMessage() for record in caplog.records if record.name == query.__name__]
-    assert logged == ["'limit'", "'strem'"]
+    assert logged == ["'limit'", "'after'"]
 
 
 SIMILAR = {
