@@ -311,7 +311,7 @@ class Scheduler:
                 # Where an earlier prompt differed, later ones may differ too.
                 positions = {sequence.boundaries.at_or_before(allocation.num_matched_tokens)}
                 sequence.state_slots = self._states.allocate(
-                    sequence.request, sequence.prefix, positions, allocation.num_computed_tokens
+                    sequence.request, sequence.prefix, sequence.boundaries, positions, allocation.num_computed_tokens
                 )
             if not sequence.output_ids:
                 sequence.num_cached_tokens = min(allocation.num_computed_tokens, sequence.num_cached_tokens) + max(

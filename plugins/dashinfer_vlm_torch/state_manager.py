@@ -99,14 +99,21 @@ class StateManager:
         lengths = {state.num_tokens for state in self._cached.values() if state.num_tokens <= num_tokens}
         return next((length for length in sorted(lengths, reverse=True) if prefix.digest(length) in self._cached), 0)
 
-    def allocate(self, request: DecodeRequest, prefix: PrefixHash, positions: set[int], num_tokens: int) -> StateSlots:
+    def allocate(
+        self,
+        request: DecodeRequest,
+        prefix: PrefixHash,
+        boundaries: ChunkBoundaries,
+        positions: set[int],
+        num_tokens: int,
+    ) -> StateSlots:
         """Allocate slots for a sequence, which continues after `num_tokens`; see `restore`. Its checkpoints are those
         of the request, and `positions`."""
         slots = StateSlots(
             prefix=prefix,
-            boundaries=ChunkBoundaries(request.response_boundaries),
+            boundaries=boundaries,
             prompt_length=len(request.token_ids),
-            checkpoints=tuple(sorted(checkpoints(request) | positions)),
+            checkpoints=tuple(sorted(checkpoints(request, boundaries) | positions)),
         )
         if num_tokens:
             self.restore(slots, num_tokens)
@@ -219,14 +226,13 @@ def count_sequences(slots: int, limit: int) -> int:
     return min(limit, max((slots - 1) // 2, 1))
 
 
-def checkpoints(request: DecodeRequest) -> set[int]:
+def checkpoints(request: DecodeRequest, boundaries: ChunkBoundaries) -> set[int]:
     """Return the positions in a prompt after which later prompts may differ: where the response begins, and the last
     boundaries before the end of each image or video and before the last token, which is never taken from the cache."""
     spans = request.spans
     # A video may have several spans; the first row of an image or video begins a new one.
     ends = [span.stop for span, after in pairwise(spans) if after.row == 0]
     ends += [*(span.stop for span in spans[-1:]), *request.response_boundaries[-1:], len(request.token_ids) - 1]
-    boundaries = ChunkBoundaries(request.response_boundaries)
     return {boundaries.at_or_before(end) for end in ends if end >= CHUNK}
 
 

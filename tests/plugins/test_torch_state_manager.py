@@ -21,13 +21,19 @@ from .oracle import prompt, text, visual
 SHORT = prompt(0, 10)
 """A prompt without checkpoints of its own."""
 
+REGULAR = ChunkBoundaries(())
+
 
 def compute(states, request, *, steps, at=()):
     """Run a sequence that is at the position of each step after it, with checkpoints at `at`; return its slots."""
-    slots = states.allocate(SHORT, PrefixHash(request), set(at), 0)
+    slots = states.allocate(SHORT, PrefixHash(request), REGULAR, set(at), 0)
     for position in steps:
         states.advance(slots, position)
     return slots
+
+
+def places(request):
+    return checkpoints(request, ChunkBoundaries(request.response_boundaries))
 
 
 def found(states, request):
@@ -61,7 +67,7 @@ def test_chunks_begin_with_responses_and_have_at_most_64_tokens(starts, chunks):
 
 def test_steps_alternate_between_two_slots():
     states = StateManager(2, 4, caching=True)
-    slots = states.allocate(SHORT, PrefixHash(prompt(1, 10)), set(), 0)
+    slots = states.allocate(SHORT, PrefixHash(prompt(1, 10)), REGULAR, set(), 0)
     assert slots.current == NO_STATE
     written = []
     for position in range(1, 5):
@@ -77,7 +83,7 @@ def test_cached_state_is_read_by_many_and_never_written():
     states = StateManager(9, 4, caching=True)
     first = compute(states, prompt(1, 100), steps=[64], at=[64])
     cached = first.current
-    readers = [states.allocate(SHORT, PrefixHash(prompt(1, 100)), set(), 64) for _ in range(3)]
+    readers = [states.allocate(SHORT, PrefixHash(prompt(1, 100)), REGULAR, set(), 64) for _ in range(3)]
     assert {slots.current for slots in readers} == {cached}
     assert len({slots.spare for slots in (first, *readers)} | {cached}) == 5
     for slots in (first, *readers):
@@ -99,7 +105,7 @@ def test_least_recently_used_state_is_evicted():
     states = StateManager(5, 4, caching=True)
     for content in (1, 2, 3):
         states.free(compute(states, prompt(content, 100), steps=[64], at=[64]), keep=True)
-    reader = states.allocate(SHORT, PrefixHash(prompt(1, 100)), set(), 64)
+    reader = states.allocate(SHORT, PrefixHash(prompt(1, 100)), REGULAR, set(), 64)
     states.free(reader, keep=True)
     compute(states, prompt(4, 100), steps=[1, 2])
     other = compute(states, prompt(5, 100), steps=[1])
@@ -110,7 +116,7 @@ def test_least_recently_used_state_is_evicted():
 def test_state_is_not_evicted_while_it_is_read():
     states = StateManager(4, 4, caching=True)
     first = compute(states, prompt(1, 200), steps=[64], at=[64])
-    reader = states.allocate(SHORT, PrefixHash(prompt(1, 200)), set(), 64)
+    reader = states.allocate(SHORT, PrefixHash(prompt(1, 200)), REGULAR, set(), 64)
     states.advance(first, 128)  # its state is used more recently, but only by the cache after the next step
     states.advance(first, 129)
     assert found(states, prompt(1, 200)) == 64
@@ -143,7 +149,7 @@ def test_state_at_the_end_of_a_prompt_is_not_kept():
     """It has other bits than that of a longer prompt, which would not be cut there."""
     states = StateManager(9, 4, caching=True)
     request = prompt(1, 100)
-    slots = states.allocate(request, PrefixHash(request), set(), 0)
+    slots = states.allocate(request, PrefixHash(request), REGULAR, set(), 0)
     for position in (64, 100):
         states.advance(slots, position)
     states.free(slots, keep=True)
@@ -153,11 +159,11 @@ def test_state_at_the_end_of_a_prompt_is_not_kept():
 def test_states_within_a_step_take_slots_that_sequences_do_not_need():
     states = StateManager(6, 2, caching=True)
     request = prompt(1, 300)
-    slots = states.allocate(SHORT, PrefixHash(request), {64, 128, 192}, 0)
+    slots = states.allocate(SHORT, PrefixHash(request), REGULAR, {64, 128, 192}, 0)
     saved = dict(states.reserve(slots, 0, 300))
     assert set(saved) == {192, 128}
     assert len({*saved.values(), slots.spare}) == 3
-    other = states.allocate(SHORT, PrefixHash(prompt(2, 300)), {64}, 0)
+    other = states.allocate(SHORT, PrefixHash(prompt(2, 300)), REGULAR, {64}, 0)
     assert states.reserve(other, 0, 300) == ()
     states.advance(slots, 300)
     assert found(states, request) == 192
@@ -182,15 +188,15 @@ def test_nothing_is_cached_without_prefix_cache():
 
 
 def test_checkpoints_follow_media_and_precede_response():
-    assert checkpoints(prompt(1, 64)) == set()
-    assert checkpoints(prompt(1, 65)) == {64}
-    assert checkpoints(replace(prompt(1, 99), response_boundaries=(70, 95))) == {95}
+    assert places(prompt(1, 64)) == set()
+    assert places(prompt(1, 65)) == {64}
+    assert places(replace(prompt(1, 99), response_boundaries=(70, 95))) == {95}
     image, video = (1, 8, 8), (2, 8, 8)
-    assert checkpoints(visual(10, image, 10, video, 90, width=1)) == {64, 192, 256}
+    assert places(visual(10, image, 10, video, 90, width=1)) == {64, 192, 256}
     request = visual(10, video, 90, width=1)
     (span,) = request.spans
     groups = (replace(span, length=64), replace(span, start=74, row=64))  # a video with a timestamp per group
-    assert checkpoints(replace(request, spans=groups)) == {128, 192}
+    assert places(replace(request, spans=groups)) == {128, 192}
 
 
 # Scheduling
