@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.engine import Engine
+from dashinfer_vlm_core.engine.manager import ManagedEngine
 from dashinfer_vlm_core.engine.remote import RemoteEngine
 from dashinfer_vlm_core.engine.shared import SHARED, GetEngine, SharedEngines, call_engine
 from dashinfer_vlm_core.models.pooling import Task
@@ -82,7 +83,10 @@ class EngineConnection(BaseModel):
         """What identifies the engine in a cache's key, in addition to `engine_options`."""
         if isinstance(self.engine, RemoteEngine):
             return self.engine.api_base
-        return str(self.engine.config) if isinstance(self.engine, Engine) else self.base_url or ""
+        if self.engine is None:
+            return self.base_url or ""
+        # Of all models: a request names one of them, and the first one is the default.
+        return str([str(each.config) for each in self.engine.models() if isinstance(each, Engine | ManagedEngine)])
 
     @property
     def _key(self) -> str | None:

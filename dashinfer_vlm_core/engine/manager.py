@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..config import EngineConfig
 from ..errors import EngineClosed, InvalidParameter, ModelNotFound, SetupError
 from ..media_workers import WorkerLimit, default_workers
 from ..models.pooling import Task
@@ -64,6 +65,10 @@ class ManagedEngine(ChatEngine):
         self._name = model.config.name
         self._engine = engine
         self._loader = loader
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._model.config
 
     def chat(self, request: Request) -> ChatCompletion:
         parsed = self._named(ChatRequest.parse(request))

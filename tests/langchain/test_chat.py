@@ -277,6 +277,19 @@ def test_langchain_cache_distinguishes_parameters(scripted):
     assert len(first.script.requests) == 2
 
 
+def test_cache_key_has_models_and_options_of_manager():
+    def keys(*models, **options):
+        managed = [ManagedModel(config=EngineConfig(model=model, **options)) for model in models]
+        manager = ModelManager(managed, registry=scripted_registry(Script("Yes.")))
+        with contextlib.closing(manager):
+            return [ChatDashInferVLM(engine=each)._get_llm_string() for each in (manager, manager.models()[0])]
+
+    found = [*keys("demo"), *keys("a/b"), *keys("demo", max_pixels=100352), *keys("demo", "a/b"), *keys("a/b", "demo")]
+    assert found[0] == found[1] == found[7]  # the only model of a manager, and the first of two
+    assert len(set(found)) == 5
+    assert "a/b" in found[2]
+
+
 # A server
 
 
