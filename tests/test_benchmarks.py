@@ -27,11 +27,18 @@ from benchmarks import (
     workloads,
 )
 from benchmarks.client import Sample
+from benchmarks.estimates import Measurement
 from benchmarks.model_table import FORMATS, MODELS, disk_bytes, model_table
 from benchmarks.report import Ratio, Results, Row
 from benchmarks.workloads import Run
 from dashinfer_vlm_core import Engine, EngineConfig
-from dashinfer_vlm_core.models.memory import count_layer_weights, count_weights, loaded_bytes, step_bytes
+from dashinfer_vlm_core.models.memory import (
+    MemoryEstimate,
+    count_layer_weights,
+    count_weights,
+    loaded_bytes,
+    step_bytes,
+)
 from dashinfer_vlm_core.models.qwen2_vl.config import VisionConfig
 from dashinfer_vlm_core.testing import scripted_engine
 from dashinfer_vlm_core.text_spec import AttentionSpec, ExpertsSpec, LayerSpec, MlpSpec, RotarySpec, TextModelSpec
@@ -325,3 +332,12 @@ def test_overhead_is_measured_by_request_and_chunk(tiny_checkpoint):
     assert rows["CPU, one token, not streamed, ms"] == "187.50 | 187.50"
     per_chunk = (1e3 * 2 * 0.75 / 2 - 1e3 * 2 * 0.75 / 8) / 3
     assert rows["CPU, each further chunk, ms"] == f"{per_chunk:.2f} | {per_chunk:.2f}"
+
+
+def test_row_of_estimates_has_ratios_to_measurements():
+    estimate = MemoryEstimate(
+        weights=1_500_000_000, kv_cache=1, vision_cache=1, process=300_000_000, step=10**9, layers=10, slowdown=2,
+        layer_seconds=1e-3,
+    )  # fmt: skip
+    found = Measurement(memory=2 * 10**9, estimate=estimate, bandwidth=40e9, text_rate=20, image_rate=10)
+    assert list(found.cells()) == ["2,000", "1,800", "0.90", "20.0", "10.0", "16.7", "0.83", "1.67"]

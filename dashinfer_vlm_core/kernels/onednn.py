@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .torch_kernels import TorchKernels, TorchLinear
-from .types import Activation, Linear, WeightBits
+from .devices import cpu_flags
+from .torch_kernels import TORCH_LAYER_SECONDS, TorchKernels, TorchLinear
+from .types import Activation, Linear, StepCost, WeightBits
 
 
 class OneDnnKernels(TorchKernels):
@@ -17,6 +18,13 @@ class OneDnnKernels(TorchKernels):
 
     name = "onednn"
     weight_bits: WeightBits = WeightBits(tied_head=16)
+
+    def __init__(self, device: str) -> None:
+        super().__init__(device)
+        # Without these instructions, oneDNN widens weights to 32 bits, in another implementation (`gemm:jit`), whose
+        # weights are not in a layout of its own.
+        slowdown = 1.3 if cpu_flags() & {"avx512_bf16", "bf16"} else 1.7
+        self.step_cost = StepCost(slowdown=slowdown, layer_seconds=TORCH_LAYER_SECONDS)
 
     def _linear(self, weight: Tensor, bias: Tensor | None, activation: Activation, fp32_output: bool) -> Linear:
         return OneDnnLinear(weight, bias, activation, fp32_output)

@@ -11,7 +11,21 @@ from torch import Tensor
 
 from .layers import FullLMHead, ReferenceDecoderLayers
 from .quantization import Quantization, QuantizedWeight, quantize, quantize_int8
-from .types import Activation, DecoderLayer, DecoderLayers, DecoderShape, KVSpan, KVSpans, Linear, LMHead, WeightBits
+from .types import (
+    Activation,
+    DecoderLayer,
+    DecoderLayers,
+    DecoderShape,
+    KVSpan,
+    KVSpans,
+    Linear,
+    LMHead,
+    StepCost,
+    WeightBits,
+)
+
+TORCH_LAYER_SECONDS = 0.3e-3
+"""What the operators of a layer take in a decode step, except for matrix products, see docs/lab/decode-steps.md."""
 
 
 class TorchKernels:
@@ -22,6 +36,7 @@ class TorchKernels:
     supports_int4 = False
     copies_weights = False
     weight_bits: WeightBits = WeightBits()
+    step_cost: StepCost = StepCost(slowdown=2, layer_seconds=TORCH_LAYER_SECONDS)  # docs/lab/decode-steps.md
 
     def groups_experts(self, dtype: torch.dtype, inputs: Sequence[int]) -> bool:
         return False

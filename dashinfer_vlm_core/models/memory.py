@@ -15,7 +15,7 @@ from ..config import MIB, EngineConfig
 from ..text_spec import AttentionSpec, LayerSpec, MlpSpec, TextModelSpec
 
 if TYPE_CHECKING:
-    from ..kernels.types import Kernels
+    from ..kernels.types import Kernels, StepCost
     from .formats.interface import StoredBits
     from .spec import ModelSpec
 
@@ -33,9 +33,6 @@ INT4_STORED = 4.25 / 8
 
 INT4_ROUNDED = 5 / 8
 """Bytes of a weight with `quantization` int4: a group of 32 inputs shares 32 bits."""
-
-LAYER_SECONDS = 0.12e-3
-"""What a layer adds to the time in which a decode step reads its weights, on two cores with the C kernels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +98,8 @@ class MemoryEstimate:
         process: everything else.
         step: weights that are read to generate a token of one sequence.
         layers: number of layers of the text model.
+        slowdown: see `StepCost`.
+        layer_seconds: see `StepCost`.
     """
 
     weights: int
@@ -109,6 +108,8 @@ class MemoryEstimate:
     process: int
     step: int
     layers: int
+    slowdown: float
+    layer_seconds: float
 
     @property
     def total(self) -> int:
@@ -116,11 +117,11 @@ class MemoryEstimate:
 
     def tokens_per_second(self, bandwidth: float) -> float:
         """Return how many tokens one sequence gets; `bandwidth` is that of the memory, in bytes per second."""
-        return 1 / (self.step / bandwidth + LAYER_SECONDS * self.layers)
+        return 1 / (self.slowdown * self.step / bandwidth + self.layer_seconds * self.layers)
 
 
 def estimate_memory(
-    size: ModelSize, config: EngineConfig, weights: WeightBytes, *, memory: int | None
+    size: ModelSize, config: EngineConfig, weights: WeightBytes, *, cost: StepCost, memory: int | None
 ) -> MemoryEstimate:
     """Estimate what a model needs.
 
@@ -128,6 +129,7 @@ def estimate_memory(
         size: the model.
         config: how it is loaded.
         weights: see `weight_bytes`.
+        cost: that of the kernels.
         memory: what limits the default of the KV cache, see `memory_limit`; None on a device with its own memory.
     """
     return MemoryEstimate(
@@ -137,6 +139,8 @@ def estimate_memory(
         process=PROCESS_BYTES + BYTES_PER_TOKEN_ID * size.text.vocab_size,
         step=int(step_bytes(size.text, weights)),
         layers=len(size.text.layers),
+        slowdown=cost.slowdown,
+        layer_seconds=cost.layer_seconds,
     )
 
 

@@ -82,11 +82,13 @@ def estimate_model(size: ModelSize, config: EngineConfig, kernels: KernelSelecto
     """
     device = resolve_device(config.device)
     dtype = torch_dtype(resolve_dtype(config.dtype, size.dtype, device, quantized=size.stored_bits is not None))
+    text_kernels = kernels.find(device, dtype, size.text).kernels
     weights = weight_bytes(
         size,
         config,
-        kernels.find(device, dtype, size.text).kernels,
+        text_kernels,
         itemsize=dtype.itemsize,
         int8_vision=quantizes_vision_encoder(config, kernels.find(device, dtype).kernels),
     )
-    return estimate_memory(size, config, weights, memory=memory_limit() if device.startswith("cpu") else None)
+    memory = memory_limit() if device.startswith("cpu") else None
+    return estimate_memory(size, config, weights, cost=text_kernels.step_cost, memory=memory)

@@ -11,8 +11,10 @@ from safetensors.torch import load_file
 from benchmarks.models import SHAPES
 from dashinfer_vlm_core.config import MIB, EngineConfig
 from dashinfer_vlm_core.engine.managed_models import estimate_bytes
+from dashinfer_vlm_core.kernels import devices
+from dashinfer_vlm_core.kernels.onednn import OneDnnKernels
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
-from dashinfer_vlm_core.kernels.types import WeightBits
+from dashinfer_vlm_core.kernels.types import StepCost, WeightBits
 from dashinfer_vlm_core.models.memory import (
     MIN_KV_MIB,
     ModelSize,
@@ -42,6 +44,7 @@ class CompressingKernels(TorchKernels):
     supports_int8 = True
     supports_int4 = True
     weight_bits = WeightBits(layer=12, head=20, tied_head=20, argmax=8)
+    step_cost = StepCost(slowdown=1, layer_seconds=0.12e-3)
 
 
 @pytest.mark.parametrize("family", WRITERS)
@@ -124,9 +127,29 @@ def test_estimates_are_close_to_measurements(size, quantization, stored, measure
     config = EngineConfig(quantization=quantization)
     size = replace(size, stored_bits=stored)
     weights = weight_bytes(size, config, CompressingKernels("cpu"), itemsize=2, int8_vision=quantization != "none")
-    found = estimate_memory(size, config, weights, memory=None)
+    found = estimate_memory(size, config, weights, cost=CompressingKernels.step_cost, memory=None)
     assert found.weights / 1e6 == pytest.approx(measured[0], rel=0.1)
     assert found.tokens_per_second(30e9) == pytest.approx(1000 / measured[1], rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "flags", "factor"),
+    [
+        (TorchKernels, "avx2", 2.26),
+        (OneDnnKernels, "avx512bw avx512_bf16", 1.75),
+        (OneDnnKernels, "avx512bw", 1.75 * 34 / 20.4),
+    ],
+)
+def test_steps_of_torch_take_longer_than_those_of_c_kernels(monkeypatch, tmp_path, kernels, flags, factor):
+    """Within 35 % of the factors in docs/lab, which are for whole requests, and for one row."""
+    monkeypatch.setattr(devices, "CPUINFO", tmp_path / "cpuinfo")
+    devices.CPUINFO.write_text(f"flags\t\t: {flags}\n")
+    rates = []
+    for each in (CompressingKernels("cpu"), kernels("cpu")):
+        weights = weight_bytes(small(), EngineConfig(), each, itemsize=2, int8_vision=False)
+        found = estimate_memory(small(), EngineConfig(), weights, cost=each.step_cost, memory=None)
+        rates.append(found.tokens_per_second(30e9))
+    assert rates[0] / rates[1] == pytest.approx(factor, rel=0.35)
 
 
 @pytest.mark.parametrize(("quantization", "megabytes"), [("none", 1811), ("int8", 1328), ("int4", 1223)])
@@ -134,7 +157,7 @@ def test_estimate_is_close_to_memory_of_engine(quantization, megabytes):
     """Resident memory of an engine with `small`, whose KV cache is still empty."""
     config = EngineConfig(quantization=quantization)
     weights = weight_bytes(small(), config, CompressingKernels("cpu"), itemsize=2, int8_vision=quantization != "none")
-    found = estimate_memory(small(), config, weights, memory=None)
+    found = estimate_memory(small(), config, weights, cost=CompressingKernels.step_cost, memory=None)
     assert (found.weights + found.process) / 1e6 == pytest.approx(megabytes, rel=0.1)
 
 
@@ -159,7 +182,9 @@ def test_cache_is_that_of_decoder(tmp_path, options):
     spec = load_plugins().load_spec(write_qwen3_5(tmp_path))
     config = EngineConfig(device="cpu", max_batch_size=2, **options)
     weights = weight_bytes(ModelSize.of(spec), config, TorchKernels("cpu"), itemsize=4, int8_vision=False)
-    found = estimate_memory(ModelSize.of(spec), config, weights, memory=64 << 30).kv_cache
+    found = estimate_memory(
+        ModelSize.of(spec), config, weights, cost=CompressingKernels.step_cost, memory=64 << 30
+    ).kv_cache
     state = sum(tensor.nbytes for tensor in create_states(spec.text, 1, device="meta", dtype=torch.float32))
     assert bytes_per_state(spec.text, torch.float32) == state
     cache_dtype = torch.int8 if "kv_cache_dtype" in options else torch.float32

@@ -3,7 +3,7 @@
 from .batch import Additions, ForwardBatch, KVCacheLayer
 from .interface import DecoderLayers, Int8CacheAttention, Kernels, SampledIds, TokenSampling
 from .layers import Attention, DecoderLayer, DecoderShape, Experts, Mlp, SharedExpert
-from .linear import Activation, Linear, LMHead, Norm, WeightBits
+from .linear import Activation, Linear, LMHead, Norm, StepCost, WeightBits
 from .lora import LoraLayer, LoraLayers, LoraRows, LowRank, LowRankPart
 from .recurrent import DeltaInputs, DeltaNet, RecurrentBatch, RecurrentStates, StateSpan
 from .spans import KeyRanges, KVSpan, KVSpans
@@ -39,6 +39,7 @@ __all__ = [
     "SampledIds",
     "SharedExpert",
     "StateSpan",
+    "StepCost",
     "TokenSampling",
     "WeightBits",
 ]

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..quantization import Quantization, QuantizedWeight
 from .batch import ForwardBatch, KVCacheLayer
 from .layers import DecoderLayer, DecoderShape
-from .linear import Activation, Linear, LMHead, WeightBits
+from .linear import Activation, Linear, LMHead, StepCost, WeightBits
 from .spans import KVSpans
 
 
@@ -39,6 +39,7 @@ class Kernels(Protocol):
         supports_int4: the same for 4-bit weights.
         copies_weights: whether layers and heads copy their weights, which may then be views of a mapped file.
         weight_bits: what weights take in memory.
+        step_cost: the time of a decode step, for estimates.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Kernels(Protocol):
     supports_int4: bool
     copies_weights: bool
     weight_bits: WeightBits
+    step_cost: StepCost
 
     def linear(
         self,

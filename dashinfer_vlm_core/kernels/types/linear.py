@@ -64,6 +64,18 @@ class WeightBits(NamedTuple):
     argmax: int = 16
 
 
+class StepCost(NamedTuple):
+    """The time of a decode step of one sequence, relative to reading its weights at the bandwidth of the memory.
+
+    Attributes:
+        slowdown: time of matrix products, divided by that of reading their weights.
+        layer_seconds: what each layer adds to them.
+    """
+
+    slowdown: float
+    layer_seconds: float
+
+
 class Norm(NamedTuple):
     """The parameters of a LayerNorm or, without a bias, of an RMSNorm."""
 

@@ -1,0 +1,137 @@
+"""Compare estimates of memory and speed with measurements: a table with a row for each model and bits per weight.
+
+    python -m benchmarks.estimates [--models small,2b] [--folder FOLDER]
+
+Each row is measured in its own process, which generates 64 tokens for a short text, and for an image. `Memory` is that
+of the engine and its media workers, and the estimate of it without caches, which are nearly empty then. `Tokens/s` is
+the rate after the first token, without speculation; the estimate uses the memory bandwidth, measured just before.
+Ratios are estimates divided by measurements. `DASHINFER_VLM_CPU_KERNELS` selects the kernels.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+
+from dashinfer_vlm_core import Engine, EngineConfig
+from dashinfer_vlm_core.concurrency.memory import resident_bytes
+from dashinfer_vlm_core.kernels.bandwidth import measure_bandwidth
+from dashinfer_vlm_core.kernels.choice import KernelSelector
+from dashinfer_vlm_core.models.memory import MemoryEstimate, ModelSize
+from dashinfer_vlm_core.models.placement import estimate_model
+from dashinfer_vlm_core.plugins import load_plugins
+
+from .models import CACHE, checkpoint, model_names
+from .workloads import image_part
+
+TOKENS = 64
+BITS: Mapping[int, Literal["none", "int8", "int4"]] = {16: "none", 8: "int8", 4: "int4"}
+COLUMNS = (
+    "Model",
+    "Bits",
+    "Memory, MB",
+    "estimated",
+    "ratio",
+    "Tokens/s",
+    "with image",
+    "estimated",
+    "ratio",
+    "with image",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What an engine took, and its estimate.
+
+    Attributes:
+        memory: bytes of the process, after both responses.
+        estimate: of its memory.
+        bandwidth: of the machine's memory, in bytes per second.
+        text_rate: tokens per second after the first one, of the text prompt.
+        image_rate: those of the prompt with an image.
+    """
+
+    memory: int
+    estimate: MemoryEstimate
+    bandwidth: float
+    text_rate: float
+    image_rate: float
+
+    def cells(self) -> Iterator[str]:
+        """Yield the cells of the table after the model and the bits; a ratio is estimated by measured."""
+        memory = self.estimate.weights + self.estimate.process
+        rate = self.estimate.tokens_per_second(self.bandwidth)
+        yield from (f"{self.memory / 1e6:,.0f}", f"{memory / 1e6:,.0f}", f"{memory / self.memory:.2f}")
+        yield from (f"{self.text_rate:.1f}", f"{self.image_rate:.1f}", f"{rate:.1f}")
+        yield from (f"{rate / self.text_rate:.2f}", f"{rate / self.image_rate:.2f}")
+
+
+def measure(folder: Path, bits: int) -> Measurement:
+    """Measure a model in this process, which loads nothing else."""
+    config = EngineConfig(
+        model=str(folder),
+        device="cpu",
+        quantization=BITS[bits],
+        speculative_method="none",
+        max_model_len=2048,
+    )
+    registry = load_plugins()
+    size = ModelSize.of(registry.load_spec(folder))
+    estimate = estimate_model(size, config, KernelSelector(registry.kernels.values(), config))
+    bandwidth = measure_bandwidth()
+    with Engine(config) as engine:
+        text = {"type": "text", "text": "Describe a harbor in the evening."}
+        return Measurement(
+            text_rate=_rate(engine, [text]),
+            image_rate=_rate(engine, [image_part(random.Random(0)), text]),
+            memory=resident_bytes(),
+            estimate=estimate,
+            bandwidth=bandwidth,
+        )
+
+
+def _rate(engine: Engine, content: list[dict[str, Any]]) -> float:
+    request = {
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": TOKENS,
+        "ignore_eos": True,
+        "temperature": 0,
+    }
+    times = [time.perf_counter() for _ in engine.stream(request)]  # the first chunk comes with the first token
+    return (TOKENS - 1) / (times[-1] - times[0])
+
+
+def rows(names: Sequence[str], folder: Path) -> Iterator[str]:
+    """Measure models, which are created in `folder`, and yield the lines of the table."""
+    yield f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}"
+    context = multiprocessing.get_context("spawn")
+    for name in names:
+        made = checkpoint(name, folder)
+        for bits in BITS:
+            with ProcessPoolExecutor(1, mp_context=context) as pool:
+                found = pool.submit(measure, made, bits).result()
+            yield f"| {' | '.join([name, str(bits), *found.cells()])} |"
+
+
+@click.command(help=__doc__, context_settings={"max_content_width": 100})
+@click.option("--models", default=",".join(model_names()), help="By default, all.")
+@click.option("--folder", default=CACHE, show_default=True, type=click.Path(path_type=Path))
+def main(models: str, folder: Path) -> None:
+    names = models.split(",")
+    if unknown := set(names) - set(model_names()):
+        raise click.BadParameter(f"unknown: {', '.join(sorted(unknown))}; choose from {', '.join(model_names())}")
+    for line in rows(names, folder):
+        click.echo(line)
+
+
+if __name__ == "__main__":
+    main()
