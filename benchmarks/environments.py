@@ -24,6 +24,9 @@ MNN = (
     "MNN==3.6.1", "llmexport==0.0.5", "transformers==4.57.6", "torch==2.13.0", "torchvision==0.28.0", "pillow",
     "jinja2",
 )  # fmt: skip
+SENTENCE_TRANSFORMERS = (
+    "sentence-transformers==6.2.0", "transformers==5.23.0", "torch==2.13.0", "torchvision==0.28.0", "pillow",
+)  # fmt: skip
 
 # Where torchvision was built for another torch, its operators are missing, and importing it fails on a declaration that
 # concerns none of what is used: declared beforehand, its Python parts load.
@@ -98,6 +101,14 @@ class OtherEngines:
             finish(python)
         return python
 
+    def sentence_transformers(self) -> Path:
+        """Return the interpreter of sentence-transformers; raises like `vllm`."""
+        python, made = self.environment("sentence-transformers", SENTENCE_TRANSFORMERS)
+        if made:
+            _repair_torchvision(python)
+            finish(python)
+        return python
+
     def exported_for_mnn(self, model: Path, bits: int) -> Path:
         """Return a checkpoint converted for MNN, with weights of `bits` bits.
 
@@ -122,12 +133,22 @@ class OtherEngines:
             SetupMissing: it cannot be exported.
         """
 
+        return self._converted(
+            model, "openvino", precision, self._openvino_export(model, "image-text-to-text", precision)
+        )
+
+    def exported_for_embeddings(self, model: Path) -> Path:
+        """Return a checkpoint converted for OpenVINO's embeddings, with weights of 16 bits; raises like `exported`."""
+        export = self._openvino_export(model, "feature-extraction", "fp16")
+        return self._converted(model, "openvino", "embed", export)
+
+    def _openvino_export(self, model: Path, task: str, precision: str) -> Callable[[Path], None]:
         def export(draft: Path) -> None:
             program = str(self.openvino().parent / "optimum-cli")
-            what = ["-m", str(model), "--task", "image-text-to-text", "--weight-format", precision]
+            what = ("-m", str(model), "--task", task, "--weight-format", precision)
             run(program, "export", "openvino", *what, str(draft))
 
-        return self._converted(model, "openvino", precision, export)
+        return export
 
     def _converted(self, model: Path, other_engine: str, precision: str, export: Callable[[Path], None]) -> Path:
         """Return the folder of a converted checkpoint, which `export` writes if it does not exist."""

@@ -122,10 +122,15 @@ def load_spec(model: Path) -> ModelSpec:
     return load_plugins().family_of(model).load_spec(model)
 
 
-def prefill_flop(config: TextModelSpec, tokens: int) -> float:
-    """Return the floating-point operations to prefill a prompt of `tokens` tokens; attention is causal."""
+def layers_flop(config: TextModelSpec, tokens: int) -> float:
+    """Return the floating-point operations of all layers for a prompt of `tokens` tokens; attention is causal."""
     attention = 2 * tokens**2 * config.attention.width * config.num_attention_layers
-    return float(2 * tokens * count_layer_weights(config) + attention + 2 * config.vocab_size * config.hidden_size)
+    return float(2 * tokens * count_layer_weights(config) + attention)
+
+
+def prefill_flop(config: TextModelSpec, tokens: int) -> float:
+    """Return the floating-point operations to prefill a prompt of `tokens` tokens, with the output layer."""
+    return layers_flop(config, tokens) + 2 * config.vocab_size * config.hidden_size
 
 
 def step_bytes(config: TextModelSpec, *, packed: bool) -> float:

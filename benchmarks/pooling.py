@@ -1,0 +1,118 @@
+"""Measure how many images, texts and pages per second each engine embeds on this machine, and its memory.
+
+    python -m benchmarks.pooling [--models small,qwen3-vl-2b] [--engines ours,vllm] [--workloads images,pages] [--quick]
+
+Images have 224 x 224 pixels, texts 1,000 tokens, pages 1,240 x 1,754 pixels, which are not scaled down. All inputs of a
+workload are sent at once, each in a request to `/v1/embeddings`, with the same instruction; all engines have the same
+prompts. Only one engine is loaded at a time, so that its memory is measured; in each round, the engines run in random
+order, and are compared with the first one. The limit is the number of floating-point operations divided by the rate of
+large bfloat16 products. The models have the shapes of published checkpoints and random weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from .engines import Server, end_with_us
+from .environments import OTHER_ENGINES_FOLDER, OtherEngines, SetupMissing
+from .limits import measure_rates
+from .models import CACHE
+from .pooling_engines import DEFAULT, ENGINES, embedding_checkpoint, embedding_launch
+from .pooling_load import MAX_PIXELS, WORKLOADS, Embedded, embed
+from .pooling_table import Table
+from .report import LIMIT
+
+
+def main(arguments: Sequence[str] | None = None) -> Table:
+    options = _parser().parse_args(arguments)
+    for names, known in ((options.engines, ENGINES), (options.workloads, tuple(WORKLOADS))):
+        if unknown := [name for name in names.split(",") if name not in known]:
+            raise SystemExit(f"Unknown names: {', '.join(unknown)}. Known are: {', '.join(known)}.")
+    table = Table(base=options.engines.split(",")[0])
+    try:
+        with end_with_us():
+            for given in options.models.split(","):
+                model = embedding_checkpoint(given, options.model_folder)
+                for number in range(options.rounds):
+                    _round(model, number, options, table)
+    finally:  # print partial results of an interrupted run too
+        print("\n".join(table.lines()))
+        if options.json and table.rates:
+            options.json.write_text(json.dumps(table.raw(), indent=1))
+    return table
+
+
+def _round(model: Path, number: int, options: argparse.Namespace, table: Table) -> None:
+    gflop_s = measure_rates().bf16_gflop_s
+    names = options.engines.split(",")
+    found: dict[str, dict[str, Embedded]] = {}
+    for name in random.Random(f"order {number}").sample(names, len(names)):
+        _say(f"{model.name}, round {number + 1}: {name}")
+        try:
+            found[name] = _measure(name, model, number, options, table)
+        except (SetupMissing, RuntimeError) as error:
+            table.note(f"{model.name}, {name}: {' '.join(str(error).split())[:400]}")
+    for name, results in found.items():
+        for workload, embedded in results.items():
+            table.rates[model.name, name, workload][number] = embedded.items_per_second
+            base = found.get(table.base, {}).get(workload)
+            if base and name != table.base:
+                table.add_agreement((model.name, name, workload), embedded.agreement(base))
+            if embedded.prompt_tokens:
+                flop = WORKLOADS[workload].flop(model, embedded.prompt_tokens)
+                table.rates[model.name, LIMIT, workload][number] = 1e9 * gflop_s / flop
+
+
+def _measure(name: str, model: Path, number: int, options: argparse.Namespace, table: Table) -> dict[str, Embedded]:
+    """Start an engine, compute the embeddings of the workloads, and stop it; what fails is noted."""
+    launch = embedding_launch(name, model, OtherEngines(options.other_engines.expanduser()), MAX_PIXELS)
+    if launch.note:
+        table.note(f"{name}: {launch.note}")
+    results: dict[str, Embedded] = {}
+    server = Server(launch, options.logs / f"{model.name}-{name}.log")
+    try:
+        for workload in options.workloads.split(","):
+            load = WORKLOADS[workload]
+            count = load.quick if options.quick else load.count
+            try:
+                asyncio.run(embed(server.base, load.bodies(f"warm {number} {workload}", 1)))
+                results[workload] = asyncio.run(embed(server.base, load.bodies(f"{number} {workload}", count)))
+            except RuntimeError as error:
+                table.note(f"{model.name}, {name}, {workload}: {' '.join(str(error).split())[:400]}")
+                continue
+            _say(f"  {workload}: {results[workload].items_per_second:.3g} per s")
+        peak = server.peak_bytes()
+    finally:
+        server.stop()
+    table.peaks[model.name, name] = max(peak, table.peaks.get((model.name, name), 0))
+    return results
+
+
+def _say(what: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')}  {what}", flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="small,qwen3-vl-2b", help="names or folders of models (%(default)s)")
+    parser.add_argument(
+        "--engines", default=",".join(DEFAULT), help=f"of {', '.join(ENGINES)} (%(default)s); first is the base"
+    )
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="(%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="fewer inputs, to check that everything works")
+    parser.add_argument("--model-folder", type=Path, default=CACHE, help="where models are created (%(default)s)")
+    parser.add_argument("--other-engines", type=Path, default=OTHER_ENGINES_FOLDER, help="(%(default)s)")
+    parser.add_argument("--logs", type=Path, default=Path(__file__).parent / "results" / "logs", help="(%(default)s)")
+    parser.add_argument("--json", type=Path, help="file for the raw figures")
+    return parser
+
+
+if __name__ == "__main__":
+    main()
