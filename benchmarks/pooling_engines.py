@@ -18,7 +18,14 @@ OTHERS = ("vllm", "openvino", "sentence-transformers")
 ENGINES = (*(name for name in OURS if name != IN_PROCESS), *OTHERS)
 DEFAULT = ("ours", *OTHERS)
 MODULES = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
-PROCESSING = {"chat_template": {"add_generation_prompt": True}}
+FORWARD = {"method": "forward", "method_output_name": "last_hidden_state"}
+TRANSFORMER = {
+    "transformer_task": "feature-extraction",
+    "modality_config": {"text": FORWARD, "image": FORWARD, "message": {**FORWARD, "format": "structured"}},
+    "module_output_name": "token_embeddings",
+    "processing_kwargs": {"chat_template": {"add_generation_prompt": True}},
+}
+"""How sentence-transformers calls the model; without it, it accepts text only."""
 
 
 def embedding_launch(name: str, model: Path, other_engines: OtherEngines, max_pixels: int) -> Launch:
@@ -44,8 +51,8 @@ def embedding_launch(name: str, model: Path, other_engines: OtherEngines, max_pi
         python = other_engines.openvino()
         exported = other_engines.exported_for_embeddings(model)
         script = str(other_engines.script("openvino_embedding_server.py"))
-        command = (str(python), script, str(exported), "{port}", str(cores()), str(max_pixels))
-        return Launch(name=name, command=command, note="GenAI's EmbeddingPipeline, weights in 16 bits")
+        command = (str(python), script, str(exported), "{port}", str(cores()))
+        return Launch(name=name, command=command, note="GenAI's EmbeddingPipeline, texts in batches")
     python = other_engines.sentence_transformers()
     script = str(other_engines.script("sentence_transformers_server.py"))
     command = (str(python), script, str(model), "{port}", str(max_pixels))
@@ -76,7 +83,7 @@ def _write_modules(folder: Path) -> None:
         for index, (path, kind) in enumerate(MODULES.items())
     ]
     write_json(folder / "modules.json", rows)
-    write_json(folder / "sentence_bert_config.json", {"processing_kwargs": PROCESSING})
+    write_json(folder / "sentence_bert_config.json", TRANSFORMER)
     for path in filter(None, MODULES):
         (folder / path).mkdir()
     config = json.loads((folder / "config.json").read_text())
