@@ -5,7 +5,8 @@ transformers.
     1_Pooling/config.json            which hidden states are pooled; the folder is named in modules.json
     1_LogitScore/config.json         the tokens whose logits are compared
     config_sentence_transformers.json   the default instruction
-    config.json                      the architecture; `matryoshka_dimensions`, or `is_matryoshka`
+    config.json                      the architecture; `matryoshka_dimensions`, or `is_matryoshka`; vLLM's
+                                     `classifier_from_token`
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ SCORE_INSTRUCTION = "Given a search query, retrieve relevant candidates that ans
 SEQUENCE_CLASSIFICATION = "ForSequenceClassification"
 CLASSIFIER = "score"
 """The name of the linear layer of an architecture for sequence classification in transformers."""
+CLASSIFIER_TOKENS = "classifier_from_token"
+"""The field of checkpoints without that layer, whose scores are computed from two rows of the output layer."""
 
 _MODULES = "modules.json"
 _SENTENCE_TRANSFORMERS = "config_sentence_transformers.json"
@@ -125,10 +128,24 @@ def _score_head(
     if folder := modules.get("LogitScore"):
         tokens = read_fields(folder / CONFIG)
         return _contrast(spec, tokens.integer("true_token_id"), tokens.integer("false_token_id"))
+    if config.get(CLASSIFIER_TOKENS) is not None:
+        return _classifier_contrast(spec, config)
     if _classifies(config):
         return CLASSIFIER
     vocabulary = tokenizers.read(spec.folder).backend
     return _contrast(spec, vocabulary.token_to_id("yes"), vocabulary.token_to_id("no"))
+
+
+def _classifier_contrast(spec: ModelSpec, config: JsonFields) -> TokenContrast:
+    """Return the tokens that vLLM converts to the linear layer of a classifier: the false one, then the true one."""
+    texts = config.get(CLASSIFIER_TOKENS)
+    if not isinstance(texts, list) or len(texts) != 2 or not all(isinstance(text, str) for text in texts):
+        config.fail_value(CLASSIFIER_TOKENS, "must be two tokens, such as no and yes")
+    vocabulary = read_tokenizer(spec.folder).backend
+    false, true = map(vocabulary.token_to_id, texts)
+    if false is None or true is None:
+        config.fail_value(CLASSIFIER_TOKENS, "must be tokens of the vocabulary")
+    return _contrast(spec, true, false)
 
 
 def _contrast(spec: ModelSpec, true: int | None, false: int | None) -> TokenContrast:

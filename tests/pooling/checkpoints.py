@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 
 from benchmarks.checkpoint_files import write_json
 from tests.qwen3_vl.oracle import Oracle
@@ -51,6 +53,25 @@ def write_reranker(base: Path, folder: Path) -> Path:
     return folder
 
 
+def write_classifier(base: Path, folder: Path, weight: torch.Tensor | None = None) -> Path:
+    """Copy a checkpoint in a layout for sequence classification.
+
+    It has the layer `score` in place of the output layer or, without `weight`, the tokens from which vLLM computes it.
+    """
+    shutil.copytree(base, folder)
+    fields: dict[str, Any] = {"architectures": ["Qwen3VLForSequenceClassification"], "num_labels": 1}
+    if weight is None:
+        vocabulary = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        tokens = [vocabulary.id_to_token(NO), vocabulary.id_to_token(YES)]
+        fields |= {"classifier_from_token": tokens, "is_original_qwen3_reranker": True}
+    else:
+        tensors = load_file(folder / "model.safetensors")
+        tensors.pop("lm_head.weight", None)
+        save_file({**tensors, "score.weight": weight}, folder / "model.safetensors")
+    write_json(folder / "config.json", json.loads((folder / "config.json").read_text()) | fields)
+    return folder
+
+
 def write_modules(folder: Path, names: dict[str, str]) -> None:
     rows = [
         {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{name}"}
@@ -74,12 +95,19 @@ class Reference(Oracle):
         system = {"role": "system", "content": EMBED_INSTRUCTION}
         return self.inputs([system, *messages])["input_ids"].shape[1] + 1
 
-    def score(self, query: Sequence[Any], document: Sequence[Any], *, instruction: str = SCORE_INSTRUCTION) -> float:
-        """Return the probability; query and document are content parts."""
+    def score(
+        self,
+        query: Sequence[Any],
+        document: Sequence[Any],
+        *,
+        instruction: str = SCORE_INSTRUCTION,
+        weight: torch.Tensor | None = None,
+    ) -> float:
+        """Return the probability; query and document are content parts, `weight` that of a classifier [1, hidden]."""
         parts = [_text(f"<Instruct>: {instruction}"), _text("<Query>:"), *query, _text("\n<Document>:"), *document]
         messages = [{"role": "system", "content": JUDGE}, {"role": "user", "content": parts}]
         head = self.model.lm_head.weight
-        logit = self.last_hidden(messages, suffix=[]) @ (head[YES] - head[NO])
+        logit = self.last_hidden(messages, suffix=[]) @ (head[YES] - head[NO] if weight is None else weight[0])
         return logit.float().sigmoid().item()
 
     @torch.no_grad()

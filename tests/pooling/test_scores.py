@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dashinfer_vlm_core import VLM
-from dashinfer_vlm_core.errors import RequestError
+from dashinfer_vlm_core import VLM, Engine, EngineConfig
+from dashinfer_vlm_core.errors import RequestError, SetupError
 from tests.conversations import blurred_image, data_url
 
-from .checkpoints import Reference
+from .checkpoints import Reference, write_classifier
 
 QUERY = "Which picture has a dog?"
 DOCUMENTS = [f"The {number} {'dogs' if number % 3 else 'cats'} in the rain." for number in range(100)]
@@ -26,6 +26,28 @@ def test_ranks_of_100_documents_equal_transformers(scorer, reference):
     scores = [output.outputs.score for output in outputs]
     assert scores == pytest.approx(expected, abs=1e-5)
     assert _ranks(scores) == _ranks(expected)
+
+
+@pytest.mark.parametrize("has_layer", [True, False], ids=["score.weight", "classifier_from_token"])
+def test_classifiers_score_like_transformers(base, reference, tmp_path, has_layer):
+    size = reference.model.config.text_config.hidden_size
+    weight = torch.randn(1, size, generator=torch.Generator().manual_seed(1)) / size**0.5 if has_layer else None
+    documents = [*DOCUMENTS[:3], {"image": data_url(blurred_image(1, 130, 100))}]
+    contents = [
+        *([text(document)] for document in DOCUMENTS[:3]),
+        [{"type": "image", "image": blurred_image(1, 130, 100)}],
+    ]
+    expected = [reference.score([text(QUERY)], content, weight=weight) for content in contents]
+    with VLM(write_classifier(base, tmp_path / "model", weight), device="cpu", dtype="float32", kv_cache_mib=64) as vlm:
+        outputs = vlm.score(QUERY, documents, use_tqdm=False)
+    assert [output.outputs.score for output in outputs] == pytest.approx(expected, abs=1e-5)
+    assert len({round(score, 4) for score in expected}) > 1
+
+
+def test_classifier_with_two_labels_is_rejected(base, tmp_path):
+    folder = write_classifier(base, tmp_path / "model", torch.zeros(2, 64))
+    with pytest.raises(SetupError, match=r"score\.weight"):
+        Engine(EngineConfig(model=str(folder), device="cpu", kv_cache_mib=64)).start()
 
 
 def _ranks(scores):

@@ -12,6 +12,7 @@ from dashinfer_vlm_core.errors import CheckpointError, ConfigError, SetupError
 from dashinfer_vlm_core.models.pooling import Projection, TokenContrast
 from dashinfer_vlm_core.models.task import EMBED_INSTRUCTION, SCORE_INSTRUCTION, read_pooling
 from dashinfer_vlm_core.plugins import load_plugins
+from dashinfer_vlm_core.tokenization.tokenizer import read_tokenizer
 from dashinfer_vlm_dashinfer import DashInferFactory
 from dashinfer_vlm_qwen3_vl import Qwen3VL
 from tests.pooling.checkpoints import NO, YES
@@ -61,6 +62,24 @@ def test_sequence_classification_has_a_head(folder):
     (folder / "modules.json").unlink()
     edit(folder / "config.json", architectures=["Qwen3VLForSequenceClassification"])
     assert (pooling_of(folder).task, pooling_of(folder).head) == ("score", "score")
+    edit(folder / "config.json", classifier_from_token=["a", "b"], is_original_qwen3_reranker=True)
+    vocabulary = read_tokenizer(folder).backend
+    assert pooling_of(folder).head == TokenContrast(vocabulary.token_to_id("b"), vocabulary.token_to_id("a"))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        (["a"], "must be two tokens"),
+        ("ab", "must be two tokens"),
+        (["a", "no such token"], "must be tokens of the vocabulary"),
+    ],
+)
+def test_classifier_tokens_are_checked(folder, tokens, words):
+    (folder / "modules.json").unlink()
+    edit(folder / "config.json", architectures=["Qwen3VLForSequenceClassification"], classifier_from_token=tokens)
+    with pytest.raises(CheckpointError, match=f"`classifier_from_token` {words}"):
+        pooling_of(folder)
 
 
 @pytest.mark.parametrize(
