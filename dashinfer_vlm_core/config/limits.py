@@ -23,6 +23,7 @@ class Limits:
         video_decode_timeout: seconds for opening, decoding and resizing a video, or reading a document.
         media_worker_memory_mib: memory that a media worker may allocate, in MiB.
         pooling_items: texts of a request for embeddings, or documents of one for scores.
+        pooling_media: images, videos and documents of such a request.
         max_fetched_bytes: bytes fetched for all media of a request.
         max_fetches: concurrent fetches of a client.
         decoder_restarts: consecutive restarts of a decoder that has died.
@@ -42,6 +43,7 @@ class Limits:
     video_decode_timeout: PositiveFloat = 30.0
     media_worker_memory_mib: Annotated[int, Field(ge=64)] = 1024
     pooling_items: PositiveInt = 2048
+    pooling_media: PositiveInt = 256
     max_fetched_bytes: PositiveInt = 512 * 1024 * 1024
     max_fetches: PositiveInt = 16
     decoder_restarts: NonNegativeInt = 3

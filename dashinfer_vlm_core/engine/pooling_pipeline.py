@@ -18,7 +18,7 @@ from ..concurrency.tasks import run_concurrently
 from ..config import EngineConfig
 from ..decoders import DecodeRequest, Pooled
 from ..decoders.supervisor import Supervisor
-from ..errors import InvalidParameter, RequestError
+from ..errors import InvalidParameter, MediaTooLarge, RequestError
 from ..models.pooling import Projection
 from ..preprocessing.pooling import PlacedItem, embedding_items, score_items
 from ..preprocessing.retrieval import late_interaction_items, token_items
@@ -72,6 +72,7 @@ class PoolingPipeline:
         slots: bounds the items in the decoder, and shares it fairly among clients.
         max_parallel: how many items of a request are prepared or computed at the same time.
         max_items: the most items of a client's request.
+        max_media: the most images, videos and documents of a client's request.
         loras: the LoRA adapters that requests can use.
         observer: is notified of stages and completed requests.
     """
@@ -82,6 +83,7 @@ class PoolingPipeline:
     slots: FairSlots
     max_parallel: int
     max_items: int
+    max_media: int
     inputs: InputPipeline
     decoder: Supervisor
     loras: LoraManager
@@ -97,6 +99,7 @@ class PoolingPipeline:
             slots=FairSlots(config.max_parallel),
             max_parallel=config.max_parallel,
             max_items=config.limits.pooling_items,
+            max_media=config.limits.pooling_media,
             inputs=chat.inputs,
             decoder=chat.decoder,
             loras=chat.loras,
@@ -159,6 +162,7 @@ class PoolingPipeline:
         """Compute how relevant each document is: a probability or, with late interaction, the sum of the largest
         similarity of each token of the query. Raises the same errors as `embed`."""
         self._check_count("documents", len(request.pairs))
+        self._check_media(request)
         return await self.score_pairs(request)
 
     async def score_pairs(
@@ -294,6 +298,17 @@ class PoolingPipeline:
         if count > self.max_items:
             raise InvalidParameter(
                 f"`{name}` has {count} entries, but the limit is {self.max_items}. Send several requests.", param=name
+            )
+
+    def _check_media(self, request: RerankRequest | ScoreRequest) -> None:
+        """Check the number of media of all pairs; the limits of `limit_mm_per_prompt` are those of each pair."""
+        parts = {path: part for pair in request.pairs for content in pair for path, part in content}
+        paths = [path for path, part in parts.items() if part.media(path) or part.document(path)]
+        if len(paths) > self.max_media:
+            raise MediaTooLarge(
+                f"The request has {len(paths)} images, videos and documents, but the limit is {self.max_media}. Send"
+                " several requests.",
+                param=paths[self.max_media],
             )
 
 

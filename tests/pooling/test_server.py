@@ -110,6 +110,29 @@ def test_bad_request_names_the_field(embeddings, body, param, words):
     assert words in error["message"]
 
 
+def test_number_of_media_of_a_request_is_bounded(embeddings, ranks):
+    image = data_url(blurred_image(1, 32, 32))
+    parts = [{"type": "image_url", "image_url": {"url": image}}] * 33
+    cases = [
+        (embeddings, "/v1/embeddings", {"messages": [user_message(*parts)]}, "messages[0].content[32]", "up to 32"),
+        (ranks, "/v1/rerank", {"query": "a", "documents": [{"image": image}] * 257}, "documents[256].image", "256"),
+        (
+            ranks,
+            "/score",
+            {"text_1": {"image": image}, "text_2": [{"image": image}] * 256},
+            "documents[255].image",
+            "256",
+        ),
+        (ranks, "/score", {"text_1": "a", "text_2": [{"content": parts}]}, "documents[0].content[32]", "up to 32"),
+    ]
+    for server, path, body, param, words in cases:
+        with server.http() as client:
+            response = client.post(path, json=body)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"], error["code"]) == (400, param, "media_too_large")
+        assert words in error["message"]
+
+
 def test_bad_item_fails_only_its_request(embeddings):
     with embeddings.http() as client:
         failed = client.post("/v1/embeddings", json={"input": ["a"] * 5 + ["b " * 5000] + ["c"] * 5})
