@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -139,7 +140,12 @@ class OtherEngines:
 
     def exported_for_embeddings(self, model: Path) -> Path:
         """Return a checkpoint converted for OpenVINO's embeddings, with weights of 16 bits; raises like `exported`."""
-        export = self._openvino_export(model, "feature-extraction", "fp16")
+
+        def export(draft: Path) -> None:
+            with tempfile.TemporaryDirectory(dir=draft.parent) as renamed:
+                _remove_prefix(model, Path(renamed))
+                self._openvino_export(Path(renamed), "feature-extraction", "fp16")(draft)
+
         return self._converted(model, "openvino", "embed", export)
 
     def _openvino_export(self, model: Path, task: str, precision: str) -> Callable[[Path], None]:
@@ -200,6 +206,18 @@ def _rename_distribution(packages: Path) -> None:
     lines = (copy / "METADATA").read_text().splitlines()
     fields = {"Name:": "Name: vllm", "Version:": f"Version: {version}+cpu"}
     (copy / "METADATA").write_text("\n".join(fields.get(line.split(" ")[0], line) for line in lines) + "\n")
+
+
+def _remove_prefix(model: Path, folder: Path) -> None:
+    """Write a checkpoint with the names of the model without a head: transformers 4.57 finds no others for its task."""
+    from safetensors.torch import load_file, save_file
+
+    for file in model.iterdir():
+        if file.suffix == ".safetensors":
+            tensors = {name.removeprefix("model."): tensor for name, tensor in load_file(file).items()}
+            save_file(tensors, folder / file.name, metadata={"format": "pt"})
+        else:
+            (folder / file.name).symlink_to(file.resolve())
 
 
 def finish(python: Path) -> None:

@@ -74,7 +74,6 @@ def _body(part: Part) -> dict[str, Any]:
 
 
 WORKLOADS = {
-    # First: texts after images fail with OpenVINO GenAI 2026.4, whose pipeline keeps inputs of the last image.
     "texts": Workload(
         count=8,
         quick=2,

@@ -20,6 +20,7 @@ from benchmarks import (
     limits,
     models,
     overhead,
+    pooling,
     qwen3_5,
     qwen3_vl,
     ray_routing,
@@ -29,6 +30,7 @@ from benchmarks import (
 from benchmarks.client import Sample
 from benchmarks.estimates import Measurement
 from benchmarks.model_table import FORMATS, MODELS, disk_bytes, model_table
+from benchmarks.pooling_table import Table
 from benchmarks.report import Ratio, Results, Row
 from benchmarks.workloads import Run
 from dashinfer_vlm_core import Engine, EngineConfig
@@ -115,6 +117,17 @@ def test_documents_measures_a_page(tiny_checkpoint, tmp_path, capsys):
     assert reading.peak_bytes > 0
     assert json.loads((tmp_path / "raw.json").read_text())[0]["seconds"] == reading.seconds
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"| {tiny_checkpoint.name} | ours | ")
+
+
+def test_pooling_compares_with_the_best_other_engine():
+    table = Table(base="ours")
+    for number, rates in enumerate([(2, 1, 4), (6, 3, 2), (8, 2, 4)]):
+        for engine, rate in zip(("ours", "vllm", "openvino"), rates, strict=True):
+            table.rates["m", engine, "images"][number] = rate
+    assert "* m, images: ours over openvino: 2.00 (0.50 to 3.00)" in list(table.lines())
+    assert "| m | vllm | 2, 1 to 3 |  |" in list(table.lines())
+    with pytest.raises(SystemExit, match="Unknown names: videos"):
+        pooling.main(["--workloads", "videos"])
 
 
 def test_formats_names_unknown_variants():
