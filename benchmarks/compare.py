@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dashinfer_vlm_core.installation import install_step
+from dashinfer_vlm_core.installation import pip_step
 from dashinfer_vlm_core.models.memory import weight_file_bytes
 
 from .engines import AVX2, Contender, InProcess, Launch, Server, custom, end_with_us, other_engine, ours
@@ -116,7 +116,7 @@ def _write(results: Results, folder: Path) -> str:
     try:
         from . import plots
     except ModuleNotFoundError as error:
-        return f"{table}\n(no plots: {error.name} is missing. {install_step('bench')})"
+        return f"{table}\n(no plots: {error.name} is missing. {pip_step('--group bench')})"
     plots.draw(results, folder)
     return table
 

@@ -1,6 +1,6 @@
 """What a router in front of this server costs per request and per chunk: LiteLLM's proxy, or Ray Serve.
 
-    python -m benchmarks.overhead litellm    # needs the extra `litellm-proxy`
+    python -m benchmarks.overhead litellm    # needs the extra `litellm`, and litellm[proxy]
     python -m benchmarks.overhead ray        # needs the extra `ray`
 
 The same requests about an image that is cached go to a server with the bundled model and through the router, in short

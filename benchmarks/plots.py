@@ -1,4 +1,4 @@
-"""Plots of the table (SVG); requires matplotlib from the extra `bench`."""
+"""Plots of the table (SVG); requires matplotlib from the dependency group `bench`."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import sys
 from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
@@ -33,7 +34,7 @@ def pip_step(arguments: str) -> str:
         return f"Run in a checkout: pip install -c {CONSTRAINTS} {arguments}"
     folder = source if source.is_dir() else source.parent
     constraints = f"-c {CONSTRAINTS} " if (folder / CONSTRAINTS).is_file() else ""
-    return f"Run: cd {shlex.quote(str(folder))} && {_pip()} install {constraints}{arguments}"
+    return f"Run: cd {shlex.quote(str(folder))} && {_pip()} {constraints}{arguments}"
 
 
 def _source() -> tuple[Path | None, bool]:
@@ -54,4 +55,7 @@ def _source() -> tuple[Path | None, bool]:
 
 def _pip() -> str:
     own = Path(sys.executable)
-    return "pip" if shutil.which("pip") == str(own.with_name("pip")) else f"{shlex.quote(str(own))} -m pip"
+    quoted = shlex.quote(str(own))
+    if find_spec("pip") is None:  # uv creates environments without it
+        return f"uv pip install --python {quoted}"
+    return "pip install" if shutil.which("pip") == str(own.with_name("pip")) else f"{quoted} -m pip install"

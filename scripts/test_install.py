@@ -32,7 +32,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 READY = re.compile(r"^Serving \S+ \(decoder \S+\) at (\S+)/v1", re.MULTILINE)
 READY_TIMEOUT = 300.0
 STEP_TIMEOUT = 3600.0
-EXTRAS = "[server,litellm,langchain,video,cli]"
+EXTRAS = "[all]"
 TOOLS = ("pytest", "pytest-timeout", "hypothesis", "langchain-tests")
 """Packages for the tests below. langchain-tests provides the pytest plugins that pyproject.toml configures."""
 MODULES = {

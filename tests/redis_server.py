@@ -10,7 +10,7 @@ import pytest
 from dashinfer_vlm_core.installation import install_step
 from tests.waiting import until
 
-redis = pytest.importorskip("redis", reason=f"redis-py is not installed. {install_step('redis')}")
+redis = pytest.importorskip("redis", reason=f"redis-py is not installed. {install_step('server')}")
 
 PROGRAM = next(filter(None, map(shutil.which, ("valkey-server", "redis-server"))), None)
 

@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig
-from dashinfer_vlm_core.installation import install_step
+from dashinfer_vlm_core.installation import pip_step
 from dashinfer_vlm_core.protocol import fields
 from dashinfer_vlm_core.testing import scripted_engine
 from dashinfer_vlm_server import create_app
@@ -101,7 +101,7 @@ class Document(HTMLParser):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     if importlib.util.find_spec("mkdocs") is None:
-        pytest.skip(f"mkdocs is not installed. {install_step('docs')}")
+        pytest.skip(f"mkdocs is not installed. {pip_step('--group docs')}")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}  # the theme's advertisement of its successor

@@ -61,5 +61,5 @@ def test_invalid_requests_are_rejected(script, tmp_path):
         script.make(tmp_path, "3.12", "x86_64", "", 60)
     with pytest.raises(script.WheelhouseFailed, match="'4' is not a version of Python"):
         script.make(tmp_path / "new", "4", "x86_64", "", 60)
-    with pytest.raises(script.WheelhouseFailed, match="gpu is not an extra; there are all, bench, cli"):
+    with pytest.raises(script.WheelhouseFailed, match="gpu is not an extra; there are all, langchain, litellm"):
         script.make(tmp_path / "new", "3.12", "x86_64", "gpu", 60)

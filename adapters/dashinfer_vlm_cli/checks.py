@@ -49,12 +49,10 @@ if TYPE_CHECKING:
 
 REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "llguidance", "pillow", "numpy")
 EXTRAS: dict[str, tuple[str, ...]] = {
-    "server": ("fastapi", "uvicorn"),
+    "server": ("fastapi", "uvicorn", "redis", "prompt_toolkit"),
     "litellm": ("litellm",),
     "langchain": ("langchain_core",),
     "video": ("av",),
-    "redis": ("redis",),
-    "cli": ("prompt_toolkit",),
 }
 """The modules of each extra."""
 

@@ -122,7 +122,7 @@ def _serve(config: EngineConfig, models: Sequence[tuple[str, object]], options: 
     settings = replace(settings, allow_model_management=management.allow_model_management)
     tracer = None
     if process.otlp_traces_endpoint is not None:
-        with extra_required("The option --otlp-traces-endpoint", extra="otel"):
+        with extra_required("The option --otlp-traces-endpoint", extra="server"):
             from .tracing import create_tracer
         tracer = create_tracer(process.otlp_traces_endpoint)
     _warn(settings, address, config.options_of(EmbeddingStoreOptions))

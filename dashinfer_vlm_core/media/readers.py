@@ -42,7 +42,7 @@ class PyAVReader(VideoReader):
 
     name = "pyav"
     priority = 10
-    extra = "video"
+    requirements = ("av>=14",)
 
     def available(self) -> bool:
         return find_spec("av") is not None
@@ -64,7 +64,7 @@ class DecordReader(VideoReader):
 
     name = "decord"
     priority = 5
-    extra = "decord"
+    requirements = ("av>=14", "decord==0.6.0")
     may_crash = True
 
     def available(self) -> bool:

@@ -211,14 +211,14 @@ class VideoReader(ABC):
     Attributes:
         name: shown by `dashinfer-vlm plugins`, and selected by `video_reader`.
         priority: readers are tried from the highest priority to the lowest.
-        extra: the extra of this package that installs the library; empty if none does.
+        requirements: its libraries, as arguments of pip, such as `av>=14`; shown if one is not installed.
         may_crash: whether a damaged file can crash the process. Such a reader is used only in media workers, and only
             if the option `video_reader` names it.
     """
 
     name: str
     priority: int
-    extra: str = ""
+    requirements: tuple[str, ...] = ()
     may_crash: bool = False
 
     @abstractmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -11,7 +12,7 @@ import numpy as np
 
 from ..config import EngineConfig
 from ..errors import ConfigError, InvalidParameter, MediaTooLarge, MediaUndecodable, MissingDependency
-from ..installation import install_step
+from ..installation import pip_step
 from ..protocol import MediaPart
 from .frame_sampling import VideoSamplingPolicy
 from .types import OpenVideo, Pixels, ResizerFactory, StopCheck, Video, VideoInfo, VideoReader
@@ -168,7 +169,7 @@ def select_readers(readers: Mapping[str, VideoReader], config: EngineConfig) -> 
         )
     reader = readers[name]
     if not reader.available():
-        fix = install_step(reader.extra) if reader.extra else "Install its library"
+        fix = pip_step(shlex.join(reader.requirements)) if reader.requirements else "Install its library"
         raise MissingDependency(f"video_reader: {name!r} is not installed. {fix}.", param="video_reader")
     return (reader,)
 

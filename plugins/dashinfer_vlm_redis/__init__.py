@@ -24,7 +24,7 @@ class RedisStoreFactory:
     def open(self, url: str, config: EngineConfig) -> EmbeddingStore:
         from dashinfer_vlm_core.embedding_store import EmbeddingStoreOptions
 
-        with extra_required("`embedding_store`", extra="redis"):
+        with extra_required("`embedding_store`", extra="server"):
             from .store import RedisStore
         scheme, _, rest = url.partition("://")
         ttl = config.options_of(EmbeddingStoreOptions).embedding_store_ttl

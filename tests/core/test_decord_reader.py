@@ -13,7 +13,7 @@ import pytest
 from dashinfer_vlm_core import Engine
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import ConfigError, EngineClosed, MediaUndecodable, MissingDependency
-from dashinfer_vlm_core.installation import install_step
+from dashinfer_vlm_core.installation import pip_step
 from dashinfer_vlm_core.media import READERS, DecordReader, PyAVReader, VideoReader
 from dashinfer_vlm_core.media.decoder import MediaDecoder
 from dashinfer_vlm_core.media.video import select_readers
@@ -196,12 +196,12 @@ def test_reader_without_its_library_is_reported():
     assert caught.value.param == "video_reader"
 
 
-def test_missing_decord_names_its_extra():
+def test_missing_decord_names_its_command():
     class Missing(DecordReader):
         def available(self):
             return False
 
-    with pytest.raises(MissingDependency, match=re.escape(install_step("decord"))):
+    with pytest.raises(MissingDependency, match=re.escape(pip_step("'av>=14' decord==0.6.0"))):
         select_readers({"decord": Missing()}, config(video_reader="decord"))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -40,3 +42,10 @@ def test_step_repeats_the_installation(tmp_path, monkeypatch, files, source, exp
     else:
         assert step.startswith(f"Run: cd '{folder}' && ")
         assert step.endswith(expected)
+
+
+def test_step_uses_uv_where_there_is_no_pip(tmp_path):
+    """uv creates environments without pip."""
+    program = "from dashinfer_vlm_core import installation; installation.find_spec = {}.get; print(installation._pip())"
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert shown.stdout.strip() == f"uv pip install --python {sys.executable}"

@@ -59,7 +59,7 @@ def test_adapter_names_its_extra(adapter, missing, name):
     ("arguments", "missing", "extra"),
     [
         (["serve"], "fastapi", "server"),
-        (["serve", "--otlp-traces-endpoint", "http://127.0.0.1:9"], "opentelemetry.sdk", "otel"),
+        (["serve", "--otlp-traces-endpoint", "http://127.0.0.1:9"], "opentelemetry.sdk", "server"),
     ],
 )
 def test_command_names_its_extra(arguments, missing, extra):

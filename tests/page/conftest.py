@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig
-from dashinfer_vlm_core.installation import install_step
+from dashinfer_vlm_core.installation import pip_step
 from dashinfer_vlm_core.testing import EVERYTHING, Script, scripted_registry
 from dashinfer_vlm_server import create_app
 from tests.server.conftest import RunningServer, serving
@@ -46,7 +46,7 @@ DROP = """([files, events]) => {
 def launch():
     """Start Chromium: `launch("--argument")`. It is the system's, or the one of `playwright install chromium`."""
     playwright = pytest.importorskip(
-        "playwright.sync_api", reason=f"playwright is not installed. {install_step('dev')}"
+        "playwright.sync_api", reason=f"playwright is not installed. {pip_step('--group dev')}"
     )
     path = next(filter(None, map(shutil.which, NAMES)), None)
     playwright.expect.set_options(timeout=1000 * HANG)

@@ -320,5 +320,5 @@ def test_missing_extra_names_install_command(monkeypatch):
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.delitem(sys.modules, "dashinfer_vlm_redis.store", raising=False)
     monkeypatch.setitem(sys.modules, "redis", None)
-    with pytest.raises(MissingDependency, match=re.escape(install_step("redis"))):
+    with pytest.raises(MissingDependency, match=re.escape(install_step("server"))):
         RedisStoreFactory().open("redis://localhost", EngineConfig())
