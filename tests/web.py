@@ -20,6 +20,12 @@ CERTIFICATES = ssl.create_default_context()
 ResponseWriter = Callable[[socket.socket], None]
 
 
+def free_port() -> int:
+    """Return a port for a program that cannot choose one itself."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
 class FakeServer:
     """A server of `responses` by path on a port of 127.0.0.1; see `serve`.
 

@@ -14,9 +14,10 @@ import yaml
 from dashinfer_vlm_core.testing import scripted_engine
 from tests.litellm.conftest import HELLO, text_of
 from tests.litellm.test_affinity import SERVERS, image, order_of, shade_for, user
-from tests.litellm.test_proxy import KEY, connect, free_port, running, serves
+from tests.litellm.test_proxy import KEY, connect, running, serves
 from tests.server.conftest import serving
 from tests.waiting import HANG, until
+from tests.web import free_port
 
 pytestmark = pytest.mark.interop
 

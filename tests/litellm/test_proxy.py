@@ -30,6 +30,7 @@ from tests.pooling.checkpoints import write_reranker
 from tests.samples import data_url
 from tests.server.conftest import serving
 from tests.waiting import HANG, until
+from tests.web import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -50,11 +51,6 @@ script, (checkpoint, name, port) = "One, two, three, four. " * 50, sys.argv[1:]
 with scripted_engine(script, delay=0.2, model=checkpoint, served_model_name=name) as engine:
     uvicorn.run(create_app(engine), port=int(port), log_level="error")
 """
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 def serves(port, model):
