@@ -1,9 +1,10 @@
 """Install into a new environment with the commands of README.md, and test the result.
 
 For each VERSION, such as 3.12 or the path of an interpreter, the script creates an environment in a temporary folder
-and runs the `pip install` lines of README.md, `dashinfer-vlm serve`, README's program for the openai client, and
-one test module of each adapter. It prints one line per version, and exits with 1 unless all of them passed. With
-`--wheel`, it installs that wheel instead of the checkout, and also checks that it contains the kernels.
+and runs the `pip install` lines of README.md, `dashinfer-vlm serve`, README's program for the openai client, one test
+module of each adapter, and README's command for uv, if that is installed. It prints one line per version, and exits
+with 1 unless all of them passed. With `--wheel`, it installs that wheel instead of the checkout, and also checks that
+it contains the kernels.
 
 The CPU build of torch is installed if its index can be reached. Otherwise pip installs the default build, with several
 GB of CUDA libraries on Linux. Environments are deleted afterwards.
@@ -32,6 +33,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 READY = re.compile(r"^Serving \S+ \(decoder \S+\) at (\S+)/v1", re.MULTILINE)
 READY_TIMEOUT = 300.0
 STEP_TIMEOUT = 3600.0
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 EXTRAS = "[all]"
 TOOLS = ("pytest", "pytest-timeout", "hypothesis", "langchain-tests")
 """Packages for the tests below. langchain-tests provides the pytest plugins that pyproject.toml configures."""
@@ -98,8 +100,9 @@ def _try(version: str, package: str) -> str:
             program = _block("python", "from openai import OpenAI").replace("http://127.0.0.1:8000", address)
             response = _step("README's openai program", [str(binaries / "python"), "-c", program], environment).strip()
         counts = _tests(binaries, environment, package)
+        uv = _uv_answer(interpreter, environment, package)
     summary = f"{versions[0]}, torch {versions[1]}, installed in {seconds:.0f} s, openai client: {response!r}"
-    return "; ".join(filter(None, [summary, kernels, *counts]))
+    return "; ".join(filter(None, [summary, kernels, *counts, uv]))
 
 
 def _kernels(binaries: Path, environment: dict[str, str]) -> str:
@@ -165,6 +168,7 @@ def _environment(binaries: Path, folder: Path) -> dict[str, str]:
         "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}",
         "XDG_CACHE_HOME": str(folder / "cache"),
         "PIP_CACHE_DIR": os.environ.get("PIP_CACHE_DIR", str(Path.home() / ".cache" / "pip")),
+        "UV_CACHE_DIR": os.environ.get("UV_CACHE_DIR", str(Path.home() / ".cache" / "uv")),
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # otherwise, importing it downloads prices
         "NO_PROXY": "127.0.0.1",
         "no_proxy": "127.0.0.1",
@@ -180,6 +184,23 @@ def _pip_lines(package: str) -> list[list[str]]:
         for line in lines
         if "--index-url" not in line or _is_reachable(line[line.index("--index-url") + 1])
     ]
+
+
+def _uv_answer(interpreter: Path, environment: dict[str, str], package: str) -> str:
+    """Run README's command for uv, and return what it printed."""
+    if not shutil.which("uvx"):
+        return "uvx is not installed"
+    answer = _step("README's uvx command", _uv_line(interpreter, package), environment)
+    return f"uvx: {answer.strip()!r}"
+
+
+def _uv_line(interpreter: Path, package: str) -> list[str]:
+    """Return README's command for uv, for an interpreter and for another package than the checkout."""
+    program, *words = shlex.split(_block("bash", "uvx").replace("\\\n", ""))
+    backend = words.index("--torch-backend")
+    if not _is_reachable(CPU_INDEX):
+        del words[backend : backend + 2]
+    return [program, "--python", str(interpreter), *(re.sub(r"^\.(?=\[)", lambda _: package, word) for word in words)]
 
 
 def _is_reachable(url: str) -> bool:

@@ -37,6 +37,24 @@ def test_wheel_is_installed_instead_of_the_checkout(script, monkeypatch):
     assert script._pip_lines("/dist/package.whl") == [line]
 
 
+@pytest.mark.parametrize("reachable", [True, False])
+def test_uv_command_is_that_of_the_readme(script, monkeypatch, reachable):
+    monkeypatch.setattr(script, "_is_reachable", lambda url: reachable)
+    line = script._uv_line(Path("/python3"), "/dist/package.whl")
+    backend = ["--torch-backend", "cpu"] if reachable else []
+    start = [
+        "uvx",
+        "--python",
+        "/python3",
+        *backend,
+        "-c",
+        "constraints.txt",
+        "--from",
+        "/dist/package.whl[server,video]",
+    ]
+    assert line[: len(start) + 2] == [*start, "dashinfer-vlm", "run"]
+
+
 def test_modules_exist(script):
     assert [module for module in script.MODULES.values() if not (ROOT / module).is_file()] == []
 

@@ -52,8 +52,15 @@ def server():
 
 def test_readme_has_expected_sections():
     commands = [code.split()[0] for language, code in BLOCKS if language == "bash"]
-    assert commands == ["scripts/demo", "scripts/test", "pip", "dashinfer-vlm", "curl"]
+    assert commands == ["uvx", "pip", "scripts/demo", "scripts/test", "dashinfer-vlm", "curl"]
     assert all(len(code.splitlines()) <= 15 for _, code in BLOCKS)
+
+
+def test_first_command_prints_answer():
+    """What uv runs after the installation; `scripts/test-install` runs all of it."""
+    _, program, arguments = block("uvx").partition("dashinfer-vlm run")
+    answer = run(["bash", "-c", program + arguments]).strip()
+    assert f"It prints `{answer}`" in TEXT
 
 
 def test_demo_response_is_correct():
