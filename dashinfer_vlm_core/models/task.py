@@ -129,19 +129,19 @@ def _score_head(
         tokens = read_fields(folder / CONFIG)
         return _contrast(spec, tokens.integer("true_token_id"), tokens.integer("false_token_id"))
     if config.get(CLASSIFIER_TOKENS) is not None:
-        return _classifier_contrast(spec, config)
+        return _classifier_contrast(spec, config, tokenizers)
     if _classifies(config):
         return CLASSIFIER
     vocabulary = tokenizers.read(spec.folder).backend
     return _contrast(spec, vocabulary.token_to_id("yes"), vocabulary.token_to_id("no"))
 
 
-def _classifier_contrast(spec: ModelSpec, config: JsonFields) -> TokenContrast:
+def _classifier_contrast(spec: ModelSpec, config: JsonFields, tokenizers: TokenizerCache) -> TokenContrast:
     """Return the tokens that vLLM converts to the linear layer of a classifier: the false one, then the true one."""
     texts = config.get(CLASSIFIER_TOKENS)
     if not isinstance(texts, list) or len(texts) != 2 or not all(isinstance(text, str) for text in texts):
         config.fail_value(CLASSIFIER_TOKENS, "must be two tokens, such as no and yes")
-    vocabulary = read_tokenizer(spec.folder).backend
+    vocabulary = tokenizers.read(spec.folder).backend
     false, true = map(vocabulary.token_to_id, texts)
     if false is None or true is None:
         config.fail_value(CLASSIFIER_TOKENS, "must be tokens of the vocabulary")
