@@ -1,13 +1,15 @@
-"""Patches of random pixels: input for the vision encoder without an image."""
+"""Patches of random pixels: input for the vision encoder without an image or a video."""
 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 import numpy as np
 
 from dashinfer_vlm_core.media import Grid
 from dashinfer_vlm_core.models.interface import Patches
+from dashinfer_vlm_core.models.patches import with_digest
 
 
 def random_patches(
@@ -24,3 +26,11 @@ def random_patches(
         path=part,
         digest=hashlib.sha256(repr(grid).encode() + pixels.tobytes()).digest(),
     )
+
+
+def clip(start: int, stop: int, *, h: int = 4, w: int = 4, side: int = 14) -> Patches:
+    """Return a video of these temporal patches of a random recording, with their digests."""
+    units = [random_patches(1, h, w, seed=index, side=side).pixels for index in range(start, stop)]
+    grid = Grid(stop - start, h, w)
+    whole = replace(random_patches(1, h, w, side=side), kind="video", pixels=np.concatenate(units), grid=grid)
+    return with_digest(replace(whole, tokens=grid.patches // 4))

@@ -134,12 +134,17 @@ def _requests(stats: EngineStats) -> Iterator[Metric]:
 
 def _vision(stats: EngineStats) -> Iterator[Metric]:
     vision = stats.vision
-    yield _summary("vision_batch_size", "Media per forward pass of the vision encoder.", vision.passes, vision.encoded)
+    yield _summary(
+        "vision_batch_size",
+        "Images and frame pairs per forward pass of the vision encoder.",
+        vision.passes,
+        vision.encoded,
+    )
     queries = vision.hits + vision.joins + vision.encoded + (vision.store.hits if vision.store else 0)
-    yield _count("mm_cache_queries", "Media looked up in the embedding cache.", queries)
+    yield _count("mm_cache_queries", "Images and frame pairs looked up in the embedding cache.", queries)
     yield _count(
         "mm_cache_hits",
-        "Media found in the embedding cache, or already being encoded.",
+        "Images and frame pairs found in the embedding cache, or already being encoded.",
         vision.hits + vision.joins,
     )
     yield _gauge("mm_cache_bytes", "Memory used by the embedding cache.", vision.bytes)
@@ -156,9 +161,9 @@ def _embedding_store(store: EmbeddingStoreStats) -> Iterator[Metric]:
         "invalid": store.invalid,
         "skipped": store.skipped,
     }
-    yield _counts("embedding_store_lookups", "Images and videos looked up in the embedding store.", "result", lookups)
+    yield _counts("embedding_store_lookups", "Images and frame pairs looked up in the store.", "result", lookups)
     writes = {"success": store.writes, "error": store.write_errors, "dropped": store.dropped}
-    yield _counts("embedding_store_writes", "Images and videos written to the embedding store.", "result", writes)
+    yield _counts("embedding_store_writes", "Images and frame pairs written to the store.", "result", writes)
     yield _gauge("embedding_store_pending_bytes", "Memory of embeddings that wait to be written.", store.pending_bytes)
     yield _gauge("embedding_store_available", "1 unless lookups pause after failures.", store.available)
 

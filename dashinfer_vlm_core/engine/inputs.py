@@ -112,7 +112,8 @@ class InputPipeline:
             parts = await asyncio.to_thread(request.media)  # may have to split megabytes of video frames
             self.media.check(parts)
             vision = lora.vision if lora else None
-            cached: list[Item | None] = [*self.media_uuids.get(parts, cache_salt=request.cache_salt or "", lora=vision)]
+            found = await self.media_uuids.get(parts, cache_salt=request.cache_salt or "", lora=vision)
+            cached: list[Item | None] = [*found]
             if loaded:
                 cached = [loaded.get(part, item) for part, item in zip(parts, cached, strict=True)]
             budget = self._token_budget(sum(item.tokens for item in cached if item))

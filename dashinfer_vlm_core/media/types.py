@@ -118,6 +118,8 @@ class VisualInput:
             runs in a process that opens untrusted files, and must not choose the key of a shared cache.
         times: timestamps of a video's frames in seconds, without padding; empty for an image, or if they are not known.
             They are not part of the digest: the same frames at other times have the same embedding but a different
+        units: digests of the temporal patches of a video with pixels, in order, as the engine sets them: equal if and
+            only if height and width of the grid and the pixels are equal. Empty for other items.
             prompt.
         sampled_fps: number of a video's frames, without padding, divided by its duration in seconds; None for an image,
             or if it is not known. Not part of the digest either.
@@ -132,6 +134,7 @@ class VisualInput:
     digest: bytes = b""
     times: tuple[float, ...] = ()
     sampled_fps: float | None = None
+    units: tuple[bytes, ...] = ()
     source_size: tuple[int, int] | None = None
     source_digest: bytes = b""
 

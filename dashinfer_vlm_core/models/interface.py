@@ -7,7 +7,7 @@ decoded media ─ImageProcessor─▶ Patches ─VisionEncoder─▶ VisualToken
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -34,6 +34,16 @@ class Patches(VisualInput):
     """
 
     pixels: npt.NDArray[np.uint8]
+
+    def temporal_patches(self) -> list[Patches]:
+        """Return the temporal patches of a video as items of their own, which share its pixels."""
+        count = len(self.units)
+        grid = self.grid._replace(t=1)
+        pixels = self.pixels.reshape(count, grid.patches, -1)
+        return [
+            replace(self, pixels=pixels[index], grid=grid, tokens=self.tokens // count, digest=digest, units=())
+            for index, digest in enumerate(self.units)
+        ]
 
 
 class GridShape(NamedTuple):
@@ -210,9 +220,12 @@ class VisionEncoder(Protocol):
     Attributes:
         batch_patches: number of patches that saturates the device; larger batches only add latency. The values of the
             built-in family were not measured on a GPU.
+        splits_videos: whether temporal patches of a video are encoded and cached as separate items. The rows of each
+            must depend on its pixels alone, and pixels and rows must be in the order of time.
     """
 
     batch_patches: int
+    splits_videos: bool
 
     def encode(self, batch: Sequence[Patches]) -> list[torch.Tensor]:
         """Return one [tokens, visual width] tensor per item; an item's rows do not depend on the rest of the batch."""

@@ -198,8 +198,14 @@ def unpatchify(pixels: Pixels, grid: Grid, spec: PixelSpec) -> Pixels:
 
 
 def with_digest(patches: Patches) -> Patches:
-    """Return the patches with the digest of their content."""
-    return replace(patches, digest=content_digest(patches.kind, patches.grid, patches.pixels))
+    """Return the patches with the digest of their content, and of a video with those of its temporal patches."""
+    if patches.kind == "image":
+        return replace(patches, digest=content_digest(patches.kind, patches.grid, patches.pixels))
+    t, h, w = patches.grid
+    frames = patches.pixels.reshape(t, h * w, -1)
+    units = tuple(content_digest(patches.kind, Grid(1, h, w), frame) for frame in frames)
+    digest = hashlib.sha256(f"{patches.kind} of {t} temporal patches".encode() + b"".join(units)).digest()
+    return replace(patches, digest=digest, units=units)
 
 
 def content_digest(kind: str, grid: Grid, rows: npt.NDArray[Any]) -> bytes:

@@ -51,7 +51,7 @@ class MediaUuidCache:
         self._entries: LRUCache[_UuidKey, _UuidEntry] = LRUCache(limit)
         self._pages: LRUCache[Hashable, VisualInput] = LRUCache(limit)
 
-    def get(
+    async def get(
         self, parts: Sequence[MediaPart], *, cache_salt: str = "", lora: VisionLora | None = None
     ) -> list[VisualTokens | None]:
         """Return the visual tokens of each part that has only a uuid, or is a page that is cached; None for others.
@@ -61,10 +61,7 @@ class MediaUuidCache:
         Raises:
             InvalidParameter: a uuid is unknown, or its item is no longer cached.
         """
-        return [
-            self._get_page(part, cache_salt, lora) if part.has_source else self._get(part, cache_salt, lora)
-            for part in parts
-        ]
+        return [await (self._get_page if part.has_source else self._get)(part, cache_salt, lora) for part in parts]
 
     def bind(self, parts: Sequence[MediaPart], items: Sequence[Patches | Embeddings], *, cache_salt: str = "") -> None:
         """Bind the uuids of parts, and pages, to their items.
@@ -97,11 +94,11 @@ class MediaUuidCache:
             self._entries[key] = entry
         return entry
 
-    def _get(self, part: MediaPart, cache_salt: str, lora: VisionLora | None) -> VisualTokens:
+    async def _get(self, part: MediaPart, cache_salt: str, lora: VisionLora | None) -> VisualTokens:
         entry = self._entries.get((cache_salt, part.kind, part.uuid or ""))
         # Options that did not affect the item are ignored.
         item = next(filter(None, map(entry.items.get, _options(part))), None) if entry else None
-        tokens = self._vision.find(item, cache_salt=cache_salt, lora=lora) if item else None
+        tokens = await self._vision.find(item, cache_salt=cache_salt, lora=lora) if item else None
         if tokens is None:
             raise InvalidParameter(
                 f"`{part.path}.uuid` is not cached with these options: send the content with it.",
@@ -110,9 +107,9 @@ class MediaUuidCache:
             )
         return replace(tokens, path=part.path)
 
-    def _get_page(self, part: MediaPart, cache_salt: str, lora: VisionLora | None) -> VisualTokens | None:
+    async def _get_page(self, part: MediaPart, cache_salt: str, lora: VisionLora | None) -> VisualTokens | None:
         item = self._pages.get(_page_key(part, cache_salt)) if part.page else None
-        tokens = self._vision.find(item, cache_salt=cache_salt, lora=lora) if item else None
+        tokens = await self._vision.find(item, cache_salt=cache_salt, lora=lora) if item else None
         return tokens and replace(tokens, path=part.path)
 
 

@@ -1,7 +1,8 @@
-"""Patches -> VisualTokens: each item is encoded once, and items of different requests are batched.
+"""Patches -> VisualTokens: each unit is encoded once, and units of different requests are batched.
 
-Visual tokens that a request contains, or refers to by uuid, are merged with the encoded ones here. This is one file,
-since the cache, the lookups in the store, the queue and the passes share the state of an item.
+A unit is an image, or a temporal patch of a video if the encoder splits videos: a video that overlaps an earlier one
+shares units with it. Visual tokens that a request contains, or refers to by uuid, are merged with the encoded ones
+here. This is one file, since the cache, the lookups in the store, the queue and the passes share the state of a unit.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, TypeAlias
+from weakref import WeakValueDictionary
 
 from cachetools import LRUCache
 
@@ -21,6 +24,7 @@ from ..embedding_store.client import EmbeddingStoreClient, EmbeddingStoreStats, 
 from ..errors import EngineClosed, EngineError
 from ..media.types import Embeddings, VisualInput
 from ..models.interface import Patches, VisionEncoder, VisualTokens
+from .units import UnitJob, closed_error, concatenate, size_of
 
 if TYPE_CHECKING:
     import torch
@@ -43,9 +47,9 @@ class VisionStats:
 
     Attributes:
         passes: forward passes of the vision encoder, including failed ones.
-        encoded: items encoded.
-        hits: items found in the cache.
-        joins: items that another request was already encoding, so that both waited for one computation.
+        encoded: units encoded.
+        hits: units found in the cache.
+        joins: units that another request was already encoding, so that both waited for one computation.
         bytes: current size of the cache.
         store: counters of the store; None without one.
     """
@@ -72,17 +76,18 @@ class VisionLora:
 
 
 class VisionService:
-    """Encodes each distinct item once, caches it, and batches the items of concurrent requests.
+    """Encodes each distinct unit once, caches it, and batches the units of concurrent requests.
 
-    Belongs to one event loop. The encoder runs in a separate thread, so it never blocks the loop; items requested
-    during a pass are batched into the next one. Items that are not cached are first looked up in the store, if there is
+    Belongs to one event loop. The encoder runs in a separate thread, so it never blocks the loop; units requested
+    during a pass are batched into the next one. Units that are not cached are first looked up in the store, if there is
     one, in less time than encoding them takes.
 
     Args:
         encoder: the vision encoder.
         model_key: part of the cache keys: what embeddings depend on besides the content, such as the kernel set.
-        cache_bytes: memory for embeddings; the least recently used ones are evicted first. 0 disables the cache.
-        batch_patches: maximum patches per pass; a larger item is encoded alone.
+        cache_bytes: memory for embeddings; the least recently used ones are evicted first. 0 disables the cache. A
+            video that does not fit is not cached.
+        batch_patches: maximum patches per pass; a larger unit is encoded alone.
         store: embeddings that other processes can use too; the service closes it.
     """
 
@@ -99,9 +104,10 @@ class VisionService:
         self._shared = store
         self._model_key = model_key
         self._batch_patches = batch_patches
-        self._cache: LRUCache[bytes, torch.Tensor] = LRUCache(cache_bytes, getsizeof=_size)
-        self._jobs: dict[bytes, _Job] = {}
-        self._waiting: deque[_Job] = deque()
+        self._cache: LRUCache[bytes, torch.Tensor] = LRUCache(cache_bytes, getsizeof=size_of)
+        self._joined: WeakValueDictionary[bytes, torch.Tensor] = WeakValueDictionary()  # videos in use
+        self._jobs: dict[bytes, UnitJob] = {}
+        self._waiting: OrderedDict[bytes, UnitJob] = OrderedDict()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vision")
         self._runner: asyncio.Task[None] | None = None
         self._closed = False
@@ -123,7 +129,7 @@ class VisionService:
     ) -> tuple[VisualTokens, ...]:
         """Return the visual tokens of each item, in order.
 
-        Canceling the caller discards the items that no other request waits for, unless their pass has started.
+        Canceling the caller discards the units that no other request waits for, unless their pass has started.
 
         Args:
             items: the items of one request.
@@ -136,23 +142,40 @@ class VisionService:
         """
         if self._closed:
             raise EngineClosed("The engine was closed; start another one.")
-        jobs = [self._job(item, cache_salt, lora) for item in items if isinstance(item, Patches)]
-        self._start([job for job in dict.fromkeys(jobs) if not job.started])
+        jobs = [self._jobs_of(item, cache_salt, lora) for item in items]
+        self._start([job for job in dict.fromkeys(chain(*jobs)) if not job.started])
         try:
-            encoding = iter(jobs)
-            return tuple([await self._tokens(item, encoding, cache_salt, lora) for item in items])
+            encoding = zip(items, jobs, strict=True)
+            return tuple([await self._tokens(item, units, cache_salt, lora) for item, units in encoding])
         finally:
-            for job in jobs:
+            for job in chain(*jobs):
                 self._release(job)
 
-    def find(self, item: VisualInput, *, cache_salt: str = "", lora: VisionLora | None = None) -> VisualTokens | None:
+    async def find(
+        self, item: VisualInput, *, cache_salt: str = "", lora: VisionLora | None = None
+    ) -> VisualTokens | None:
         """Return the visual tokens of an item, or None if they are not cached."""
+        digests = item.units if self._splits(item, lora) else (item.digest,)
+        units = [self._cache.get(self._key(_salted(digest, cache_salt), lora)) for digest in digests]
+        found = [unit for unit in units if unit is not None]
+        if len(found) < len(units):
+            return None
         salted = _salted(item.digest, cache_salt)
-        embedding = self._cache.get(self._key(salted, lora))
-        return None if embedding is None else VisualTokens.of(item, embedding, digest=salted)
+        return VisualTokens.of(item, await self._join(found, self._key(salted, lora)), digest=salted)
 
-    def _store(self, key: bytes, embedding: torch.Tensor) -> None:
-        if key not in self._cache and _size(embedding) <= self._cache.maxsize:
+    def _splits(self, item: VisualInput, lora: VisionLora | None) -> bool:
+        return len(item.units) > 0 and (lora.encoder if lora else self._encoder).splits_videos
+
+    async def _join(self, units: Sequence[torch.Tensor], key: bytes) -> torch.Tensor:
+        """Return the embedding of an item with this key. Requests that use the same video share its copy."""
+        if len(units) == 1:
+            return units[0]
+        if (joined := self._joined.get(key)) is None:
+            joined = self._joined.setdefault(key, await asyncio.to_thread(concatenate, units))
+        return joined
+
+    def _store(self, key: bytes, embedding: torch.Tensor, item_bytes: int) -> None:
+        if key not in self._cache and item_bytes <= self._cache.maxsize:
             self._cache[key] = embedding
 
     async def close(self) -> None:
@@ -162,7 +185,7 @@ class VisionService:
             task.cancel()
         await asyncio.gather(*self._lookups, return_exceptions=True)
         while self._waiting:
-            self._finish(self._waiting.popleft(), _closed_error())
+            self._finish(self._waiting.popitem(last=False)[1], closed_error())
         if self._runner is not None:
             await self._runner
         if self._shared is not None:
@@ -177,42 +200,51 @@ class VisionService:
     async def _tokens(
         self,
         item: Patches | Embeddings | VisualTokens,
-        encoding: Iterator[_Job],
+        jobs: Sequence[UnitJob],
         cache_salt: str,
         lora: VisionLora | None,
     ) -> VisualTokens:
         if isinstance(item, VisualTokens):
-            self._counts["hits"] += 1
+            self._counts["hits"] += len(item.units) if self._splits(item, lora) else 1
             return item
         salted = _salted(item.digest, cache_salt)
         if isinstance(item, Patches):
-            embedding = await next(encoding).embedding(item.path)
+            units = [await job.embedding(item.path) for job in jobs]
+            embedding = await self._join(units, self._key(salted, lora))
         else:  # converted in the encoder's thread, between passes, and cached for later requests by uuid
             loop = asyncio.get_running_loop()
             embedding = await loop.run_in_executor(self._thread, self._encoder.adopt, item.rows)
-            self._store(self._key(salted, lora), embedding)
+            self._store(self._key(salted, lora), embedding, size_of(embedding))
         return VisualTokens.of(item, embedding, digest=salted)
 
-    def _job(self, item: Patches, cache_salt: str, lora: VisionLora | None) -> _Job:
-        """Return the job for this item: a finished one if it is cached, else the pending one, else a new one."""
-        salted = _salted(item.digest, cache_salt)
+    def _jobs_of(
+        self, item: Patches | Embeddings | VisualTokens, cache_salt: str, lora: VisionLora | None
+    ) -> list[UnitJob]:
+        if not isinstance(item, Patches):
+            return []
+        units = item.temporal_patches() if self._splits(item, lora) else [item]
+        return [self._job(unit, cache_salt, lora, item.tokens) for unit in units]
+
+    def _job(self, unit: Patches, cache_salt: str, lora: VisionLora | None, item_tokens: int) -> UnitJob:
+        """Return the job for this unit: a finished one if it is cached, else the pending one, else a new one."""
+        salted = _salted(unit.digest, cache_salt)
         key = self._key(salted, lora)
         encoder = lora.encoder if lora else self._encoder
         stored = hashlib.sha256(b"adapter" + lora.key + salted).digest() if lora else salted
         if (embedding := self._cache.get(key)) is not None:
             self._counts["hits"] += 1
-            job = _Job(key, item, encoder, stored)
+            job = UnitJob(key, unit, encoder, stored, item_tokens)
             job.started = True
             job.finish(embedding)
         elif key in self._jobs:
             self._counts["joins"] += 1
             job = self._jobs[key]
         else:
-            job = self._jobs[key] = _Job(key, item, encoder, stored)
+            job = self._jobs[key] = UnitJob(key, unit, encoder, stored, item_tokens)
         job.callers += 1
         return job
 
-    def _start(self, jobs: Sequence[_Job]) -> None:
+    def _start(self, jobs: Sequence[UnitJob]) -> None:
         for job in jobs:
             job.started = True
         if self._shared is None:
@@ -224,13 +256,13 @@ class VisionService:
             self._lookups.add(task)
             task.add_done_callback(lambda task: self._looked_up(jobs, task))
 
-    def _budget(self, jobs: Sequence[_Job]) -> float:
+    def _budget(self, jobs: Sequence[UnitJob]) -> float:
         if self._seconds_per_patch is None:
             return FIRST_BUDGET
         return BUDGET * self._seconds_per_patch * sum(job.size for job in jobs)
 
-    def _looked_up(self, jobs: Sequence[_Job], task: _LookupTask) -> None:
-        """Finish the items that were found, and queue the others. Called at the end of a lookup, also if it failed."""
+    def _looked_up(self, jobs: Sequence[UnitJob], task: _LookupTask) -> None:
+        """Finish the units that were found, and queue the others. Called at the end of a lookup, also if it failed."""
         self._lookups.discard(task)
         found: Sequence[torch.Tensor | None] = [None] * len(jobs)
         if not task.cancelled():
@@ -242,41 +274,42 @@ class VisionService:
             if embedding is None:
                 self._enqueue(job)
             else:
-                self._store(job.key, embedding)
+                self._store(job.key, embedding, job.item_bytes(embedding))
                 self._finish(job, embedding)
 
-    def _enqueue(self, job: _Job) -> None:
+    def _enqueue(self, job: UnitJob) -> None:
         if self._closed:
-            self._finish(job, _closed_error())
+            self._finish(job, closed_error())
         elif job.callers:
-            self._waiting.append(job)
+            self._waiting[job.key] = job
             if self._runner is None or self._runner.done():
                 self._runner = asyncio.create_task(self._run(), name="vision")
         else:
             del self._jobs[job.key]
 
-    def _release(self, job: _Job) -> None:
+    def _release(self, job: UnitJob) -> None:
         job.callers -= 1
-        if job.callers == 0 and job in self._waiting:
-            self._waiting.remove(job)
+        if job.callers == 0 and self._waiting.get(job.key) is job:
+            del self._waiting[job.key]
             del self._jobs[job.key]
 
     async def _run(self) -> None:
         while batch := self._next_batch():
             await self._encode(batch)
 
-    def _next_batch(self) -> list[_Job]:
-        batch: list[_Job] = []
+    def _next_batch(self) -> list[UnitJob]:
+        batch: list[UnitJob] = []
         remaining = self._batch_patches
-        while self._waiting and (
-            not batch or (self._waiting[0].size <= remaining and self._waiting[0].encoder is batch[0].encoder)
-        ):
-            batch.append(self._waiting.popleft())
-            remaining -= batch[-1].size
+        while self._waiting:
+            job = next(iter(self._waiting.values()))
+            if batch and (job.size > remaining or job.encoder is not batch[0].encoder):
+                break
+            batch.append(self._waiting.pop(job.key))
+            remaining -= job.size
         return batch
 
-    async def _encode(self, batch: list[_Job]) -> None:
-        """Encode a batch in one pass; if it fails, encode each item separately, so that only faulty items fail."""
+    async def _encode(self, batch: list[UnitJob]) -> None:
+        """Encode a batch in one pass; if it fails, encode each unit separately, so that only faulty ones fail."""
         self._counts["passes"] += 1
         clock = asyncio.get_running_loop().time
         start = clock()
@@ -293,7 +326,7 @@ class VisionService:
         self._counts["encoded"] += len(batch)
         self._measure(clock() - start, sum(job.size for job in batch))
         for job, embedding in zip(batch, embeddings, strict=True):
-            self._store(job.key, embedding)
+            self._store(job.key, embedding, job.item_bytes(embedding))
             self._finish(job, embedding)
             if self._shared is not None:
                 self._shared.put(job.stored_digest, embedding)
@@ -311,7 +344,7 @@ class VisionService:
             raise EngineError(f"The vision encoder returned {rows} visual tokens instead of {expected}.")
         return embeddings
 
-    def _finish(self, job: _Job, outcome: torch.Tensor | Exception) -> None:
+    def _finish(self, job: UnitJob, outcome: torch.Tensor | Exception) -> None:
         del self._jobs[job.key]
         job.finish(outcome)
 
@@ -319,59 +352,8 @@ class VisionService:
 _LookupTask: TypeAlias = "asyncio.Task[list[torch.Tensor | None]]"
 
 
-@dataclass(slots=True, eq=False)
-class _Job:
-    """One item to encode, shared by all callers that wait for it.
-
-    Attributes:
-        key: cache key.
-        patches: the item.
-        encoder: the encoder to use.
-        stored_digest: what identifies its embedding in the store: the salted digest, and the adapter if there is one.
-        callers: number of waiting callers.
-        started: whether it is looked up, queued, encoded or finished.
-    """
-
-    key: bytes
-    patches: Patches
-    encoder: VisionEncoder
-    stored_digest: bytes
-    callers: int = 0
-    started: bool = False
-    _done: asyncio.Event = field(default_factory=asyncio.Event)
-    _outcome: torch.Tensor | Exception | None = None
-
-    @property
-    def size(self) -> int:
-        """Number of patches."""
-        return self.patches.grid.patches
-
-    def finish(self, outcome: torch.Tensor | Exception) -> None:
-        self._outcome = outcome
-        self._done.set()
-
-    async def embedding(self, path: str) -> torch.Tensor:
-        """Wait for the result; `path` is the item's location in the caller's request, used in errors."""
-        await self._done.wait()
-        assert self._outcome is not None
-        if isinstance(self._outcome, EngineClosed):
-            raise EngineClosed(self._outcome.message)
-        if isinstance(self._outcome, Exception):
-            message = "The vision encoder failed on this image or video. Try again; the engine's log has the cause."
-            raise EngineError(message, param=path, code="vision_failed") from self._outcome
-        return self._outcome
-
-
-def _closed_error() -> EngineClosed:
-    return EngineClosed("The engine was closed while the request waited.")
-
-
 def _salted(digest: bytes, cache_salt: str) -> bytes:
     """Return the digest unchanged without a salt, else a digest of both, of the same length."""
     if not cache_salt:
         return digest
     return hashlib.sha256(b"salted" + hashlib.sha256(cache_salt.encode()).digest() + digest).digest()
-
-
-def _size(embedding: torch.Tensor) -> int:
-    return embedding.element_size() * embedding.numel()

@@ -28,6 +28,8 @@ class MeanTower:
         short: digests that get one row too few.
     """
 
+    splits_videos = True
+
     def __init__(self):
         self.passes = []
         self.poison = set()

@@ -186,6 +186,7 @@ class PromptLayout:
 
 class VisionEncoder:
     batch_patches = 256
+    splits_videos = True
 
     def __init__(self, spec):
         with Weights(spec.folder, spec.tensor_renames) as weights:

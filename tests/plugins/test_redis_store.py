@@ -19,7 +19,7 @@ from dashinfer_vlm_core.vision import VisionService
 from dashinfer_vlm_redis import RedisStoreFactory
 from tests.clock import run, skippable_loop
 from tests.core.test_vision import MeanTower, mean_of
-from tests.patches import random_patches
+from tests.patches import clip, random_patches
 from tests.redis_server import RedisServer
 from tests.samples import image_url
 from tests.waiting import HANG, auntil, until
@@ -139,7 +139,7 @@ class Replica:
         example = mean_of(A)
         client = EmbeddingStoreClient(
             new_store(server),
-            EmbeddingCodec(example, is_exact=True),
+            EmbeddingCodec(example),
             model_key=b"model",
             timeout=timeout,
             clock=skippable_loop().time,
@@ -187,6 +187,17 @@ def test_replicas_encode_each_image_once(server):
         assert sum(replica.stats.hits for replica in replicas) == 4 * len(ITEMS)
 
     with_replicas(server, scenario, 4)
+
+
+def test_replicas_share_units_of_videos(server):
+    async def scenario(first, second):
+        await first.check(clip(0, 4))
+        await first.written()
+        await second.check(clip(1, 5))
+        assert [len(batch) for batch in second.tower.passes] == [1]
+        assert second.stats.hits == 3
+
+    with_replicas(server, scenario)
 
 
 def test_killed_server_costs_only_time(server, caplog):

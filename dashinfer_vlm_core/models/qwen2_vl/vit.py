@@ -191,8 +191,10 @@ class Qwen2VLEncoder:
 
     An item's rows depend on the rest of its batch only by rounding, because libraries may sum in a different order for
     a different number of rows: in float32, within 1e-5 of the largest value. With the C kernels they do not depend on
-    the batch at all.
+    the batch at all. Attention stays within a temporal patch, and positions do not depend on time.
     """
+
+    splits_videos = True
 
     def __init__(self, model: VisionModel, pixels: PixelSpec, *, graphs: PassGraphs | None = None) -> None:
         self.model = model
