@@ -23,7 +23,7 @@ Json: TypeAlias = dict[str, Any]
 _SIZE = frozenset({"min_pixels", "max_pixels", "min_pixel", "max_pixel"})
 OPTIONS: Mapping[str, frozenset[str]] = {
     "image": _SIZE | {"detail"},
-    "video": _SIZE | {"fps", "num_frames", "total_pixels"},
+    "video": _SIZE | {"fps", "num_frames", "align", "total_pixels"},
     "file": frozenset({"filename", "detail", "pages", "render", "dpi", "max_pixels", "password"}),
 }
 """Keys of `extras` in a standard block, in addition to `uuid`. Other keys are rejected."""

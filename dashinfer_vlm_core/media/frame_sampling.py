@@ -74,6 +74,12 @@ class VideoSamplingPolicy:
         spread = np.where(order < count // 2, step * order, last - step * (count - 1 - order))
         return [int(index) for index in spread.astype(np.float32).round()]
 
+    def aligned_indices(self, total: int, step: float) -> list[int]:
+        """Return the indices of the frames nearest to the multiples of `step` frames, at least 1. Those of a longer
+        video begin with them."""
+        count = math.ceil((total - 0.5) / step)
+        return [min(math.floor(number * step + 0.5), total - 1) for number in range(count)]
+
     def even_times(self, count: int, *, fps: float | None = None) -> tuple[float, ...]:
         """Return timestamps in seconds for a list of `count` frames, sampled at `fps`, or else `self.fps`."""
         return tuple(index / (fps or self.fps) for index in range(count))

@@ -80,6 +80,7 @@ class Video(DecodedMedia):
         times: timestamp of each frame in seconds.
         sampled_fps: number of frames divided by the duration of the video in seconds; None if it is not known.
         total_pixels: maximum pixels of all frames together that the request sets.
+        align: whether the size of the frames depends on their number in steps.
         source_size: height and width before resizing, in pixels, if the frames were resized while they were decoded.
     """
 
@@ -87,6 +88,7 @@ class Video(DecodedMedia):
     times: tuple[float, ...] = ()
     sampled_fps: float | None = None
     total_pixels: int | None = None
+    align: bool = False
     source_size: tuple[int, int] | None = None
     options_field: str = "video_url"
 
@@ -116,10 +118,10 @@ class VisualInput:
         tokens: number of visual tokens.
         digest: 32 bytes; equal if and only if kind, grid and values are equal. The engine sets it: an image processor
             runs in a process that opens untrusted files, and must not choose the key of a shared cache.
-        times: timestamps of a video's frames in seconds, without padding; empty for an image, or if they are not known.
-            They are not part of the digest: the same frames at other times have the same embedding but a different
         units: digests of the temporal patches of a video with pixels, in order, as the engine sets them: equal if and
             only if height and width of the grid and the pixels are equal. Empty for other items.
+        times: timestamps of a video's frames in seconds, without padding; empty for an image, or if they are not known.
+            They are not part of the digest: the same frames at other times have the same embedding but a different
             prompt.
         sampled_fps: number of a video's frames, without padding, divided by its duration in seconds; None for an image,
             or if it is not known. Not part of the digest either.
@@ -132,9 +134,9 @@ class VisualInput:
     grid: Grid
     tokens: int
     digest: bytes = b""
+    units: tuple[bytes, ...] = ()
     times: tuple[float, ...] = ()
     sampled_fps: float | None = None
-    units: tuple[bytes, ...] = ()
     source_size: tuple[int, int] | None = None
     source_digest: bytes = b""
 

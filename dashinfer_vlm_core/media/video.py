@@ -195,15 +195,30 @@ def sample_video(
     Raises:
         MediaTooLarge: the header declares too many seconds or pixels.
         MediaUndecodable: the header is invalid, or the reader cannot decode a frame.
-        InvalidParameter: `part.num_frames` is out of range for the file.
+        InvalidParameter: `part.num_frames` is out of range for the file, or `part.align` requires too many frames.
     """
     info = video.info
     _check_header(info, part, config)
-    count = frame_count(info.frames, info.fps, part=part, policy=policy)
-    check_total(count * info.height * info.width, part=part, config=config)
-    indices = policy.indices(info.frames, count)
-    times = FrameTimes(times=tuple(index / info.fps for index in indices), sampled_fps=count / info.frames * info.fps)
+    indices, sampled_fps = _sampled_frames(info, part, policy)
+    check_total(len(indices) * info.height * info.width, part=part, config=config)
+    times = FrameTimes(times=tuple(index / info.fps for index in indices), sampled_fps=sampled_fps)
     return stack_frames(video.frames(indices, check_stop), part, times, resizer)
+
+
+def _sampled_frames(info: VideoInfo, part: MediaPart, policy: VideoSamplingPolicy) -> tuple[list[int], float]:
+    """Return the indices of the frames to sample, and the frames per second of these."""
+    if not part.align:
+        count = frame_count(info.frames, info.fps, part=part, policy=policy)
+        return policy.indices(info.frames, count), count / info.frames * info.fps
+    fps = min(part.fps or policy.fps, info.fps)
+    indices = policy.aligned_indices(info.frames, info.fps / fps)
+    if len(indices) > policy.max_frames:
+        raise InvalidParameter(
+            f"With `align`, this video has {len(indices)} frames at {fps:g} frames per second, more than the limit of"
+            f" {policy.max_frames}. Set a lower `fps`, or send a shorter video.",
+            param=f"{part.options_path}.align",
+        )
+    return indices, fps
 
 
 def _check_header(info: VideoInfo, part: MediaPart, config: EngineConfig) -> None:
@@ -231,5 +246,6 @@ def _video(frames: Pixels, part: MediaPart, times: FrameTimes) -> Video:
         min_pixels=part.min_pixels,
         max_pixels=part.max_pixels,
         total_pixels=part.total_pixels,
+        align=bool(part.align),
         options_field=part.options_field,
     )

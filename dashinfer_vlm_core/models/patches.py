@@ -120,6 +120,15 @@ def frames_shape(media: Image | Video) -> tuple[int, int, int]:
     return (frames, *media.source_size) if media.source_size else (frames, height, width)
 
 
+def limiting_frames(media: Image | Video) -> int:
+    """Return the number of frames that the limits of a whole video are divided by.
+
+    For an aligned video it is the next power of two, so that one more frame seldom changes the size of all.
+    """
+    frames = frames_shape(media)[0]
+    return 1 << (frames - 1).bit_length() if isinstance(media, Video) and media.align else frames
+
+
 def grid_for_size(frames: int, height: int, width: int, spec: PixelSpec) -> Grid:
     span = spec.temporal_patch_size
     return Grid(round_up(frames, span) // span, height // spec.patch_size, width // spec.patch_size)

@@ -33,6 +33,7 @@ OPTIONS: Mapping[Kind, Mapping[str, str]] = {
         "sample_fps": "fps",
         "num_frames": "num_frames",
         "nframes": "num_frames",
+        "align": "align",
     },
 }
 """Options of a part, and their names in a request; `nframes` and, for lists of frames, `sample_fps` are the names in

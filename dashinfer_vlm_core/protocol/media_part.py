@@ -61,6 +61,9 @@ class MediaPart:
         fps: frames per second, above 0: those to sample from a video file, or those that a list of frames was sampled
             at.
         num_frames: number of frames to sample from a video file, at least 1; never with `fps` or a list of frames.
+        align: whether a video file is sampled at multiples of 1 / `fps` seconds, and the size of frames depends on
+            their number in steps, so that videos that overlap share frames; never true with `num_frames`. None is
+            false, unless the request sets it.
         background: red, green and blue of the background of transparent pixels.
         url_field: the field of the part with its URL, such as `input_video.data`; errors name it. None means
             `image_url.url` or `video_url.url`, and "" that the part is its URL.
@@ -77,6 +80,7 @@ class MediaPart:
     total_pixels: int | None = None
     fps: float | None = None
     num_frames: int | None = None
+    align: bool | None = None
     background: tuple[int, int, int] | None = None
     url_field: str | None = field(default=None, compare=False)
 

@@ -58,13 +58,14 @@ class ProcessorOptions(ClosedModel):
     fps: NumberOrArray[Rate, Annotated[Array[Rate], Field(max_length=MAX_PARTS)]] | None = None
     num_frames: Count | None = None
     do_sample_frames: bool | None = None
+    align: bool | None = None
 
 
 class MediaOptions:
     """Options that a request sets for all of its media. The options of a content part take precedence.
 
-    `total_pixels` and `mm_processor_kwargs.fps` apply to videos, `num_frames` and `media_io_kwargs` to video files
-    only, not to images or lists of frames. The same rules for combinations apply as to the options of one part.
+    `total_pixels`, `align` and `mm_processor_kwargs.fps` apply to videos, `num_frames` and `media_io_kwargs` to video
+    files only, not to images or lists of frames. The same rules for combinations apply as to the options of one part.
     """
 
     def __init__(self, reading: MediaIO, processing: ProcessorOptions) -> None:
@@ -91,6 +92,8 @@ class MediaOptions:
         if (processing.fps or video.fps) and self._num_frames is not None:
             name = "mm_processor_kwargs.num_frames" if processing.num_frames else "media_io_kwargs.video.num_frames"
             raise invalid(name, "cannot be combined with `fps`. Pass one of them.")
+        if processing.align and self._num_frames is not None:
+            raise invalid("mm_processor_kwargs.align", "cannot be combined with `num_frames`. Set `fps` instead of it.")
         if self._min_pixels is not None and self._max_pixels is not None and self._min_pixels > self._max_pixels:
             raise InvalidParameter(
                 f"`mm_processor_kwargs` sets a minimum of {self._min_pixels} pixels, more than its maximum,"
@@ -122,10 +125,13 @@ class MediaOptions:
         if part.kind != "video":
             return part
         part = replace(part, total_pixels=part.total_pixels or self._processing.total_pixels)
+        if part.align is None and part.num_frames is None:
+            part = replace(part, align=self._processing.align)
         if part.fps is not None or part.num_frames is not None:
             return part
         if part.is_sampled or not part.has_source:
-            return replace(part, fps=rate or self._reading.video.fps, num_frames=self._num_frames)
+            num_frames = None if part.align else self._num_frames
+            return replace(part, fps=rate or self._reading.video.fps, num_frames=num_frames)
         return replace(part, fps=rate)
 
     def _rates(self, videos: int) -> Iterator[float | None]:

@@ -187,6 +187,7 @@ class VideoURL(URLSource):
     url: StringOrArray[Text, _Frames] | None = None
     fps: Rate | None = None
     num_frames: Count | None = None
+    align: bool | None = None
     total_pixels: Count | None = None
 
     @property
@@ -197,6 +198,8 @@ class VideoURL(URLSource):
         self.check_size(path)
         if self.num_frames is not None and self.fps is not None:
             raise invalid(f"{path}.num_frames", f"and `{path}.fps` cannot be combined. Pass one of them.")
+        if self.num_frames is not None and self.align:
+            raise invalid(f"{path}.align", "cannot be combined with `num_frames`. Set `fps` instead of it.")
         if not isinstance(self.url, tuple):
             check_url(self.url, content_path, optional=optional)
             return
@@ -210,7 +213,7 @@ class VideoURL(URLSource):
 
     def media(self, path: str, content_field: str, uuid: str | None) -> MediaPart:
         part = super().media(path, content_field, uuid)
-        return replace(part, total_pixels=self.total_pixels, fps=self.fps, num_frames=self.num_frames)
+        return replace(part, total_pixels=self.total_pixels, fps=self.fps, num_frames=self.num_frames, align=self.align)
 
     def urls(self) -> str | tuple[str, ...] | None:
         if isinstance(self.url, tuple):

@@ -131,8 +131,8 @@ def _options(part: MediaPart) -> tuple[_Options, _Options, _Options, _Options]:
     """Return the options of a part if it is a video file, a list of frames, an image, or embeddings."""
     resized = (part.min_pixels, part.max_pixels, part.total_pixels, part.background)
     return (
-        ("sampled", part.fps, part.num_frames, *resized),
-        ("frames", part.fps, *resized),
+        ("sampled", part.fps, part.num_frames, bool(part.align), *resized),
+        ("frames", part.fps, bool(part.align), *resized),
         ("resized", *resized),
         ("none",),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.media.types import Image, Video
-from dashinfer_vlm_core.models.patches import frames_shape, smart_resize
+from dashinfer_vlm_core.models.patches import frames_shape, limiting_frames, smart_resize
 from dashinfer_vlm_core.models.qwen2_vl.image_processor import Qwen2VLImageProcessor, check_order
 from dashinfer_vlm_core.models.spec import PixelLimits, PixelSpec
 
@@ -45,13 +45,13 @@ class Qwen3VLImageProcessor(Qwen2VLImageProcessor):
             InvalidParameter: the request's limits contradict each other or the server's, or one side is more than 200
                 times the other.
         """
-        frames, height, width = frames_shape(video)
+        _, height, width = frames_shape(video)
         frame_max = min(video.max_pixels or self._frame_max, self._frame_max)
         check_order(PixelLimits(video.min_pixels or 0, frame_max), video)
         spec = self._spec
         span = spec.temporal_patch_size
         total = min(video.total_pixels or self._video_max, self._video_max)
-        frames = max(frames, span)
+        frames = max(limiting_frames(video), span)
         least = max(int(self._video_min * 1.05), video.min_pixels or 0)
         scale = max(1, spec.factor / min(height, width))
         return smart_resize(

@@ -104,6 +104,46 @@ def test_more_frames_than_the_file_has_are_rejected(requested):
     assert caught.value.param == f"{PART}.video_url.num_frames"
 
 
+@pytest.mark.parametrize(
+    ("info", "fps", "indices"),
+    [
+        ({"frames": 9, "fps": 4.0}, None, [0, 2, 4, 6, 8]),
+        ({"frames": 10, "fps": 4.0}, None, [0, 2, 4, 6, 8]),
+        ({"frames": 11, "fps": 4.0}, None, [0, 2, 4, 6, 8, 10]),
+        ({"frames": 12, "fps": 3.0}, 2, [0, 2, 3, 5, 6, 8, 9, 11]),
+        ({"frames": 5, "fps": 1.0}, 30, [0, 1, 2, 3, 4]),  # a file has no more frames than it has
+        ({"frames": 61, "fps": 29.97}, 1, [0, 30, 60]),
+        ({"frames": 1, "fps": 25.0}, None, [0]),
+    ],
+)
+def test_aligned_frames_are_those_at_multiples_of_the_rate(info, fps, indices):
+    reader = HeaderOnlyReader(**info)
+    found = decode(ANY, [reader], align=True, fps=fps)
+    assert reader.requested == indices
+    assert found.times == tuple(index / info["fps"] for index in indices)
+    assert (found.sampled_fps, found.align) == (min(fps or 2.0, info["fps"]), True)
+
+
+@pytest.mark.parametrize("rate", [1.0, 12.5, 23.976, 30.0, 59.94])
+@pytest.mark.parametrize("fps", [0.5, 2.0, 3.0, 7.0])
+def test_aligned_frames_of_a_longer_file_begin_with_the_same(rate, fps):
+    step = max(rate / fps, 1.0)
+    longest = POLICY.aligned_indices(2000, step)
+    assert longest == sorted(set(longest))
+    for total in [*range(1, 70), 999, 1000, 1999]:
+        assert POLICY.aligned_indices(total, step) == [index for index in longest if index < total]
+
+
+def test_too_many_aligned_frames_are_rejected():
+    config = EngineConfig(video_max_frames=8)
+    assert len(decode(ANY, [HeaderOnlyReader(frames=40)], config, align=True).frames) == 8
+    with pytest.raises(
+        InvalidParameter, match="has 9 frames at 2 frames per second, more than the limit of 8"
+    ) as caught:
+        decode(ANY, [HeaderOnlyReader(frames=41)], config, align=True)
+    assert caught.value.param == f"{PART}.video_url.align"
+
+
 def test_single_frame_file_gives_that_frame():
     assert decode(encode_video(1)).frames.shape == (1, 48, 64, 3)
 

@@ -145,6 +145,7 @@ def test_jpeg_frames_are_counted_before_splitting():
         ({"mm_processor_kwargs": {"total_pixels": 78400}}, "total_pixels", 78400),
         ({"mm_processor_kwargs": {"fps": 0.5}}, "fps", 0.5),
         ({"mm_processor_kwargs": {"num_frames": 4}}, "num_frames", 4),
+        ({"mm_processor_kwargs": {"align": True}}, "align", True),
         ({"media_io_kwargs": {"video": {"fps": 3}}}, "fps", 3),
         ({"media_io_kwargs": {"video": {"num_frames": 6}}}, "num_frames", 6),
         ({"media_io_kwargs": {"image": {"rgba_background_color": [1, 2, 3]}}}, "background", (1, 2, 3)),
@@ -159,6 +160,28 @@ def test_part_option_overrides_request_option():
     own = {"type": "video_url", "video_url": {"url": "https://example.com/a.mp4", "fps": 1, "max_pixels": 1568}}
     found = only(own, mm_processor_kwargs={"num_frames": 8, "max_pixels": 7840, "min_pixels": 784})
     assert (found.fps, found.num_frames, found.max_pixels, found.min_pixels) == (1, None, 1568, 784)
+
+
+@pytest.mark.parametrize(
+    ("own", "request_option", "expected"),
+    [
+        ({"align": False}, {"align": True}, (False, None)),
+        ({"num_frames": 4}, {"align": True}, (None, 4)),
+        ({"align": True}, {"num_frames": 4}, (True, None)),
+        ({"align": False}, {"num_frames": 4}, (False, 4)),
+    ],
+)
+def test_align_of_part_and_request(own, request_option, expected):
+    part = {"type": "video_url", "video_url": {"url": "https://example.com/a.mp4", **own}}
+    found = only(part, mm_processor_kwargs=request_option)
+    assert (found.align, found.num_frames) == expected
+
+
+def test_align_with_number_of_frames_is_rejected():
+    part = {"type": "video_url", "video_url": {"url": "https://example.com/a.mp4", "align": True, "num_frames": 4}}
+    with pytest.raises(InvalidParameter) as caught:
+        only(part)
+    assert caught.value.param == "messages[0].content[0].video_url.align"
 
 
 FRAMES = {"type": "video_url", "video_url": {"url": [URL, URL]}}
@@ -214,6 +237,8 @@ def test_do_sample_frames_states_what_happens():
         ({"mm_processor_kwargs": {"size": {"height": 3}}}, "mm_processor_kwargs.size.height"),
         ({"mm_processor_kwargs": {"min_pixels": 7840, "max_pixels": 784}}, "mm_processor_kwargs.min_pixels"),
         ({"mm_processor_kwargs": {"fps": 1, "num_frames": 2}}, "mm_processor_kwargs.num_frames"),
+        ({"mm_processor_kwargs": {"align": True, "num_frames": 2}}, "mm_processor_kwargs.align"),
+        ({"mm_processor_kwargs": {"align": "yes"}}, "mm_processor_kwargs.align"),
         ({"mm_processor_kwargs": {"fps": 1}, "media_io_kwargs": {"video": {"fps": 2}}}, "media_io_kwargs.video.fps"),
         ({"mm_processor_kwargs": {"fps": "2"}}, "mm_processor_kwargs.fps"),
         ({"mm_processor_kwargs": {"fps": [2, 0]}}, "mm_processor_kwargs.fps[1]"),

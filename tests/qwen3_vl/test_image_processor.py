@@ -102,6 +102,14 @@ def test_frame_has_at_most_the_lowest_limit(options, requested, pixels):
     assert 0.7 * pixels < height * width <= pixels
 
 
+def test_size_of_aligned_frames_changes_at_powers_of_two():
+    processor = Qwen3VLImageProcessor(SPEC, VIDEO, EngineConfig(video_total_pixels=2_000_000))
+    sizes = {count: processor.frame_size(video(count, 500, 700, align=True)) for count in range(1, 130)}
+    assert [count for count in sizes if count > 1 and sizes[count] != sizes[count - 1]] == [5, 9, 17, 33, 65, 129]
+    assert all(count * height * width <= 2_000_000 for count, (height, width) in sizes.items())
+    assert all(sizes[count] == processor.frame_size(video(count, 500, 700)) for count in (8, 16, 32, 64, 128))
+
+
 def test_request_raises_the_minimum_of_a_frame():
     processor = Qwen3VLImageProcessor(SPEC, VIDEO, EngineConfig())
     height, width = processor.frame_size(video(4, 40, 40, min_pixels=200_000))

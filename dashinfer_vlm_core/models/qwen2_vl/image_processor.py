@@ -12,6 +12,7 @@ from ..patches import (
     frames_shape,
     grid_for_size,
     grid_shape,
+    limiting_frames,
     patchify,
     resize,
     resize_frame,
@@ -127,7 +128,7 @@ class Qwen2VLImageProcessor:
         check_order(PixelLimits(min_pixels, min(video.max_pixels or frame_max, frame_max)), video)
         span = self._spec.temporal_patch_size
         total = min(video.total_pixels or self._video_max, self._video_max)
-        share = total * span // round_up(len(video.frames), span)
+        share = total * span // round_up(limiting_frames(video), span)
         max_pixels = max(min(self._frame_max, share), int(min_pixels * 1.05))
         return PixelLimits(min_pixels, min(max_pixels, self._spec.max_pixels, video.max_pixels or max_pixels))
 
