@@ -44,6 +44,7 @@ class TextWeightNames:
         experts_gate_up: the gate and up projections of all experts, stored as one tensor, as in the next one.
         expert_gate: a layer of one expert, where `{}` is its index, as in the next two: most quantized checkpoints
             store experts separately.
+        mtp: prefix of the head for multi-token prediction; the attributes after this one are names within it.
     """
 
     embedding: str = "model.embed_tokens"
@@ -80,6 +81,12 @@ class TextWeightNames:
     shared_up: str = "mlp.shared_expert.up_proj"
     shared_down: str = "mlp.shared_expert.down_proj"
     shared_router: str = "mlp.shared_expert_gate"
+    mtp: str = "mtp"
+    mtp_embedding_norm: str = "pre_fc_norm_embedding"
+    mtp_hidden_norm: str = "pre_fc_norm_hidden"
+    mtp_fc: str = "fc"
+    mtp_layer: str = "layers.{}"
+    mtp_norm: str = "norm"
 
     @property
     def mlp(self) -> tuple[str, str, str]:
@@ -201,6 +208,8 @@ class TextModelSpec:
         visual_levels: rows of `hidden_size` that a visual token has in addition to its embedding. The first is added
             to its hidden state after the first layer, the second after the second, and so on (DeepStack,
             arXiv:2406.04334); fewer than the number of layers.
+        mtp_layer: the layer of the checkpoint's head for multi-token prediction, with the mixer of `attention`; None
+            without such a head. Of several layers, the first one, which is trained for the next but one token.
     """
 
     hidden_size: int
@@ -212,6 +221,7 @@ class TextModelSpec:
     norm: Literal["rms_norm", "layer_norm"] = "rms_norm"
     norm_offset: int = 0
     visual_levels: int = 0
+    mtp_layer: LayerSpec | None = None
     weights: TextWeightNames = TextWeightNames()
 
     def __post_init__(self) -> None:
@@ -232,6 +242,12 @@ class TextModelSpec:
     @property
     def num_attention_layers(self) -> int:
         return sum(isinstance(layer.mixer, AttentionSpec) for layer in self.layers)
+
+    @property
+    def num_cache_layers(self) -> int:
+        """Number of layers with keys and values; the last one is that of the head for multi-token prediction, if there
+        is one."""
+        return self.num_attention_layers + (self.mtp_layer is not None)
 
     @property
     def num_delta_net_layers(self) -> int:

@@ -106,10 +106,14 @@ def missing_weights(folder: Path) -> list[str]:
 
 
 def _listed_shards(folder: Path) -> list[Path]:
+    return [folder / Path(name).name for name in sorted(set(_weight_map(folder).values()))]
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor."""
     index = folder / INDEX
     try:
-        listed = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        return [folder / Path(name).name for name in sorted(listed)]
+        return {str(name): str(file) for name, file in json.loads(index.read_text("utf-8"))["weight_map"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} cannot be read: {error!r}. Copy or download it again.") from error
 
@@ -120,6 +124,17 @@ def _shards(folder: Path) -> list[Path]:
     if missing:
         raise CheckpointError(f"{folder} lacks {missing}, listed in {INDEX}. Copy or download the rest of it.")
     return files
+
+
+def has_tensor(folder: Path, name: str) -> bool:
+    """Whether a checkpoint stores a tensor of this name; False if its weights are missing, as before a download.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
+    if (folder / INDEX).exists():
+        return name in _weight_map(folder)
+    return (folder / SINGLE).exists() and name in tensor_names(folder / SINGLE)
 
 
 def tensor_names(file: Path) -> list[str]:

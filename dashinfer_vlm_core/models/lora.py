@@ -158,7 +158,7 @@ class _FolderReader:
         self._text = text_tensors(spec.text) | _projection_tensors(spec)
         names = spec.text.weights
         layer = re.escape(names.layer).replace(r"\{\}", r"\d+")
-        self._text_only = re.compile(rf"({layer}|{re.escape(names.norm)})\.")
+        self._text_only = re.compile(rf"({layer}|{re.escape(names.norm)}|{re.escape(names.mtp)})\.")
         self._checkpoint = stored_tensors(spec.folder, spec.tensor_renames)
         self._saved: dict[str, str] = {}
         self._factors: dict[str, dict[str, str]] = {}

@@ -146,7 +146,7 @@ def estimate_memory(
 
 def loaded_bytes(size: ModelSize, weights: WeightBytes) -> float:
     """Return what the weights of a model take in memory."""
-    layers = weights.layers * count_all_layer_weights(size.text)
+    layers = weights.layers * (count_all_layer_weights(size.text) + count_mtp_weights(size.text))
     tables = (weights.itemsize + weights.head) * _table(size.text)
     return layers + tables + weights.vision * size.vision_weights
 
@@ -206,7 +206,7 @@ def _cache_bytes(size: ModelSize, config: EngineConfig, itemsize: int, memory: i
 def kv_bytes_per_token(text: TextModelSpec, itemsize: int) -> int:
     """Return what the keys and values of a token take; with an `itemsize` of 1, each row also has a float32 scale."""
     row = text.attention.head_dim * itemsize + (4 if itemsize == 1 else 0)
-    return text.num_attention_layers * 2 * text.attention.num_kv_heads * row
+    return text.num_cache_layers * 2 * text.attention.num_kv_heads * row
 
 
 def state_bytes(text: TextModelSpec, itemsize: int) -> int:
@@ -284,7 +284,7 @@ def _group_limits(groups: Path, root: Path) -> Iterator[int]:
 def count_weights(size: ModelSize) -> int:
     """Return the number of weights of a model, without biases and norms."""
     tables = (1 if size.text.tie_word_embeddings else 2) * _table(size.text)
-    return count_all_layer_weights(size.text) + tables + size.vision_weights
+    return count_all_layer_weights(size.text) + count_mtp_weights(size.text) + tables + size.vision_weights
 
 
 def _table(text: TextModelSpec) -> int:
@@ -295,6 +295,13 @@ def _table(text: TextModelSpec) -> int:
 def count_all_layer_weights(text: TextModelSpec) -> int:
     """Return the number of weights of all layers."""
     return count_layer_weights(replace(text, layers=tuple(map(_with_all_experts, text.layers))))
+
+
+def count_mtp_weights(text: TextModelSpec) -> int:
+    """Return the number of weights of the head for multi-token prediction; 0 without one."""
+    if text.mtp_layer is None:
+        return 0
+    return text.hidden_size * (2 * text.hidden_size + _columns(_with_all_experts(text.mtp_layer)))
 
 
 def count_layer_weights(text: TextModelSpec) -> int:

@@ -57,7 +57,7 @@ def _vision_tensors(spec: ModelSpec) -> Iterator[bytes]:
 
 def _is_of_text_model(name: str, names: TextWeightNames) -> bool:
     layers = names.layer.partition("{}")[0]
-    return name.startswith((layers, f"{names.embedding}.", f"{names.norm}.", f"{names.head}."))
+    return name.startswith((layers, f"{names.embedding}.", f"{names.norm}.", f"{names.head}.", f"{names.mtp}."))
 
 
 def _header(file: Path) -> tuple[dict[str, dict[str, object]], int]:

@@ -47,10 +47,9 @@ VISION_ACTIVATIONS = ("gelu_pytorch_tanh", "gelu")
 RENAMES = (
     (r"\.experts\.(gate_up_proj|down_proj)$", r".experts.\1.weight"),
     (r"\.experts\.(gate_up_proj|down_proj)_scale_inv$", r".experts.\1.weight_scale_inv"),
-    (r"^mtp\..*", ""),
 )
 """Map the names of a tensor with the weights of all experts, and of its scales in FP8 checkpoints, to those that the
-tensors of a module have. The head that predicts several tokens (Qwen3.5) is ignored."""
+tensors of a module have."""
 
 VIDEO_PREPROCESSOR = "video_preprocessor_config.json"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from dashinfer_vlm_core.models.files import has_tensor
 from dashinfer_vlm_core.models.json_fields import JsonFields
 from dashinfer_vlm_core.models.qwen2_vl.config import (
     attention_spec,
@@ -14,7 +15,15 @@ from dashinfer_vlm_core.models.qwen2_vl.config import (
     text_fields,
 )
 from dashinfer_vlm_core.models.spec import ModelSpec
-from dashinfer_vlm_core.text_spec import AttentionSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, MlpSpec, TextModelSpec
+from dashinfer_vlm_core.text_spec import (
+    AttentionSpec,
+    DeltaNetSpec,
+    ExpertsSpec,
+    LayerSpec,
+    MlpSpec,
+    TextModelSpec,
+    TextWeightNames,
+)
 from dashinfer_vlm_core.tokenization.conversation import QWEN_XML
 
 from .config import HYBRID_TOKENS, HYBRID_TYPES, Qwen3VLVisionConfig, interleaved_axes, published_spec, vision_config
@@ -59,7 +68,11 @@ def _text_model(config: JsonFields) -> TextModelSpec:
     mixers: dict[str, AttentionSpec | DeltaNetSpec] = {ATTENTION: _attention(text), DELTA_NET: _delta_net(text)}
     mlp = _mlp(text, is_moe=config.get("model_type") == HYBRID_TYPES[1])
     layers = [LayerSpec(mixer=mixers[kind], mlp=mlp) for kind in _layer_types(text)]
-    return replace(shared_text_model(config, layers), norm_offset=1)
+    # `mtp_num_hidden_layers` says nothing: fine-tuned checkpoints keep the field without the weights.
+    names = TextWeightNames()
+    has_mtp = has_tensor(config.file.parent, f"{names.mtp}.{names.mtp_fc}.weight")
+    mtp_layer = LayerSpec(mixer=mixers[ATTENTION], mlp=mlp) if has_mtp else None
+    return replace(shared_text_model(config, layers), norm_offset=1, mtp_layer=mtp_layer)
 
 
 def _layer_types(text: JsonFields) -> list[str]:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import math
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -59,7 +60,9 @@ class TorchDecoder:
     def __init__(self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> None:
         self._spec = spec
         self._config = config
-        self._text = spec.text
+        self._speculative_method = "none" if spec.pooling else config.options_of(TorchOptions).speculative_method
+        # Without drafts, the head for multi-token prediction needs no memory.
+        self._text = spec.text if self._speculative_method == "auto" else replace(spec.text, mtp_layer=None)
         self._pools_tokens = spec.pooling is not None and spec.pooling.pools_tokens
         self._device, self._dtype = resolve_placement(config, spec)
         self._kernels = kernels.choose(self._device, self._dtype, self._text)
@@ -212,6 +215,8 @@ class TorchDecoder:
         which = "Other weights" if self._spec.quantization else "Weights"
         logger.info("%s in %s on %s, with the kernels %r.", which, weight_dtype, self._device, self._kernels.name)
         logger.info("KV cache of %d tokens in %s.", self._kv_tokens, _name(self._cache_dtype))
+        if self._text.mtp_layer:
+            logger.info("Tokens are drafted by the checkpoint's head for multi-token prediction where that pays.")
         if self._state_slots:
             message = "%d recurrent states of %.1f MiB, two per sequence: up to %d sequences run at the same time."
             sequences = count_sequences(self._state_slots, self._config.max_batch_size)
@@ -240,7 +245,7 @@ class TorchDecoder:
             prefill_chunk=self._config.prefill_chunk,
             # Tokens whose keys and values are cached would have no hidden states.
             prefix_cache=self._config.prefix_cache and not self._pools_tokens,
-            speculative=self._config.options_of(TorchOptions).speculative_method == "ngram" and not self._spec.pooling,
+            speculative=self._speculative_method != "none",
             state_slots=self._state_slots,
         )
 

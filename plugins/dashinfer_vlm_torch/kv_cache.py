@@ -21,7 +21,8 @@ class KVCache:
     On a CPU, the operating system allocates memory when a row is first written, so a new pool costs almost nothing.
 
     Attributes:
-        pool: [attention layers, 2 * kv heads, tokens, head_dim], keys first.
+        pool: [attention layers, 2 * kv heads, tokens, head_dim], keys first. The last layer is that of the head for
+            multi-token prediction, if there is one.
         scales: float32 [attention layers, 2 * kv heads, tokens], the scale of each row of an int8 pool; None for other
             dtypes. They are a separate tensor, so that the rows keep their alignment, and attention reads the scales
             of consecutive keys as a vector.
@@ -29,7 +30,7 @@ class KVCache:
 
     def __init__(self, config: TextModelSpec, tokens: int, *, device: str, dtype: torch.dtype) -> None:
         attention = config.attention
-        shape = (config.num_attention_layers, 2 * attention.num_kv_heads, tokens)
+        shape = (config.num_cache_layers, 2 * attention.num_kv_heads, tokens)
         self.pool: torch.Tensor = torch.empty((*shape, attention.head_dim), device=device, dtype=dtype)
         self.scales: torch.Tensor | None = None
         if dtype == torch.int8:

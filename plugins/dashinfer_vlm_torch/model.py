@@ -19,7 +19,7 @@ from dashinfer_vlm_core.kernels import delta_net
 from dashinfer_vlm_core.kernels.experts import MixtureOfExperts
 from dashinfer_vlm_core.kernels.quantization import INT8, Quantization, has_8_bits
 from dashinfer_vlm_core.kernels.streams import HIGH_PRIORITY, stream_executor
-from dashinfer_vlm_core.kernels.types import DecoderShape, DeltaNet, ForwardBatch, Kernels, LowRank, RecurrentBatch
+from dashinfer_vlm_core.kernels.types import DeltaNet, ForwardBatch, Kernels, LowRank, RecurrentBatch
 from dashinfer_vlm_core.models.lora import LoraWeights
 from dashinfer_vlm_core.models.pooling import PoolingSpec, Projection
 from dashinfer_vlm_core.models.weights import Weights
@@ -27,7 +27,8 @@ from dashinfer_vlm_core.progress import Progress
 from dashinfer_vlm_core.text_spec import RotarySpec, TextModelSpec
 
 from .lora import HeadChange, LoraReader, TextLora
-from .text_model_reader import PoolingHead, TextModelReader
+from .mtp_head import MtpHead
+from .text_model_reader import PoolingHead, TextModelReader, decoder_shape
 
 
 def layer_quantization(quantization: Quantization | None, number: int, count: int) -> Quantization | None:
@@ -37,7 +38,11 @@ def layer_quantization(quantization: Quantization | None, number: int, count: in
 
 
 class TextModel:
-    """Embedding table, layers, final norm and output layer on one device, in one dtype."""
+    """Embedding table, layers, final norm and output layer on one device, in one dtype.
+
+    Attributes:
+        mtp: the checkpoint's head for multi-token prediction; None without one.
+    """
 
     def __init__(
         self,
@@ -81,7 +86,7 @@ class TextModel:
         self._embedding = run(lambda: read.tensor(f"{names.embedding}.weight", config.vocab_size, config.hidden_size))
         with Progress(readers, desc="Loading layers of the text model", unit="") as progress:
             layers = [run(functools.partial(reader.layer, number)) for number, reader in enumerate(progress)]
-        self._layers = kernels.decoder_layers(layers, _decoder_shape(config))
+        self._layers = kernels.decoder_layers(layers, decoder_shape(config))
         self._delta_nets = [layer.mixer for layer in layers if isinstance(layer.mixer, DeltaNet)]
         self.loops_over_experts: bool = any(isinstance(layer.mlp, MixtureOfExperts) for layer in layers)
         self._norm = read.norm(names.norm, config.hidden_size)
@@ -92,7 +97,12 @@ class TextModel:
         self._pooling_head: PoolingHead | None = (
             head.pooling_head(pooling.head, self._embedding) if pooling and pooling.head else None
         )
+        # Its layer is quantized like the last one.
+        self.mtp: MtpHead | None = run(lambda: self._read_mtp(readers[-1])) if config.mtp_layer else None
         self.rotary: Rotary = Rotary(config.attention.rotary, config.attention.head_dim, device)
+
+    def _read_mtp(self, reader: TextModelReader) -> MtpHead | None:
+        return None if self._head is None else reader.mtp_head(self._head)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Look up int64 [tokens]; returns a new, writable tensor [tokens, hidden_size]."""
@@ -112,7 +122,7 @@ class TextModel:
         """Compute float32 [rows, vocab_size] from hidden states [rows, hidden_size]; `heads` are the rows for which an
         adapter changes the output layer."""
         assert self._head is not None
-        normed = self._normalize(x)
+        normed = self.normalize(x)
         logits = self._head(normed)
         for rows, head in heads:
             head.apply(normed[rows], logits[rows])
@@ -121,12 +131,12 @@ class TextModel:
     def argmax(self, x: Tensor) -> Tensor | None:
         """Return int64 [rows], the token of each row's largest logit; None if the caller has to use `logits`."""
         assert self._head is not None
-        return self._head.argmax(self._normalize(x))
+        return self._head.argmax(self.normalize(x))
 
     def pool(self, x: Tensor, changes: Sequence[tuple[slice, LowRank]] = ()) -> Tensor:
         """Compute float32 [rows, hidden_size], scores [rows, 1] or projected rows, from hidden states [rows,
         hidden_size]; `changes` are the rows for which an adapter changes the projection."""
-        normed = self._normalize(x)
+        normed = self.normalize(x)
         head = self._pooling_head
         if head is None:
             return normed.float()
@@ -153,7 +163,8 @@ class TextModel:
             )
         return read
 
-    def _normalize(self, x: Tensor) -> Tensor:
+    def normalize(self, x: Tensor) -> Tensor:
+        """Apply the final norm to hidden states [rows, hidden_size]."""
         return self.kernels.norm(x, self._norm.weight, self._norm.bias, self.config.norm_eps)
 
 
@@ -171,15 +182,3 @@ class Rotary:
         """Compute the cosines and sines, float32 [tokens, head_dim / 2], of int64 positions [3, tokens]."""
         angles = positions[self._axes].T.contiguous() * self._frequencies
         return angles.cos(), angles.sin()
-
-
-def _decoder_shape(spec: TextModelSpec) -> DecoderShape:
-    attention = spec.attention
-    return DecoderShape(
-        heads=attention.num_heads,
-        kv_heads=attention.num_kv_heads,
-        head_dim=attention.head_dim,
-        eps=spec.norm_eps,
-        levels=spec.visual_levels,
-        gate=attention.gate,
-    )

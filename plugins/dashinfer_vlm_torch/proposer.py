@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -30,11 +31,15 @@ MEMORY = 0.9
 """Weight of a sequence's earlier predictions in its acceptance rate, per prediction."""
 
 PRIOR_ACCEPTED = 0.3
+DRAFTER_PRIOR_ACCEPTED = 0.7
 PRIOR_PREDICTED = 1.0
-"""The acceptance rate of a new sequence, as accepted tokens of predicted ones."""
+"""The acceptance rates of a new sequence, of repetitions and of a drafter, and their weight in predictions."""
 
-MARGIN = 1.5
-"""A draft is computed only if its expected gain is this many times its cost, since both are estimates."""
+MAX_DRAFTER_TOKENS = 4
+"""Maximum number of tokens per step that a drafter predicts, one after the other."""
+
+DRAFTER_INTERVAL = 16
+"""After this many steps without it, a drafter predicts one token, to see whether it would be accepted now."""
 
 
 class Draft(NamedTuple):
@@ -53,15 +58,49 @@ class Draft(NamedTuple):
     @property
     def expected_accepted(self) -> float:
         """The expected number of accepted tokens."""
-        return sum(self.acceptance_rate**count for count in range(1, len(self.tokens) + 1))
+        return expected_accepted(self.acceptance_rate, len(self.tokens))
+
+
+def expected_accepted(rate: float, count: int) -> float:
+    """Return the expected number of accepted ones of `count` tokens."""
+    return sum(rate**number for number in range(1, count + 1))
+
+
+class Predictions:
+    """What one method predicts for a sequence, and how often it is right.
+
+    Args:
+        accepted: the acceptance rate of a new sequence.
+
+    Attributes:
+        tokens: the next tokens.
+        rate: the acceptance rate so far.
+    """
+
+    def __init__(self, accepted: float) -> None:
+        self.tokens: Sequence[int] = ()
+        self.rate: AcceptanceRate = AcceptanceRate(accepted)
+
+    def draft(self, limit: int, threshold: float) -> Draft:
+        """Return the leading tokens that are worth computing, at most `limit`."""
+        num_drafts = min(limit, self.rate.num_drafts(threshold))
+        return Draft(tuple(self.tokens[:num_drafts]), acceptance_rate=self.rate.value)
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Compare the predicted tokens with those that the output continued with."""
+        num_equal = count_equal(self.tokens, tokens)
+        for _ in range(num_equal):
+            self.rate.record(accepted=True)
+        if num_equal < min(len(self.tokens), len(tokens)):
+            self.rate.record(accepted=False)
 
 
 class DraftProposer:
-    """Proposes the next tokens of one sequence: those that its grammar forces, or those that followed an earlier
-    occurrence of its last tokens ("prompt lookup").
+    """Proposes the next tokens of one sequence: those that its grammar forces, those that a drafter has predicted, or
+    those that followed an earlier occurrence of its last tokens ("prompt lookup").
 
     It also predicts where it proposes nothing, and compares the predictions with the output. Therefore it learns
-    without computing drafts whether they would be accepted.
+    without computing drafts whether they would be accepted. A drafter predicts only where that pays, and now and then.
 
     Args:
         prompt_length: the number of tokens before the output.
@@ -75,8 +114,9 @@ class DraftProposer:
         self._prompt_length = prompt_length
         self._matcher = matcher
         self._stops = stops
-        self._predicted: Sequence[int] = ()
-        self._acceptance = AcceptanceRate()
+        self._repeated = Predictions(PRIOR_ACCEPTED)
+        self._drafted = Predictions(DRAFTER_PRIOR_ACCEPTED)
+        self._num_without_drafter = 0
 
     def propose(self, tokens: npt.NDArray[np.int64], limit: int, threshold: float) -> Draft:
         """Propose tokens.
@@ -87,25 +127,44 @@ class DraftProposer:
             threshold: the probability of being accepted that a predicted token must have.
         """
         if self._matcher and (forced := self._matcher.forced_tokens()):
-            self._predicted = ()
+            self._repeated.tokens = self._drafted.tokens = ()
             certain = tuple(forced[: min(limit, MAX_FORCED_TOKENS)])
             return Draft(certain, len(certain))
-        self._predicted = self._predict(tokens)
-        num_drafts = min(limit, self._acceptance.num_drafts(threshold))
-        return Draft(tuple(self._predicted[:num_drafts]), acceptance_rate=self._acceptance.value)
+        self._repeated.tokens = self._predict(tokens)
+        drafts = [predictions.draft(limit, threshold) for predictions in (self._drafted, self._repeated)]
+        return max(drafts, key=attrgetter("expected_accepted"))
+
+    def num_to_draft(self, tokens: npt.NDArray[np.int64], limit: int, threshold: float) -> int:
+        """Return how many tokens the drafter should predict; arguments as in `propose`, but with its cost in the
+        threshold."""
+        if limit <= 0 or (self._matcher and self._matcher.forced_tokens()):
+            return 0
+        rate = self._drafted.rate
+        count = min(limit, rate.num_drafts(threshold), MAX_DRAFTER_TOKENS)
+        self._repeated.tokens = self._predict(tokens)
+        if self._repeated.draft(limit, threshold).expected_accepted >= expected_accepted(rate.value, count):
+            count = 0
+        if not count and self._num_without_drafter >= DRAFTER_INTERVAL:
+            count = 1
+        self._num_without_drafter = 0 if count else self._num_without_drafter + 1
+        return count
+
+    def set_drafted(self, tokens: Sequence[int]) -> None:
+        """Store what the drafter has predicted for the next step."""
+        self._drafted.tokens = self._possible(tokens)
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Compare the last prediction with the tokens that the output continued with."""
-        num_equal = count_equal(self._predicted, tokens)
-        for _ in range(num_equal):
-            self._acceptance.record(accepted=True)
-        if num_equal < min(len(self._predicted), len(tokens)):
-            self._acceptance.record(accepted=False)
+        """Compare the last predictions with the tokens that the output continued with."""
+        self._repeated.observe(tokens)
+        self._drafted.observe(tokens)
+        self._drafted.tokens = ()
 
     def _predict(self, tokens: npt.NDArray[np.int64]) -> Sequence[int]:
         if len(tokens) == self._prompt_length:
             return ()
-        predicted = lookup(tokens, MAX_DRAFT_TOKENS)
+        return self._possible(lookup(tokens, MAX_DRAFT_TOKENS))
+
+    def _possible(self, predicted: Sequence[int]) -> Sequence[int]:
         end = next((index for index, token in enumerate(predicted) if token in self._stops), len(predicted))
         if self._matcher and end:
             end = self._matcher.count_allowed(predicted[:end])
@@ -113,10 +172,14 @@ class DraftProposer:
 
 
 class AcceptanceRate:
-    """The share of predicted tokens that were correct, weighted toward recent ones."""
+    """The share of predicted tokens that were correct, weighted toward recent ones.
 
-    def __init__(self) -> None:
-        self._accepted = PRIOR_ACCEPTED
+    Args:
+        accepted: the share before the first prediction.
+    """
+
+    def __init__(self, accepted: float = PRIOR_ACCEPTED) -> None:
+        self._accepted = accepted * PRIOR_PREDICTED
         self._predicted = PRIOR_PREDICTED
 
     @property
@@ -169,53 +232,3 @@ def lookup(tokens: npt.NDArray[np.int64], count: int) -> list[int]:
     period = len(tokens) - start
     continuation: list[int] = tokens[start : start + count].tolist()
     return [continuation[index % period] for index in range(count)]
-
-
-class StepCost:
-    """The duration of a forward pass as a linear function of its rows, fitted to recent passes.
-
-    Only passes without a prefill are recorded. While their numbers of rows do not differ, a usual ratio is assumed.
-    """
-
-    MEMORY = 0.98
-    MIN_PASSES = 8.0
-    MIN_VARIANCE = 0.5
-    MAX_OUTLIER = 4.0
-    USUAL_RATIO = 20.0
-    RATIOS = (2.0, 100.0)
-    """Range of the base's ratio to a row's cost, since measurements on a busy machine are unreliable."""
-
-    def __init__(self) -> None:
-        self._weight = self._rows = self._seconds = self._rows_squared = self._product = 0.0
-
-    def record(self, rows: int, seconds: float) -> None:
-        """Record a forward pass."""
-        if self._weight >= self.MIN_PASSES:  # a pause of the process is not the cost of rows
-            seconds = min(seconds, self.MAX_OUTLIER * self._seconds / self._weight)
-        self._weight = self.MEMORY * self._weight + 1
-        self._rows = self.MEMORY * self._rows + rows
-        self._seconds = self.MEMORY * self._seconds + seconds
-        self._rows_squared = self.MEMORY * self._rows_squared + rows * rows
-        self._product = self.MEMORY * self._product + rows * seconds
-
-    @property
-    def ratio(self) -> float:
-        """The cost of a pass without rows, in costs of a row."""
-        if self._weight < self.MIN_PASSES:
-            return self.USUAL_RATIO
-        mean = self._rows / self._weight
-        seconds = self._seconds / self._weight
-        variance = self._rows_squared / self._weight - mean * mean
-        if variance < self.MIN_VARIANCE:
-            return self.USUAL_RATIO
-        slope = max((self._product / self._weight - mean * seconds) / variance, 1e-9)
-        least, most = self.RATIOS
-        return min(max((seconds - slope * mean) / slope, least), most)
-
-    def threshold(self, *, tokens: float, rows: int) -> float:
-        """Return the probability of being accepted from which one more draft makes the batch faster.
-
-        A forward pass of `rows` rows is expected to yield `tokens` tokens. One more row must add tokens in proportion
-        to the time that it adds.
-        """
-        return min(MARGIN * tokens / (self.ratio + rows), 1.0)

@@ -20,7 +20,6 @@ from dashinfer_vlm_core.decoders import Pooled, Token
 from dashinfer_vlm_core.errors import DecoderFailed
 from dashinfer_vlm_core.kernels.streams import HostCopy, to_device
 from dashinfer_vlm_core.kernels.types import (
-    Additions,
     ForwardBatch,
     KVSpans,
     LoraRows,
@@ -31,6 +30,7 @@ from dashinfer_vlm_core.kernels.types import (
 from dashinfer_vlm_core.models.lora import LoraWeights
 
 from .decode_graphs import DecodeGraphs
+from .drafter import Drafter, MtpDrafter
 from .kernel_sampler import sample_with_kernels
 from .kv_cache import KVCache
 from .kv_cache_manager import KVCopy
@@ -39,7 +39,7 @@ from .model import TextModel
 from .sampler import OVERFLOW, LaunchedArgmax, LaunchedSample, index_tensor, is_greedy, launch_sample
 from .scheduler import Outcome
 from .sequence import ScheduledChunk, SequenceState
-from .step_batch import StepBatch, by_lora, lay_out, state_spans
+from .step_batch import StepBatch, by_lora, lay_out, merge_visual_tokens, state_spans
 
 
 class LaunchedStep(NamedTuple):
@@ -50,12 +50,14 @@ class LaunchedStep(NamedTuple):
         num_rows: how many rows of logits each of them has.
         sampled: the tokens of these rows, or their results if the model pools; None without rows.
         recurrent: what was computed from recurrent states; None for models without them.
+        hidden: [tokens, hidden_size], the normalized hidden states of all its tokens; None if no drafter needs them.
     """
 
     chunks: Sequence[ScheduledChunk]
     num_rows: Sequence[int]
     sampled: LaunchedSample | LaunchedArgmax | LaunchedPooling | None
     recurrent: RecurrentBatch | None = None
+    hidden: Tensor | None = None
 
     def token_ids(self, sequences: Sequence[SequenceState]) -> Tensor:
         """Return the tokens of sequences that each have one row, int64 [sequences], on the device."""
@@ -107,7 +109,9 @@ class ModelRunner:
     Attributes:
         executor: the model's executor, on which rows are copied and steps run.
         computes_in_background: whether `launch` returns while the device computes. With a loop over experts, it waits
-            in each layer. The slots of recurrent states are assigned after the previous step was read.
+            in each layer. The slots of recurrent states are assigned after the previous step was read, and a drafter
+            needs its tokens.
+        drafts: whether the model has a drafter, for which `draft` has to be called after each step.
     """
 
     def __init__(
@@ -122,13 +126,15 @@ class ModelRunner:
         self._states = states
         self._graphs = graphs
         self.executor: Executor = model.executor
+        self.drafts: bool = model.mtp is not None
         self.computes_in_background: bool = (
-            model.device.startswith("cuda") and not model.loops_over_experts and states is None
+            model.device.startswith("cuda") and not model.loops_over_experts and states is None and not self.drafts
         )
         kernels = model.kernels
         self._kernel_sampler = (
             functools.partial(sample_with_kernels, kernels) if isinstance(kernels, TokenSampling) else None
         )
+        self._drafter: Drafter | None = MtpDrafter(model, model.mtp, cache, self._kernel_sampler) if model.mtp else None
 
     def must_yield(self) -> bool:
         """Whether work that runs steps must end after this one: on a CPU, if other work waits for the executor."""
@@ -172,10 +178,13 @@ class ModelRunner:
         x = self._replay(batch)
         if x is None:
             x = self._forward(batch, recurrent)
+        hidden = self._model.normalize(x) if self.drafts else None
+        if len(x) != len(batch.last):
+            x = x[index_tensor(batch.last, x)]
         sampled = None
         if batch.last:
             sampled = self._pool(x, batch) if self._model.pools else self._sample(x, batch)
-        return LaunchedStep(chunks, [len(rows) for rows in batch.rows], sampled, recurrent)
+        return LaunchedStep(chunks, [len(rows) for rows in batch.rows], sampled, recurrent, hidden)
 
     @torch.inference_mode()
     def read(self, launched: LaunchedStep) -> dict[SequenceState, Outcome]:
@@ -195,6 +204,21 @@ class ModelRunner:
             self._rewind(launched.recurrent, launched.chunks, outcomes)
         return outcomes
 
+    @torch.inference_mode()
+    def draft(
+        self, launched: LaunchedStep, counts: Mapping[SequenceState, int]
+    ) -> dict[SequenceState, tuple[int, ...]]:
+        """Predict the next tokens of sequences after a step was read and its tokens were appended.
+
+        Args:
+            launched: the step.
+            counts: the numbers of tokens to predict.
+        """
+        assert self._drafter
+        assert launched.hidden is not None
+        self.executor.run_deferred()
+        return self._drafter.draft(launched.chunks, launched.hidden, counts)
+
     def _rewind(
         self, recurrent: RecurrentBatch, chunks: Sequence[ScheduledChunk], outcomes: Mapping[SequenceState, Outcome]
     ) -> None:
@@ -207,6 +231,7 @@ class ModelRunner:
                     self._model.rewind(recurrent, number, stop - chunk.start)
 
     def _forward(self, step: StepBatch, recurrent: RecurrentBatch | None) -> Tensor:
+        """Return the hidden states of the tokens of `step.last`, or of all tokens if a drafter needs them."""
         inputs = to_device(torch.from_numpy(step.packed), self._model.device)
         if step.token_ids is not None:
             inputs[0].copy_(step.token_ids)
@@ -216,18 +241,19 @@ class ModelRunner:
             if lora.embedding:
                 lora.embedding.apply(ids[start:stop], x[start:stop])
         cos, sin = self._model.rotary(inputs[1:4])
+        spans = KVSpans(step.spans, device=x.device)
         batch = ForwardBatch(
             cos,
             sin,
             slots=inputs[4],
-            spans=KVSpans(step.spans, device=x.device),
-            last=index_tensor(step.last, x),
-            last_spans=KVSpans(step.last_spans, device=x.device),
+            spans=spans,
+            last=torch.arange(len(x), device=x.device) if self.drafts else index_tensor(step.last, x),
+            last_spans=spans if self.drafts else KVSpans(step.last_spans, device=x.device),
             cache=self._cache.pool,
-            additions=_merge_visual_tokens(x, step.chunks),
+            additions=merge_visual_tokens(x, step.chunks),
             cache_scales=self._cache.scales,
             loras=tuple(
-                LoraRows(lora.layers, start, stop, last.start, last.stop)
+                LoraRows(lora.layers, start, stop, *((start, stop) if self.drafts else (last.start, last.stop)))
                 for lora, start, stop, last in step.adapted
                 if lora.layers
             ),
@@ -239,8 +265,7 @@ class ModelRunner:
     def _replay(self, step: StepBatch) -> Tensor | None:
         if self._graphs is None or any(map(_needs_forward, step.chunks)):
             return None
-        x = self._graphs.run(step.packed, step.spans, step.token_ids)
-        return x if x is None or len(step.last) == len(x) else x[index_tensor(step.last, x)]
+        return self._graphs.run(step.packed, step.spans, step.token_ids)
 
     def _wait(self) -> None:
         """Wait until a GPU has computed a step from which no token is read. Then the time of a step includes the GPU's,
@@ -282,27 +307,3 @@ def _needs_forward(chunk: ScheduledChunk) -> bool:
         max(chunk.start, span.start) < min(chunk.stop, span.stop) for span in chunk.sequence.request.spans
     )
     return has_visual_tokens or chunk.sequence.lora is not None
-
-
-def _merge_visual_tokens(x: Tensor, chunks: Sequence[ScheduledChunk]) -> Additions | None:
-    hidden = x.shape[1]
-    offset = 0
-    indices: list[int] = []
-    levels: list[Tensor] = []
-    for chunk in chunks:
-        start = chunk.start
-        for span in chunk.sequence.request.spans:
-            first = max(start, span.start)
-            end = min(chunk.stop, span.stop)
-            if first < end:
-                row = span.row + first - span.start
-                rows = span.tokens.embedding[row : row + end - first]
-                x[offset + first - start : offset + end - start].copy_(rows[:, :hidden])
-                if rows.shape[1] > hidden:
-                    indices += range(offset + first - start, offset + end - start)
-                    levels.append(rows[:, hidden:].to(x.device, x.dtype))
-        offset += chunk.end - start
-    if not levels:
-        return None
-    values = torch.unflatten(torch.cat(levels), 1, (-1, hidden)).transpose(0, 1)
-    return Additions(index_tensor(indices, x), values)

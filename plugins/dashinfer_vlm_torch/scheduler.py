@@ -19,8 +19,9 @@ from .kv_cache import KVAllocation
 from .kv_cache_manager import KVCacheManager, KVCopy
 from .prefill_budget import PrefillBudget
 from .prefix_hash import BLOCK_SIZE
-from .proposer import Draft, DraftProposer, StepCost, count_equal
+from .proposer import count_equal
 from .sequence import ScheduledChunk, SequenceState
+from .speculator import Speculator
 from .state_manager import StateManager
 
 Outcome: TypeAlias = tuple[Token, ...] | Pooled | DecoderFailed
@@ -52,6 +53,7 @@ class Scheduler:
 
     Attributes:
         counters: what has been counted so far; the caller counts what depends on a clock.
+        speculator: proposes drafts; None if each step adds one token to a sequence.
     """
 
     def __init__(
@@ -72,8 +74,7 @@ class Scheduler:
         self._max_batch_size = self._states.max_sequences if self._states else max_batch_size
         self._max_waiting = max_waiting
         self._prefill_budget = PrefillBudget(prefill_chunk)
-        self._speculative = speculative
-        self._step_cost = StepCost()
+        self.speculator: Speculator | None = Speculator() if speculative else None
         self._waiting: deque[SequenceState] = deque()
         self._running: dict[SequenceState, KVAllocation] = {}  # oldest first
         self.counters: DecoderStats = DecoderStats(kv_size=kv_tokens, states_size=state_slots)
@@ -100,8 +101,8 @@ class Scheduler:
         Raises:
             QueueFull: it would have to wait, and `max_waiting` requests are already waiting.
         """
-        if self._speculative:
-            sequence.proposer = DraftProposer(sequence.prompt_length, sequence.matcher, sequence.stops)
+        if self.speculator:
+            self.speculator.start(sequence)
         self._waiting.append(sequence)
         self._admit()
         if len(self._waiting) > self._max_waiting:
@@ -152,8 +153,8 @@ class Scheduler:
             if num_tokens:
                 start = sequence.num_computed_tokens
                 chunks.append(self._with_slots(ScheduledChunk(sequence, start, start + num_tokens)))
-        if self._speculative:
-            self._add_drafts(chunks)
+        if self.speculator:
+            self.speculator.add_drafts(chunks)
         return SchedulerOutput(self._kv_cache_manager.take_copies(), chunks)
 
     def _with_slots(self, chunk: ScheduledChunk) -> ScheduledChunk:
@@ -189,13 +190,7 @@ class Scheduler:
             if length > allocation.rows:
                 return []
             ahead.append(ScheduledChunk(sequence, length - 1, length))
-        return [] if self._speculative and self._wants_drafts(ahead) else ahead
-
-    def _wants_drafts(self, chunks: Sequence[ScheduledChunk]) -> bool:
-        threshold = self._step_cost.threshold(tokens=len(chunks), rows=len(chunks))
-        # All of them propose, since proposals are compared with the next tokens: acceptance rates remain known.
-        drafts = [self._draft(chunk.sequence, threshold) for chunk in chunks]
-        return any(draft.tokens for draft in drafts)
+        return [] if self.speculator and self.speculator.wants_drafts(ahead) else ahead
 
     def update(
         self, chunks: Sequence[ScheduledChunk], outcomes: Mapping[SequenceState, Outcome]
@@ -224,25 +219,8 @@ class Scheduler:
         """Record how long the forward pass of a step took. The cost of drafts and the prefill budget follow from it."""
         rows = sum(chunk.end - chunk.start for chunk in chunks)
         self._prefill_budget.record(rows, seconds)
-        if all(chunk.sequence.output_ids and chunk.stop - chunk.start == 1 for chunk in chunks):
-            self._step_cost.record(rows, seconds)
-
-    def _add_drafts(self, chunks: list[ScheduledChunk]) -> None:
-        rows = sum(chunk.stop - chunk.start for chunk in chunks)
-        tokens: float = sum(chunk.needs_logits for chunk in chunks)
-        for number, chunk in enumerate(chunks):
-            if chunk.needs_logits:
-                draft = self._draft(chunk.sequence, self._step_cost.threshold(tokens=tokens, rows=rows))
-                rows += len(draft.tokens)
-                tokens += draft.expected_accepted
-                chunks[number] = chunk._replace(draft=draft)
-
-    def _draft(self, sequence: SequenceState, threshold: float) -> Draft:
-        # One more token is sampled after those of the draft.
-        assert sequence.proposer
-        free_rows = self._running[sequence].rows - sequence.length
-        limit = min(free_rows, sequence.max_tokens - len(sequence.output_ids) - 1)
-        return sequence.proposer.propose(sequence.ids[: sequence.length], max(limit, 0), threshold)
+        if self.speculator:
+            self.speculator.record_seconds(chunks, seconds)
 
     def _append_all(self, chunk: ScheduledChunk, sampled: Sequence[Token]) -> list[Token]:
         sequence = chunk.sequence

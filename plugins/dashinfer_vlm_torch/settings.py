@@ -19,12 +19,13 @@ SUPPORTED_PARAMS = frozenset((
 class TorchOptions(PluginOptions):
     title: ClassVar[str] = "PyTorch decoder only"
 
-    speculative_method: Literal["ngram", "none"] = "ngram"
+    speculative_method: Literal["auto", "ngram", "none"] = "auto"
     """How several tokens of a completion are computed per step, with the same result: `ngram` proposes repetitions of
-    earlier text, and text that the response format prescribes; `none` computes one per step."""
+    earlier text, and text that the response format prescribes; `auto` also what the checkpoint's head for multi-token
+    prediction (MTP) predicts, if it has one; `none` computes one per step."""
 
     def check(self, decoder: str) -> None:
-        if decoder != "torch" and "speculative_method" in self.model_fields_set and self.speculative_method != "none":
+        if decoder != "torch" and self.speculative_method == "ngram":
             raise ConfigError(
                 f"`speculative_method` {self.speculative_method}: the decoder {decoder} does not support it. Remove"
                 " it, or use the decoder torch.",

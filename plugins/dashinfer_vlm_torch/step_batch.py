@@ -8,12 +8,14 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
-from dashinfer_vlm_core.kernels.types import KVSpan, StateSpan
+from dashinfer_vlm_core.kernels.types import Additions, KVSpan, StateSpan
 
 from .lora import TextLora
 from .proposer import Draft
+from .sampler import index_tensor
 from .sequence import LogitsRow, ScheduledChunk
 
 NOT_READ = Draft(tokens=(0,), num_forced=1)
@@ -54,14 +56,15 @@ def lay_out(chunks: Sequence[ScheduledChunk], token_ids: Tensor | None) -> StepB
     """
     if token_ids is not None:
         chunks = [chunk._replace(stop=chunk.start, draft=NOT_READ) for chunk in chunks]
-    spans = _spans(chunks)
+    spans = key_spans(chunks)
     rows = [_rows(chunk) for chunk in chunks]
     last, last_spans = _last_tokens(chunks, spans, rows)
     adapted = _adapted_tokens(chunks, spans, rows)
-    return StepBatch(chunks, _pack(chunks), spans, rows, last, last_spans, adapted, token_ids)
+    return StepBatch(chunks, pack(chunks), spans, rows, last, last_spans, adapted, token_ids)
 
 
-def _pack(chunks: Sequence[ScheduledChunk]) -> npt.NDArray[np.int64]:
+def pack(chunks: Sequence[ScheduledChunk]) -> npt.NDArray[np.int64]:
+    """Return int64 [5, tokens]: token ids, positions on three axes, and rows of the cache."""
     packed = np.empty((5, sum(chunk.end - chunk.start for chunk in chunks)), dtype=np.int64)
     offset = 0
     for chunk in chunks:
@@ -121,8 +124,8 @@ def _adapted_tokens(
     return adapted
 
 
-def _spans(chunks: Sequence[ScheduledChunk]) -> list[KVSpan]:
-    # Each token attends to all tokens of its sequence up to itself.
+def key_spans(chunks: Sequence[ScheduledChunk]) -> list[KVSpan]:
+    """Return the keys of each chunk: each token attends to all tokens of its sequence up to itself."""
     firsts = np.cumsum([0, *(chunk.end - chunk.start for chunk in chunks)]).tolist()
     return [
         KVSpan(first, chunk.end - chunk.start, chunk.sequence.first_row, chunk.end, chunk.start)
@@ -173,3 +176,28 @@ def _last_tokens(
             last_spans.append(KVSpan(len(last), 1, span.first_key, stop, stop - 1))
             last.append(span.first_query + stop - chunk.start - 1)
     return last, last_spans
+
+
+def merge_visual_tokens(x: Tensor, chunks: Sequence[ScheduledChunk]) -> Additions | None:
+    """Write the embeddings of visual tokens into x [tokens, hidden_size]; returns what layers add to them."""
+    hidden = x.shape[1]
+    offset = 0
+    indices: list[int] = []
+    levels: list[Tensor] = []
+    for chunk in chunks:
+        start = chunk.start
+        for span in chunk.sequence.request.spans:
+            first = max(start, span.start)
+            end = min(chunk.stop, span.stop)
+            if first < end:
+                row = span.row + first - span.start
+                rows = span.tokens.embedding[row : row + end - first]
+                x[offset + first - start : offset + end - start].copy_(rows[:, :hidden])
+                if rows.shape[1] > hidden:
+                    indices += range(offset + first - start, offset + end - start)
+                    levels.append(rows[:, hidden:].to(x.device, x.dtype))
+        offset += chunk.end - start
+    if not levels:
+        return None
+    values = torch.unflatten(torch.cat(levels), 1, (-1, hidden)).transpose(0, 1)
+    return Additions(index_tensor(indices, x), values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from dashinfer_vlm_core.kernels.types import (
     Activation,
     Attention,
     DecoderLayer,
+    DecoderShape,
     DeltaNet,
     Experts,
     Kernels,
@@ -31,6 +33,7 @@ from dashinfer_vlm_core.text_spec import AttentionSpec, DeltaNetSpec, ExpertsSpe
 
 from .head_order import column_order, row_orders
 from .key_balance import balance_norms, balance_projection
+from .mtp_head import MtpHead
 
 
 class PoolingHead(NamedTuple):
@@ -112,6 +115,28 @@ class TextModelReader(NamedTuple):
             mlp_norm=self.norm(f"{prefix}.{names.mlp_norm}", hidden),
             mlp=self._experts(experts, prefix) if experts else self._mlp(prefix, names.mlp, mlp.intermediate_size),
             shared_expert=self._shared_expert(experts, prefix) if experts else None,
+        )
+
+    def mtp_head(self, lm_head: LMHead) -> MtpHead:
+        """Read the head for multi-token prediction, which shares the output layer `lm_head`."""
+        names, hidden = self.spec.weights, self.spec.hidden_size
+        assert self.spec.mtp_layer
+        layer_names = replace(names, layer=f"{names.mtp}.{names.mtp_layer}")
+        spec = replace(self.spec, layers=(self.spec.mtp_layer,), visual_levels=0, weights=layer_names)
+        embedding_norm, hidden_norm, norm = (
+            self.norm(f"{names.mtp}.{name}", hidden)
+            for name in (names.mtp_embedding_norm, names.mtp_hidden_norm, names.mtp_norm)
+        )
+        layer = self._replace(spec=spec, qkv_scales={}).layer(0)
+        return MtpHead(
+            kernels=self.kernels,
+            eps=spec.norm_eps,
+            embedding_norm=embedding_norm,
+            hidden_norm=hidden_norm,
+            fc=self._linear(self._matrix([f"{names.mtp}.{names.mtp_fc}"], [hidden], 2 * hidden)),
+            layers=self.kernels.decoder_layers([layer], decoder_shape(spec)),
+            norm=norm,
+            lm_head=lm_head,
         )
 
     def _attention(self, number: int, spec: AttentionSpec) -> Attention:
@@ -242,3 +267,16 @@ class TextModelReader(NamedTuple):
         order = column_order(spec).to(self.device)
         query, key = (norm._replace(weight=norm.weight[order]) for norm in stored)  # the bias has zeros only
         return balance_norms(query, key) if self.balances_keys else (query, key)
+
+
+def decoder_shape(spec: TextModelSpec) -> DecoderShape:
+    """Return the shape that the layers of a text model share."""
+    attention = spec.attention
+    return DecoderShape(
+        heads=attention.num_heads,
+        kv_heads=attention.num_kv_heads,
+        head_dim=attention.head_dim,
+        eps=spec.norm_eps,
+        levels=spec.visual_levels,
+        gate=attention.gate,
+    )

@@ -62,6 +62,7 @@ class Worker:
     ) -> None:
         self._runner = runner
         self._schedules_ahead = runner.computes_in_background
+        self._drafts = runner.drafts
         self._scheduler = scheduler
         self._loop = loop
         self._step_timeout = step_timeout
@@ -153,11 +154,14 @@ class Worker:
         while step:
             ahead = self._launch_ahead(step)
             outcomes = self._read(step)
+            failed = outcomes is None
             if outcomes is None:
                 ahead = None  # it was computed from tokens that are not known to be right
                 outcomes = self._compute_alone(step.chunks)
             now = time.perf_counter()
             self._finish_step(step.chunks, outcomes, now - step.started, ahead)
+            if self._drafts and step.launched and not failed:
+                self._draft(step.chunks, step.launched)
             if ahead is None and self._runner.must_yield():
                 return
             step = ahead._replace(started=now) if ahead else self._launch_next()
@@ -212,6 +216,21 @@ class Worker:
         except Exception:
             logger.warning("A step of %d requests failed.", len(step.chunks), exc_info=True)
             return None
+
+    def _draft(self, chunks: Sequence[ScheduledChunk], launched: LaunchedStep) -> None:
+        speculator = self._scheduler.speculator
+        assert speculator
+        with self._lock:
+            counts = speculator.draft_counts(chunks)
+        started = time.perf_counter()
+        try:
+            drafts = self._runner.draft(launched, counts)
+        except Exception:
+            self._drafts = False
+            logger.warning("Tokens could not be drafted. From now on, only repetitions are.", exc_info=True)
+            return
+        with self._lock:
+            speculator.record_drafts(chunks, drafts, counts, time.perf_counter() - started)
 
     def _compute_alone(self, chunks: Sequence[ScheduledChunk]) -> dict[SequenceState, Outcome]:
         """Compute each chunk of a step that failed alone, so that only the one that causes it fails. Sequences that

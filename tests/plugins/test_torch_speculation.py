@@ -20,13 +20,13 @@ from dashinfer_vlm_torch.proposer import (
     AcceptanceRate,
     Draft,
     DraftProposer,
-    StepCost,
     lookup,
 )
 from dashinfer_vlm_torch.runner import _verify
 from dashinfer_vlm_torch.scheduler import Scheduler
 from dashinfer_vlm_torch.sequence import ScheduledChunk, SequenceState
 from dashinfer_vlm_torch.settings import TorchOptions
+from dashinfer_vlm_torch.step_cost import StepCost
 
 from .oracle import collect, decoding, ids, prompt, text, visual
 

@@ -1,0 +1,87 @@
+"""Decide for a batch which sequences get drafts, and how long these are: where measured costs and acceptance rates say
+that a draft makes the batch faster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from .proposer import Draft, DraftProposer
+from .sequence import ScheduledChunk, SequenceState
+from .step_cost import MARGIN, USUAL_SHARE, DrafterCost, StepCost
+
+
+class Speculator:
+    """Proposes drafts for the running sequences of a scheduler."""
+
+    def __init__(self) -> None:
+        self._step_cost = StepCost()
+        self._drafter_cost = DrafterCost()
+
+    def start(self, sequence: SequenceState) -> None:
+        """Give a new sequence a proposer."""
+        sequence.proposer = DraftProposer(sequence.prompt_length, sequence.matcher, sequence.stops)
+
+    def add_drafts(self, chunks: list[ScheduledChunk]) -> None:
+        """Add drafts to the chunks of a step, in place."""
+        rows = sum(chunk.stop - chunk.start for chunk in chunks)
+        tokens: float = sum(chunk.needs_logits for chunk in chunks)
+        for number, chunk in enumerate(chunks):
+            if chunk.needs_logits:
+                draft = _draft(chunk.sequence, self._step_cost.threshold(tokens=tokens, rows=rows))
+                rows += len(draft.tokens)
+                tokens += draft.expected_accepted
+                chunks[number] = chunk._replace(draft=draft)
+
+    def wants_drafts(self, chunks: Sequence[ScheduledChunk]) -> bool:
+        """Whether any of these sequences, which are decoding, would get a draft."""
+        threshold = self._step_cost.threshold(tokens=len(chunks), rows=len(chunks))
+        # All of them propose, since proposals are compared with the next tokens: acceptance rates remain known.
+        drafts = [_draft(chunk.sequence, threshold) for chunk in chunks]
+        return any(draft.tokens for draft in drafts)
+
+    def draft_counts(self, chunks: Sequence[ScheduledChunk]) -> dict[SequenceState, int]:
+        """Return how many tokens a drafter should predict for each sequence, after the tokens of a step were appended.
+        Sequences without predictions are left out."""
+        decoding = [chunk.sequence for chunk in chunks if chunk.sequence.allocation and chunk.sequence.is_decoding]
+        count = len(decoding)
+        seconds = self._drafter_cost.seconds
+        share = USUAL_SHARE if seconds is None else self._step_cost.share(seconds)
+        threshold = min(self._step_cost.threshold(tokens=count, rows=count) + MARGIN * share, 1.0)
+        counts = {sequence: _num_to_draft(sequence, threshold) for sequence in decoding}
+        return {sequence: number for sequence, number in counts.items() if number}
+
+    def record_drafts(
+        self,
+        chunks: Sequence[ScheduledChunk],
+        drafts: Mapping[SequenceState, Sequence[int]],
+        counts: Mapping[SequenceState, int],
+        seconds: float,
+    ) -> None:
+        """Record what a drafter has predicted after a step, and how long that took."""
+        for sequence, tokens in drafts.items():
+            if sequence.proposer:
+                sequence.proposer.set_drafted(tokens)
+        if counts and all(chunk.is_decoding for chunk in chunks):  # others also process prompts
+            self._drafter_cost.record(max(counts.values()), seconds)
+
+    def record_seconds(self, chunks: Sequence[ScheduledChunk], seconds: float) -> None:
+        """Record how long the forward pass of a step took."""
+        if all(chunk.sequence.output_ids and chunk.stop - chunk.start == 1 for chunk in chunks):
+            self._step_cost.record(sum(chunk.end - chunk.start for chunk in chunks), seconds)
+
+
+def _draft(sequence: SequenceState, threshold: float) -> Draft:
+    assert sequence.proposer
+    return sequence.proposer.propose(sequence.ids[: sequence.length], _limit(sequence), threshold)
+
+
+def _num_to_draft(sequence: SequenceState, threshold: float) -> int:
+    assert sequence.proposer
+    return sequence.proposer.num_to_draft(sequence.ids[: sequence.length], _limit(sequence), threshold)
+
+
+def _limit(sequence: SequenceState) -> int:
+    """Return the maximum length of a draft: one more token is sampled after it."""
+    assert sequence.allocation
+    free_rows = sequence.allocation.rows - sequence.length
+    return max(min(free_rows, sequence.max_tokens - len(sequence.output_ids) - 1), 0)
