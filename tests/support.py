@@ -58,8 +58,8 @@ INTRODUCTION = """\
 Each cell is the outcome of tests. "{supported}": a test of this feature passed with this family, decoder and device.
 "{rejected}": a test shows that the server rejects such a request, with the reason and the next step. "{skipped}": a
 test exists, but this machine could not run it. "-", and rows that are left out: there is no test. `tests/support.py`
-writes this page from the results of a test run. Qwen3.5 includes 3.6 and 3.8, dense and with experts, without the head
-that predicts several tokens. [Fine-tunes](checkpoints.md) have the features of their base.
+writes this page from the results of a test run. Qwen3.5 includes 3.6 and 3.8, dense and with experts.
+[Fine-tunes](checkpoints.md) have the features of their base.
 
 """
 

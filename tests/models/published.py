@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -126,8 +127,6 @@ QWEN3_5_MOE_TEXT = {
     "layers.{}.mlp.shared_expert.down_proj.weight": "h s",
     "layers.{}.mlp.shared_expert_gate.weight": "1 h",
 }
-PREDICTION = {"mtp.fc.weight": "h 2*h", "mtp.norm.weight": "h", "mtp.layers.0.self_attn.k_proj.weight": "kv*c h"}
-"""Some tensors of the head that predicts several tokens, which are ignored."""
 QWEN3_MOE_TEXT = {
     **_QWEN3_ATTENTION,
     "layers.{}.mlp.gate.weight": "experts h",
@@ -214,8 +213,20 @@ def published_tensors(layout: Layout, config: Mapping[str, Any]) -> dict[str, tu
                 name = pattern.replace(place, str(number)) if place else pattern
                 tensors[prefix + name] = tuple(_product(term, sizes) for term in shape.split())
     if layout.family.startswith("qwen3_5"):
-        tensors |= {name: tuple(_product(term, sizes) for term in shape.split()) for name, shape in PREDICTION.items()}
+        head = _mtp_head(TABLES[layout.family][1])
+        tensors |= {name: tuple(_product(term, sizes) for term in shape.split()) for name, shape in head.items()}
     return tensors if layout.tied else tensors | {"lm_head.weight": (sizes["v"], sizes["h"])}
+
+
+def _mtp_head(text: Mapping[str, str]) -> dict[str, str]:
+    """Return the head for multi-token prediction of a text model: norms, a projection and a layer with attention."""
+    names = {re.sub(r"^layers\.{(attention)?}", "mtp.layers.0", name): shape for name, shape in text.items()}
+    norms = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
+    return {
+        "mtp.fc.weight": "h 2*h",
+        **{f"{name}.weight": "h" for name in norms},
+        **{name: shape for name, shape in names.items() if name.startswith("mtp.")},
+    }
 
 
 def _sizes(text: Mapping[str, Any], vision: Mapping[str, Any]) -> dict[str, int]:

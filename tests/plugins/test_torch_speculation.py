@@ -502,6 +502,7 @@ def test_long_forced_text_is_split(engines):
 def test_other_decoders_reject_the_option():
     TorchOptions(speculative_method="ngram").check("torch")
     TorchOptions().check("dashinfer")
+    TorchOptions(speculative_method="auto").check("dashinfer")
     TorchOptions(speculative_method="none").check("dashinfer")
     with pytest.raises(
         ConfigError, match="`speculative_method` ngram: the decoder dashinfer does not support it"

@@ -149,7 +149,7 @@ def test_published_layout(published):
     assert read_video_pixels(folder, spec.pixels) == PixelLimits(min_pixels=4096, max_pixels=25165824)
     assert read_vision_config(folder).deepstack_layers == ()
     assert [rename(f"{name}.weight", spec.tensor_renames) for name in ("mtp.fc", "model.language_model.norm")] == [
-        "", "model.norm.weight"
+        "mtp.fc.weight", "model.norm.weight"
     ]  # fmt: skip
 
 

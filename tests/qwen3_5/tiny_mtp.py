@@ -84,14 +84,16 @@ def write_mtp_checkpoint(folder: Path, *, moe: bool = False, copies: bool = True
     torch.manual_seed(1)
     head = ReferenceHead(config)
     with torch.no_grad():
-        for name, weight in head.named_parameters():
+        for weight in head.parameters():
             fill_matrix(weight) if weight.ndim > 1 else weight.normal_(std=0.2)
         if copies:
             size = config.hidden_size
             head.fc.weight[:, :size] = torch.eye(size)
             head.fc.weight[:, size:] *= 0.03
             head.pre_fc_norm_embedding.weight.zero_()
-            head.norm.weight.copy_(next(tensors[name] for name in tensors if name.endswith("language_model.norm.weight")))
+            head.norm.weight.copy_(
+                next(tensors[name] for name in tensors if name.endswith("language_model.norm.weight"))
+            )
     tensors |= {f"mtp.{name}": weight.detach() for name, weight in head.state_dict().items()}
     for name, weight in tensors.items():
         if name.endswith(DAMPED) and "visual" not in name:
