@@ -127,12 +127,7 @@ class MtpDrafter:
         shifted = [chunk._replace(start=chunk.start + 1, stop=chunk.stop + 1) for chunk in chunks]
         merge_visual_tokens(embeddings, shifted)
         spans = key_spans(chunks)
-        last_spans = [
-            span._replace(first_query=span.first_query + span.num_queries - 1, num_queries=1, start=span.num_keys - 1)
-            for span, is_last in zip(spans, predicts, strict=True)
-            if is_last
-        ]
-        last = [span.first_query for span in last_spans]
+        last, last_spans = _last_tokens([span for span, is_last in zip(spans, predicts, strict=True) if is_last])
         cos, sin = self._model.rotary(inputs[1:4])
         batch = ForwardBatch(
             cos,
@@ -140,7 +135,7 @@ class MtpDrafter:
             slots=inputs[4],
             spans=KVSpans(spans, device=hidden.device),
             last=index_tensor(last, hidden),
-            last_spans=KVSpans(_numbered(last_spans), device=hidden.device),
+            last_spans=KVSpans(last_spans, device=hidden.device),
             cache=self._pool,
             cache_scales=self._scales,
         )
@@ -168,5 +163,9 @@ def _following(chunk: ScheduledChunk, drafted: Sequence[int]) -> ScheduledChunk:
     return chunk._replace(start=start, stop=start, draft=Draft((drafted[-1],)))
 
 
-def _numbered(spans: Sequence[KVSpan]) -> list[KVSpan]:
-    return [span._replace(first_query=number) for number, span in enumerate(spans)]
+def _last_tokens(spans: Sequence[KVSpan]) -> tuple[list[int], list[KVSpan]]:
+    """Return the last tokens of spans, and the keys that they attend to."""
+    last = [span.first_query + span.num_queries - 1 for span in spans]
+    return last, [
+        KVSpan(number, 1, span.first_key, span.num_keys, span.num_keys - 1) for number, span in enumerate(spans)
+    ]

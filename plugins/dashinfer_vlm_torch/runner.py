@@ -235,11 +235,7 @@ class ModelRunner:
         inputs = to_device(torch.from_numpy(step.packed), self._model.device)
         if step.token_ids is not None:
             inputs[0].copy_(step.token_ids)
-        ids = inputs[0]
-        x = self._model.embed(ids)
-        for lora, start, stop, _ in step.adapted:
-            if lora.embedding:
-                lora.embedding.apply(ids[start:stop], x[start:stop])
+        x = self._embed(inputs[0], step)
         cos, sin = self._model.rotary(inputs[1:4])
         spans = KVSpans(step.spans, device=x.device)
         batch = ForwardBatch(
@@ -261,6 +257,13 @@ class ModelRunner:
         )
         self.executor.run_deferred()
         return self._model.forward(x, batch)
+
+    def _embed(self, ids: Tensor, step: StepBatch) -> Tensor:
+        x = self._model.embed(ids)
+        for lora, start, stop, _ in step.adapted:
+            if lora.embedding:
+                lora.embedding.apply(ids[start:stop], x[start:stop])
+        return x
 
     def _replay(self, step: StepBatch) -> Tensor | None:
         if self._graphs is None or any(map(_needs_forward, step.chunks)):

@@ -15,7 +15,9 @@ from dashinfer_vlm_core.decoders import Token
 from dashinfer_vlm_core.errors import ConfigError, DecoderFailed
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_torch.proposer import (
+    DRAFTER_INTERVAL,
     MAX_DRAFT_TOKENS,
+    MAX_DRAFTER_TOKENS,
     MAX_FORCED_TOKENS,
     AcceptanceRate,
     Draft,
@@ -96,6 +98,39 @@ def test_acceptance_is_learned_without_drafts():
         proposer.propose(words(*tokens), 8, 1.0)
         proposer.observe([99 - token])
     assert proposer.propose(words(*tokens), 8, 0.5).tokens == ()
+
+
+def test_drafter_predicts_as_many_tokens_as_pay():
+    tokens, proposer = words(*range(41)), DraftProposer(40)
+    asked = [proposer.num_to_draft(tokens, limit, threshold) for limit, threshold in ((8, 0.1), (8, 0.4), (1, 0.1))]
+    assert asked == [MAX_DRAFTER_TOKENS, 2, 1]
+    assert [proposer.num_to_draft(tokens, limit, threshold) for limit, threshold in ((0, 0.1), (8, 0.8))] == [0, 0]
+
+
+def test_wrong_drafter_is_asked_at_intervals():
+    tokens, proposer = words(*range(41)), DraftProposer(40)
+    asked = []
+    for _ in range(60):
+        asked.append(proposer.num_to_draft(tokens, 8, 0.3))
+        proposer.set_drafted((7,) * asked[-1])
+        proposer.observe([8])
+    first = asked.index(0)
+    assert first < 4
+    assert asked[first : first + 34] == ([0] * DRAFTER_INTERVAL + [1]) * 2
+
+
+def test_better_of_both_predictions_is_proposed():
+    proposer = DraftProposer(40, stops=frozenset([95]))
+    tokens = words(*range(40), 60, 7, 8)
+    proposer.set_drafted((50, 51, 95, 52))
+    assert proposer.propose(tokens, 8, 0.2).tokens == (50, 51)  # the stop token is left out
+    for _ in range(20):
+        proposer.set_drafted((50, 51))
+        proposer.propose(tokens, 8, 0.2)
+        proposer.observe([9, 10])
+    proposer.set_drafted((50, 51))
+    assert proposer.propose(tokens, 8, 0.2).tokens == tuple(range(9, 9 + MAX_DRAFT_TOKENS))
+    assert proposer.num_to_draft(tokens, 8, 0.2) == 0
 
 
 def test_number_of_drafts_falls_with_rate_and_threshold():
