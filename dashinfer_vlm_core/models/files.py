@@ -106,14 +106,15 @@ def missing_weights(folder: Path) -> list[str]:
 
 
 def _listed_shards(folder: Path) -> list[Path]:
-    return [folder / Path(name).name for name in sorted(set(_weight_map(folder).values()))]
+    return [folder / name for name in sorted(set(_weight_map(folder).values()))]
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
     """Return the file of each tensor."""
     index = folder / INDEX
     try:
-        return {str(name): str(file) for name, file in json.loads(index.read_text("utf-8"))["weight_map"].items()}
+        listed = json.loads(index.read_text("utf-8"))["weight_map"].items()
+        return {str(name): Path(file).name for name, file in listed}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} cannot be read: {error!r}. Copy or download it again.") from error
 

@@ -74,7 +74,7 @@ def test_token_is_not_sent_to_pages_at_other_ports_or_schemes(hub, monkeypatch, 
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     with serve_hub(hub.folder) as other:
         hub.next_page = f"{other.url}/api" if scheme == "http" else hub.url.replace("http:", "https:")
-        with pytest.raises(CheckpointError, match="continues at another host, port or scheme"):
+        with pytest.raises(CheckpointError, match="has another host, port or scheme"):
             list_snapshot("maker/tiny")
         assert other.asked == []
 

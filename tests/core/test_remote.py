@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -95,7 +96,7 @@ def test_unavailable_server_reports_reason(said, state):
 
 def test_status_is_the_servers(remote):
     engine, local, _ = remote("Yes.")
-    assert engine.status() == local.status()
+    assert engine.status() == replace(local.status(), max_parallel=1)  # `/health` does not tell
     local.close()
     assert engine.status().state == "closed"
 

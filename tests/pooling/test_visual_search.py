@@ -142,7 +142,7 @@ def test_faiss_finds_what_numpy_finds_or_is_reported_as_missing(folder, run, cap
     ("arguments", "message"),
     [
         (["."], "pass what to search for: --text or --image"),
-        (["missing", "--text", "x"], "missing is not a folder"),
+        (["missing", "--text", "x"], "there is no folder missing"),
         ([".", "--text", "x", "--count", "0"], "--count"),
         ([".", "--image", "missing.png"], "missing.png"),
         ([".", "--text", "x"], "There are no pictures or PDF pages in ."),
