@@ -12,11 +12,12 @@ each sequence alike. It depends on where chunks end, since that changes the shap
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .types import DeltaInputs, DeltaNet, RecurrentBatch, RecurrentStates, StateSpan
+from .types import DeltaInputs, DeltaNet, Kernels, RecurrentBatch, RecurrentStates, StateSpan, StateSpans
 
 CHUNK = 64
 """Maximum number of tokens of a chunk."""
@@ -30,39 +31,58 @@ def sigmoid(x: Tensor) -> Tensor:
     return torch.neg(x.float()).exp_().add_(1).reciprocal_()
 
 
-def delta_inputs(net: DeltaNet, rows: Tensor, gates: Tensor) -> DeltaInputs:
-    """Return the inputs of the recurrence.
+def mix_and_keep(kernels: Kernels, net: DeltaNet, inputs: DeltaInputs, batch: RecurrentBatch) -> Tensor:
+    """Compute the next layer, see `Kernels.mix_delta_net`, and keep what `rewind` needs."""
+    number = len(batch.kept)
+    drafted = [(index, span) for index, span in enumerate(batch.spans.spans) if span.num_drafts]
+    batch.kept.append({index: DeltaInputs(*(part[_rows(span)].clone() for part in inputs)) for index, span in drafted})
+    return kernels.mix_delta_net(net, inputs, batch.states.layer(number), batch.spans)
 
-    Args:
-        net: the layer.
-        rows: [tokens, channels]: queries, keys and values.
-        gates: float32 [tokens, 2 * value heads], the outputs of `net.gates`.
+
+def rewind(
+    kernels: Kernels, nets: Sequence[DeltaNet], batch: RecurrentBatch, number_of_span: int, num_tokens: int
+) -> None:
+    """Compute the states of all delta net layers after the first `num_tokens` tokens of a span with drafts again."""
+    span = batch.spans.spans[number_of_span]
+    num_drafts = span.num_drafts - (span.num_tokens - num_tokens)
+    accepted = StateSpans([span._replace(first_token=0, num_tokens=num_tokens, num_drafts=num_drafts, saved=())])
+    for number, net in enumerate(nets):
+        inputs = DeltaInputs(*(part[:num_tokens] for part in batch.kept[number][number_of_span]))
+        kernels.mix_delta_net(net, inputs, batch.states.layer(number), accepted)
+
+
+def mix(net: DeltaNet, inputs: DeltaInputs, states: RecurrentStates, spans: StateSpans) -> Tensor:
+    """See `Kernels.mix_delta_net`."""
+    channels = net.spec.conv_channels
+    mixed = _advance(net, _recurrence(net, inputs.qkvz[:, :channels], inputs.gates), states, spans.spans)
+    gate = torch.unflatten(inputs.qkvz[:, channels:], 1, mixed.shape[1:])
+    return _gated_norm(net, mixed, gate).flatten(1).to(inputs.qkvz.dtype)
+
+
+class _Recurrence(NamedTuple):
+    """The inputs of the recurrence.
+
+    Attributes:
+        rows: [tokens, channels], queries, keys and values before the convolution.
+        decay: float32 [tokens, value heads], the logarithm of the factor of the previous state.
+        beta: float32 [tokens, value heads], the strength of the update.
     """
+
+    rows: Tensor
+    decay: Tensor
+    beta: Tensor
+
+
+def _recurrence(net: DeltaNet, rows: Tensor, gates: Tensor) -> _Recurrence:
     beta, step = gates.chunk(2, dim=-1)
     step = step + net.step_bias
     softplus = torch.where(step > 20, step, torch.log1p(torch.exp(step)))
-    return DeltaInputs(rows, net.rate * softplus, sigmoid(beta))
+    return _Recurrence(rows, net.rate * softplus, sigmoid(beta))
 
 
-def mix(net: DeltaNet, inputs: DeltaInputs, batch: RecurrentBatch) -> Tensor:
-    """Return float32 [tokens, value heads, value_dim], write the new states, and keep what `rewind` needs."""
-    number = len(batch.kept)
-    drafted = [(index, span) for index, span in enumerate(batch.spans) if span.num_drafts]
-    batch.kept.append({index: DeltaInputs(*(part[_rows(span)].clone() for part in inputs)) for index, span in drafted})
-    return _advance(net, number, inputs, batch)
-
-
-def rewind(net: DeltaNet, number: int, batch: RecurrentBatch, number_of_span: int, num_tokens: int) -> None:
-    """Compute the state of delta net layer `number` after the first `num_tokens` tokens of a span with drafts again."""
-    span = batch.spans[number_of_span]
-    num_drafts = span.num_drafts - (span.num_tokens - num_tokens)
-    accepted = span._replace(first_token=0, num_tokens=num_tokens, num_drafts=num_drafts, saved=())
-    _advance(net, number, batch.kept[number][number_of_span], batch._replace(spans=(accepted,)))
-
-
-def gated_norm(net: DeltaNet, x: Tensor, gate: Tensor, eps: float) -> Tensor:
+def _gated_norm(net: DeltaNet, x: Tensor, gate: Tensor) -> Tensor:
     """Normalize float32 x [tokens, value heads, value_dim], and multiply it by silu(gate) of the same shape."""
-    normed = x * torch.rsqrt((x * x).mean(dim=-1, keepdim=True) + eps) * net.norm
+    normed = x * torch.rsqrt((x * x).mean(dim=-1, keepdim=True) + net.eps) * net.norm
     return normed * gate.float() * sigmoid(gate)
 
 
@@ -70,12 +90,12 @@ def _rows(span: StateSpan) -> slice:
     return slice(span.first_token, span.first_token + span.num_tokens)
 
 
-def _advance(net: DeltaNet, number: int, inputs: DeltaInputs, batch: RecurrentBatch) -> Tensor:
-    spans = sorted(batch.spans, key=lambda span: sum(span.chunks) - span.num_tokens)
+def _advance(net: DeltaNet, inputs: _Recurrence, pools: RecurrentStates, spans: Sequence[StateSpan]) -> Tensor:
+    """Return float32 [tokens, value heads, value_dim], and write the new states."""
+    spans = sorted(spans, key=lambda span: sum(span.chunks) - span.num_tokens)
     device = inputs.rows.device
     sources = torch.tensor([max(span.source, 0) for span in spans], device=device)
     targets = torch.tensor([span.target for span in spans], device=device)
-    pools = [pool[number] for pool in batch.states]
     states = RecurrentStates(*(pool[sources] for pool in pools))
     for index, span in enumerate(spans):
         if span.source < 0:
@@ -94,7 +114,7 @@ def _advance(net: DeltaNet, number: int, inputs: DeltaInputs, batch: RecurrentBa
 
 
 def _mix_chunks(
-    net: DeltaNet, inputs: DeltaInputs, span: StateSpan, state: RecurrentStates, pools: Sequence[Tensor]
+    net: DeltaNet, inputs: _Recurrence, span: StateSpan, state: RecurrentStates, pools: Sequence[Tensor]
 ) -> Tensor:
     """Compute the chunks of a span, change its state in place, and save it in the slots of `span.saved`; returns
     [tokens, value heads, value_dim]."""
@@ -103,7 +123,7 @@ def _mix_chunks(
     num_tokens = 0
     for count in span.chunks:
         start = span.first_token + num_tokens
-        part = DeltaInputs(*(part[start : start + count] for part in inputs))
+        part = _Recurrence(*(part[start : start + count] for part in inputs))
         window = torch.cat([state.conv, part.rows])
         state.conv.copy_(window[count:])
         mixed.append(_mix_chunk(net, window, part, state.delta).transpose(0, 1))
@@ -114,7 +134,7 @@ def _mix_chunks(
     return torch.cat(mixed)
 
 
-def _mix_chunk(net: DeltaNet, window: Tensor, inputs: DeltaInputs, state: Tensor) -> Tensor:
+def _mix_chunk(net: DeltaNet, window: Tensor, inputs: _Recurrence, state: Tensor) -> Tensor:
     """Compute a chunk from the inputs of its convolution; returns [value heads, tokens, value_dim].
 
     The tokens' updates of the state depend on each other linearly, by a triangular matrix.
@@ -137,20 +157,20 @@ def _mix_chunk(net: DeltaNet, window: Tensor, inputs: DeltaInputs, state: Tensor
 
 
 def _mix_tokens(
-    net: DeltaNet, inputs: DeltaInputs, spans: Sequence[StateSpan], mixed: Tensor, states: RecurrentStates
+    net: DeltaNet, inputs: _Recurrence, spans: Sequence[StateSpan], mixed: Tensor, states: RecurrentStates
 ) -> None:
     """Compute the remaining tokens of all spans, which are sorted by their number, and change the states in place."""
     most = spans[0].num_tokens - sum(spans[0].chunks)
     for step in range(most):
         active = [span for span in spans if sum(span.chunks) + step < span.num_tokens]
         rows = torch.tensor([span.first_token + sum(span.chunks) + step for span in active], device=mixed.device)
-        part = DeltaInputs(*(part[rows] for part in inputs))
+        part = _Recurrence(*(part[rows] for part in inputs))
         window = torch.cat([states.conv[: len(rows)], part.rows[:, None]], dim=1)
         states.conv[: len(rows)] = window[:, 1:]
         mixed[rows] = _mix_token(net, window, part, states.delta[: len(rows)])
 
 
-def _mix_token(net: DeltaNet, window: Tensor, inputs: DeltaInputs, state: Tensor) -> Tensor:
+def _mix_token(net: DeltaNet, window: Tensor, inputs: _Recurrence, state: Tensor) -> Tensor:
     """Compute a token of each sequence from the inputs of its convolution; returns [tokens, value heads, value_dim]."""
     heads = state.shape[:2]
     q, k, v = (part.flatten(0, 1)[:, None] for part in _heads(net, window.float().unbind(1)))

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .delta_net import delta_inputs, gated_norm, mix, sigmoid
+from .delta_net import mix_and_keep, sigmoid
 from .kv_cache import attend_cached, write_rows
 from .types import (
     Attention,
     DecoderLayer,
     DecoderShape,
+    DeltaInputs,
     DeltaNet,
     ForwardBatch,
     Kernels,
@@ -96,10 +97,7 @@ class ReferenceDecoderLayers:
         changes = [(rows, rows.lora.layers[number]) for rows in batch.loras]
         qkvz = net.qkvz(normed, row_bias([(rows, change.qkv) for rows, change in changes], normed))
         gates = net.gates(normed, row_bias([(rows, change.gates) for rows, change in changes], normed))
-        rows, gate = qkvz[:, : net.spec.conv_channels], qkvz[:, net.spec.conv_channels :]
-        mixed = mix(net, delta_inputs(net, rows, gates), batch.recurrent)
-        normed = gated_norm(net, mixed, gate.reshape(mixed.shape), self._shape.eps)
-        return normed.flatten(1).to(x.dtype)
+        return mix_and_keep(self._kernels, net, DeltaInputs(qkvz, gates), batch.recurrent)
 
     def _add_mixed_and_mlp(
         self, layer: DecoderLayer, x: Tensor, mixed: Tensor, changes: Sequence[tuple[LoraRows, LoraLayer]]

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import delta_net
 from .layers import FullLMHead, ReferenceDecoderLayers
 from .quantization import Quantization, QuantizedWeight, quantize, quantize_int8
 from .types import (
@@ -16,10 +17,14 @@ from .types import (
     DecoderLayer,
     DecoderLayers,
     DecoderShape,
+    DeltaInputs,
+    DeltaNet,
     KVSpan,
     KVSpans,
     Linear,
     LMHead,
+    RecurrentStates,
+    StateSpans,
     StepCost,
     WeightBits,
 )
@@ -103,6 +108,9 @@ class TorchKernels:
             for span, mask in zip(spans.spans, spans.masks, strict=True)
             for rows in [slice(span.first_key, span.first_key + span.num_keys)]
         ])  # fmt: skip
+
+    def mix_delta_net(self, net: DeltaNet, inputs: DeltaInputs, states: RecurrentStates, spans: StateSpans) -> Tensor:
+        return delta_net.mix(net, inputs, states, spans)
 
     def decoder_layers(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> DecoderLayers:
         return ReferenceDecoderLayers(self, layers, shape)

@@ -24,12 +24,16 @@ from dashinfer_vlm_core.kernels.types import (
     DecoderLayer,
     DecoderLayers,
     DecoderShape,
+    DeltaInputs,
+    DeltaNet,
     KVCacheLayer,
     KVSpans,
     Linear,
     LMHead,
     Mlp,
+    RecurrentStates,
     SampledIds,
+    StateSpans,
     StepCost,
     WeightBits,
 )
@@ -53,6 +57,7 @@ SIGNATURES = {
     "norm": "plppfplli",
     "rotate": "plppllli",
     "attend": "pplpi",
+    "mix_delta_net": "pplppi",
     "run_layers": "plppi",
     "compute_argmax_bounds": "pllpppi",
     "argmax_columns": "ppllppi",
@@ -62,6 +67,7 @@ SIGNATURES = {
     "linear_workspace_size": "pli->l",
     "argmax_workspace_size": "lll->l",
     "attend_workspace_size": "l->l",
+    "delta_workspace_size": "ll->l",
 }
 """The arguments of each C function, and its result if it has one, in the letters of `C_TYPES`."""
 
@@ -73,6 +79,19 @@ class AttentionArgs(ctypes.Structure):
         "p q k v out, l q_token q_head kv_token kv_head out_token heads kv_heads width, f scale,"
         " p k_scales v_scales, l scale_head"
     )
+
+
+class DeltaArgs(ctypes.Structure):
+    """`DeltaArgs` in C."""
+
+    _fields_ = fields(
+        "p rows gates out conv_states states conv rate step_bias norm,"
+        " l row_stride key_heads value_heads key_dim value_dim taps, f eps"
+    )
+
+
+STATE_SPAN_FIELDS = 8
+"""The number of values of `StateSpan` in C."""
 
 
 class NativeKernels(TorchKernels):
@@ -177,6 +196,28 @@ class NativeKernels(TorchKernels):
         )  # fmt: skip
         table = spans.table
         self._library.attend(ctypes.byref(description), table.data_ptr(), len(table), workspace.data_ptr(), threads)
+        return out
+
+    def mix_delta_net(self, net: DeltaNet, inputs: DeltaInputs, states: RecurrentStates, spans: StateSpans) -> Tensor:
+        spec = net.spec
+        weights = net.conv, net.rate, net.step_bias, net.norm
+        assert all(part.is_contiguous() for part in (inputs.gates, *states, *weights))
+        assert inputs.qkvz.stride(1) == 1
+        out = torch.empty(len(inputs.qkvz), spec.value_width, dtype=inputs.qkvz.dtype)
+        threads = _threads()
+        size = self._library.delta_workspace_size(spec.key_dim, spec.value_dim)
+        workspace = torch.empty(threads * size, dtype=torch.uint8)
+        tensors = (inputs.qkvz, inputs.gates, out, *states, *weights)
+        description = DeltaArgs(
+            *(part.data_ptr() for part in tensors), inputs.qkvz.stride(0), spec.num_key_heads, spec.num_value_heads,
+            spec.key_dim, spec.value_dim, spec.conv_width, net.eps,
+        )  # fmt: skip
+        table = spans.table
+        count = len(spans.spans)
+        lists = table[STATE_SPAN_FIELDS * count :]
+        self._library.mix_delta_net(
+            ctypes.byref(description), table.data_ptr(), count, lists.data_ptr(), workspace.data_ptr(), threads
+        )
         return out
 
     def sample_tokens(

@@ -115,8 +115,7 @@ class TextModel:
 
     def rewind(self, batch: RecurrentBatch, number_of_span: int, num_tokens: int) -> None:
         """Compute the state after the first `num_tokens` tokens of a span with drafts again, after a forward pass."""
-        for number, net in enumerate(self._delta_nets):
-            delta_net.rewind(net, number, batch, number_of_span, num_tokens)
+        delta_net.rewind(self.kernels, self._delta_nets, batch, number_of_span, num_tokens)
 
     def logits(self, x: Tensor, heads: Sequence[tuple[slice, HeadChange]] = ()) -> Tensor:
         """Compute float32 [rows, vocab_size] from hidden states [rows, hidden_size]; `heads` are the rows for which an

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dashinfer_vlm_core.kernels.types import Additions, KVSpan, StateSpan
+from dashinfer_vlm_core.kernels.types import Additions, KVSpan, StateSpan, StateSpans
 
 from .lora import TextLora
 from .proposer import Draft
@@ -133,10 +133,10 @@ def key_spans(chunks: Sequence[ScheduledChunk]) -> list[KVSpan]:
     ]
 
 
-def state_spans(chunks: Sequence[ScheduledChunk]) -> tuple[StateSpan, ...]:
+def state_spans(chunks: Sequence[ScheduledChunk]) -> StateSpans:
     """Return the tokens of each chunk with the slots of its recurrent state."""
     firsts = accumulate((chunk.end - chunk.start for chunk in chunks), initial=0)
-    return tuple(_state_span(first, chunk) for first, chunk in zip(firsts, chunks, strict=False))
+    return StateSpans([_state_span(first, chunk) for first, chunk in zip(firsts, chunks, strict=False)])
 
 
 def _state_span(first: int, chunk: ScheduledChunk) -> StateSpan:

@@ -168,6 +168,7 @@ class TextModelReader(NamedTuple):
             rate=-self._floats(f"{prefix}.{names.delta_rate}", heads).exp(),
             step_bias=self._floats(f"{prefix}.{names.delta_step_bias}", heads),
             norm=self._floats(f"{prefix}.{names.delta_norm}.weight", spec.value_dim),
+            eps=self.spec.norm_eps,
         )
 
     def _matrix(

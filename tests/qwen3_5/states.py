@@ -20,6 +20,7 @@ from dashinfer_vlm_core.kernels.types import (
     RecurrentBatch,
     RecurrentStates,
     StateSpan,
+    StateSpans,
 )
 from dashinfer_vlm_core.models.lora import read_lora
 from dashinfer_vlm_core.models.weights import Weights
@@ -124,7 +125,7 @@ class Sequences:
             cos, sin, torch.tensor(slots), KVSpans(spans), torch.arange(len(slots)), last, self.cache.pool,
             cache_scales=self.cache.scales,
             loras=(LoraRows(self.lora, 0, len(slots), 0, len(slots)),) if self.lora else (),
-            recurrent=RecurrentBatch(self.states, tuple(states), []),
+            recurrent=RecurrentBatch(self.states, StateSpans(states), []),
         )  # fmt: skip
         x = self.model.embed(torch.cat([step.ids for step in steps]))
         for row, embedding in (visual or {}).items():

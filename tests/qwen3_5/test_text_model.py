@@ -6,10 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from dashinfer_vlm_core.kernels.delta_net import delta_inputs, mix
 from dashinfer_vlm_core.kernels.quantization import INT4, INT8
-from dashinfer_vlm_core.kernels.types import DeltaInputs, DeltaNet, RecurrentBatch, RecurrentStates, StateSpan
-from dashinfer_vlm_core.text_spec import DeltaNetSpec
 from tests.kernels import load_fastest, needs_native
 from tests.lora_folders import ATTENTION, MLP, merge_lora, write_lora
 from tests.quantized_checkpoints import LAYOUTS, write_quantized
@@ -135,37 +132,6 @@ def test_rejected_drafts_leave_no_trace(native_model, accepted, is_decoding):
     for position in range(start + kept, start + kept + 3):
         after = Step(0, IDS[position : position + 1], is_decoding=True)
         assert torch.equal(sequences.run(after), expected.run(after))
-
-
-def test_tokens_of_published_heads_have_the_same_bits_as_alone():
-    """In float32, of 5 sequences, with 16 and with 32 value heads."""
-    generator = torch.Generator().manual_seed(3)
-    for value_heads in (16, 32):
-        spec = DeltaNetSpec(num_key_heads=16, num_value_heads=value_heads, key_dim=128, value_dim=128, conv_width=4)
-        net = random_net(spec, generator)
-        states = RecurrentStates(
-            torch.randn(1, 10, 3, spec.conv_channels, generator=generator),
-            torch.randn(1, 10, value_heads, 128, 128, generator=generator),
-        )
-        rows = torch.randn(5, spec.conv_channels, generator=generator)
-        inputs = delta_inputs(net, rows, torch.randn(5, 2 * value_heads, generator=generator))
-        spans = tuple(StateSpan(number, 1, 0, number, 5 + number) for number in range(5))
-        together = mix(net, inputs, RecurrentBatch(states, spans, []))
-        after = states.delta[0, 5:].clone()
-        for number, span in enumerate(spans):
-            alone = DeltaInputs(*(part[number : number + 1] for part in inputs))
-            found = mix(net, alone, RecurrentBatch(states, (span._replace(first_token=0),), []))
-            assert torch.equal(found[0], together[number])
-            assert torch.equal(states.delta[0, 5 + number], after[number])
-
-
-def random_net(spec, generator):
-    """Return a gated delta net without linear layers."""
-    return DeltaNet(
-        spec, None, None, None, conv=torch.randn(spec.conv_width, spec.conv_channels, generator=generator),
-        rate=-torch.rand(spec.num_value_heads, generator=generator),
-        step_bias=torch.randn(spec.num_value_heads, generator=generator), norm=torch.ones(spec.value_dim),
-    )  # fmt: skip
 
 
 PUBLISHED_MODULES = r"layers\.\d+\.(self_attn|mlp|linear_attn).*(_proj|_qkv|_z)$"

@@ -5,7 +5,7 @@ from .interface import DecoderLayers, Int8CacheAttention, Kernels, SampledIds, T
 from .layers import Attention, DecoderLayer, DecoderShape, Experts, Mlp, SharedExpert
 from .linear import Activation, Linear, LMHead, Norm, StepCost, WeightBits
 from .lora import LoraLayer, LoraLayers, LoraRows, LowRank, LowRankPart
-from .recurrent import DeltaInputs, DeltaNet, RecurrentBatch, RecurrentStates, StateSpan
+from .recurrent import DeltaInputs, DeltaNet, RecurrentBatch, RecurrentStates, StateSpan, StateSpans
 from .spans import KeyRanges, KVSpan, KVSpans
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "SampledIds",
     "SharedExpert",
     "StateSpan",
+    "StateSpans",
     "StepCost",
     "TokenSampling",
     "WeightBits",

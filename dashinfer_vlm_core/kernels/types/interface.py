@@ -12,6 +12,7 @@ from ..quantization import Quantization, QuantizedWeight
 from .batch import ForwardBatch, KVCacheLayer
 from .layers import DecoderLayer, DecoderShape
 from .linear import Activation, Linear, LMHead, StepCost, WeightBits
+from .recurrent import DeltaInputs, DeltaNet, RecurrentStates, StateSpans
 from .spans import KVSpans
 
 
@@ -118,6 +119,19 @@ class Kernels(Protocol):
 
         Returns:
             [rows, heads * head_dim].
+        """
+
+    def mix_delta_net(self, net: DeltaNet, inputs: DeltaInputs, states: RecurrentStates, spans: StateSpans) -> Tensor:
+        """Compute a gated delta net between its input and output projections; see `delta_net.mix`.
+
+        Args:
+            net: the layer.
+            inputs: the outputs of its input projections.
+            states: the slots of the layer; those of `target` and `saved` are written.
+            spans: cover all rows of `inputs`.
+
+        Returns:
+            [tokens, value heads * value_dim], normalized and multiplied by the gate.
         """
 
     def decoder_layers(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> DecoderLayers:

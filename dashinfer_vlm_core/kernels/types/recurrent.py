@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ...text_spec import DeltaNetSpec
@@ -22,6 +26,7 @@ class DeltaNet(NamedTuple):
         rate: float32 [value heads], the logarithm of the decay of a step of 1.
         step_bias: float32 [value heads], added to the steps.
         norm: float32 [value_dim], the weight of the norm of each value head.
+        eps: the epsilon of this norm.
     """
 
     spec: DeltaNetSpec
@@ -32,6 +37,7 @@ class DeltaNet(NamedTuple):
     rate: Tensor
     step_bias: Tensor
     norm: Tensor
+    eps: float
 
 
 class RecurrentStates(NamedTuple):
@@ -44,6 +50,10 @@ class RecurrentStates(NamedTuple):
 
     conv: Tensor
     delta: Tensor
+
+    def layer(self, number: int) -> RecurrentStates:
+        """Return the states of one of the layers, without the dimension of layers."""
+        return RecurrentStates(self.conv[number], self.delta[number])
 
 
 class StateSpan(NamedTuple):
@@ -70,18 +80,37 @@ class StateSpan(NamedTuple):
     saved: tuple[tuple[int, int], ...] = ()
 
 
+class StateSpans:
+    """The spans of one batch. The table is derived from them once, not once per layer."""
+
+    def __init__(self, spans: Sequence[StateSpan]) -> None:
+        self.spans: tuple[StateSpan, ...] = tuple(spans)
+
+    @cached_property
+    def table(self) -> Tensor:
+        """The spans as int64 on the CPU: 8 values of each, the first token, the number of tokens, source, target, and
+        the place and number of its chunks and of its saved slots in the list that follows. There, a saved slot is a
+        number of tokens and the slot."""
+        rows: list[int] = []
+        lists: list[int] = []
+        for span in self.spans:
+            chunks, saved = len(lists), len(lists) + len(span.chunks)
+            rows += [span.first_token, span.num_tokens, span.source, span.target]
+            rows += [chunks, len(span.chunks), saved, len(span.saved)]
+            lists += [*span.chunks, *chain.from_iterable(span.saved)]
+        return torch.tensor(rows + lists, dtype=torch.int64)
+
+
 class DeltaInputs(NamedTuple):
-    """What gated delta nets compute states from.
+    """What gated delta nets compute states and outputs from.
 
     Attributes:
-        rows: [tokens, channels], before the convolution.
-        decay: float32 [tokens, value heads], the logarithm of the factor of the previous state.
-        beta: float32 [tokens, value heads], the strength of the update.
+        qkvz: [tokens, channels + value heads * value_dim], the output of `DeltaNet.qkvz`.
+        gates: float32 [tokens, 2 * value heads], the output of `DeltaNet.gates`.
     """
 
-    rows: Tensor
-    decay: Tensor
-    beta: Tensor
+    qkvz: Tensor
+    gates: Tensor
 
 
 class RecurrentBatch(NamedTuple):
@@ -95,5 +124,5 @@ class RecurrentBatch(NamedTuple):
     """
 
     states: RecurrentStates
-    spans: tuple[StateSpan, ...]
+    spans: StateSpans
     kept: list[dict[int, DeltaInputs]]
