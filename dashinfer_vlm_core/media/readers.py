@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from io import BytesIO
@@ -10,11 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .entry_points import DecodedRange, RangeDecoder, find_entry_points, ranges_to_decode
 from .types import OpenVideo, Pixels, StopCheck, VideoInfo, VideoReader
 from .video import undecodable_error
 
 if TYPE_CHECKING:
     from av.container import InputContainer
+    from av.packet import Packet
+    from av.video.frame import VideoFrame
+    from av.video.stream import VideoStream
 
 CODECS = (
     *("h264", "hevc", "vp8", "vp9", "libdav1d", "av1"),
@@ -30,6 +35,9 @@ _CONTAINER_OPTIONS = {
     "protocol_whitelist": "none",
 }
 _MP4_TYPES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
+
+MIN_SPACING = 16
+"""Mean distance of needed frames, in frames, from which on those between them are not decoded if possible."""
 
 _DECORD_THREADS = 2
 """With three or more threads, decord cannot decode many VP9 files."""
@@ -101,16 +109,45 @@ class _PyAVVideo:
             return frame is not None and frame.rotation != 0
 
     def frames(self, indices: list[int], check_stop: StopCheck) -> Iterator[Pixels]:
+        ranges = self._ranges(indices, check_stop)
         with _open(self._data) as container:
             container.streams.video[0].thread_type = "AUTO"
-            yield from self._decode(container, indices, check_stop)
+            yield from self._decode(container, ranges, check_stop)
 
-    def _decode(self, container: InputContainer, indices: list[int], check_stop: StopCheck) -> Iterator[Pixels]:
+    def _ranges(self, indices: list[int], check_stop: StopCheck) -> list[DecodedRange]:
+        whole = [DecodedRange(start=0, stop=sys.maxsize, indices=indices)]
+        if indices[-1] < MIN_SPACING * len(indices):
+            return whole
+        with _open(self._data) as container:
+            stream = container.streams.video[0]
+            entries = find_entry_points(stream, _packets(container), self.info.frames, check_stop)
+        return ranges_to_decode(indices, entries) if indices[-1] < entries[-1] else whole
+
+    def _decode(
+        self, container: InputContainer, ranges: Sequence[DecodedRange], check_stop: StopCheck
+    ) -> Iterator[Pixels]:
+        decoder = RangeDecoder(container.streams.video[0].codec_context, _packets(container), check_stop)
+        for place, part in enumerate(ranges):
+            is_first = place == 0 and len(ranges) > 1
+            end = yield from self._needed(decoder.decode(part), part.start, part.indices, decodes_all=is_first)
+            if is_first and end != part.stop:  # some packets have no frame: nothing can be left out
+                indices = [index for later in ranges[1:] for index in later.indices]
+                rest = DecodedRange(start=part.stop, stop=sys.maxsize, indices=indices)
+                yield from self._needed(decoder.decode(rest), end, indices)
+                return
+
+    def _needed(
+        self, frames: Iterator[VideoFrame], number: int, indices: Sequence[int], *, decodes_all: bool = False
+    ) -> Generator[Pixels, None, int]:
+        """Yield the needed ones of frames that are counted from `number` on; return the number of the next one."""
         wanted = set(indices)
-        for i, frame in zip(range(indices[-1] + 1), container.decode(video=0), strict=False):
-            check_stop()
-            if i in wanted:
+        for frame in frames:
+            if number in wanted:
                 yield self._upright(frame)
+            number += 1
+            if number > indices[-1] and not decodes_all:
+                break
+        return number
 
     def _upright(self, frame: Any) -> Pixels:
         # The limits were checked for the size in the header.
@@ -206,6 +243,10 @@ def _read_header(container: InputContainer, *, is_fragmented: bool) -> VideoInfo
         width=stream.codec_context.width,
         height=stream.codec_context.height,
     )
+
+
+def _packets(container: InputContainer) -> Iterator[Packet[VideoStream]]:
+    return (packet for packet in container.demux(container.streams.video[0]) if packet.size)
 
 
 @contextmanager

@@ -1,0 +1,134 @@
+"""Frames far apart are decoded without those between them, and equal those of decoding everything."""
+
+from __future__ import annotations
+
+import io
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from dashinfer_vlm_core.errors import MediaUndecodable
+from dashinfer_vlm_core.media import PyAVReader
+from dashinfer_vlm_core.media.entry_points import DecodedRange, find_entry_points, ranges_to_decode
+from dashinfer_vlm_core.media.readers import MIN_SPACING
+from tests.samples import video_frame
+
+FRAMES = 96
+GROUP = 12
+INDICES = ([0, 95], [0, 50, 51, 94], [17, 90], [3, 11, 12, 95])
+X264 = {"x264-params": f"keyint={GROUP}:min-keyint={GROUP}:scenecut=0:bframes=3"}
+X265 = f"keyint={GROUP}:min-keyint={GROUP}:scenecut=0:log-level=none"
+FILES = {
+    "mp4": ({"options": X264}, True),
+    "matroska": ({"options": X264, "container": "matroska"}, True),
+    "mpegts": ({"options": X264, "container": "mpegts"}, True),
+    "avi": ({"options": X264, "container": "avi"}, True),
+    "variable frame rate": ({"options": X264, "step": lambda index: 1500 + 977 * (index % 7)}, True),
+    "h265": ({"codec": "libx265", "options": {"x265-params": f"{X265}:open-gop=0"}}, True),
+    "mjpeg": ({"codec": "mjpeg", "container": "matroska"}, True),
+    "open groups": ({"options": {"x264-params": f"open-gop=1:{X264['x264-params']}"}}, False),
+    "h265, open groups": ({"codec": "libx265", "options": {"x265-params": f"{X265}:open-gop=1"}}, False),
+    "intra refresh": ({"options": {"x264-params": f"intra-refresh=1:keyint={GROUP}"}}, False),
+    "vp9": ({"codec": "libvpx-vp9", "container": "webm"}, False),
+}
+
+
+def encode(codec="libx264", container="mp4", options=None, step=lambda index: 3000):
+    import av
+
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format=container) as file:
+        stream = file.add_stream(codec, rate=30, options={"g": str(GROUP), **(options or {})})
+        stream.width, stream.height = 64, 48
+        stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
+        stream.codec_context.time_base = Fraction(1, 90_000)
+        time = 0
+        for index in range(FRAMES):
+            frame = av.VideoFrame.from_ndarray(video_frame(index, 48, 64), format="rgb24")
+            frame.pts, frame.time_base = time, Fraction(1, 90_000)
+            time += step(index)
+            file.mux(stream.encode(frame))
+        file.mux(stream.encode())
+    return buffer.getvalue()
+
+
+def packets(data):
+    import av
+
+    with av.open(io.BytesIO(data)) as file:
+        return [bytes(packet) for packet in file.demux(video=0) if packet.size]
+
+
+def entry_points(data):
+    import av
+
+    with av.open(io.BytesIO(data)) as file:
+        stream = file.streams.video[0]
+        return find_entry_points(stream, (packet for packet in file.demux(stream) if packet.size), FRAMES, go_on)
+
+
+def go_on():
+    """Never stop decoding."""
+
+
+def read(data, indices):
+    return list(PyAVReader().open(data).frames(indices, go_on))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_frames_equal_those_of_decoding_everything(name):
+    options, has_entry_points = FILES[name]
+    data = encode(**options)
+    every = read(data, [*range(FRAMES)])
+    assert len(every) == FRAMES
+    for indices in INDICES:
+        assert indices[-1] >= MIN_SPACING * len(indices)
+        np.testing.assert_array_equal(read(data, indices), [every[index] for index in indices])
+    assert (len(entry_points(data)) >= FRAMES // GROUP) == has_entry_points
+
+
+def test_groups_without_needed_frames_are_not_decoded():
+    data = bytearray(encode(options=X264))
+    clean = read(bytes(data), [0, 95])
+    entries = entry_points(bytes(data))
+    for packet in packets(bytes(data))[entries[2] : entries[4]]:
+        start = data.index(packet) + 5  # after the length and the type
+        data[start : start + len(packet) - 5] = bytes(len(packet) - 5)
+    np.testing.assert_array_equal(read(bytes(data), [0, 95]), clean)
+    with pytest.raises(MediaUndecodable):
+        read(bytes(data), [*range(FRAMES)])
+
+
+def test_packets_without_frames_change_nothing():
+    import av
+
+    buffer = io.BytesIO()
+    with av.open(io.BytesIO(encode(options=X264))) as source, av.open(buffer, "w", format="matroska") as file:
+        stream = file.add_stream_from_template(source.streams.video[0])
+        for number, packet in enumerate(packet for packet in source.demux(video=0) if packet.size):
+            packet.stream = stream
+            packet.pts, packet.dts = 2 * packet.pts, 2 * packet.dts
+            if number == 5:
+                end = av.Packet(b"\x00\x00\x00\x01\x0a")  # a NAL unit: the end of a sequence
+                end.stream, end.time_base = stream, packet.time_base
+                end.pts, end.dts = packet.pts + 1500, packet.dts - 1500
+                file.mux(end)
+            file.mux(packet)
+    data = buffer.getvalue()
+    assert len(packets(data)) == FRAMES + 1
+    every = read(data, [*range(FRAMES)])
+    np.testing.assert_array_equal(read(data, [0, 60, 95]), [every[index] for index in (0, 60, 95)])
+
+
+@pytest.mark.parametrize(
+    ("indices", "expected"),
+    [
+        ([0, 29], [(0, 10, [0]), (20, 30, [29])]),
+        ([0, 9, 10, 25], [(0, 30, [0, 9, 10, 25])]),
+        ([12], [(10, 20, [12])]),
+    ],
+)
+def test_ranges_are_groups_with_needed_frames(indices, expected):
+    found = ranges_to_decode(indices, [0, 10, 20, 30])
+    assert found == [DecodedRange(start=start, stop=stop, indices=needed) for start, stop, needed in expected]
