@@ -134,7 +134,7 @@ def _message(message_id: str, model: str, usage: CompletionUsage | None) -> dict
 
 def _content(message: ChatCompletionMessage, *, shows_thinking: bool) -> list[dict[str, Any]]:
     content: list[dict[str, Any]] = []
-    if reasoning := getattr(message, "reasoning_content", None):
+    if reasoning := (message.model_extra or {}).get("reasoning_content"):
         thinking = reasoning if shows_thinking else ""
         content.append({"type": "thinking", "thinking": thinking, "signature": SIGNATURE})
     if message.content:
@@ -153,7 +153,7 @@ def _parse(arguments: str) -> dict[str, Any]:
 
 
 def _stop(choice: Choice | ChunkChoice) -> dict[str, Any]:
-    stop_string = getattr(choice, "stop_reason", None)
+    stop_string = (choice.model_extra or {}).get("stop_reason")
     reason = "stop_sequence" if stop_string else _STOP_REASONS.get(choice.finish_reason or "", "end_turn")
     return {"stop_reason": reason, "stop_sequence": stop_string}
 

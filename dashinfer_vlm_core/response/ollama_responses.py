@@ -82,7 +82,7 @@ class OllamaResponseBuilder:
     def __init__(self, form: Form, model: str, *, created: datetime) -> None:
         self._form = form
         self._model = model
-        self._created = created
+        self._created = format_time(created)
         self._sent = _Content()
         self._call: _Call | None = None
         self._finish_reason: str | None = None
@@ -162,7 +162,7 @@ class OllamaResponseBuilder:
     def _line(self, content: _Content, *, done: bool) -> Line:
         extra: Line = {"thinking": content.thinking, "tool_calls": content.calls}
         given = {name: value for name, value in extra.items() if value}
-        line: Line = {"model": self._model, "created_at": format_time(self._created)}
+        line: Line = {"model": self._model, "created_at": self._created}
         if self._form == "chat":
             line["message"] = {"role": "assistant", "content": content.text, **given}
         else:

@@ -57,7 +57,7 @@ def response_to_json(response: Response) -> dict[str, Any]:
 
 def event_to_json(event: ResponseStreamEvent) -> str:
     """Return an event as JSON text."""
-    response = getattr(event, "response", None)
+    response = event.__dict__.get("response")  # `getattr` takes longer than the rest if there is none
     if response is None:
         return event.model_dump_json(exclude_unset=True, by_alias=True)
     fields = event.model_dump(mode="json", exclude={"response"}) | {"response": response_to_json(response)}
@@ -197,7 +197,7 @@ class ResponseEventBuilder:
         self._num_events += 1
 
     def _add_delta(self, delta: ChoiceDelta, logprobs: ChoiceLogprobs | None) -> None:
-        if reasoning := getattr(delta, "reasoning_content", None):
+        if reasoning := (delta.model_extra or {}).get("reasoning_content"):
             self._current(ReasoningItem).add(reasoning)
         if delta.content:
             entries = logprobs.content if logprobs and self._wants_logprobs else None

@@ -113,7 +113,7 @@ def test_streams_do_not_keep_what_was_sent():
     try:
         for number in range(200):
             (chunk,) = builder.add_chunk(0, text_chunk(f"{number:05}" * 1000))
-            assert chunk.choices[0].logprobs.text_offset == [5000 * number]
+            assert chunk["choices"][0]["logprobs"]["text_offset"] == [5000 * number]
         kept, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+import pydantic_core
 from fastapi import Request
 from fastapi.responses import Response
 from openai.types import Completion
@@ -17,7 +18,7 @@ from dashinfer_vlm_core.concurrency.streams import merge_streams
 from dashinfer_vlm_core.protocol.completions import CompletionRequest, PlainRequest
 from dashinfer_vlm_core.protocol.request import MAX_COMPLETIONS
 from dashinfer_vlm_core.protocol.validation_errors import renamed_errors
-from dashinfer_vlm_core.response.completion_builder import CompletionBuilder
+from dashinfer_vlm_core.response.completion_builder import CompletionBuilder, Json
 
 from ...endpoint import ENGINE_STATUSES, Endpoint, completion_response
 from ...errors import error_body
@@ -69,17 +70,18 @@ class _Creation:
     async def complete(self) -> Completion:
         """Create the response. It is built like a streamed one, so that both are equal."""
         builder = await self._builder()
-        async with contextlib.aclosing(self._read(builder)) as chunks:
-            async for _ in chunks:
-                pass
+        async with contextlib.aclosing(self._chat_chunks()) as chunks:
+            async for prompt, chunk in chunks:
+                builder.add_chunk(prompt, chunk)
         return await asyncio.to_thread(builder.completion)
 
-    async def chunks(self) -> AsyncGenerator[Completion, None]:
+    async def chunks(self) -> AsyncGenerator[Json, None]:
         """Create the response; yield it as chunks."""
         builder = await self._builder()
-        async with contextlib.aclosing(self._read(builder)) as chunks:
-            async for chunk in chunks:
-                yield chunk
+        async with contextlib.aclosing(self._chat_chunks()) as chunks:
+            async for prompt, added in chunks:
+                for chunk in builder.add_chunk(prompt, added):
+                    yield chunk
         for chunk in builder.usage_chunks():
             yield chunk
 
@@ -93,14 +95,12 @@ class _Creation:
         with renamed_errors(partial(self.request.rename, index)):
             return await self._engine.for_model(self.request.model).adecode(prompt)
 
-    async def _read(self, builder: CompletionBuilder) -> AsyncGenerator[Completion, None]:
+    def _chat_chunks(self) -> AsyncGenerator[tuple[int, ChatCompletionChunk], None]:
+        """Return the chunks of all prompts, each with the index of its prompt."""
         streams = [self._stream(index, request) for index, request in enumerate(self.request.to_requests())]
         status = self._engine.for_model(self.request.model).status()
         limit = max(1, min(MAX_COMPLETIONS, status.max_parallel) // self.request.n)
-        async with contextlib.aclosing(merge_streams(streams, limit=limit)) as merged:
-            async for prompt, chunk in merged:
-                for part in builder.add_chunk(prompt, chunk):
-                    yield part
+        return merge_streams(streams, limit=limit)
 
     async def _stream(self, index: int, request: PlainRequest) -> AsyncGenerator[ChatCompletionChunk, None]:
         with renamed_errors(partial(self.request.rename, index)):
@@ -109,8 +109,8 @@ class _Creation:
                     yield chunk
 
 
-def _chunk_event(chunk: Completion) -> str:
-    return format_event(chunk.model_dump_json(exclude_unset=True, warnings=False))  # as of `finish_reason`
+def _chunk_event(chunk: Json) -> str:
+    return format_event(pydantic_core.to_json(chunk).decode())
 
 
 def _error_event(error: Exception) -> str:

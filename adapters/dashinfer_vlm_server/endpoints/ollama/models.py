@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+import pydantic_core
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
@@ -171,7 +171,7 @@ class Models:
 
 def format_json(value: dict[str, Any]) -> str:
     """Format JSON as a line of a stream."""
-    return format_line(json.dumps(value, ensure_ascii=False))
+    return format_line(pydantic_core.to_json(value).decode())
 
 
 def format_error(error: Exception) -> str:
