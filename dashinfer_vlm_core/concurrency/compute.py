@@ -15,6 +15,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
+from ..errors import EngineError
+
 T = TypeVar("T")
 
 THREAD_NAME = "dashinfer-vlm-compute"
@@ -87,13 +89,13 @@ class ComputeExecutor(Executor):
         self._current: _ComputeTask | None = None
         self._thread: threading.Thread | None = None
         self._deferred: list[Callable[[], None]] = []
-        self._paused = 0
+        self._paused: list[_ComputeTask] = []
         self._resumed = 0.0  # when the current task began, or continued after a pause
 
     @property
     def waiting(self) -> int:
         """The number of tasks that have not started, or that are paused."""
-        return len(self._waiting) + self._paused
+        return len(self._waiting) + len(self._paused)
 
     @property
     def active_thread(self) -> int | None:
@@ -132,25 +134,34 @@ class ComputeExecutor(Executor):
             self._run_deferred()
 
     def pause(self) -> None:
-        """See `Executor`; in another thread than the compute thread, nothing happens."""
+        """See `Executor`; in another thread than the compute thread, nothing happens.
+
+        Raises:
+            EngineError: a task that ran in the meantime hangs, and was abandoned together with this work.
+        """
         if threading.current_thread() is not self._thread or time.monotonic() < self._resumed + PAUSE_INTERVAL:
             return
-        paused = self._current
-        self._paused += 1
-        for _ in range(len(self._waiting)):  # not those that arrive now: paused work must continue, too
+        with self._changed:
+            paused = self._current
+            assert paused is not None
+            self._paused.append(paused)
+            number = len(self._waiting)  # not those that arrive now: paused work must continue, too
+        for _ in range(number):
             if task := self._next_waiting():
                 _run_task(task, self.run_deferred)
                 del task  # as in `_work`
-        self._resumed = time.monotonic()
         with self._changed:
-            self._paused -= 1
-            if threading.current_thread() is self._thread:  # it was not abandoned
-                self._current = paused
+            if threading.current_thread() is not self._thread:
+                raise _abandoned()
+            self._current = self._paused.pop()
+            self._resumed = time.monotonic()
 
     def abandon(self, thread: int | None) -> None:
-        """See `Executor`; other work continues on a new thread."""
+        """See `Executor`; other work continues on a new thread. Work that is paused for the one that hangs fails."""
         with self._changed:
             if self._current and self._current.thread == thread:
+                for paused in self._paused:
+                    paused.result.set_exception(_abandoned())
                 self._start_thread()
                 self._changed.notify_all()
                 self._run_deferred()
@@ -159,11 +170,11 @@ class ComputeExecutor(Executor):
         thread = threading.Thread(target=self._work, name=THREAD_NAME, daemon=True)
         thread.start()  # it waits for the lock that is held here
         self._current = None
+        self._paused = []
         self._thread = thread
 
     def _work(self) -> None:
         while task := self._next():
-            self._resumed = time.monotonic()
             _run_task(task, self.run_deferred)
             del task  # do not keep the result alive
 
@@ -179,17 +190,20 @@ class ComputeExecutor(Executor):
             if self._thread is me:
                 self._current = None
             self._changed.wait_for(lambda: self._waiting or self._thread is not me)
-            if self._thread is not me:
-                return None
-            self._current = self._waiting.popleft()
-            return self._current
+            return self._take() if self._thread is me else None
 
     def _next_waiting(self) -> _ComputeTask | None:
         with self._changed:
-            if threading.current_thread() is not self._thread or not self._waiting:
-                return None
-            self._current = self._waiting.popleft()
-            return self._current
+            return self._take() if threading.current_thread() is self._thread and self._waiting else None
+
+    def _take(self) -> _ComputeTask:
+        self._resumed = time.monotonic()
+        self._current = task = self._waiting.popleft()
+        return task
+
+
+def _abandoned() -> EngineError:
+    return EngineError("A step of another model does not finish, and this work with it. Try again.")
 
 
 def _run_task(task: _ComputeTask, finish: Callable[[], None]) -> None:
@@ -200,7 +214,8 @@ def _run_task(task: _ComputeTask, finish: Callable[[], None]) -> None:
             finish()
         task.result.set_result(result)
     except BaseException as error:  # noqa: BLE001 - the waiting caller raises it
-        task.result.set_exception(error)
+        if not task.result.done():  # it was not abandoned
+            task.result.set_exception(error)
     finally:
         del task  # the error's traceback holds this frame
 

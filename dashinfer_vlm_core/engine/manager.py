@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..config import EngineConfig
 from ..errors import EngineClosed, InvalidParameter, ModelNotFound, SetupError
 from ..media_workers import WorkerLimit, default_workers
+from ..models.checkpoint import is_hub_id
 from ..models.pooling import Task
 from ..plugins import Registry, load_plugins
 from ..protocol import ChatRequest, EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
@@ -359,15 +360,17 @@ class ModelManager(Startable, ChatEngine):
         except SetupError:
             self._state = "closed"
             raise
-        self._state = "ready"
+        if self._state == "loading":  # it was not closed
+            self._state = "ready"
         return self
 
     def _read_files(self) -> None:
         """Check all models before one is loaded, which takes long, and parse their tokenizers while no stream waits for
-        the interpreter."""
+        the interpreter. Models that are not loaded now are not downloaded either."""
         registry = self._registry or load_plugins()
         for model in self._models:
-            self._tokenizers.read(find_spec(model.config, registry).folder)
+            if model in self._initial or not is_hub_id(model.config.model, registered=registry.models):
+                self._tokenizers.read(find_spec(model.config, registry).folder)
 
     def close(self) -> None:
         """Unload all models; running requests raise EngineClosed.

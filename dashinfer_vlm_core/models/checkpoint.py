@@ -61,6 +61,11 @@ def find_model(name: str, *, registered: Mapping[str, Path], revision: str | Non
     )
 
 
+def is_hub_id(name: str, *, registered: Mapping[str, Path]) -> bool:
+    """Return whether `find_model` asks the Hugging Face Hub for a model."""
+    return name not in registered and not Path(name).expanduser().exists() and HUB_ID.fullmatch(name) is not None
+
+
 def cached_models() -> dict[str, Path]:
     """Return the folders of the checkpoints in the Hugging Face cache by model ID, each at its most recent revision."""
     from huggingface_hub import scan_cache_dir

@@ -122,15 +122,22 @@ def collapse(memory: weakref.ref[mmap.mmap], end: int) -> None:
     mapping = memory()
     if mapping is None:
         return
-    address = _address(mapping)
-    for start in range(-address % HUGE_PAGE_SIZE, end - HUGE_PAGE_SIZE + 1, HUGE_PAGE_SIZE):
-        CPU_EXECUTOR.run(partial(_collapse_range, address + start))
+    first = -_address(mapping) % HUGE_PAGE_SIZE
+    del mapping  # the model may be unloaded before the end
+    for start in range(first, end - HUGE_PAGE_SIZE + 1, HUGE_PAGE_SIZE):
+        if not CPU_EXECUTOR.run(partial(_collapse_range, memory, start)):
+            return
 
 
-def _collapse_range(address: int) -> None:
+def _collapse_range(memory: weakref.ref[mmap.mmap], start: int) -> bool:
+    """Collapse the 2 MiB at the offset `start`; return False if the memory has been freed."""
+    mapping = memory()
+    if mapping is None:
+        return False
     madvise = ctypes.CDLL(None).madvise  # `mmap.madvise` holds the GIL
     for advice in (MADV_HUGEPAGE, MADV_COLLAPSE):
-        madvise(ctypes.c_void_p(address), ctypes.c_size_t(HUGE_PAGE_SIZE), advice)
+        madvise(ctypes.c_void_p(_address(mapping) + start), ctypes.c_size_t(HUGE_PAGE_SIZE), advice)
+    return True
 
 
 _ALLOCATOR = _ChunkAllocator()

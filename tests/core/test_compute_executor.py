@@ -14,6 +14,7 @@ import pytest
 
 from dashinfer_vlm_core.concurrency import compute
 from dashinfer_vlm_core.concurrency.compute import CPU_EXECUTOR, ComputeExecutor
+from dashinfer_vlm_core.errors import EngineError
 from tests.waiting import HANG, until
 
 
@@ -91,6 +92,35 @@ def test_task_does_not_pause_again_at_once(executor, submit, monkeypatch):
     thread.join(timeout=HANG)
     executor.run(lambda: None)
     assert order == ["end", "other"]
+
+
+@pytest.mark.usefixtures("always_pauses")
+def test_paused_task_fails_if_the_one_that_it_waits_for_hangs(executor):
+    begun, go, hangs, end = (threading.Event() for _ in range(4))
+    errors = []
+
+    def load():
+        try:
+            executor.run(lambda: (begun.set(), go.wait(timeout=HANG), executor.pause()))
+        except EngineError as error:
+            errors.append(error)
+
+    loader = threading.Thread(target=load)
+    loader.start()
+    assert begun.wait(timeout=HANG)
+    step = threading.Thread(target=executor.run, args=(lambda: (hangs.set(), end.wait(timeout=HANG)),))
+    step.start()
+    until(lambda: executor.waiting == 1)
+    go.set()
+    assert hangs.wait(timeout=HANG)
+    executor.abandon(step.ident)
+    loader.join(timeout=HANG)
+    assert len(errors) == 1
+    assert executor.waiting == 0
+    assert executor.run(lambda: 7) == 7
+    end.set()
+    step.join(timeout=HANG)
+    assert executor.run(lambda: executor.waiting) == 0
 
 
 @pytest.mark.usefixtures("always_pauses")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dashinfer_vlm_core.concurrency.compute import CPU_EXECUTOR
 from dashinfer_vlm_cpu import huge_pages
 from tests.waiting import HANG, until
 
@@ -147,6 +148,24 @@ def test_pages_waiting_for_collapse_are_freed_if_unused(monkeypatch, mappings):
 
 @needs_linux
 @pytest.mark.slow
+def test_memory_is_freed_while_its_pages_wait_for_steps():
+    """Each range is a task of the compute thread; between two, the memory can be freed."""
+    memory = mmap.mmap(-1, 4 * huge_pages.HUGE_PAGE_SIZE)
+    kept, begun, go = weakref.ref(memory), threading.Event(), threading.Event()
+    step = threading.Thread(target=CPU_EXECUTOR.run, args=(lambda: (begun.set(), go.wait(timeout=HANG)),))
+    step.start()
+    assert begun.wait(timeout=HANG)
+    collapsing = threading.Thread(target=huge_pages.collapse, args=(kept, len(memory)))
+    collapsing.start()
+    until(lambda: CPU_EXECUTOR.waiting == 1)
+    del memory
+    assert kept() is None
+    go.set()
+    for thread in (step, collapsing):
+        thread.join(timeout=HANG)
+        assert not thread.is_alive()
+
+
 def test_partial_page_is_not_collapsed():
     if not collapses_pages():
         pytest.skip("this Linux does not join pages when it is asked to")

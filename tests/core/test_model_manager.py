@@ -184,6 +184,22 @@ def test_all_models_are_checked_before_the_first_one_is_loaded(tiny_checkpoint, 
     assert loaded == []
 
 
+def test_model_that_is_loaded_later_is_not_downloaded_at_the_start(tiny_checkpoint, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    models = [managed(tiny_checkpoint, "a"), managed("maker/not-downloaded", "b")]
+    policy = ModelPolicy(idle_unload=60.0)
+    with ModelManager(models, policy=policy, registry=scripted_registry(Script("Yes."))) as manager:
+        assert ask(manager, "a") == "a"
+
+
+def test_closed_manager_is_not_ready_when_its_files_have_been_read(tiny_checkpoint, monkeypatch):
+    policy = ModelPolicy(idle_unload=60.0)
+    manager = ModelManager([managed(tiny_checkpoint, "a")], policy=policy, registry=scripted_registry(Script("Yes.")))
+    monkeypatch.setattr(manager, "_read_files", manager.close)
+    manager.start()
+    assert manager.status().state == "closed"
+
+
 def test_request_that_waits_too_long_is_rejected_and_a_canceled_one_leaves(manage):
     clock = Clock()
     manager = manage(script=Script("word " * 1000, "Yes.", delay=0.02), clock=clock)
