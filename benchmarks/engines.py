@@ -350,7 +350,12 @@ def _peak(process: int) -> int:
 def _cpu_seconds(process: int) -> float:
     """Return the CPU time of a process and of its children that ended."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    children = sum(map(int, fields[13:15])) / os.sysconf("SC_CLK_TCK")
+    try:
+        # The id of the process's clock, as by clock_getcpuclockid(3): `stat` counts in steps of 10 ms.
+        return time.clock_gettime(~process << 3 | 2) + children
+    except OSError as error:
+        raise ProcessLookupError(process) from error
 
 
 def _kib(fields: str, name: str) -> int:

@@ -40,11 +40,11 @@ COLUMNS = (
     "Memory, MB",
     "estimated",
     "ratio",
-    "Tokens/s",
-    "with image",
+    "Tokens/s, text",
+    "image",
     "estimated",
-    "ratio",
-    "with image",
+    "ratio, text",
+    "image",
 )
 
 

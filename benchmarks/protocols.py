@@ -218,6 +218,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--requests", type=int, default=30, help="requests of each length in a round (%(default)s)")
     parser.add_argument("--tokens", type=int, default=600, help="tokens of a long response (%(default)s)")
     given = parser.parse_args(arguments)
+    if min(given.rounds, given.requests, given.tokens - 1) < 1:
+        parser.error("at least one round, one request, and two tokens")
     launch = Launch(name="scripted", command=(sys.executable, "-m", "benchmarks.scripted_server", "{port}"))
     with end_with_us(), tempfile.TemporaryDirectory() as folder:
         server = Server(launch, Path(folder) / "server.log")

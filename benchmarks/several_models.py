@@ -3,7 +3,7 @@
     python -m benchmarks.several_models [--model small] [--rounds 3]
 
 Both have the same checkpoint, so that one's speed is comparable to the other's. Three servers run in turn, and the
-others are stopped: with one model, with both loaded, and with a memory limit that holds one.
+others are stopped: with one model, with both loaded, and with a memory limit that holds one. A round takes a minute.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import aiohttp
 
 from dashinfer_vlm_core import EngineConfig
 from dashinfer_vlm_core.engine.managed_models import estimate_bytes
+from dashinfer_vlm_core.errors import CheckpointError
 
 from .client import HTTPTarget, Sample, Talk, load
 from .engines import Server, end_with_us, ours
@@ -145,19 +146,15 @@ async def longest_gaps(two: Server, rounds: int, source: random.Random) -> list[
     return found
 
 
-async def measure(one: Server, two: Server, limited: Callable[[], Server], rounds: int) -> list[str]:
-    """Return the lines of the table; `limited` starts the server with a memory limit."""
+async def measure(one: Server, two: Server, limited: Callable[[], Server], rounds: int) -> None:
+    """Print the results when they are ready; `limited` starts the server with a memory limit."""
     source = random.Random("several models")
-    lines = await compare_speed(one, two, rounds, source)
+    print("\n".join(await compare_speed(one, two, rounds, source)), end="\n\n", flush=True)
     gaps = await longest_gaps(two, rounds, source)
-    swaps = await swap_seconds(limited(), rounds, source)
     quiet, busy = (1000 * statistics.median(column) for column in zip(*gaps, strict=True))
-    return [
-        *lines,
-        "",
-        f"Longest gap of a stream: {quiet:.0f} ms; while the other model loads {busy:.0f} ms ({busy / quiet:.2f}).",
-        f"Swap: {statistics.median(swaps):.2f} s ({min(swaps):.2f} to {max(swaps):.2f}).",
-    ]
+    print(f"Longest gap of a stream: {quiet:.0f} ms; while the other model loads {busy:.0f} ms ({busy / quiet:.2f}).")
+    swaps = await swap_seconds(limited(), rounds, source)
+    print(f"Swap: {statistics.median(swaps):.2f} s ({min(swaps):.2f} to {max(swaps):.2f}).")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -166,7 +163,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="small", help="(%(default)s)")
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args(arguments)
-    model = checkpoint(given.model)
+    try:
+        model = checkpoint(given.model)
+    except CheckpointError as error:
+        parser.error(error.message)
     with end_with_us(), tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
 
         def start(name: str, *options: str) -> Server:
@@ -179,8 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         second = ("--model", f"{SECOND}={model}")
         servers = start("one"), start("two", *second, "--allow-model-management")
         limit = ("--memory-limit", str(estimate_bytes(EngineConfig(model=str(model), kv_cache_mib=KV_MIB)) * 3 // 2))
-        lines = asyncio.run(measure(*servers, lambda: start("limited", *second, *limit), given.rounds))
-        print("\n".join(lines))
+        asyncio.run(measure(*servers, lambda: start("limited", *second, *limit), given.rounds))
 
 
 if __name__ == "__main__":

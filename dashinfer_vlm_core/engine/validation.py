@@ -43,10 +43,17 @@ def check_task(spec: ModelSpec, *tasks: Task, name: str) -> None:
     """
     if spec.task not in tasks:
         raise UnsupportedParameter(
-            f"The model {name!r} {_ROUTES[spec.task]}. --task {tasks[0]} loads it for this request.",
+            f"The model {name!r} {_ROUTES[spec.task]}. {_step(tasks[0])}",
             param="model",
             code="wrong_task",
         )
+
+
+def _step(task: Task) -> str:
+    step = f"For this request, name a model of the task {task}"
+    if task == "token_embed":
+        return f"{step}: a ColQwen checkpoint."
+    return f"{step}, or load this one with --task {task}, or `task: {task}` in `models` of the configuration file."
 
 
 def pooling_of(spec: ModelSpec, *tasks: Literal["embed", "score", "token_embed"], name: str) -> PoolingSpec:
