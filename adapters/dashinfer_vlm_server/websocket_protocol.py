@@ -13,7 +13,7 @@ from dashinfer_vlm_core.errors import QueueFull
 from .request_context import get_request_context
 
 if TYPE_CHECKING:
-    from uvicorn._types import ASGIReceiveEvent
+    from uvicorn._types import ASGIReceiveEvent, ASGISendEvent
     from websockets.http11 import Request
 
     from .body_memory import BodyMemory
@@ -58,6 +58,11 @@ class LimitedWebSocketProtocol(WebSocketsSansIOProtocol):
             self.read_paused = False
             self._resume_reading()
         return await self.queue.get()
+
+    async def send(self, message: ASGISendEvent) -> None:
+        await super().send(message)
+        if message["type"] == "websocket.http.response.body" and not message.get("more_body"):
+            self.handshake_complete = True  # uvicorn would log an error: clients could fill the log
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_message_timer()

@@ -313,12 +313,13 @@ def test_removed_key_ends_its_connection(scripted, tmp_path):
             websocket.recv(timeout=HANG)
 
 
-def test_other_urls_have_no_websocket(server):
+def test_other_urls_have_no_websocket(server, caplog):
     for path in ("/v1/chat/completions", "/", "/nothing"):
         with pytest.raises(InvalidStatus) as caught, connect(f"ws://127.0.0.1:{server.port}{path}", proxy=None):
             pass
         assert caught.value.response.status_code == 404
         assert b"websocket_not_supported" in caught.value.response.body
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_disabled_protocol_has_no_websocket(scripted):
