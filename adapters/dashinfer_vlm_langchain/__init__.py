@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dashinfer_vlm_core.errors import extra_required
 
-with extra_required("The LangChain models", extra="langchain"):
+with extra_required("LangChain support", extra="langchain"):
     from .chat import ChatDashInferVLM
     from .embeddings import DashInferVLMEmbeddings
     from .reranker import DashInferVLMReranker

@@ -91,8 +91,10 @@ def check_names(models: Iterable[ManagedModel]) -> None:
     for model in models:
         for name in model.names:
             if name in owners:
+                same = owners[name] == model.config.name
+                users = "by two models" if same else f"by {owners[name]!r} and {model.config.name!r}"
                 raise ConfigError(
-                    f"The name {name!r} is used twice, by {owners[name]!r} and {model.config.name!r}: names, aliases"
+                    f"The name {name!r} is used twice, {users}: names, aliases"
                     " and LoRA adapters of all models must differ. Write NAME=FOLDER, or choose another name.",
                     param="models",
                 )

@@ -224,7 +224,7 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--image: there is no file {arguments.image}")
     if arguments.output.exists() and not arguments.output.is_dir():
         parser.error(f"--output: {arguments.output} is not a folder")
-    if arguments.folder == PICTURES and not arguments.text and not arguments.image:
+    if arguments.folder == PICTURES and arguments.text is None and not arguments.image:
         arguments.image = PICTURES / "circle.png"
     if not arguments.text and not arguments.image:
         parser.error("pass what to search for: --text or --image")
