@@ -28,12 +28,14 @@ class BodyMemory:
         client: the id of its client.
         size: the reserved bytes.
         scope: ends its reception.
+        is_released: whether its request has ended: it gets no memory anymore, since nothing would release it.
     """
 
     def __init__(self, budget: BodyMemoryBudget, *, client: str = "") -> None:
         self.client = client
         self.size = 0
         self.scope = anyio.CancelScope()
+        self.is_released = False
         self._budget = budget
 
     @contextlib.contextmanager
@@ -87,11 +89,11 @@ class BodyMemoryBudget:
         """Reserve bytes for a body; the client waits for them if it has less than its share.
 
         Raises:
-            QueueFull: there are none for this client.
+            QueueFull: there are none for this client, or the body was released.
         """
         if self._take(body, size):
             return
-        if not self._is_within_share(body.client, size):
+        if body.is_released or not self._is_within_share(body.client, size):
             raise _no_memory()
         waiter = _Waiter(body=body, size=size, granted=asyncio.get_running_loop().create_future())
         self._enqueue(waiter)
@@ -105,6 +107,7 @@ class BodyMemoryBudget:
 
     def release(self, body: BodyMemory) -> None:
         """Release the memory of a body. Its client has no more of it."""
+        body.is_released = True
         self._free(body)
         self._assign()
 
@@ -143,15 +146,17 @@ class BodyMemoryBudget:
         """Whether a body gets its memory now, gets none, or does not wait anymore."""
         if waiter.granted.done():
             return True
-        is_within_share = self._is_within_share(waiter.body.client, waiter.size)
-        if is_within_share:
+        can_have_it = not waiter.body.is_released and self._is_within_share(waiter.body.client, waiter.size)
+        if can_have_it:
             self._reject_larger(waiter.size)
             if not self._take(waiter.body, waiter.size):
                 return False
-        waiter.granted.set_result(is_within_share)
+        waiter.granted.set_result(can_have_it)
         return True
 
     def _take(self, body: BodyMemory, size: int) -> bool:
+        if body.is_released:
+            return False
         others_wait = bool(self._waiting.keys() - {body.client})
         if size > self._available or (others_wait and not self._is_within_share(body.client, size)):
             return False

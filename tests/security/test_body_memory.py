@@ -8,6 +8,8 @@ import json
 import socket
 import sys
 
+import pytest
+
 from dashinfer_vlm_core.errors import QueueFull
 from dashinfer_vlm_core.protocol.client import Client, current_client
 from dashinfer_vlm_core.testing import scripted_engine
@@ -149,6 +151,21 @@ def test_security_18_bodies_that_wait_are_served_in_order():
             alice.memory.release()
             await alice.send()
             assert [body.memory.size for body in others] == [0, 20, 20, 20]
+
+    run(work())
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_security_18_released_body_gets_no_memory(waits):
+    async def work():
+        async with uploads(100) as start:
+            alice, bob = start("alice"), start("bob")
+            await alice.send(*[100] * waits, None)
+            await bob.send(*[40] * waits)
+            bob.memory.release()  # its request ends while the client still sends
+            alice.memory.release()
+            assert await bob.send(40)
+            assert bob.memory.size == 0
 
     run(work())
 

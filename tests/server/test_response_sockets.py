@@ -534,6 +534,21 @@ def test_memory_of_messages_is_free_after_their_connections(scripted):
         assert error(websocket, "a " * (LARGE // 2 + 1000))[1] == "context_length_exceeded"
 
 
+def test_security_43_message_after_the_end_of_its_connection_gets_no_memory(scripted, monkeypatch):
+    monkeypatch.setattr(websocket_module, "CONNECTION_SECONDS", 10.0)  # shorter than the time between two pings
+    served = scripted(RESPONSE, settings={"max_buffered_bytes": 2 * LARGE})
+    for _ in range(2):
+        with opened(served.server) as connection:
+            served.server.loop.skip(10)
+            assert close_code(connection) == 1001
+            connection.sendall(frame(TEXT, b"x" * LARGE, fin=False))
+            until(lambda: any(protocol._reservation for protocol in served.server.protocols))
+            served.server.loop.skip(0)
+        until(lambda: served.server.connections == 0)
+    with connected(served.server) as websocket:
+        assert error(websocket, "a " * (LARGE // 2 + 1000))[1] == "context_length_exceeded"
+
+
 def test_security_43_slow_message_closes_the_connection(scripted, monkeypatch):
     monkeypatch.setattr(LimitedWebSocketProtocol, "message_seconds", 10.0)  # shorter than the time between two pings
     served = scripted(RESPONSE)
