@@ -55,7 +55,10 @@ class TokenizerCache:
 
     def read(self, folder: Path) -> CheckpointTokenizer:
         """Return the tokenizer of a checkpoint; one of equal files is parsed once. Raises as `read_tokenizer`."""
-        files = tuple((name, _digest(folder / name)) for name in _FILES if (folder / name).is_file())
+        try:
+            files = tuple((name, _digest(folder / name)) for name in _FILES if (folder / name).is_file())
+        except OSError as error:
+            raise _unreadable(folder, error) from error
         if files not in self._kept:
             self._kept[files] = read_tokenizer(folder)
         return self._kept[files]
@@ -63,6 +66,10 @@ class TokenizerCache:
 
 def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _unreadable(folder: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"The tokenizer in {folder} cannot be read ({error}); it needs a valid tokenizer.json.")
 
 
 def read_tokenizer(folder: Path) -> CheckpointTokenizer:
@@ -77,9 +84,7 @@ def read_tokenizer(folder: Path) -> CheckpointTokenizer:
     try:
         read = _read_tokenizer_json(folder) or _load_with_transformers(folder)
     except Exception as error:  # tokenizers raises nothing narrower
-        raise CheckpointError(
-            f"The tokenizer in {folder} cannot be read ({error}); it needs a valid tokenizer.json."
-        ) from error
+        raise _unreadable(folder, error) from error
     read.backend.no_truncation()
     read.backend.no_padding()
     return read

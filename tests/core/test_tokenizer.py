@@ -150,6 +150,12 @@ def test_cache_reads_equal_files_once(folder, tmp_path_factory):
     assert cache.read(folder) is first
 
 
+def test_cache_reports_a_file_that_cannot_be_read(folder):
+    (folder / "chat_template.jinja").symlink_to("/proc/self/mem")  # reading its beginning is an error, also for root
+    with pytest.raises(CheckpointError, match=r"tokenizer in .* cannot be read .*tokenizer\.json"):
+        TokenizerCache().read(folder)
+
+
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"added_tokens_decoder": {"a": 1}}', "\x00"])
 def test_damaged_file_is_reported(folder, name, content):
