@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _INTRA_CODECS = frozenset({"mjpeg", "prores"})
 _START_CODE = re.compile(rb"\x00\x00\x01")
+_SEVERAL_DESCRIPTIONS = re.compile(rb"stsd.{4}(?!\x00\x00\x00[\x00\x01])|cmvd", re.DOTALL)
+"""A box `stsd` of MP4 (ISO/IEC 14496-12, 8.5.2) with more than one entry, or a compressed header, that may have it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +98,15 @@ class RangeDecoder:
         while self._position < stop and (packet := next(self._packets, None)) is not None:
             self._position += 1
             yield packet
+
+
+def may_change_parameters(data: bytes) -> bool:
+    """Return whether a video may have several sample descriptions.
+
+    FFmpeg passes the parameter sets of the next description to the decoder with its first packet: none can be skipped.
+    The bytes may also occur in the content of a video, which is then decoded as a whole.
+    """
+    return _SEVERAL_DESCRIPTIONS.search(data) is not None
 
 
 def ranges_to_decode(indices: Sequence[int], entries: Sequence[int]) -> list[DecodedRange]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .entry_points import DecodedRange, RangeDecoder, find_entry_points, ranges_to_decode
+from .entry_points import DecodedRange, RangeDecoder, find_entry_points, may_change_parameters, ranges_to_decode
 from .types import OpenVideo, Pixels, StopCheck, VideoInfo, VideoReader
 from .video import undecodable_error
 
@@ -116,7 +116,7 @@ class _PyAVVideo:
 
     def _ranges(self, indices: list[int], check_stop: StopCheck) -> list[DecodedRange]:
         whole = [DecodedRange(start=0, stop=sys.maxsize, indices=indices)]
-        if indices[-1] < MIN_SPACING * len(indices):
+        if indices[-1] < MIN_SPACING * len(indices) or may_change_parameters(self._data):
             return whole
         with _open(self._data) as container:
             stream = container.streams.video[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import struct
 from fractions import Fraction
 
 import numpy as np
@@ -68,6 +69,51 @@ def entry_points(data):
         return find_entry_points(stream, (packet for packet in file.demux(stream) if packet.size), FRAMES, go_on)
 
 
+def box(kind, *parts):
+    content = b"".join(parts)
+    return struct.pack(">I", 8 + len(content)) + kind + content
+
+
+def numbers(*values):
+    return struct.pack(f">{len(values)}I", *values)
+
+
+def description(data):
+    """Return the sample description of an MP4 file."""
+    start = data.index(b"avc1", data.index(b"stsd")) - 4
+    return data[start : start + int.from_bytes(data[start : start + 4], "big")]
+
+
+def joined(first, second):
+    """Return an MP4 file with the packets of two files, each with its sample description."""
+    head, tail = packets(first), packets(second)
+    count, keyframes = len(head + tail), range(1, len(head + tail) + 1, GROUP)
+    matrix = numbers(0x10000, 0, 0, 0, 0x10000, 0, 0, 0, 0x40000000)
+
+    def header(*offsets):
+        table = box(
+            b"stbl",
+            box(b"stsd", numbers(0, 2), description(first), description(second)),
+            box(b"stts", numbers(0, 1, count, 1)),
+            box(b"stss", numbers(0, len(keyframes), *keyframes)),
+            box(b"stsc", numbers(0, 2, 1, len(head), 1, 2, len(tail), 2)),
+            box(b"stsz", numbers(0, 0, count, *map(len, head + tail))),
+            box(b"stco", numbers(0, 2, *offsets)),
+        )
+        references = box(b"dinf", box(b"dref", numbers(0, 1), box(b"url ", numbers(1))))
+        content = box(b"minf", box(b"vmhd", numbers(1), bytes(8)), references, table)
+        clock = box(b"mdhd", numbers(0, 0, 0, 25, count), b"\x55\xc4\0\0")
+        media = box(b"mdia", clock, box(b"hdlr", numbers(0, 0), b"vide", bytes(13)), content)
+        track = box(b"tkhd", numbers(3, 0, 0, 1, 0, count * 40, 0, 0, 0, 0), matrix, numbers(64 << 16, 48 << 16))
+        movie = box(
+            b"mvhd", numbers(0, 0, 0, 1000, count * 40, 0x10000), b"\1\0", bytes(10), matrix, bytes(24), numbers(2)
+        )
+        return box(b"ftyp", b"isom", numbers(0), b"isomavc1") + box(b"moov", movie, box(b"trak", track, media))
+
+    start = len(header(0, 0)) + 8
+    return header(start, start + sum(map(len, head))) + box(b"mdat", *head, *tail)
+
+
 def go_on():
     """Never stop decoding."""
 
@@ -86,6 +132,15 @@ def test_frames_equal_those_of_decoding_everything(name):
         assert indices[-1] >= MIN_SPACING * len(indices)
         np.testing.assert_array_equal(read(data, indices), [every[index] for index in indices])
     assert (len(entry_points(data)) >= FRAMES // GROUP) == has_entry_points
+
+
+def test_parameters_of_a_later_sample_description_are_used():
+    groups = f"keyint={GROUP}:min-keyint={GROUP}:scenecut=0:bframes=0"
+    profiles = ({"profile": "baseline", "x264-params": groups}, {"profile": "high", "x264-params": f"{groups}:ref=4"})
+    data = joined(*(encode(options=options) for options in profiles))
+    every = read(data, [*range(2 * FRAMES)])
+    indices = [5, 50, FRAMES + 30, 2 * FRAMES - 2]  # not the first packets after the change
+    np.testing.assert_array_equal(read(data, indices), [every[index] for index in indices])
 
 
 def test_groups_without_needed_frames_are_not_decoded():
