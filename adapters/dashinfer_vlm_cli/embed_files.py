@@ -117,6 +117,7 @@ class VectorsFile(LineFile):
         self._digests: dict[str, str] = {}
         self._model = ""
         self._dimensions = 0
+        self._created = [each for each in (path, path.with_suffix(ROWS_SUFFIX)) if not each.exists()]
         super().__init__(path.with_suffix(ROWS_SUFFIX), prefix=LINE_PREFIX, read=self._read)
         try:
             self._vectors = self._open_vectors()
@@ -154,11 +155,11 @@ class VectorsFile(LineFile):
         self._write(self._header(), 0)
 
     def close(self) -> None:
-        """Close both files, and delete them if they have no row."""
+        """Close both files, and delete those that this object created if they have no row."""
         os.close(self._vectors)
         if not self._rows:
-            self.vectors_path.unlink(missing_ok=True)
-            self.path.unlink(missing_ok=True)
+            for path in self._created:
+                path.unlink(missing_ok=True)
         super().close()
 
     def _check(self, result: PoolingResult) -> None:

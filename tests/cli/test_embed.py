@@ -196,6 +196,17 @@ def test_run_without_rows_leaves_no_files(embed, run, tmp_path):
     assert not list(tmp_path.glob("out.*"))
 
 
+@pytest.mark.parametrize("rows", [0, 1])
+def test_run_without_rows_keeps_files_of_the_user(embed, tmp_path, rows):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "out.jsonl").touch()
+    np.save(tmp_path / "out.npy", np.ones((rows, 8), np.float32))
+    before = (tmp_path / "out.npy").read_bytes()
+    assert "0 rows computed, 1 failed." in embed(tmp_path / "empty.txt").output
+    assert (tmp_path / "out.jsonl").exists()
+    assert (tmp_path / "out.npy").read_bytes() == before
+
+
 def test_model_is_not_loaded_if_nothing_is_to_do(embed, files, tmp_path, monkeypatch):
     arguments = (files[0], files[2], "--text", "A cat.")
     assert embed(*arguments).exit_code == 0
