@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from av.video.frame import VideoFrame
     from av.video.stream import VideoStream
 
+MAX_UNITS = 1024
+"""Maximum number of NAL units that are read of a packet: millions of tiny ones would take seconds, without a stop."""
+
 _INTRA_CODECS = frozenset({"mjpeg", "prores"})
 _START_CODE = re.compile(rb"\x00\x00\x01")
 _SEVERAL_DESCRIPTIONS = re.compile(rb"stsd.{4}(?!\x00\x00\x00[\x00\x01])|cmvd", re.DOTALL)
@@ -173,7 +176,10 @@ def _inspect(packet: Packet[VideoStream], codec: str, extradata: bytes) -> tuple
     types = _NAL_TYPES.get(codec)
     if types is None:
         return False, False
-    found = {byte >> types.shift & types.mask for byte in _nal_headers(memoryview(packet), types, extradata)}
+    headers = [*itertools.islice(_nal_headers(memoryview(packet), types, extradata), MAX_UNITS + 1)]
+    if len(headers) > MAX_UNITS:
+        return False, True  # others may have parameter sets
+    found = {byte >> types.shift & types.mask for byte in headers}
     return bool(found & types.idr), bool(found & types.parameters)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from dashinfer_vlm_core.errors import MediaUndecodable
 from dashinfer_vlm_core.media import PyAVReader
-from dashinfer_vlm_core.media.entry_points import DecodedRange, find_entry_points, ranges_to_decode
+from dashinfer_vlm_core.media.entry_points import MAX_UNITS, DecodedRange, find_entry_points, ranges_to_decode
 from dashinfer_vlm_core.media.readers import MIN_SPACING
 from tests.samples import video_frame
 
@@ -153,6 +153,17 @@ def test_groups_without_needed_frames_are_not_decoded():
     np.testing.assert_array_equal(read(bytes(data), [0, 95]), clean)
     with pytest.raises(MediaUndecodable):
         read(bytes(data), [*range(FRAMES)])
+
+
+@pytest.mark.parametrize(("units", "expected"), [(MAX_UNITS - 1, [0, 1, 2]), (MAX_UNITS, [0, 2])])
+def test_packets_with_many_units_are_no_entry_points(units, expected):
+    import av
+
+    found = [av.Packet(data) for data in (b"\0\0\1\x65", b"\0\0\1\x09" * units + b"\0\0\1\x65")]  # IDR pictures
+    for time, packet in enumerate(found):
+        packet.pts = time
+    with av.open(io.BytesIO(encode(container="mpegts"))) as file:
+        assert find_entry_points(file.streams.video[0], found, 2, go_on) == expected
 
 
 def test_packets_without_frames_change_nothing():
