@@ -36,6 +36,9 @@ static ptrdiff_t lay_out_scratch(DeltaScratch *s, ptrdiff_t key_dim, ptrdiff_t v
     return workspace - start;
 }
 
+/* The maximum number of tokens of a chunk. */
+int64_t delta_chunk_size(void) { return DELTA_CHUNK; }
+
 /* Workspace size of `mix_delta_net` in bytes for each thread. */
 int64_t delta_workspace_size(int64_t key_dim, int64_t value_dim)
 {
@@ -113,9 +116,9 @@ static void compute_inputs(const DeltaHead *h, ptrdiff_t token, ptrdiff_t count,
     const bf16 *inputs[count + a->taps - 1];
     float total = 0;
     for (ptrdiff_t i = 0; i < count + a->taps - 1; i++) inputs[i] = conv_input(h, token + i - (a->taps - 1));
-    convolve(h, inputs, count, query_channel(h), a->key_dim, &s->q);
-    convolve(h, inputs, count, key_channel(h), a->key_dim, &s->k);
-    convolve(h, inputs, count, value_channel(h), round_up(a->value_dim, DELTA_COLUMNS), &s->v);
+    convolve(h, inputs, count, query_channel(h), a->key_dim, 0, &s->q);
+    convolve(h, inputs, count, key_channel(h), a->key_dim, 0, &s->k);
+    convolve(h, inputs, count, value_channel(h), a->value_dim, round_up(a->value_dim, DELTA_COLUMNS), &s->v);
     normalize(s->q.data, s->q.row, count, a->key_dim, 1 / __builtin_sqrtf(a->key_dim));
     normalize(s->k.data, s->k.row, count, a->key_dim, 1);
     for (ptrdiff_t i = 0; i < count; i++) {

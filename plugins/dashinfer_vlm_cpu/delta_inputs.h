@@ -61,11 +61,13 @@ static const bf16 *conv_input(const DeltaHead *h, ptrdiff_t position)
     return h->span->source < 0 ? NULL : h->a->conv_states + (h->span->source * kept + kept + position) * h->channels;
 }
 
-/* Apply the convolution and SiLU for `count` tokens of `inputs`, which begin before the first of them. */
+/* Apply the convolution and SiLU for `count` tokens of `inputs`, which begin before the first of them. Whole vectors
+ * after the last channel, up to `padded` columns, are set to zeros. */
 static void convolve(const DeltaHead *h, const bf16 *const *inputs, ptrdiff_t count, ptrdiff_t channel, ptrdiff_t width,
-                     const Panels *out)
+                     ptrdiff_t padded, const Panels *out)
 {
-    for (ptrdiff_t c = 0; c < width; c += LANES)
+    ptrdiff_t c = 0;
+    for (; c < width; c += LANES)
         for (ptrdiff_t token = 0; token < count; token++) {
             const float *weights = h->a->conv + channel + c;
             Floats x = splat(0);
@@ -75,6 +77,8 @@ static void convolve(const DeltaHead *h, const bf16 *const *inputs, ptrdiff_t co
             }
             put(panel_at(out, token, c), LANES, swish(x, 1));
         }
+    for (; c < padded; c += LANES)
+        for (ptrdiff_t token = 0; token < count; token++) put(panel_at(out, token, c), LANES, splat(0));
 }
 
 /* Divide rows by their lengths, like `_heads` in kernels/delta_net.py, and multiply them by `scale`. */

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dashinfer_vlm_core.kernels.choice import LoadedKernels
+from dashinfer_vlm_core.kernels.delta_net import CHUNK
 from dashinfer_vlm_core.kernels.devices import cpu_flags
 from dashinfer_vlm_core.kernels.kv_cache import attend_cached
 from dashinfer_vlm_core.kernels.quantization import Quantization, QuantizedWeight
@@ -39,7 +40,7 @@ from dashinfer_vlm_core.kernels.types import (
 )
 
 from .build import AMX, LIBRARY, Variant
-from .library import LibraryError, load_library
+from .library import COMPILE, LibraryError, load_library
 from .native_layers import NativeLayers
 from .native_linear import C_TYPES, NativeLinear, NativeLMHead, fields, quantize_int4
 
@@ -67,6 +68,7 @@ SIGNATURES = {
     "linear_workspace_size": "pli->l",
     "argmax_workspace_size": "lll->l",
     "attend_workspace_size": "l->l",
+    "delta_chunk_size": "->l",
     "delta_workspace_size": "ll->l",
 }
 """The arguments of each C function, and its result if it has one, in the letters of `C_TYPES`."""
@@ -285,6 +287,9 @@ def load_variant(variant: Variant, path: Path = LIBRARY) -> LoadedKernels:
         arguments, _, result = signature.partition("->")
         getattr(library, name).argtypes = [C_TYPES[letter] for letter in arguments]
         getattr(library, name).restype = C_TYPES.get(result)
+    if library.delta_chunk_size() < CHUNK:
+        reason = f"they compute chunks of {library.delta_chunk_size()} tokens of delta nets, not {CHUNK}"
+        return LoadedKernels(None, reason, f"set `DELTA_CHUNK` in delta_inputs.h, and {COMPILE}")
     return LoadedKernels(NativeKernels(library, variant.name))
 
 

@@ -35,6 +35,9 @@ ATTENTION_INTERVAL = 4
 ROTATED = 0.25
 """transformers' default values."""
 
+MAX_CONV_WIDTH = 64
+"""Kernels have an array of this length on their stack; published models have 4."""
+
 
 def read_spec(folder: Path) -> ModelSpec:
     """Read the `ModelSpec` of the checkpoint in `folder`.
@@ -103,6 +106,8 @@ def _delta_net(text: JsonFields) -> DeltaNetSpec:
         value_dim=text.integer("linear_value_head_dim"),
         conv_width=text.integer("linear_conv_kernel_dim"),
     )
+    if spec.conv_width > MAX_CONV_WIDTH:
+        text.fail("linear_conv_kernel_dim", f"is {spec.conv_width}, above the maximum of {MAX_CONV_WIDTH}")
     if spec.num_value_heads % spec.num_key_heads:
         text.fail("linear_num_key_heads", f"does not divide `linear_num_value_heads` {spec.num_value_heads}")
     return spec

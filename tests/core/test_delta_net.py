@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import subprocess
+import sys
 from typing import NamedTuple
 
 import pytest
@@ -12,8 +16,9 @@ from dashinfer_vlm_core.kernels.delta_net import CHUNK
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.kernels.types import DeltaInputs, DeltaNet, RecurrentStates, StateSpan, StateSpans
 from dashinfer_vlm_core.text_spec import DeltaNetSpec
-from dashinfer_vlm_cpu.build import Variant
-from tests.kernels import VARIANT_PARAMS, load_kernels
+from dashinfer_vlm_cpu.build import AMX, AVX2, AVX512, Variant
+from dashinfer_vlm_cpu.native import load_variant
+from tests.kernels import VARIANT_PARAMS, load_kernels, needs_native, skip_reason
 
 SPECS = {
     "published": DeltaNetSpec(num_key_heads=2, num_value_heads=2, key_dim=128, value_dim=128, conv_width=4),
@@ -161,3 +166,44 @@ def test_threads_change_no_bit(native):
         results.append([kernels.mix_delta_net(given.net, given.inputs, states, StateSpans(BATCH)), *states])
     torch.set_num_threads(threads)
     assert all(map(torch.equal, *results))
+
+
+PAGE = mmap.PAGESIZE
+
+
+def at_end_of_page(tensor):
+    """Return a copy that ends at a page which must not be read."""
+    size = -(-tensor.nbytes // PAGE) * PAGE
+    pages = mmap.mmap(-1, size + PAGE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address + size), PAGE, 0) == 0
+    copy = torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.numel(), offset=size - tensor.nbytes)
+    return copy.view(tensor.shape).copy_(tensor)
+
+
+def mix_at_end_of_pages():
+    """Run the C kernels of this CPU where reading past a tensor ends the process."""
+    for variant in (AVX512, AMX, AVX2):
+        if skip_reason(variant):
+            continue
+        for spec in (SPECS["partial vectors"], SPECS["no convolution"]):
+            given = sample(spec, 70)
+            net = given.net._replace(conv=at_end_of_page(given.net.conv))
+            inputs = DeltaInputs(*map(at_end_of_page, given.inputs))
+            states = RecurrentStates(*(at_end_of_page(part) if part.numel() else part for part in given.states(2)))
+            spans = StateSpans([StateSpan(0, 70, 0, 1, 0, (64, 5))])
+            load_kernels(variant).mix_delta_net(net, inputs, states, spans)
+
+
+@needs_native
+def test_nothing_is_read_past_the_end():
+    code = "from tests.core.test_delta_net import mix_at_end_of_pages; mix_at_end_of_pages()"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=300).returncode == 0
+
+
+@needs_native
+def test_kernels_for_shorter_chunks_are_rejected(monkeypatch):
+    monkeypatch.setattr("dashinfer_vlm_cpu.native.CHUNK", 2 * CHUNK)
+    loaded = load_variant.__wrapped__(AVX2)
+    assert loaded.kernels is None
+    assert "chunks of 64 tokens" in loaded.reason

@@ -205,6 +205,7 @@ BROKEN = [
     (DENSE, "text_config.layer_types", ["linear_attention"] * 32, "has no 'full_attention'"),
     (DENSE, "text_config.linear_num_key_heads", 12, "does not divide `linear_num_value_heads` 32"),
     (DENSE, "text_config.linear_conv_kernel_dim", None, "`text_config.linear_conv_kernel_dim` is missing"),
+    (DENSE, "text_config.linear_conv_kernel_dim", 65, "`text_config.linear_conv_kernel_dim` is 65, above the maximum"),
     (DENSE, "text_config.rope_parameters.partial_rotary_factor", 0.5, "0.25 of `head_dim` 256"),
     (DENSE, "text_config.rope_parameters.rope_type", "yarn", "'yarn'"),
     (DENSE, "text_config.hidden_act", "gelu", "Only 'silu'"),
