@@ -222,6 +222,7 @@ class Worker:
         assert speculator
         with self._lock:
             counts = speculator.draft_counts(chunks)
+            self._step_started = time.monotonic()
         started = time.perf_counter()
         try:
             drafts = self._runner.draft(launched, counts)
@@ -229,6 +230,9 @@ class Worker:
             self._drafts = False
             logger.warning("Tokens could not be drafted. From now on, only repetitions are.", exc_info=True)
             return
+        finally:
+            with self._lock:
+                self._step_started = math.inf
         with self._lock:
             speculator.record_drafts(chunks, drafts, counts, time.perf_counter() - started)
 

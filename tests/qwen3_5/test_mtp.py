@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from dashinfer_vlm_torch.decoder import TorchDecoder
 from tests.kernels import needs_native, selector
 from tests.lora_folders import ATTENTION, write_lora
 from tests.plugins.oracle import at_once, collect, decoding, ids, next_turn, one_by_one, prompt, visual
+from tests.waiting import HANG, until
 
 from .test_sequence_states import FORCED
 from .tiny_mtp import Reference, write_mtp_checkpoint
@@ -252,6 +254,30 @@ def test_failing_head_is_given_up(folder, caplog):
     found, _ = run(folder, requests, how=break_head)
     assert [ids(tokens) for tokens in found] == [ids(tokens) for tokens in expected]
     assert caplog.text.count("Tokens could not be drafted") == 1
+
+
+def test_hanging_head_is_a_fatal_error(folder):
+    async def main():
+        async with started(folder) as decoder:
+            worker, ended = decoder._worker, threading.Event()
+
+            def hang(*_):
+                worker._step_timeout = 0.1  # only now, so that no earlier step can exceed it
+                ended.wait(HANG)
+                raise RuntimeError("ended")
+
+            worker._runner._drafter._sample = hang
+            request = asyncio.ensure_future(collect(decoder, long_prompt(1)))
+            try:
+                await asyncio.to_thread(until, lambda: decoder.fatal_error)
+                error = decoder.fatal_error
+            finally:
+                worker._step_timeout = HANG
+                ended.set()
+            await request
+            return error, decoder.fatal_error
+
+    assert asyncio.run(main()) == ("A step of the decoder has taken more than 0.1 seconds.", "")
 
 
 def test_memory_and_predictions_only_if_used(folder, dense):
