@@ -127,15 +127,15 @@ def _shards(folder: Path) -> list[Path]:
     return files
 
 
-def has_tensor(folder: Path, name: str) -> bool:
-    """Whether a checkpoint stores a tensor of this name; False if its weights are missing, as before a download.
+def listed_tensors(folder: Path) -> Iterable[str]:
+    """List the tensors of a checkpoint, by their names in it; none if its weights are missing, as before a download.
 
     Raises:
         CheckpointError: a file is damaged.
     """
     if (folder / INDEX).exists():
-        return name in _weight_map(folder)
-    return (folder / SINGLE).exists() and name in tensor_names(folder / SINGLE)
+        return _weight_map(folder)
+    return tensor_names(folder / SINGLE) if (folder / SINGLE).exists() else ()
 
 
 def tensor_names(file: Path) -> list[str]:

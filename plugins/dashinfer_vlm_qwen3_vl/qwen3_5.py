@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 
-from dashinfer_vlm_core.models.files import has_tensor
+from dashinfer_vlm_core.models.files import listed_tensors
 from dashinfer_vlm_core.models.json_fields import JsonFields
 from dashinfer_vlm_core.models.qwen2_vl.config import (
     attention_spec,
@@ -27,6 +28,8 @@ from dashinfer_vlm_core.text_spec import (
 from dashinfer_vlm_core.tokenization.conversation import QWEN_XML
 
 from .config import HYBRID_TOKENS, HYBRID_TYPES, Qwen3VLVisionConfig, interleaved_axes, published_spec, vision_config
+
+logger: logging.Logger = logging.getLogger(__name__)
 
 ATTENTION, DELTA_NET = "full_attention", "linear_attention"
 SUPPORTED = {"attention_bias": False, "attn_output_gate": True, "mlp_only_layers": [], "output_gate_type": "swish"}
@@ -72,10 +75,38 @@ def _text_model(config: JsonFields) -> TextModelSpec:
     mlp = _mlp(text, is_moe=config.get("model_type") == HYBRID_TYPES[1])
     layers = [LayerSpec(mixer=mixers[kind], mlp=mlp) for kind in _layer_types(text)]
     # `mtp_num_hidden_layers` says nothing: fine-tuned checkpoints keep the field without the weights.
-    names = TextWeightNames()
-    has_mtp = has_tensor(config.file.parent, f"{names.mtp}.{names.mtp_fc}.weight")
-    mtp_layer = LayerSpec(mixer=mixers[ATTENTION], mlp=mlp) if has_mtp else None
+    mtp_layer = LayerSpec(mixer=mixers[ATTENTION], mlp=mlp) if _has_mtp(config.file.parent, mlp) else None
     return replace(shared_text_model(config, layers), norm_offset=1, mtp_layer=mtp_layer)
+
+
+def _has_mtp(folder: Path, mlp: MlpSpec | ExpertsSpec) -> bool:
+    """Whether the checkpoint has all modules of the head for multi-token prediction."""
+    names = TextWeightNames()
+    stored = [name for name in listed_tensors(folder) if name.startswith(f"{names.mtp}.")]
+    if f"{names.mtp}.{names.mtp_fc}.weight" not in stored:
+        return False
+    missing = [module for module in _mtp_modules(names, mlp) if not any(name.startswith(module) for name in stored)]
+    if missing:
+        logger.warning(
+            "%s lacks %s of its head for multi-token prediction, which is not used.",
+            folder,
+            ", ".join(module.removesuffix(".") for module in missing),
+        )
+    return not missing
+
+
+def _mtp_modules(names: TextWeightNames, mlp: MlpSpec | ExpertsSpec) -> list[str]:
+    """Return the prefixes of the tensors of each module; those of experts are stored in several ways."""
+    norms = (names.mtp_embedding_norm, names.mtp_hidden_norm, names.mtp_norm)
+    projections = (names.query, names.key, names.value, names.output)
+    parts = [names.input_norm, names.mlp_norm, names.query_norm, names.key_norm, *projections]
+    if isinstance(mlp, MlpSpec):
+        parts += names.mlp
+    else:
+        parts += [names.router, names.shared_router, names.shared_gate, names.shared_up, names.shared_down]
+        parts.append(names.experts_gate_up.rpartition(".")[0])
+    layer = names.mtp_layer.format(0)
+    return [f"{names.mtp}.{name}." for name in (*norms, *(f"{layer}.{part}" for part in parts))]
 
 
 def _layer_types(text: JsonFields) -> list[str]:

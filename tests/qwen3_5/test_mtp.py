@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import threading
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import CheckpointError
@@ -278,6 +280,16 @@ def test_hanging_head_is_a_fatal_error(folder):
             return error, decoder.fatal_error
 
     assert asyncio.run(main()) == ("A step of the decoder has taken more than 0.1 seconds.", "")
+
+
+@pytest.mark.parametrize("lacking", ["mtp.layers.0.", "mtp.norm.", "mtp.layers.0.mlp.up_proj."])
+def test_incomplete_head_is_not_used(folder, tmp_path, caplog, lacking):
+    copied = shutil.copytree(folder, tmp_path / "incomplete")
+    tensors = load_file(copied / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(lacking)}
+    save_file(kept, copied / "model.safetensors", {"format": "pt"})
+    assert spec_of(copied).text.mtp_layer is None
+    assert f"{copied} lacks {lacking.removesuffix('.')}" in caplog.text
 
 
 def test_memory_and_predictions_only_if_used(folder, dense):
