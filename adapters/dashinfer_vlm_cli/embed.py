@@ -63,6 +63,8 @@ def embed(
     if source.config.task == "auto":
         source = replace(source, config=source.config.model_copy(update={"task": "embed"}))
     with VectorsFile(output) as vectors:
+        if source.api_base is None:  # only a server knows the name of its model
+            vectors.check_model(source.config.name)
         job = _Job(vectors=vectors, options={name: value for name, value in options.items() if value is not None})
         try:
             _run(job, [*dict.fromkeys(files), *dict.fromkeys(texts)], source)

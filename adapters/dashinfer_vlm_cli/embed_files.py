@@ -132,6 +132,14 @@ class VectorsFile(LineFile):
         """Return whether there are rows of a file of this name with other content."""
         return self._digests.get(file, digest) != digest
 
+    def check_model(self, model: str) -> None:
+        """Raise ConfigError if there are rows of another model."""
+        if self._rows and self._model != model:
+            raise ConfigError(
+                f"{self.vectors_path} has vectors of {self._model!r}, not of {model!r}. Choose another `--output`.",
+                param="output",
+            )
+
     def add(self, row: Row, digest: str | None, result: PoolingResult) -> None:
         """Append the embedding of a row.
 
@@ -163,12 +171,12 @@ class VectorsFile(LineFile):
         super().close()
 
     def _check(self, result: PoolingResult) -> None:
-        self._model = self._model or result.model
+        self.check_model(result.model)
         self._dimensions = self._dimensions or result.values.shape[1]
-        if (self._model, self._dimensions) != (result.model, result.values.shape[1]):
+        if self._dimensions != result.values.shape[1]:
             raise ConfigError(
-                f"{self.vectors_path} has vectors with {self._dimensions} dimensions of {self._model!r}, not with"
-                f" {result.values.shape[1]} of {result.model!r}. Choose another `--output`.",
+                f"{self.vectors_path} has vectors with {self._dimensions} dimensions, not with"
+                f" {result.values.shape[1]}. Choose another `--output`.",
                 param="output",
             )
 
