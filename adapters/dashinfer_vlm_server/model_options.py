@@ -13,8 +13,10 @@ import click
 from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
+from dashinfer_vlm_core.cli.config_file import located_errors
 from dashinfer_vlm_core.cli.options import EngineOption, engine_options
 from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.errors import ConfigError
 
 from .help import OPTIONS, Option, ServerCommand
 
@@ -108,6 +110,8 @@ class ServeCommand(ServerCommand):
 
     def invoke(self, ctx: click.Context) -> Any:
         models: Sequence[tuple[str, object]] = tuple((ctx.params["models"] or {}).items())
+        with located_errors():
+            self._reject_server_options(models)
         listed = [_named(value) for value in ctx.params["model"]]
         if models and listed:
             raise click.UsageError("`models` and --model cannot be combined. Leave out one of the two.", ctx)
@@ -121,9 +125,20 @@ class ServeCommand(ServerCommand):
             ctx.params["served_model_name"] = name
         return super().invoke(ctx)
 
+    def _reject_server_options(self, models: Sequence[tuple[str, object]]) -> None:
+        flags = {flag for param in self.params if isinstance(param, click.Option) for flag in param.opts}
+        for name, options in models:
+            for key in options if isinstance(options, Mapping) else ():
+                if f"--{key.replace('_', '-')}" in flags:
+                    message = f"models: {name!r}: `{key}` is an option of the server. Move it out of `models`."
+                    raise ConfigError(message, param=f"models.{name}.{key}")
+
 
 def _named(value: str) -> tuple[str | None, str]:
     name, equals, model = value.partition("=")
-    if not (name and equals and model) or Path(value).expanduser().exists():
+    if not equals or Path(value).expanduser().exists():
         return None, value
+    if not (name and model):
+        missing = "model" if name else "name"
+        raise ConfigError(f"`--model {value}` has no {missing}. Write --model NAME=FOLDER.", param="model")
     return name, model

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -159,11 +160,11 @@ def _entries(path: Path, known: Mapping[str, click.Option]) -> Iterator[tuple[st
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{path} must contain a mapping of option names to values, such as `port: 8000`.")
     for key, node in root.value:
-        location = f"{path}, line {key.start_mark.line + 1}"
+        location = _location(key, path)
         name = _text(key, f"{location}: the name of an option")
         option = known.get(name.replace("_", "-"))
         depth = MAX_DEPTH if isinstance(option, FileOption) and option.nested else 1
-        yield name, location, _value(node, f"{location}: {name!r}", depth), dict(_lines(node, path))
+        yield name, location, _Value(path, name, location).read(node, depth), dict(_lines(node, path))
 
 
 def _parse(path: Path) -> yaml.Node | None:
@@ -182,25 +183,53 @@ def _parse(path: Path) -> yaml.Node | None:
         raise ConfigError(f"{path} cannot be read: it is not plain UTF-8 text.") from error
 
 
-def _value(node: yaml.Node, location: str, depth: int) -> Any:
-    if node.tag not in yaml.SafeLoader.yaml_constructors:
-        raise ConfigError(f"{location} has the tag {node.tag}. Remove it: tags are not supported.")
-    if isinstance(node, yaml.SequenceNode) and depth:
-        return [_value(item, location, depth - 1) for item in node.value]
-    if isinstance(node, yaml.MappingNode) and depth:
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """An option, or an entry of the mapping that is its value.
+
+    Attributes:
+        path: the file.
+        name: the path of its keys, such as `models.chat.decoder`.
+        location: the file and the line of its key.
+    """
+
+    path: Path
+    name: str
+    location: str
+
+    @property
+    def _shown(self) -> str:
+        return f"{self.location}: {self.name!r}"
+
+    def read(self, node: yaml.Node, depth: int) -> Any:
+        if node.tag not in yaml.SafeLoader.yaml_constructors:
+            raise ConfigError(f"{self._shown} has the tag {node.tag}. Remove it: tags are not supported.")
+        if isinstance(node, yaml.SequenceNode) and depth:
+            return [self.read(item, depth - 1) for item in node.value]
+        if isinstance(node, yaml.MappingNode) and depth:
+            return self._read_mapping(node, depth)
+        return _text(node, self._shown)
+
+    def _read_mapping(self, node: yaml.MappingNode, depth: int) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for key, item in node.value:
-            if (name := _text(key, location)) in values:
-                raise ConfigError(f"{location}: {name!r} is set twice. Remove one of the two.")
-            values[name] = _value(item, location, depth - 1)
+            location = _location(key, self.path)
+            name = _text(key, f"{location}: a key of {self.name!r}")
+            entry = _Value(self.path, f"{self.name}.{name}", location)
+            if name in values:
+                raise ConfigError(f"{entry._shown} is set twice. Remove one of the two.")
+            values[name] = entry.read(item, depth - 1)
         return values
-    return _text(node, location)
+
+
+def _location(key: yaml.Node, path: Path) -> str:
+    return f"{path}, line {key.start_mark.line + 1}"
 
 
 def _lines(node: yaml.Node, path: Path) -> Iterator[tuple[str, str]]:
     if isinstance(node, yaml.MappingNode):
         for key, item in node.value:
-            yield str(key.value), f"{path}, line {key.start_mark.line + 1}"
+            yield str(key.value), _location(key, path)
             yield from ((f"{key.value}.{inner}", line) for inner, line in _lines(item, path))
 
 

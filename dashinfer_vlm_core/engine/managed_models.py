@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..config import MIB, EngineConfig
 from ..errors import ConfigError
 from ..kernels.choice import KernelSelector
-from ..models.checkpoint import find_model
+from ..models.checkpoint import HUB_ID, find_model
 from ..models.memory import MemoryEstimate, ModelSize
 from ..models.spec import ModelSpec
 from ..plugins import Registry, load_plugins, options_registry
 from ..protocol import DEFAULT_MODEL
+
+MODEL_KEYS = ("model", "aliases", "pinned")
+"""Options that only a model among several has, and the one that it must have."""
 
 Estimate = Callable[[EngineConfig], int]
 """Returns how many bytes a model needs when it is loaded, before it is."""
@@ -46,7 +51,7 @@ def configure_models(shared: EngineConfig, models: Iterable[tuple[str, object]])
     Args:
         shared: the options of all models.
         models: for each name either `model`, or a mapping of options that replace the shared ones, with `aliases` and
-            `pinned`. The model of a name without `model` is the name itself.
+            `pinned`. Without `model`, the name must be that of a model.
 
     Raises:
         ConfigError: an option is unknown or invalid; the message names the model.
@@ -62,23 +67,47 @@ def _configure(shared: Mapping[str, Any], name: str, given: object) -> ManagedMo
         raise ConfigError(f"models: {name!r} must be a folder or model ID, or a mapping of options.", param=location)
     keys = {str(key).replace("-", "_"): str(key) for key in options}
     values: dict[str, Any] = {key: options[written] for key, written in keys.items()}
+    _check_keys(location, name, keys)
     aliases = values.pop("aliases", ())
     pinned = values.pop("pinned", "false")
     if str(pinned).lower() not in {"true", "false"}:
         message = f"models: {name!r}: `pinned` must be true or false, got {pinned!r}."
         raise ConfigError(message, param=f"{location}.pinned")
-    try:
-        config = EngineConfig(**{**shared, "model": name, **values, "served_model_name": name})
-        options_registry().resolve_options(config)
-    except ConfigError as error:
-        key = keys.get(error.param or "")
-        param = f"{location}.{key}" if key else location
-        raise ConfigError(f"models: {name!r}: {error.message}", param=param) from None
+    config = _engine_config(location, name, {**shared, "model": name, **values, "served_model_name": name}, keys)
+    if "model" not in values and not _is_model(name):
+        step = "Set it to a registered name, a folder or a model ID."
+        raise ConfigError(f"models: {name!r} has no `model`. {step}", param=location)
     return ManagedModel(
         config=config,
         aliases=(aliases,) if isinstance(aliases, str) else tuple(map(str, aliases)),
         pinned=str(pinned).lower() == "true",
     )
+
+
+def _engine_config(location: str, name: str, values: Mapping[str, Any], keys: Mapping[str, str]) -> EngineConfig:
+    try:
+        config = EngineConfig(**values)
+        options_registry().resolve_options(config)
+    except ConfigError as error:
+        key = keys.get(error.param or "")
+        param = f"{location}.{key}" if key else location
+        raise ConfigError(f"models: {name!r}: {error.message}", param=param) from None
+    return config
+
+
+def _check_keys(location: str, name: str, keys: Mapping[str, str]) -> None:
+    """Reject a key that is similar to one of a model; `EngineConfig` and plugins reject others."""
+    known = [*MODEL_KEYS, *EngineConfig.option_fields(), *options_registry().options]
+    for key, written in keys.items():
+        close = () if key in known else difflib.get_close_matches(key, known, n=1)
+        if close and close[0] in MODEL_KEYS:
+            message = f"models: {name!r}: `{written}` is not a known option. Did you mean `{close[0]}`?"
+            raise ConfigError(message, param=f"{location}.{written}")
+
+
+def _is_model(name: str) -> bool:
+    is_folder = bool(name) and Path(name).expanduser().is_dir()  # an empty name would mean the current folder
+    return is_folder or name in load_plugins().models or HUB_ID.fullmatch(name) is not None
 
 
 def check_names(models: Iterable[ManagedModel]) -> None:
