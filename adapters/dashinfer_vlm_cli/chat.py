@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from .engines import AnyEngine
 
 STANDARD_INPUT = "-"
-NO_PROMPT = 'Standard input has no prompt. Pass one, as in dashinfer-vlm chat "Hello!".'
 
 
 class ChatCommand(EngineCommand):
@@ -34,16 +33,16 @@ class ChatCommand(EngineCommand):
 
     def use_model_argument(self, ctx: click.Context) -> None:
         only = ctx.params[MODEL_ARGUMENT]
-        if only is not None and ctx.params["prompt"] is None and not _is_model(only):
+        if only is not None and ctx.params["prompt"] is None and not self.is_model(only):
             ctx.params.update({MODEL_ARGUMENT: None, "prompt": only})
         super().use_model_argument(ctx)
 
-
-def _is_model(text: str) -> bool:
-    with contextlib.suppress(OSError, RuntimeError):  # a long text, or one with ~, is not a path
-        if text and (Path(text).expanduser() / "config.json").is_file():
-            return True
-    return len(text.split()) == 1 and text in model_names()
+    def is_model(self, text: str) -> bool:
+        """Return whether a single argument is MODEL."""
+        with contextlib.suppress(OSError, RuntimeError):  # a long text, or one with ~, is not a path
+            if text and (Path(text).expanduser() / "config.json").is_file():
+                return True
+        return len(text.split()) == 1 and text in model_names()
 
 
 @click.command(cls=ChatCommand, params=[ModelArgument()])
@@ -88,7 +87,10 @@ def chat(
     prompts = _prompts(prompt)
     first = next(prompts, None)  # before the model is loaded, which takes long
     if first is None:
-        raise click.UsageError(NO_PROMPT)
+        command = click.get_current_context().info_name
+        raise click.UsageError(
+            f'Standard input has no prompt. Pass one, as in dashinfer-vlm {command} demo "What is this?".'
+        )
     with source.open() as engine:
         succeeded = [
             _complete(engine, conversation, each, as_json=as_json) for each in itertools.chain([first], prompts)

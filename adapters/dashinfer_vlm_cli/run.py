@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dashinfer_vlm_core.cli.command import EngineCommand
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.models.checkpoint import HUB_ID, Hub
 from dashinfer_vlm_core.models.files import missing_weights
 from dashinfer_vlm_core.models.hub import cached_snapshot
 from dashinfer_vlm_core.plugins import load_plugins
 
-from .chat import chat
+from .chat import ChatCommand, chat
 from .engines import log_warnings_only
 from .pull import HUB_OPTION, interruptible, pull_model
 
@@ -38,12 +37,20 @@ def _must_be_downloaded(config: EngineConfig) -> bool:
     return folder is None or bool(missing_weights(folder))
 
 
-run = EngineCommand(
+class RunCommand(ChatCommand):
+    """As for `chat`, but a single word is a model, which may have to be downloaded."""
+
+    def is_model(self, text: str) -> bool:
+        return len(text.split()) == 1 or super().is_model(text)
+
+
+run = RunCommand(
     "run",
     callback=_run,
     params=[*(param for param in chat.params if param.name not in SERVER_OPTIONS), HUB_OPTION],
     help="""Download a model if it is not on this machine, and chat with it.
 
-    MODEL is a Hugging Face model ID, a registered name, or a checkpoint folder. Everything else is as for `chat`.
+    MODEL is a Hugging Face model ID, a registered name, or a checkpoint folder. A single argument with spaces is
+    PROMPT. Everything else is as for `chat`.
     """,
 )

@@ -19,6 +19,7 @@ from dashinfer_vlm_cli.engines import EngineSource
 from dashinfer_vlm_cli.line_reader import line_reader
 from dashinfer_vlm_cli.media import clipboard_part, find_media, media_part
 from dashinfer_vlm_cli.repl import COMMANDS, Repl
+from dashinfer_vlm_cli.run import run as run_command
 from dashinfer_vlm_core.cli.terminal import printable
 from dashinfer_vlm_core.errors import (
     ConfigError,
@@ -463,7 +464,15 @@ def test_input_without_prompt_is_an_error_before_a_model_is_loaded(run, monkeypa
     monkeypatch.setattr(EngineSource, "open", lambda _: pytest.fail("the model was loaded"))
     result = run(command, *arguments, input=text)
     assert result.exit_code == 2
-    assert "Standard input has no prompt. Pass one" in result.stderr
+    assert f'Standard input has no prompt. Pass one, as in dashinfer-vlm {command} demo "' in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("word", "model"), [("Is it?", None), ("demo", "demo"), ("maker/model", "maker/model"), ("dmeo", "dmeo")]
+)
+def test_single_argument_of_run_with_spaces_is_a_prompt(word, model):
+    with run_command.make_context("run", [word]) as context:
+        assert (context.params["model"], context.params["prompt"]) == (model, None if model else word)
 
 
 def test_failed_prompt_is_reported_and_sets_exit_code(run, server_url):
