@@ -15,6 +15,7 @@ from dashinfer_vlm_core.errors import CheckpointError
 from dashinfer_vlm_core.models.checkpoint import HUB_ID, Hub, cached_instead, fetch, fetch_files, list_snapshot
 from dashinfer_vlm_core.models.downloads import delete_damaged
 from dashinfer_vlm_core.models.files import missing_weights
+from dashinfer_vlm_core.models.json_fields import CONFIG
 from dashinfer_vlm_core.models.memory import ModelSize
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_core.progress import show_progress
@@ -59,15 +60,14 @@ def pull(*, model: str, revision: str | None, hub: Hub) -> None:
 
 
 def pull_model(config: EngineConfig, hub: Hub) -> Path:
-    """Download a model of a hub, or verify that it is complete, and return its folder.
+    """Download a model of a hub, or verify that it is complete, and return its folder; a registered name or a folder is
+    not downloaded.
 
     Raises:
         CheckpointError: it is not a model that can be run, or cannot be downloaded.
     """
     if not HUB_ID.fullmatch(config.model):
-        raise CheckpointError(
-            f"{config.model!r} is not a model ID. Write OWNER/NAME, such as Qwen/Qwen3-VL-4B-Instruct.", param="model"
-        )
+        return _local_folder(config.model)
     try:
         snapshot = list_snapshot(config.model, revision=config.revision, hub=hub)
     except CheckpointError as error:
@@ -90,6 +90,16 @@ def pull_model(config: EngineConfig, hub: Hub) -> Path:
         click.echo(f"Damaged, and downloaded again: {', '.join(damaged)}", err=True)
     _show_needs(config, snapshot)
     return fetch(snapshot)
+
+
+def _local_folder(model: str) -> Path:
+    folder = load_plugins().models.get(model) or Path(model).expanduser()
+    if not (model and (folder / CONFIG).is_file()):  # an empty name would mean the current folder
+        raise CheckpointError(
+            f"{model!r} is not a model ID. Write OWNER/NAME, such as Qwen/Qwen3-VL-4B-Instruct.", param="model"
+        )
+    click.echo(f"{model} is already on this machine.", err=True)
+    return folder
 
 
 def _show_needs(config: EngineConfig, snapshot: HubSnapshot) -> None:

@@ -22,7 +22,7 @@ Hub: TypeAlias = Literal["huggingface", "modelscope"]
 HUB_NAMES: Mapping[Hub, str] = {"huggingface": "The Hugging Face Hub", "modelscope": "ModelScope"}
 
 _OTHER_STEPS: Mapping[Hub, str] = {
-    "huggingface": " and HF_ENDPOINT, use a folder, or try `dashinfer-vlm pull --hub modelscope`",
+    "huggingface": " and HF_ENDPOINT, use a folder, or try `dashinfer-vlm pull --hub modelscope {model}`",
     "modelscope": " and MODELSCOPE_DOMAIN, or use a folder",
 }
 _HUBS = {"huggingface": list_files, "modelscope": list_modelscope_files}
@@ -209,7 +209,7 @@ def _download_problem(repo_id: str, error: Exception, hub: Hub) -> str:
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
         return (
             f"{HUB_NAMES[hub]} cannot be reached and {repo_id!r} is not in the cache. Check the connection"
-            f"{_OTHER_STEPS[hub]}."
+            f"{_OTHER_STEPS[hub].format(model=repo_id)}."
         )
     if isinstance(error, OSError):
         return (

@@ -296,6 +296,13 @@ def test_repository_without_safetensors_is_refused(run, hub):
     assert requested(hub, "") == []
 
 
+def test_model_on_this_machine_is_not_downloaded(run, tiny_checkpoint):
+    for model in ("demo", str(tiny_checkpoint)):
+        result = run("pull", model)
+        assert (result.exit_code, result.stderr) == (0, f"{model} is already on this machine.\n")
+        assert (Path(result.stdout.strip()) / "config.json").is_file()
+
+
 @pytest.mark.parametrize("name", ["tiny", "a/b/c", "../x", ""])
 def test_invalid_name_is_rejected(run, name):
     with pytest.raises(CheckpointError, match=r"is not a model ID\. Write OWNER/NAME"):

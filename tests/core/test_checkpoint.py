@@ -134,3 +134,4 @@ def test_unreachable_hub_is_explained(tmp_path):
     result = find("maker/tiny", tmp_path, "http://127.0.0.1:9")
     assert result.returncode == 1
     assert "The Hugging Face Hub cannot be reached and 'maker/tiny' is not in the cache" in result.stderr
+    assert "try `dashinfer-vlm pull --hub modelscope maker/tiny`." in result.stderr
