@@ -1,8 +1,11 @@
-/* The inputs of a head of a gated delta net: convolution, norms of queries and keys, and gates. Included after the
- * vectors of floats of an instruction set. */
+/* The inputs of a head of a gated delta net: convolution, norms of queries and keys, and gates. */
 #pragma once
 
-#include "base.h"
+#ifdef __AVX512BF16__
+#include "avx512_floats.h"
+#else
+#include "avx2_floats.h"
+#endif
 
 enum { DELTA_CHUNK = 64, DELTA_COLUMNS = DELTA_VECTORS * LANES };
 

@@ -1,6 +1,6 @@
 /* Gated delta nets, with the formulas of kernels/delta_net.py in float. Sums run in one fixed order, and a task
  * computes one head of one sequence: a sequence's result is bit-exact in any batch, and that of a prompt also in any
- * steps that end with its chunks. Included after the vectors of floats of an instruction set. */
+ * steps that end with its chunks. */
 #pragma once
 
 #include "delta_chunk.h"
