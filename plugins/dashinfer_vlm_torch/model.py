@@ -6,6 +6,7 @@ input are fused into one matrix.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Sequence
 
@@ -102,7 +103,8 @@ class TextModel:
         self.rotary: Rotary = Rotary(config.attention.rotary, config.attention.head_dim, device)
 
     def _read_mtp(self, reader: TextModelReader) -> MtpHead | None:
-        return None if self._head is None else reader.mtp_head(self._head)
+        # A copy has the same weights, but its own count of the steps in which `argmax` is not attempted.
+        return None if self._head is None else reader.mtp_head(copy.copy(self._head))
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Look up int64 [tokens]; returns a new, writable tensor [tokens, hidden_size]."""

@@ -216,6 +216,13 @@ def test_c_kernels_compute_the_same_tokens(folder, options):
     assert stats.accepted_tokens > 10
 
 
+@needs_native
+def test_skipped_steps_of_head_are_not_the_models(folder):
+    model = create(folder, dtype="bfloat16")._load()._model
+    model.mtp.lm_head._steps_to_skip = 63
+    assert model._head._steps_to_skip == 0
+
+
 @pytest.mark.slow
 def test_mixture_of_experts(tmp_path):
     stats, _ = check_equal(write_mtp_checkpoint(tmp_path, moe=True), [long_prompt(1), long_prompt(2, **SEEDED)])
