@@ -13,6 +13,7 @@ from ..models.pooling import Task
 from ..models.spec import ModelSpec, Profile
 from ..models.task import read_pooling
 from ..plugins import load_plugins
+from ..tokenization.tokenizer import TokenizerCache
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,10 +42,14 @@ class Capabilities:
         return self.profile.tools and self.guided_decoding
 
 
-def configured_capabilities(config: EngineConfig) -> Capabilities:
+def configured_capabilities(config: EngineConfig, tokenizers: TokenizerCache | None = None) -> Capabilities:
     """Return the capabilities of a configuration without loading the model.
 
     The profile of a Hugging Face model ID, which may not be downloaded yet, is that of most models.
+
+    Args:
+        config: the configuration.
+        tokenizers: as of `read_pooling`.
 
     Raises:
         SetupError: the checkpoint is invalid.
@@ -56,15 +61,15 @@ def configured_capabilities(config: EngineConfig) -> Capabilities:
         max_model_len=min(lengths, default=None),
         guided_decoding=_supports_guided_decoding(config.decoder),
         model_type=spec.model_type if spec else "",
-        task=_task_of(spec, config),
+        task=_task_of(spec, config, tokenizers),
         size=ModelSize.of(spec) if spec else None,
     )
 
 
-def _task_of(spec: ModelSpec | None, config: EngineConfig) -> Task:
+def _task_of(spec: ModelSpec | None, config: EngineConfig, tokenizers: TokenizerCache | None) -> Task:
     if spec is None:
         return "generate" if config.task == "auto" else config.task
-    pooling = read_pooling(spec, config.task)
+    pooling = read_pooling(spec, config.task, tokenizers)
     return pooling.task if pooling else "generate"
 
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from ..preprocessing.preview import Preview
     from ..response.ocr import OcrChunk
+    from ..tokenization.tokenizer import TokenizerCache
     from .late_interaction import TokenEmbeddings
     from .pooling_pipeline import PoolingResult
 
@@ -59,13 +60,15 @@ class ManagedEngine(ChatEngine):
         model: the model.
         engine: its engine.
         loader: starts and closes the engine.
+        tokenizers: those of all models.
     """
 
-    def __init__(self, model: ManagedModel, engine: Engine, loader: ModelLoader) -> None:
+    def __init__(self, model: ManagedModel, engine: Engine, loader: ModelLoader, tokenizers: TokenizerCache) -> None:
         self._model = model
         self._name = model.config.name
         self._engine = engine
         self._loader = loader
+        self._tokenizers = tokenizers
 
     @property
     def config(self) -> EngineConfig:
@@ -161,7 +164,7 @@ class ManagedEngine(ChatEngine):
         try:
             return self._engine.capabilities()
         except EngineClosed:
-            return configured_capabilities(self._model.config)
+            return configured_capabilities(self._model.config, self._tokenizers)
 
     def stats(self) -> EngineStats | None:
         """Return the counters since the model was loaded; None while it is not."""
@@ -228,7 +231,8 @@ class ModelManager(Startable, ChatEngine):
         stays = policy.memory_limit is None and policy.idle_unload is None
         self._initial = [model for model in models if stays or model.pinned]
         self._engines = {
-            model.config.name: ManagedEngine(model, engines[model.config.name], self._loader) for model in models
+            model.config.name: ManagedEngine(model, engines[model.config.name], self._loader, self._tokenizers)
+            for model in models
         }
         self._names = names_of(models)
         self._shown_names = tuple(name for model in models for name in model.names)

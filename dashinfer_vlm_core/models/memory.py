@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config import MIB, EngineConfig
+from ..errors import CheckpointError
 from ..text_spec import AttentionSpec, LayerSpec, MlpSpec, TextModelSpec
 
 if TYPE_CHECKING:
@@ -249,8 +250,12 @@ def default_kv_mib(default: int, *, memory: int, weights: int) -> int:
 
 
 def weight_file_bytes(folder: Path) -> int:
-    """Return the size of a checkpoint's files with weights."""
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    """Return the size of a checkpoint's files with weights. Raise CheckpointError if one cannot be read."""
+    try:
+        return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    except OSError as error:
+        message = f"{error.filename} cannot be read: {error.strerror}. Copy the checkpoint again."
+        raise CheckpointError(message) from error
 
 
 def memory_limit(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:

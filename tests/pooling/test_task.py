@@ -8,10 +8,13 @@ import shutil
 import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig
+from dashinfer_vlm_core.engine.capabilities import configured_capabilities
+from dashinfer_vlm_core.engine.manager import ManagedModel, ModelManager
 from dashinfer_vlm_core.errors import CheckpointError, ConfigError, SetupError
 from dashinfer_vlm_core.models.pooling import Projection, TokenContrast
 from dashinfer_vlm_core.models.task import EMBED_INSTRUCTION, SCORE_INSTRUCTION, read_pooling
 from dashinfer_vlm_core.plugins import load_plugins
+from dashinfer_vlm_core.tokenization import tokenizer
 from dashinfer_vlm_core.tokenization.tokenizer import read_tokenizer
 from dashinfer_vlm_dashinfer import DashInferFactory
 from dashinfer_vlm_qwen3_vl import Qwen3VL
@@ -65,6 +68,23 @@ def test_sequence_classification_has_a_head(folder):
     edit(folder / "config.json", classifier_from_token=["a", "b"], is_original_qwen3_reranker=True)
     vocabulary = read_tokenizer(folder).backend
     assert pooling_of(folder).head == TokenContrast(vocabulary.token_to_id("b"), vocabulary.token_to_id("a"))
+
+
+def test_capabilities_of_an_unloaded_reranker_parse_its_tokenizer_once(folder, monkeypatch):
+    (folder / "modules.json").unlink()
+    tokens = {"classifier_from_token": ["a", "b"]}
+    edit(folder / "config.json", architectures=["Qwen3VLForSequenceClassification"], **tokens)
+    read = []
+    monkeypatch.setattr(tokenizer, "read_tokenizer", lambda path: read.append(path) or read_tokenizer(path))
+    manager = ModelManager([ManagedModel(config=EngineConfig(model=str(folder), served_model_name="a"))])
+    assert [manager.for_model("a").capabilities().task for _ in range(2)] == ["score", "score"]
+    assert read == [folder]
+
+
+def test_weights_that_cannot_be_read_are_named(folder):
+    (folder / "missing.safetensors").symlink_to(folder / "deleted")
+    with pytest.raises(CheckpointError, match=r"missing\.safetensors cannot be read"):
+        configured_capabilities(EngineConfig(model=str(folder)))
 
 
 @pytest.mark.parametrize(
