@@ -37,11 +37,13 @@ class CheckpointTokenizer:
         backend: encodes and decodes, without truncation or padding.
         special_tokens_map: special tokens by the names that chat templates use: `eos_token`, `pad_token`.
         chat_templates: chat templates in the tokenizer's configuration by name; a single one is named "default".
+        used_transformers: whether transformers read it, which may also read other files.
     """
 
     backend: tokenizers.Tokenizer
     special_tokens_map: Mapping[str, str]
     chat_templates: Mapping[str, str]
+    used_transformers: bool = False
 
 
 class TokenizerCache:
@@ -54,14 +56,20 @@ class TokenizerCache:
         self._kept: dict[tuple[tuple[str, str], ...], CheckpointTokenizer] = {}
 
     def read(self, folder: Path) -> CheckpointTokenizer:
-        """Return the tokenizer of a checkpoint; one of equal files is parsed once. Raises as `read_tokenizer`."""
+        """Return the tokenizer of a checkpoint; one of equal files is parsed once, unless with transformers.
+
+        Raises as `read_tokenizer`.
+        """
         try:
             files = tuple((name, _digest(folder / name)) for name in _FILES if (folder / name).is_file())
         except OSError as error:
             raise _unreadable(folder, error) from error
-        if files not in self._kept:
-            self._kept[files] = read_tokenizer(folder)
-        return self._kept[files]
+        if files in self._kept:
+            return self._kept[files]
+        read = read_tokenizer(folder)
+        if not read.used_transformers:
+            self._kept[files] = read
+        return read
 
 
 def _digest(file: Path) -> str:
@@ -161,4 +169,5 @@ def _load_with_transformers(folder: Path) -> CheckpointTokenizer:
             name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)
         },
         chat_templates=_chat_templates(tokenizer.chat_template),
+        used_transformers=True,
     )

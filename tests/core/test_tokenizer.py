@@ -150,6 +150,12 @@ def test_cache_reads_equal_files_once(folder, tmp_path_factory):
     assert cache.read(folder) is first
 
 
+def test_cache_does_not_keep_what_transformers_read(folder):
+    (folder / "special_tokens_map.json").write_text(json.dumps({"cls_token": "<|cls|>"}))
+    cache = TokenizerCache()
+    assert cache.read(folder) is not cache.read(folder)
+
+
 def test_cache_reports_a_file_that_cannot_be_read(folder):
     (folder / "chat_template.jinja").symlink_to("/proc/self/mem")  # reading its beginning is an error, also for root
     with pytest.raises(CheckpointError, match=r"tokenizer in .* cannot be read .*tokenizer\.json"):
