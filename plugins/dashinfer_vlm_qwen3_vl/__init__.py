@@ -52,7 +52,7 @@ class Qwen3VL(Qwen2VL):
 
 class Qwen35(Qwen3VL):
     """The family of Qwen3.5, Qwen3.6 and Qwen3.8 checkpoints: the vision encoder without DeepStack, and a text model of
-    gated delta nets and attention. Their heads for the prediction of several tokens are not used."""
+    gated delta nets and attention."""
 
     model_types: frozenset[str] = frozenset(HYBRID_TYPES)
 
