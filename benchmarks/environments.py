@@ -88,23 +88,18 @@ class OtherEngines:
 
     def openvino(self) -> Path:
         """Return the interpreter of OpenVINO GenAI; raises like `vllm`."""
-        python, made = self.environment("openvino", OPENVINO)
-        if made:
-            _repair_torchvision(python)
-            finish(python)
-        return python
+        return self._repaired("openvino", OPENVINO)
 
     def mnn(self) -> Path:
         """Return the interpreter of MNN and its exporter; raises like `vllm`."""
-        python, made = self.environment("mnn", MNN)
-        if made:
-            _repair_torchvision(python)
-            finish(python)
-        return python
+        return self._repaired("mnn", MNN)
 
     def sentence_transformers(self) -> Path:
         """Return the interpreter of sentence-transformers; raises like `vllm`."""
-        python, made = self.environment("sentence-transformers", SENTENCE_TRANSFORMERS)
+        return self._repaired("sentence-transformers", SENTENCE_TRANSFORMERS)
+
+    def _repaired(self, name: str, packages: tuple[str, ...]) -> Path:
+        python, made = self.environment(name, packages)
         if made:
             _repair_torchvision(python)
             finish(python)
