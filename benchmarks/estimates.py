@@ -4,7 +4,7 @@
 
 Each row is measured in its own process, which generates 64 tokens for a short text, and for an image. `Memory` is that
 of the engine and its media workers, and the estimate of it without caches, which are nearly empty then. `Tokens/s` is
-the rate after the first token, without speculation; the estimate uses the memory bandwidth, measured just before.
+the rate after the first token, without speculation; the estimate uses what `tune` measures, measured just before.
 Ratios are estimates divided by measurements. `DASHINFER_VLM_CPU_KERNELS` selects the kernels.
 """
 
@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import click
+import torch
 
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.concurrency.memory import resident_bytes
-from dashinfer_vlm_core.kernels.bandwidth import measure_bandwidth
+from dashinfer_vlm_core.kernels.bandwidth import measure_bandwidth, measure_rates
 from dashinfer_vlm_core.kernels.choice import KernelSelector
+from dashinfer_vlm_core.kernels.tuned import WeightRates
 from dashinfer_vlm_core.models.memory import MemoryEstimate, ModelSize
 from dashinfer_vlm_core.models.placement import estimate_model
 from dashinfer_vlm_core.plugins import load_plugins
@@ -56,6 +58,7 @@ class Measurement:
         memory: bytes of the process, after both responses.
         estimate: of its memory.
         bandwidth: of the machine's memory, in bytes per second.
+        rates: of the kernels, by their name.
         text_rate: tokens per second after the first one, of the text prompt.
         image_rate: those of the prompt with an image.
     """
@@ -63,13 +66,14 @@ class Measurement:
     memory: int
     estimate: MemoryEstimate
     bandwidth: float
+    rates: Mapping[str, WeightRates]
     text_rate: float
     image_rate: float
 
     def cells(self) -> Iterator[str]:
         """Yield the cells of the table after the model and the bits; a ratio is estimated by measured."""
         memory = self.estimate.weights + self.estimate.process
-        rate = self.estimate.tokens_per_second(self.bandwidth)
+        rate = self.estimate.tokens_per_second(self.bandwidth, self.rates)
         yield from (f"{self.memory / 1e6:,.0f}", f"{memory / 1e6:,.0f}", f"{memory / self.memory:.2f}")
         yield from (f"{self.text_rate:.1f}", f"{self.image_rate:.1f}", f"{rate:.1f}")
         yield from (f"{rate / self.text_rate:.2f}", f"{rate / self.image_rate:.2f}")
@@ -86,8 +90,10 @@ def measure(folder: Path, bits: int) -> Measurement:
     )
     registry = load_plugins()
     size = ModelSize.of(registry.load_spec(folder))
-    estimate = estimate_model(size, config, KernelSelector(registry.kernels.values(), config))
-    bandwidth = measure_bandwidth()
+    selector = KernelSelector(registry.kernels.values(), config)
+    estimate = estimate_model(size, config, selector)
+    kernels = selector.find("cpu", torch.bfloat16, size.text).kernels
+    bandwidth, rates = measure_bandwidth(), {kernels.name: measure_rates(kernels, torch.bfloat16)}
     with Engine(config) as engine:
         text = {"type": "text", "text": "Describe a harbor in the evening."}
         return Measurement(
@@ -96,6 +102,7 @@ def measure(folder: Path, bits: int) -> Measurement:
             memory=resident_bytes(),
             estimate=estimate,
             bandwidth=bandwidth,
+            rates=rates,
         )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from dashinfer_vlm_core.models.memory import (
     INT4_STORED,
+    FormatBytes,
     ModelSize,
     WeightBytes,
     count_all_layer_weights,
@@ -31,17 +32,18 @@ class Format:
     file: float
 
 
-def _format(layers: float, others: float, head: float, file: float) -> Format:
+def _format(layers: FormatBytes, others: float, head: float, file: float) -> Format:
     # The embedding table has 16 bits, and an output layer is read in 8 bits to find the argmax.
     return Format(
-        memory=WeightBytes(layers=layers, vision=others, head=head, argmax=PACKED_HEAD, itemsize=2), file=file
+        memory=WeightBytes(layers=layers, vision=others, head=head, argmax=FormatBytes(int8=PACKED_HEAD), itemsize=2),
+        file=file,
     )
 
 
 FORMATS = (
-    _format(PACKED_BF16, PACKED_BF16, PACKED_BF16 + PACKED_HEAD, BF16),
-    _format(1, 1, 1, 1),
-    _format(INT4_STORED, 1, 1, AWQ),
+    _format(FormatBytes(wide=PACKED_BF16), PACKED_BF16, PACKED_BF16 + PACKED_HEAD, BF16),
+    _format(FormatBytes(int8=1), 1, 1, 1),
+    _format(FormatBytes(int4=INT4_STORED), 1, 1, AWQ),
 )
 """bfloat16; `--quantization int8`; AWQ with `--quantization int8`."""
 
@@ -65,7 +67,7 @@ def _cells(model: ModelSize) -> str:
     cells = [
         [loaded_bytes(model, stored.memory) / 1e9 for stored in FORMATS],
         [disk_bytes(model, stored) / 1e9 for stored in FORMATS],
-        [BANDWIDTH * 1e9 / step_bytes(model.text, stored.memory) for stored in FORMATS],
+        [BANDWIDTH * 1e9 / sum(step_bytes(model.text, stored.memory)) for stored in FORMATS],
     ]
     texts = (" / ".join(map(_short, numbers)) for numbers in cells)
     return " | ".join([_short(count_weights(model) / 1e9), *texts])

@@ -34,7 +34,9 @@ from benchmarks.pooling_table import Table
 from benchmarks.report import Ratio, Results, Row
 from benchmarks.workloads import Run
 from dashinfer_vlm_core import Engine, EngineConfig
+from dashinfer_vlm_core.kernels.types import StepCost
 from dashinfer_vlm_core.models.memory import (
+    FormatBytes,
     MemoryEstimate,
     count_layer_weights,
     count_weights,
@@ -258,7 +260,7 @@ def test_model_table_equals_measured_sizes():
         [4081, 2688, 2102], rel=0.03
     )
     assert [disk_bytes(model, stored) / 1e6 for stored in FORMATS] == pytest.approx([4418, 3109, 2478], rel=0.005)
-    assert step_bytes(model.text, FORMATS[0].memory) == limits.step_bytes(model.text, packed=True)
+    assert sum(step_bytes(model.text, FORMATS[0].memory)) == limits.step_bytes(model.text, packed=True)
 
 
 @pytest.mark.slow
@@ -349,8 +351,8 @@ def test_overhead_is_measured_by_request_and_chunk(tiny_checkpoint):
 
 def test_row_of_estimates_has_ratios_to_measurements():
     estimate = MemoryEstimate(
-        weights=1_500_000_000, kv_cache=1, vision_cache=1, process=300_000_000, step=10**9, layers=10, slowdown=2,
-        layer_seconds=1e-3,
+        weights=1_500_000_000, kv_cache=1, vision_cache=1, process=300_000_000, step=FormatBytes(wide=10**9), layers=10,
+        kernels="torch", cost=StepCost(slowdown=2, layer_seconds=1e-3),
     )  # fmt: skip
-    found = Measurement(memory=2 * 10**9, estimate=estimate, bandwidth=40e9, text_rate=20, image_rate=10)
+    found = Measurement(memory=2 * 10**9, estimate=estimate, bandwidth=40e9, rates={}, text_rate=20, image_rate=10)
     assert list(found.cells()) == ["2,000", "1,800", "0.90", "20.0", "10.0", "16.7", "0.83", "1.67"]

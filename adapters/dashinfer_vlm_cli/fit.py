@@ -84,18 +84,18 @@ class FitEstimator:
 
     def __init__(self, config: EngineConfig, registry: Registry) -> None:
         from dashinfer_vlm_core.kernels.choice import this_machine
-        from dashinfer_vlm_core.kernels.tuned import tuned_bandwidth
+        from dashinfer_vlm_core.kernels.tuned import fastest_tuned
         from dashinfer_vlm_core.models.memory import memory_limit
 
         self._config = config
         self._registry = registry
-        self._bandwidth = tuned_bandwidth(config, this_machine())
+        self._tuned = fastest_tuned(config, this_machine())
         self._memory = memory_limit()
 
     @property
     def is_measured(self) -> bool:
         """Whether the memory was measured, so that tokens per second are known."""
-        return self._bandwidth is not None
+        return self._tuned is not None
 
     def fit(self, name: str, size: ModelSize) -> Fit:
         """Estimate a model."""
@@ -116,7 +116,8 @@ class FitEstimator:
 
         kernels = KernelSelector(self._registry.kernels.values(), config)
         estimate = estimate_model(size, config, kernels)
-        rate = None if self._bandwidth is None else estimate.tokens_per_second(self._bandwidth)
+        tuned = self._tuned
+        rate = None if tuned is None else estimate.tokens_per_second(tuned.bandwidth, tuned.rates)
         return Variant(
             bits=bits if config.quantization == "none" else config.quantization,
             options="" if config.quantization == "none" else f"--quantization {config.quantization}",

@@ -16,14 +16,17 @@ from dashinfer_vlm_core.config.folders import cache_problem, write_error
 from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_core.kernels.choice import KernelSelector
 from dashinfer_vlm_core.kernels.devices import cpu_model
-from dashinfer_vlm_core.kernels.tuned import FOLDER, TunedKernels, store_tuned
+from dashinfer_vlm_core.kernels.tuned import FOLDER, TunedKernels, WeightRates, store_tuned
 from dashinfer_vlm_core.progress import show_progress
 
 from .bench import Measurement, Workload, measure
 from .engines import log_warnings_only
 
 if TYPE_CHECKING:
+    import torch
+
     from dashinfer_vlm_core.engine import Engine
+    from dashinfer_vlm_core.kernels.types import Kernels
     from dashinfer_vlm_core.plugins import Registry
 
 MARGIN = 0.9
@@ -75,20 +78,23 @@ def tune(*, config: EngineConfig) -> None:
         raise _not_stored(config, error)
     click.echo(f"{config.name} on {cpu_model()}\n")
     registry = load_plugins()
+    dtype, sets = _usable_sets(config, registry)
     with show_progress("Measuring the memory"):
-        bandwidth = _measure_bandwidth()
-    rounds = _measure_sets(config, _usable_sets(config, registry))
+        bandwidth, rates = _measure_memory(dtype, sets)
+    rounds = _measure_sets(config, list(sets))
     seconds = {name: each.seconds for name, each in rounds.items()}
     chosen = fastest(seconds)
     _show(rounds)
     click.echo(f"\nChoice: {chosen}. A set replaces one of higher priority if it takes {1 - MARGIN:.0%} less time.")
     click.echo(f"Memory bandwidth: {bandwidth / 1e9:,.1f} GB/s")
     conditions = KernelSelector(registry.kernels.values(), config).conditions()
-    _store(config, TunedKernels(conditions=conditions, chosen=chosen, seconds=seconds, bandwidth=bandwidth))
+    _store(
+        config, TunedKernels(conditions=conditions, chosen=chosen, seconds=seconds, bandwidth=bandwidth, rates=rates)
+    )
 
 
-def _usable_sets(config: EngineConfig, registry: Registry) -> list[str]:
-    """Return the names of the sets that can run the model, from the highest priority to the lowest.
+def _usable_sets(config: EngineConfig, registry: Registry) -> tuple[torch.dtype, dict[str, Kernels]]:
+    """Return the dtype of the model, and the sets that can run it, from the highest priority to the lowest.
 
     If some of them keep the bits of a quantized checkpoint in memory, only these.
     """
@@ -103,13 +109,13 @@ def _usable_sets(config: EngineConfig, registry: Registry) -> list[str]:
     candidates = KernelSelector(registry.kernels.values(), config).candidates(device, dtype, spec.text)
     usable = {name: loaded.kernels for name, loaded in candidates.items() if loaded.kernels}
     bits = spec.quantization.stored_bits if spec.quantization else "none"
-    return [name for name, kernels in usable.items() if bits in supported_bits(kernels)] or list(usable)
+    return dtype, {name: kernels for name, kernels in usable.items() if bits in supported_bits(kernels)} or usable
 
 
-def _measure_bandwidth() -> float:
-    from dashinfer_vlm_core.kernels.bandwidth import measure_bandwidth
+def _measure_memory(dtype: torch.dtype, sets: Mapping[str, Kernels]) -> tuple[float, dict[str, WeightRates]]:
+    from dashinfer_vlm_core.kernels.bandwidth import measure_bandwidth, measure_rates
 
-    return measure_bandwidth()
+    return measure_bandwidth(), {name: measure_rates(kernels, dtype) for name, kernels in sets.items()}
 
 
 def _measure_sets(config: EngineConfig, names: list[str]) -> dict[str, Round]:

@@ -10,6 +10,7 @@ import logging
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import BaseModel, ValidationError
 
@@ -39,6 +40,20 @@ class Conditions(BaseModel, frozen=True):
     sets: dict[str, str]
 
 
+class WeightRates(NamedTuple):
+    """How fast matrix products of one row read weights, in bytes per second.
+
+    Attributes:
+        wide: those with the bits of the engine's dtype.
+        int8: those with 8 bits.
+        int4: those with 4 bits.
+    """
+
+    wide: float
+    int8: float
+    int4: float
+
+
 class TunedKernels(BaseModel, frozen=True):
     """The fastest kernel set, and the measurement that shows it.
 
@@ -47,12 +62,14 @@ class TunedKernels(BaseModel, frozen=True):
         chosen: name of the kernel set.
         seconds: seconds of the reference requests by kernel set.
         bandwidth: bytes of memory that are read per second.
+        rates: how fast each kernel set reads weights.
     """
 
     conditions: Conditions
     chosen: str
     seconds: dict[str, float]
     bandwidth: float
+    rates: dict[str, WeightRates]
 
     def describe(self) -> str:
         """Return the times of the two fastest sets, such as `avx512 1.2 s, onednn 1.5 s`."""
@@ -88,10 +105,10 @@ def all_tuned(config: EngineConfig) -> Iterator[TunedKernels]:
     yield from filter(None, map(_read, sorted(Path(config.cache_folder, FOLDER).glob("*.json"))))
 
 
-def tuned_bandwidth(config: EngineConfig, machine: str) -> float | None:
-    """Return the memory bandwidth of a machine in bytes per second, the highest that was measured; None if none was."""
-    measured = [item.bandwidth for item in all_tuned(config) if item.conditions.machine == machine]
-    return max(measured, default=None)
+def fastest_tuned(config: EngineConfig, machine: str) -> TunedKernels | None:
+    """Return the measurement of a machine with the highest memory bandwidth; None if there is none."""
+    measured = [item for item in all_tuned(config) if item.conditions.machine == machine]
+    return max(measured, key=lambda item: item.bandwidth, default=None)
 
 
 def _path(config: EngineConfig, conditions: Conditions) -> Path:

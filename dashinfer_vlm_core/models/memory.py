@@ -6,17 +6,18 @@ Nothing is loaded or downloaded, and torch is not imported: the estimates follow
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..config import MIB, EngineConfig
 from ..errors import CheckpointError
 from ..text_spec import AttentionSpec, LayerSpec, MlpSpec, TextModelSpec
 
 if TYPE_CHECKING:
-    from ..kernels.types import Kernels, StepCost
+    from ..kernels.tuned import WeightRates
+    from ..kernels.types import Kernels, StepCost, WeightBits
     from .formats.interface import StoredBits
     from .spec import ModelSpec
 
@@ -69,6 +70,18 @@ class ModelSize:
         )
 
 
+class FormatBytes(NamedTuple):
+    """Bytes by the format of weights, as in `WeightRates`."""
+
+    wide: float = 0
+    int8: float = 0
+    int4: float = 0
+
+    def times(self, count: float) -> FormatBytes:
+        """Return the bytes of `count` weights, if these are the average bytes of a weight."""
+        return FormatBytes(*(count * each for each in self))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightBytes:
     """Average bytes per weight in the memory of an engine.
@@ -81,9 +94,9 @@ class WeightBytes:
         itemsize: of the embedding table, which is never quantized, and of hidden states.
     """
 
-    layers: float
+    layers: FormatBytes
     head: float
-    argmax: float
+    argmax: FormatBytes
     vision: float
     itemsize: int
 
@@ -99,30 +112,38 @@ class MemoryEstimate:
         process: everything else.
         step: weights that are read to generate a token of one sequence.
         layers: number of layers of the text model.
-        slowdown: see `StepCost`.
-        layer_seconds: see `StepCost`.
+        kernels: name of the kernels that run the text model.
+        cost: that of these kernels.
     """
 
     weights: int
     kv_cache: int
     vision_cache: int
     process: int
-    step: int
+    step: FormatBytes
     layers: int
-    slowdown: float
-    layer_seconds: float
+    kernels: str
+    cost: StepCost
 
     @property
     def total(self) -> int:
         return self.weights + self.kv_cache + self.vision_cache + self.process
 
-    def tokens_per_second(self, bandwidth: float) -> float:
-        """Return how many tokens one sequence gets; `bandwidth` is that of the memory, in bytes per second."""
-        return 1 / (self.slowdown * self.step / bandwidth + self.layer_seconds * self.layers)
+    def tokens_per_second(self, bandwidth: float, rates: Mapping[str, WeightRates]) -> float:
+        """Return how many tokens one sequence gets.
+
+        Args:
+            bandwidth: that of the memory, in bytes per second.
+            rates: by name of the kernels; if theirs were not measured, they follow from the bandwidth.
+        """
+        each = bandwidth / self.cost.slowdown
+        measured = rates.get(self.kernels, (each, each, each))
+        products = sum(size / rate for size, rate in zip(self.step, measured, strict=True))
+        return 1 / (products + self.cost.layer_seconds * self.layers)
 
 
 def estimate_memory(
-    size: ModelSize, config: EngineConfig, weights: WeightBytes, *, cost: StepCost, memory: int | None
+    size: ModelSize, config: EngineConfig, weights: WeightBytes, *, kernels: Kernels, memory: int | None
 ) -> MemoryEstimate:
     """Estimate what a model needs.
 
@@ -130,7 +151,7 @@ def estimate_memory(
         size: the model.
         config: how it is loaded.
         weights: see `weight_bytes`.
-        cost: that of the kernels.
+        kernels: those that run the text model.
         memory: what limits the default of the KV cache, see `memory_limit`; None on a device with its own memory.
     """
     return MemoryEstimate(
@@ -138,23 +159,24 @@ def estimate_memory(
         kv_cache=_cache_bytes(size, config, weights.itemsize, memory),
         vision_cache=config.vision_cache_mib * MIB,
         process=PROCESS_BYTES + BYTES_PER_TOKEN_ID * size.text.vocab_size,
-        step=int(step_bytes(size.text, weights)),
+        step=step_bytes(size.text, weights),
         layers=len(size.text.layers),
-        slowdown=cost.slowdown,
-        layer_seconds=cost.layer_seconds,
+        kernels=kernels.name,
+        cost=kernels.step_cost,
     )
 
 
 def loaded_bytes(size: ModelSize, weights: WeightBytes) -> float:
     """Return what the weights of a model take in memory."""
-    layers = weights.layers * (count_all_layer_weights(size.text) + count_mtp_weights(size.text))
+    layers = sum(weights.layers) * (count_all_layer_weights(size.text) + count_mtp_weights(size.text))
     tables = (weights.itemsize + weights.head) * _table(size.text)
     return layers + tables + weights.vision * size.vision_weights
 
 
-def step_bytes(text: TextModelSpec, weights: WeightBytes) -> float:
+def step_bytes(text: TextModelSpec, weights: WeightBytes) -> FormatBytes:
     """Return what a greedy decode step of one sequence reads: of a mixture, the experts of one token."""
-    return weights.layers * count_layer_weights(text) + weights.argmax * _table(text)
+    layers = weights.layers.times(count_layer_weights(text))
+    return FormatBytes(*map(sum, zip(layers, weights.argmax.times(_table(text)), strict=True)))
 
 
 def weight_bytes(
@@ -176,22 +198,29 @@ def weight_bytes(
     return WeightBytes(
         layers=_layer_bytes(size, config, kernels, wide=wide * bits.layer),
         head=1 if rounds_head else wide * head,
-        argmax=1 if rounds_head else wide * bits.argmax,
+        argmax=FormatBytes(int8=1) if rounds_head else _argmax_bytes(bits, wide=wide),
         vision=1 if int8_vision else wide * bits.layer,
         itemsize=itemsize,
     )
 
 
-def _layer_bytes(size: ModelSize, config: EngineConfig, kernels: Kernels, *, wide: float) -> float:
+def _argmax_bytes(bits: WeightBits, *, wide: float) -> FormatBytes:
+    size = wide * bits.argmax
+    return FormatBytes(int8=size) if bits.argmax < bits.layer else FormatBytes(wide=size)
+
+
+def _layer_bytes(size: ModelSize, config: EngineConfig, kernels: Kernels, *, wide: float) -> FormatBytes:
     count = len(size.text.layers)
     if size.stored_bits == "int4" and kernels.supports_int4:
-        return INT4_STORED
+        return FormatBytes(int4=INT4_STORED)
     if size.stored_bits == "int8" and kernels.supports_int8:
-        return 1
+        return FormatBytes(int8=1)
     if config.quantization == "int4" and kernels.supports_int4:
         wider = 2 if count > 2 else 0  # the first layer and the last one have 8 bits
-        return (wider + (count - wider) * INT4_ROUNDED) / count
-    return 1 if config.quantization == "int8" and kernels.supports_int8 else wide
+        return FormatBytes(int8=wider / count, int4=(count - wider) / count * INT4_ROUNDED)
+    if config.quantization == "int8" and kernels.supports_int8:
+        return FormatBytes(int8=1)
+    return FormatBytes(wide=wide)
 
 
 def _cache_bytes(size: ModelSize, config: EngineConfig, itemsize: int, memory: int | None) -> int:

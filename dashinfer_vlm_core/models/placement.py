@@ -91,4 +91,4 @@ def estimate_model(size: ModelSize, config: EngineConfig, kernels: KernelSelecto
         int8_vision=quantizes_vision_encoder(config, kernels.find(device, dtype).kernels),
     )
     memory = memory_limit() if device.startswith("cpu") else None
-    return estimate_memory(size, config, weights, cost=text_kernels.step_cost, memory=memory)
+    return estimate_memory(size, config, weights, kernels=text_kernels, memory=memory)

@@ -35,7 +35,7 @@ def machine(monkeypatch, tmp_path):
         config = EngineConfig()
         conditions = KernelSelector(load_plugins().kernels.values(), config).conditions()
         if bandwidth is not None:
-            tuned = TunedKernels(conditions=conditions, chosen="none", seconds={}, bandwidth=bandwidth * 1e9)
+            tuned = TunedKernels(conditions=conditions, chosen="none", seconds={}, bandwidth=bandwidth * 1e9, rates={})
             store_tuned(config, tuned)
 
     return machine

@@ -13,15 +13,16 @@ from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.engine.loading import _load_vision
 from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_core.kernels import devices
-from dashinfer_vlm_core.kernels.bandwidth import measure_bandwidth
+from dashinfer_vlm_core.kernels.bandwidth import measure_bandwidth, measure_rates
 from dashinfer_vlm_core.kernels.choice import KernelSelector, LoadedKernels
 from dashinfer_vlm_core.kernels.factories import OneDnnKernelFactory, TorchKernelFactory
 from dashinfer_vlm_core.kernels.onednn import OneDnnKernels, unavailable_reason
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
-from dashinfer_vlm_core.kernels.tuned import TunedKernels, store_tuned, tuned_bandwidth
+from dashinfer_vlm_core.kernels.tuned import TunedKernels, fastest_tuned, store_tuned
 from dashinfer_vlm_core.models.qwen2_vl import Qwen2VL
-from dashinfer_vlm_core.plugins import Registry
+from dashinfer_vlm_core.plugins import Registry, load_plugins
 from dashinfer_vlm_demo import CHECKPOINT
+from tests.kernels import needs_native
 
 DEMO = Qwen2VL().load_spec(CHECKPOINT).text
 BFLOAT16 = torch.bfloat16
@@ -74,7 +75,7 @@ def tune(select, tmp_path):
     def tune(chosen, *, bandwidth=1.0, **options):
         conditions = select(**options).conditions()
         seconds = {name: 1.0 if name == chosen else 2.0 for name in conditions.sets}
-        tuned = TunedKernels(conditions=conditions, chosen=chosen, seconds=seconds, bandwidth=bandwidth)
+        tuned = TunedKernels(conditions=conditions, chosen=chosen, seconds=seconds, bandwidth=bandwidth, rates={})
         return store_tuned(EngineConfig(cache_dir=tmp_path), tuned)
 
     return tune
@@ -274,14 +275,27 @@ def test_set_for_another_dtype_is_logged(caplog):
     assert "torch, since `cpu_kernels` onednn has no kernels for cpu in torch.float32." in caplog.text
 
 
-def test_highest_bandwidth_of_machine_is_used(tune, select, tmp_path):
+def test_measurement_with_highest_bandwidth_is_used(tune, select, tmp_path):
     config, machine = EngineConfig(cache_dir=tmp_path), select().conditions().machine
-    assert tuned_bandwidth(config, machine) is None
+    assert fastest_tuned(config, machine) is None
     for model, bandwidth in (("a", 2e9), ("b", 3e9), ("c", 1e9)):
         tune("low", model=model, bandwidth=bandwidth)
-    assert tuned_bandwidth(config, machine) == 3e9
-    assert tuned_bandwidth(config, "another machine") is None
+    assert fastest_tuned(config, machine).bandwidth == 3e9
+    assert fastest_tuned(config, "another machine") is None
 
 
 def test_bandwidth_is_measured():
     assert measure_bandwidth(0) > 1e8
+
+
+@needs_native
+def test_rates_are_measured_for_each_format():
+    kernels = KernelSelector(load_plugins().kernels.values(), EngineConfig()).choose("cpu", BFLOAT16)
+    rates = measure_rates(kernels, BFLOAT16, seconds=0, size=1 << 20, width=256)
+    assert len(set(rates)) == 3
+    assert min(rates) > 1e6
+
+
+def test_formats_that_kernels_do_not_support_have_the_rate_of_the_dtype():
+    rates = measure_rates(TorchKernels("cpu"), torch.float32, seconds=0, size=1 << 20, width=256)
+    assert rates.wide == rates.int8 == rates.int4

@@ -14,6 +14,7 @@ from dashinfer_vlm_core.engine.managed_models import estimate_bytes
 from dashinfer_vlm_core.kernels import devices
 from dashinfer_vlm_core.kernels.onednn import OneDnnKernels
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
+from dashinfer_vlm_core.kernels.tuned import WeightRates
 from dashinfer_vlm_core.kernels.types import StepCost, WeightBits
 from dashinfer_vlm_core.models.memory import (
     MIN_KV_MIB,
@@ -78,7 +79,7 @@ def test_bytes_per_weight_follow_kernels_and_format(tiny_checkpoint, kernels, qu
     config = EngineConfig(quantization=quantization)
     size = size_of(tiny_checkpoint, stored_bits=stored)
     found = weight_bytes(size, config, kernels("cpu"), itemsize=2, int8_vision=False)
-    assert (found.layers, found.head) == expected
+    assert (sum(found.layers), found.head) == expected
 
 
 def test_int4_leaves_8_bits_to_first_and_last_layer():
@@ -86,7 +87,7 @@ def test_int4_leaves_8_bits_to_first_and_last_layer():
     found = weight_bytes(
         size, EngineConfig(quantization="int4"), CompressingKernels("cpu"), itemsize=2, int8_vision=True
     )
-    assert found.layers == pytest.approx((2 + 34 * 5 / 8) / 36)
+    assert sum(found.layers) == pytest.approx((2 + 34 * 5 / 8) / 36)
     assert (found.head, found.vision) == (1, 1)
 
 
@@ -127,9 +128,9 @@ def test_estimates_are_close_to_measurements(size, quantization, stored, measure
     config = EngineConfig(quantization=quantization)
     size = replace(size, stored_bits=stored)
     weights = weight_bytes(size, config, CompressingKernels("cpu"), itemsize=2, int8_vision=quantization != "none")
-    found = estimate_memory(size, config, weights, cost=CompressingKernels.step_cost, memory=None)
+    found = estimate_memory(size, config, weights, kernels=CompressingKernels("cpu"), memory=None)
     assert found.weights / 1e6 == pytest.approx(measured[0], rel=0.1)
-    assert found.tokens_per_second(30e9) == pytest.approx(1000 / measured[1], rel=0.15)
+    assert found.tokens_per_second(30e9, {}) == pytest.approx(1000 / measured[1], rel=0.15)
 
 
 @pytest.mark.parametrize(
@@ -147,8 +148,8 @@ def test_steps_of_torch_take_longer_than_those_of_c_kernels(monkeypatch, tmp_pat
     rates = []
     for each in (CompressingKernels("cpu"), kernels("cpu")):
         weights = weight_bytes(small(), EngineConfig(), each, itemsize=2, int8_vision=False)
-        found = estimate_memory(small(), EngineConfig(), weights, cost=each.step_cost, memory=None)
-        rates.append(found.tokens_per_second(30e9))
+        found = estimate_memory(small(), EngineConfig(), weights, kernels=each, memory=None)
+        rates.append(found.tokens_per_second(30e9, {}))
     assert rates[0] / rates[1] == pytest.approx(factor, rel=0.35)
 
 
@@ -157,14 +158,24 @@ def test_estimate_is_close_to_memory_of_engine(quantization, megabytes):
     """Resident memory of an engine with `small`, whose KV cache is still empty."""
     config = EngineConfig(quantization=quantization)
     weights = weight_bytes(small(), config, CompressingKernels("cpu"), itemsize=2, int8_vision=quantization != "none")
-    found = estimate_memory(small(), config, weights, cost=CompressingKernels.step_cost, memory=None)
+    found = estimate_memory(small(), config, weights, kernels=CompressingKernels("cpu"), memory=None)
     assert (found.weights + found.process) / 1e6 == pytest.approx(megabytes, rel=0.1)
+
+
+def test_measured_rates_of_kernels_replace_the_bandwidth():
+    kernels = CompressingKernels("cpu")
+    weights = weight_bytes(small(), EngineConfig(), kernels, itemsize=2, int8_vision=False)
+    found = estimate_memory(small(), EngineConfig(), weights, kernels=kernels, memory=None)
+    rates = {"torch": WeightRates(wide=5e9, int8=10e9, int4=1)}
+    step = found.step.wide / 5e9 + found.step.int8 / 10e9 + 24 * 0.12e-3
+    assert found.tokens_per_second(20e9, rates) == pytest.approx(1 / step)
+    assert found.tokens_per_second(20e9, {"other": rates["torch"]}) == found.tokens_per_second(20e9, {})
 
 
 def test_mixture_reads_active_experts_only():
     size = MODELS["Qwen3-VL-30B-A3B"]
     weights = weight_bytes(size, EngineConfig(), TorchKernels("cpu"), itemsize=2, int8_vision=False)
-    assert step_bytes(size.text, weights) < loaded_bytes(size, weights) / 8
+    assert sum(step_bytes(size.text, weights)) < loaded_bytes(size, weights) / 8
 
 
 @pytest.mark.parametrize(
@@ -183,7 +194,7 @@ def test_cache_is_that_of_decoder(tmp_path, options):
     config = EngineConfig(device="cpu", max_batch_size=2, **options)
     weights = weight_bytes(ModelSize.of(spec), config, TorchKernels("cpu"), itemsize=4, int8_vision=False)
     found = estimate_memory(
-        ModelSize.of(spec), config, weights, cost=CompressingKernels.step_cost, memory=64 << 30
+        ModelSize.of(spec), config, weights, kernels=CompressingKernels("cpu"), memory=64 << 30
     ).kv_cache
     state = sum(tensor.nbytes for tensor in create_states(spec.text, 1, device="meta", dtype=torch.float32))
     assert bytes_per_state(spec.text, torch.float32) == state
