@@ -123,6 +123,7 @@ class VectorsFile(LineFile):
             self._vectors = self._open_vectors()
         except BaseException:
             super().close()
+            self._delete_created()
             raise
 
     def __contains__(self, row: Row) -> bool:
@@ -166,9 +167,12 @@ class VectorsFile(LineFile):
         """Close both files, and delete those that this object created if they have no row."""
         os.close(self._vectors)
         if not self._rows:
-            for path in self._created:
-                path.unlink(missing_ok=True)
+            self._delete_created()
         super().close()
+
+    def _delete_created(self) -> None:
+        for path in self._created:
+            path.unlink(missing_ok=True)
 
     def _check(self, result: PoolingResult) -> None:
         self.check_model(result.model)
@@ -187,7 +191,8 @@ class VectorsFile(LineFile):
             raise self._write_error(error) from error
         if os.fstat(file).st_size or self._rows:
             shape = _shape(self.vectors_path)
-            if shape is None or abs(shape[0] - len(self._rows)) > 1:  # an interruption leaves one row without its line
+            surplus = 0 if self.path in self._created else 1  # an interruption leaves one row without its line
+            if shape is None or not -1 <= shape[0] - len(self._rows) <= surplus:
                 os.close(file)
                 raise ConfigError(
                     f"{self.vectors_path} does not have the rows of {self.path}. Move both away, or choose another"

@@ -153,7 +153,12 @@ def test_ctrl_c_keeps_rows_and_the_next_run_resumes(terminal, embed, server, tmp
 
 
 def write_other(folder):
-    np.save(folder / "out.npy", np.zeros((2, 2), np.float32))
+    np.save(folder / "out.npy", np.zeros((4, 2), np.float32))
+
+
+def leave_only_matrix_of_a_row(folder):
+    delete_lines(folder)
+    np.save(folder / "out.npy", np.zeros((1, 2), np.float32))
 
 
 def write_foreign_lines(folder):
@@ -168,7 +173,9 @@ def delete_vectors(folder):
     (folder / "out.npy").unlink()
 
 
-@pytest.mark.parametrize("change", [write_other, write_foreign_lines, delete_lines, delete_vectors])
+@pytest.mark.parametrize(
+    "change", [write_other, leave_only_matrix_of_a_row, write_foreign_lines, delete_lines, delete_vectors]
+)
 def test_other_files_are_not_overwritten(embed, tmp_path, change):
     embed("--text", "A dog.", "--text", "A cat.")
     change(tmp_path)
