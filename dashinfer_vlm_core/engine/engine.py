@@ -285,6 +285,7 @@ class EngineStatus:
         task: what the model is used for; None if unknown, as of a closed engine.
         aliases: other names that requests can use for the model.
         max_parallel: see `EngineConfig`; 1 if it is not known.
+        idle_seconds: after how many seconds without a request the model is unloaded; None if it stays loaded.
     """
 
     state: State
@@ -299,6 +300,7 @@ class EngineStatus:
     task: Task | None = None
     aliases: tuple[str, ...] = ()
     max_parallel: int = 1
+    idle_seconds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

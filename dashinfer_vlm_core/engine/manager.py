@@ -143,7 +143,7 @@ class ManagedEngine(ChatEngine):
         state, failure = self._loader.state(self._name)
         status = replace(self._engine.status(), aliases=self._model.aliases)
         if state == "ready":
-            return status
+            return replace(status, idle_seconds=self._loader.idle_seconds(self._name))
         config = self._model.config
         shown: dict[str, State] = {"loading": "loading", "unloading": "unloading"}
         task: Task | None = None if config.task == "auto" else config.task

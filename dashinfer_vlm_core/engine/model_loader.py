@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import re
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -93,6 +94,12 @@ class ModelLoader:
         """Return the state of a model, and why it could not be loaded."""
         model = self._rules.models[name]
         return model.state, model.failure
+
+    def idle_seconds(self, name: str) -> float | None:
+        """Return how many seconds a model without requests stays loaded from now on; None for ever."""
+        now = self._clock()
+        end = self._rules.idle_end(name, now)
+        return None if end == math.inf else max(end - now, 0.0)
 
     def error(self, name: str) -> Exception | None:
         """Return the error of the last attempt to load a model."""

@@ -195,7 +195,11 @@ class ModelScheduler:
         leaving = {model.name for model in chosen} | {name for name, model in self.models.items() if model.must_unload}
         actions += self._admit(leaving, now)
         for name, model in self.models.items():
-            if model.state == "ready" and not model.running and (name in leaving or self._idle_end(model) <= now):
+            if (
+                model.state == "ready"
+                and not model.running
+                and (name in leaving or self.idle_end(model.name, now) <= now)
+            ):
                 model.state = "unloading"
                 actions.append(Unload(name))
         if wanted and not self._excess(wanted.num_bytes):
@@ -207,7 +211,7 @@ class ModelScheduler:
         """Return when `tick` should be called next; infinity if only other events matter."""
         times = [waiting.deadline for waiting in self._waiting.values()]
         ready = [model for model in self.models.values() if model.state == "ready"]
-        times += [self._idle_end(model) for model in ready if not model.running]
+        times += [self.idle_end(model.name, now) for model in ready if not model.running]
         if self._wanted():
             times += [end for model in ready if (end := model.loaded_at + self._policy.min_serve) > now]
         return min(times, default=math.inf)
@@ -280,6 +284,10 @@ class ModelScheduler:
             return 0  # a model that turned out to be larger than it was estimated is loaded alone
         return max(0, sum(model.num_bytes for model in loaded) + num_bytes - limit)
 
-    def _idle_end(self, model: RuledModel) -> float:
+    def idle_end(self, name: str, now: float) -> float:
+        """Return when a model is unloaded if no further request comes and its running ones end now."""
+        model = self.models[name]
         limit = self._policy.idle_unload
-        return math.inf if limit is None or model.pinned else model.idle_since + limit
+        if limit is None or model.pinned:
+            return math.inf
+        return (now if model.running else model.idle_since) + limit

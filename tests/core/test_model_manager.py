@@ -137,6 +137,8 @@ def test_pinned_models_are_loaded_at_the_start_and_stay(manage, tiny_checkpoint)
     manager = manage(*models, clock=clock, memory_limit=None, idle_unload=60)
     assert states(manager) == {"a": "ready", "b": "unloaded"}
     ask(manager, "b")
+    clock.now = 20
+    assert [manager.for_model(name).status().idle_seconds for name in "ab"] == [None, 40]
     clock.now = 60
     manager.tick()
     until(lambda: states(manager) == {"a": "ready", "b": "unloaded"})

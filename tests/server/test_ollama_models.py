@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from datetime import datetime, timedelta, timezone
 
 import pytest
 
@@ -26,6 +27,7 @@ def test_model_is_listed_and_described(scripted, tiny_checkpoint):
         shown = client.post("/api/show", json={"model": "tiny:latest", "verbose": True}).json()
         assert shown == client.post("/api/show", json={"name": "tiny"}).json()
         assert shown["details"] == listed["details"] == loaded["details"]
+        assert loaded["expires_at"] == "9999-12-31T00:00:00.000000Z"
         assert shown["details"]["family"] == "qwen2_vl"
         assert shown["details"]["quantization_level"] == "F32"
         assert listed["size"] == loaded["size"] == sum(path.stat().st_size for path in tiny_checkpoint.glob("*.saf*"))
@@ -63,7 +65,7 @@ def managed(tiny_checkpoint):
                 for name, aliases in names.items()
             ]
             registry = scripted_registry(Script("Yes."))
-            policy = ModelPolicy(memory_limit=10)
+            policy = ModelPolicy(memory_limit=10, idle_unload=600)
             manager = ModelManager(models, policy=policy, estimate=lambda _: 10, registry=registry)
             stack.callback(manager.close)
             return stack.enter_context(stack.enter_context(serving(manager.start(), **settings)).http())
@@ -93,6 +95,10 @@ def test_models_are_loaded_by_requests_and_unloaded_by_keep_alive(managed):
     body = {"model": "b", "prompt": "Hello"}
     last = lines(client.post(GENERATE, json=body))[-1]
     assert (last["model"], last["load_duration"] > 0, loaded(client)) == ("b", True, ["a:latest"])
+    (model,) = client.get("/api/ps").json()["models"]
+    assert (
+        timedelta() < datetime.fromisoformat(model["expires_at"]) - datetime.now(timezone.utc) < timedelta(minutes=10)
+    )
     last = lines(client.post(GENERATE, json={**body, "keep_alive": "0s"}))[-1]
     assert last["done_reason"] == "stop"
     until(lambda: not loaded(client))

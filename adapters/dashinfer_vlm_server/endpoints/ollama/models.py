@@ -7,7 +7,7 @@ import hashlib
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any
 
 import pydantic_core
@@ -32,8 +32,8 @@ OLLAMA_VERSION = "0.12.11"
 """The version of Ollama whose API this is, the first one with log probabilities: clients require a minimum."""
 
 _TAG = ":latest"
-_NEVER = "9999-12-31T23:59:59Z"
-"""When a loaded model expires: the server's options decide that."""
+_NEVER = datetime(9999, 12, 31, tzinfo=timezone.utc)
+"""When a model expires that stays loaded."""
 
 _LEVELS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "int4": "INT4", "int8": "INT8"}
 """Ollama's `quantization_level` by the bits of quantized weights, or the data type of others."""
@@ -100,9 +100,11 @@ class Models:
         found = [(engine, engine.status()) for engine in self.server.engine.models()]
         loaded = [(engine, status) for engine, status in found if status.state in _LOADED]
         models = await asyncio.to_thread(self._models, [(status.model, engine) for engine, status in loaded])
+        now = datetime.now(timezone.utc)
         for model, (_, status) in zip(models, loaded, strict=True):
             del model["modified_at"]
-            model |= {"expires_at": _NEVER, "size_vram": 0, "context_length": status.max_model_len}
+            expires = _NEVER if status.idle_seconds is None else now + timedelta(seconds=status.idle_seconds)
+            model |= {"expires_at": format_time(expires), "size_vram": 0, "context_length": status.max_model_len}
         return JSONResponse({"models": models})
 
     async def version(self) -> Response:
