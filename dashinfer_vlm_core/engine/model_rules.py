@@ -195,11 +195,8 @@ class ModelScheduler:
         leaving = {model.name for model in chosen} | {name for name, model in self.models.items() if model.must_unload}
         actions += self._admit(leaving, now)
         for name, model in self.models.items():
-            if (
-                model.state == "ready"
-                and not model.running
-                and (name in leaving or self.idle_end(model.name, now) <= now)
-            ):
+            leaves = name in leaving or self.idle_end(name, now) <= now
+            if model.state == "ready" and not model.running and leaves:
                 model.state = "unloading"
                 actions.append(Unload(name))
         if wanted and not self._excess(wanted.num_bytes):

@@ -96,9 +96,8 @@ def test_models_are_loaded_by_requests_and_unloaded_by_keep_alive(managed):
     last = lines(client.post(GENERATE, json=body))[-1]
     assert (last["model"], last["load_duration"] > 0, loaded(client)) == ("b", True, ["a:latest"])
     (model,) = client.get("/api/ps").json()["models"]
-    assert (
-        timedelta() < datetime.fromisoformat(model["expires_at"]) - datetime.now(timezone.utc) < timedelta(minutes=10)
-    )
+    expires = datetime.strptime(model["expires_at"], "%Y-%m-%dT%H:%M:%S.%f%z")
+    assert timedelta() < expires - datetime.now(timezone.utc) < timedelta(minutes=10)
     last = lines(client.post(GENERATE, json={**body, "keep_alive": "0s"}))[-1]
     assert last["done_reason"] == "stop"
     until(lambda: not loaded(client))
