@@ -11,7 +11,7 @@ each sequence alike. It depends on where chunks end, since that changes the shap
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,24 +31,26 @@ def sigmoid(x: Tensor) -> Tensor:
     return torch.neg(x.float()).exp_().add_(1).reciprocal_()
 
 
-def mix_and_keep(kernels: Kernels, net: DeltaNet, inputs: DeltaInputs, batch: RecurrentBatch) -> Tensor:
-    """Compute the next layer, see `Kernels.mix_delta_net`, and keep what `rewind` needs."""
-    number = len(batch.kept)
-    drafted = [(index, span) for index, span in enumerate(batch.spans.spans) if span.num_drafts]
-    batch.kept.append({index: DeltaInputs(*(part[_rows(span)].clone() for part in inputs)) for index, span in drafted})
+def mix_and_keep(kernels: Kernels, net: DeltaNet, inputs: DeltaInputs, batch: RecurrentBatch, number: int) -> Tensor:
+    """Compute delta net layer `number`, see `Kernels.mix_delta_net`, and keep what `rewind` needs."""
+    if batch.spans.drafted:
+        rows = [_rows(batch.spans.spans[index]) for index in batch.spans.drafted]
+        batch.kept.append(DeltaInputs(*(torch.cat([part[span] for span in rows]) for part in inputs)))
     return kernels.mix_delta_net(net, inputs, batch.states.layer(number), batch.spans)
 
 
-def rewind(
-    kernels: Kernels, nets: Sequence[DeltaNet], batch: RecurrentBatch, number_of_span: int, num_tokens: int
-) -> None:
-    """Compute the states of all delta net layers after the first `num_tokens` tokens of a span with drafts again."""
-    span = batch.spans.spans[number_of_span]
-    num_drafts = span.num_drafts - (span.num_tokens - num_tokens)
-    accepted = StateSpans([span._replace(first_token=0, num_tokens=num_tokens, num_drafts=num_drafts, saved=())])
+def rewind(kernels: Kernels, nets: Sequence[DeltaNet], batch: RecurrentBatch, counts: Mapping[int, int]) -> None:
+    """Compute the states of all delta net layers again, after only the first tokens of spans with drafts; `counts` has
+    their numbers by the number of the span."""
+    drafted = batch.spans.drafted
+    accepted = StateSpans([_first_tokens(drafted[index], count) for index, count in counts.items()])
     for number, net in enumerate(nets):
-        inputs = DeltaInputs(*(part[:num_tokens] for part in batch.kept[number][number_of_span]))
-        kernels.mix_delta_net(net, inputs, batch.states.layer(number), accepted)
+        kernels.mix_delta_net(net, batch.kept[number], batch.states.layer(number), accepted)
+
+
+def _first_tokens(span: StateSpan, count: int) -> StateSpan:
+    num_drafts = span.num_drafts - (span.num_tokens - count)
+    return span._replace(num_tokens=count, num_drafts=num_drafts, saved=())
 
 
 def mix(net: DeltaNet, inputs: DeltaInputs, states: RecurrentStates, spans: StateSpans) -> Tensor:

@@ -52,7 +52,7 @@ class ReferenceDecoderLayers:
                 spans = batch.last_spans if number == final else batch.spans
                 mixed = self._attend(gate, queries, cache, spans)
             else:
-                mixed = self._mix(number, layer.mixer, x, batch)
+                mixed = self._mix(number, number - num_attention, layer.mixer, x, batch)
                 mixed = mixed[batch.last] if number == final else mixed
             if number == final:
                 x = x[batch.last]
@@ -88,16 +88,18 @@ class ReferenceDecoderLayers:
         if not len(queries):
             return queries.flatten(1)
         mixed = attend_cached(self._kernels, queries, cache, spans)
-        return mixed.mul_(sigmoid(gate.flatten(1))) if self._shape.gate else mixed
+        if self._shape.gate:
+            self._kernels.gate_(mixed, gate.flatten(1))
+        return mixed
 
-    def _mix(self, number: int, net: DeltaNet, x: Tensor, batch: ForwardBatch) -> Tensor:
+    def _mix(self, number: int, number_of_net: int, net: DeltaNet, x: Tensor, batch: ForwardBatch) -> Tensor:
         """Return the output of a gated delta net before its output projection, [tokens, value heads * value_dim]."""
         assert batch.recurrent
         normed = self._normalize(x, self._layers[number].input_norm)
         changes = [(rows, rows.lora.layers[number]) for rows in batch.loras]
         qkvz = net.qkvz(normed, row_bias([(rows, change.qkv) for rows, change in changes], normed))
         gates = net.gates(normed, row_bias([(rows, change.gates) for rows, change in changes], normed))
-        return mix_and_keep(self._kernels, net, DeltaInputs(qkvz, gates), batch.recurrent)
+        return mix_and_keep(self._kernels, net, DeltaInputs(qkvz, gates), batch.recurrent, number_of_net)
 
     def _add_mixed_and_mlp(
         self, layer: DecoderLayer, x: Tensor, mixed: Tensor, changes: Sequence[tuple[LoraRows, LoraLayer]]

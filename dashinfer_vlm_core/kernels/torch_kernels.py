@@ -100,6 +100,9 @@ class TorchKernels:
         rotated = torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)
         x.copy_(torch.cat(rotated, dim=-1))
 
+    def gate_(self, x: Tensor, gates: Tensor) -> None:
+        x.mul_(delta_net.sigmoid(gates))
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spans: KVSpans) -> Tensor:
         if all(span.start < 0 for span in spans.spans):
             return _attend_unmasked(q, k, v, spans.spans)

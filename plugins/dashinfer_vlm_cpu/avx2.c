@@ -16,7 +16,6 @@
 #include "avx2_norms.h"
 #include "avx2_attention.h"
 #include "decoder_layers.h"
-#include "delta_net.h"
 
 /* Workspace size of `linear` in bytes; the same for all weights of this shape that have 8 bits, or that have more. */
 int64_t linear_workspace_size(const Matrix *m, int64_t rows, int32_t threads)

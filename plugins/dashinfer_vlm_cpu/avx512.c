@@ -19,7 +19,6 @@
 #include "avx512_norms.h"
 #include "avx512_attend.h"
 #include "decoder_layers.h"
-#include "delta_net.h"
 
 /* Workspace size of `linear` in bytes; the same for all weights of this shape that have 4 bits and the same groups,
  * that have 8 bits, or that have more. */

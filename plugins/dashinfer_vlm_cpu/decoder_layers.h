@@ -1,10 +1,9 @@
 /* The layers of a decoder. Each instruction set defines the functions that are declared here. */
 #pragma once
 
-#include "arguments.h"
+#include "decoder_linear.h"
+#include "delta_net.h"
 
-void linear_biased(const Matrix *m, const bf16 *x, int64_t stride, int64_t rows, void *out, int64_t out_stride,
-                   int32_t add, const float *row_bias, int64_t biased_rows, char *workspace, int32_t threads);
 INLINE void norm_row(const bf16 *x, const bf16 *weight, const bf16 *bias, float eps, bf16 *out, ptrdiff_t columns);
 void norm(const bf16 *x, int64_t stride, const bf16 *weight, const bf16 *bias, float eps, bf16 *out, int64_t rows,
           int64_t columns, int32_t threads);
@@ -16,71 +15,45 @@ static void quantize_head(const bf16 *x, ptrdiff_t width, int8_t *bytes, float *
 
 typedef struct {
     const bf16 *input_norm;
-    const Matrix *qkv, *output;
+    const Matrix *qkv, *output; /* of a gated delta net: its first and last projection */
     const bf16 *mlp_norm;
     const Matrix *gate_up, *down;
     const bf16 *query_norm, *key_norm; /* of each head, or null */
+    const Matrix *gates;               /* of a gated delta net */
+    const DeltaArgs *delta;            /* its shape and weights; null for attention */
 } DecoderLayer;
-
-enum { MAX_PARTS = 3 };
-
-typedef struct {                 /* see `LowRank` in types.py */
-    const Matrix *down;          /* null if the adapter does not change the linear layer */
-    const Matrix *up[MAX_PARTS]; /* null after the last one */
-    int64_t first_input[MAX_PARTS], first_output[MAX_PARTS];
-} LowRank;
-
-typedef struct {
-    LowRank qkv, output, gate_up, down;
-} LoraLayer;
-
-typedef struct { /* see `LoraRows` in types.py */
-    const LoraLayer *layers;
-    int64_t start, stop, last_start, last_stop;
-} LoraRows;
-
-typedef struct { /* the new tokens of many requests, see `ForwardBatch` in types.py */
-    bf16 *x;     /* [rows, hidden]; overwritten */
-    int64_t rows, hidden;
-    const float *cos, *sin;
-    const int64_t *slots; /* the row of `cache` for each token */
-    const KVSpan *spans;
-    int64_t span_count;
-    const int64_t *last; /* increasing */
-    int64_t last_count;
-    const KVSpan *last_spans;
-    int64_t last_span_count;
-    bf16 *out;           /* [last_count, hidden] */
-    void *cache;         /* [layers, 2 * kv_heads, cache_rows, width], bf16, or int8 if there are scales */
-    float *cache_scales; /* [layers, 2 * kv_heads, cache_rows]; null for bf16 */
-    int64_t cache_rows;
-    bf16 *normed, *qkv, *mixed, *inner; /* intermediate results */
-    char *linear_workspace, *attend_workspace;
-    const bf16 *additions;        /* [levels, addition_count, hidden] */
-    const int64_t *addition_rows; /* the row of `x` that each is added to */
-    int64_t addition_count, levels, level_stride, addition_stride;
-    const LoraRows *loras;
-    int64_t lora_count;
-    float *row_bias; /* [rows with an adapter, most outputs] */
-    bf16 *ranks;     /* [rows, most ranks] */
-    int64_t ranks_stride;
-    char *lora_workspace;        /* for `linear` with the matrices of adapters, one for each thread */
-    int64_t lora_workspace_size; /* of each */
-} ForwardBatch;
 
 typedef struct {
     int64_t heads, kv_heads, width;
+    int64_t gate_heads; /* gates before the queries: one for each of them, or none */
     float scale, eps;
 } DecoderShape;
 
-/* Normalize each query and key head in place. */
-static void normalize_heads(const DecoderLayer *l, const ForwardBatch *p, const DecoderShape *s, int threads)
+typedef struct { /* a layer, and its numbers among all layers and among those with the same kind of mixer */
+    const DecoderLayer *l;
+    ptrdiff_t number, number_of_kind;
+} NumberedLayer;
+
+/* Multiply x [rows, columns], whose rows are contiguous, by the sigmoid of gates. */
+void multiply_gates(bf16 *x, const bf16 *gates, int64_t gates_stride, int64_t rows, int64_t columns, int32_t threads)
 {
-    ptrdiff_t stride = (s->heads + 2 * s->kv_heads) * s->width;
-#pragma omp parallel for num_threads(threads) if (p->rows > 16)
-    for (ptrdiff_t row = 0; row < p->rows; row++)
+#pragma omp parallel for num_threads(threads) if (rows > 16)
+    for (ptrdiff_t row = 0; row < rows; row++)
+        for (ptrdiff_t c = 0; c < columns; c += LANES) {
+            Floats gate = get_bf16(gates + row * gates_stride + c, columns - c);
+            Floats value = get_bf16(x + row * columns + c, columns - c);
+            put_bf16(x + row * columns + c, columns - c, value / (splat(1) + exponential(-gate)));
+        }
+}
+
+/* Normalize each query and key head in place. */
+static void normalize_heads(const DecoderLayer *l, bf16 *queries, ptrdiff_t stride, ptrdiff_t rows,
+                            const DecoderShape *s, int threads)
+{
+#pragma omp parallel for num_threads(threads) if (rows > 16)
+    for (ptrdiff_t row = 0; row < rows; row++)
         for (ptrdiff_t head = 0; head < s->heads + s->kv_heads; head++) {
-            bf16 *x = p->qkv + row * stride + head * s->width;
+            bf16 *x = queries + row * stride + head * s->width;
             norm_row(x, head < s->heads ? l->query_norm : l->key_norm, NULL, s->eps, x, s->width);
         }
 }
@@ -107,118 +80,50 @@ static CacheLayer cache_layer(const ForwardBatch *p, const DecoderShape *s, ptrd
     return (CacheLayer){(int8_t *)p->cache + rows * s->width, p->cache_scales + rows};
 }
 
-static void store_keys_values(const ForwardBatch *p, const DecoderShape *s, CacheLayer cache, int threads)
+static void store_keys_values(const ForwardBatch *p, const DecoderShape *s, const bf16 *keys, ptrdiff_t stride,
+                              CacheLayer cache, int threads)
 {
-    ptrdiff_t stride = (s->heads + 2 * s->kv_heads) * s->width;
 #pragma omp parallel for num_threads(threads) if (cache.scales && p->rows > 16)
     for (ptrdiff_t row = 0; row < p->rows; row++)
         for (ptrdiff_t head = 0; head < 2 * s->kv_heads; head++) {
-            const bf16 *from = p->qkv + row * stride + (s->heads + head) * s->width;
+            const bf16 *from = keys + row * stride + head * s->width;
             ptrdiff_t to = head * p->cache_rows + p->slots[row];
             if (cache.scales) quantize_head(from, s->width, (int8_t *)cache.rows + to * s->width, cache.scales + to);
             else memcpy((bf16 *)cache.rows + to * s->width, from, 2 * s->width);
         }
 }
 
-/* Select the requested rows: copy their hidden states to `out` and move their queries to the front. */
-static void select_last(const ForwardBatch *p, const DecoderShape *s)
+/* Move the requested ones of rows to the front. */
+static void select_rows(const ForwardBatch *p, bf16 *rows, ptrdiff_t stride, ptrdiff_t width)
 {
-    ptrdiff_t stride = (s->heads + 2 * s->kv_heads) * s->width;
-    for (ptrdiff_t i = 0; i < p->last_count; i++) {
-        memcpy(p->out + i * p->hidden, p->x + p->last[i] * p->hidden, 2 * p->hidden);
-        if (p->last[i] > i) memcpy(p->qkv + i * stride, p->qkv + p->last[i] * stride, 2 * s->heads * s->width);
-    }
+    for (ptrdiff_t i = 0; i < p->last_count; i++)
+        if (p->last[i] > i) memcpy(rows + i * stride, rows + p->last[i] * stride, 2 * width);
 }
 
-/* The linear layers of a decoder layer, as offsets in `LoraLayer`. */
-enum {
-    QKV = offsetof(LoraLayer, qkv),
-    OUTPUT = offsetof(LoraLayer, output),
-    GATE_UP = offsetof(LoraLayer, gate_up),
-    DOWN = offsetof(LoraLayer, down),
-};
-
-typedef struct { /* one linear layer */
-    const Matrix *m;
-    ptrdiff_t layer; /* the index of the decoder layer */
-    size_t part;     /* one of the above */
-    const bf16 *x;   /* [rows, inputs] */
-    ptrdiff_t stride, rows;
-    int last; /* whether the rows are those of `last` */
-} LinearCall;
-
-typedef struct {           /* the rows of one adapter, and what it adds to a linear layer */
-    const LowRank *change; /* null if nothing, or if there are no rows */
-    ptrdiff_t start, stop;
-} Change;
-
-static Change find_change(const LinearCall *c, const LoraRows *a)
-{
-    ptrdiff_t start = c->last ? a->last_start : a->start, stop = c->last ? a->last_stop : a->stop;
-    const LowRank *change = (const LowRank *)((const char *)(a->layers + c->layer) + c->part);
-    return (Change){change->down && start < stop ? change : NULL, start, stop};
-}
-
-/* Compute what adapter `i` adds to the products of a linear layer, for the row bias, which begins at row `first`. */
-static void multiply_low_rank(const LinearCall *c, const ForwardBatch *p, ptrdiff_t i, ptrdiff_t first, char *workspace,
+/* Compute queries, keys, values and gates, and write keys and values to the cache. Of the last layer, the requested
+ * queries and gates are moved to the front. */
+static void project_attention(const NumberedLayer *n, const ForwardBatch *p, const DecoderShape *s, int last,
                               int threads)
 {
-    Change found = find_change(c, p->loras + i);
-    const LowRank *l = found.change;
-    if (!l) return;
-    ptrdiff_t rows = found.stop - found.start, stride = p->ranks_stride;
-    bf16 *ranks = p->ranks + found.start * stride;
-    float *out = p->row_bias + (found.start - first) * c->m->outputs;
-    linear_biased(l->down, c->x + found.start * c->stride, c->stride, rows, ranks, stride, 0, NULL, 0, workspace,
-                  threads);
-    for (int part = 0; part < MAX_PARTS && l->up[part]; part++)
-        linear_biased(l->up[part], ranks + l->first_input[part], stride, rows, out + l->first_output[part],
-                      c->m->outputs, 0, NULL, 0, workspace, threads);
+    ptrdiff_t stride = n->l->qkv->columns, heads = s->heads + s->kv_heads, queries = s->gate_heads + s->heads;
+    bf16 *rows = p->qkv + s->gate_heads * s->width;
+    CacheLayer cache = cache_layer(p, s, n->number_of_kind);
+    if (n->l->query_norm) normalize_heads(n->l, rows, stride, p->rows, s, threads);
+    rotate(rows, stride, p->cos, p->sin, p->rows, heads, s->width / 2, threads);
+    store_keys_values(p, s, rows + s->heads * s->width, stride, cache, threads);
+    if (last) select_rows(p, p->qkv, stride, queries * s->width);
 }
 
-/* Compute what the adapters add to a linear layer; returns the number of rows of the row bias. Few rows of several
- * adapters are divided among the threads by adapter, since starting a parallel region takes longer than such a product.
- */
-static ptrdiff_t multiply_loras(const LinearCall *c, const ForwardBatch *p, int threads)
+static void attend_layer(const NumberedLayer *n, const ForwardBatch *p, const DecoderShape *s, int last, int threads)
 {
-    ptrdiff_t first = c->rows, count = 0;
-    for (ptrdiff_t i = p->lora_count - 1; i >= 0; i--) {
-        Change found = find_change(c, p->loras + i);
-        if (found.change) first = found.start, count++;
-    }
-    ptrdiff_t rows = c->rows - first;
-    if (!count) return 0;
-    memset(p->row_bias, 0, rows * c->m->outputs * sizeof *p->row_bias);
-    if (count == 1 || rows > 16 * count) {
-        for (ptrdiff_t i = 0; i < p->lora_count; i++)
-            multiply_low_rank(c, p, i, first, p->lora_workspace, threads);
-        return rows;
-    }
-#pragma omp parallel for num_threads(threads)
-    for (ptrdiff_t i = 0; i < p->lora_count; i++)
-        multiply_low_rank(c, p, i, first, p->lora_workspace + omp_get_thread_num() * p->lora_workspace_size, 1);
-    return rows;
-}
-
-static void linear(const LinearCall *c, const ForwardBatch *p, bf16 *out, ptrdiff_t out_stride, int add, int threads)
-{
-    ptrdiff_t biased = multiply_loras(c, p, threads);
-    linear_biased(c->m, c->x, c->stride, c->rows, out, out_stride, add, p->row_bias, biased, p->linear_workspace,
-                  threads);
-}
-
-/* Add a layer's attention output and then its MLP output to `x`. */
-static void attention_and_mlp(const DecoderLayer *l, ptrdiff_t layer, const ForwardBatch *p, const DecoderShape *s,
-                              CacheLayer cache, bf16 *x, ptrdiff_t rows, const KVSpan *spans, ptrdiff_t span_count,
-                              int threads)
-{
-    ptrdiff_t head = p->cache_rows * s->width, mixed = s->heads * s->width, inner = l->gate_up->columns;
+    ptrdiff_t head = p->cache_rows * s->width, mixed = s->heads * s->width, stride = n->l->qkv->columns;
+    CacheLayer cache = cache_layer(p, s, n->number_of_kind);
     AttentionArgs h = {
-        p->qkv,
+        p->qkv + s->gate_heads * s->width,
         cache.rows,
         element(cache.rows, cache.scales != NULL, s->kv_heads * head),
         p->mixed,
-        mixed + 2 * s->kv_heads * s->width,
+        stride,
         s->width,
         s->width,
         head,
@@ -231,33 +136,83 @@ static void attention_and_mlp(const DecoderLayer *l, ptrdiff_t layer, const Forw
         cache.scales ? cache.scales + s->kv_heads * p->cache_rows : NULL,
         p->cache_rows,
     };
-    attend(&h, spans, span_count, p->attend_workspace, threads);
-    int last = x == p->out;
-    linear(&(LinearCall){l->output, layer, OUTPUT, p->mixed, mixed, rows, last}, p, x, p->hidden, 1, threads);
+    attend(&h, last ? p->last_spans : p->spans, last ? p->last_span_count : p->span_count, p->attend_workspace,
+           threads);
+    if (s->gate_heads) multiply_gates(p->mixed, p->qkv, stride, last ? p->last_count : p->rows, mixed, threads);
+}
+
+/* Keep the inputs of the rows whose states may have to be computed again. */
+static void keep_inputs(const NumberedLayer *n, const ForwardBatch *p)
+{
+    const RecurrentBatch *r = p->recurrent;
+    ptrdiff_t width = n->l->qkv->columns, gates = n->l->gates->columns;
+    for (ptrdiff_t i = 0; i < r->kept_count; i++) {
+        ptrdiff_t from = r->kept_rows[i], to = n->number_of_kind * r->kept_count + i;
+        memcpy(r->kept_qkvz + to * width, p->qkv + from * width, width * sizeof *p->qkv);
+        memcpy(r->kept_gates + to * gates, p->gates + from * gates, gates * sizeof *p->gates);
+    }
+}
+
+/* Compute a gated delta net up to its output projection, and write the new states. Of the last layer, the requested rows
+ * are moved to the front. */
+static void mix_layer(const NumberedLayer *n, const ForwardBatch *p, int last, int threads)
+{
+    const RecurrentBatch *r = p->recurrent;
+    const DecoderLayer *l = n->l;
+    DeltaArgs a = *l->delta;
+    ptrdiff_t values = a.value_heads * a.value_dim, channels = 2 * a.key_heads * a.key_dim + values;
+    linear(&(LinearCall){l->gates, n->number, GATES, p->normed, p->hidden, p->rows, 0}, p, p->gates, l->gates->columns,
+           0, threads);
+    keep_inputs(n, p);
+    a.rows = p->qkv;
+    a.row_stride = l->qkv->columns;
+    a.gates = p->gates;
+    a.out = p->mixed;
+    a.conv_states = r->conv_states + n->number_of_kind * r->slots * (a.taps - 1) * channels;
+    a.states = r->states + n->number_of_kind * r->slots * values * a.key_dim;
+    mix_delta_net(&a, r->spans, r->span_count, r->lists, p->delta_workspace, threads);
+    if (last) select_rows(p, p->mixed, values, values);
+}
+
+/* Add a layer's output projection and then its MLP output to `x`. */
+static void add_mixed_and_mlp(const NumberedLayer *n, const ForwardBatch *p, const DecoderShape *s, int last,
+                              int threads)
+{
+    const DecoderLayer *l = n->l;
+    bf16 *x = last ? p->out : p->x;
+    ptrdiff_t rows = last ? p->last_count : p->rows, mixed = l->output->inputs, inner = l->gate_up->columns;
+    linear(&(LinearCall){l->output, n->number, OUTPUT, p->mixed, mixed, rows, last}, p, x, p->hidden, 1, threads);
     norm(x, p->hidden, l->mlp_norm, NULL, s->eps, p->normed, rows, p->hidden, threads);
-    linear(&(LinearCall){l->gate_up, layer, GATE_UP, p->normed, p->hidden, rows, last}, p, p->inner, inner, 0, threads);
-    linear(&(LinearCall){l->down, layer, DOWN, p->inner, inner, rows, last}, p, x, p->hidden, 1, threads);
+    linear(&(LinearCall){l->gate_up, n->number, GATE_UP, p->normed, p->hidden, rows, last}, p, p->inner, inner, 0,
+           threads);
+    linear(&(LinearCall){l->down, n->number, DOWN, p->inner, inner, rows, last}, p, x, p->hidden, 1, threads);
+}
+
+/* Run a layer; the last one computes the requested rows only. */
+static void run_layer(const NumberedLayer *n, const ForwardBatch *p, const DecoderShape *s, int last, int threads)
+{
+    const DecoderLayer *l = n->l;
+    norm(p->x, p->hidden, l->input_norm, NULL, s->eps, p->normed, p->rows, p->hidden, threads);
+    linear(&(LinearCall){l->qkv, n->number, QKV, p->normed, p->hidden, p->rows, 0}, p, p->qkv, l->qkv->columns, 0,
+           threads);
+    if (l->delta) mix_layer(n, p, last, threads);
+    else project_attention(n, p, s, last, threads);
+    if (last && !p->last_count) return;
+    if (!l->delta) attend_layer(n, p, s, last, threads);
+    for (ptrdiff_t i = 0; last && i < p->last_count; i++)
+        memcpy(p->out + i * p->hidden, p->x + p->last[i] * p->hidden, 2 * p->hidden);
+    add_mixed_and_mlp(n, p, s, last, threads);
 }
 
 /* Run all layers in one call: releasing and acquiring the GIL for each operation took a tenth of a step. */
 void run_layers(const DecoderLayer *layers, int64_t count, const DecoderShape *s, const ForwardBatch *p,
                 int32_t threads)
 {
-    ptrdiff_t heads = s->heads + s->kv_heads, stride = (heads + s->kv_heads) * s->width;
+    ptrdiff_t attention = 0, delta = 0;
     for (ptrdiff_t i = 0; i < count; i++) {
-        CacheLayer cache = cache_layer(p, s, i);
-        norm(p->x, p->hidden, layers[i].input_norm, NULL, s->eps, p->normed, p->rows, p->hidden, threads);
-        linear(&(LinearCall){layers[i].qkv, i, QKV, p->normed, p->hidden, p->rows, 0}, p, p->qkv, stride, 0, threads);
-        if (layers[i].query_norm) normalize_heads(layers + i, p, s, threads);
-        rotate(p->qkv, stride, p->cos, p->sin, p->rows, heads, s->width / 2, threads);
-        store_keys_values(p, s, cache, threads);
-        if (i + 1 < count) {
-            attention_and_mlp(layers + i, i, p, s, cache, p->x, p->rows, p->spans, p->span_count, threads);
-            if (i < p->levels) add_level(p, i);
-        } else if (p->last_count) {
-            select_last(p, s);
-            attention_and_mlp(layers + i, i, p, s, cache, p->out, p->last_count, p->last_spans, p->last_span_count,
-                              threads);
-        }
+        NumberedLayer n = {layers + i, i, layers[i].delta ? delta++ : attention++};
+        int last = i + 1 == count;
+        run_layer(&n, p, s, last, threads);
+        if (!last && i < p->levels) add_level(p, i);
     }
 }

@@ -21,7 +21,6 @@ from dashinfer_vlm_core.kernels.quantization import Quantization, QuantizedWeigh
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.kernels.types import (
     Activation,
-    Attention,
     DecoderLayer,
     DecoderLayers,
     DecoderShape,
@@ -31,7 +30,6 @@ from dashinfer_vlm_core.kernels.types import (
     KVSpans,
     Linear,
     LMHead,
-    Mlp,
     RecurrentStates,
     SampledIds,
     StateSpans,
@@ -41,6 +39,8 @@ from dashinfer_vlm_core.kernels.types import (
 
 from .build import AMX, LIBRARY, Variant
 from .library import COMPILE, LibraryError, load_library
+from .native_delta_net import mix_delta_net
+from .native_layer_table import supports_layers
 from .native_layers import NativeLayers
 from .native_linear import C_TYPES, NativeLinear, NativeLMHead, fields, quantize_int4
 
@@ -57,6 +57,7 @@ SIGNATURES = {
     "linear_biased": "ppllpliplpi",
     "norm": "plppfplli",
     "rotate": "plppllli",
+    "multiply_gates": "ppllli",
     "attend": "pplpi",
     "mix_delta_net": "pplppi",
     "run_layers": "plppi",
@@ -81,19 +82,6 @@ class AttentionArgs(ctypes.Structure):
         "p q k v out, l q_token q_head kv_token kv_head out_token heads kv_heads width, f scale,"
         " p k_scales v_scales, l scale_head"
     )
-
-
-class DeltaArgs(ctypes.Structure):
-    """`DeltaArgs` in C."""
-
-    _fields_ = fields(
-        "p rows gates out conv_states states conv rate step_bias norm,"
-        " l row_stride key_heads value_heads key_dim value_dim taps, f eps"
-    )
-
-
-STATE_SPAN_FIELDS = 8
-"""The number of values of `StateSpan` in C."""
 
 
 class NativeKernels(TorchKernels):
@@ -165,6 +153,11 @@ class NativeKernels(TorchKernels):
             x.data_ptr(), x.stride(0), cos.data_ptr(), sin.data_ptr(), rows, heads, width // 2, _threads()
         )
 
+    def gate_(self, x: Tensor, gates: Tensor) -> None:
+        assert x.is_contiguous()
+        assert gates.stride(1) == 1
+        self._library.multiply_gates(x.data_ptr(), gates.data_ptr(), gates.stride(0), *x.shape, _threads())
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spans: KVSpans) -> Tensor:
         if not _supports_attention(q.shape[1], len(k), q.shape[2]):
             return super().attend(q, k, v, spans)
@@ -201,26 +194,7 @@ class NativeKernels(TorchKernels):
         return out
 
     def mix_delta_net(self, net: DeltaNet, inputs: DeltaInputs, states: RecurrentStates, spans: StateSpans) -> Tensor:
-        spec = net.spec
-        weights = net.conv, net.rate, net.step_bias, net.norm
-        assert all(part.is_contiguous() for part in (inputs.gates, *states, *weights))
-        assert inputs.qkvz.stride(1) == 1
-        out = torch.empty(len(inputs.qkvz), spec.value_width, dtype=inputs.qkvz.dtype)
-        threads = _threads()
-        size = self._library.delta_workspace_size(spec.key_dim, spec.value_dim)
-        workspace = torch.empty(threads * size, dtype=torch.uint8)
-        tensors = (inputs.qkvz, inputs.gates, out, *states, *weights)
-        description = DeltaArgs(
-            *(part.data_ptr() for part in tensors), inputs.qkvz.stride(0), spec.num_key_heads, spec.num_value_heads,
-            spec.key_dim, spec.value_dim, spec.conv_width, net.eps,
-        )  # fmt: skip
-        table = spans.table
-        count = len(spans.spans)
-        lists = table[STATE_SPAN_FIELDS * count :]
-        self._library.mix_delta_net(
-            ctypes.byref(description), table.data_ptr(), count, lists.data_ptr(), workspace.data_ptr(), threads
-        )
-        return out
+        return mix_delta_net(self._library, net, inputs, states, spans)
 
     def sample_tokens(
         self,
@@ -245,26 +219,9 @@ class NativeKernels(TorchKernels):
         return sampled
 
     def decoder_layers(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> DecoderLayers:
-        if (
-            not shape.gate
-            and all(map(_supports_layer, layers))
-            and _supports_attention(shape.heads, shape.kv_heads, shape.head_dim)
-        ):
+        if supports_layers(layers) and _supports_attention(shape.heads, shape.kv_heads, shape.head_dim):
             return NativeLayers(self._library, layers, shape)
         return super().decoder_layers(layers, shape)
-
-
-def _supports_layer(layer: DecoderLayer) -> bool:
-    if not isinstance(layer.mlp, Mlp) or not isinstance(layer.mixer, Attention):
-        return False
-    qkv, output, query_norm, key_norm = layer.mixer
-    norms = [norm for norm in (layer.input_norm, layer.mlp_norm, query_norm, key_norm) if norm]
-    linears = (qkv, output, *layer.mlp)
-    return (
-        (query_norm is None) == (key_norm is None)
-        and all(norm.bias is None for norm in norms)
-        and all(isinstance(linear, NativeLinear) for linear in linears)
-    )
 
 
 def _supports_attention(heads: int, kv_heads: int, width: int) -> bool:

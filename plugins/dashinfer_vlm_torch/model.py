@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -115,9 +115,9 @@ class TextModel:
         `DecoderLayers`."""
         return self._layers(x, batch)
 
-    def rewind(self, batch: RecurrentBatch, number_of_span: int, num_tokens: int) -> None:
-        """Compute the state after the first `num_tokens` tokens of a span with drafts again, after a forward pass."""
-        delta_net.rewind(self.kernels, self._delta_nets, batch, number_of_span, num_tokens)
+    def rewind(self, batch: RecurrentBatch, counts: Mapping[int, int]) -> None:
+        """Compute states again after a forward pass, see `delta_net.rewind`."""
+        delta_net.rewind(self.kernels, self._delta_nets, batch, counts)
 
     def logits(self, x: Tensor, heads: Sequence[tuple[slice, HeadChange]] = ()) -> Tensor:
         """Compute float32 [rows, vocab_size] from hidden states [rows, hidden_size]; `heads` are the rows for which an

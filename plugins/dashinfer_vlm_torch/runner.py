@@ -223,12 +223,15 @@ class ModelRunner:
         self, recurrent: RecurrentBatch, chunks: Sequence[ScheduledChunk], outcomes: Mapping[SequenceState, Outcome]
     ) -> None:
         """Compute the states again that contain rejected drafts. The last token of an outcome is not computed yet."""
+        counts: dict[int, int] = {}
         for number, chunk in enumerate(chunks):
             outcome = outcomes.get(chunk.sequence)
             if chunk.draft.tokens and isinstance(outcome, tuple):
                 stop = chunk.stop + len(outcome) - 1
                 if stop < chunk.end:
-                    self._model.rewind(recurrent, number, stop - chunk.start)
+                    counts[number] = stop - chunk.start
+        if counts:
+            self._model.rewind(recurrent, counts)
 
     def _forward(self, step: StepBatch, recurrent: RecurrentBatch | None) -> Tensor:
         """Return the hidden states of the tokens of `step.last`, or of all tokens if a drafter needs them."""

@@ -141,5 +141,5 @@ class Sequences:
         """Keep only the first `num_tokens` tokens of the step with this number of the last forward pass."""
         assert self.batch
         assert self.batch.recurrent
-        self.model.rewind(self.batch.recurrent, number, num_tokens)
+        self.model.rewind(self.batch.recurrent, {number: num_tokens})
         self.lengths[step.sequence] -= len(step.ids) - num_tokens

@@ -108,6 +108,9 @@ class Kernels(Protocol):
         Rotates the pairs (i, i + head_dim / 2); cos and sin are float32 [rows, head_dim / 2].
         """
 
+    def gate_(self, x: Tensor, gates: Tensor) -> None:
+        """Multiply x [rows, columns], contiguous, by the sigmoid of `gates` [rows, columns] in place."""
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spans: KVSpans) -> Tensor:
         """Compute softmax attention, scaled by 1 / sqrt(head_dim); query heads that share keys are adjacent.
 
@@ -128,10 +131,11 @@ class Kernels(Protocol):
             net: the layer.
             inputs: the outputs of its input projections.
             states: the slots of the layer; those of `target` and `saved` are written.
-            spans: cover all rows of `inputs`.
+            spans: the rows of `inputs` to compute.
 
         Returns:
-            [tokens, value heads * value_dim], normalized and multiplied by the gate.
+            [tokens, value heads * value_dim], normalized and multiplied by the gate; rows outside the spans are
+            undefined.
         """
 
     def decoder_layers(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> DecoderLayers:

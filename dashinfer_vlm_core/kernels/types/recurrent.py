@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
@@ -100,6 +100,17 @@ class StateSpans:
             lists += [*span.chunks, *chain.from_iterable(span.saved)]
         return torch.tensor(rows + lists, dtype=torch.int64)
 
+    @cached_property
+    def drafted(self) -> Mapping[int, StateSpan]:
+        """The spans with drafts by their number. Their first tokens are rows of `RecurrentBatch.kept`."""
+        drafted: dict[int, StateSpan] = {}
+        first = 0
+        for number, span in enumerate(self.spans):
+            if span.num_drafts:
+                drafted[number] = span._replace(first_token=first)
+                first += span.num_tokens
+        return drafted
+
 
 class DeltaInputs(NamedTuple):
     """What gated delta nets compute states and outputs from.
@@ -119,10 +130,10 @@ class RecurrentBatch(NamedTuple):
     Attributes:
         states: all slots.
         spans: one per sequence, in the order of `ForwardBatch.spans`.
-        kept: for each delta net layer, the inputs of the spans with drafts, by the number of the span; each layer
+        kept: for each delta net layer, the inputs of the spans with drafts, one span after the other; each layer
             appends its own.
     """
 
     states: RecurrentStates
     spans: StateSpans
-    kept: list[dict[int, DeltaInputs]]
+    kept: list[DeltaInputs]
