@@ -255,6 +255,7 @@ def converse_with_litellm(served: Served) -> str:
 CONVERSATIONS = [converse_with_ollama, converse_with_langchain, converse_with_llama_index, converse_with_litellm]
 
 
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # LiteLLM's messages have tool calls as dicts
 @pytest.mark.parametrize("converse", CONVERSATIONS)
 def test_fields_of_responses_can_be_sent_back(served, converse, monkeypatch, caplog):
     monkeypatch.setattr(body, "_LOG", NameLog(body.logger, "%s", "No more."))
