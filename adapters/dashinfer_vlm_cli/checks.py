@@ -243,7 +243,6 @@ def _kernel_choice(choice: KernelChoice, candidates: Mapping[str, LoadedKernels]
 
 
 def _weights(config: EngineConfig) -> Iterator[Finding]:
-    """Report what becomes of the weights of the configured model, if it is quantized and on this machine."""
     registry = load_plugins()
     folder = registry.models.get(config.model) or _local_folder(config.model)
     spec = registry.load_spec(folder) if folder else None

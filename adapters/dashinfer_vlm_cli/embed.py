@@ -175,7 +175,6 @@ class _Job:
     async def _embed(
         self, engine: AnyEngine, row: Row, inputs: dict[str, Any], digest: str | None
     ) -> DashInferVLMError | None:
-        """Add a row unless it exists; return why it cannot be computed."""
         from dashinfer_vlm_core.engine.shared import call_engine
 
         async def started() -> AnyEngine:

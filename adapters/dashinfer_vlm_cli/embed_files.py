@@ -238,7 +238,6 @@ class VectorsFile(LineFile):
 
 
 def _shape(path: Path) -> tuple[int, int] | None:
-    """Return the shape of the matrix in a file; None if it is another file."""
     try:
         matrix = np.load(path, mmap_mode="r")
     except (OSError, ValueError, EOFError):

@@ -145,7 +145,6 @@ _API_KEY = click.option(
 
 
 def _given() -> set[str]:
-    """Return the names of the engine options on the command line or in the configuration file."""
     context = click.get_current_context()
     names = {param.name for param in context.command.get_params(context) if isinstance(param, EngineOption)}
     given = {ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP}

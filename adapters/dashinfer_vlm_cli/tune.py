@@ -119,7 +119,6 @@ def _measure_memory(dtype: torch.dtype, sets: Mapping[str, Kernels]) -> tuple[fl
 
 
 def _measure_sets(config: EngineConfig, names: list[str]) -> dict[str, Round]:
-    """Measure kernel sets; those that do not support the options, such as the quantization, are left out."""
     rounds: dict[str, Round] = {}
     for name in names:
         try:

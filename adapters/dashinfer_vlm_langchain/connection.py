@@ -93,7 +93,6 @@ class EngineConnection(BaseModel):
         return self.api_key.get_secret_value() if self.api_key else None
 
     def _engine(self, model: str | None = None) -> tuple[dict[str, str], GetEngine]:
-        """Return the field `model` of a request, and what returns the engine."""
         name = model or self.model
         if self.engine is not None and model is None and "model" not in self.model_fields_set:
             return {}, self._connected_engine  # it knows its model
@@ -112,7 +111,6 @@ class EngineConnection(BaseModel):
         return self.engines.config(model, task | self.engine_options)
 
     async def _call_engine(self, work: Callable[[ChatEngine, dict[str, str]], Awaitable[T]]) -> T:
-        """Return what `work` returns for the engine and the field `model` of a request."""
         name, engine = self._engine()
         return await call_engine(
             engine, lambda started: work(started, name), timeout=self.timeout, max_retries=self.max_retries

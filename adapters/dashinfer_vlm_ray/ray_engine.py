@@ -233,7 +233,6 @@ class RayEngine(ChatEngine):
         return result[1]
 
     def _count(self, previous: TokenCounts, counts: TokenCounts) -> TokenCounts:
-        """Notify the observers of tokens since `previous`; return `counts`."""
         if num_tokens := counts.prompt - previous.prompt:
             self._observers.prompt_built(num_tokens)
         for _ in range(counts.completion - previous.completion):

@@ -181,7 +181,6 @@ def _read_file(file: Path, defaults: KeyLimits) -> list[ApiKey]:
 
 
 def _parse(text: str, file: Path, defaults: KeyLimits) -> Iterator[ApiKey]:
-    """Parse the lines, except for blank ones and those that start with #."""
     seen: dict[bytes, tuple[ApiKey, str]] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.split()

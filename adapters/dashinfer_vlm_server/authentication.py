@@ -142,7 +142,6 @@ class ApiKeyMiddleware:
             await error_response(_unauthorized(), context.endpoint)(scope, receive, send)
 
     async def _find_key(self, scope: Scope) -> ApiKey | None:
-        """Return the key of a request, if it is valid now."""
         keys = await self._reloader.refresh()
         if keys is not self._keys:
             self._keys = keys

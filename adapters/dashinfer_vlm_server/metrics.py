@@ -94,7 +94,6 @@ class Metrics:
 
 
 def _add_labeled(metrics: dict[str, Metric], added: Iterable[Metric], **labels: str) -> None:
-    """Add the samples of metrics, with these labels, to the metrics of the same names."""
     for source in added:
         empty = Metric(source.name, source.documentation, source.type, source.unit)
         metrics.setdefault(source.name, empty).samples += [

@@ -150,7 +150,6 @@ class LimitedWebSocketProtocol(WebSocketsSansIOProtocol):
             self.transport.resume_reading()
 
     def _partial_size(self) -> int:
-        """Return how many bytes of an incomplete message were received."""
         return sum(map(len, self.frames)) + len(self.conn.reader.buffer)
 
     def _wait_for_memory(self) -> None:

@@ -154,7 +154,6 @@ def _has_prefix(name: str) -> bool:
 
 
 def _variables(command: click.Command, context: click.Context) -> Iterator[str]:
-    """Yield the variables of a command and its subcommands, as far as they are loaded."""
     for param in command.params:
         yield from (param.envvar,) if isinstance(param.envvar, str) else param.envvar or ()
     if isinstance(command, click.Group):

@@ -170,7 +170,6 @@ class DocumentExpander:
         )
 
     def _count_fitting(self, pages: Sequence[_PageContents], tokens: Sequence[int], excess: int) -> int:
-        """Return how many pages are left after the last ones were removed that have at least `excess` tokens."""
         images = list(tokens)
         fitting = len(pages)
         while excess > 0 and fitting:

@@ -145,7 +145,6 @@ class LoraManager:
         return active
 
     async def _load(self, name: str, path: str) -> ActiveLora:
-        """Return a loaded adapter, loading it if necessary; an empty path is that of an adapter that is loaded."""
         async with self._loading:
             active = self._loaded.get(name)
             if active is None:

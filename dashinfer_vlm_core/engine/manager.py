@@ -174,7 +174,6 @@ class ManagedEngine(ChatEngine):
         self._engine.add_observer(observer)
 
     def _named(self, request: RequestT) -> RequestT:
-        """Replace an alias by the name that the engine knows."""
         if request.model in self._model.aliases:
             return request.model_copy(update={"model": self._name})
         return request

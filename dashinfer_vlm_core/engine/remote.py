@@ -437,7 +437,6 @@ RowT = TypeVar("RowT", bound=_Row)
 
 
 def _in_order(rows: Sequence[RowT], count: int) -> list[RowT]:
-    """Return the rows in the order of the `count` items that they are for."""
     ordered = sorted(rows, key=lambda row: row.index)
     if [row.index for row in ordered] != list(range(count)):
         raise _not_compatible()

@@ -203,7 +203,6 @@ class MediaLoader:
 
 
 def _file_of(sources: Sequence[Source], path: str | None) -> Path | None:
-    """Return the local file of a part, or of the frame at `path` of a list."""
     files = (source for source in sources if isinstance(source, LocalSource))
     return next((file.folder / file.name for file in files if len(sources) == 1 or file.path == path), None)
 

@@ -138,7 +138,6 @@ class Download:
             )
 
     def _transfer(self, file: HubFile, stream: IO[bytes], progress: Progress) -> None:
-        """Receive the rest of a file; after a lost connection, continue where it was lost."""
         pauses = iter(RETRY_SECONDS)
         while True:
             received = stream.tell()

@@ -110,7 +110,6 @@ def _listed_shards(folder: Path) -> list[Path]:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor."""
     index = folder / INDEX
     try:
         listed = json.loads(index.read_text("utf-8"))["weight_map"].items()

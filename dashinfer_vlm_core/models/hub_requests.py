@@ -97,7 +97,6 @@ def get_page(url: str, *, sends_token: bool) -> Page:
 
 
 def _has_origin(url: str, other: str) -> bool:
-    """Whether a URL that a hub sent is valid, and has the origin of another one."""
     import httpx
 
     try:

@@ -322,7 +322,6 @@ def count_weights(size: ModelSize) -> int:
 
 
 def _table(text: TextModelSpec) -> int:
-    """Return the number of weights of the embedding table, and of the output layer."""
     return text.vocab_size * text.hidden_size
 
 

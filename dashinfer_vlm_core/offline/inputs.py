@@ -287,7 +287,6 @@ def _media_part(kind: Kind, value: object, uuid: str | None, path: str) -> Media
 
 
 def _is_object(value: object) -> bool:
-    """Return whether this is a Python object, rather than a URL, a path, or None for cached media."""
     return not (
         value is None or _is_source(value) or (isinstance(value, (list, tuple)) and all(map(_is_source, value)))
     )

@@ -115,7 +115,6 @@ def _warn(problem: str) -> None:
 
 
 def _step(entry: EntryPoint) -> str:
-    """Return the next step for a plugin that fails."""
     if owner(entry) == DISTRIBUTION:
         return install_step()
     return (

@@ -212,7 +212,6 @@ _CONTENT_BLOCKS = ("text", *_MEDIA_TYPES)
 
 
 def _parts(block: Block, path: str) -> list[_Part]:
-    """Return the parts of a block of a user or of a tool result."""
     if block.type == "text":
         return [_text_part(_required(block, "text", path), path)]
     if block.type not in _MEDIA_TYPES:

@@ -50,6 +50,5 @@ def _count_punctuation(text: str) -> int:
 
 
 def _depth(outside: str) -> int:
-    """Return the nesting depth of brackets in the text outside of strings."""
     steps = (1 if bracket in "[{" else -1 for bracket in re.findall(r"[\[\]{}]", outside))
     return max(itertools.accumulate(steps), default=0)

@@ -233,7 +233,6 @@ class ResponseBuilder:
         )
 
     def _stop_fields(self) -> dict[str, Any]:
-        """Return the stop string that ended the completion as vLLM names it, if one did."""
         return {"stop_reason": self.stop_string} if self.stop_string else {}
 
     def usage(self, others: Sequence[ResponseBuilder] = ()) -> CompletionUsage:

@@ -242,7 +242,6 @@ class ResponseEventBuilder:
 
 
 def _usage(usage: CompletionUsage) -> ResponseUsage:
-    """Convert the usage of a chat completion; the counts of visual tokens are an addition to OpenAI's fields."""
     prompt = usage.prompt_tokens_details
     completion = usage.completion_tokens_details
     visual = {name: getattr(prompt, name) for name in ("image_tokens", "video_tokens") if hasattr(prompt, name)}

@@ -149,7 +149,6 @@ def _content(token: str | Mapping[str, Any]) -> str:
 
 
 def _chat_templates(value: Any) -> dict[str, str]:
-    """Normalize `chat_template` of `tokenizer_config.json`: a string, a mapping, or a list of named templates."""
     if value is None:
         return {}
     if isinstance(value, str):

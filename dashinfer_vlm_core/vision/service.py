@@ -167,7 +167,6 @@ class VisionService:
         return len(item.units) > 0 and (lora.encoder if lora else self._encoder).splits_videos
 
     async def _join(self, units: Sequence[torch.Tensor], key: bytes) -> torch.Tensor:
-        """Return the embedding of an item with this key. Requests that use the same video share its copy."""
         if len(units) == 1:
             return units[0]
         if (joined := self._joined.get(key)) is None:
@@ -226,7 +225,6 @@ class VisionService:
         return [self._job(unit, cache_salt, lora, item.tokens) for unit in units]
 
     def _job(self, unit: Patches, cache_salt: str, lora: VisionLora | None, item_tokens: int) -> UnitJob:
-        """Return the job for this unit: a finished one if it is cached, else the pending one, else a new one."""
         salted = _salted(unit.digest, cache_salt)
         key = self._key(salted, lora)
         encoder = lora.encoder if lora else self._encoder
@@ -353,7 +351,6 @@ _LookupTask: TypeAlias = "asyncio.Task[list[torch.Tensor | None]]"
 
 
 def _salted(digest: bytes, cache_salt: str) -> bytes:
-    """Return the digest unchanged without a salt, else a digest of both, of the same length."""
     if not cache_salt:
         return digest
     return hashlib.sha256(b"salted" + hashlib.sha256(cache_salt.encode()).digest() + digest).digest()

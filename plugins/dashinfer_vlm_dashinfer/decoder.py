@@ -295,7 +295,6 @@ _DIED = "The decoder's process died. Try again in a moment."
 
 
 def _span_digest(span: VisualSpan) -> bytes:
-    """A 32-byte digest of a span's rows; the item's digest if the span contains all of its rows."""
     digest = span.tokens.digest
     rows = span.stop - span.start
     if rows == len(span.tokens.embedding):

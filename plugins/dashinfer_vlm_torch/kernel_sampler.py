@@ -51,7 +51,6 @@ def _apply_top_k(
 
 
 def _largest(scores: Tensor, count: int) -> Tensor:
-    """Return the `count` largest values of each row in descending order."""
     rows, vocab_size = scores.shape
     num_blocks = -(-vocab_size // BLOCK)
     if 4 * count > num_blocks:

@@ -114,7 +114,6 @@ def _fill(model: Any) -> None:
 
 
 def _distribution(name: str, weight: Tensor) -> tuple[float, float]:
-    """Return mean and standard deviation."""
     # Large enough that the best two tokens differ clearly, and that completions do not only repeat the last token.
     if name.endswith("A_log"):  # otherwise, states would be forgotten after few tokens
         return -3.0, 1.0

@@ -142,7 +142,6 @@ class ModelTimer:
         return idle_share([(each.start, each.end) for each in kernels])
 
     def _decode(self, decoder: Decoder, tokens: int) -> contextlib.aclosing[AsyncGenerator[Token, None]]:
-        """Decode after a new prompt, which no cache has, until the stream is closed."""
         prompt = self._builder.prompt("timing", self._builder.text(tokens))
         sampling = Sampling(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
         return contextlib.aclosing(decoder.decode(prompt.request([], sampling)))

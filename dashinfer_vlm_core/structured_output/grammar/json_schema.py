@@ -161,7 +161,6 @@ class SchemaCompiler:
         return self._either([compiler(keywords, level, path) for compiler in compilers])
 
     def _keywords(self, schema: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-        """Return the keywords that constrain values and can be guaranteed."""
         self._steps.count_keywords(schema)
         dropped = set(ANNOTATIONS)
         for key, error in find_faults(schema, path):

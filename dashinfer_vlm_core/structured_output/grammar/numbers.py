@@ -75,7 +75,6 @@ def _decimal(value: Fraction, places: int) -> str:
 
 
 def _range(schema: Mapping[str, Any], path: str) -> tuple[Fraction, Fraction]:
-    """Return the minimum and the maximum; a missing bound is far from the other one."""
     lows = [_limit(schema[key], key, path) for key in _LOWER if key in schema]
     highs = [_limit(schema[key], key, path) for key in _UPPER if key in schema]
     highest = Fraction(10**bounds.INTEGER_DIGITS - 1)

@@ -77,7 +77,6 @@ class _Messages:
         return await self.server.read(request, parse)
 
     async def _events(self, call: ChatCall, builder: MessageEventBuilder) -> AsyncGenerator[list[Event], None]:
-        """Create a message; yield the events of each chunk."""
         with call.renamed_errors():
             async with contextlib.aclosing(self.server.engine.astream(call.chat)) as chunks:
                 async for chunk in chunks:

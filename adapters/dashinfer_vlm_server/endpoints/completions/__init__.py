@@ -96,7 +96,6 @@ class _Creation:
             return await self._engine.for_model(self.request.model).adecode(prompt)
 
     def _chat_chunks(self) -> AsyncGenerator[tuple[int, ChatCompletionChunk], None]:
-        """Return the chunks of all prompts, each with the index of its prompt."""
         streams = [self._stream(index, request) for index, request in enumerate(self.request.to_requests())]
         status = self._engine.for_model(self.request.model).status()
         limit = max(1, min(MAX_COMPLETIONS, status.max_parallel) // self.request.n)

@@ -90,7 +90,6 @@ class Completions:
         return exchange.builder.without_content("load")
 
     async def _lines(self, exchange: _Exchange, call: ChatCall) -> AsyncGenerator[Line, None]:
-        """Yield the lines of a stream, or the complete response if it is not to be streamed."""
         builder = exchange.builder
         chat = call.chat.model_copy(update={"model": exchange.model})
         load = await self.models.load(exchange.model)

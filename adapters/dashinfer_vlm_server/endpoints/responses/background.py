@@ -249,7 +249,6 @@ class BackgroundResponses:
 def _end(
     creation: Creation, generation: asyncio.Task[None]
 ) -> tuple[Sequence[ResponseStreamEvent], ResponseObject | None]:
-    """Return the last events, and the response if it did not become complete."""
     if generation.cancelled():
         return creation.builder.cancel()
     error = generation.exception()
