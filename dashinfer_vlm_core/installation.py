@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shlex
 import shutil
 import sys
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution, version
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -14,6 +15,12 @@ from urllib.request import url2pathname
 
 DISTRIBUTION = "dashinfer-vlm-adapters"
 CONSTRAINTS = "constraints.txt"
+
+
+@functools.cache
+def installed_version(package: str) -> str:
+    """Return the version of an installed package. To read it takes milliseconds: its description is parsed too."""
+    return version(package)
 
 
 def install_step(extra: str = "") -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from ..hooks import hookimpl
+from ..installation import installed_version
 from .choice import KernelFactory, LoadedKernels
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class TorchKernelFactory:
         return ""
 
     def identity(self) -> str:
-        return f"torch {version('torch')}"
+        return f"torch {installed_version('torch')}"
 
     def load(self, device: str) -> LoadedKernels:
         from .torch_kernels import TorchKernels

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from importlib import metadata
 
 from ..config.limits import Limits
 from ..errors import InvalidParameter, MediaTooLarge, MediaUndecodable
+from ..installation import installed_version
 from ..protocol import DocumentPage, DocumentPart, MediaPart
 
 DEFAULT_DPI = 144
@@ -56,7 +56,8 @@ class Document:
 
     def images(self, part: DocumentPart) -> list[MediaPart]:
         """Return the images of the pages, not rendered yet."""
-        digest = hashlib.sha256(metadata.version("pypdfium2").encode() + hashlib.sha256(self.file).digest()).hexdigest()
+        renderer = installed_version("pypdfium2").encode()
+        digest = hashlib.sha256(renderer + hashlib.sha256(self.file).digest()).hexdigest()
         return [
             MediaPart(
                 kind="image",

@@ -5,13 +5,14 @@ transformers itself is not used, because its import takes a quarter of a small m
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 from jinja2 import ext, meta, nodes, parser, sandbox, utils
@@ -54,17 +55,15 @@ class ChatTemplate:
                 f"The checkpoint has chat templates named {', '.join(sorted(sources))}, but none named {DEFAULT}:"
                 " select one with --chat-template."
             )
-        environment = _environment()
         self._sources = tuple(sources.values())
         try:
-            self._templates = {name: environment.from_string(source) for name, source in sources.items()}
+            self._templates = {name: _compile(source) for name, source in sources.items()}
         except jinja2.TemplateError as error:
             raise template_config_error(error) from error
-        used = {name: meta.find_undeclared_variables(environment.parse(text)) for name, text in sources.items()}
+        used = {name: template.variables for name, template in self._templates.items()}
         self.supports_tools: bool = TOOL_USE in sources or "tools" in used[DEFAULT]
         self._variables = dict(variables)
-        known = {*RESERVED_VARIABLES, *variables, *environment.globals}
-        self.options: frozenset[str] = frozenset().union(*used.values()) - known
+        self.options: frozenset[str] = frozenset().union(*used.values()) - {*RESERVED_VARIABLES, *variables}
 
     def mentions(self, text: str) -> bool:
         """Return whether a template contains `text`."""
@@ -95,7 +94,7 @@ class ChatTemplate:
         """
         name = TOOL_USE if tools and TOOL_USE in self._templates else DEFAULT
         try:
-            return self._templates[name].render(
+            return self._templates[name].code.render(
                 **{**options, **self._variables},
                 # Templates test whether a key is present, and render a value of None as "None".
                 messages=[{key: value for key, value in message.items() if value is not None} for message in messages],
@@ -160,6 +159,21 @@ def _read_files(folder: Path) -> dict[str, str]:
     elif json_file.is_file():
         sources[DEFAULT] = str(json.loads(json_file.read_text(encoding="utf-8"))["chat_template"])
     return sources
+
+
+class _Template(NamedTuple):
+    """A compiled template, and the variables that it reads."""
+
+    code: jinja2.Template
+    variables: frozenset[str]
+
+
+@functools.lru_cache(maxsize=16)  # engines of one process often have the same template
+def _compile(source: str) -> _Template:
+    environment = _environment()
+    tree = environment.parse(source)
+    used = meta.find_undeclared_variables(tree)
+    return _Template(environment.from_string(tree), frozenset(used - environment.globals.keys()))
 
 
 def _environment() -> sandbox.SandboxedEnvironment:
