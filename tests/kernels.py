@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.kernels.choice import KernelSelector
@@ -54,16 +56,19 @@ VARIANT_PARAMS = [
 
 def load_kernels(variant: Variant) -> NativeKernels:
     """Load the kernels of a variant in a test that `needs` it. The test fails with the reason if that fails."""
-    path = LIBRARY
-    if variant is PORTABLE_TILES:
-        path = PORTABLE_LIBRARY
-        path.parent.mkdir(exist_ok=True)
-        build(path, [variant])
-    loaded = load_variant(variant, path)
+    loaded = load_variant(variant, _portable_library() if variant is PORTABLE_TILES else LIBRARY)
     if "does not permit" in loaded.reason:  # the processor has AMX, but a container may not use it
         pytest.skip(loaded.reason)
     assert isinstance(loaded.kernels, NativeKernels), loaded.explanation
     return loaded.kernels
+
+
+@functools.cache
+def _portable_library() -> Path:
+    PORTABLE_LIBRARY.parent.mkdir(exist_ok=True)
+    with FileLock(PORTABLE_LIBRARY.with_suffix(".lock")):  # one process compiles it, which takes most of a minute
+        build(PORTABLE_LIBRARY, [PORTABLE_TILES])
+    return PORTABLE_LIBRARY
 
 
 def load_fastest() -> NativeKernels:
