@@ -171,10 +171,35 @@ class OpenAIResponsesClient(OpenAIClient):
                     yield event.delta
 
 
-class LiteLLMClient:
-    """LiteLLM's functions, with the provider in this process."""
+class LiteLLMFunctions:
+    """Base class of the drivers that call LiteLLM's functions."""
 
     errors: ClassVar = (openai.APIError,)  # the base class of LiteLLM's exceptions
+    response_format: ClassVar[Any] = Color
+
+    async def complete(self, messages: list[Any], **options: Any) -> Any:
+        raise NotImplementedError
+
+    async def ask(self, *parts: Part, **options: Any) -> Result:
+        return to_result(await self.complete(openai_messages(parts), **options))
+
+    async def call_tool(self, *parts: Part) -> list[tuple[str, dict[str, Any]]]:
+        return (await self.ask(*parts, tools=[TOOL])).calls
+
+    async def parse(self, *parts: Part) -> object:
+        return Color.model_validate_json((await self.ask(*parts, response_format=self.response_format)).text)
+
+    async def stream(self, *parts: Part) -> AsyncGenerator[str, None]:
+        chunks = await self.complete(openai_messages(parts), stream=True)
+        try:
+            async for chunk in chunks:
+                yield chunk.choices[0].delta.content or ""
+        finally:
+            await chunks.aclose()
+
+
+class LiteLLMClient(LiteLLMFunctions):
+    """LiteLLM's functions, with the provider in this process."""
 
     def __init__(self, served: Served) -> None:
         import litellm
@@ -188,28 +213,10 @@ class LiteLLMClient:
         litellm.utils.custom_llm_setup()
         self._options: dict[str, Any] = {}
 
-    async def _complete(self, parts: Sequence[Part], **options: Any) -> Any:
+    async def complete(self, messages: list[Any], **options: Any) -> Any:
         import litellm
 
-        options = {"messages": openai_messages(parts), **self._options, **options}
-        return await litellm.acompletion("client_test/tiny", **options)
-
-    async def ask(self, *parts: Part, **options: Any) -> Result:
-        return to_result(await self._complete(parts, **options))
-
-    async def call_tool(self, *parts: Part) -> list[tuple[str, dict[str, Any]]]:
-        return (await self.ask(*parts, tools=[TOOL])).calls
-
-    async def parse(self, *parts: Part) -> object:
-        return Color.model_validate_json((await self.ask(*parts, response_format=Color)).text)
-
-    async def stream(self, *parts: Part) -> AsyncGenerator[str, None]:
-        chunks = await self._complete(parts, stream=True)
-        try:
-            async for chunk in chunks:
-                yield chunk.choices[0].delta.content or ""
-        finally:
-            await chunks.aclose()
+        return await litellm.acompletion("client_test/tiny", messages, **self._options, **options)
 
     async def aclose(self) -> None:
         import litellm
@@ -236,8 +243,7 @@ class RouterClient(LiteLLMClient):
         deployment: Any = {"model_name": "eyes", "litellm_params": {"model": "client_test/tiny"}}
         self._router = litellm.Router(model_list=[deployment], num_retries=0)
 
-    async def _complete(self, parts: Sequence[Part], **options: Any) -> Any:
-        messages: Any = openai_messages(parts)
+    async def complete(self, messages: list[Any], **options: Any) -> Any:
         return await self._router.acompletion("eyes", messages=messages, **options)
 
     async def aclose(self) -> None:
