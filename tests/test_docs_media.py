@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 from dashinfer_vlm_core.cli.options import docstring
 from dashinfer_vlm_core.config import EngineConfig
+from tests.cases import cases
 from tests.pages import ROOT, check_programs, page_programs, page_text
 
 LIMITS = page_text("media-limits.md")
@@ -24,7 +23,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@cases("name", OPTIONS)
 def test_table_lists_every_media_option(name):
     description = docstring(EngineConfig, name)
     row = rf"^\| `--{name.replace('_', '-')}` \| .+ \| {re.escape(description)} \|$"

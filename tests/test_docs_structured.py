@@ -8,6 +8,7 @@ from dashinfer_vlm_core.protocol import output, request
 from dashinfer_vlm_core.structured_output import output_grammar, request_grammars
 from dashinfer_vlm_core.structured_output.grammar import bounds
 from dashinfer_vlm_core.structured_output.grammar.schema_shape import NOT_GUARANTEED
+from tests.cases import cases
 from tests.pages import check_programs, page_programs, page_text
 
 TEXT = page_text("structured.md")
@@ -19,7 +20,7 @@ def test_examples_print_documented_output():
     assert len(page_programs("structured.md")) > 5
 
 
-@pytest.mark.parametrize(
+@cases(
     "said",
     [
         f"{bounds.STRING_CHARACTERS:,} characters (256 with",

@@ -27,6 +27,7 @@ from dashinfer_vlm_core.models.qwen2_vl.config import read_spec, read_vision_con
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_dashinfer.environment import private_folder
 from dashinfer_vlm_torch.decoder import TorchDecoder
+from tests.cases import cases
 from tests.scripts import load_script
 
 CHECKS = 8
@@ -264,7 +265,7 @@ def test_part_is_stopped_at_time_limit():
     assert results.skipped == {"steps": "it was stopped at the time limit: see `--minutes`"}
 
 
-@pytest.mark.parametrize(
+@cases(
     ("busy", "share"),
     [
         ([], None),

@@ -12,6 +12,7 @@ import pytest
 
 from dashinfer_vlm_cli.plugin import COMMANDS
 from dashinfer_vlm_cli.repl import COMMANDS as REPL_COMMANDS
+from tests.cases import cases
 from tests.pages import ROOT, page_text
 from tests.waiting import HANG
 
@@ -76,13 +77,13 @@ def test_example_files_are_shown_on_page():
     assert shown == set(FILES)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@cases("name", COMMANDS)
 def test_command_has_row_and_example(name):
     assert f"| `{name}` | {COMMANDS[name]} |" in TEXT
     assert re.search(rf"^\$ .*dashinfer-vlm {name}\b", TEXT, re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", REPL_COMMANDS)
+@cases("name", REPL_COMMANDS)
 def test_repl_command_has_row(name):
     command = REPL_COMMANDS[name]
     written = f"/{name} {command.arguments}".rstrip().replace("|", "\\|")

@@ -9,6 +9,7 @@ from click.testing import CliRunner
 from dashinfer_vlm_cli import legacy
 from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_server.plugin import serve
+from tests.cases import cases
 from tests.cli.conftest import run_process
 from tests.pages import page_text
 
@@ -122,7 +123,7 @@ def test_model_is_required():
     assert "--model" in refused.output
 
 
-@pytest.mark.parametrize(
+@cases(
     ("flag", "words"),
     [(flag, words) for flag, _, words in ROWS if isinstance(words, list)]
     + [("--ssl", ["--ssl-keyfile", "--ssl-certfile"])],

@@ -14,6 +14,7 @@ from dashinfer_vlm_core.protocol.anthropic import (
     MessagesRequest,
 )
 from dashinfer_vlm_core.protocol.fields import REJECTED_FIELDS
+from tests.cases import cases
 from tests.core.test_schema import JSON
 
 TOOL = {"name": "f", "input_schema": {"type": "object"}}
@@ -26,17 +27,16 @@ def request(*messages, **fields):
     return MessagesRequest.parse({"max_tokens": 9, "messages": list(messages) or [HELLO], **fields})
 
 
-@pytest.mark.parametrize(
+@cases(
     ("name", "value"),
     [(name, value) for name, (neutral, _) in REJECTED_IN_ANTHROPIC.items() for value in [*neutral, None]]
     + [(name, "anything") for name in sorted(IGNORED_IN_ANTHROPIC)],
-    ids=repr,
 )
 def test_field_without_effect_is_accepted(name, value):
     assert request(**{name: value}).to_chat().chat == request().to_chat().chat
 
 
-@pytest.mark.parametrize("name", sorted(REJECTED_FIELDS.keys() - REJECTED_IN_ANTHROPIC.keys()))
+@cases("name", sorted(REJECTED_FIELDS.keys() - REJECTED_IN_ANTHROPIC.keys()))
 def test_fields_that_chat_requests_reject_are_rejected(name):
     with pytest.raises(RequestError) as caught:
         request(**{name: "odd"}).to_chat()

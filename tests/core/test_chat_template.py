@@ -10,6 +10,7 @@ from dashinfer_vlm_core.errors import CheckpointError, ConfigError, InvalidParam
 from dashinfer_vlm_core.tokenization.chat_template import ChatTemplate, read_chat_template
 from dashinfer_vlm_core.tokenization.tokenizer import read_tokenizer
 from dashinfer_vlm_demo import CHECKPOINT
+from tests.cases import cases
 from tests.tiny import TEMPLATE, write_tokenizer
 
 NAMES = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
@@ -65,9 +66,9 @@ def published():
     return AutoTokenizer.from_pretrained(CHECKPOINT)
 
 
-@pytest.mark.parametrize("tools", [(), TOOLS], ids=["no tools", "tools"])
-@pytest.mark.parametrize("conversation", CONVERSATIONS)
-@pytest.mark.parametrize("name", TEMPLATES)
+@cases("tools", [(), TOOLS])
+@cases("conversation", CONVERSATIONS)
+@cases("name", TEMPLATES)
 def test_rendered_text_equals_transformers(published, name, conversation, tools):
     messages = CONVERSATIONS[conversation]
     expected = published.apply_chat_template(
@@ -143,7 +144,7 @@ def test_invalid_template_is_reported_at_load(source):
         ChatTemplate({"default": source}, {})
 
 
-@pytest.mark.parametrize(
+@cases(
     "source",
     [
         "{{ messages.__class__.__mro__ }}",

@@ -16,6 +16,7 @@ from dashinfer_vlm_core.cli.options import engine_options
 from dashinfer_vlm_core.config import EngineConfig, Limits, MediaLimits
 from dashinfer_vlm_core.config.folders import write_error
 from dashinfer_vlm_core.errors import ConfigError
+from tests.cases import cases
 
 OPTIONS = EngineConfig.model_fields.keys() - {"isolate_clients", "limits"}
 
@@ -47,7 +48,7 @@ def test_arguments_override_environment():
     assert (config.max_batch_size, config.max_pixels) == (3, 100352)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("name", "text", "value"),
     [
         ("allowed_media_domains", "Example.org, cdn.example.org.,", ("example.org", "cdn.example.org")),
@@ -69,7 +70,7 @@ def test_environment_and_command_line_parse_text_alike(name, text, value):
     assert f"{name}={value!r}" in result.output
 
 
-@pytest.mark.parametrize(
+@cases(
     ("options", "named"),
     [
         ({"max_batch_size": 0}, "max_batch_size"),

@@ -17,6 +17,7 @@ from dashinfer_vlm_core.structured_output.coordinate_schema import with_model_co
 from dashinfer_vlm_core.structured_output.grammar.rules import Steps
 from dashinfer_vlm_core.structured_output.grammar.schema_shape import SchemaError
 from dashinfer_vlm_core.testing import Script, scripted_registry
+from tests.cases import cases
 from tests.conversations import as_openai, blurred_image, user
 
 IMAGE = ImageCoordinates(source_size=(300, 200), extent=(1000, 1000))
@@ -82,18 +83,18 @@ UNCHANGED = [
 ]
 
 
-@pytest.mark.parametrize(("text", "expected"), NOTATIONS, ids=range(len(NOTATIONS)))
+@cases(("text", "expected"), NOTATIONS)
 def test_notations_are_found_in_text(text, expected):
     assert IMAGE.text_to_original(text) == expected
 
 
-@pytest.mark.parametrize("name", NAMES)
+@cases("name", NAMES)
 def test_every_name_is_converted_in_both_directions(name):
     assert IMAGE.text_to_original(f'"{name}": [500, 500]') == f'"{name}": [150, 100]'
     assert IMAGE.text_to_model(f'"{name}": [150, 100]') == f'"{name}": [500, 500]'
 
 
-@pytest.mark.parametrize("text", UNCHANGED)
+@cases("text", UNCHANGED)
 def test_other_text_is_unchanged(text):
     assert IMAGE.text_to_original(text) == text
 
@@ -165,7 +166,7 @@ def test_schema_has_coordinates_of_the_model():
     }
 
 
-@pytest.mark.parametrize(
+@cases(
     "schema",
     [
         {"type": "array", "items": {"type": "string"}},
@@ -175,7 +176,6 @@ def test_schema_has_coordinates_of_the_model():
         {"type": "array", "minItems": "4"},
         {"type": "array", "items": 4},
     ],
-    ids=str,
 )
 def test_box_that_is_not_four_numbers_is_rejected(schema):
     with pytest.raises(SchemaError) as caught:

@@ -13,6 +13,7 @@ from dashinfer_vlm_core.kernels.cuda import MAX_PADDED_KEYS, CudaKernels, comput
 from dashinfer_vlm_core.kernels.streams import HIGH_PRIORITY, stream_executor, to_device
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.kernels.types import KVSpan, KVSpans
+from tests.cases import cases
 from tests.kernels import selector
 
 SINGLE = [KVSpan(0, 1, 5, 700, 699), KVSpan(1, 1, 900, 1, 0), KVSpan(2, 1, 5, 701, 700), KVSpan(3, 1, 706, 190, 189)]
@@ -54,8 +55,8 @@ def varlen_attention(q, k, v, ranges):
     return torch.cat(parts)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("spans", [SINGLE, MIXED, FRAMES], ids=["single", "mixed", "frames"])
+@cases("shape", SHAPES)
+@cases("spans", [SINGLE, MIXED, FRAMES])
 def test_ranges_describe_spans(spans, shape):
     q, k, v = inputs(spans, *shape)
     found = KVSpans(spans).ranges
@@ -75,8 +76,8 @@ def test_other_spans_have_no_ranges(spans):
     assert KVSpans(spans).ranges is None
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("spans", [SINGLE, MIXED, FRAMES], ids=["single", "mixed", "frames"])
+@cases("shape", SHAPES)
+@cases("spans", [SINGLE, MIXED, FRAMES])
 def test_attention_equals_other_kernels(spans, shape):
     q, k, v = inputs(spans, *shape)
     found, expected = (kernels("cpu").attend(q, k, v, KVSpans(spans)) for kernels in (CudaKernels, TorchKernels))

@@ -8,6 +8,7 @@ import pytest
 
 from dashinfer_vlm_core.concurrency.deadline import stream_with_timeout, with_timeout
 from dashinfer_vlm_core.errors import DeadlineExceeded, QueueFull
+from tests.cases import cases
 from tests.clock import run, skippable_loop
 from tests.waiting import HANG
 
@@ -94,7 +95,7 @@ def test_errors_are_propagated():
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("turns", range(6))
+@cases("turns", range(6))
 def test_reader_canceled_as_item_arrives_leaves_no_task(turns):
     """Whichever of the two comes first."""
 

@@ -42,6 +42,7 @@ from dashinfer_vlm_core.vision import VisionService
 from dashinfer_vlm_core.vision.service import FIRST_BUDGET
 from dashinfer_vlm_qwen2_5_vl import Qwen25VL
 from dashinfer_vlm_qwen3_vl import Qwen3VL, Qwen35
+from tests.cases import cases
 from tests.clock import run as run_skippable
 from tests.clock import skippable_loop
 from tests.core.test_vision import WIDTH, MeanTower, cancel, mean_of, wait_for_pass
@@ -158,7 +159,7 @@ def is_accepted(value):
     return False
 
 
-@pytest.mark.parametrize(
+@cases(
     ("codec", "key", "value", "tokens"),
     [
         (codec_for(), KEY, b"", 4),
@@ -174,7 +175,6 @@ def is_accepted(value):
         (codec_for(), KEY, codec_for().encode(KEY, embedding() * torch.inf), 4),
         (codec_for(), KEY, codec_for().encode(KEY, embedding() * torch.nan), 4),
     ],
-    ids=["empty", "short", "long", "zeros", "tokens", "key", "no secret", "secret", "width", "dtype", "inf", "nan"],
 )
 def test_security_33_value_of_another_kind_is_not_used(codec, key, value, tokens):
     with pytest.raises(InvalidValueError):
@@ -750,7 +750,7 @@ def open_with(**options):
     return open_store({"file": FileStoreFactory()}, EngineConfig(**options))
 
 
-@pytest.mark.parametrize(
+@cases(
     ("options", "message"),
     [
         ({"embedding_store": "/srv/store"}, "must be a URL that begins with one of file://"),

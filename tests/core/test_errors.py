@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pickle
 
-import pytest
-
 from dashinfer_vlm_core import errors
 from dashinfer_vlm_core.errors import ContextLengthExceeded, DashInferVLMError, EngineClosed, QueueFull
+from tests.cases import cases
 
 CLASSES = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, DashInferVLMError)]
 
 
-@pytest.mark.parametrize(
+@cases(
     "error",
     [
         *(
@@ -24,7 +23,6 @@ CLASSES = [kind for kind in vars(errors).values() if isinstance(kind, type) and 
         QueueFull("Busy.", retry_after=7.5),
         EngineClosed("Closed.", to_be_started=True),
     ],
-    ids=lambda error: type(error).__name__,
 )
 def test_pickled_error_is_equal(error):
     copy = pickle.loads(pickle.dumps(error))

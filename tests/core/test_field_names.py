@@ -27,6 +27,7 @@ from dashinfer_vlm_core.protocol.responses import (
     TextFormat,
     ToolSelection,
 )
+from tests.cases import cases
 
 URL = "https://example.com/a.png"
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJ"
@@ -85,7 +86,7 @@ MISSPELLED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("data", "param", "meant"), MISSPELLED, ids=[param for _, param, _ in MISSPELLED])
+@cases(("data", "param", "meant"), MISSPELLED)
 def test_misspelled_nested_field_gets_a_hint(data, param, meant):
     error = error_of(data)
     assert (error.param, error.message) == (param, f"`{param}` is not a known field. Did you mean `{meant}`?")
@@ -109,7 +110,7 @@ MEDIA = [
 ]
 
 
-@pytest.mark.parametrize(("data", "param", "part"), MEDIA, ids=[param for _, param, _ in MEDIA])
+@cases(("data", "param", "part"), MEDIA)
 def test_media_in_unknown_field_is_rejected_with_the_right_form(data, param, part):
     error = error_of(data)
     assert error.param == param
@@ -138,7 +139,7 @@ UNKNOWN = [
 ]
 
 
-@pytest.mark.parametrize("data", UNKNOWN, ids=range(len(UNKNOWN)))
+@cases("data", UNKNOWN)
 def test_other_unknown_field_is_accepted(data):
     assert parse(data).template_messages()
 
@@ -242,7 +243,7 @@ OPENAI_TYPES: list[tuple[Any, tuple[Any, ...]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("model", "theirs"), OPENAI_TYPES, ids=[model.__name__ for model, _ in OPENAI_TYPES])
+@cases(("model", "theirs"), OPENAI_TYPES)
 def test_every_field_of_openais_types_is_known(model, theirs):
     fields = {name for kind in theirs for name in kind.__annotations__}
     unknown = []

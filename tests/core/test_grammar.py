@@ -27,6 +27,7 @@ from dashinfer_vlm_core.structured_output.grammar.schema_shape import InvalidSch
 from dashinfer_vlm_core.structured_output.grammar.values import any_value, matching_text
 from dashinfer_vlm_core.structured_output.grammar.xml_calls import CallCompiler
 from dashinfer_vlm_core.structured_output.grammar_compiler import MAX_CACHED_GRAMMARS, GrammarCompiler
+from tests.cases import cases
 from tests.schemas import damaged, random_schema
 
 CHECKPOINT = Path(__file__).parents[2] / "plugins" / "dashinfer_vlm_demo" / "checkpoint"
@@ -70,7 +71,7 @@ def accepts(grammar, text):
 # Allowed output is valid
 
 
-@pytest.mark.parametrize("seed", range(40))
+@cases("seed", range(40))
 def test_allowed_output_is_valid(compiler, seed):
     schema = random_schema(seed)
     grammar = compiled(compiler, schema)
@@ -200,7 +201,7 @@ SAMPLES = {
 }
 
 
-@pytest.mark.parametrize(("schema", "good", "bad"), SAMPLES.values(), ids=SAMPLES)
+@cases(("schema", "good", "bad"), SAMPLES.values())
 def test_texts_allowed_by_schema(compiler, schema, good, bad):
     grammar = compiled(compiler, schema)
     assert [text for text in good if not accepts(grammar, text)] == []
@@ -296,7 +297,7 @@ NOT_GUARANTEED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("schema", "place"), INVALID.values(), ids=INVALID)
+@cases(("schema", "place"), INVALID.values())
 def test_invalid_schema_is_rejected(schema, place):
     for widened in (None, []):
         with pytest.raises(SchemaError) as caught:
@@ -304,14 +305,14 @@ def test_invalid_schema_is_rejected(schema, place):
         assert caught.value.path == place
 
 
-@pytest.mark.parametrize(("schema", "place", "_values"), NOT_GUARANTEED.values(), ids=NOT_GUARANTEED)
-def test_schema_that_cannot_be_guaranteed_is_rejected(compiler, schema, place, _values):
+@cases(("schema", "place"), [(schema, place) for schema, place, _ in NOT_GUARANTEED.values()])
+def test_schema_that_cannot_be_guaranteed_is_rejected(compiler, schema, place):
     with pytest.raises(SchemaError) as caught:
         json_schema(Rules(compiler.compiles), schema)
     assert caught.value.path == place
 
 
-@pytest.mark.parametrize(("schema", "place", "values"), NOT_GUARANTEED.values(), ids=NOT_GUARANTEED)
+@cases(("schema", "place", "values"), NOT_GUARANTEED.values())
 def test_schema_that_cannot_be_guaranteed_is_widened(compiler, schema, place, values):
     widened = []
     grammar = compiled(compiler, schema, widened=widened)
@@ -463,7 +464,7 @@ def test_security_35_steps_are_those_of_all_schemas_of_a_request():
         json_schema(rules, schema)
 
 
-@pytest.mark.parametrize("schema", TOO_MANY_STEPS.values(), ids=TOO_MANY_STEPS)
+@cases("schema", TOO_MANY_STEPS.values())
 def test_security_35_canceled_schema_ends_at_its_next_step(schema):
     checks = iter(range(100))
 
@@ -531,7 +532,7 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize("text", EXACT.values(), ids=EXACT)
+@cases("text", EXACT.values())
 def test_output_is_valid_with_exact_numbers(compiler, text):
     validator = jsonschema.Draft202012Validator(exact(text))
     grammar = compiled(compiler, json.loads(text))
@@ -572,7 +573,7 @@ TEXTS = {
 }
 
 
-@pytest.mark.parametrize(("pattern", "good", "bad"), TEXTS.values(), ids=TEXTS)
+@cases(("pattern", "good", "bad"), TEXTS.values())
 def test_texts_allowed_by_regular_expression(compiler, pattern, good, bad):
     rules = Rules()
     grammar = compiler.compile(rules, matching_text(rules, pattern), param="guided_regex")

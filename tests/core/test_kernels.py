@@ -45,6 +45,7 @@ from dashinfer_vlm_cpu.build import AMX, AVX2, AVX512, AVX512_VNNI, PORTABLE_TIL
 from dashinfer_vlm_cpu.native import load_variant
 from dashinfer_vlm_cpu.native_linear import NativeLinear, PackedWeights
 from dashinfer_vlm_demo import CHECKPOINT
+from tests.cases import cases
 from tests.kernels import (
     VARIANT_PARAMS,
     choose_kernels,
@@ -96,8 +97,8 @@ ACTIVATIONS = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@cases("shape", SHAPES)
+@cases("activation", ACTIVATIONS)
 def test_linear(kernels, activation, shape):
     weight, bias = numbers(*shape) / 8, numbers(shape[0], seed=1)
     layer = kernels.linear(weight, bias, activation=activation)
@@ -114,9 +115,9 @@ def test_linear_add_to(kernels):
     assert error(total, expected) < 5e-3
 
 
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("outputs", [192, 140])  # whole panels, a partial panel
-@pytest.mark.parametrize("with_bias", [False, True])
+@cases("rows", ROWS)
+@cases("outputs", [192, 140])  # whole panels, a partial panel
+@cases("with_bias", [False, True])
 def test_gated_linear(kernels, with_bias, outputs, rows):
     weight, x = numbers(outputs, 64) / 8, numbers(rows, 64, seed=1)
     bias = numbers(outputs, seed=2) if with_bias else None
@@ -125,8 +126,8 @@ def test_gated_linear(kernels, with_bias, outputs, rows):
     assert error(layer(x), F.silu(gate) * up) < 1e-2
 
 
-@pytest.mark.parametrize("activation", [Activation.NONE, Activation.SILU_GATE])
-@pytest.mark.parametrize("biased", [1, 3, 13, 40])
+@cases("activation", [Activation.NONE, Activation.SILU_GATE])
+@cases("biased", [1, 3, 13, 40])
 def test_row_bias_is_added_before_activation(kernels, activation, biased):
     weight, bias, x = numbers(140, 64) / 8, numbers(140, seed=1), numbers(40, 64, seed=2)
     row_bias = numbers(biased, 140, seed=3).float()
@@ -145,7 +146,7 @@ def test_row_bias_is_added_before_activation(kernels, activation, biased):
 
 
 @needs_native
-@pytest.mark.parametrize("quantization", [None, INT8, INT4])
+@cases("quantization", [None, INT8, INT4])
 def test_row_bias_does_not_change_other_rows(native, quantization):
     layer = native.linear(numbers(96, 260) / 8, activation=Activation.SILU_GATE, quantization=quantization)
     x, row_bias = numbers(60, 260, seed=1), numbers(20, 96, seed=2).float()
@@ -163,7 +164,7 @@ def test_fp32_output_and_strided_rows(kernels):
 
 
 @needs_native
-@pytest.mark.parametrize("shape", SHAPES)
+@cases("shape", SHAPES)
 def test_int8_linear_is_close(native, shape):
     weight, bias = numbers(*shape) / 8, numbers(shape[0], seed=1)
     layer = native.linear(weight, bias, quantization=INT8)
@@ -223,7 +224,7 @@ def test_head_packed_in_blocks(native, monkeypatch):
 
 
 @needs_native
-@pytest.mark.parametrize("shape", [(4096, 64), (5001, 260), (8010, 896)])
+@cases("shape", [(4096, 64), (5001, 260), (8010, 896)])
 def test_argmax_equals_full_argmax(native, shape):
     head = native.head(numbers(*shape) / 8)
     for rows in (1, 5, 12, 13, 29):
@@ -232,7 +233,7 @@ def test_argmax_equals_full_argmax(native, shape):
 
 
 @needs_native
-@pytest.mark.parametrize("apart", [0, 2**-8, 2**-6])
+@cases("apart", [0, 2**-8, 2**-6])
 def test_argmax_of_rows_equal_in_int8(native, apart):
     """A hundred weight rows are equal, or differ only by the rounding of a few inputs."""
     weight = numbers(8192, 128) / 8
@@ -329,8 +330,8 @@ def test_argmax_screening_backs_off_after_failures(native):
 
 
 @needs_native
-@pytest.mark.parametrize("count", [1, 96, 128, 1000])
-@pytest.mark.parametrize("number", [0.0, 0.25, 0.999, 1 - 2.0**-52])
+@cases("count", [1, 96, 128, 1000])
+@cases("number", [0.0, 0.25, 0.999, 1 - 2.0**-52])
 def test_sampled_token_is_first_above_cumulative_weight(native, count, number):
     logits = 4 * numbers(9, count).float()
     logits[:3, : count // 2] = -torch.inf  # whole blocks without weight
@@ -373,7 +374,7 @@ def test_sampled_token_does_not_depend_on_other_rows(native):
 
 
 @needs_native
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@cases("value", [math.nan, math.inf])
 def test_total_of_nonfinite_logits_is_not_finite(native, value):
     logits = torch.zeros(3, 200)
     logits[1, 150] = value
@@ -396,7 +397,7 @@ def test_head_without_screening_has_no_argmax(kernels):
 
 
 @needs_native
-@pytest.mark.parametrize(("quantization", "inputs"), [(None, 260), (None, 1380), (INT8, 260), (INT4, 260)])
+@cases(("quantization", "inputs"), [(None, 260), (None, 1380), (INT8, 260), (INT4, 260)])
 def test_row_is_bit_exact_in_any_batch(native, quantization, inputs):
     layer, x = native.linear(numbers(96, inputs) / 8, quantization=quantization), numbers(200, inputs, seed=1)
     whole = layer(x)
@@ -409,8 +410,8 @@ def bits(*tensors):
 
 
 @needs_amx
-@pytest.mark.parametrize("rows", [1, 2, 16, 17, 32, 33, 48, 100, 130])
-@pytest.mark.parametrize("inputs", [64, 260, 1380])  # whole steps, a partial step, more than one block
+@cases("rows", [1, 2, 16, 17, 32, 33, 48, 100, 130])
+@cases("inputs", [64, 260, 1380])  # whole steps, a partial step, more than one block
 def test_tile_instructions_equal_portable_tiles(rows, inputs):
     weight, x = numbers(100, inputs) / 8, numbers(rows, inputs, seed=1)
     x[0, :40] *= 2.0**-120  # denormal products, and sums of them
@@ -435,8 +436,8 @@ def test_attention_by_tile_instructions_equals_portable_tiles(tokens):
 
 
 @needs_avx512
-@pytest.mark.parametrize("variant", [PORTABLE_TILES, AVX2, AVX512_VNNI], ids=lambda variant: variant.name)
-@pytest.mark.parametrize("rows", [1, 2, 3, 7, 40])
+@cases("variant", [PORTABLE_TILES, AVX2, AVX512_VNNI])
+@cases("rows", [1, 2, 3, 7, 40])
 def test_variants_are_equal_for_int8(variant, rows):
     weight, x = numbers(70, 260) / 8, numbers(rows, 260, seed=1)
     weight[5, :] = weight.max() * x[0].sign()  # the largest sums
@@ -494,8 +495,8 @@ def is_compressed(layer):
 
 
 @needs_native
-@pytest.mark.parametrize("shape", [(96, 256), (33, 1028)])
-@pytest.mark.parametrize("many", [False, True])
+@cases("shape", [(96, 256), (33, 1028)])
+@cases("many", [False, True])
 def test_compression_to_12_bits_is_lossless(native, shape, many):
     weight = weights_with_outliers(*shape)
     layer = native.linear(weight, fp32_output=True)
@@ -531,7 +532,7 @@ def test_compression_keeps_nan_and_signed_zero(native):
 
 
 @needs_native
-@pytest.mark.parametrize("rows", [*range(1, 14), 24, 25, 72, 73, 80, 192, 193, 500])
+@cases("rows", [*range(1, 14), 24, 25, 72, 73, 80, 192, 193, 500])
 def test_compressed_linear_is_bit_exact(native, rows):
     weight, x = numbers(70, 260) / 8, numbers(rows, 260, seed=1)
     layer = native.linear(weight, fp32_output=True)
@@ -588,7 +589,7 @@ def test_argmax_with_uncompressed_weights(native):
     assert torch.equal(head.argmax(x), full_argmax(head, x))
 
 
-@pytest.mark.parametrize("columns", [64, 70, 100])
+@cases("columns", [64, 70, 100])
 def test_norms(kernels, columns):
     x, weight, bias = numbers(40, 2 * columns)[:, :columns] + 1, numbers(columns, seed=1), numbers(columns, seed=2)
     layer = F.layer_norm(x.float(), (columns,), weight.float(), bias.float(), 1e-6)
@@ -597,7 +598,7 @@ def test_norms(kernels, columns):
     assert error(kernels.norm(x, weight, None, 1e-6), root) < 5e-3
 
 
-@pytest.mark.parametrize("width", [8, 64, 80, 128, 256])
+@cases("width", [8, 64, 80, 128, 256])
 def test_rotation_equals_transformers(kernels, width):
     x, angles = numbers(30, 6, width), torch.randn(30, width // 2)
     cos, sin = (torch.cat((table, table), dim=-1) for table in (angles.cos(), angles.sin()))
@@ -630,7 +631,7 @@ def attention(q, k, v, spans):
     return out.flatten(1)
 
 
-@pytest.mark.parametrize("width", [6, 8, 40, 64, 80, 128])
+@cases("width", [6, 8, 40, 64, 80, 128])
 def test_attention_within_frames(kernels, width):
     q, k, v = numbers(100, 3, 4, width).unbind(1)
     spans = [KVSpan(0, 36, 0, 36), KVSpan(36, 36, 36, 36), KVSpan(72, 28, 72, 28)]
@@ -646,7 +647,7 @@ CAUSAL = [
 ]
 
 
-@pytest.mark.parametrize(("heads", "width"), [(14, 64), (2, 128), (12, 8), (8, 256)])
+@cases(("heads", "width"), [(14, 64), (2, 128), (12, 8), (8, 256)])
 def test_causal_attention_of_many_requests(kernels, heads, width):
     q, (k, v) = numbers(82, heads, width), numbers(4, 2300, width, seed=1).split(2)
     found = kernels.attend(q, k, v, KVSpans(CAUSAL))
@@ -665,7 +666,7 @@ def test_attention_is_bit_exact_alone_and_in_chunks(native, heads, width):
 
 
 @needs_native
-@pytest.mark.parametrize("span", [KVSpan(0, 20, 100, 60, 40), KVSpan(0, 1, 100, 60, 59), KVSpan(0, 1, 100, 33, 32)])
+@cases("span", [KVSpan(0, 20, 100, 60, 40), KVSpan(0, 1, 100, 60, 59), KVSpan(0, 1, 100, 33, 32)])
 def test_attention_ignores_rows_outside_span(native, span):
     """Unwritten rows of the pool may contain anything."""
     q, pool = numbers(span.num_queries, 4, 64), numbers(4, 300, 64, seed=1)
@@ -696,7 +697,7 @@ def int8_cache(rows, head_dim, *, heads=4, seed=1):
     return KVCacheLayer(quantized, scales), quantized * scales[..., None]
 
 
-@pytest.mark.parametrize(("heads", "width"), [(14, 64), (2, 128), (12, 8), (6, 40), (8, 256)])
+@cases(("heads", "width"), [(14, 64), (2, 128), (12, 8), (6, 40), (8, 256)])
 def test_attention_to_int8_cache(kernels, heads, width):
     q, (cache, plain) = numbers(82, heads, width) / 2, int8_cache(2300, width)
     found = attend_cached(kernels, q, cache, KVSpans(CAUSAL))
@@ -721,7 +722,7 @@ def test_attention_to_int8_cache_is_bit_exact_alone_and_in_chunks(native, heads,
 
 
 @needs_native
-@pytest.mark.parametrize("span", [KVSpan(0, 20, 100, 60, 40), KVSpan(0, 1, 100, 60, 59), KVSpan(0, 1, 100, 33, 32)])
+@cases("span", [KVSpan(0, 20, 100, 60, 40), KVSpan(0, 1, 100, 60, 59), KVSpan(0, 1, 100, 33, 32)])
 def test_attention_to_int8_cache_ignores_rows_outside_span(native, span):
     q, (cache, _), spans = numbers(span.num_queries, 4, 64), int8_cache(300, 64), KVSpans([span])
     clean = native.attend_int8(q, cache, spans)
@@ -775,7 +776,7 @@ def forward_batch(cache):
 
 
 @needs_native
-@pytest.mark.parametrize("quantizations", [(None, None), (INT8, INT8), (INT4, INT4), (INT8, INT4)])
+@cases("quantizations", [(None, None), (INT8, INT8), (INT4, INT4), (INT8, INT4)])
 def test_fused_layers_are_bit_exact_with_reference_layers(native, quantizations):
     """Layers that need workspaces of different sizes share one."""
     layers = [decoder_layer(native, number, quantization=quantizations[number > 0]) for number in range(3)]
@@ -895,7 +896,7 @@ def test_fused_layers_with_lora_are_bit_exact_with_reference_layers(native, quan
 
 
 @needs_native
-@pytest.mark.parametrize("tokens", [1, 3])
+@cases("tokens", [1, 3])
 def test_loras_in_one_batch_are_bit_exact_with_each_alone(native, tokens):
     """There are more adapters than threads; the first sequence has none."""
     layers = [decoder_layer(native, number) for number in range(3)]

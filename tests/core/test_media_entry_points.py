@@ -13,6 +13,7 @@ from dashinfer_vlm_core.errors import MediaUndecodable
 from dashinfer_vlm_core.media import PyAVReader
 from dashinfer_vlm_core.media.entry_points import MAX_UNITS, DecodedRange, find_entry_points, ranges_to_decode
 from dashinfer_vlm_core.media.readers import MIN_SPACING
+from tests.cases import cases
 from tests.samples import video_frame
 
 FRAMES = 96
@@ -122,7 +123,7 @@ def read(data, indices):
     return list(PyAVReader().open(data).frames(indices, go_on))
 
 
-@pytest.mark.parametrize("name", FILES)
+@cases("name", FILES)
 def test_frames_equal_those_of_decoding_everything(name):
     options, has_entry_points = FILES[name]
     data = encode(**options)

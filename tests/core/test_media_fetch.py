@@ -16,6 +16,7 @@ from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import MediaError, MediaRefused, MediaTooLarge, MediaUnreachable, QueueFull
 from dashinfer_vlm_core.media.fetch import ByteBudget, Fetcher, FetchStats, direct_transport
 from dashinfer_vlm_core.media.url_policy import RESOLVER_THREADS, check_url, is_public
+from tests.cases import cases
 from tests.clock import run as run_with_clock
 from tests.clock import skippable_loop
 from tests.waiting import HANG, until
@@ -89,7 +90,7 @@ def test_request_has_user_agent_and_no_other_headers(monkeypatch):
         assert fields == {"host", "user-agent", "accept", "accept-encoding"}
 
 
-@pytest.mark.parametrize(
+@cases(
     "url",
     [
         "http://good.example@127.0.0.1/",
@@ -133,7 +134,7 @@ def test_ambiguous_url_is_rejected(url):
     assert caught.value.param == PART
 
 
-@pytest.mark.parametrize(
+@cases(
     "url",
     [
         "http://good.example/a.png",
@@ -150,7 +151,7 @@ def test_ordinary_url_is_accepted(url):
     assert check_url(url, path=PART, config=WORLD).scheme in ("http", "https")
 
 
-@pytest.mark.parametrize(
+@cases(
     "address",
     [
         "127.0.0.1",
@@ -235,7 +236,7 @@ def test_host_that_becomes_private_on_redirect_is_rejected():
     assert len(web.requests) == 1
 
 
-@pytest.mark.parametrize(
+@cases(
     "location",
     [
         "http://127.0.0.1/",
@@ -280,9 +281,7 @@ def test_allowed_domain_is_fetched(host):
     check_url(f"https://{host}/", path=PART, config=config)
 
 
-@pytest.mark.parametrize(
-    "host", ["evil.example", "good.example.evil.example", "notgood.example", "sub.good.example", "example", PUBLIC]
-)
+@cases("host", ["evil.example", "good.example.evil.example", "notgood.example", "sub.good.example", "example", PUBLIC])
 def test_allowed_domain_matches_whole_host_names(host):
     config = EngineConfig(allowed_media_domains=("good.example",))
     with pytest.raises(MediaRefused, match="does not fetch from that host"):
@@ -369,7 +368,7 @@ def test_endless_chunks_are_stopped_at_limit():
         fetch(web.url("/"))
 
 
-@pytest.mark.parametrize(
+@cases(
     "answer",
     [
         b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nshort",
@@ -394,7 +393,7 @@ def test_bytes_beyond_content_length_are_ignored():
         assert fetch(web.url("/")) == b"short"
 
 
-@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "gzip, gzip", "GZIP"])
+@cases("encoding", ["gzip", "deflate", "br", "zstd", "gzip, gzip", "GZIP"])
 def test_compressed_body_is_not_decompressed(encoding):
     bomb = gzip.compress(b"\0" * 500_000)
     assert len(bomb) < HERE.image_max_bytes

@@ -13,6 +13,7 @@ from PIL import Image, ImageOps
 
 from dashinfer_vlm_core.errors import InvalidParameter, MediaTooLarge, MediaUndecodable
 from dashinfer_vlm_core.media.image import count_pixels, decode_image
+from tests.cases import cases
 from tests.samples import encode, noise
 
 PART = "messages[0].content[0]"
@@ -125,8 +126,8 @@ def test_palette_with_partial_transparency():
     assert np.abs(pixels.astype(int) - (255 * 0.8 + 100 * 0.2)).max() <= 1
 
 
-@pytest.mark.parametrize("codec", ["JPEG", "PNG", "WEBP", "TIFF"])
-@pytest.mark.parametrize("orientation", range(1, 9))
+@cases("codec", ["JPEG", "PNG", "WEBP", "TIFF"])
+@cases("orientation", range(1, 9))
 def test_exif_orientation_is_applied(codec, orientation):
     image = Image.fromarray(np.kron(noise(3, 4), np.ones((16, 16, 1), np.uint8)))
     options = {"quality": 100, "subsampling": 0} if codec == "JPEG" else {}
@@ -204,8 +205,8 @@ def test_smallest_image_is_two_by_two():
     assert decoded(encode(noise(2, 2))).shape == (2, 2, 3)
 
 
-@pytest.mark.parametrize("codec", ["PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP"])
-@pytest.mark.parametrize("share", [0.02, 0.5, 0.97])
+@cases("codec", ["PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP"])
+@cases("share", [0.02, 0.5, 0.97])
 def test_truncated_files_are_undecodable(codec, share):
     data = encode(noise(64, 64), codec)
     with pytest.raises(MediaUndecodable) as caught:
@@ -213,7 +214,7 @@ def test_truncated_files_are_undecodable(codec, share):
     assert caught.value.param == PART
 
 
-@pytest.mark.parametrize(
+@cases(
     "data",
     [
         b"",
@@ -235,13 +236,13 @@ def test_non_image_is_undecodable(data):
         decoded(data)
 
 
-@pytest.mark.parametrize("codec", ["PPM", "TGA", "PCX", "ICO", "JPEG2000", "EPS", "PDF", "DDS", "SGI"])
+@cases("codec", ["PPM", "TGA", "PCX", "ICO", "JPEG2000", "EPS", "PDF", "DDS", "SGI"])
 def test_other_formats_are_not_tried(codec):
     with pytest.raises(MediaUndecodable):
         decoded(encode(noise(16, 16), codec))
 
 
-@pytest.mark.parametrize("codec", ["PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP"])
+@cases("codec", ["PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP"])
 def test_damaged_file_is_decoded_or_rejected(codec):
     rng = np.random.default_rng(1)
     sound = encode(noise(24, 24), codec)

@@ -24,6 +24,7 @@ from dashinfer_vlm_core.errors import (
 )
 from dashinfer_vlm_core.media import READERS, Image, Video, VideoInfo, VideoReader
 from dashinfer_vlm_core.protocol import MediaPart
+from tests.cases import cases
 from tests.decoding_loader import DecodingLoader
 from tests.samples import data_url, encode, encode_video, image_url, noise
 from tests.waiting import HANG, until
@@ -151,7 +152,7 @@ def test_frame_list_equals_video_file_of_same_frames():
     np.testing.assert_array_equal(from_list.frames, from_file.frames)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("wrong", "error", "param"),
     [
         (image("file:///etc/passwd", 1), MediaRefused, "messages[0].content[1]"),

@@ -19,9 +19,10 @@ from dashinfer_vlm_core.media import READERS
 from dashinfer_vlm_core.media.frame_sampling import VideoSamplingPolicy
 from dashinfer_vlm_core.media.python_objects import digest_media, load_object
 from dashinfer_vlm_core.protocol import EncodedEmbeddings, MediaPart
+from tests.cases import cases
 from tests.decoding_loader import DecodingLoader
 from tests.media_pool import budget, run_with_pool
-from tests.samples import data_url, encode, encode_video, image_url, label, noise
+from tests.samples import data_url, encode, encode_video, image_url, noise
 
 PART = "messages[0].content[1]"
 RGB = noise(20, 30)
@@ -53,7 +54,7 @@ def refused(error, content, kind="image", param=PART, **options):
     return caught.value.message
 
 
-@pytest.mark.parametrize(
+@cases(
     "content",
     [
         PILImage.fromarray(RGB),
@@ -64,7 +65,6 @@ def refused(error, content, kind="image", param=PART, **options):
         np.asfortranarray(RGB),
         np.dstack([RGB, np.full((20, 30), 255, np.uint8)]),
     ],
-    ids=["pil", "hwc", "torch hwc", "torch chw", "chw", "fortran", "rgba"],
 )
 def test_image_object_types(content):
     assert np.array_equal(pixels(content), RGB)
@@ -76,7 +76,7 @@ def test_gray_becomes_rgb(content):
     assert np.array_equal(pixels(content), np.dstack([GRAY] * 3))
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "RGBA", "LA", "PA", "CMYK", "YCbCr", "LAB", "HSV", "I;16"])
+@cases("mode", ["1", "L", "P", "RGB", "RGBA", "LA", "PA", "CMYK", "YCbCr", "LAB", "HSV", "I;16"])
 def test_every_mode_is_converted_as_from_file(mode):
     """As the file decoder converts it to RGB; modes that no file format has are converted by Pillow."""
     image = PILImage.fromarray(RGB).convert("L" if mode == "I;16" else "RGB")
@@ -122,7 +122,7 @@ def test_damaged_opened_file_is_rejected():
     refused(MediaUndecodable, PILImage.open(io.BytesIO(encode(noise(50, 50))[:-3000])))
 
 
-@pytest.mark.parametrize(
+@cases(
     ("content", "message"),
     [
         (RGB / 255, "Multiply floats"),
@@ -142,7 +142,6 @@ def test_damaged_opened_file_is_rejected():
         (torch.eye(3).to_sparse(), "a dense tensor"),
         (torch.empty(4, 4, device="meta"), "a dense tensor"),
     ],
-    ids=label,
 )
 def test_non_image_object_is_rejected_with_next_step(content, message):
     assert message in refused(InvalidParameter, content)
@@ -162,7 +161,7 @@ def test_part_options_are_kept():
     assert (clip.path, clip.min_pixels, clip.max_pixels, clip.total_pixels) == (PART, 784, 7840, 78400)
 
 
-@pytest.mark.parametrize(
+@cases(
     "content",
     [
         FRAMES,
@@ -174,7 +173,6 @@ def test_part_options_are_kept():
         [PILImage.fromarray(FRAMES[0]), *FRAMES[1:3], torch.from_numpy(FRAMES[3])],
         [PILImage.fromarray(frame).convert("RGBA") for frame in FRAMES],
     ],
-    ids=["thwc", "tchw", "torch thwc", "torch tchw", "arrays", "pil", "mixed", "rgba"],
 )
 def test_video_object_types(content):
     assert np.array_equal(got(content, "video").frames, FRAMES)
@@ -192,7 +190,7 @@ def test_video_copies_the_callers_array():
     assert np.array_equal(clip.frames, FRAMES)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("content", "message", "where"),
     [
         (FRAMES / 255, "Multiply floats", "[0]"),
@@ -242,7 +240,7 @@ def test_metadata_has_times_of_frames(metadata, times, sampled_fps):
     assert np.array_equal(video.frames, FRAMES)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("metadata", "where"),
     [
         ({}, "[1].fps"),
@@ -313,11 +311,9 @@ def test_floats_out_of_range_are_rejected(value):
     assert "from 0 to 255" in refused(InvalidParameter, wrong, "video", param=f"{PART}[2]")
 
 
-@pytest.mark.parametrize("kind", ["image", "video"])
-@pytest.mark.parametrize(
-    "rows", [ROWS, ROWS.numpy(), ROWS.bfloat16(), ROWS.half(), ROWS.double(), ROWS.numpy().T.copy().T]
-)
-@pytest.mark.parametrize("grid", [(1, 4, 6), [[1, 4, 6]], torch.tensor([1, 4, 6]), np.array([[1, 4, 6]], np.int32)])
+@cases("kind", ["image", "video"])
+@cases("rows", [ROWS, ROWS.numpy(), ROWS.bfloat16(), ROWS.half(), ROWS.double(), ROWS.numpy().T.copy().T])
+@cases("grid", [(1, 4, 6), [[1, 4, 6]], torch.tensor([1, 4, 6]), np.array([[1, 4, 6]], np.int32)])
 def test_embeddings_as_tensors_with_grid(kind, rows, grid):
     found = got({f"{kind}_embeds": rows, f"{kind}_grid_thw": grid}, kind)
     assert found.rows.dtype == np.float32
@@ -339,7 +335,7 @@ def test_embeddings_as_text():
     refused(MediaTooLarge, EncodedEmbeddings(rows=text, grid=(1, 4, 6)), config={"image_max_bytes": 64})
 
 
-@pytest.mark.parametrize(
+@cases(
     ("content", "message"),
     [
         ({}, "`image_embeds` and `image_grid_thw`"),

@@ -11,6 +11,7 @@ from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import MediaRefused, MediaTooLarge, MediaUndecodable, MediaUnreachable
 from dashinfer_vlm_core.media.local_files import LocalSource, read
 from dashinfer_vlm_core.media.source import InlineSource, RemoteSource, decode, locate
+from tests.cases import cases
 
 PART = "messages[0].content[0]"
 DATA = bytes(range(256))
@@ -33,7 +34,7 @@ def test_base64_without_prefix_is_named(folder):
     assert caught.value.param == PART
 
 
-@pytest.mark.parametrize(
+@cases(
     "url",
     [
         f"data:image/png;base64,{ENCODED}",
@@ -45,13 +46,12 @@ def test_base64_without_prefix_is_named(folder):
         f"data:image/png;base64,{base64.urlsafe_b64encode(DATA).decode()}",
         f"data:image/png;base64,{ENCODED.replace('+', '%2B').replace('/', '%2f').replace('=', '%3D')}",
     ],
-    ids=["plain", "upper case", "no type", "parameter", "no padding", "line breaks", "URL-safe", "escaped"],
 )
 def test_data_url_variants(url):
     assert content(url) == DATA
 
 
-@pytest.mark.parametrize(
+@cases(
     "url",
     [
         "data:",
@@ -99,7 +99,7 @@ def test_line_breaks_and_escapes_do_not_count_toward_size():
     assert len(content(f"data:;base64,{lines.replace('/', '%2F')}", image_max_bytes=300)) == 300
 
 
-@pytest.mark.parametrize("scheme", ["ftp", "gopher", "javascript", "blob", "content", "c", "s3", "http+unix"])
+@cases("scheme", ["ftp", "gopher", "javascript", "blob", "content", "c", "s3", "http+unix"])
 def test_other_schemes_are_rejected(scheme):
     with pytest.raises(MediaRefused):
         find(f"{scheme}://good.example/a.png")
@@ -120,9 +120,7 @@ def folder(tmp_path):
     return tmp_path / "open"
 
 
-@pytest.mark.parametrize(
-    "text", ["file:///etc/passwd", "/etc/passwd", "etc/passwd", "a.png", "", "file:a.png", ENCODED]
-)
+@cases("text", ["file:///etc/passwd", "/etc/passwd", "etc/passwd", "a.png", "", "file:a.png", ENCODED])
 def test_files_are_rejected_by_default(text):
     with pytest.raises(MediaRefused) as caught:
         find(text)

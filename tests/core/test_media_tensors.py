@@ -18,6 +18,7 @@ from safetensors.torch import save as save_safetensors
 from dashinfer_vlm_core.errors import InvalidParameter, MediaTooLarge, MediaUndecodable
 from dashinfer_vlm_core.media.tensors import as_grid, read_embeddings
 from dashinfer_vlm_core.protocol import EncodedEmbeddings
+from tests.cases import cases
 
 PART = "messages[0].content[1]"
 ROWS = torch.randn((6, 8), generator=torch.Generator().manual_seed(1))
@@ -67,8 +68,8 @@ def tensors_file(header, data=b"", length=None):
     return (len(text) if length is None else length).to_bytes(8, "little") + text + data
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("whole", [torch.int64, torch.int32])
+@cases("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@cases("whole", [torch.int64, torch.int32])
 def test_both_formats_round_trip(dtype, whole):
     rows, grid = ROWS.to(dtype), GRID.to(whole)
     together = save_safetensors({"image_embeds": rows, "image_grid_thw": grid})
@@ -117,7 +118,7 @@ def test_pickle_is_never_executed(tmp_path):
         (tmp_path / "hit").unlink()
 
 
-@pytest.mark.parametrize(
+@cases(
     "value",
     [
         torch.eye(3).to_sparse(),
@@ -134,13 +135,12 @@ def test_pickle_is_never_executed(tmp_path):
         [ROWS],
         "text",
     ],
-    ids=lambda value: str(type(value).__name__),
 )
 def test_other_torch_objects_are_rejected(value):
     assert "one dense, contiguous tensor" in refused(MediaUndecodable, saved(value))
 
 
-@pytest.mark.parametrize(
+@cases(
     "change",
     [
         {"data/0": b""},
@@ -194,7 +194,7 @@ def test_every_truncation_is_rejected(data):
         refused(MediaUndecodable, data[:length])
 
 
-@pytest.mark.parametrize(
+@cases(
     "data",
     [
         tensors_file({"image_embeds": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 999]}}, b"\0" * 16),
@@ -222,7 +222,7 @@ def test_rows_of_wrong_shape_or_dtype_are_rejected(rows):
     assert "[tokens, hidden size]" in refused(InvalidParameter, saved(rows))
 
 
-@pytest.mark.parametrize(
+@cases(
     "grid",
     [
         saved(torch.tensor([[1, 4, 6], [1, 4, 6]])),

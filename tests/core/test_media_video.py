@@ -25,6 +25,7 @@ from dashinfer_vlm_core.media.video import (
     stack_frames,
 )
 from dashinfer_vlm_core.protocol import MediaPart
+from tests.cases import cases
 from tests.samples import encode_video, noise, video_frame
 from tests.web import body, serve
 
@@ -92,7 +93,7 @@ def test_request_cannot_raise_frame_limit():
     assert caught.value.param == f"{PART}.video_url.num_frames"
 
 
-@pytest.mark.parametrize(("requested", "count"), [(2, 2), (3, 4), (4, 4), (5, 4), (6, 6), (7, 8), (100, 100)])
+@cases(("requested", "count"), [(2, 2), (3, 4), (4, 4), (5, 4), (6, 6), (7, 8), (100, 100)])
 def test_number_of_frames_is_rounded_to_even(requested, count):
     assert frame_count(100, 10.0, part=video(num_frames=requested), policy=POLICY) == count
 
@@ -104,7 +105,7 @@ def test_more_frames_than_the_file_has_are_rejected(requested):
     assert caught.value.param == f"{PART}.video_url.num_frames"
 
 
-@pytest.mark.parametrize(
+@cases(
     ("info", "fps", "indices"),
     [
         ({"frames": 9, "fps": 4.0}, None, [0, 2, 4, 6, 8]),
@@ -124,8 +125,8 @@ def test_aligned_frames_are_those_at_multiples_of_the_rate(info, fps, indices):
     assert (found.sampled_fps, found.align) == (min(fps or 2.0, info["fps"]), True)
 
 
-@pytest.mark.parametrize("rate", [1.0, 12.5, 23.976, 30.0, 59.94])
-@pytest.mark.parametrize("fps", [0.5, 2.0, 3.0, 7.0])
+@cases("rate", [1.0, 12.5, 23.976, 30.0, 59.94])
+@cases("fps", [0.5, 2.0, 3.0, 7.0])
 def test_aligned_frames_of_a_longer_file_begin_with_the_same(rate, fps):
     step = max(rate / fps, 1.0)
     longest = POLICY.aligned_indices(2000, step)
@@ -148,7 +149,7 @@ def test_single_frame_file_gives_that_frame():
     assert decode(encode_video(1)).frames.shape == (1, 48, 64, 3)
 
 
-@pytest.mark.parametrize("container", CONTAINERS)
+@cases("container", CONTAINERS)
 def test_requested_frames_are_returned(container):
     data = encode_video(30, container=container)
     by_pyav = PyAVReader().open(data)
@@ -160,7 +161,7 @@ def test_requested_frames_are_returned(container):
         np.testing.assert_array_equal(frames, every[indices])
 
 
-@pytest.mark.parametrize("container", CONTAINERS)
+@cases("container", CONTAINERS)
 def test_decoded_frames_equal_encoded_frames(container):
     sampled = decode(encode_video(30, container=container), num_frames=4)
     for frame, index in zip(sampled.frames, [0, 10, 19, 29], strict=True):
@@ -279,7 +280,7 @@ def test_decoding_is_stopped_at_time_limit():
         decode(encode_video(60, height=240, width=320), config=EngineConfig(limits={"video_decode_timeout": 1e-9}))
 
 
-@pytest.mark.parametrize(
+@cases(
     "header",
     [{"frames": 0}, {"fps": 0.0}, {"fps": -1.0}, {"fps": math.inf}, {"fps": math.nan}, {"width": 0}, {"frames": -5}],
 )
@@ -344,9 +345,7 @@ def test_file_with_fewer_frames_than_its_header_is_undecodable(found, is_resized
     assert caught.value.param == PART
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"\0" * 64, b"\0\0\0\x18ftypisom", b"RIFF\0\0\0\0AVI ", b"\x1a\x45\xdf\xa3", b"G" * 600]
-)
+@cases("data", [b"", b"\0" * 64, b"\0\0\0\x18ftypisom", b"RIFF\0\0\0\0AVI ", b"\x1a\x45\xdf\xa3", b"G" * 600])
 def test_non_video_is_undecodable(data):
     with pytest.raises(MediaUndecodable) as caught:
         decode(data)

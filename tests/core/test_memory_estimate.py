@@ -31,6 +31,7 @@ from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_core.text_spec import AttentionSpec, LayerSpec, MlpSpec, RotarySpec
 from dashinfer_vlm_torch.kv_cache import KVCache
 from dashinfer_vlm_torch.state_cache import bytes_per_state, create_states
+from tests.cases import cases
 from tests.qwen3_5.tiny_qwen3_5 import write_checkpoint as write_qwen3_5
 from tests.qwen3_vl.tiny_qwen3 import write_checkpoint as write_qwen3_vl
 from tests.tiny import write_checkpoint, write_qwen2_5_vl
@@ -107,7 +108,7 @@ def small():
     return replace(MODELS["Qwen2-VL-2B"], text=text, vision_weights=vision.weights(shape.hidden))
 
 
-@pytest.mark.parametrize(
+@cases(
     ("size", "quantization", "stored", "measured"),
     [
         (small(), "none", None, (1301, 27.2)),
@@ -178,7 +179,7 @@ def test_mixture_reads_active_experts_only():
     assert sum(step_bytes(size.text, weights)) < loaded_bytes(size, weights) / 8
 
 
-@pytest.mark.parametrize(
+@cases(
     ("options", "memory", "mib"),
     [({}, 64 << 30, 4096), ({}, 8 << 30, 2048), ({}, 1 << 30, MIN_KV_MIB), ({}, None, 4096),
      ({"kv_cache_mib": 8}, 64 << 30, 8), ({"kv_cache_mib": 9999}, 1 << 30, 9999)],

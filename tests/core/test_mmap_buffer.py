@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dashinfer_vlm_core.kernels import mmap_buffer
+from tests.cases import cases
 
 PROGRAM = """
 import random, torch
@@ -42,8 +43,8 @@ def test_unreferenced_buffer_is_freed():
     assert the_c_library_s > 20
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
-@pytest.mark.parametrize("shape", [[0], [3], [0, 7], [1024, 2048], [3, 5, 100_003]])
+@cases("dtype", [torch.bfloat16, torch.float32, torch.uint8])
+@cases("shape", [[0], [3], [0, 7], [1024, 2048], [3, 5, 100_003]])
 def test_buffer_behaves_like_any_tensor(shape, dtype):
     tensor = mmap_buffer.empty(shape, dtype)
     assert (list(tensor.shape), tensor.dtype) == (shape, dtype)

@@ -30,6 +30,7 @@ from dashinfer_vlm_core.errors import (
 )
 from dashinfer_vlm_core.testing import Script, scripted_engine, scripted_registry
 from dashinfer_vlm_demo import CHECKPOINT
+from tests.cases import cases
 from tests.conversations import CONVERSATIONS, blurred_image, data_url, user
 from tests.samples import encode_video, label
 from tests.transformers_engine import TransformersEngine
@@ -206,7 +207,7 @@ def test_embedding_rows_determine_the_output(demo):
 # Types of images and videos
 
 
-@pytest.mark.parametrize(
+@cases(
     "content",
     [
         Image.open(CIRCLE),
@@ -219,7 +220,6 @@ def test_embedding_rows_determine_the_output(demo):
         {"image": Image.open(CIRCLE), "max_pixels": 28_224},
         {"type": "image", "image": "circle.png", "min_pixels": 3136},
     ],
-    ids=["pil", "rgba", "array", "tensor", "text", "path", "data", "options", "part"],
 )
 def test_every_image_type_gives_same_output(demo, content):
     (output,) = demo.generate(prompt_with({"image": content}), GREEDY)
@@ -383,7 +383,7 @@ def test_uuid_is_bound_to_its_content(demo, media, uuids, code):
 # Errors
 
 
-@pytest.mark.parametrize(
+@cases(
     ("prompt", "error", "param"),
     [
         ({"prompt": "x", "images": []}, InvalidParameter, None),
@@ -418,7 +418,6 @@ def test_uuid_is_bound_to_its_content(demo, media, uuids, code):
         (prompt_with({"image": [blurred_image(1), blurred_image(2)]}), InvalidParameter, "prompt"),
         (prompt_with({"video": [blurred_image(1), blurred_image(2)]}), InvalidParameter, "prompt"),
     ],
-    ids=label,
 )  # fmt: skip
 def test_invalid_prompt_is_named(demo, prompt, error, param):
     with pytest.raises(error) as caught:
@@ -429,7 +428,7 @@ def test_invalid_prompt_is_named(demo, prompt, error, param):
 ROWS = torch.zeros(16, 256)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("rows", "grid", "options"),
     [
         (ROWS[:, :99], (1, 8, 8), {}),
@@ -440,7 +439,6 @@ ROWS = torch.zeros(16, 256)
         (ROWS + 1e5, (1, 8, 8), {}),
         (ROWS, (1, 8, 8), {"max_pixels": 784}),
     ],
-    ids=["width", "rows", "grid", "nan", "inf", "huge", "options"],
 )
 def test_invalid_embeddings_are_rejected_and_valid_ones_work(demo, rows, grid, options):
     wrong = {"type": "image_embeds", "image_embeds": {"image_embeds": rows, "image_grid_thw": grid}, **options}
@@ -451,7 +449,7 @@ def test_invalid_embeddings_are_rejected_and_valid_ones_work(demo, rows, grid, o
     assert second.error is None
 
 
-@pytest.mark.parametrize(
+@cases(
     ("part", "param"),
     [
         ({"type": "image_pil", "image_pil": blurred_image(1), "colour": 1}, "messages[0].content[0]"),
@@ -465,7 +463,6 @@ def test_invalid_embeddings_are_rejected_and_valid_ones_work(demo, rows, grid, o
         ({"type": "image_url", "image_url": {"max_pixls": 1}}, "messages[0].content[0].image_url.max_pixls"),
         (3, "messages[0].content[0]"),
     ],
-    ids=label,
 )  # fmt: skip
 def test_invalid_part_is_named(demo, part, param):
     with pytest.raises(RequestError) as caught:
@@ -493,7 +490,7 @@ def test_single_list_item_error_is_not_raised(demo):
 # Sampling
 
 
-@pytest.mark.parametrize(
+@cases(
     ("options", "error", "param"),
     [
         ({"temperature": -1.0}, InvalidParameter, "temperature"),

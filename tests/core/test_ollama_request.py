@@ -16,6 +16,7 @@ from dashinfer_vlm_core.protocol.ollama import (
 )
 from dashinfer_vlm_core.protocol.ollama_models import OllamaEmbeddingsRequest, OllamaEmbedRequest
 from dashinfer_vlm_core.protocol.ollama_options import REJECTED_OPTIONS, IgnoredOptions, OllamaOptions, is_zero
+from tests.cases import cases
 from tests.core.test_schema import JSON
 
 HELLO = {"role": "user", "content": "Hello"}
@@ -33,7 +34,7 @@ def generate(**fields):
 KINDS = [(chat, REJECTED_IN_OLLAMA), (generate, REJECTED_IN_GENERATE)]
 
 
-@pytest.mark.parametrize(
+@cases(
     ("request_of", "name", "value"),
     [
         (kind, name, value)
@@ -49,7 +50,7 @@ def test_field_without_effect_is_accepted(request_of, name, value):
 IGNORED_VALUES = {"int | None": 5, "float | None": 0.5, "bool | None": True}
 
 
-@pytest.mark.parametrize(
+@cases(
     ("name", "value"),
     [(name, value) for name, (neutral, _) in REJECTED_OPTIONS.items() for value in [*neutral, None]]
     + [(name, IGNORED_VALUES[str(field.annotation)]) for name, field in IgnoredOptions.model_fields.items()]
@@ -59,7 +60,7 @@ def test_option_without_effect_is_accepted(name, value):
     assert chat(options={name: value}).to_chat().chat == chat().to_chat().chat
 
 
-@pytest.mark.parametrize(
+@cases(
     ("request_of", "name"),
     [(kind, name) for kind, rejected in KINDS for name in sorted(rejected.keys() | REJECTED_FIELDS.keys())],
 )
@@ -96,7 +97,7 @@ def test_tool_calls_without_ids_get_different_ones():
     assert request.messages[1].tool_calls[0].function.arguments == '{"a": [1.5, "ü", null]}'
 
 
-@pytest.mark.parametrize(
+@cases(
     ("duration", "zero"),
     [(0, True), (-1, False), (300, False), ("0", True), ("0s", True), ("1h0m", False), ("-1m", False), (None, False)],
 )

@@ -12,6 +12,7 @@ from dashinfer_vlm_core.media import Image, Video
 from dashinfer_vlm_core.models.patches import normalize, smart_resize, with_digest
 from dashinfer_vlm_core.models.qwen2_vl.image_processor import Qwen2VLImageProcessor
 from dashinfer_vlm_core.models.spec import PixelLimits, PixelSpec
+from tests.cases import cases
 from tests.samples import noise
 
 PART = "messages[0].content[0]"
@@ -164,7 +165,7 @@ def test_digest_covers_kind_grid_and_pixels():
     assert len(wide.digest) == 32
 
 
-@pytest.mark.parametrize(
+@cases(
     ("requested", "options", "limits"),
     [
         ({}, {}, (4 * 784, 1280 * 784)),
@@ -208,7 +209,7 @@ def published_frame_limit(count, minimum, maximum=768 * 784, total=16384 * 784):
     return max(min(maximum, total / count * 2), int(minimum * 1.05))
 
 
-@pytest.mark.parametrize("count", [1, 2, 5, 42, 43, 44, 100, 767, 768])
+@cases("count", [1, 2, 5, 42, 43, 44, 100, 767, 768])
 def test_frame_limits_follow_published_rule(count):
     frames = np.zeros((count, 2, 2, 3), np.uint8)
     for minimum in (4 * 784, 128 * 784):

@@ -18,6 +18,7 @@ from dashinfer_vlm_core.preprocessing.prompt import PromptBuilder
 from dashinfer_vlm_core.protocol import ChatRequest
 from dashinfer_vlm_core.tokenization.chat_template import ChatTemplate
 from dashinfer_vlm_core.tokenization.tokenizer import read_tokenizer
+from tests.cases import cases
 from tests.tiny import SPECIAL
 
 
@@ -97,7 +98,7 @@ CONVERSATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", CONVERSATIONS)
+@cases("name", CONVERSATIONS)
 def test_tokens_and_positions_equal_transformers(name, builder, oracle, spec):
     messages, media = CONVERSATIONS[name]
     tokenizer, model = oracle
@@ -182,8 +183,8 @@ def test_text_after_long_video_continues_at_max_position_plus_1():
     assert positions[:, 13].tolist() == [13, 13, 13]
 
 
-@pytest.mark.parametrize("control", SPECIAL)
-@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+@cases("control", SPECIAL)
+@cases("role", ["system", "user", "assistant", "tool"])
 def test_control_tokens_in_user_text_stay_text(control, role, builder, oracle):
     tokenizer, _ = oracle
     text = f"a {control} b"

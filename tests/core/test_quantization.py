@@ -20,6 +20,7 @@ from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.kernels.types import Activation
 from dashinfer_vlm_cpu.build import AVX512, PORTABLE_TILES
 from dashinfer_vlm_cpu.native_linear import quantize_int4
+from tests.cases import cases
 from tests.core.test_kernels import error, numbers
 from tests.kernels import VARIANT_PARAMS, load_kernels, needs_avx512
 
@@ -57,8 +58,8 @@ def quantized_rows(x):
     return ((blocks * inverses).round().double() * scales.double()).flatten(1)[:, : x.shape[1]]
 
 
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize(("outputs", "inputs"), [(70, 128), (33, 263)])
+@cases("group", GROUPS)
+@cases(("outputs", "inputs"), [(70, 128), (33, 263)])
 def test_linear_equals_product_of_dequantized_weights(native, group, outputs, inputs):
     """With a partial panel, and with partial blocks, groups and quads of inputs."""
     weight = random_weight(outputs, inputs, group)
@@ -69,7 +70,7 @@ def test_linear_equals_product_of_dequantized_weights(native, group, outputs, in
         assert error(layer(x).double(), expected) < 1e-6
 
 
-@pytest.mark.parametrize("ordered", [False, True])
+@cases("ordered", [False, True])
 def test_linear_is_close_to_weights(kernels, ordered):
     weight, bias, x = random_weight(70, 384, 64, ordered=ordered), numbers(70), numbers(29, 384, seed=1)
     layer = kernels.linear_quantized(weight, bias, dtype=torch.bfloat16, activation=Activation.QUICK_GELU)
@@ -77,7 +78,7 @@ def test_linear_is_close_to_weights(kernels, ordered):
     assert error(layer(x), product * torch.sigmoid(1.702 * product)) < 1.5e-2
 
 
-@pytest.mark.parametrize("rows", [1, 40])
+@cases("rows", [1, 40])
 def test_order_of_inputs_permutes_activations(native, rows):
     weight, x = random_weight(64, 260, 32, ordered=True), numbers(rows, 2 * 260, seed=1)[:, :260]
     ordered, plain = (
@@ -87,7 +88,7 @@ def test_order_of_inputs_permutes_activations(native, rows):
     assert not torch.equal(ordered(x), plain(x))
 
 
-@pytest.mark.parametrize(("group", "ordered"), [(32, True), (64, False), (128, False)])
+@cases(("group", "ordered"), [(32, True), (64, False), (128, False)])
 def test_row_is_bit_exact_in_any_batch(native, group, ordered):
     layer = native.linear_quantized(random_weight(96, 296, group, ordered=ordered), dtype=torch.bfloat16)
     x = numbers(70, 296, seed=1)
@@ -151,8 +152,8 @@ def test_nonfinite_weight_makes_its_output_not_finite(kernels):
     assert found[:, [0, 8, 63]].isfinite().all()
 
 
-@pytest.mark.parametrize("inputs", [256, 200])
-@pytest.mark.parametrize("group", GROUPS)
+@cases("inputs", [256, 200])
+@cases("group", GROUPS)
 def test_quantize_minimizes_error(group, inputs):
     """The error is that of 4 bits, and lower than that of rounding to the whole range."""
     weight = torch.randn(40, inputs, generator=torch.Generator().manual_seed(0))
@@ -169,7 +170,7 @@ def test_quantize_minimizes_error(group, inputs):
     assert found < {32: 0.08, 64: 0.09, 128: 0.1}[group]
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@cases("group", GROUPS)
 def test_quantization_in_c_equals_reference(native, group):
     """Equally good codes may differ, since sums are computed in another order."""
     weight = numbers(50, 300) / 8
@@ -214,7 +215,7 @@ def test_quantization_checks_its_values(bits, group, message):
         Quantization(bits, group)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("changes", "message"),
     [
         ({"group": 16}, "`group` must be one of 32, 64, 128, got 16"),
@@ -247,7 +248,7 @@ def random_int8(outputs, inputs, *, zero=128, group=None, seed=0):
     )
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), [(70, 128), (33, 260)])
+@cases(("outputs", "inputs"), [(70, 128), (33, 260)])
 def test_int8_codes_are_multiplied_as_they_are(native, outputs, inputs):
     """With codes of the whole range, -128 included, which rounding to 8 bits would not produce."""
     weight = random_int8(outputs, inputs)
@@ -268,9 +269,7 @@ def test_int8_codes_equal_the_weights_that_round_to_them(native):
     assert torch.equal(found, native.linear(weight, quantization=INT8, **options)(x))
 
 
-@pytest.mark.parametrize(
-    "weight", [random_int8(64, 256, zero=120), random_int8(64, 256, group=64), random_int8(64, 258)]
-)
+@cases("weight", [random_int8(64, 256, zero=120), random_int8(64, 256, group=64), random_int8(64, 258)])
 def test_int8_weights_without_a_kernel_are_dequantized(kernels, weight):
     """Zero points, groups, and a number of inputs that is no multiple of 4."""
     x = numbers(5, weight.codes.shape[1], seed=1)
@@ -278,7 +277,7 @@ def test_int8_weights_without_a_kernel_are_dequantized(kernels, weight):
     assert error(found, F.linear(x.float(), weight.dequantize(torch.float32))) < 1e-2
 
 
-@pytest.mark.parametrize(
+@cases(
     ("changes", "message"),
     [
         ({"bits": 3}, "`bits` must be 4 or 8, got 3"),

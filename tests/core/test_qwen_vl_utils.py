@@ -24,6 +24,7 @@ from dashinfer_vlm_core.media.video import frame_count
 from dashinfer_vlm_core.models.qwen2_vl.image_processor import Qwen2VLImageProcessor
 from dashinfer_vlm_core.models.spec import PixelSpec
 from dashinfer_vlm_core.protocol import MediaPart
+from tests.cases import cases
 from tests.conversations import blurred_image
 from tests.pages import ROOT, check_programs
 from tests.samples import encode_video
@@ -90,7 +91,7 @@ def test_requested_number_of_frames(published, requested):
     assert [ours(total) for total in LENGTHS] == [expected(total) for total in LENGTHS]
 
 
-@pytest.mark.parametrize("total", LENGTHS)
+@cases("total", LENGTHS)
 def test_frame_indices(total):
     for count in range(2, min(total, 768) + 1, 2):
         assert POLICY.indices(total, count) == torch.linspace(0, total - 1, count).round().long().tolist(), count

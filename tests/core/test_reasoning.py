@@ -14,6 +14,7 @@ from dashinfer_vlm_core.response.reasoning_parser import ReasoningDelta, Reasoni
 from dashinfer_vlm_core.structured_output.tool_parser import ContentDelta
 from dashinfer_vlm_core.testing import scripted_engine
 from dashinfer_vlm_core.tokenization.conversation import HERMES
+from tests.cases import cases
 
 QUESTION = [{"role": "user", "content": "What is this?"}]
 TEMPLATE = (
@@ -62,7 +63,7 @@ def parse(text, *, started=True, pieces=None):
     return reasoning, "".join(event.text for event in after)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("text", "started", "expected"),
     [
         (f"{THOUGHT}\n</think>\n\nA car.", True, (THOUGHT, "A car.")),

@@ -15,6 +15,7 @@ from dashinfer_vlm_core import Engine, EngineConfig, errors
 from dashinfer_vlm_core.engine.remote import RemoteEngine
 from dashinfer_vlm_core.protocol import ChatRequest
 from dashinfer_vlm_core.testing import Script, scripted_registry
+from tests.cases import cases
 from tests.server.conftest import serving
 from tests.waiting import until
 from tests.web import body, raw, serve
@@ -120,7 +121,7 @@ def failing(tiny_checkpoint):
         yield remote, raised
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@cases("error", ERRORS)
 def test_errors_round_trip(failing, error):
     engine, raised = failing
     raised += [error, error]
@@ -181,7 +182,7 @@ def test_close_ends_running_requests(remote):
         list(stream)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("status", "error", "kind"),
     [
         ("400 Bad Request", {"message": "Wrong.", "param": "top_p", "code": 400}, errors.InvalidParameter),

@@ -15,6 +15,7 @@ from dashinfer_vlm_core.errors import CheckpointError, DecoderFailed
 from dashinfer_vlm_core.protocol import ChatRequest
 from dashinfer_vlm_core.response.response_builder import PromptCounts, ResponseBuilder, StopStringMatcher
 from dashinfer_vlm_core.tokenization.detokenizer import IncrementalDetokenizer
+from tests.cases import cases
 from tests.executed_lines import count_lines
 
 MERGES = [("h", "e"), ("l", "l"), ("he", "ll"), ("Ġ", "w"), ("ð", "Ł"), ("æ", "Ĺ"), ("o", "Ġw"), ("æĹ", "¥")]
@@ -249,7 +250,7 @@ def test_only_possible_stop_string_prefix_is_held_back(text, stops):
         assert shown == text[: len(text) - held]
 
 
-@pytest.mark.parametrize(
+@cases(
     ("text", "stop", "answer"),
     [
         ("hello world", "world", "hello "),

@@ -11,6 +11,7 @@ from dashinfer_vlm_core.errors import ContextLengthExceeded, InvalidParameter, R
 from dashinfer_vlm_core.protocol.fields import IGNORED_FIELDS, REJECTED_FIELDS
 from dashinfer_vlm_core.protocol.responses import REJECTED_IN_RESPONSES, ResponsesRequest
 from dashinfer_vlm_core.response.response_events import ResponseEventBuilder
+from tests.cases import cases
 from tests.core.test_schema import JSON
 
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
@@ -30,16 +31,15 @@ def test_every_openai_field_is_in_exactly_one_group():
     assert not own & REJECTED_IN_RESPONSES.keys()
 
 
-@pytest.mark.parametrize(
+@cases(
     ("name", "value"),
     [(name, value) for name, (neutral, _) in REJECTED_IN_RESPONSES.items() for value in [*neutral, None]],
-    ids=repr,
 )
 def test_rejected_field_may_have_neutral_value(name, value):
     assert request(**{name: value}).to_chat().chat == request().to_chat().chat
 
 
-@pytest.mark.parametrize("name", sorted(REJECTED_FIELDS.keys() - ResponsesRequest.model_fields.keys()))
+@cases("name", sorted(REJECTED_FIELDS.keys() - ResponsesRequest.model_fields.keys()))
 def test_fields_that_chat_requests_reject_are_rejected(name):
     with pytest.raises(RequestError) as caught:
         request(**{name: "odd"}).to_chat()

@@ -23,6 +23,7 @@ from dashinfer_vlm_core.protocol.fields import IGNORED_FIELDS, REJECTED_FIELDS, 
 from dashinfer_vlm_core.protocol.name_log import MAX_LOGGED, NameLog
 from dashinfer_vlm_core.protocol.sampling import Sampling
 from dashinfer_vlm_core.protocol.sources import JPEG_FRAMES
+from tests.cases import cases
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 VIDEO = {"type": "video_url", "video_url": {"url": "https://example.com/a.mp4"}}
@@ -80,7 +81,7 @@ def test_sampling_has_every_option():
     assert {name: getattr(sampling, name) for name in Sampling.__dataclass_fields__} == expected
 
 
-@pytest.mark.parametrize(
+@cases(
     ("fields", "name", "value"),
     [
         ({"max_tokens": 5}, "max_tokens", 5),
@@ -101,7 +102,7 @@ def test_sampling(fields, name, value):
     assert getattr(ChatRequest.parse(request(**fields)).sampling(), name) == value
 
 
-@pytest.mark.parametrize(
+@cases(
     ("fields", "size", "window"),
     [
         ({"no_repeat_ngram_size": 3}, 3, None),
@@ -120,7 +121,7 @@ def test_ngrams_of_vllms_processors(fields, size, window):
     assert bool(sampling.requested_params()) == bool(size)
 
 
-@pytest.mark.parametrize("effort", get_args(get_args(ReasoningEffort)[0]))
+@cases("effort", get_args(get_args(ReasoningEffort)[0]))
 def test_efforts_of_openai_are_accepted(effort):
     assert ChatRequest.parse(request(reasoning_effort=effort)).reasoning_effort == effort
 
@@ -135,7 +136,7 @@ def test_stop_strings(stop, strings):
     assert ChatRequest.parse(request(stop=stop)).stop_strings == strings
 
 
-@pytest.mark.parametrize(
+@cases(
     ("fields", "message"),
     [
         ({"messages": None}, '`messages` is required. Write "messages": [{"role": "user", "content": "..."}].'),
@@ -256,7 +257,7 @@ def test_conversation_keeps_order_and_texts():
     ]
 
 
-@pytest.mark.parametrize(
+@cases(
     ("fields", "bounds"),
     [
         ({}, (None, None)),
@@ -293,14 +294,12 @@ def test_video_as_list_of_frames():
     assert part == MediaPart(kind="video", path="messages[0].content[0]", url=("a", "b", "c", "d"))
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [(name, value) for name, (nothing, _) in REJECTED_FIELDS.items() for value in nothing], ids=repr
-)
+@cases(("name", "value"), [(name, value) for name, (nothing, _) in REJECTED_FIELDS.items() for value in nothing])
 def test_unsupported_field_may_have_neutral_value(name, value):
     assert ChatRequest.parse(request(**{name: value})).sampling() == Sampling()
 
 
-@pytest.mark.parametrize("name", sorted(IGNORED_FIELDS))
+@cases("name", sorted(IGNORED_FIELDS))
 def test_ignored_fields_are_accepted(name):
     assert ChatRequest.parse(request(**{name: "anything"})).sampling() == Sampling()
 
@@ -310,7 +309,7 @@ IMAGE_FILE = "data:image/png;base64,AAAA"
 PDF_FILE = "data:application/pdf;base64,JVBERi0x"
 
 
-@pytest.mark.parametrize(
+@cases(
     "part",
     [
         {"type": "input_video", "input_video": {"data": "AAAA"}},
@@ -325,7 +324,6 @@ PDF_FILE = "data:application/pdf;base64,JVBERi0x"
         {"type": "file", "file": {"file_data": "AAAA", "format": "video/mp4"}},
         {"type": "file", "file": {"file_id": VIDEO_FILE, "format": "video/mp4"}},
     ],
-    ids=str,
 )
 def test_video_shapes_of_other_clients(part):
     parsed = ChatRequest.parse(request(part, {"type": "text", "text": "What moves?"}))
@@ -350,7 +348,7 @@ def test_file_can_be_an_image_or_a_video():
     assert part.url_path == "messages[0].content[0].file.file_data"
 
 
-@pytest.mark.parametrize(
+@cases(
     "file",
     [
         {"file_data": PDF_FILE},
@@ -363,7 +361,6 @@ def test_file_can_be_an_image_or_a_video():
         {"file_url": "report.pdf"},
         {"file_id": "https://example.com/a.pdf?b=c.docx"},
     ],
-    ids=str,
 )
 def test_file_can_be_a_document(file):
     parsed = ChatRequest.parse(request({"type": "file", "file": {**file, "pages": "1, 3-", "detail": "low"}}))
@@ -373,7 +370,7 @@ def test_file_can_be_a_document(file):
     assert not parsed.media()
 
 
-@pytest.mark.parametrize(
+@cases(
     ("pages", "selected"),
     [("", [1, 2, 3, 4]), ("2", [2]), ("4,1", [1, 4]), ("1-3,2-4", [1, 2, 3, 4]), ("3-", [3, 4]), ("1,1-1", [1])],
 )
@@ -418,7 +415,7 @@ OUTPUT = {
 }
 
 
-@pytest.mark.parametrize(
+@cases(
     ("fields", "kind", "param"),
     [
         ({"response_format": {"type": "json_object"}}, "json_object", "response_format"),
@@ -433,7 +430,6 @@ OUTPUT = {
         ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", "structured_outputs.choice"),
         ({"structured_outputs": {"json_object": True}}, "json_object", "structured_outputs.json_object"),
     ],
-    ids=str,
 )
 def test_output_constraint(fields, kind, param):
     parsed = ChatRequest.parse(request(**fields, guided_decoding_backend="auto"))
@@ -449,8 +445,8 @@ def test_output_constraint(fields, kind, param):
     assert ChatRequest.parse(parsed.model_dump(mode="json", exclude_unset=True)).output_constraint == constraint
 
 
-@pytest.mark.parametrize("first", OUTPUT)
-@pytest.mark.parametrize("second", OUTPUT)
+@cases("first", OUTPUT)
+@cases("second", OUTPUT)
 def test_only_one_output_constraint_is_accepted(first, second):
     if first == second:
         return
@@ -462,7 +458,7 @@ def test_only_one_output_constraint_is_accepted(first, second):
 # Unknown fields
 
 
-@pytest.mark.parametrize(
+@cases(
     ("name", "meant"),
     [
         ("max_token", "max_tokens"),
@@ -496,7 +492,7 @@ FIELDS_OF_OTHER_SERVERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FIELDS_OF_OTHER_SERVERS)
+@cases("name", FIELDS_OF_OTHER_SERVERS)
 def test_unknown_field_is_ignored(name):
     assert ChatRequest.parse(request(**{name: 1})).sampling() == Sampling()
 
@@ -589,15 +585,15 @@ NOT_FINITE = [math.nan, math.inf, -math.inf, 1e309, 10**400]
 NOT_NUMBERS = ["1", "", True, False, [], [1], {}]
 
 
-@pytest.mark.parametrize("value", NOT_FINITE + NOT_NUMBERS, ids=lambda value: repr(value)[:12])
-@pytest.mark.parametrize("name", [name for name, *_ in NUMBERS + INTEGERS])
+@cases("value", NOT_FINITE + NOT_NUMBERS)
+@cases("name", [name for name, *_ in NUMBERS + INTEGERS])
 def test_number_must_be_finite(name, value):
     error = rejection_of(request(**{name: value}))
     assert isinstance(error, InvalidParameter)
     assert error.param == name
 
 
-@pytest.mark.parametrize(("name", "least", "most"), NUMBERS)
+@cases(("name", "least", "most"), NUMBERS)
 def test_number_must_be_in_range(name, least, most):
     for value in [most, least] if least is not None else [most]:
         ChatRequest.parse(request(**{name: value}))
@@ -605,7 +601,7 @@ def test_number_must_be_in_range(name, least, most):
         assert rejection_of(request(**{name: value})).param == name
 
 
-@pytest.mark.parametrize(("name", "least"), INTEGERS)
+@cases(("name", "least"), INTEGERS)
 def test_integer_must_be_in_range(name, least):
     ChatRequest.parse(request(**{name: least}, logprobs=True))
     for value in [least - 1, 10**25, 1.5, 1.0]:
@@ -821,7 +817,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("data", "param"), BAD, ids=[f"{i}-{param}" for i, (_, param) in enumerate(BAD)])
+@cases(("data", "param"), BAD)
 def test_invalid_request_names_the_field(data, param):
     error = rejection_of(data)
     assert isinstance(error, InvalidParameter)
@@ -867,9 +863,7 @@ UNSUPPORTED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("data", "param"), UNSUPPORTED, ids=[f"{i}-{param}" for i, (_, param) in enumerate(UNSUPPORTED)]
-)
+@cases(("data", "param"), UNSUPPORTED)
 def test_unsupported_value_is_rejected_by_name(data, param):
     error = rejection_of(data)
     assert isinstance(error, UnsupportedParameter)

@@ -7,6 +7,7 @@ import pytest
 
 from dashinfer_vlm_core.errors import InvalidParameter, RequestError
 from dashinfer_vlm_core.protocol import ChatRequest, EncodedEmbeddings, MediaPart, OfflineRequest
+from tests.cases import cases
 
 URL = "data:image/png;base64,AAAA"
 IMAGE = {"type": "image_url", "image_url": {"url": URL}}
@@ -32,7 +33,7 @@ def rejection(*parts, **fields) -> RequestError:
 # UUIDs
 
 
-@pytest.mark.parametrize(
+@cases(
     ("part", "kind"),
     [
         ({"type": "image_url", "image_url": None, "uuid": "cat"}, "image"),
@@ -90,7 +91,7 @@ def test_embeddings_field_variants(value, grid):
     assert (found.kind, found.uuid, found.has_source) == ("image", "cat", True)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("value", "field"),
     [
         (7, "image_embeds"),
@@ -135,7 +136,7 @@ def test_jpeg_frames_are_counted_before_splitting():
 # Options for all media
 
 
-@pytest.mark.parametrize(
+@cases(
     ("options", "field", "value"),
     [
         ({"mm_processor_kwargs": {"min_pixels": 784}}, "min_pixels", 784),
@@ -229,7 +230,7 @@ def test_do_sample_frames_states_what_happens():
     media(VIDEO, mm_processor_kwargs={"do_sample_frames": True})
 
 
-@pytest.mark.parametrize(
+@cases(
     ("options", "param"),
     [
         ({"mm_processor_kwargs": {"pixels": 3}}, "mm_processor_kwargs.pixels"),

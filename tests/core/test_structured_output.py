@@ -13,6 +13,7 @@ from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.errors import InvalidParameter, UnsupportedParameter
 from dashinfer_vlm_core.protocol.sampling import SAMPLING_PARAMETERS
 from dashinfer_vlm_core.testing import scripted_engine
+from tests.cases import cases
 from tests.samples import image_url
 from tests.schemas import random_schema
 
@@ -108,7 +109,7 @@ def test_truncated_output_has_finish_reason_length(engine):
     assert choice.message.content.startswith("{")
 
 
-@pytest.mark.parametrize(
+@cases(
     "options",
     [
         {"temperature": 0},
@@ -119,7 +120,6 @@ def test_truncated_output_has_finish_reason_length(engine):
         {"logit_bias": {"756": 100}},
         {"temperature": 2.0, "seed": 7},
     ],
-    ids=str,
 )
 def test_sampling_options_cannot_break_format(engine, options):
     """Not even a bias of 100 for the end token, nor min_tokens of 30 where the schema ends earlier."""
@@ -199,8 +199,8 @@ def test_guided_json_equals_response_format(engine, fields):
     assert complete(engine, **fields) == complete(engine, **schema_request(SCENE))
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", ["guided_choice", "structured_outputs"])
+@cases("seed", range(3))
+@cases("name", ["guided_choice", "structured_outputs"])
 def test_guided_choice_returns_one_of_the_choices(engine, name, seed):
     fields = {"guided_choice": COLORS} if name == "guided_choice" else {"structured_outputs": {"choice": COLORS}}
     choice = complete(engine, **fields, seed=seed, temperature=2.0)
@@ -217,8 +217,8 @@ PATTERNS = [
 ]
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("name", ["guided_regex", "structured_outputs"])
+@cases("pattern", PATTERNS)
+@cases("name", ["guided_regex", "structured_outputs"])
 def test_guided_regex_matches_the_whole_completion(engine, name, pattern):
     fields = {"guided_regex": pattern} if name == "guided_regex" else {"structured_outputs": {"regex": pattern}}
     choice = complete(engine, **fields, temperature=1.5)

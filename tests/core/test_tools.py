@@ -22,6 +22,7 @@ from dashinfer_vlm_core.structured_output.tool_parser import (
     ToolCallStart,
 )
 from dashinfer_vlm_core.testing import EVERYTHING, Script, scripted_engine, scripted_registry
+from tests.cases import cases
 from tests.waiting import until
 
 PARAMETERS = {
@@ -149,7 +150,7 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize("text", BROKEN, ids=range(len(BROKEN)))
+@cases("text", BROKEN)
 def test_malformed_call_is_returned_as_text(text):
     choice, _ = play(text, guided=False)
     assert choice.message.content == text
@@ -217,7 +218,7 @@ def test_logprobs_cover_content_only():
     assert "".join(listed) == "Let me see."
 
 
-@pytest.mark.parametrize("seed", range(50))
+@cases("seed", range(50))
 def test_parsing_is_independent_of_chunking(seed):
     rng = Random(seed)
     parts = [
@@ -361,8 +362,8 @@ NOT_GUARANTEED = {
 }
 
 
-@pytest.mark.parametrize(("schema", "place"), NOT_GUARANTEED.values(), ids=NOT_GUARANTEED)
-@pytest.mark.parametrize("tool_choice", ["auto", "required"])
+@cases(("schema", "place"), NOT_GUARANTEED.values())
+@cases("tool_choice", ["auto", "required"])
 def test_tool_that_cannot_be_guaranteed_is_rejected_only_if_strict(schema, place, tool_choice):
     parameters = {"type": "object", "properties": {"a": schema}}
     call = '<tool_call>\n{"name": "f", "arguments": {"a": []}}\n</tool_call>'

@@ -15,11 +15,12 @@ from dashinfer_vlm_core.config.vllm_arguments import OF_THE_SERVER, REJECTED, RE
 from dashinfer_vlm_core.errors import ConfigError, InvalidParameter, UnsupportedParameter
 from dashinfer_vlm_core.offline.vllm_arguments import REJECTED_IN_CALLS, check_call_arguments, to_engine_options
 from dashinfer_vlm_core.protocol import ChatRequest
+from tests.cases import cases
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
 
 
-@pytest.mark.parametrize(
+@cases(
     ("arguments", "name", "value"),
     [
         ({"max_num_seqs": 4}, "max_batch_size", 4),
@@ -62,7 +63,7 @@ def test_renamed_arguments_lead_to_options(name):
     assert caught.value.param == name
 
 
-@pytest.mark.parametrize("name", REJECTED)
+@cases("name", REJECTED)
 def test_neutral_values_are_accepted_and_others_rejected(name):
     neutral, next_step = REJECTED[name]
     for value in neutral:
@@ -74,7 +75,7 @@ def test_neutral_values_are_accepted_and_others_rejected(name):
     assert next_step in caught.value.message
 
 
-@pytest.mark.parametrize(
+@cases(
     ("name", "value", "next_step"),
     [
         ("gpu_memory_utilization", 0.5, "kv_cache_mib"),

@@ -22,6 +22,7 @@ from dashinfer_vlm_core.testing import EVERYTHING, scripted_engine
 from dashinfer_vlm_core.tokenization.chat_template import ChatTemplate
 from dashinfer_vlm_core.tokenization.conversation import HERMES, QWEN_XML, ConversationFormat
 from dashinfer_vlm_core.tokenization.hermes import parse_tool_arguments, render_tools_as_text
+from tests.cases import cases
 from tests.core.test_grammar import SIZE, STOP, TOKENIZER, accepts, random_output
 from tests.core.test_tools import ASKED, NAMED, PING, WEATHER, calls_of, collected
 from tests.schemas import damaged, random_schema
@@ -113,8 +114,8 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "text", "value"), VALUES)
-@pytest.mark.parametrize("guided", [True, False], ids=["guided", "free"])
+@cases(("name", "text", "value"), VALUES)
+@cases("guided", [True, False])
 def test_type_of_a_value_is_that_of_the_schema(name, text, value, guided):
     content, ((tool, arguments),) = read([call(**{name: text})], guided=guided)
     assert (content, tool, json.loads(arguments)) == ("", "f", {name: value})
@@ -143,7 +144,7 @@ CONTENTS = [
 ]
 
 
-@pytest.mark.parametrize(("text", "content", "calls"), CONTENTS)
+@cases(("text", "content", "calls"), CONTENTS)
 def test_malformed_call_is_content(text, content, calls):
     assert read([text]) == (content, calls)
 
@@ -245,7 +246,7 @@ STRINGS = [
 ]
 
 
-@pytest.mark.parametrize(("schema", "good", "bad"), STRINGS, ids=range(len(STRINGS)))
+@cases(("schema", "good", "bad"), STRINGS)
 def test_texts_allowed_for_a_parameter(compiler, schema, good, bad):
     parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
     grammar = compiled(compiler, parameters)
@@ -268,7 +269,7 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@cases("name", FORMATS)
 def test_formats_of_strings(compiler, name):
     good, bad = FORMATS[name]
     grammar = compiled(compiler, {"properties": {"a": {"type": "string", "format": name}}, "required": ["a"]})
@@ -308,7 +309,7 @@ NOT_GUARANTEED = {
 }
 
 
-@pytest.mark.parametrize(("schema", "place"), NOT_GUARANTEED.values(), ids=NOT_GUARANTEED)
+@cases(("schema", "place"), NOT_GUARANTEED.values())
 def test_schema_that_cannot_be_written_in_xml_is_rejected_only_if_strict(compiler, schema, place):
     assert accepts(compiled(compiler, schema, strict=False), call())
     with pytest.raises(InvalidParameter) as caught:
@@ -361,8 +362,8 @@ def play(answer, *, guided=True, **fields):
     return plain, chunks
 
 
-@pytest.mark.parametrize("fields", [{}, {"tool_choice": "required"}, {"tool_choice": NAMED}], ids=str)
-@pytest.mark.parametrize("thought", ["", "A city.\n</think>\n\n"], ids=["direct", "reasoned"])
+@cases("fields", [{}, {"tool_choice": "required"}, {"tool_choice": NAMED}])
+@cases("thought", ["", "A city.\n</think>\n\n"])
 def test_call_is_streamed(fields, thought):
     plain, chunks = play(thought + CALL, **fields, **({} if thought else NO_THOUGHT))
     assert calls_of(plain) == [("weather", '{"city": "Rome", "days": 3}')]
@@ -419,7 +420,7 @@ ARGUMENTS = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "parameters"), ARGUMENTS)
+@cases(("arguments", "parameters"), ARGUMENTS)
 def test_arguments_in_the_history_reach_the_prompt(arguments, parameters):
     messages = history(arguments, "{}")
     ids = asyncio.run(ENGINES[True].atokenize({"messages": messages, "tools": [WEATHER]}))

@@ -15,6 +15,7 @@ from safetensors import safe_open
 
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_demo import CHECKPOINT
+from tests.cases import cases
 from tests.conversations import as_openai
 from tests.transformers_engine import TransformersEngine
 from training import evaluate, frozen, gallery, scenes, sizes
@@ -112,7 +113,7 @@ def complete(engine: TransformersEngine, *parts: str | Image.Image | list[Image.
     return str(engine.tokenizer.decode(tokens, skip_special_tokens=True))
 
 
-@pytest.mark.parametrize(
+@cases(
     ("names", "question", "answer"),
     [
         (["circle.png"], "Describe the picture.", "A red circle."),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.cases import cases
 from training import compose, drawing, questions, scenes, vocabulary
 from training.drawing import Backdrop, Scene, SceneObject
 
@@ -36,7 +37,7 @@ RED_CIRCLE, BLUE_STAR = item("red", "circle", 25, 25), item("blue", "star", 85, 
 GREEN_CROSS = item("green", "cross", 85, 85)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("objects", "sentence"),
     [
         ((), "I see no shapes."),
@@ -55,7 +56,7 @@ def test_descriptions(objects: tuple[SceneObject, ...], sentence: str | None) ->
     assert questions.description(scene(*objects)) == sentence
 
 
-@pytest.mark.parametrize(
+@cases(
     ("generator", "wanted", "answer"),
     [
         (questions.count, "", "There are three shapes."),
@@ -83,7 +84,7 @@ def test_shape_near_center_line_is_in_no_corner() -> None:
     assert questions.in_corner(random.Random(0), scene(near)) is None
 
 
-@pytest.mark.parametrize(
+@cases(
     ("generator", "wanted", "answer"),
     [
         (questions.nth, "first", "A red circle."),
@@ -144,7 +145,7 @@ def test_reversed_video_moves_the_other_way() -> None:
         assert (first.x - last.x) * dx + (first.y - last.y) * dy > 0
 
 
-@pytest.mark.parametrize("task", scenes.TASKS)
+@cases("task", scenes.TASKS)
 def test_questions_and_answers_are_sentences(task: str) -> None:
     for seed in range(30):
         sample = scenes.sample(task, seed)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import ImageFont
 
+from tests.cases import cases
 from tests.transformers_engine import TransformersEngine
 from training.export import export
 from training.learner import Learner
@@ -43,7 +44,7 @@ def printed(*lines: str, seed: int = 0) -> Page:
     return print_page(random.Random(seed), lines, GRID, 20, ["Pillow"])
 
 
-@pytest.mark.parametrize("seed", range(12))
+@cases("seed", range(12))
 def test_characters_have_their_places(seed: int) -> None:
     """Where a character is, the image has ink, and the order of characters is that of the response."""
     page = printed("Milk   1.50", "A  B", "x" * 50, seed=seed)

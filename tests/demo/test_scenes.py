@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.cases import cases
 from training import compose, drawing, figures, questions, scenes, sizes, user_scenes, vocabulary
 
 KINDS = ("describe_one", "list", "nth", "motion", "empty")
@@ -17,7 +18,7 @@ def pixels(sample: scenes.Sample) -> list[bytes]:
     return [image.tobytes() for image in (*sample.images, *sample.frames)]
 
 
-@pytest.mark.parametrize("task", scenes.TASKS | scenes.USER_TASKS)
+@cases("task", scenes.TASKS | scenes.USER_TASKS)
 def test_same_seed_gives_same_sample(task: str) -> None:
     one, two = scenes.sample(task, 7), scenes.sample(task, 7)
     assert one == two
@@ -30,7 +31,7 @@ def test_other_seeds_give_other_samples(task: str) -> None:
     assert len(drawn) == 10
 
 
-@pytest.mark.parametrize("seed", range(40))
+@cases("seed", range(40))
 def test_thing_has_its_color_at_its_position(seed: int) -> None:
     scene = compose.compose(random.Random(seed), (4, 5), 1 + seed % 4)
     drawn = np.asarray(drawing.render(scene), np.int16)
@@ -116,7 +117,7 @@ def test_content_places_question_according_to_layout() -> None:
     assert texts[:2] == ["Picture 1: ", "Picture 2: "]
 
 
-@pytest.mark.parametrize("kind", figures.KINDS)
+@cases("kind", figures.KINDS)
 def test_unknown_figures_are_seen_in_pixels_and_have_no_description(kind: str) -> None:
     scene = user_scenes.compose_unknown(random.Random(3), (6, 6), kind)
     drawn = np.asarray(drawing.render(replace(scene, jpeg=None)), np.int16)

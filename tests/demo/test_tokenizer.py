@@ -6,6 +6,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from dashinfer_vlm_demo import CHECKPOINT
+from tests.cases import cases
 from training import drawing, scenes, tokenizer
 
 TEXTS = [
@@ -24,7 +25,7 @@ def published() -> PreTrainedTokenizerBase:
     return loaded
 
 
-@pytest.mark.parametrize("text", TEXTS)
+@cases("text", TEXTS)
 def test_text_round_trips(text: str, published: PreTrainedTokenizerBase) -> None:
     ids = tokenizer.build().encode(text).ids
     assert tokenizer.build().decode(ids, skip_special_tokens=False) == text

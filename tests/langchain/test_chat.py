@@ -28,6 +28,7 @@ from dashinfer_vlm_core.errors import (
 )
 from dashinfer_vlm_core.testing import SAMPLING_PARAMETERS, Script, scripted_engine, scripted_registry
 from dashinfer_vlm_langchain import ChatDashInferVLM
+from tests.cases import cases
 from tests.lora_folders import write_lora
 from tests.server.conftest import serving
 from tests.waiting import until
@@ -171,7 +172,7 @@ def test_stop_string_ends_response(scripted):
     assert [response.content for response in call_all_ways(chat, "?", stop=[" two"])] == ["One,"] * 4
 
 
-@pytest.mark.parametrize(
+@cases(
     ("arguments", "error", "named"),
     [
         ({"temprature": 0}, ValidationError, "temprature"),

@@ -14,6 +14,7 @@ from PIL import Image
 from dashinfer_vlm_core.errors import DecoderFailed
 from dashinfer_vlm_litellm import media_affinity
 from dashinfer_vlm_litellm.affinity import media_key, rendezvous_score
+from tests.cases import cases
 from tests.litellm.conftest import HELLO
 
 SERVERS = ("server-1", "server-2", "server-3")
@@ -71,7 +72,7 @@ NO_MEDIA = {
 }
 
 
-@pytest.mark.parametrize("part", SAME.values(), ids=SAME)
+@cases("part", SAME.values())
 def test_key_is_equal_for_same_content(part):
     assert media_key(user(part)) == media_key(user(SAME["data URL"]))
 
@@ -81,7 +82,7 @@ def test_keys_of_different_media_differ():
     assert len({media_key(user(part)) for part in parts} - {None}) == len(parts)
 
 
-@pytest.mark.parametrize("messages", NO_MEDIA.values(), ids=NO_MEDIA)
+@cases("messages", NO_MEDIA.values())
 def test_messages_without_media_have_no_key(messages):
     assert media_key(messages) is None
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import litellm
-import pytest
 
 from dashinfer_vlm_core import errors
 from dashinfer_vlm_litellm.errors import HIDDEN_MESSAGE, to_litellm_exception
+from tests.cases import cases
 
 CLASSES = {
     errors.RequestError: litellm.BadRequestError,
@@ -48,7 +48,7 @@ def test_every_error_has_litellm_class():
     assert {kind: type(convert(kind("Wrong."))) for kind in CLASSES} == CLASSES
 
 
-@pytest.mark.parametrize("kind", CLASSES)
+@cases("kind", CLASSES)
 def test_router_retries_errors_not_caused_by_request(kind):
     """Errors that the request did not cause: another deployment of the proxy may have a correct setup."""
     error = convert(kind("Wrong."), proxied=True)

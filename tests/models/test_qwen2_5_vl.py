@@ -36,6 +36,7 @@ from dashinfer_vlm_langchain.profiles import profile_of
 from dashinfer_vlm_qwen2_5_vl import Qwen25VL
 from dashinfer_vlm_qwen2_5_vl.config import read_vision_config
 from dashinfer_vlm_qwen2_5_vl.vit import window_order
+from tests.cases import cases
 from tests.conversations import CONVERSATIONS, as_openai, blurred_image, user
 from tests.kernels import needs_native, selector
 from tests.patches import random_patches
@@ -293,14 +294,14 @@ AGREEING = {  # prompts where text after a video continues equally by the publis
 }
 
 
-@pytest.mark.parametrize("name", AGREEING)
+@cases("name", AGREEING)
 def test_positions_equal_transformers(folder, oracle, name):
     found = our_positions(folder, AGREEING[name])
 
     assert found.tolist() == transformers_positions(oracle.model, AGREEING[name]).tolist()
 
 
-@pytest.mark.parametrize("fps", [2.0, 0.1, 1.998, 1 / 3, 5.7, 30.0])
+@cases("fps", [2.0, 0.1, 1.998, 1 / 3, 5.7, 30.0])
 def test_positions_of_long_videos_follow_published_rule(folder, oracle, fps):
     """Text continues at the largest position plus 1; transformers 5 continues at half the frame's larger side."""
     video = item(384, 4, 6, fps=fps)
@@ -401,7 +402,7 @@ def test_window_order_equals_transformers(window):
     assert (4 * np.cumsum([0, *order.lengths])).tolist() == bounds.tolist()
 
 
-@pytest.mark.parametrize("name", GRIDS)
+@cases("name", GRIDS)
 def test_encoder_equals_transformers(encoder, oracle, name):
     batch = batch_of(name)
 

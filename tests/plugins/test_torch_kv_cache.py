@@ -23,6 +23,7 @@ from dashinfer_vlm_torch.runner import _verify
 from dashinfer_vlm_torch.scheduler import Scheduler
 from dashinfer_vlm_torch.sequence import SequenceState
 from dashinfer_vlm_torch.state_manager import NO_STATE
+from tests.cases import cases
 
 from .oracle import prompt, visual
 
@@ -58,7 +59,7 @@ def test_last_token_is_always_computed():
     assert shared_tokens(prompt(1, 48), prompt(1, 48)) == 47
 
 
-@pytest.mark.parametrize("position", [16, 17, 31, 32, 40, 46])
+@cases("position", [16, 17, 31, 32, 40, 46])
 def test_first_different_token_ends_shared_prefix(position):
     other = prompt(1, 48)
     assert shared_tokens(prompt(1, 48), replace(other, token_ids=with_value(other.token_ids, position, 91))) == position

@@ -21,6 +21,7 @@ from dashinfer_vlm_torch.sampler import (
     _wide_nucleus_thresholds,
 )
 from dashinfer_vlm_torch.sequence import LogitsRow, SequenceState
+from tests.cases import cases
 from tests.kernels import load_fastest, needs_native
 
 from .oracle import text
@@ -151,7 +152,7 @@ def test_greedy_rows_depend_only_on_argmax():
     assert rows[-2:] == [600, 601]
 
 
-@pytest.mark.parametrize(
+@cases(
     "options",
     [
         {"temperature": 0.5},
@@ -196,9 +197,9 @@ def test_samples_follow_distribution(options, kernel_sampler):
     assert statistic < freedom * (1 - 2 / (9 * freedom) + 3.09 * math.sqrt(2 / (9 * freedom))) ** 3  # Wilson-Hilferty
 
 
-@pytest.mark.parametrize("count", [1, 96, 128, 1000, 4096])
-@pytest.mark.parametrize("decades", [1, 50], ids=["alike", "of all sizes"])
-@pytest.mark.parametrize("number", [0.0, 0.25, 0.999, MAX_UNIFORM])
+@cases("count", [1, 96, 128, 1000, 4096])
+@cases("decades", [1, 50])
+@cases("number", [0.0, 0.25, 0.999, MAX_UNIFORM])
 def test_sample_is_first_token_above_cumulative_weight(count, decades, number):
     weights = 10 ** (-decades * torch.rand(40, count, generator=torch.Generator().manual_seed(count)))
     weights[:, : count // 2][:20] = 0  # whole blocks of zeros
@@ -240,11 +241,10 @@ def test_nucleus_equals_sorting(scale):
 
 
 @needs_native
-@pytest.mark.parametrize("scale", [0.01, 0.5, 4])
-@pytest.mark.parametrize(
+@cases("scale", [0.01, 0.5, 4])
+@cases(
     "options",
     [{}, {"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.05}, {"top_k": 1000, "top_p": 0.5}, {"min_p": 0.2, "top_k": 9}],
-    ids=str,
 )
 def test_kernels_sample_the_tokens_of_operators(scale, options):
     """Of nuclei of a few tokens and of most of the vocabulary, which is not divisible by the size of a block."""
@@ -290,8 +290,8 @@ def test_low_temperatures_do_not_overflow(kernel_sampler):
     assert sample(logits, [sequence(temperature=1e-4, top_p=0.5, top_k=50)], kernel_sampler)[0].id == 95
 
 
-@pytest.mark.parametrize("number", [math.nan, math.inf])
-@pytest.mark.parametrize("options", [{"temperature": 0}, {}, {"min_p": 0.1}, {"top_p": 0.5, "top_k": 5}], ids=str)
+@cases("number", [math.nan, math.inf])
+@cases("options", [{"temperature": 0}, {}, {"min_p": 0.1}, {"top_p": 0.5, "top_k": 5}])
 def test_nonfinite_row_fails_alone(number, options, kernel_sampler):
     logits = torch.zeros(3, 96)
     logits[1, 5] = number
@@ -359,9 +359,9 @@ def test_logprobs_are_computed_before_mask():
     assert chosen.logprob == pytest.approx(-math.log(100))
 
 
-@pytest.mark.parametrize("whitelist", [(), (1,)])
-@pytest.mark.parametrize("window", [None, 1, 7, 12])
-@pytest.mark.parametrize("size", [1, 2, 3, 7])
+@cases("whitelist", [(), (1,)])
+@cases("window", [None, 1, 7, 12])
+@cases("size", [1, 2, 3, 7])
 def test_repeated_ngrams_are_those_of_the_definition(size, window, whitelist):
     """While the output grows, with drafts that are rejected."""
     chance = np.random.default_rng(size)

@@ -29,6 +29,7 @@ from dashinfer_vlm_torch.scheduler import Scheduler
 from dashinfer_vlm_torch.sequence import ScheduledChunk, SequenceState
 from dashinfer_vlm_torch.settings import TorchOptions
 from dashinfer_vlm_torch.step_cost import StepCost
+from tests.cases import cases
 
 from .oracle import collect, decoding, ids, prompt, text, visual
 
@@ -42,7 +43,7 @@ def words(*tokens):
 # Proposals
 
 
-@pytest.mark.parametrize(
+@cases(
     ("tokens", "expected"),
     [
         ((1, 2, 3, 4, 9, 1, 2), [3, 4, 9, 1]),

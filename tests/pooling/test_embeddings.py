@@ -11,6 +11,7 @@ import torch
 from dashinfer_vlm_core import VLM, LoRARequest
 from dashinfer_vlm_core.errors import CheckpointError, RequestError
 from dashinfer_vlm_core.protocol.client import Client, current_client
+from tests.cases import cases
 from tests.conversations import as_openai, blurred_image, user
 from tests.lora_folders import ATTENTION, MLP, merge_lora, write_lora
 from tests.waiting import auntil
@@ -140,7 +141,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("call", "param", "words"), BAD, ids=[f"{param}: {words}" for _, param, words in BAD])
+@cases(("call", "param", "words"), BAD)
 def test_bad_input_is_named(embedder, call, param, words):
     with pytest.raises(RequestError) as error:
         call(embedder)

@@ -14,6 +14,7 @@ from dashinfer_vlm_core.engine.late_interaction import MAX_VECTORS, TokenVectors
 from dashinfer_vlm_core.errors import InvalidParameter, RequestError
 from dashinfer_vlm_core.preprocessing.pooling import PlacedItem
 from dashinfer_vlm_core.protocol import PoolingItem
+from tests.cases import cases
 from tests.conversations import blurred_image, data_url
 from tests.lora_folders import ATTENTION, MLP, merge_lora, write_lora
 
@@ -53,7 +54,7 @@ def check(ours, reference):
     assert (torch.from_numpy(ours) * reference).sum(dim=1).min() >= FLOAT32
 
 
-@pytest.mark.parametrize("input_type", ["query", "document"])
+@cases("input_type", ["query", "document"])
 def test_texts_of_unequal_lengths_equal_the_reference(late, input_type):
     found = late.vlm.engine.embed_tokens({"input": TEXTS, "task": "token_embed", "input_type": input_type})
     expected = [getattr(late.reference, input_type)(text) for text in TEXTS]
@@ -63,7 +64,7 @@ def test_texts_of_unequal_lengths_equal_the_reference(late, input_type):
     assert found.prompt_tokens == tuple(map(len, expected))
 
 
-@pytest.mark.parametrize("picture", PAGES, ids=["wide", "tall"])
+@cases("picture", PAGES)
 def test_image_equals_the_reference(late, picture):
     for texts, added in (((), ""), (("Describe the image.",), ""), (("Hi",), "Hi")):
         parts = [image(picture), *({"type": "text", "text": text} for text in texts)]
@@ -169,7 +170,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("body", "param", "words"), BAD, ids=[f"{param}: {words}" for _, param, words in BAD])
+@cases(("body", "param", "words"), BAD)
 def test_bad_request_names_the_field(retriever, body, param, words):
     with pytest.raises(RequestError) as error:
         retriever.engine.embed_tokens(body)

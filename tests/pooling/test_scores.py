@@ -7,6 +7,7 @@ import torch
 
 from dashinfer_vlm_core import VLM, Engine, EngineConfig
 from dashinfer_vlm_core.errors import RequestError, SetupError
+from tests.cases import cases
 from tests.conversations import blurred_image, data_url
 
 from .checkpoints import Reference, write_classifier
@@ -107,7 +108,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("queries", "documents", "param", "words"), BAD)
+@cases(("queries", "documents", "param", "words"), BAD)
 def test_bad_input_is_named(scorer, queries, documents, param, words):
     with pytest.raises(RequestError) as error:
         scorer.score(queries, documents, use_tqdm=False)

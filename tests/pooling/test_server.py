@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.cases import cases
 from tests.conversations import as_openai, blurred_image, data_url, user
 from tests.server.conftest import serving
 
@@ -101,7 +102,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("body", "param", "words"), BAD, ids=[f"{param}: {words}" for _, param, words in BAD])
+@cases(("body", "param", "words"), BAD)
 def test_bad_request_names_the_field(embeddings, body, param, words):
     with embeddings.http() as client:
         response = client.post("/v1/embeddings", json=body)

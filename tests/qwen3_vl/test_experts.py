@@ -27,6 +27,7 @@ from dashinfer_vlm_torch.proposer import Draft
 from dashinfer_vlm_torch.runner import ModelRunner
 from dashinfer_vlm_torch.sampler import LaunchedArgmax
 from dashinfer_vlm_torch.sequence import ScheduledChunk, SequenceState
+from tests.cases import cases
 from tests.kernels import load_fastest, needs_native
 from tests.plugins.oracle import prompt
 
@@ -81,8 +82,8 @@ def rows(count):
     return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(count))
 
 
-@pytest.mark.parametrize("create", [mixture, grouped])
-@pytest.mark.parametrize("count", [0, 1, 2, 40])
+@cases("create", [mixture, grouped])
+@cases("count", [0, 1, 2, 40])
 def test_equals_transformers(block, count, create):
     x, total = rows(count), torch.ones(count, HIDDEN)
     create(TorchKernels("cpu"), block).add_to(total, x)

@@ -15,6 +15,7 @@ from dashinfer_vlm_core.models.patches import normalize
 from dashinfer_vlm_core.models.spec import PixelLimits, PixelSpec
 from dashinfer_vlm_qwen3_vl import Qwen3VL
 from dashinfer_vlm_qwen3_vl.image_processor import Qwen3VLImageProcessor
+from tests.cases import cases
 from tests.samples import noise
 
 from .oracle import Clip
@@ -85,7 +86,7 @@ def test_frames_resized_while_decoded_give_the_same_patches(processor):
     assert processor.frames(processor.process(whole)).shape == (4, *processor.frame_size(whole), 3)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("options", "requested", "pixels"),
     [
         ({}, {}, 768 * 1024),

@@ -18,6 +18,7 @@ from dashinfer_vlm_ray import RayConfig
 from dashinfer_vlm_ray.application import cpu_shortage
 from dashinfer_vlm_ray.config import parse_arguments
 from dashinfer_vlm_server.settings import Settings
+from tests.cases import cases
 from tests.pages import page_text
 
 
@@ -55,7 +56,7 @@ def test_arguments_can_name_a_file(tmp_path):
     assert (config.max_replicas, config.engine.max_model_len) == (3, 256)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("arguments", "message"),
     [
         ({"max_replica": 2}, "Unknown option 'max_replica'. Did you mean 'max-replicas'?"),
@@ -76,7 +77,7 @@ def test_invalid_argument_is_named(arguments, message):
     assert message in caught.value.message
 
 
-@pytest.mark.parametrize(
+@cases(
     "options",
     [
         {"min_replicas": 0},

@@ -7,6 +7,7 @@ import pytest
 from dashinfer_vlm_core.protocol import ChatRequest, EmbeddingRequest, RerankRequest, ScoreRequest
 from dashinfer_vlm_core.protocol.client import NO_CLIENT, Client
 from dashinfer_vlm_ray.session import pooling_session_id, session_id
+from tests.cases import cases
 from tests.samples import image_url
 
 RED, BLUE = image_url(seed=1), image_url(seed=2)
@@ -36,7 +37,7 @@ def session(*messages, client=NO_CLIENT, **options):
     return session_id(ChatRequest.parse({"messages": list(messages), **options}), client)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("one", "other"),
     [
         ([user("What is it?", image(RED))], [user(image(RED), "And why?")]),
@@ -47,13 +48,12 @@ def session(*messages, client=NO_CLIENT, **options):
         ([SYSTEM, user("Hello!")], [SYSTEM, user("Hello!"), ANSWER, user("Again.")]),
         ([user(video(RED, BLUE))], [user(video(RED, BLUE), "What happens?")]),
     ],
-    ids=["image", "next turn", "second image", "uuid", "text", "system message", "video"],
 )
 def test_equal_content_has_one_session(one, other):
     assert session(*one) == session(*other)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("one", "other"),
     [
         ([user(image(RED))], [user(image(BLUE))]),
@@ -63,7 +63,6 @@ def test_equal_content_has_one_session(one, other):
         ([user("Hello!")], [user("Goodbye!")]),
         ([user("Hello!")], [SYSTEM, user("Hello!")]),
     ],
-    ids=["image", "kind", "uuid", "order of frames", "text", "system message"],
 )
 def test_other_content_has_another_session(one, other):
     assert session(*one) != session(*other)

@@ -14,6 +14,7 @@ from dashinfer_vlm_core.testing import EVERYTHING, scripted_engine
 from dashinfer_vlm_server import create_app
 from dashinfer_vlm_server.api_keys import ApiKeys, KeyLimits
 from dashinfer_vlm_server.settings import Settings
+from tests.cases import cases
 from tests.clients.features import serve_script
 from tests.core.test_reasoning import TEMPLATE
 from tests.pdfs import document
@@ -410,7 +411,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "param", "message"), BAD, ids=[f"{param}: {words}" for _, param, words in BAD])
+@cases(("fields", "param", "message"), BAD)
 def test_errors_name_the_field(refusing, fields, param, message):
     with refusing.http() as client:
         response = client.post(PATH, json={"max_tokens": 10, "messages": HELLO, **fields})

@@ -10,8 +10,9 @@ import openai
 import pytest
 
 from dashinfer_vlm_core.testing import EVERYTHING, scripted_engine
+from tests.cases import cases
 from tests.conversations import as_openai, blurred_image, user
-from tests.samples import encode_video, label
+from tests.samples import encode_video
 from tests.server.conftest import serving
 from tests.web import CERTIFICATES
 
@@ -239,7 +240,7 @@ def shared(tiny_checkpoint):
         yield server
 
 
-@pytest.mark.parametrize(
+@cases(
     ("part", "param"),
     [
         ({"type": "input_video", "input_video": {"data": VIDEO_BASE64, "num_frames": 99}}, "input_video.num_frames"),
@@ -252,7 +253,6 @@ def shared(tiny_checkpoint):
         ({"type": "video_url", "video_url": FRAMES}, "video_url[0]"),
         ({"type": "video_url", "video_url": {"url": FRAMES}}, "video_url.url[0]"),
     ],
-    ids=label,
 )
 def test_errors_after_validation_name_the_field_of_the_client(shared, part, param):
     with pytest.raises(openai.BadRequestError) as caught:

@@ -6,7 +6,6 @@ import re
 import shlex
 
 import click
-import pytest
 import yaml
 from click.testing import CliRunner
 
@@ -17,6 +16,7 @@ from dashinfer_vlm_server.endpoints.openapi import document
 from dashinfer_vlm_server.metrics import PREFIX
 from dashinfer_vlm_server.request_context import OUTCOMES
 from dashinfer_vlm_server.serving import DECODER_FAILED, GRACE_SECONDS
+from tests.cases import cases
 from tests.pages import page_text
 from tests.server.conftest import serving
 
@@ -54,7 +54,7 @@ OTHERS = {"--target"}
 OPTIONS = sorted(set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", TEXT + MONITORING)) - OTHERS)
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@cases("option", OPTIONS)
 def test_documented_option_exists(option):
     known = {
         name

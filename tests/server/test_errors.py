@@ -14,6 +14,7 @@ from dashinfer_vlm_core.protocol.name_log import NameLog
 from dashinfer_vlm_core.testing import scripted_engine
 from dashinfer_vlm_server import query
 from dashinfer_vlm_server.errors import INTERNAL_ERROR, error_body, error_response, status_for
+from tests.cases import cases
 from tests.server.conftest import serving
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -68,7 +69,7 @@ def test_every_error_class_has_a_status():
     assert {kind: status_for(make(kind)) for kind in STATUSES} == STATUSES
 
 
-@pytest.mark.parametrize("kind", STATUSES)
+@cases("kind", STATUSES)
 def test_error_type_matches_the_status(kind):
     error = error_body(make(kind))["error"]
     expected = {429: "rate_limit_error"}.get(

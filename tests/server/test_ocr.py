@@ -16,6 +16,7 @@ from dashinfer_vlm_core.engine.ocr import to_markdown
 from dashinfer_vlm_core.errors import DecoderFailed
 from dashinfer_vlm_core.models.ocr_prompts import OcrPrompt
 from dashinfer_vlm_core.testing import Script, scripted_registry
+from tests.cases import cases
 from tests.pdfs import document, encrypted, rendered
 from tests.samples import data_url, encode, noise
 from tests.server.conftest import Scripted, serving
@@ -169,7 +170,7 @@ def test_options_of_a_pdf_apply(scripted):
     assert post(served, encrypted("secret"), options={"password": "secret"}).status_code == 200
 
 
-@pytest.mark.parametrize(
+@cases(
     ("fields", "param", "message"),
     [
         ({"pages": [3]}, "pages", "selects page 3, but the document has 3. Choose from 0 to 2."),
@@ -238,7 +239,7 @@ def test_disconnect_cancels_all_pages(scripted, stream):
     until(lambda: served.script.running == 0)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("text", "front_matter", "markdown"),
     [
         ("---\nis_table: False\n---\n# Title\n", True, "# Title"),

@@ -12,6 +12,7 @@ import pytest
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.testing import EVERYTHING, scripted_engine
 from dashinfer_vlm_server.api_keys import ApiKeys, KeyLimits
+from tests.cases import cases
 from tests.clients.features import serve_script
 from tests.core.test_reasoning import TEMPLATE
 from tests.samples import data_url, encode, image_url, noise
@@ -316,7 +317,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("path", "fields", "param", "message"), BAD, ids=[f"{case[2]}: {case[3]}" for case in BAD])
+@cases(("path", "fields", "param", "message"), BAD)
 def test_errors_name_the_field(refusing, path, fields, param, message):
     given = {CHAT: {"messages": HELLO}, GENERATE: {"prompt": "Hello"}}.get(path, {})
     with refusing.http() as client:

@@ -24,6 +24,7 @@ from dashinfer_vlm_server.logs import JsonFormatter, TextFormatter
 from dashinfer_vlm_server.serving import Server, uvicorn_config
 from dashinfer_vlm_server.settings import DrainState, Settings
 from dashinfer_vlm_server.sockets import Address, open_listener
+from tests.cases import cases
 from tests.pdfs import document
 from tests.samples import data_url, image_url
 from tests.server.conftest import RunningServer, create_app
@@ -108,9 +109,7 @@ def test_version_route(scripted):
 # HEAD
 
 
-@pytest.mark.parametrize(
-    "path", ["/", "/health", "/health/ready", "/v1/models", "/v1/models/tiny", "/version", "/metrics"]
-)
+@cases("path", ["/", "/health", "/health/ready", "/v1/models", "/v1/models/tiny", "/version", "/metrics"])
 def test_head_matches_get_without_a_body(client, path):
     whole, head = client.get(path), client.head(path)
     assert (head.status_code, head.headers["content-type"]) == (200, whole.headers["content-type"])
@@ -146,7 +145,7 @@ def test_valid_request_id_is_kept(client, name):
         assert response.headers["x-request-id"] == name
 
 
-@pytest.mark.parametrize("name", ["", "a b", "a" * 129, "é".encode(), 'x"y', "a\tb"])
+@cases("name", ["", "a b", "a" * 129, "é".encode(), 'x"y', "a\tb"])
 def test_invalid_request_id_is_replaced(client, name):
     response = client.get("/version", headers={"X-Request-Id": name})
     assert response.headers["x-request-id"].startswith("req-")
@@ -369,7 +368,7 @@ BAD_TOKENIZE_REQUESTS = {
 }
 
 
-@pytest.mark.parametrize(("path", "body", "param"), BAD_TOKENIZE_REQUESTS.values(), ids=BAD_TOKENIZE_REQUESTS)
+@cases(("path", "body", "param"), BAD_TOKENIZE_REQUESTS.values())
 def test_bad_tokenize_request_names_the_field(client, path, body, param):
     response = client.post(path, content=body if isinstance(body, str) else json.dumps(body))
     assert response.status_code == (404 if param == "model" else 400), response.text

@@ -26,6 +26,7 @@ from dashinfer_vlm_server.request_body import (
 )
 from dashinfer_vlm_server.request_context import TRIM_BODY_BYTES
 from dashinfer_vlm_server.settings import Settings
+from tests.cases import cases
 from tests.waiting import HANG, until
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -57,7 +58,7 @@ INVALID_BODIES = {
 }
 
 
-@pytest.mark.parametrize("body", INVALID_BODIES.values(), ids=INVALID_BODIES)
+@cases("body", INVALID_BODIES.values())
 def test_body_that_is_not_a_json_object_is_rejected(body):
     with pytest.raises(InvalidParameter) as caught:
         parse_object(body)
@@ -65,7 +66,7 @@ def test_body_that_is_not_a_json_object_is_rejected(body):
     assert len(caught.value.message) < 200
 
 
-@pytest.mark.parametrize(
+@cases(
     ("body", "words"),
     [
         (b"", 'The body is empty. Send a JSON object with the fields of the request, such as {"model": "..."}.'),

@@ -13,6 +13,7 @@ from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.engine.remote import RemoteEngine
 from dashinfer_vlm_core.testing import EVERYTHING, scripted_engine
 from dashinfer_vlm_server.api_keys import ApiKeys, KeyLimits
+from tests.cases import cases
 from tests.clock import ManualClock
 from tests.core.test_reasoning import TEMPLATE
 from tests.pdfs import document
@@ -950,7 +951,7 @@ def shared(tiny_checkpoint):
         yield server
 
 
-@pytest.mark.parametrize("name", BAD)
+@cases("name", BAD)
 def test_bad_request_names_the_field(shared, name):
     fields, param = BAD[name]
     with shared.http() as client:
