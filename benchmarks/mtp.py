@@ -30,7 +30,8 @@ from dashinfer_vlm_core.models.files import INDEX, SINGLE, tensor_names
 from dashinfer_vlm_core.models.spec import ModelSpec
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_torch.decoder import TorchDecoder
-from dashinfer_vlm_torch.drafter import Drafter
+from dashinfer_vlm_torch.drafter import Drafted, Drafter, HiddenStates
+from dashinfer_vlm_torch.kv_cache import KVCache
 from dashinfer_vlm_torch.sequence import ScheduledChunk, SequenceState
 
 from .checkpoint_files import write_json
@@ -50,13 +51,16 @@ class SyntheticDrafter:
         self.rate: float = 1.0
         self._drafter = drafter
         self._vocab_size = vocab_size
+        self.reads: HiddenStates = drafter.reads
+        self.caches: Sequence[KVCache] = drafter.caches
         self._random = random.Random("mtp")
 
     def draft(
-        self, chunks: Sequence[ScheduledChunk], hidden: Tensor, counts: Mapping[SequenceState, int]
-    ) -> dict[SequenceState, tuple[int, ...]]:
-        drafts = self._drafter.draft(chunks, hidden, counts)
-        return {sequence: tuple(map(self._maybe_wrong, tokens)) for sequence, tokens in drafts.items()}
+        self, chunks: Sequence[ScheduledChunk], hidden: Tensor | None, counts: Mapping[SequenceState, int]
+    ) -> Drafted:
+        drafted = self._drafter.draft(chunks, hidden, counts)
+        tokens = {sequence: tuple(map(self._maybe_wrong, tokens)) for sequence, tokens in drafted.tokens.items()}
+        return drafted._replace(tokens=tokens)
 
     def _maybe_wrong(self, token: int) -> int:
         return token if self._random.random() < self.rate else (token + 1) % self._vocab_size

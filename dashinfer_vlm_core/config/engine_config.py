@@ -135,6 +135,10 @@ class EngineConfig(Options):
     device: str = "auto"
     """Torch device, such as `cpu` or `cuda:0`; `auto` uses CUDA if available."""
 
+    speculative_model: str | None = Field(None, title="NAME|FOLDER")
+    """Smaller model with the same vocabulary, or EAGLE-3 head, that drafts tokens; only with the PyTorch decoder. It is
+    loaded like `model`, and quantized like it."""
+
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of the weights; `auto` uses the checkpoint's."""
 

@@ -56,7 +56,7 @@ REJECTED: RejectedFields = {
     "skip_tokenizer_init": ((False,), "The tokenizer is always used. Remove it."),
     "speculative_config": (
         ({},),
-        "Set `speculative_method`: `auto` (the default) uses n-grams and an MTP head, and `none` disables it.",
+        "Set `speculative_model` to a draft model or EAGLE-3 head. `speculative_method` none disables speculation.",
     ),
     "tensor_parallel_size": (
         (1,),

@@ -2,6 +2,7 @@
 
 from ..protocol.sampling import SAMPLING_PARAMETERS, Sampling
 from .interface import (
+    DRAFT_MODEL,
     GUIDED_DECODING,
     LORA,
     POOLING,
@@ -20,6 +21,7 @@ from .interface import (
 )
 
 __all__ = [
+    "DRAFT_MODEL",
     "GUIDED_DECODING",
     "LORA",
     "POOLING",

@@ -37,6 +37,10 @@ PREFIX_CACHE = "prefix_cache"
 """The member of `supported_params` of a decoder that keeps what it computes of prompts for those that begin alike."""
 
 
+DRAFT_MODEL = "draft_model"
+"""The member of `supported_params` of a decoder that verifies drafts of the model or head in `ModelSpec.draft`."""
+
+
 LORA = "lora"
 """The member of `supported_params` of a decoder that applies LoRA adapters."""
 
@@ -174,8 +178,8 @@ class Decoder(Protocol):
         name: as listed by `dashinfer-vlm plugins` and `/health`.
         max_model_len: most tokens of prompt and output together; at most the model's limit.
         supported_params: the members of `SAMPLING_PARAMETERS` that it supports, `GUIDED_DECODING` if it can mask
-            tokens, `LORA` if it applies adapters, `POOLING` if it runs pooling models, and `PREFIX_CACHE` if it keeps
-            prompts; the engine rejects requests that need more.
+            tokens, `DRAFT_MODEL` if it uses drafts of a model, `LORA` if it applies adapters, `POOLING` if it runs
+            pooling models, and `PREFIX_CACHE` if it keeps prompts; the engine rejects requests that need more.
         unsupported_vision_reason: why it accepts no images and videos, and the next step; the engine rejects requests
             with media. Empty if it accepts them.
         fatal_error: why it cannot decode although it was started; empty while it can. For `/health`.

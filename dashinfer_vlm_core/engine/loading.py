@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..config import MIB, EngineConfig
-from ..decoders import LORA, POOLING, PREFIX_CACHE, DecoderFactory, DecoderSupport
+from ..decoders import DRAFT_MODEL, LORA, POOLING, PREFIX_CACHE, DecoderFactory, DecoderSupport
 from ..decoders.supervisor import Supervisor
 from ..embedding_store import EmbeddingStoreOptions, open_store, redacted
 from ..embedding_store.client import EmbeddingStoreClient
@@ -36,6 +36,7 @@ from ..vision.media_uuids import MediaUuidCache
 from .admission import ConcurrencyLimiter
 from .chat_pipeline import ChatPipeline
 from .documents import DocumentExpander
+from .drafts import with_draft
 from .history import HistoryPrefill
 from .inputs import InputPipeline
 from .loras import LoraManager
@@ -94,6 +95,7 @@ def _create_pipeline(
     family = registry.family_of(folder)
     spec = registry.load_spec(folder)
     spec = replace(spec, pooling=read_pooling(spec, config.task, shared.tokenizers))
+    spec = with_draft(spec, config, registry, shared.tokenizers)
     _check_context_length(config, spec)
     logger.info("Model %s from %s, task %s.", config.name, folder, spec.task)
     # Before the decoder, which imports torch: the process that decodes media imports its libraries at the same time.
@@ -256,6 +258,9 @@ def _check_support(factory: DecoderFactory, spec: ModelSpec, config: EngineConfi
         return DecoderSupport(score=0, reason=f"its check failed: {error}")
     if spec.pooling and POOLING not in factory.supported_params:
         reason = f"It does not support the task {spec.task} of this model. Use the decoder torch."
+        return replace(support, score=0, reason=reason)
+    if spec.draft and DRAFT_MODEL not in factory.supported_params:
+        reason = "It does not use drafts of a model (`speculative_model`). Remove it, or use the decoder torch."
         return replace(support, score=0, reason=reason)
     if config.lora and LORA not in factory.supported_params:
         reason = (

@@ -17,6 +17,8 @@ from ..models.memory import MemoryEstimate, ModelSize
 from ..models.spec import ModelSpec
 from ..plugins import Registry, load_plugins, options_registry
 from ..protocol import DEFAULT_MODEL
+from ..tokenization.tokenizer import TokenizerCache
+from .drafts import with_draft
 
 MODEL_KEYS = ("model", "aliases", "pinned")
 """Options that only a model among several has, and the one that it must have."""
@@ -177,7 +179,8 @@ def find_spec(config: EngineConfig, registry: Registry) -> ModelSpec:
     Raises:
         CheckpointError: there is no such model, or its configuration is invalid.
     """
-    return registry.load_spec(find_model(config.model, registered=registry.models, revision=config.revision))
+    spec = registry.load_spec(find_model(config.model, registered=registry.models, revision=config.revision))
+    return with_draft(spec, config, registry, TokenizerCache())
 
 
 def names_of(models: Iterable[ManagedModel]) -> dict[str, str]:

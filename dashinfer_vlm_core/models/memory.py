@@ -48,6 +48,8 @@ class ModelSize:
         dtype: data type of the weights that are not quantized, as torch names it.
         file_bytes: size of the files with the weights.
         stored_bits: the bits of most layers if the checkpoint is quantized; None if it is not.
+        draft: the text model, or the layer of the head, that drafts tokens; None without one.
+        draft_bytes: size of the files with its weights, which take as much in memory at most.
     """
 
     text: TextModelSpec
@@ -56,6 +58,8 @@ class ModelSize:
     dtype: str
     file_bytes: int
     stored_bits: StoredBits | None = None
+    draft: TextModelSpec | None = None
+    draft_bytes: int = 0
 
     @classmethod
     def of(cls, spec: ModelSpec, *, file_bytes: int | None = None) -> ModelSize:
@@ -67,6 +71,8 @@ class ModelSize:
             dtype=spec.dtype,
             file_bytes=weight_file_bytes(spec.folder) if file_bytes is None else file_bytes,
             stored_bits=spec.quantization.stored_bits if spec.quantization else None,
+            draft=spec.draft.text if spec.draft else None,
+            draft_bytes=weight_file_bytes(spec.draft.folder) if spec.draft else 0,
         )
 
 
@@ -170,7 +176,7 @@ def loaded_bytes(size: ModelSize, weights: WeightBytes) -> float:
     """Return what the weights of a model take in memory."""
     layers = sum(weights.layers) * (count_all_layer_weights(size.text) + count_mtp_weights(size.text))
     tables = (weights.itemsize + weights.head) * _table(size.text)
-    return layers + tables + weights.vision * size.vision_weights
+    return layers + tables + weights.vision * size.vision_weights + size.draft_bytes
 
 
 def step_bytes(text: TextModelSpec, weights: WeightBytes) -> FormatBytes:
@@ -224,11 +230,12 @@ def _layer_bytes(size: ModelSize, config: EngineConfig, kernels: Kernels, *, wid
 
 
 def _cache_bytes(size: ModelSize, config: EngineConfig, itemsize: int, memory: int | None) -> int:
-    budget = kv_budget_mib(config, weights=size.file_bytes, memory=memory) * MIB
+    budget = kv_budget_mib(config, weights=size.file_bytes + size.draft_bytes, memory=memory) * MIB
     state = state_bytes(size.text, itemsize)
     states = count_states(state, budget) * state
     numbers = {"auto": itemsize, "bfloat16": 2, "int8": 1}[config.kv_cache_dtype]
     per_token = kv_bytes_per_token(size.text, numbers)
+    per_token += kv_bytes_per_token(size.draft, numbers) if size.draft else 0
     context = min(size.context, config.max_model_len or size.context)
     return states + min(max(budget - states, 0), context * config.max_batch_size * per_token)
 

@@ -10,6 +10,7 @@ from ..media.frame_sampling import VideoSamplingPolicy
 from ..text_spec import TextModelSpec
 from ..tokenization.conversation import ConversationFormat
 from .coordinates import CoordinateSpec
+from .eagle import EagleSpec
 from .model_card import ModelCard
 from .pooling import PoolingSpec, Task
 
@@ -103,6 +104,7 @@ class ModelSpec:
         min_dimensions: the fewest dimensions that the family's embedding models were trained for; 0 if not known.
         pooling: how its hidden states are pooled; None if it generates text.
         vision_weights: number of weights of the vision encoder, for estimates; 0 if not known.
+        draft: the smaller model, or the head, that drafts tokens for it; None without one.
     """
 
     folder: Path
@@ -122,6 +124,7 @@ class ModelSpec:
     min_dimensions: int = 0
     pooling: PoolingSpec | None = None
     vision_weights: int = 0
+    draft: ModelSpec | EagleSpec | None = None
 
     @property
     def task(self) -> Task:

@@ -241,7 +241,7 @@ def _copy(
             f"{list(into.shape)}. Use config.json and safetensors files of the same checkpoint."
         )
     tensor = opened.get_tensor(name)
-    if not tensor.is_floating_point() or tensor.itemsize == 1:
+    if into.is_floating_point() and (not tensor.is_floating_point() or tensor.itemsize == 1):
         raise CheckpointError(
             f"{file}: tensor {name!r} is {header.dtype}, but its module has no scales in the"
             " format that `quantization_config` in config.json declares. Copy or download the checkpoint again."

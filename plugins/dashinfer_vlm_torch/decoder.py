@@ -19,6 +19,7 @@ from dashinfer_vlm_core.kernels.choice import KernelSelector
 from dashinfer_vlm_core.kernels.linears import supported_bits
 from dashinfer_vlm_core.kernels.quantization import INT4, INT8, Quantization
 from dashinfer_vlm_core.kernels.types import Int8CacheAttention, Kernels
+from dashinfer_vlm_core.models.eagle import EagleSpec
 from dashinfer_vlm_core.models.formats.detection import weight_memory
 from dashinfer_vlm_core.models.lora import LoraWeights
 from dashinfer_vlm_core.models.memory import count_states, kv_budget_mib, memory_limit, weight_file_bytes
@@ -27,6 +28,8 @@ from dashinfer_vlm_core.models.spec import ModelSpec
 from dashinfer_vlm_core.models.weights import Weights
 
 from .decode_graphs import DecodeGraphs, record_graphs, step_shapes
+from .drafter import Drafter
+from .drafters import create_mtp_drafter, load_eagle_drafter, load_model_drafter
 from .kv_cache import KVCache
 from .lora import TextLora
 from .model import TextModel
@@ -62,9 +65,12 @@ class TorchDecoder:
         self._config = config
         self._speculative_method = "none" if spec.pooling else config.options_of(TorchOptions).speculative_method
         # Without drafts, the head for multi-token prediction needs no memory.
-        self._text = spec.text if self._speculative_method == "auto" else replace(spec.text, mtp_layer=None)
+        self._draft = _draft_source(spec, self._speculative_method)
+        uses_mtp = self._speculative_method == "auto" and self._draft is None
+        self._text = spec.text if uses_mtp else replace(spec.text, mtp_layer=None)
         self._pools_tokens = spec.pooling is not None and spec.pooling.pools_tokens
         self._device, self._dtype = resolve_placement(config, spec)
+        self._kernel_selector = kernels
         self._kernels = kernels.choose(self._device, self._dtype, self._text)
         self._quantization = _text_quantization(config, self._kernels, self._device)
         self._cache_dtype = _cache_dtype(config, self._dtype)
@@ -162,6 +168,7 @@ class TorchDecoder:
 
     def _kv_pool_tokens(self, budget: int, context: int) -> int:
         per_token = KVCache.bytes_per_token(self._text, self._cache_dtype)
+        per_token += KVCache.bytes_per_token(self._draft.text, self._cache_dtype) if self._draft else 0
         tokens = max(budget * MIB - self._state_slots * self._bytes_per_state, 0) // per_token
         if tokens < MIN_KV_TOKENS:
             raise ConfigError(self._too_small(budget, tokens, per_token), param="kv_cache_mib")
@@ -191,6 +198,7 @@ class TorchDecoder:
         configured = self._config.kv_cache_mib
         memory = memory_limit() if self._device.startswith("cpu") else None
         weights = weight_file_bytes(self._spec.folder)
+        weights += weight_file_bytes(self._draft.folder) if self._draft else 0
         budget = kv_budget_mib(self._config, weights=weights, memory=memory)
         if memory is not None and budget < configured:
             message = "KV cache of %d MiB instead of %d: the memory has %d MiB, and the files of the weights %d MiB."
@@ -209,14 +217,22 @@ class TorchDecoder:
                 quantization=self._quantization,
                 cache_dtype=self._cache_dtype,
                 pooling=self._spec.pooling,
+                captured_layers=self._draft.target_layers if isinstance(self._draft, EagleSpec) else (),
             )
             _log_joined_weights(weights, self._dtype)
+        self._log_loaded()
+        on_cuda = self._device.startswith("cuda")
+        rows = self._kv_tokens + on_cuda  # the last one is for the padding of CUDA graphs
+        cache = KVCache(self._text, rows, device=self._device, dtype=self._cache_dtype)
+        states = create_states(self._text, self._state_slots, device=self._device, dtype=self._dtype)
+        graphs = self._record_graphs(model, cache) if on_cuda and not states else None
+        return ModelRunner(model, cache, graphs, states, self._create_drafter(model, cache))
+
+    def _log_loaded(self) -> None:
         weight_dtype = f"int{self._quantization.bits}" if self._quantization else _name(self._dtype)
         which = "Other weights" if self._spec.quantization else "Weights"
         logger.info("%s in %s on %s, with the kernels %r.", which, weight_dtype, self._device, self._kernels.name)
         logger.info("KV cache of %d tokens in %s.", self._kv_tokens, _name(self._cache_dtype))
-        if self._text.mtp_layer:
-            logger.info("Tokens are drafted by the checkpoint's head for multi-token prediction where that pays.")
         if self._state_slots:
             message = "%d recurrent states of %.1f MiB, two per sequence: up to %d sequences run at the same time."
             sequences = count_sequences(self._state_slots, self._config.max_batch_size)
@@ -224,15 +240,18 @@ class TorchDecoder:
         if self._cache_dtype != self._dtype and not isinstance(self._kernels, Int8CacheAttention):
             message = "kv_cache_dtype=%s slows down decoding here: the kernels %r convert the cache in each step."
             logger.warning(message, self._config.kv_cache_dtype, self._kernels.name)
-        on_cuda = self._device.startswith("cuda")
-        rows = self._kv_tokens + on_cuda  # the last one is for the padding of CUDA graphs
-        cache = KVCache(self._text, rows, device=self._device, dtype=self._cache_dtype)
-        states = create_states(self._text, self._state_slots, device=self._device, dtype=self._dtype)
-        graphs = self._record_graphs(model, cache) if on_cuda and not states else None
-        return ModelRunner(model, cache, graphs, states)
+
+    def _create_drafter(self, model: TextModel, cache: KVCache) -> Drafter | None:
+        if self._draft is None:
+            return create_mtp_drafter(model, cache)
+        if isinstance(self._draft, EagleSpec):
+            return load_eagle_drafter(model, cache, self._draft, self._quantization)
+        kernels = self._kernel_selector.choose(self._device, self._dtype, self._draft.text)
+        return load_model_drafter(model, cache, self._draft, kernels, self._quantization)
 
     def _record_graphs(self, model: TextModel, cache: KVCache) -> DecodeGraphs | None:
-        if not self._config.cuda_graphs or self._spec.pooling:  # prompts are not replayed
+        # Prompts are not replayed, and graphs do not return hidden states between layers.
+        if not self._config.cuda_graphs or self._spec.pooling or isinstance(self._draft, EagleSpec):
             return None
         shapes = step_shapes(max_batch_size=self._config.max_batch_size, max_model_len=self.max_model_len)
         return record_graphs(model, cache, shapes)
@@ -248,6 +267,15 @@ class TorchDecoder:
             speculative=self._speculative_method != "none",
             state_slots=self._state_slots,
         )
+
+
+def _draft_source(spec: ModelSpec, speculative_method: str) -> ModelSpec | EagleSpec | None:
+    if spec.draft and speculative_method != "auto":
+        raise ConfigError(
+            f"`speculative_model` is not used with `speculative_method` {speculative_method}. Remove one of them.",
+            param="speculative_model",
+        )
+    return spec.draft
 
 
 _NOT_RUNNING = "The decoder is not running. Start the engine first."

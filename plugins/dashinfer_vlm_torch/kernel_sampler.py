@@ -8,6 +8,7 @@ about equally likely, finding a nucleus takes several passes, and the kernels wo
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -15,13 +16,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dashinfer_vlm_core.kernels.types import SampledIds, TokenSampling
+from dashinfer_vlm_core.kernels.types import Kernels, SampledIds, TokenSampling
 
-from .sampler import uniform
+from .sampler import RowSampler, uniform
 from .sequence import LogitsRow
 
 BLOCK = 128
 """Logits per block. The largest logits are in the blocks with the largest maxima, which are far fewer."""
+
+
+def create_sampler(kernels: Kernels) -> RowSampler | None:
+    """Return what samples tokens with kernels; None if they do not."""
+    return functools.partial(sample_with_kernels, kernels) if isinstance(kernels, TokenSampling) else None
 
 
 def sample_with_kernels(

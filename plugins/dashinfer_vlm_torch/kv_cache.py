@@ -62,6 +62,8 @@ class KVAllocation:
         rows: number of rows.
         num_computed_tokens: leading tokens whose keys and values are computed.
         num_indexed_blocks: leading blocks by which the prefix cache finds it.
+        num_drafted_tokens: leading tokens whose keys and values a draft model has computed in its cache, in the rows of
+            this allocation.
         num_matched_tokens: leading tokens that another one had computed when it was allocated.
         is_cached: whether its sequence has left it to the prefix cache; a running sequence uses it otherwise.
     """
@@ -70,6 +72,7 @@ class KVAllocation:
     start: int = -1
     rows: int = 0
     num_computed_tokens: int = 0
+    num_drafted_tokens: int = 0
     num_indexed_blocks: int = 0
     num_matched_tokens: int = 0
     is_cached: bool = False

@@ -165,6 +165,8 @@ class KVCacheManager:
         num_computed = allocation.num_computed_tokens
         num_missing = match.num_tokens - num_computed
         self._copies.append(KVCopy(source.start + num_computed, allocation.start + num_computed, num_missing))
+        if not num_computed:  # otherwise, the draft model's rows before these may be missing
+            allocation.num_drafted_tokens = min(source.num_drafted_tokens, match.num_tokens)
         self.mark_computed(allocation, match.num_tokens)
         if source.is_cached:
             self._cached.move_to_end(source.last_digest)
@@ -174,9 +176,12 @@ class KVCacheManager:
         allocation = match.allocation
         num_computed = allocation.num_computed_tokens
         self._remove_cached(allocation)
+        num_drafted = allocation.num_drafted_tokens
         allocation.num_computed_tokens = match.num_tokens
+        allocation.num_drafted_tokens = min(num_drafted, match.num_tokens)
         if not self._reserve_rows(allocation, rows):
             allocation.num_computed_tokens = num_computed
+            allocation.num_drafted_tokens = num_drafted
             self._add_cached(allocation)
             return None
         self._unindex(allocation, allocation.num_computed_tokens // BLOCK_SIZE)
@@ -193,6 +198,7 @@ class KVCacheManager:
                 self._shrink(other, start - other.start)
         if allocation.num_computed_tokens and start != allocation.start:
             self._copies.append(KVCopy(allocation.start, start, allocation.num_computed_tokens))
+            allocation.num_drafted_tokens = min(allocation.num_drafted_tokens, allocation.num_computed_tokens)
         self._allocator.assign(allocation, start, rows)
         return True
 
@@ -201,6 +207,7 @@ class KVCacheManager:
         self._remove_cached(allocation)
         self._unindex(allocation, max(rows, 0) // BLOCK_SIZE)
         allocation.num_computed_tokens = max(rows, 0)
+        allocation.num_drafted_tokens = min(allocation.num_drafted_tokens, allocation.num_computed_tokens)
         self._retain(allocation)
         if allocation.is_cached:
             self._cached.move_to_end(allocation.last_digest, last=False)
@@ -220,6 +227,7 @@ class KVCacheManager:
                 self._discard(shorter)
         allocation.prefix = allocation.prefix.truncated(allocation.num_computed_tokens)
         allocation.rows = allocation.num_computed_tokens
+        allocation.num_drafted_tokens = min(allocation.num_drafted_tokens, allocation.rows)
         self._add_cached(allocation)
 
     def _add_cached(self, allocation: KVAllocation) -> None:

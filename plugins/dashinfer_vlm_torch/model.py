@@ -20,13 +20,22 @@ from dashinfer_vlm_core.kernels import delta_net
 from dashinfer_vlm_core.kernels.experts import MixtureOfExperts
 from dashinfer_vlm_core.kernels.quantization import INT8, Quantization, has_8_bits
 from dashinfer_vlm_core.kernels.streams import HIGH_PRIORITY, stream_executor
-from dashinfer_vlm_core.kernels.types import DeltaNet, ForwardBatch, Kernels, LowRank, RecurrentBatch
+from dashinfer_vlm_core.kernels.types import (
+    DecoderLayer,
+    DecoderLayers,
+    DeltaNet,
+    ForwardBatch,
+    Kernels,
+    LowRank,
+    RecurrentBatch,
+)
 from dashinfer_vlm_core.models.lora import LoraWeights
 from dashinfer_vlm_core.models.pooling import PoolingSpec, Projection
 from dashinfer_vlm_core.models.weights import Weights
 from dashinfer_vlm_core.progress import Progress
 from dashinfer_vlm_core.text_spec import RotarySpec, TextModelSpec
 
+from .layer_segments import LayerSegments
 from .lora import HeadChange, LoraReader, TextLora
 from .mtp_head import MtpHead
 from .text_model_reader import PoolingHead, TextModelReader, decoder_shape
@@ -56,6 +65,7 @@ class TextModel:
         quantization: Quantization | None,
         cache_dtype: torch.dtype | None = None,
         pooling: PoolingSpec | None = None,
+        captured_layers: Sequence[int] = (),
     ) -> None:
         """Load the model.
 
@@ -69,6 +79,7 @@ class TextModel:
                 see `has_8_bits`. None keeps the dtype.
             cache_dtype: the dtype of the KV cache; that of the hidden states by default.
             pooling: how hidden states are pooled, instead of computing logits; None to generate text.
+            captured_layers: the numbers of layers after which `forward_and_capture` returns hidden states.
         """
         self.config = config
         self.device = device
@@ -87,7 +98,7 @@ class TextModel:
         self._embedding = run(lambda: read.tensor(f"{names.embedding}.weight", config.vocab_size, config.hidden_size))
         with Progress(readers, desc="Loading layers of the text model", unit="") as progress:
             layers = [run(functools.partial(reader.layer, number)) for number, reader in enumerate(progress)]
-        self._layers = kernels.decoder_layers(layers, decoder_shape(config))
+        self._layers = _combine(kernels, layers, config, captured_layers)
         self._delta_nets = [layer.mixer for layer in layers if isinstance(layer.mixer, DeltaNet)]
         self.loops_over_experts: bool = any(isinstance(layer.mlp, MixtureOfExperts) for layer in layers)
         self._norm = read.norm(names.norm, config.hidden_size)
@@ -111,40 +122,43 @@ class TextModel:
         return F.embedding(token_ids, self._embedding)
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """Compute hidden states after the last layer, without the final norm, which `logits` applies; see
-        `DecoderLayers`."""
-        return self._layers(x, batch)
+        """Compute hidden states after the last layer and the final norm; see `DecoderLayers`."""
+        return self._normalize(self._layers(x, batch))
+
+    def forward_and_capture(self, x: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """Return also the hidden states after the captured layers of all tokens, concatenated."""
+        assert isinstance(self._layers, LayerSegments)
+        last, captured = self._layers.run(x, batch)
+        return self._normalize(last), captured
 
     def rewind(self, batch: RecurrentBatch, counts: Mapping[int, int]) -> None:
         """Compute states again after a forward pass, see `delta_net.rewind`."""
         delta_net.rewind(self.kernels, self._delta_nets, batch, counts)
 
     def logits(self, x: Tensor, heads: Sequence[tuple[slice, HeadChange]] = ()) -> Tensor:
-        """Compute float32 [rows, vocab_size] from hidden states [rows, hidden_size]; `heads` are the rows for which an
-        adapter changes the output layer."""
+        """Compute float32 [rows, vocab_size] from [rows, hidden_size], as `forward` returns them; `heads` are the rows
+        for which an adapter changes the output layer."""
         assert self._head is not None
-        normed = self.normalize(x)
-        logits = self._head(normed)
+        logits = self._head(x)
         for rows, head in heads:
-            head.apply(normed[rows], logits[rows])
+            head.apply(x[rows], logits[rows])
         return logits
 
     def argmax(self, x: Tensor) -> Tensor | None:
         """Return int64 [rows], the token of each row's largest logit; None if the caller has to use `logits`."""
         assert self._head is not None
-        return self._head.argmax(self.normalize(x))
+        return self._head.argmax(x)
 
     def pool(self, x: Tensor, changes: Sequence[tuple[slice, LowRank]] = ()) -> Tensor:
         """Compute float32 [rows, hidden_size], scores [rows, 1] or projected rows, from hidden states [rows,
         hidden_size]; `changes` are the rows for which an adapter changes the projection."""
-        normed = self.normalize(x)
         head = self._pooling_head
         if head is None:
-            return normed.float()
-        pooled = F.linear(normed.float(), head.weight, head.bias)
+            return x.float()
+        pooled = F.linear(x.float(), head.weight, head.bias)
         for rows, change in changes:
             (part,) = change.parts
-            pooled[rows] += part.up(change.down(normed[rows]))
+            pooled[rows] += part.up(change.down(x[rows]))
         return pooled
 
     def load_lora(self, lora: LoraWeights) -> TextLora:
@@ -164,9 +178,17 @@ class TextModel:
             )
         return read
 
-    def normalize(self, x: Tensor) -> Tensor:
-        """Apply the final norm to hidden states [rows, hidden_size]."""
+    def _normalize(self, x: Tensor) -> Tensor:
+        if not len(x):
+            return x
         return self.kernels.norm(x, self._norm.weight, self._norm.bias, self.config.norm_eps)
+
+
+def _combine(
+    kernels: Kernels, layers: Sequence[DecoderLayer], config: TextModelSpec, captured: Sequence[int]
+) -> DecoderLayers:
+    shape = decoder_shape(config)
+    return LayerSegments(kernels, layers, shape, captured) if captured else kernels.decoder_layers(layers, shape)
 
 
 class Rotary:

@@ -11,7 +11,7 @@ from dashinfer_vlm_core.kernels.types import DecoderLayers, ForwardBatch, Kernel
 
 
 class MtpHead(NamedTuple):
-    """Predicts the token after the next one from a token's hidden state and the next token.
+    """A `DraftHead` that reads the hidden states after the final norm, or those that it returned.
 
     Attributes:
         kernels: the kernels of its layers.
@@ -33,16 +33,22 @@ class MtpHead(NamedTuple):
     norm: Norm
     lm_head: LMHead
 
-    def forward(self, embeddings: Tensor, hidden: Tensor, batch: ForwardBatch) -> Tensor:
-        """Compute normalized hidden states [len(batch.last), hidden_size], and write keys and values to the cache.
+    def project(self, hidden: Tensor) -> Tensor:
+        return hidden
 
-        Args:
-            embeddings: [tokens, hidden_size], those of the next tokens.
-            hidden: [tokens, hidden_size], normalized: the model's, or those that this method returned.
-            batch: the positions of the tokens themselves, and the layer of the cache that belongs to the head.
-        """
+    def embed(self, token_ids: Tensor) -> None:
+        """See `DraftHead`; it uses the model's table."""
+
+    def forward(self, embeddings: Tensor, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+        """Compute normalized hidden states; see `DraftHead`."""
         parts = self._normalize(embeddings, self.embedding_norm), self._normalize(hidden, self.hidden_norm)
         return self._normalize(self.layers(self.fc(torch.cat(parts, dim=-1)), batch), self.norm)
+
+    def argmax(self, x: Tensor) -> Tensor | None:
+        return self.lm_head.argmax(x)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.lm_head(x)
 
     def _normalize(self, x: Tensor, norm: Norm) -> Tensor:
         return self.kernels.norm(x, norm.weight, norm.bias, self.eps)

@@ -117,6 +117,7 @@ class DraftProposer:
         self._repeated = Predictions(PRIOR_ACCEPTED)
         self._drafted = Predictions(DRAFTER_PRIOR_ACCEPTED)
         self._num_without_drafter = 0
+        self._looked_up = -1
 
     def propose(self, tokens: npt.NDArray[np.int64], limit: int, threshold: float) -> Draft:
         """Propose tokens.
@@ -128,9 +129,10 @@ class DraftProposer:
         """
         if self._matcher and (forced := self._matcher.forced_tokens()):
             self._repeated.tokens = self._drafted.tokens = ()
+            self._looked_up = -1
             certain = tuple(forced[: min(limit, MAX_FORCED_TOKENS)])
             return Draft(certain, len(certain))
-        self._repeated.tokens = self._predict(tokens)
+        self._look_up(tokens)
         drafts = [predictions.draft(limit, threshold) for predictions in (self._drafted, self._repeated)]
         return max(drafts, key=attrgetter("expected_accepted"))
 
@@ -141,7 +143,7 @@ class DraftProposer:
             return 0
         rate = self._drafted.rate
         count = min(limit, rate.num_drafts(threshold), MAX_DRAFTER_TOKENS)
-        self._repeated.tokens = self._predict(tokens)
+        self._look_up(tokens)
         if self._repeated.draft(limit, threshold).expected_accepted >= expected_accepted(rate.value, count):
             count = 0
         if not count and self._num_without_drafter >= DRAFTER_INTERVAL:
@@ -159,10 +161,12 @@ class DraftProposer:
         self._drafted.observe(tokens)
         self._drafted.tokens = ()
 
-    def _predict(self, tokens: npt.NDArray[np.int64]) -> Sequence[int]:
-        if len(tokens) == self._prompt_length:
-            return ()
-        return self._possible(lookup(tokens, MAX_DRAFT_TOKENS))
+    def _look_up(self, tokens: npt.NDArray[np.int64]) -> None:
+        """Predict repetitions, once for each length: both `num_to_draft` and `propose` compare them."""
+        if len(tokens) != self._looked_up:
+            self._looked_up = len(tokens)
+            has_output = len(tokens) > self._prompt_length
+            self._repeated.tokens = self._possible(lookup(tokens, MAX_DRAFT_TOKENS)) if has_output else ()
 
     def _possible(self, predicted: Sequence[int]) -> Sequence[int]:
         end = next((index for index, token in enumerate(predicted) if token in self._stops), len(predicted))

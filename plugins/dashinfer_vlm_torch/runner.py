@@ -7,7 +7,6 @@ then copied on the device.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, islice
 from typing import NamedTuple
@@ -25,13 +24,12 @@ from dashinfer_vlm_core.kernels.types import (
     LoraRows,
     RecurrentBatch,
     RecurrentStates,
-    TokenSampling,
 )
 from dashinfer_vlm_core.models.lora import LoraWeights
 
 from .decode_graphs import DecodeGraphs
-from .drafter import Drafter, MtpDrafter
-from .kernel_sampler import sample_with_kernels
+from .drafter import Drafted, Drafter
+from .kernel_sampler import create_sampler
 from .kv_cache import KVCache
 from .kv_cache_manager import KVCopy
 from .lora import TextLora
@@ -50,7 +48,7 @@ class LaunchedStep(NamedTuple):
         num_rows: how many rows of logits each of them has.
         sampled: the tokens of these rows, or their results if the model pools; None without rows.
         recurrent: what was computed from recurrent states; None for models without them.
-        hidden: [tokens, hidden_size], the normalized hidden states of all its tokens; None if no drafter needs them.
+        hidden: [tokens, width], the hidden states of all its tokens that a drafter reads; None if none does.
     """
 
     chunks: Sequence[ScheduledChunk]
@@ -105,13 +103,14 @@ class ModelRunner:
         cache: the KV cache.
         graphs: the steps that are replayed as CUDA graphs, if there are any.
         states: the recurrent states, if the model has any.
+        drafter: predicts tokens between the steps, if there is one.
 
     Attributes:
         executor: the model's executor, on which rows are copied and steps run.
         computes_in_background: whether `launch` returns while the device computes. With a loop over experts, it waits
             in each layer. The slots of recurrent states are assigned after the previous step was read, and a drafter
             needs its tokens.
-        drafts: whether the model has a drafter, for which `draft` has to be called after each step.
+        drafts: whether there is a drafter, for which `draft` has to be called after each step.
     """
 
     def __init__(
@@ -120,21 +119,21 @@ class ModelRunner:
         cache: KVCache,
         graphs: DecodeGraphs | None = None,
         states: RecurrentStates | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self._model = model
         self._cache = cache
+        self._draft_caches = drafter.caches if drafter else ()
         self._states = states
         self._graphs = graphs
         self.executor: Executor = model.executor
-        self.drafts: bool = model.mtp is not None
+        self._drafter = drafter
+        self._returns_all = drafter is not None and drafter.reads == "final"
+        self.drafts: bool = drafter is not None
         self.computes_in_background: bool = (
             model.device.startswith("cuda") and not model.loops_over_experts and states is None and not self.drafts
         )
-        kernels = model.kernels
-        self._kernel_sampler = (
-            functools.partial(sample_with_kernels, kernels) if isinstance(kernels, TokenSampling) else None
-        )
-        self._drafter: Drafter | None = MtpDrafter(model, model.mtp, cache, self._kernel_sampler) if model.mtp else None
+        self._kernel_sampler = create_sampler(model.kernels)
 
     def must_yield(self) -> bool:
         """Whether work that runs steps must end after this one: on a CPU, if other work waits for the executor."""
@@ -156,9 +155,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def copy_rows(self, copies: Iterable[KVCopy]) -> None:
-        """Copy rows of the KV cache, in order."""
+        """Copy rows of the KV cache, and of a drafter's, in order."""
         for copy in copies:
-            self._cache.copy_rows(*copy)
+            for cache in (self._cache, *self._draft_caches):
+                cache.copy_rows(*copy)
 
     def step(self, chunks: Sequence[ScheduledChunk]) -> dict[SequenceState, Outcome]:
         """Compute all chunks; returns the outcomes of chunks with `needs_logits`."""
@@ -176,9 +176,11 @@ class ModelRunner:
         batch = lay_out(chunks, previous.token_ids([chunk.sequence for chunk in chunks]) if previous else None)
         recurrent = RecurrentBatch(self._states, state_spans(chunks), []) if self._states else None
         x = self._replay(batch)
+        hidden = None
         if x is None:
-            x = self._forward(batch, recurrent)
-        hidden = self._model.normalize(x) if self.drafts else None
+            x, hidden = self._forward(batch, recurrent)
+        if self._returns_all:
+            hidden = x
         if len(x) != len(batch.last):
             x = x[index_tensor(batch.last, x)]
         sampled = None
@@ -205,9 +207,7 @@ class ModelRunner:
         return outcomes
 
     @torch.inference_mode()
-    def draft(
-        self, launched: LaunchedStep, counts: Mapping[SequenceState, int]
-    ) -> dict[SequenceState, tuple[int, ...]]:
+    def draft(self, launched: LaunchedStep, counts: Mapping[SequenceState, int]) -> Drafted:
         """Predict the next tokens of sequences after a step was read and its tokens were appended.
 
         Args:
@@ -215,7 +215,6 @@ class ModelRunner:
             counts: the numbers of tokens to predict.
         """
         assert self._drafter
-        assert launched.hidden is not None
         self.executor.run_deferred()
         return self._drafter.draft(launched.chunks, launched.hidden, counts)
 
@@ -233,8 +232,9 @@ class ModelRunner:
         if counts:
             self._model.rewind(recurrent, counts)
 
-    def _forward(self, step: StepBatch, recurrent: RecurrentBatch | None) -> Tensor:
-        """Return the hidden states of the tokens of `step.last`, or of all tokens if a drafter needs them."""
+    def _forward(self, step: StepBatch, recurrent: RecurrentBatch | None) -> tuple[Tensor, Tensor | None]:
+        """Return the hidden states of the tokens of `step.last`, or of all tokens if a drafter reads them, and those
+        of some layers."""
         inputs = to_device(torch.from_numpy(step.packed), self._model.device)
         if step.token_ids is not None:
             inputs[0].copy_(step.token_ids)
@@ -246,20 +246,22 @@ class ModelRunner:
             sin,
             slots=inputs[4],
             spans=spans,
-            last=torch.arange(len(x), device=x.device) if self.drafts else index_tensor(step.last, x),
-            last_spans=spans if self.drafts else KVSpans(step.last_spans, device=x.device),
+            last=torch.arange(len(x), device=x.device) if self._returns_all else index_tensor(step.last, x),
+            last_spans=spans if self._returns_all else KVSpans(step.last_spans, device=x.device),
             cache=self._cache.pool,
             additions=merge_visual_tokens(x, step.chunks),
             cache_scales=self._cache.scales,
             loras=tuple(
-                LoraRows(lora.layers, start, stop, *((start, stop) if self.drafts else (last.start, last.stop)))
+                LoraRows(lora.layers, start, stop, *((start, stop) if self._returns_all else (last.start, last.stop)))
                 for lora, start, stop, last in step.adapted
                 if lora.layers
             ),
             recurrent=recurrent,
         )
         self.executor.run_deferred()
-        return self._model.forward(x, batch)
+        if self._drafter and self._drafter.reads == "captured":
+            return self._model.forward_and_capture(x, batch)
+        return self._model.forward(x, batch), None
 
     def _embed(self, ids: Tensor, step: StepBatch) -> Tensor:
         x = self._model.embed(ids)

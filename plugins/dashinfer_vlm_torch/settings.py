@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from dashinfer_vlm_core.config import PluginOptions
-from dashinfer_vlm_core.decoders import GUIDED_DECODING, LORA, POOLING, PREFIX_CACHE
+from dashinfer_vlm_core.decoders import DRAFT_MODEL, GUIDED_DECODING, LORA, POOLING, PREFIX_CACHE
 from dashinfer_vlm_core.errors import ConfigError
 
 SUPPORTED_PARAMS = frozenset((
     "temperature", "top_p", "top_k", "min_p", "min_tokens", "seed", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "no_repeat_ngram_size", "no_repeat_ngram_window", "no_repeat_ngram_whitelist", "logit_bias",
-    "stop_token_ids", "ignore_eos", "logprobs", GUIDED_DECODING, LORA, POOLING, PREFIX_CACHE,
+    "stop_token_ids", "ignore_eos", "logprobs", DRAFT_MODEL, GUIDED_DECODING, LORA, POOLING,
+    PREFIX_CACHE,
 ))  # fmt: skip
 """What the decoder implements of a request; see `sampler.py`, and `kernel_sampler.py` for rows without `top_p`."""
 
@@ -22,7 +23,7 @@ class TorchOptions(PluginOptions):
     speculative_method: Literal["auto", "ngram", "none"] = "auto"
     """How several tokens of a completion are computed per step, with the same result: `ngram` proposes repetitions of
     earlier text, and text that the response format prescribes; `auto` also what the checkpoint's head for multi-token
-    prediction (MTP) predicts, if it has one; `none` computes one per step."""
+    prediction (MTP), or `speculative_model`, predicts; `none` computes one per step."""
 
     def check(self, decoder: str) -> None:
         if decoder != "torch" and self.speculative_method == "ngram":

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from .proposer import Draft, DraftProposer
+from .drafter import Drafted
+from .proposer import MAX_DRAFT_TOKENS, Draft, DraftProposer
 from .sequence import ScheduledChunk, SequenceState
 from .step_cost import MARGIN, USUAL_SHARE, DrafterCost, StepCost
 
@@ -50,18 +51,13 @@ class Speculator:
         counts = {sequence: _num_to_draft(sequence, threshold) for sequence in decoding}
         return {sequence: number for sequence, number in counts.items() if number}
 
-    def record_drafts(
-        self,
-        chunks: Sequence[ScheduledChunk],
-        drafts: Mapping[SequenceState, Sequence[int]],
-        counts: Mapping[SequenceState, int],
-        seconds: float,
-    ) -> None:
+    def record_drafts(self, drafted: Drafted, counts: Mapping[SequenceState, int], seconds: float) -> None:
         """Record what a drafter has predicted after a step, and how long that took."""
-        for sequence, tokens in drafts.items():
+        for sequence, tokens in drafted.tokens.items():
             if sequence.proposer:
                 sequence.proposer.set_drafted(tokens)
-        if counts and all(chunk.is_decoding for chunk in chunks):  # others also process prompts
+        # Not if it also processed prompts, or tokens that it had left out before.
+        if drafted.tokens and drafted.num_rows <= len(drafted.tokens) * (MAX_DRAFT_TOKENS + 1):
             self._drafter_cost.record(max(counts.values()), seconds)
 
     def record_seconds(self, chunks: Sequence[ScheduledChunk], seconds: float) -> None:

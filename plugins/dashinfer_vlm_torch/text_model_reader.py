@@ -103,7 +103,11 @@ class TextModelReader(NamedTuple):
         )
         return rows[:1].float() - rows[1:].float()
 
-    def layer(self, number: int) -> DecoderLayer:
+    def linear(self, name: str, outputs: int, inputs: int) -> Linear:
+        return self._linear(self._matrix([name], [outputs], inputs))
+
+    def layer(self, number: int, *, attention_inputs: int | None = None) -> DecoderLayer:
+        """Read a layer; its attention reads `attention_inputs` values of each token, by default the hidden size."""
         names = self.spec.weights
         prefix = names.layer.format(number)
         hidden = self.spec.hidden_size
@@ -111,7 +115,9 @@ class TextModelReader(NamedTuple):
         experts = mlp if isinstance(mlp, ExpertsSpec) else None
         return DecoderLayer(
             input_norm=self.norm(f"{prefix}.{names.input_norm}", hidden),
-            mixer=self._delta_net(mixer, prefix) if isinstance(mixer, DeltaNetSpec) else self._attention(number, mixer),
+            mixer=self._delta_net(mixer, prefix)
+            if isinstance(mixer, DeltaNetSpec)
+            else self._attention(number, mixer, attention_inputs or hidden),
             mlp_norm=self.norm(f"{prefix}.{names.mlp_norm}", hidden),
             mlp=self._experts(experts, prefix) if experts else self._mlp(prefix, names.mlp, mlp.intermediate_size),
             shared_expert=self._shared_expert(experts, prefix) if experts else None,
@@ -133,19 +139,19 @@ class TextModelReader(NamedTuple):
             eps=spec.norm_eps,
             embedding_norm=embedding_norm,
             hidden_norm=hidden_norm,
-            fc=self._linear(self._matrix([f"{names.mtp}.{names.mtp_fc}"], [hidden], 2 * hidden)),
+            fc=self.linear(f"{names.mtp}.{names.mtp_fc}", hidden, 2 * hidden),
             layers=self.kernels.decoder_layers([layer], decoder_shape(spec)),
             norm=norm,
             lm_head=lm_head,
         )
 
-    def _attention(self, number: int, spec: AttentionSpec) -> Attention:
+    def _attention(self, number: int, spec: AttentionSpec, inputs: int) -> Attention:
         names = self.spec.weights
         prefix = names.layer.format(number)
         query_norm, key_norm = self._head_norms(prefix, spec)
         return Attention(
-            qkv=self._qkv(number, spec),
-            output=self._linear(self._matrix([f"{prefix}.{names.output}"], [self.spec.hidden_size], spec.width)),
+            qkv=self._qkv(number, spec, inputs),
+            output=self.linear(f"{prefix}.{names.output}", self.spec.hidden_size, spec.width),
             query_norm=query_norm,
             key_norm=key_norm,
         )
@@ -234,12 +240,12 @@ class TextModelReader(NamedTuple):
             self.weights.read_experts(name, tensor, transposed=transposed)
         return tensors
 
-    def _qkv(self, number: int, spec: AttentionSpec) -> Linear:
+    def _qkv(self, number: int, spec: AttentionSpec, inputs: int) -> Linear:
         names = self.spec.weights
         prefix = names.layer.format(number)
         rows = spec.outputs
         modules = [f"{prefix}.{name}" for name in (names.query, names.key, names.value)]
-        weight = self._matrix(modules, rows, self.spec.hidden_size, changed=self.balances_keys)
+        weight = self._matrix(modules, rows, inputs, changed=self.balances_keys)
         bias = self._biases(modules, rows) if spec.bias else None
         starts = (0, rows[0], rows[0] + rows[1])
         order = torch.cat([start + part for start, part in zip(starts, row_orders(spec), strict=True)])

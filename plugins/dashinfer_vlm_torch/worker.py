@@ -225,7 +225,7 @@ class Worker:
             self._step_started = time.monotonic()
         started = time.perf_counter()
         try:
-            drafts = self._runner.draft(launched, counts)
+            drafted = self._runner.draft(launched, counts)
         except Exception:
             self._drafts = False
             logger.warning("Tokens could not be drafted. From now on, only repetitions are.", exc_info=True)
@@ -234,7 +234,7 @@ class Worker:
             with self._lock:
                 self._step_started = math.inf
         with self._lock:
-            speculator.record_drafts(chunks, drafts, counts, time.perf_counter() - started)
+            speculator.record_drafts(drafted, counts, time.perf_counter() - started)
 
     def _compute_alone(self, chunks: Sequence[ScheduledChunk]) -> dict[SequenceState, Outcome]:
         """Compute each chunk of a step that failed alone, so that only the one that causes it fails. Sequences that

@@ -16,7 +16,7 @@ import torch
 
 from dashinfer_vlm_core.concurrency.compute import CPU_EXECUTOR
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.decoders import GUIDED_DECODING, LORA, POOLING, PREFIX_CACHE, SAMPLING_PARAMETERS
+from dashinfer_vlm_core.decoders import DRAFT_MODEL, GUIDED_DECODING, LORA, POOLING, PREFIX_CACHE, SAMPLING_PARAMETERS
 from dashinfer_vlm_core.errors import (
     CheckpointError,
     ConfigError,
@@ -378,7 +378,7 @@ def test_plugin_registers_decoder(oracle):
     assert (factory.name, decoder.name, decoder.supported_params) == (
         "torch",
         "torch",
-        SAMPLING_PARAMETERS | {GUIDED_DECODING, LORA, POOLING, PREFIX_CACHE},
+        SAMPLING_PARAMETERS | {DRAFT_MODEL, GUIDED_DECODING, LORA, POOLING, PREFIX_CACHE},
     )
     assert factory.check_support(spec, config).score > 0
 

@@ -134,6 +134,23 @@ def test_better_of_both_predictions_is_proposed():
     assert proposer.num_to_draft(tokens, 8, 0.2) == 0
 
 
+def test_ngrams_are_looked_up_once_per_step(monkeypatch):
+    lengths = []
+
+    def count(tokens, limit):
+        lengths.append(len(tokens))
+        return lookup(tokens, limit)
+
+    monkeypatch.setattr("dashinfer_vlm_torch.proposer.lookup", count)
+    proposer = DraftProposer(40)
+    for length in (41, 42):
+        proposer.num_to_draft(words(*range(length)), 8, 0.2)
+        proposer.propose(words(*range(length)), 8, 0.2)
+        proposer.propose(words(*range(length)), 8, 0.2)
+        proposer.observe([length])
+    assert lengths == [41, 42]
+
+
 def test_number_of_drafts_falls_with_rate_and_threshold():
     rate = AcceptanceRate()
     start = rate.num_drafts(0.1)

@@ -99,7 +99,7 @@ def recorded(decoder):
     sample = drafter._sample
 
     def record(x, rows):
-        for row, logits in zip(rows, drafter._head.lm_head(x), strict=True):
+        for row, logits in zip(rows, drafter._head.logits(x), strict=True):
             sequence = row.sequence
             predictions.append(Prediction(id(sequence.request), len(sequence.output_ids), row.draft, logits))
         return sample(x, rows)
@@ -233,19 +233,28 @@ def test_mixture_of_experts(tmp_path):
 
 
 def test_random_head_is_rarely_asked(tmp_path, caplog):
-    """Its predictions are wrong: soon, it predicts one token in many steps only."""
+    """Its predictions are wrong: soon, it computes and predicts one token in many steps only."""
     folder = write_mtp_checkpoint(tmp_path, copies=False)
 
     async def main():
         async with started(folder) as decoder:
             predictions = recorded(decoder)
+            drafter = decoder._worker._runner._drafter
+            forward, passes = drafter._forward, []
+
+            def count(*arguments):
+                passes.append(arguments)
+                return forward(*arguments)
+
+            drafter._forward = count
             await collect(decoder, long_prompt(1, max_tokens=120, no_repeat_ngram_size=2, **SEEDED))
-            return predictions, decoder.snapshot()
+            return predictions, len(passes), decoder.snapshot()
 
     with caplog.at_level(logging.INFO, logger="dashinfer_vlm_torch"):
-        predictions, stats = asyncio.run(main())
+        predictions, num_passes, stats = asyncio.run(main())
     assert "head for multi-token prediction" in caplog.text
     assert 2 <= len(predictions) < 30
+    assert num_passes <= len(predictions) + 2  # and for the prompt, and at the end
     assert stats.draft_tokens < 20
 
 

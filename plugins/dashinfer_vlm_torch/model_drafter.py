@@ -1,0 +1,172 @@
+"""Predict tokens with a smaller model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from dashinfer_vlm_core.kernels.streams import to_device
+from dashinfer_vlm_core.kernels.types import ForwardBatch, KVSpan, KVSpans
+
+from .drafter import Drafted, HiddenStates, continue_drafts, last_tokens, sample_drafts
+from .kv_cache import KVCache
+from .model import TextModel
+from .sampler import RowSampler, index_tensor
+from .sequence import LogitsRow, ScheduledChunk, SequenceState
+
+MAX_ROWS = 256
+"""Maximum number of tokens that are processed between two steps: a longer prompt takes several."""
+
+
+class TextTokens(NamedTuple):
+    """The tokens of a sequence without visual tokens.
+
+    Attributes:
+        prompt: int64, the tokens of its prompt.
+        counts: int64 [prompt length + 1], how many of them are before each index.
+    """
+
+    prompt: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, sequence: SequenceState) -> TextTokens:
+        is_text = np.ones(sequence.prompt_length, dtype=np.bool_)
+        for span in sequence.request.spans:
+            is_text[span.start : span.stop] = False
+        counts = np.concatenate(([0], np.cumsum(is_text)))
+        return cls(sequence.ids[: sequence.prompt_length][is_text], counts)
+
+    def count(self, length: int) -> int:
+        """Return how many of the first `length` tokens of the sequence are text."""
+        output = max(length - len(self.counts) + 1, 0)
+        return int(self.counts[length - output]) + output
+
+    def length(self, count: int) -> int:
+        """Return the number of leading tokens of the sequence of which `count` are text."""
+        output = max(count - len(self.prompt), 0)
+        return int(np.searchsorted(self.counts, count - output, side="right")) - 1 + output
+
+    def ids(self, sequence: SequenceState, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Return text tokens [start, stop) of the sequence."""
+        output = sequence.ids[sequence.prompt_length : sequence.length]
+        first = max(start - len(self.prompt), 0)
+        return np.concatenate((self.prompt[start:stop], output[first : max(stop - len(self.prompt), 0)]))
+
+
+class Text(NamedTuple):
+    """Consecutive text tokens of a sequence, from text token `start` on."""
+
+    sequence: SequenceState
+    start: int
+    ids: npt.NDArray[np.int64]
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.ids)
+
+
+class ModelDrafter:
+    """Predicts tokens with a smaller text model; implements `Drafter`.
+
+    It reads the text only: visual tokens are left out, and text has the positions of text without them. The keys and
+    values of the n-th text token are in the n-th row of the sequence's rows, in a cache of its own. So they are
+    moved and kept in the prefix cache with the model's. They are computed when tokens are to be predicted, for all
+    tokens since the last time.
+
+    Args:
+        model: the model.
+        draft: the smaller model. Tokens that it does not have are replaced by its last one.
+        cache: the smaller model's cache, with as many rows as the model's.
+        kernel_sampler: see `launch_sample`.
+    """
+
+    def __init__(
+        self, model: TextModel, draft: TextModel, cache: KVCache, *, kernel_sampler: RowSampler | None
+    ) -> None:
+        self.reads: HiddenStates = "none"
+        self.caches: Sequence[KVCache] = (cache,)
+        self._vocab_size = model.config.vocab_size
+        self._draft = draft
+        self._cache = cache
+        self._kernel_sampler = kernel_sampler
+        self._texts: WeakKeyDictionary[SequenceState, TextTokens] = WeakKeyDictionary()
+
+    def draft(
+        self, chunks: Sequence[ScheduledChunk], hidden: Tensor | None, counts: Mapping[SequenceState, int]
+    ) -> Drafted:
+        parts: list[Text] = []
+        complete: list[bool] = []
+        budget = MAX_ROWS
+        for sequence in counts:
+            allocation = sequence.allocation
+            if allocation is None or not budget:  # it was canceled, or later sequences have to wait
+                continue
+            text = self._text(sequence)
+            start = text.count(min(allocation.num_drafted_tokens, sequence.length - 1))
+            stop = min(text.count(sequence.length), start + budget)
+            budget -= stop - start
+            parts.append(Text(sequence, start, text.ids(sequence, start, stop)))
+            complete.append(stop == text.count(sequence.length))
+            # Without a lock: if it is canceled now, at worst later drafts are wrong.
+            allocation.num_drafted_tokens = text.length(stop)
+        if not parts:
+            return Drafted({}, 0)
+        x = self._forward(parts, complete)
+        ready = [part for part, is_complete in zip(parts, complete, strict=True) if is_complete]
+        return Drafted(self._continue(x, ready, counts), sum(len(part.ids) for part in parts))
+
+    def _text(self, sequence: SequenceState) -> TextTokens:
+        if sequence not in self._texts:
+            self._texts[sequence] = TextTokens.of(sequence)
+        return self._texts[sequence]
+
+    def _continue(
+        self, x: Tensor, parts: Sequence[Text], counts: Mapping[SequenceState, int]
+    ) -> dict[SequenceState, tuple[int, ...]]:
+        stops = {part.sequence: part.stop for part in parts}
+
+        def advance(
+            x: Tensor, sequences: Sequence[SequenceState], drafts: Mapping[SequenceState, tuple[int, ...]]
+        ) -> Tensor:
+            following = [
+                Text(sequence, stops[sequence] + len(drafts[sequence]) - 1, np.array(drafts[sequence][-1:]))
+                for sequence in sequences
+            ]
+            return self._forward(following, [True] * len(following))
+
+        return continue_drafts(x, list(stops), counts, sample=self._sample, advance=advance)
+
+    def _forward(self, parts: Sequence[Text], predicts: Sequence[bool]) -> Tensor:
+        """Process tokens, and return the hidden states of the last tokens of the parts that predict."""
+        positions = np.concatenate([np.arange(part.start, part.stop) for part in parts])
+        rows = np.concatenate([part.sequence.first_row + np.arange(part.start, part.stop) for part in parts])
+        ids = np.minimum(np.concatenate([part.ids for part in parts]), self._draft.config.vocab_size - 1)
+        inputs = to_device(torch.from_numpy(np.stack((ids, positions, positions, positions, rows))), self._draft.device)
+        spans = []
+        first = 0
+        for part in parts:
+            spans.append(KVSpan(first, len(part.ids), part.sequence.first_row, part.stop, part.start))
+            first += len(part.ids)
+        last, last_spans = last_tokens([span for span, is_last in zip(spans, predicts, strict=True) if is_last])
+        cos, sin = self._draft.rotary(inputs[1:4])
+        batch = ForwardBatch(
+            cos,
+            sin,
+            slots=inputs[4],
+            spans=KVSpans(spans, device=inputs.device),
+            last=index_tensor(last, inputs),
+            last_spans=KVSpans(last_spans, device=inputs.device),
+            cache=self._cache.pool,
+            cache_scales=self._cache.scales,
+        )
+        return self._draft.forward(self._draft.embed(inputs[0]), batch)
+
+    def _sample(self, x: Tensor, rows: Sequence[LogitsRow]) -> list[int]:
+        return sample_drafts(self._draft, x, rows, vocab_size=self._vocab_size, kernel_sampler=self._kernel_sampler)
