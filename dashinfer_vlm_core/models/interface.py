@@ -199,7 +199,8 @@ class PromptLayout(Protocol):
 class VisualTokens(VisualInput):
     """The visual tokens of one image or video, as the language model receives them.
 
-    With a cache salt, `digest` identifies the content and the salt.
+    With a cache salt, `digest` identifies the content and the salt. `units` is empty if the encoder does not encode
+    temporal patches separately, so that their rows depend on the whole video.
 
     Attributes:
         embedding: [tokens, visual width] on the vision encoder's device and in its dtype; shared and read-only.
@@ -208,9 +209,11 @@ class VisualTokens(VisualInput):
     embedding: torch.Tensor
 
     @classmethod
-    def of(cls, item: VisualInput, embedding: torch.Tensor, *, digest: bytes) -> VisualTokens:
+    def of(
+        cls, item: VisualInput, embedding: torch.Tensor, *, digest: bytes, units: tuple[bytes, ...] = ()
+    ) -> VisualTokens:
         """Return the visual tokens of an item, which has this embedding."""
-        return cls(embedding=embedding, **item.shared_fields() | {"digest": digest})
+        return cls(embedding=embedding, **item.shared_fields() | {"digest": digest, "units": units})
 
 
 class VisionEncoder(Protocol):

@@ -155,16 +155,17 @@ class VisionService:
         self, item: VisualInput, *, cache_salt: str = "", lora: VisionLora | None = None
     ) -> VisualTokens | None:
         """Return the visual tokens of an item, or None if they are not cached."""
-        digests = item.units if self._splits(item, lora) else (item.digest,)
-        units = [self._cache.get(self._key(_salted(digest, cache_salt), lora)) for digest in digests]
-        found = [unit for unit in units if unit is not None]
-        if len(found) < len(units):
+        units = self._units(item, lora)
+        cached = [self._cache.get(self._key(_salted(digest, cache_salt), lora)) for digest in units or (item.digest,)]
+        found = [embedding for embedding in cached if embedding is not None]
+        if len(found) < len(cached):
             return None
         salted = _salted(item.digest, cache_salt)
-        return VisualTokens.of(item, await self._join(found, self._key(salted, lora)), digest=salted)
+        return VisualTokens.of(item, await self._join(found, self._key(salted, lora)), digest=salted, units=units)
 
-    def _splits(self, item: VisualInput, lora: VisionLora | None) -> bool:
-        return len(item.units) > 0 and (lora.encoder if lora else self._encoder).splits_videos
+    def _units(self, item: VisualInput, lora: VisionLora | None) -> tuple[bytes, ...]:
+        """Return the digests of the temporal patches that are encoded separately; none if the item is one unit."""
+        return item.units if (lora.encoder if lora else self._encoder).splits_videos else ()
 
     async def _join(self, units: Sequence[torch.Tensor], key: bytes) -> torch.Tensor:
         if len(units) == 1:
@@ -204,7 +205,7 @@ class VisionService:
         lora: VisionLora | None,
     ) -> VisualTokens:
         if isinstance(item, VisualTokens):
-            self._counts["hits"] += len(item.units) if self._splits(item, lora) else 1
+            self._counts["hits"] += max(1, len(item.units))
             return item
         salted = _salted(item.digest, cache_salt)
         if isinstance(item, Patches):
@@ -214,14 +215,14 @@ class VisionService:
             loop = asyncio.get_running_loop()
             embedding = await loop.run_in_executor(self._thread, self._encoder.adopt, item.rows)
             self._store(self._key(salted, lora), embedding, size_of(embedding))
-        return VisualTokens.of(item, embedding, digest=salted)
+        return VisualTokens.of(item, embedding, digest=salted, units=self._units(item, lora))
 
     def _jobs_of(
         self, item: Patches | Embeddings | VisualTokens, cache_salt: str, lora: VisionLora | None
     ) -> list[UnitJob]:
         if not isinstance(item, Patches):
             return []
-        units = item.temporal_patches() if self._splits(item, lora) else [item]
+        units = item.temporal_patches() if self._units(item, lora) else [item]
         return [self._job(unit, cache_salt, lora, item.tokens) for unit in units]
 
     def _job(self, unit: Patches, cache_salt: str, lora: VisionLora | None, item_tokens: int) -> UnitJob:

@@ -22,9 +22,11 @@ class PrefixHash:
     """The content of a prompt and its output on which keys and values depend.
 
     Keys and values of a token depend on the token, its position, and all preceding tokens. A token is identified by its
-    id and, if it is a visual token, by the content digest, the grid and its index in the grid: 96 bytes per token. The
-    digest of each whole block covers all preceding blocks, the request's `cache_salt` and its LoRA adapter. It is
-    cryptographic, since a caller who finds a collision could use the cached prompt of another one.
+    id and, if it is a visual token, by the content digest, the grid and its index in the grid: 96 bytes per token. If
+    the temporal patches of a video are encoded separately, these are those of the patch, so that a video that continues
+    another one begins with its tokens. The digest of each whole block covers all preceding blocks, the request's
+    `cache_salt` and its LoRA adapter. It is cryptographic, since a caller who finds a collision could use the cached
+    prompt of another one.
 
     Attributes:
         digests: one per whole block.
@@ -89,9 +91,12 @@ def _describe(request: DecodeRequest) -> npt.NDArray[np.int64]:
     rows[:, 1:4] = request.positions.T
     for span in request.spans:
         part = rows[span.start : span.stop]
-        part[:, 4:7] = span.tokens.grid
-        part[:, 7] = np.arange(span.row, span.row + len(part))
-        part[:, 8:] = np.frombuffer(span.tokens.digest, np.int64)
+        tokens = span.tokens
+        units = tokens.units or (tokens.digest,)
+        unit, index = np.divmod(np.arange(span.row, span.row + len(part)), tokens.tokens // len(units))
+        part[:, 4:7] = tokens.grid._replace(t=tokens.grid.t // len(units))
+        part[:, 7] = index
+        part[:, 8:] = np.frombuffer(b"".join(units), np.int64).reshape(len(units), -1)[unit]
     return rows
 
 

@@ -111,6 +111,20 @@ def test_swapped_images_are_not_shared():
     assert shared_tokens(both, with_tokens(both, 1, digest=bytes(32))) == 44
 
 
+@pytest.mark.parametrize(
+    ("other", "shared"),
+    [("abcd", 20 + 3 * 12), ("abxc", 20 + 2 * 12), ("ab", 20 + 2 * 12), ("bca", 20), ("abc", 20 + 3 * 12 + 8)],
+)
+def test_video_shares_the_pairs_that_it_begins_with(other, shared):
+    """A pair of frames is `12` tokens, and the text after the video has another position if the video is longer."""
+
+    def video(units):
+        request = visual(20, (len(units), 3, 4), 9, width=1)
+        return with_tokens(request, 0, units=tuple(unit.encode() * 32 for unit in units), digest=bytes(32))
+
+    assert shared_tokens(video("abc"), video(other)) == shared
+
+
 def test_different_cache_salts_share_nothing():
     text, salted = prompt(1, 48), replace(prompt(1, 48), cache_salt="anna")
     assert shared_tokens(salted, salted) == 47
