@@ -14,6 +14,7 @@ from .cross_origin import CrossOriginMiddleware
 from .endpoints import create_endpoints
 from .errors import HANDLERS, send_not_found
 from .metrics import Metrics
+from .progress import ProgressObserver
 from .rate_limits import RATE_LIMIT_HEADERS, KeyLimiter
 from .request_context import ANTHROPIC_HEADER, HEADER, RequestContextMiddleware
 from .server_context import ServerContext
@@ -64,6 +65,7 @@ def create_app(
         redirect_slashes=False,
         openapi_url=None,
     )
+    engine.add_observer(ProgressObserver())
     app.router.routes.extend(create_endpoints(server))
     app.router.default = send_not_found
     for kind, handler in HANDLERS.items():

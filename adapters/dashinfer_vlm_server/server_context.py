@@ -12,6 +12,7 @@ from dashinfer_vlm_core.concurrency.deadline import stream_with_timeout, with_ti
 from dashinfer_vlm_core.errors import EngineClosed
 
 from .errors import DRAINING, ApiError
+from .progress import follow_progress
 from .request_body import cancel_on_disconnect, read_request
 from .request_context import get_request_context
 from .settings import DrainState, Settings
@@ -84,7 +85,14 @@ class ServerContext:
         """Return a response that streams items of a model as events, under the timeout."""
         timed = stream_with_timeout(items, seconds=self.settings.request_timeout, first=None)
         loading = partial(_loading, self.engine.for_model(model)) if self.engine.manages_models else str
-        return EventStream(timed, encode=encode, encode_error=encode_error, done=done, loading=loading)
+        progress = follow_progress()
+        return EventStream(
+            timed,
+            encode=encode,
+            encode_error=encode_error,
+            done=done,
+            comment=lambda: loading() or progress.comment,
+        )
 
     def stream_lines(
         self, items: AsyncGenerator[T, None], *, encode: Callable[[T], str], encode_error: Callable[[Exception], str]
@@ -111,4 +119,4 @@ class ServerContext:
 
 def _loading(engine: ChatEngine) -> str:
     status = engine.status()
-    return "" if status.state in {"ready", "restarting"} else status.model
+    return "" if status.state in {"ready", "restarting"} else f"loading {status.model}"

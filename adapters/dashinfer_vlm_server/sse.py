@@ -29,7 +29,7 @@ _END = object()
 DONE = "data: [DONE]\n\n"
 
 COMMENT_SECONDS = 5.0
-"""Time between two comments while a model is loaded; proxies close connections that are idle for 30 seconds or more."""
+"""Time between two comments before the first item; proxies close connections that are idle for 30 seconds or more."""
 
 HEADERS = {
     "Cache-Control": "no-cache",
@@ -46,15 +46,15 @@ class EventStream(StreamingResponse, Generic[T]):
     The headers are sent with the first item, so an earlier error is an ordinary HTTP error. A later error is sent in
     the stream, which then ends without `[DONE]`, as OpenAI's does. When the client disconnects, `items` is closed.
 
-    While a model is loaded for the first item, the headers are sent after `COMMENT_SECONDS`, and then comments, which
-    clients ignore: they keep proxies from closing the connection.
+    While there are comments on what the first item waits for, the headers are sent after `COMMENT_SECONDS`, and then
+    these, which clients ignore: they keep proxies from closing the connection.
 
     Args:
         items: what is sent.
         encode: formats an item as an event.
         encode_error: formats an error after the first item as one or several events.
         done: what ends a stream without an error.
-        loading: returns the name of the model that is being loaded for the first item; empty if none is.
+        comment: returns what the first item waits for, on one line; empty if it is not known to take long.
     """
 
     media_type = "text/event-stream"
@@ -66,14 +66,14 @@ class EventStream(StreamingResponse, Generic[T]):
         encode: Callable[[T], str | bytes],
         encode_error: Callable[[Exception], str],
         done: str = DONE,
-        loading: Callable[[], str] = str,
+        comment: Callable[[], str] = str,
     ) -> None:
         super().__init__(content=(), headers=HEADERS)
         self._items = items
         self._encode = encode
         self._encode_error = encode_error
         self._done = done
-        self._loading = loading
+        self._comment = comment
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = get_request_context(scope)
@@ -86,7 +86,7 @@ class EventStream(StreamingResponse, Generic[T]):
         async with contextlib.aclosing(self._items) as items:
             first = asyncio.ensure_future(anext(items, _END))
             try:
-                while not (await asyncio.wait({first}, timeout=COMMENT_SECONDS))[0] and not self._loading():
+                while not (await asyncio.wait({first}, timeout=COMMENT_SECONDS))[0] and not self._comment():
                     pass
                 if first.done():
                     first.result()
@@ -102,8 +102,8 @@ class EventStream(StreamingResponse, Generic[T]):
     ) -> AsyncGenerator[str | bytes, None]:
         try:
             while not first.done():
-                if name := self._loading():
-                    yield f": loading {name}\n\n"
+                if comment := self._comment():
+                    yield f": {comment}\n\n"
                 await asyncio.wait({first}, timeout=COMMENT_SECONDS)
             item = first.result()
             if item is not _END:

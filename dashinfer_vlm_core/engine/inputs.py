@@ -82,7 +82,9 @@ class InputPipeline:
         self.observer.prompt_built(len(inputs.prompt))
         with self.observer.stage("vision"):
             vision = lora.vision if lora else None
-            visual = await self.vision.embed(inputs.items, cache_salt=request.cache_salt or "", lora=vision)
+            visual = await self.vision.embed(
+                inputs.items, cache_salt=request.cache_salt or "", lora=vision, progress=self.observer.units_encoded
+            )
         return place_visual_tokens(inputs.prompt, dict(enumerate(visual)))
 
     async def preview(self, request: ChatRequest) -> Preview:

@@ -33,6 +33,9 @@ class RequestObserver:
     def prompt_built(self, num_tokens: int) -> None:
         """The prompt of a request was built; its media are encoded and its tokens are decoded after that."""
 
+    def units_encoded(self, done: int, total: int) -> None:
+        """`done` of the `total` images and pairs of frames of a request were encoded, or found in a cache."""
+
     def token_decoded(self) -> None:
         """A token of any choice was decoded; called in addition to `first_token` and `next_token`."""
 
@@ -66,6 +69,10 @@ class ObserverList(RequestObserver):
     def prompt_built(self, num_tokens: int) -> None:
         for observer in self._observers:
             observer.prompt_built(num_tokens)
+
+    def units_encoded(self, done: int, total: int) -> None:
+        for observer in self._observers:
+            observer.units_encoded(done, total)
 
     def token_decoded(self) -> None:
         for observer in self._observers:

@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     import torch
 
 logger: logging.Logger = logging.getLogger(__name__)
+
+Progress: TypeAlias = Callable[[int, int], None]
+"""Is called with the number of finished units, and their total number."""
 
 BUDGET = 0.5
 """Time budget of a lookup in the store, as a share of the measured time that encoding takes."""
@@ -73,6 +76,21 @@ class VisionLora:
 
     key: bytes
     encoder: VisionEncoder
+
+
+@dataclass(slots=True)
+class _UnitCount:
+    """Counts the finished units of a request, and reports them."""
+
+    total: int
+    progress: Progress | None
+    done: int = 0
+
+    def add(self, embedding: torch.Tensor) -> torch.Tensor:
+        self.done += 1
+        if self.progress:
+            self.progress(self.done, self.total)
+        return embedding
 
 
 class VisionService:
@@ -126,6 +144,7 @@ class VisionService:
         *,
         cache_salt: str = "",
         lora: VisionLora | None = None,
+        progress: Progress | None = None,
     ) -> tuple[VisualTokens, ...]:
         """Return the visual tokens of each item, in order.
 
@@ -135,6 +154,7 @@ class VisionService:
             items: the items of one request.
             cache_salt: part of the cache key; cached items are shared only between requests with the same salt.
             lora: the encoder to use instead of the model's.
+            progress: called when a unit of the request is available, with their number so far and in total.
 
         Raises:
             EngineError: the vision encoder failed on an item; `param` names it.
@@ -145,8 +165,9 @@ class VisionService:
         jobs = [self._jobs_of(item, cache_salt, lora) for item in items]
         self._start([job for job in dict.fromkeys(chain(*jobs)) if not job.started])
         try:
+            count = _UnitCount(sum(map(len, jobs)), progress)
             encoding = zip(items, jobs, strict=True)
-            return tuple([await self._tokens(item, units, cache_salt, lora) for item, units in encoding])
+            return tuple([await self._tokens(item, units, cache_salt, lora, count) for item, units in encoding])
         finally:
             for job in chain(*jobs):
                 self._release(job)
@@ -203,13 +224,14 @@ class VisionService:
         jobs: Sequence[UnitJob],
         cache_salt: str,
         lora: VisionLora | None,
+        count: _UnitCount,
     ) -> VisualTokens:
         if isinstance(item, VisualTokens):
             self._counts["hits"] += max(1, len(item.units))
             return item
         salted = _salted(item.digest, cache_salt)
         if isinstance(item, Patches):
-            units = [await job.embedding(item.path) for job in jobs]
+            units = [count.add(await job.embedding(item.path)) for job in jobs]
             embedding = await self._join(units, self._key(salted, lora))
         else:  # converted in the encoder's thread, between passes, and cached for later requests by uuid
             loop = asyncio.get_running_loop()

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from dashinfer_vlm_core.errors import QueueFull
 from dashinfer_vlm_core.structured_output.grammar.schema_shape import NOT_GUARANTEED
+from dashinfer_vlm_server import sse
 from dashinfer_vlm_server.api_keys import ApiKeys
 from dashinfer_vlm_server.endpoints.page import STATIC
 from dashinfer_vlm_server.settings import Settings
@@ -41,6 +42,24 @@ print("<b>2</b>")
 ```
 
 <img src=x onerror=alert(1)> is text."""
+
+
+def test_page_shows_what_is_encoded_until_the_first_token(open_page, scripted, monkeypatch):
+    monkeypatch.setattr(sse, "COMMENT_SECONDS", 0.05)
+    server, script, _ = scripted("Two stars.", "Two stars.", delay=60)
+    tab = open_page(server)
+    tab.drop(IMAGES / "pair.png", IMAGES / "circle.png")
+    tab.send("Compare them.")
+    progress = tab.page.get_by_role("progressbar")
+    expect(progress).to_have_attribute("max", "2")
+    expect(tab.response()).to_contain_text("Reading the prompt.")
+    tab.screenshot("progress")
+    tab.page.get_by_role("button", name="Stop").click()
+    expect(progress).to_have_count(0)
+    script.delay = 0.0
+    tab.page.get_by_role("button", name="Regenerate").click()
+    expect(tab.response()).to_contain_text("Two stars.")
+    expect(progress).to_have_count(0)
 
 
 def test_drop_images_send_stop_and_regenerate(open_page, scripted):

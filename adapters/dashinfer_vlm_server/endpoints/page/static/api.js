@@ -2,6 +2,8 @@
 // path.
 
 const KEY = "dashinfer-vlm-key";
+const DATA = "data: ";
+const PROGRESS = /^: vision (\d+)\/(\d+)$/;
 
 /** An error response of the server, or a connection error. */
 export class ApiError extends Error {
@@ -42,11 +44,15 @@ export async function preview(messages, signal) {
   }
 }
 
-/** The chunks of a streamed response. */
+/** The chunks of a streamed response; before the first one, objects with `progress`: what is encoded, and in total. */
 export async function* stream(request, signal) {
   const body = { ...request, stream: true, stream_options: { include_usage: true } };
   const response = await call("v1/chat/completions", { body, signal });
-  for await (const data of events(response.body)) {
+  for await (const block of events(response.body)) {
+    const [, done, total] = PROGRESS.exec(block) ?? [];
+    if (total) yield { progress: { done: Number(done), total: Number(total) } };
+    if (!block.startsWith(DATA)) continue;
+    const data = block.slice(DATA.length);
     if (data === "[DONE]") return;
     const chunk = JSON.parse(data);
     if (chunk.error) throw new ApiError(chunk.error.message, chunk.error);
@@ -80,7 +86,7 @@ async function errorFrom(response) {
   }
 }
 
-/** The data of server-sent events; the server sends one line per event. */
+/** Server-sent events and comments; the server sends one line for each. */
 async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -90,7 +96,7 @@ async function* events(body) {
       if (done) return;
       const blocks = (rest + value).split("\n\n");
       rest = blocks.pop();
-      for (const block of blocks) if (block.startsWith("data: ")) yield block.slice("data: ".length);
+      yield* blocks;
     }
   } finally {
     reader.cancel().catch(() => {}); // if the stream has failed, `read` has already thrown

@@ -99,7 +99,10 @@ export class Exchange extends EventTarget {
     this.#setState("running");
     announce("Sent. Waiting for the response.");
     try {
-      for await (const chunk of stream(request, this.#controller.signal)) this.#addChunk(chunk);
+      for await (const { progress, ...chunk } of stream(request, this.#controller.signal)) {
+        if (progress) this.#showProgress(progress);
+        else this.#addChunk(chunk);
+      }
       this.#setState("done");
       const more = this.response.length > MAX_ANNOUNCED ? "… The response continues." : "";
       const calls = this.calls.length ? ` Tool calls: ${this.calls.names}.` : "";
@@ -116,12 +119,19 @@ export class Exchange extends EventTarget {
     this.#controller?.abort();
   }
 
+  /** Show how much is encoded of what the model has to see before it responds. */
+  #showProgress({ done, total }) {
+    const text = done < total ? `${done} of ${total} images and pairs of frames encoded.` : "Reading the prompt.";
+    this.footer.replaceChildren(element("progress", { value: done, max: total }), element("p", { class: "note" }, text));
+  }
+
   #addChunk(chunk) {
     const [choice] = chunk.choices;
     this.timings.usage = chunk.usage ?? this.timings.usage;
     this.timings.finishReason = choice?.finish_reason ?? this.timings.finishReason;
     const { content, reasoning_content: reasoning, tool_calls: calls } = choice?.delta ?? {};
     if (!content && !reasoning && !calls?.length) return;
+    if (!this.timings.first) this.footer.replaceChildren(); // the progress
     // Only at these points, so that the user can open and close it.
     if (reasoning && !this.reasoning) this.reasoningBox.open = true;
     if (!reasoning && !this.response && !this.calls.length) this.reasoningBox.open = false;
