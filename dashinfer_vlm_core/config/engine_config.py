@@ -28,6 +28,8 @@ from .limits import Limits
 from .options import Options, PluginOptions, variable
 
 MIB = 1024 * 1024
+USUAL_VIDEO_SECONDS = 600.0
+"""`limits.video_decode_timeout` is for videos of up to this duration."""
 
 PluginOptionsT = TypeVar("PluginOptionsT", bound=PluginOptions)
 
@@ -236,7 +238,7 @@ class EngineConfig(Options):
     video_max_bytes: int = Field(200 * MIB, ge=1)
     """Maximum size of an encoded video, in bytes."""
 
-    video_max_seconds: float = Field(600.0, gt=0)
+    video_max_seconds: float = Field(USUAL_VIDEO_SECONDS, gt=0)
     """Maximum duration of a video, in seconds."""
 
     video_reader: str = "auto"
@@ -337,6 +339,11 @@ class EngineConfig(Options):
         except RuntimeError as error:
             message = f"The cache folder {folder} is in a home folder that is unknown. Set {variable('cache_dir')}."
             raise ConfigError(message, param="cache_dir") from error
+
+    @property
+    def video_decode_seconds(self) -> float:
+        """`limits.video_decode_timeout`, in proportion more if videos may be longer than by default."""
+        return self.limits.video_decode_timeout * max(1.0, self.video_max_seconds / USUAL_VIDEO_SECONDS)
 
     @property
     def name(self) -> str:

@@ -16,11 +16,12 @@ class Limits:
         max_loras: LoRA adapters in memory, if not more are loaded at startup.
         max_media_ids: cached names (`uuid`) of images and videos.
         max_decoded_pixels: pixels of an image before resizing, read from its header. Pillow warns above the bound.
-        video_max_decoded_pixels: pixels of all frames of a video before resizing.
+        video_max_decoded_pixels: pixels of all frames of a video: of a file after resizing, of a list before.
         document_pages: pages of a request's documents that are rendered.
         document_page_text: characters of the text layer of a page.
         image_decode_timeout: seconds for decoding and resizing an image, or rendering a page; needs media workers.
-        video_decode_timeout: seconds for opening, decoding and resizing a video, or reading a document.
+        video_decode_timeout: seconds for opening, decoding and resizing a video, or reading a document; see
+            `EngineConfig.video_decode_seconds`.
         media_worker_memory_mib: memory that a media worker may allocate, in MiB.
         pooling_items: texts of a request for embeddings, or documents of one for scores.
         pooling_media: images, videos and documents of such a request.

@@ -87,7 +87,7 @@ class MediaDecoder:
 
     def _with_deadline(self, check_stop: StopCheck, part: MediaPart) -> StopCheck:
         # A file of a few kilobytes can take minutes to decode, even for few frames.
-        seconds = self.config.limits.video_decode_timeout
+        seconds = self.config.video_decode_seconds
         end = time.monotonic() + seconds
 
         def check() -> None:

@@ -15,7 +15,7 @@ from ..errors import ConfigError, InvalidParameter, MediaTooLarge, MediaUndecoda
 from ..installation import pip_step
 from ..protocol import MediaPart
 from .frame_sampling import VideoSamplingPolicy
-from .types import OpenVideo, Pixels, ResizerFactory, StopCheck, Video, VideoInfo, VideoReader
+from .types import FrameResizer, OpenVideo, Pixels, ResizerFactory, StopCheck, Video, VideoInfo, VideoReader
 
 MAX_FPS = 240.0
 
@@ -190,19 +190,39 @@ def sample_video(
     check_stop: StopCheck,
     resizer: ResizerFactory | None = None,
 ) -> Video:
-    """Sample the frames of an open video. With `resizer`, they are resized as they are decoded.
+    """Sample the frames of an open video. With `resizer`, they are resized as they are decoded, so that the memory does
+    not depend on their size in the file.
 
     Raises:
-        MediaTooLarge: the header declares too many seconds or pixels.
+        MediaTooLarge: the header declares too many seconds or pixels, or the resized frames have too many.
         MediaUndecodable: the header is invalid, or the reader cannot decode a frame.
         InvalidParameter: `part.num_frames` is out of range for the file, or `part.align` requires too many frames.
     """
     info = video.info
     _check_header(info, part, config)
     indices, sampled_fps = _sampled_frames(info, part, policy)
-    check_total(len(indices) * info.height * info.width, part=part, config=config)
+    if resizer is None:
+        check_total(len(indices) * info.height * info.width, part=part, config=config)
+    else:
+        resizer = _checked(resizer, part, config)
     times = FrameTimes(times=tuple(index / info.fps for index in indices), sampled_fps=sampled_fps)
     return stack_frames(video.frames(indices, check_stop), part, times, resizer)
+
+
+def _checked(resizer: ResizerFactory, part: MediaPart, config: EngineConfig) -> ResizerFactory:
+    """Return a resizer that checks the memory of all resized frames, before there is a second one."""
+
+    def create(video: Video) -> FrameResizer:
+        resize = resizer(video)
+
+        def resize_checked(frame: Pixels) -> Pixels:
+            resized = resize(frame)
+            check_total(len(video.frames) * resized.shape[0] * resized.shape[1], part=part, config=config)
+            return resized
+
+        return resize_checked
+
+    return create
 
 
 def _sampled_frames(info: VideoInfo, part: MediaPart, policy: VideoSamplingPolicy) -> tuple[list[int], float]:

@@ -195,6 +195,8 @@ class MediaWorkerPool:
 
     def _seconds(self, part: MediaPart | DocumentPart) -> float:
         limits = self._config.limits
+        if part.kind == "video":
+            return self._config.video_decode_seconds
         return limits.image_decode_timeout if part.kind == "image" else limits.video_decode_timeout
 
 

@@ -189,7 +189,8 @@ def patchify(frames: Pixels, spec: PixelSpec) -> tuple[Pixels, Grid]:
     merge = spec.merge_size
     count, height, width, _ = frames.shape
     grid = grid_for_size(count, height, width, spec)
-    padded = np.concatenate([frames, np.repeat(frames[-1:], grid.t * span - count, axis=0)])
+    missing = grid.t * span - count
+    padded = np.concatenate([frames, np.repeat(frames[-1:], missing, axis=0)]) if missing else frames
     blocks = padded.reshape(grid.t, span, grid.h // merge, merge, side, grid.w // merge, merge, side, 3)
     ordered = blocks.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
     return ordered.reshape(grid.patches, 3 * span * side * side), grid
