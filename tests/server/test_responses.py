@@ -796,6 +796,21 @@ def test_truncation_drops_the_oldest_turns(scripted):
         create(served, [*turns, {"role": "user", "content": too_long}], truncation="auto")
 
 
+def test_truncation_drops_the_oldest_videos_of_a_live_conversation(scripted):
+    served = scripted(RESPONSE)
+    video = {"type": "input_video", "video_url": {"url": [IMAGE, IMAGE]}}
+    previous = None
+    tokens = []
+    for _ in range(6):
+        given = [{"role": "user", "content": [video, INPUT_TEXT]}]
+        response = create(served, given, previous_response_id=previous, truncation="auto")
+        previous = response.id
+        tokens.append(response.usage.input_tokens_details.video_tokens)
+    assert tokens == [tokens[0] * turns for turns in (1, 2, 3, 4, 4, 4)]  # `limit_mm_per_prompt`
+    with pytest.raises(openai.BadRequestError, match="up to 4 video parts"):
+        create(served, given, previous_response_id=previous)
+
+
 def count(served, messages):
     with served.server.http() as client:
         response = client.post("/tokenize", json={"messages": messages})

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from openai.types.responses import Response as ResponseObject
 
-from dashinfer_vlm_core.errors import ContextLengthExceeded, InvalidParameter, UnsupportedParameter
+from dashinfer_vlm_core.errors import ContextLengthExceeded, InvalidParameter, MediaTooLarge, UnsupportedParameter
 from dashinfer_vlm_core.protocol import DEFAULT_MODEL
 from dashinfer_vlm_core.protocol.client import current_client
 from dashinfer_vlm_core.protocol.response_items import InputItem
@@ -275,7 +275,7 @@ class Creation:
         try:
             with call.renamed_errors():
                 await self._engine.atokenize(call.chat)
-        except ContextLengthExceeded:
+        except (ContextLengthExceeded, MediaTooLarge):  # also if there are too many images or videos
             return False
         return True
 
