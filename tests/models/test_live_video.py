@@ -100,7 +100,7 @@ def test_responses_continue_with_new_frames(engines):
     with serving(live) as server, server.http() as client:
         for turn in range(3):
             urls = [data_url(frame) for frame in RECORDING[2 * turn : 2 * turn + 2]]
-            content = [{"type": "input_video", "video_url": urls}, {"type": "input_text", "text": QUESTION}]
+            content = [{"type": "input_video", "video_url": {"url": urls}}, {"type": "input_text", "text": QUESTION}]
             body = {"input": [{"role": "user", "content": content}], "previous_response_id": previous, "temperature": 0}
             response = client.post("/v1/responses", json={**body, "max_output_tokens": 8, "ignore_eos": True}).json()
             previous = response["id"]
