@@ -45,11 +45,12 @@ class Chat(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """The seconds to the first token, and the tokens of the prompt."""
+    """The seconds to the first token, and the tokens of the prompt; `video_tokens` are those of videos."""
 
     seconds: float
     tokens: int
     cached: int
+    video_tokens: int
 
 
 async def ask(engine: Engine, messages: Messages, tokens: int = OUTPUT_TOKENS, **fields: Any) -> Turn:
@@ -63,8 +64,10 @@ async def ask(engine: Engine, messages: Messages, tokens: int = OUTPUT_TOKENS, *
             usage = usage or chunk.usage
     assert first
     assert usage
-    assert usage.prompt_tokens_details
-    return Turn(first - begin, usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens or 0)
+    details = usage.prompt_tokens_details
+    assert details
+    video_tokens: int = (details.model_extra or {}).get("video_tokens", 0)
+    return Turn(first - begin, usage.prompt_tokens, details.cached_tokens or 0, video_tokens)
 
 
 def message(source: random.Random) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from benchmarks import (
     qwen3_vl,
     ray_routing,
     stages,
+    windows,
     workloads,
 )
 from benchmarks.client import Sample
@@ -65,6 +66,21 @@ def test_stages_reports_every_stage_of_request(tmp_path):
         assert any(name.startswith(word) and each >= 0 for name, each in reported.items()), word
     assert not any(each == 0 for name, each in reported.items() if not name.startswith("server"))
     assert reported["decode step, 1 response"] > 0.01  # not the time between tokens of the same step
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_windows_reports_what_is_computed_again(tiny_checkpoint):
+    arguments = ["--model", str(tiny_checkpoint), "--frames", "8", "--side", "112", "--rounds", "1"]
+    done = CliRunner().invoke(windows.main, arguments, catch_exceptions=False)
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.output.splitlines()[3:]]
+    names, computed, _, encoder, _, first, bounds = zip(*table, strict=True)
+    assert names == ("new clip", "2 frames appended", "moved by 2 frames", "moved by 8 frames")
+    assert encoder[0] == bounds[0] == "1.000"
+    assert first[0] == "1.000 (1.000 to 1.000)"
+    tokens = [tuple(map(int, cell.split(" of "))) for cell in computed]
+    assert tokens[1][0] < min(tokens[0][0], tokens[2][0], tokens[3][0])
+    assert float(bounds[1]) < float(bounds[2]) < float(bounds[3])
 
 
 @pytest.mark.slow
