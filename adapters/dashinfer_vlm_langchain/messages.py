@@ -22,8 +22,8 @@ Json: TypeAlias = dict[str, Any]
 
 _SIZE = frozenset({"min_pixels", "max_pixels", "min_pixel", "max_pixel"})
 OPTIONS: Mapping[str, frozenset[str]] = {
-    "image": _SIZE | {"detail"},
-    "video": _SIZE | {"fps", "num_frames", "align", "total_pixels"},
+    "image": _SIZE | {"detail", "pruning_rate"},
+    "video": _SIZE | {"fps", "num_frames", "align", "total_pixels", "min_change", "pruning_rate"},
     "file": frozenset({"filename", "detail", "pages", "render", "dpi", "max_pixels", "password"}),
 }
 """Keys of `extras` in a standard block, in addition to `uuid`. Other keys are rejected."""

@@ -52,6 +52,7 @@ class RequestMetrics(RequestObserver):
         self._generation_tokens = counter("generation_tokens", "Generated tokens of successful requests.")
         self._cached_tokens = counter("cached_prompt_tokens", "Prompt tokens reused from the prefix cache.")
         self._visual_tokens = counter("visual_tokens", "Prompt tokens of images and videos.", ["kind"])
+        self._pruned_tokens = counter("pruned_visual_tokens", "Tokens of images and videos that were dropped.")
 
     @contextlib.contextmanager
     def stage(self, stage: Stage) -> Iterator[None]:
@@ -77,6 +78,7 @@ class RequestMetrics(RequestObserver):
             self._cached_tokens.inc(details.cached_tokens or 0)
             self._visual_tokens.labels("image").inc(getattr(details, "image_tokens", 0))
             self._visual_tokens.labels("video").inc(getattr(details, "video_tokens", 0))
+            self._pruned_tokens.inc(getattr(details, "pruned_tokens", 0))
 
 
 class MetricsByModel(RequestObserver):

@@ -210,6 +210,9 @@ class EngineConfig(Options):
     video_max_frames: int | None = Field(None, ge=2)
     """Maximum number of frames of a video, sampled or sent as a list; defaults to the model's."""
 
+    video_pruning_rate: float = Field(0.0, ge=0, lt=1)
+    """Share of a video's visual tokens that is dropped after the vision encoder, where frames change least."""
+
     limit_mm_per_prompt: MediaLimits = Field(MediaLimits(), title="image=N,video=N")
     """Maximum number of images, videos and documents per request, as image=N,video=N or JSON."""
 

@@ -65,7 +65,6 @@ REJECTED: RejectedFields = {
     "tokenizer": ((), _FROM_CHECKPOINT),
     "tokenizer_mode": (("auto", "hf"), _FROM_CHECKPOINT),
     "tokenizer_revision": ((), _FROM_CHECKPOINT),
-    "video_pruning_rate": ((0, 0.0), "Visual tokens are not pruned. Use `max_pixels` or `fps`."),
 }
 """Arguments that cannot be mapped, unless they have a neutral value."""
 

@@ -184,7 +184,7 @@ class ChatPipeline:
         request = in_client_namespace(request)
         grammar = await self._compile_grammar(request)
         inputs = await self.inputs.load(request, lora)
-        spans = await self.inputs.encode(inputs, request, lora)
+        inputs, spans = await self.inputs.encode(inputs, request, lora)
         builders = self._response_builders(request, inputs, lora, guided=grammar is not None)
         first = DecodeRequest(
             id=builders[0].id,
@@ -235,7 +235,10 @@ class ChatPipeline:
     ) -> list[ResponseBuilder]:
         prompt = inputs.prompt
         counts = PromptCounts(
-            prompt_tokens=len(prompt), image_tokens=prompt.image_tokens, video_tokens=prompt.video_tokens
+            prompt_tokens=len(prompt),
+            image_tokens=prompt.image_tokens,
+            video_tokens=prompt.video_tokens,
+            pruned_tokens=prompt.pruned_tokens,
         )
         response_id = f"chatcmpl-{uuid.uuid4().hex}"
         created = int(time.time())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 from ..decoders import VisualSpan
@@ -50,6 +50,7 @@ class InputPipeline:
 
     Attributes:
         observer: is notified of stages and built prompts.
+        video_pruning_rate: of videos for which the request sets no rate.
     """
 
     spec: ModelSpec
@@ -61,6 +62,7 @@ class InputPipeline:
     vision: VisionService
     media_uuids: MediaUuidCache
     observer: RequestObserver
+    video_pruning_rate: float
 
     async def load(self, request: ChatRequest, lora: ActiveLora | None, loaded: LoadedMedia | None = None) -> Inputs:
         """Load the media of a request, and build its prompt.
@@ -77,20 +79,29 @@ class InputPipeline:
             prompt = await asyncio.to_thread(self.prompts.build, request, items, coordinates)
         return Inputs(request, items, coordinates, prompt)
 
-    async def encode(self, inputs: Inputs, request: ChatRequest, lora: ActiveLora | None) -> tuple[VisualSpan, ...]:
-        """Encode the images and videos of a prompt, or find them in a cache."""
+    async def encode(
+        self, inputs: Inputs, request: ChatRequest, lora: ActiveLora | None
+    ) -> tuple[Inputs, tuple[VisualSpan, ...]]:
+        """Encode the images and videos of a prompt, or find them in a cache.
+
+        Returns:
+            the inputs, whose prompt has the visual tokens that are kept, and these.
+        """
         self.observer.prompt_built(len(inputs.prompt))
         with self.observer.stage("vision"):
             vision = lora.vision if lora else None
             visual = await self.vision.embed(
                 inputs.items, cache_salt=request.cache_salt or "", lora=vision, progress=self.observer.units_encoded
             )
-        return place_visual_tokens(inputs.prompt, dict(enumerate(visual)))
+        if any(item.kept_rows is not None for item in visual):
+            prompt = await asyncio.to_thread(self.prompts.build, inputs.request, visual, inputs.coordinates)
+            inputs = inputs._replace(items=visual, prompt=prompt)
+        return inputs, place_visual_tokens(inputs.prompt, dict(enumerate(visual)))
 
     async def preview(self, request: ChatRequest) -> Preview:
         """Return what the model would see, without running the vision encoder or the decoder; nothing is cached."""
         request = await self.documents.expand(request)
-        parts = await asyncio.to_thread(request.media)
+        parts = await asyncio.to_thread(self._media_parts, request)
         require_media_data(parts)
         process = functools.partial(self.media_executor.process, budget=self._token_budget())
         items = await self.media.load(parts, process)
@@ -111,14 +122,14 @@ class InputPipeline:
         self, request: ChatRequest, lora: ActiveLora | None, loaded: LoadedMedia | None
     ) -> list[Item]:
         with self.observer.stage("media"):
-            parts = await asyncio.to_thread(request.media)  # may have to split megabytes of video frames
+            parts = await asyncio.to_thread(self._media_parts, request)  # may have to split megabytes of video frames
             self.media.check(parts)
             vision = lora.vision if lora else None
             found = await self.media_uuids.get(parts, cache_salt=request.cache_salt or "", lora=vision)
             cached: list[Item | None] = [*found]
             if loaded:
                 cached = [loaded.get(part, item) for part, item in zip(parts, cached, strict=True)]
-            budget = self._token_budget(sum(item.tokens for item in cached if item))
+            budget = self._token_budget(sum(item.kept_tokens for item in cached if item))
             given = [part for part, item in zip(parts, cached, strict=True) if item is None]
             new = await self.media.load(given, functools.partial(self.media_executor.process, budget=budget))
             self.media_uuids.bind(given, new, cache_salt=request.cache_salt or "")
@@ -127,6 +138,13 @@ class InputPipeline:
             if loaded is not None and not loaded:
                 loaded.update(zip(parts, items, strict=True))
             return items
+
+    def _media_parts(self, request: ChatRequest) -> list[MediaPart]:
+        rate = self.video_pruning_rate
+        return [
+            replace(part, pruning_rate=rate) if part.kind == "video" and part.pruning_rate is None else part
+            for part in request.media()
+        ]
 
     def _token_budget(self, tokens: int = 0) -> TokenBudget:
         return TokenBudget(self.prompts.check_media, self.prompts.max_model_len - 1, tokens)

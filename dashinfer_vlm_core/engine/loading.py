@@ -132,6 +132,7 @@ def _create_pipeline(
         vision=vision,
         media_uuids=MediaUuidCache(vision, limit=config.limits.max_media_ids),
         observer=observer,
+        video_pruning_rate=config.video_pruning_rate,
     )
     keeps_history = config.prefix_cache and PREFIX_CACHE in decoder.supported_params and prompts.supports_reasoning
     return ChatPipeline(

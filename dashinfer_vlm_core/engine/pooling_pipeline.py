@@ -344,7 +344,7 @@ class _Session:
         pipeline = self.pipeline
         check_item(item, pipeline.decoder, pipeline.inputs.prompts)
         inputs = await pipeline.inputs.load(item, self.lora, self.loaded)
-        spans = await pipeline.inputs.encode(inputs, item, self.lora)
+        inputs, spans = await pipeline.inputs.encode(inputs, item, self.lora)
         request = DecodeRequest(
             id=self.id,
             token_ids=inputs.prompt.token_ids,

@@ -127,6 +127,12 @@ class VisualInput:
             or if it is not known. Not part of the digest either.
         source_size: width and height before resizing, in pixels, which the engine sets; None for embeddings.
         source_digest: digest of the encoded data, or of a Python object's pixels; empty if the part has no `uuid`.
+        steps: indices of a video's temporal patches before those that had hardly changed were dropped; empty if none
+            were.
+        dropped_tokens: number of visual tokens of these.
+        pruning_rate: share of the visual tokens that the language model does not receive, less than 1.
+        kept_rows: int64, ascending indices of the visual tokens that it receives; None before the vision encoder, or if
+            it receives all.
     """
 
     kind: Kind
@@ -139,6 +145,21 @@ class VisualInput:
     sampled_fps: float | None = None
     source_size: tuple[int, int] | None = None
     source_digest: bytes = b""
+    steps: tuple[int, ...] = ()
+    dropped_tokens: int = 0
+    pruning_rate: float = 0.0
+    kept_rows: npt.NDArray[np.int64] | None = None
+
+    @property
+    def kept_tokens(self) -> int:
+        """Number of visual tokens that the language model receives; those of a video include its first frames."""
+        least = self.tokens // self.grid.t if self.kind == "video" else 1
+        return max(least, int(self.tokens * (1 - self.pruning_rate)))
+
+    @property
+    def pruned_tokens(self) -> int:
+        """Number of visual tokens that it does not receive."""
+        return self.dropped_tokens + self.tokens - self.kept_tokens
 
     def shared_fields(self) -> dict[str, Any]:
         """Return the fields that all subclasses have."""

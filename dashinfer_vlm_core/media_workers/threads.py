@@ -16,7 +16,7 @@ from ..media.documents import Document
 from ..media.python_objects import digest_media
 from ..media.types import Embeddings, Image, Media, Video
 from ..models.interface import ImageProcessor, Patches
-from ..models.patches import frames_shape, validate_embeddings, with_digest
+from ..models.patches import fewest_tokens, frames_shape, reduced, validate_embeddings
 from ..models.spec import ModelSpec
 from ..protocol import DocumentPart, MediaPart
 
@@ -131,7 +131,7 @@ class MediaThreads:
         def decode_and_process() -> Patches | Embeddings:
             media = self._decoder.decode(part, data, check_stop, resizer)
             check_stop()
-            item = self._process(media, budget)
+            item = self._process(media, part, budget)
             if part.uuid is None:
                 return item
             return replace(item, source_digest=digest_files(data) if data else digest_media(media))
@@ -151,13 +151,13 @@ class MediaThreads:
     async def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _process(self, media: Media, budget: TokenBudget) -> Patches | Embeddings:
+    def _process(self, media: Media, part: MediaPart, budget: TokenBudget) -> Patches | Embeddings:
         # Media that can never fit the context are rejected before they are resized.
         if isinstance(media, Embeddings):
             budget.add(len(media.rows))
             return validate_embeddings(media, self._spec, self._processor)
-        budget.add(self._processor.count_tokens(media))
-        return with_digest(process_media(self._processor, media))
+        budget.add(fewest_tokens(self._processor.count_tokens(media), part))
+        return reduced(process_media(self._processor, media), part)
 
 
 def process_media(processor: ImageProcessor, media: Image | Video) -> Patches:

@@ -19,7 +19,7 @@ from ..media.documents import Document, Page
 from ..media.image import deadline_error
 from ..media.types import Grid
 from ..models.interface import ImageProcessor, Patches
-from ..models.patches import with_digest
+from ..models.patches import fewest_tokens, reduced
 from ..models.spec import PixelSpec
 from ..protocol import DocumentPart, MediaPart
 from . import wire
@@ -220,7 +220,7 @@ class MediaWorker:
             return self._document(response.pages, job)
         if response.patches is not None and isinstance(job.part, MediaPart):
             patches = self._patches(response.patches, job.part, max_tokens)
-            job.budget.add(patches.tokens)
+            job.budget.add(patches.kept_tokens)
             return patches
         if response.tokens is not None and response.tokens > max_tokens:
             job.budget.add(response.tokens)
@@ -231,9 +231,9 @@ class MediaWorker:
         spec = self.config.pixels
         values = 3 * spec.temporal_patch_size * spec.patch_size**2
         tokens = self.config.processor.shape(grid).tokens
-        if tokens > max_tokens or (part.kind == "image" and grid.t != 1):
+        if fewest_tokens(tokens, part) > max_tokens or (part.kind == "image" and grid.t != 1):
             raise ValueError("the item has too many tokens")
-        return with_digest(
+        return reduced(
             Patches(
                 pixels=self._memory.read((grid.patches, values)),
                 grid=grid,
@@ -243,7 +243,8 @@ class MediaWorker:
                 times=response.times,
                 sampled_fps=response.sampled_fps,
                 source_size=response.source_size,
-            )
+            ),
+            part,
         )
 
     def _document(self, pages: Sequence[PageResponse], job: Job) -> Document:

@@ -14,6 +14,7 @@ from PIL import Image as PILImage
 from ..errors import InvalidParameter
 from ..media.image import MAX_ASPECT
 from ..media.types import Embeddings, Grid, Image, Pixels, Video
+from ..protocol.media_part import MediaPart
 from .interface import GridShape, ImageProcessor, Patches
 from .spec import ModelSpec, PixelSpec
 
@@ -205,6 +206,44 @@ def unpatchify(pixels: Pixels, grid: Grid, spec: PixelSpec) -> Pixels:
     ordered = blocks.transpose(0, 6, 1, 3, 7, 2, 4, 8, 5)
     frames: Pixels = ordered.reshape(grid.t * span, grid.h * side, grid.w * side, 3)
     return frames
+
+
+def reduced(patches: Patches, part: MediaPart) -> Patches:
+    """Return the patches with their digest, their pruning rate, and without temporal patches that hardly change."""
+    if part.kind == "video" and part.min_change is not None:
+        patches = drop_unchanged(patches, part.min_change)
+    return with_digest(replace(patches, pruning_rate=part.pruning_rate or 0.0))
+
+
+def fewest_tokens(tokens: int, part: MediaPart) -> int:
+    """Return the least number of visual tokens of a part that the language model receives, if this one has not been
+    reduced."""
+    return int(tokens * (1 - (part.pruning_rate or 0.0)))
+
+
+def drop_unchanged(patches: Patches, min_change: float) -> Patches:
+    """Drop the temporal patches of a video in which the pixels of no visual token change on average by `min_change`
+    from the last temporal patch that is kept; the first one is."""
+    t = patches.grid.t
+    count = patches.tokens // t
+    frames = patches.pixels.reshape(t, count, -1)
+    steps = [0]
+    for step in range(1, t):
+        change = np.abs(frames[step].astype(np.int16) - frames[steps[-1]])
+        if change.mean(axis=-1).max() >= min_change:
+            steps.append(step)
+    if len(steps) == t:
+        return patches
+    span = math.ceil(len(patches.times) / t)
+    return replace(
+        patches,
+        pixels=frames[steps].reshape(-1, patches.pixels.shape[1]),
+        grid=patches.grid._replace(t=len(steps)),
+        tokens=count * len(steps),
+        times=tuple(time for step in steps for time in patches.times[step * span : (step + 1) * span]),
+        steps=tuple(steps),
+        dropped_tokens=count * (t - len(steps)),
+    )
 
 
 def with_digest(patches: Patches) -> Patches:

@@ -24,7 +24,7 @@ _KINDS: tuple[Kind, ...] = ("image", "video")
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs")
 _OBJECT_PARTS: Mapping[str, Kind] = {"image_pil": "image", "image": "image", "image_embeds": "image", "video": "video"}
 OPTIONS: Mapping[Kind, Mapping[str, str]] = {
-    "image": {"min_pixels": "min_pixels", "max_pixels": "max_pixels"},
+    "image": {"min_pixels": "min_pixels", "max_pixels": "max_pixels", "pruning_rate": "pruning_rate"},
     "video": {
         "min_pixels": "min_pixels",
         "max_pixels": "max_pixels",
@@ -34,6 +34,8 @@ OPTIONS: Mapping[Kind, Mapping[str, str]] = {
         "num_frames": "num_frames",
         "nframes": "num_frames",
         "align": "align",
+        "min_change": "min_change",
+        "pruning_rate": "pruning_rate",
     },
 }
 """Options of a part, and their names in a request; `nframes` and, for lists of frames, `sample_fps` are the names in

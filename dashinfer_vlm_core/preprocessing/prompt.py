@@ -31,6 +31,7 @@ from ..tokenization.hermes import parse_tool_arguments, render_tools_as_text
 from ..tokenization.tokenizer import CheckpointTokenizer, TokenizerCache
 from .coordinates import with_model_coordinates
 from .guarded_text import guard_text, strings_in, unused_mark
+from .pruning import PlacedTokens, drop_pruned
 from .retrieval import retrieval_template
 
 MAX_TAG_TOKENS = 16
@@ -48,6 +49,7 @@ class Prompt:
         response_boundaries: see `DecodeRequest`.
         image_tokens: number of image placeholder tokens.
         video_tokens: number of video placeholder tokens.
+        pruned_tokens: number of visual tokens that were dropped.
         opens_reasoning: whether it ends with the tag that begins reasoning.
     """
 
@@ -57,6 +59,7 @@ class Prompt:
     response_boundaries: tuple[int, ...]
     image_tokens: int
     video_tokens: int
+    pruned_tokens: int = 0
     opens_reasoning: bool = False
 
     def __len__(self) -> int:
@@ -159,16 +162,19 @@ class PromptBuilder:
         ids, spans = self._expand(self._segments(request, coordinates), visuals, is_raw=is_raw)
         if not isinstance(request.raw_prompt, tuple):
             ids.append(self._suffix)
-        token_ids = np.concatenate(ids)
+        whole = np.concatenate(ids)
+        positions = self._layout.positions(len(whole), spans, visuals)
+        token_ids, positions, spans = drop_pruned(PlacedTokens(whole, positions, spans), visuals)
         if request.prompt_limit is not None:
             token_ids = self._cut(token_ids, spans, request)
         prompt = Prompt(
             token_ids=token_ids,
-            positions=self._layout.positions(len(token_ids), spans, visuals),
+            positions=positions[:, : len(token_ids)],  # only text after all spans is cut
             spans=tuple(spans),
             response_boundaries=self._response_boundaries(token_ids),
-            image_tokens=sum(item.tokens for item in visuals if item.kind == "image"),
-            video_tokens=sum(item.tokens for item in visuals if item.kind == "video"),
+            image_tokens=sum(item.kept_tokens for item in visuals if item.kind == "image"),
+            video_tokens=sum(item.kept_tokens for item in visuals if item.kind == "video"),
+            pruned_tokens=sum(item.pruned_tokens for item in visuals),
             opens_reasoning=self.supports_reasoning and self._ends_with_tag(token_ids[-MAX_TAG_TOKENS:].tolist()),
         )
         self._check_length(len(prompt), request)

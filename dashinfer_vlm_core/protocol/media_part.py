@@ -64,6 +64,10 @@ class MediaPart:
         align: whether a video file is sampled at multiples of 1 / `fps` seconds, and the size of frames depends on
             their number in steps, so that videos that overlap share frames; never true with `num_frames`. None is
             false, unless the request sets it.
+        min_change: the least change of a pair of frames, 0 to 255: the largest of the mean differences of the pixels of
+            its visual tokens from the last pair before it. Other pairs are dropped. None keeps all.
+        pruning_rate: share of the visual tokens that is dropped after the vision encoder, less than 1. None is 0, or
+            the engine's rate for a video.
         background: red, green and blue of the background of transparent pixels.
         url_field: the field of the part with its URL, such as `input_video.data`; errors name it. None means
             `image_url.url` or `video_url.url`, and "" that the part is its URL.
@@ -81,6 +85,8 @@ class MediaPart:
     fps: float | None = None
     num_frames: int | None = None
     align: bool | None = None
+    min_change: float | None = None
+    pruning_rate: float | None = None
     background: tuple[int, int, int] | None = None
     url_field: str | None = field(default=None, compare=False)
 

@@ -36,6 +36,8 @@ MAX_DPI = 2400
 
 Kind: TypeAlias = Literal["image", "video"]
 Rate: TypeAlias = Annotated[float, Field(gt=0, le=1000)]
+PruningRate: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
+Change: TypeAlias = Annotated[float, Field(gt=0, le=255)]
 
 _MAX_NAME = 256
 """Number of characters of a URL or file name that are examined."""
@@ -94,12 +96,13 @@ class MediaSource(RequestModel, ABC):
 
 
 class URLSource(MediaSource):
-    """A source with a URL and bounds on the size of the image or frames; DashInfer-VLM spells these without the `s`."""
+    """A source with a URL and options; DashInfer-VLM spells the bounds on the size of images without the `s`."""
 
     min_pixels: Count | None = None
     max_pixels: Count | None = None
     min_pixel: Count | None = None
     max_pixel: Count | None = None
+    pruning_rate: PruningRate | None = None
 
     @property
     def lower_bound(self) -> int | None:
@@ -128,6 +131,7 @@ class URLSource(MediaSource):
             uuid=uuid,
             min_pixels=self.lower_bound,
             max_pixels=self.upper_bound,
+            pruning_rate=self.pruning_rate,
             url_field=content_field,
         )
 
@@ -175,6 +179,8 @@ class Frame(ImageURL):
             raise invalid(
                 path, "sets a size, but all frames of a video have the same size. Set it next to `url` of the video."
             )
+        if self.image.pruning_rate is not None:
+            raise invalid(f"{path}.pruning_rate", "is of one frame. Set it next to `url` of the video.")
         check_url(self.image.url, f"{path}.url")
 
 
@@ -189,6 +195,7 @@ class VideoURL(URLSource):
     num_frames: Count | None = None
     align: bool | None = None
     total_pixels: Count | None = None
+    min_change: Change | None = None
 
     @property
     def kind(self) -> Kind:
@@ -213,7 +220,14 @@ class VideoURL(URLSource):
 
     def media(self, path: str, content_field: str, uuid: str | None) -> MediaPart:
         part = super().media(path, content_field, uuid)
-        return replace(part, total_pixels=self.total_pixels, fps=self.fps, num_frames=self.num_frames, align=self.align)
+        return replace(
+            part,
+            total_pixels=self.total_pixels,
+            fps=self.fps,
+            num_frames=self.num_frames,
+            align=self.align,
+            min_change=self.min_change,
+        )
 
     def urls(self) -> str | tuple[str, ...] | None:
         if isinstance(self.url, tuple):

@@ -50,11 +50,13 @@ class PromptCounts:
         prompt_tokens: all tokens.
         image_tokens: the placeholders of images among them.
         video_tokens: the placeholders of videos among them.
+        pruned_tokens: visual tokens that are not among them.
     """
 
     prompt_tokens: int
     image_tokens: int = 0
     video_tokens: int = 0
+    pruned_tokens: int = 0
 
 
 class ResponseBuilder:
@@ -245,6 +247,8 @@ class ResponseBuilder:
         cached = min(builder.cached_tokens for builder in builders)
         reasoning = CompletionTokensDetails(reasoning_tokens=sum(builder.reasoning_tokens for builder in builders))
         details = {"image_tokens": self._counts.image_tokens, "video_tokens": self._counts.video_tokens}
+        if self._counts.pruned_tokens:
+            details["pruned_tokens"] = self._counts.pruned_tokens
         return CompletionUsage(
             prompt_tokens=self._counts.prompt_tokens,
             completion_tokens=completion,

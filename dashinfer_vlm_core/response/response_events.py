@@ -244,7 +244,8 @@ class ResponseEventBuilder:
 def _usage(usage: CompletionUsage) -> ResponseUsage:
     prompt = usage.prompt_tokens_details
     completion = usage.completion_tokens_details
-    visual = {name: getattr(prompt, name) for name in ("image_tokens", "video_tokens") if hasattr(prompt, name)}
+    names = "image_tokens", "video_tokens", "pruned_tokens"
+    visual = {name: getattr(prompt, name) for name in names if hasattr(prompt, name)}
     return ResponseUsage(
         input_tokens=usage.prompt_tokens,
         input_tokens_details=InputTokensDetails(

@@ -129,10 +129,10 @@ def _applied_options(part: MediaPart, item: VisualInput) -> _Options:
 
 def _options(part: MediaPart) -> tuple[_Options, _Options, _Options, _Options]:
     """Return the options of a part if it is a video file, a list of frames, an image, or embeddings."""
-    resized = (part.min_pixels, part.max_pixels, part.total_pixels, part.background)
+    resized = (part.min_pixels, part.max_pixels, part.total_pixels, part.background, part.pruning_rate or 0.0)
     return (
-        ("sampled", part.fps, part.num_frames, bool(part.align), *resized),
-        ("frames", part.fps, bool(part.align), *resized),
+        ("sampled", part.fps, part.num_frames, bool(part.align), part.min_change, *resized),
+        ("frames", part.fps, bool(part.align), part.min_change, *resized),
         ("resized", *resized),
         ("none",),
     )

@@ -24,6 +24,7 @@ from ..embedding_store.client import EmbeddingStoreClient, EmbeddingStoreStats, 
 from ..errors import EngineClosed, EngineError
 from ..media.types import Embeddings, VisualInput
 from ..models.interface import Patches, VisionEncoder, VisualTokens
+from .pruning import prune
 from .units import UnitJob, closed_error, concatenate, size_of
 
 if TYPE_CHECKING:
@@ -182,7 +183,8 @@ class VisionService:
         if len(found) < len(cached):
             return None
         salted = _salted(item.digest, cache_salt)
-        return VisualTokens.of(item, await self._join(found, self._key(salted, lora)), digest=salted, units=units)
+        embedding = await self._join(found, self._key(salted, lora))
+        return await self._prune(VisualTokens.of(item, embedding, digest=salted, units=units))
 
     def _units(self, item: VisualInput, lora: VisionLora | None) -> tuple[bytes, ...]:
         """Return the digests of the temporal patches that are encoded separately; none if the item is one unit."""
@@ -237,7 +239,12 @@ class VisionService:
             loop = asyncio.get_running_loop()
             embedding = await loop.run_in_executor(self._thread, self._encoder.adopt, item.rows)
             self._store(self._key(salted, lora), embedding, size_of(embedding))
-        return VisualTokens.of(item, embedding, digest=salted, units=self._units(item, lora))
+        return await self._prune(VisualTokens.of(item, embedding, digest=salted, units=self._units(item, lora)))
+
+    async def _prune(self, item: VisualTokens) -> VisualTokens:
+        if item.kept_tokens == item.tokens:
+            return item
+        return await asyncio.get_running_loop().run_in_executor(self._thread, prune, item)
 
     def _jobs_of(
         self, item: Patches | Embeddings | VisualTokens, cache_salt: str, lora: VisionLora | None

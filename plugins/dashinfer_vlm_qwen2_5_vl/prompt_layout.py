@@ -35,5 +35,5 @@ class Qwen25VLPromptLayout(Qwen2VLPromptLayout):
         fps = visual.sampled_fps
         seconds = DEFAULT_SECONDS_PER_GRID if fps is None else self._temporal_patch_size / fps
         interval = np.float32(self._tokens_per_second) * np.float32(seconds)
-        times: npt.NDArray[np.float32] = np.arange(visual.grid.t, dtype=np.float32) * interval
+        times: npt.NDArray[np.float32] = super().times(visual).astype(np.float32) * interval
         return times.astype(np.int64)

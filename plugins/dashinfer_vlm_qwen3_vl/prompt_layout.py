@@ -58,7 +58,11 @@ class Qwen3VLPromptLayout:
         Without timestamps, the frames are assumed to be sampled at the model's rate.
         """
         span = self._pixels.temporal_patch_size
-        times = list(item.times or self._video.even_times(item.grid.t * span))
+        times = list(item.times)
+        if not times:
+            steps = item.steps or range(item.grid.t)
+            even = self._video.even_times((steps[-1] + 1) * span)
+            times = [time for step in steps for time in even[step * span : (step + 1) * span]]
         times += times[-1:] * (-len(times) % span)
         return [(times[index] + times[index + span - 1]) / 2 for index in range(0, len(times), span)]
 

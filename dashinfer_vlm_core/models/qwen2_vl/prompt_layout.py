@@ -35,7 +35,7 @@ class Qwen2VLPromptLayout:
 
     def times(self, visual: VisualInput) -> npt.NDArray[np.int64]:
         """Return the temporal position of each frame of the grid, ascending from 0."""
-        return np.arange(visual.grid.t)
+        return np.array(visual.steps or range(visual.grid.t), np.int64)
 
 
 def mrope_positions(

@@ -113,7 +113,8 @@ def _item(item: MediaPreview) -> dict[str, Any]:
         "size": item.size,
         "grid": item.grid,
         "cells": item.cells,
-        "tokens": item.tokens,
+        "tokens": item.kept_tokens,
+        "pruned_tokens": item.pruned_tokens,
         "frame_count": item.frame_count,
         "coordinate_extent": item.coordinates and item.coordinates.extent,
         "frames": [
