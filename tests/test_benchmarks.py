@@ -21,6 +21,7 @@ from benchmarks import (
     models,
     overhead,
     pooling,
+    pruning,
     qwen3_5,
     qwen3_vl,
     ray_routing,
@@ -49,7 +50,7 @@ from dashinfer_vlm_core.testing import scripted_engine
 from dashinfer_vlm_core.text_spec import AttentionSpec, ExpertsSpec, LayerSpec, MlpSpec, RotarySpec, TextModelSpec
 from dashinfer_vlm_qwen2_5_vl.config import Qwen25VLVisionConfig
 from dashinfer_vlm_qwen3_vl.config import Qwen3VLVisionConfig
-from tests.pages import page_text
+from tests.pages import ROOT, page_text
 from tests.qwen3_vl import tiny_qwen3
 from tests.server.conftest import serving
 from tests.tiny import to_bfloat16, write_qwen2_5_vl
@@ -66,6 +67,25 @@ def test_stages_reports_every_stage_of_request(tmp_path):
         assert any(name.startswith(word) and each >= 0 for name, each in reported.items()), word
     assert not any(each == 0 for name, each in reported.items() if not name.startswith("server"))
     assert reported["decode step, 1 response"] > 0.01  # not the time between tokens of the same step
+
+
+def test_pruning_reports_tokens_and_right_answers(tmp_path):
+    image, video = (str(ROOT / "examples/pictures" / name) for name in ("circle.png", "moving.mp4"))
+    lines = [
+        {"image": image, "question": "Describe the picture.", "answer": "a red  circle"},
+        {"video": video, "question": "Which way does the circle move?", "answer": "Up."},
+    ]
+    (tmp_path / "questions").write_text("\n".join(map(json.dumps, lines)))
+    options = ["--questions", str(tmp_path / "questions"), "--rate", "0.5", "--media-workers", "0"]
+    done = CliRunner().invoke(pruning.main, options, catch_exceptions=False)
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.output.splitlines()]
+    rows = [row for row in rows if row and row[0] in ("image", "video")]
+    assert [(*row[:3], row[-1]) for row in rows] == [
+        (kind, rate, "1", right) for kind, right in (("image", "100%"), ("video", "0%")) for rate in ("0%", "50%")
+    ]
+    for whole, pruned in (rows[:2], rows[2:]):
+        assert int(whole[3]) == int(pruned[3]) + int(pruned[4])
+        assert int(whole[4]) == 0 < int(pruned[4])
 
 
 @pytest.mark.slow
