@@ -66,8 +66,8 @@ def launch():
 
 @pytest.fixture(scope="module")
 def browser(launch):
-    """A running Chromium."""
-    return launch()
+    """A running Chromium, with a camera that shows a test picture."""
+    return launch("--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream")
 
 
 @dataclass

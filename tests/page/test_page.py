@@ -557,20 +557,35 @@ def test_api_key_is_stored_for_this_tab_only(open_page, scripted):
         assert "DASHINFER_VLM_API_KEY" in code
 
 
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 375)])
-def test_page_is_accessible(open_page, scripted, scheme, width):
-    """axe finds no violation in any state, and nothing is wider than the screen."""
+SCREENS = [("light", 1280), ("dark", 375)]
+
+
+@pytest.fixture
+def checked_page(open_page, scripted):
+    """Open the page, and return its tab, and a function that checks that axe finds no violation in the current state,
+    and that nothing is wider than the screen."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
-    server, *_ = scripted(RICH, QueueFull("Busy."), CALL)
-    tab = open_page(server, color_scheme=scheme, viewport={"width": width, "height": 700}, reduced_motion="reduce")
-    tab.expects_errors = True
 
-    def check(name):
-        results = axe.run(tab.page)
-        assert results.violations_count == 0, results.generate_report()
-        assert tab.page.evaluate("document.documentElement.scrollWidth") <= width
-        tab.screenshot(f"{scheme}-{width}-{name}")
+    def start(scheme, width, *responses):
+        server, *_ = scripted(*responses)
+        screen = {"color_scheme": scheme, "viewport": {"width": width, "height": 700}}
+        tab = open_page(server, **screen, reduced_motion="reduce")
+        tab.expects_errors = True
 
+        def check(name):
+            results = axe.run(tab.page)
+            assert results.violations_count == 0, results.generate_report()
+            assert tab.page.evaluate("document.documentElement.scrollWidth") <= width
+            tab.screenshot(f"{scheme}-{width}-{name}")
+
+        return tab, check
+
+    return start
+
+
+@pytest.mark.parametrize(("scheme", "width"), SCREENS)
+def test_page_is_accessible(checked_page, scheme, width):
+    tab, check = checked_page(scheme, width, RICH, QueueFull("Busy."), CALL)
     check("welcome")
     tab.drop(IMAGES / "pair.png", IMAGES / "moving.mp4")
     expect(tab.page.get_by_text("1 image · 1 video · 62 tokens")).to_be_visible()
@@ -605,6 +620,19 @@ def test_page_is_accessible(open_page, scripted, scheme, width):
     tab.send("Find them.")
     expect(tab.finished().locator(".call-name")).to_have_text(["find_shapes"])
     check("calls")
+
+
+@pytest.mark.parametrize(("scheme", "width"), SCREENS)
+def test_camera_and_measurement_are_accessible(checked_page, scheme, width):
+    tab, check = checked_page(scheme, width, "Yes.")
+    tab.page.get_by_role("button", name="Camera").click()
+    expect(tab.page.get_by_role("dialog", name="Camera")).to_be_visible()
+    check("camera")
+    tab.page.keyboard.press("Escape")
+    if width < 1024:
+        tab.page.get_by_role("button", name="Settings").click()
+    tab.page.get_by_role("button", name="Measure the speed").click()
+    check("speed")
 
 
 def test_keyboard_navigation(open_page, scripted):

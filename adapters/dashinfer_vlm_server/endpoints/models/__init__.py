@@ -32,6 +32,9 @@ class ServedModel(Model):
         default=None,
         description="The state of a managed model: unloaded, loading, ready, restarting, unloading or failed.",
     )
+    max_model_len: int | None = Field(
+        default=None, description="The maximum number of tokens of prompt and completion; null if it is not loaded."
+    )
     description: str | None = Field(default=None, description="What the model can see and do; absent if unknown.")
     example_prompts: list[str] | None = Field(default=None, description="Prompts to try it with; absent if unknown.")
     generation_config: dict[str, float] | None = Field(
@@ -89,7 +92,9 @@ def _models(engine: ChatEngine, started: int) -> Iterator[ServedModel]:
     shared: dict[str, Any] = {"object": "model", "created": started, "owned_by": "dashinfer-vlm"}
     for status in (model.status() for model in engine.models()):
         card = {name: value for name, value in asdict(status.card).items() if value}
-        own: dict[str, Any] = {**shared, "state": status.state} if engine.manages_models else shared
+        own: dict[str, Any] = {**shared, "max_model_len": status.max_model_len or None}
+        if engine.manages_models:
+            own["state"] = status.state
         yield ServedModel(id=status.model, root=status.model, parent=None, **own, **card)
         for alias in status.aliases:
             yield ServedModel(id=alias, root=status.model, parent=None, **own, **card)

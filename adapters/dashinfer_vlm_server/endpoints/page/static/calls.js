@@ -1,12 +1,13 @@
 // Tool calls of a response: shown while they are streamed, and answered by the user, since the page runs no tools.
 
 import { element } from "./dom.js";
+import { text } from "./texts.js";
 
 /** The tool calls of one response. */
 export class ToolCalls {
   constructor(calls = []) {
     this.calls = calls;
-    this.element = element("ul", { class: "calls", "aria-label": "Tool calls" });
+    this.element = element("ul", { class: "calls", "aria-label": text("Tool calls") });
     this.draw();
   }
 
@@ -31,10 +32,10 @@ export class ToolCalls {
 
   /** The calls in a message of the assistant. */
   get messageCalls() {
-    return this.calls.map(({ id, name, arguments: text }) => ({
+    return this.calls.map(({ id, name, arguments: json }) => ({
       id,
       type: "function",
-      function: { name, arguments: text },
+      function: { name, arguments: json },
     }));
   }
 
@@ -53,14 +54,14 @@ export class ToolCalls {
     const fields = this.calls.map(() => element("textarea", properties));
     const suffix = (call) => (this.calls.length > 1 ? ` ${shortened(call.arguments)}` : "");
     const labels = this.calls.map((call, index) =>
-      element("label", { class: "field" }, `Result of ${call.name}${suffix(call)}`, fields[index]),
+      element("label", { class: "field" }, `${text("Result of {name}", call)}${suffix(call)}`, fields[index]),
     );
     const onsubmit = (event) => {
       event.preventDefault();
       onresults(this.calls.map(({ id, name }, index) => ({ id, name, content: fields[index].value })));
     };
-    const send = element("button", { type: "submit", class: "primary" }, "Send results");
-    const form = { class: "results last-only", "aria-label": "Results of the tool calls", onsubmit };
+    const send = element("button", { type: "submit", class: "primary" }, text("Send results"));
+    const form = { class: "results last-only", "aria-label": text("Results of the tool calls"), onsubmit };
     return element("form", form, ...labels, send);
   }
 }
@@ -77,8 +78,8 @@ const callItem = () =>
   element(
     "li",
     { class: "call" },
-    head("Tool call", ""),
-    element("pre", { tabindex: 0, role: "group", "aria-label": "Arguments" }, element("code")),
+    head(text("Tool call"), ""),
+    element("pre", { tabindex: 0, role: "group", "aria-label": text("Arguments") }, element("code")),
   );
 
 /** Show the results that a request sends. */
@@ -90,20 +91,20 @@ export const resultList = (results) =>
       element(
         "li",
         { class: "call" },
-        head("Result of", name),
-        element("pre", { tabindex: 0, role: "group", "aria-label": `Result of ${name}` }, element("code", {}, content)),
+        head(text("Result of"), name),
+        element("pre", { tabindex: 0, role: "group", "aria-label": text("Result of {name}", { name }) }, element("code", {}, content)),
       ),
     ),
   );
 
 /** The beginning of arguments, which distinguishes several calls of one tool. */
-const shortened = (text) => (text.length > 60 ? `${text.slice(0, 59)}…` : text);
+const shortened = (json) => (json.length > 60 ? `${json.slice(0, 59)}…` : json);
 
 /** Arguments as indented JSON, or as they are until they are complete. */
-function indented(text) {
+function indented(json) {
   try {
-    return JSON.stringify(JSON.parse(text), null, 2);
+    return JSON.stringify(JSON.parse(json), null, 2);
   } catch {
-    return text;
+    return json;
   }
 }

@@ -2,7 +2,8 @@
 // and responses. Files are read by name, and the API key from the environment.
 
 import { baseUrl, key } from "./api.js";
-import { byId, closable, counted, element } from "./dom.js";
+import { byId, closable, element } from "./dom.js";
+import { counted, text } from "./texts.js";
 
 const KEY = "DASHINFER_VLM_API_KEY";
 const CHAT_FIELDS = new Set([
@@ -86,7 +87,7 @@ export function showCode(newRequest) {
   const links = files.map(({ name, local }) => element("a", { href: local, download: name }, name));
   byId("code-files").replaceChildren(
     ...(files.length
-      ? [`The code reads ${counted(files.length, "file")} from the current folder: `, ...separated(links), "."]
+      ? [text("The code reads {files} from the current folder:", { files: counted(files.length, "file") }), " ", ...separated(links)]
       : []),
   );
   byId("code-dialog").showModal();
@@ -94,13 +95,13 @@ export function showCode(newRequest) {
 }
 
 /** Copy text to the clipboard, or select it if the browser allows no access (pages neither local nor over https). */
-export async function copy(text, status, source) {
+export async function copy(copied, status, source) {
   try {
-    await navigator.clipboard.writeText(text);
-    status.textContent = "Copied.";
+    await navigator.clipboard.writeText(copied);
+    status.textContent = text("Copied.");
   } catch {
     getSelection().selectAllChildren(source);
-    status.textContent = "Selected. Copy it with your keyboard.";
+    status.textContent = text("Selected. Copy it with your keyboard.");
   }
 }
 

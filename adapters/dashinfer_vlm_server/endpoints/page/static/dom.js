@@ -17,9 +17,6 @@ export const byId = (id) => document.getElementById(id);
 export const button = (text, onclick, properties = {}) =>
   element("button", { type: "button", onclick, ...properties }, text);
 
-/** Format a count: `1 image`, `2 images`. */
-export const counted = (number, noun) => `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
-
 /** Announce text to screen readers. */
 export function announce(text) {
   byId("announcer").textContent = text;

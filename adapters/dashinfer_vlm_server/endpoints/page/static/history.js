@@ -1,161 +1,92 @@
-// Conversations that are kept in this browser, in an IndexedDB database. The server does not receive or store them.
+// The dialog with the stored conversations: search, open, delete, export and import.
 
-import { announce, button, byId, closable, counted, element } from "./dom.js";
+import { announce, button, byId, closable, element } from "./dom.js";
+import { exported, imported } from "./transfer.js";
+import { clear, isKept, keep, list, load, remove, saveAll, showProblem } from "./store.js";
+import { counted, dated, text } from "./texts.js";
 
-const MAX_CONVERSATIONS = 100;
-const OFF = "dashinfer-vlm-no-history";
-const STORES = ["summaries", "conversations"]; // separate, so that the list can be shown without loading images
-
-const databaseName = () => `dashinfer-vlm ${new URL(".", document.baseURI).pathname}`;
-
-/** Whether conversations are kept. */
-export const isKept = () => localStorage.getItem(OFF) === null;
-
-const settled = (request) =>
-  new Promise((resolve, reject) => {
-    request.onsuccess = () => resolve(request.result);
-    request.onerror = () => reject(request.error);
-  });
-
-let connection = null; // a promise of the open database
-
-async function openDatabase() {
-  const request = indexedDB.open(databaseName(), 1);
-  request.onupgradeneeded = () => {
-    for (const name of STORES) request.result.createObjectStore(name, { keyPath: "id" });
-  };
-  try {
-    const database = await settled(request);
-    database.onclose = () => (connection = null);
-    return database;
-  } catch (error) {
-    connection = null;
-    throw error;
-  }
-}
-
-/** Run `work` with the two stores in one transaction, and return its result once everything is stored. */
-async function transact(mode, work) {
-  connection ??= openDatabase();
-  const database = await connection;
-  const transaction = database.transaction(STORES, mode);
-  const completed = new Promise((resolve, reject) => {
-    transaction.oncomplete = resolve;
-    transaction.onabort = () => reject(transaction.error);
-  });
-  completed.catch(() => {}); // if `work` fails too, its error is reported
-  const result = await work(...STORES.map((name) => transaction.objectStore(name)));
-  await completed;
-  return result;
-}
-
-/** Store a conversation `{ id, title, updated, exchanges }`, and delete the oldest ones above the limit. */
-export async function save(conversation) {
-  if (!isKept()) return;
-  const { id, title, updated, exchanges } = conversation;
-  setBusy(1);
-  try {
-    await transact("readwrite", async (summaries, conversations) => {
-      summaries.put({ id, title, updated, count: exchanges.length });
-      conversations.put(conversation);
-      const all = newestFirst(await settled(summaries.getAll()));
-      for (const old of all.slice(MAX_CONVERSATIONS)) {
-        summaries.delete(old.id);
-        conversations.delete(old.id);
-      }
-    });
-    showProblem("");
-  } catch (error) {
-    showProblem(`The conversation was not stored: ${error?.message ?? "the browser has no space left"}.`);
-  } finally {
-    setBusy(-1);
-  }
-}
-
-let pendingSaves = 0;
-
-function setBusy(change) {
-  pendingSaves += change;
-  byId("show-history").setAttribute("aria-busy", String(pendingSaves > 0));
-}
-
-const newestFirst = (summaries) => summaries.sort((one, other) => other.updated - one.updated);
-
-const list = () => transact("readonly", async (summaries) => newestFirst(await settled(summaries.getAll())));
-
-const load = (id) => transact("readonly", (_, conversations) => settled(conversations.get(id)));
-
-const remove = (id) =>
-  transact("readwrite", async (summaries, conversations) => {
-    summaries.delete(id);
-    conversations.delete(id);
-  });
-
-const clear = () =>
-  transact("readwrite", async (summaries, conversations) => {
-    summaries.clear();
-    conversations.clear();
-  });
+let summaries = [];
+let listeners = {};
 
 /** Set up the dialog. `onopen` receives a stored conversation, `onremove` the id of a deleted one, or null for all. */
 export function openHistory({ onopen, onremove }) {
+  listeners = { onopen, onremove };
   const dialog = byId("history-dialog");
   closable(dialog);
   byId("show-history").addEventListener("click", async () => {
-    resetDeletion();
-    await draw(onopen, onremove);
+    byId("history-search").value = "";
+    showStatus("");
+    await update();
     dialog.showModal();
   });
+  byId("history-search").addEventListener("input", draw);
   byId("history-kept").checked = isKept();
-  byId("history-kept").addEventListener("change", () => {
-    if (byId("history-kept").checked) localStorage.removeItem(OFF);
-    else localStorage.setItem(OFF, "true");
-  });
-  byId("clear-history").addEventListener("click", async () => {
-    if (!byId("clear-history").dataset.confirmed) {
-      byId("clear-history").dataset.confirmed = "true";
-      byId("clear-history").textContent = "Delete all conversations?";
-      return;
-    }
-    await clear();
-    onremove(null);
-    resetDeletion();
-    await draw(onopen, onremove);
-    announce("All conversations were deleted.");
-  });
+  byId("history-kept").addEventListener("change", () => keep(byId("history-kept").checked));
+  byId("clear-history").addEventListener("click", deleteAll);
+  byId("export-history").addEventListener("click", exportShown);
+  byId("import-history").addEventListener("click", () => byId("history-file").click());
+  byId("history-file").addEventListener("change", importFile);
+}
+
+async function deleteAll() {
+  if (!byId("clear-history").dataset.confirmed) {
+    byId("clear-history").dataset.confirmed = "true";
+    byId("clear-history").textContent = text("Delete all conversations?");
+    return;
+  }
+  await clear();
+  listeners.onremove(null);
+  await update();
+  announce(text("All conversations were deleted."));
 }
 
 function resetDeletion() {
   delete byId("clear-history").dataset.confirmed;
-  byId("clear-history").textContent = "Delete all";
+  byId("clear-history").textContent = text("Delete all");
 }
 
-async function draw(onopen, onremove) {
-  let summaries = [];
+/** Read the list again, and show it. */
+async function update() {
+  resetDeletion();
   try {
     summaries = await list();
   } catch (error) {
-    showProblem(`This browser does not give access to stored conversations: ${error?.message}.`);
+    summaries = [];
+    showProblem(text("This browser does not give access to stored conversations: {reason}.", { reason: error?.message }));
   }
-  byId("history-empty").hidden = summaries.length > 0;
-  byId("clear-history").hidden = summaries.length === 0;
-  byId("history-list").replaceChildren(...summaries.map((summary) => item(summary, onopen, onremove)));
+  draw();
 }
 
-function item({ id, title, updated, count }, onopen, onremove) {
+/** The conversations that contain all words of the search. */
+function found() {
+  const words = byId("history-search").value.toLowerCase().split(/\s+/);
+  return summaries.filter((summary) => words.every((word) => summary.text.toLowerCase().includes(word)));
+}
+
+function draw() {
+  const shown = found();
+  const isEmpty = summaries.length === 0;
+  byId("history-search").parentElement.hidden = isEmpty;
+  byId("clear-history").hidden = isEmpty;
+  byId("export-history").hidden = shown.length === 0;
+  byId("history-list").replaceChildren(...shown.map(item));
+  const count = shown.length < summaries.length ? counted(shown.length, "conversation") : "";
+  byId("history-count").textContent = isEmpty ? text("No conversations.") : count;
+}
+
+function item({ id, title, updated, count }) {
   const open = async () => {
     const stored = await load(id);
-    if (!stored) return draw(onopen, onremove); // deleted in another tab
+    if (!stored) return update(); // deleted in another tab
     byId("history-dialog").close();
-    onopen(stored);
+    listeners.onopen(stored);
   };
   const drop = async () => {
     await remove(id);
-    onremove(id);
-    await draw(onopen, onremove);
+    listeners.onremove(id);
+    await update();
     (byId("history-list").querySelector("button") ?? byId("history-kept")).focus();
   };
-  const when = new Date(updated).toLocaleString("en", { dateStyle: "medium", timeStyle: "short" });
   return element(
     "li",
     {},
@@ -163,12 +94,37 @@ function item({ id, title, updated, count }, onopen, onremove) {
       "button",
       { type: "button", class: "history-open", onclick: open },
       element("span", { class: "history-title" }, title),
-      element("span", { class: "note" }, `${when} · ${counted(count, "prompt")}`),
+      element("span", { class: "note" }, `${dated(updated)} · ${counted(count, "prompt")}`),
     ),
-    button("×", drop, { class: "remove", "aria-label": `Delete ${title}` }),
+    button("×", drop, { class: "remove", "aria-label": text("Delete {title}", { title }) }),
   );
 }
 
-function showProblem(text) {
-  byId("history-problem").textContent = text;
+/** Save the conversations that are shown as a file. */
+async function exportShown() {
+  const conversations = [];
+  for (const { id } of found()) conversations.push(await load(id));
+  const url = URL.createObjectURL(exported(conversations.filter(Boolean))); // without those deleted in another tab
+  element("a", { href: url, download: "conversations.json" }).click();
+  setTimeout(() => URL.revokeObjectURL(url), 60_000);
+  showStatus(text("Exported: {conversations}.", { conversations: counted(conversations.length, "conversation") }));
+}
+
+async function importFile() {
+  const [file] = byId("history-file").files;
+  byId("history-file").value = "";
+  showProblem("");
+  try {
+    const conversations = imported(await file.text());
+    await saveAll(conversations);
+    showStatus(text("Imported: {conversations}.", { conversations: counted(conversations.length, "conversation") }));
+  } catch (error) {
+    showStatus("");
+    showProblem(`${file.name}: ${error.message}`);
+  }
+  await update();
+}
+
+function showStatus(status) {
+  byId("history-status").textContent = status;
 }

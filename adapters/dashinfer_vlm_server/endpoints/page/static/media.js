@@ -1,10 +1,13 @@
 // Images, videos and documents of a prompt, and their previews as the model sees them.
 
 import { ApiError, preview as fetchPreview } from "./api.js";
-import { button, byId, closable, counted, element } from "./dom.js";
+import { button, byId, closable, element } from "./dom.js";
+import { modelName } from "./models.js";
+import { counted, text } from "./texts.js";
 
 const VIDEO = /\.(mp4|m4v|mov|mkv|webm|avi|ts)$/i;
 const DOCUMENT = /\.pdf$/i;
+const KINDS = { image: () => text("image"), video: () => text("video"), document: () => "PDF" };
 const names = new Set();
 
 /** An image, a video or a document. Dispatches `change` when its preview or error changes. */
@@ -61,7 +64,7 @@ export class Attachment extends EventTarget {
     this.#changed();
     const pages = this.pages;
     try {
-      const result = await fetchPreview([{ role: "user", content: [this.part()] }]);
+      const result = await fetchPreview({ model: modelName(), messages: [{ role: "user", content: [this.part()] }] });
       if (pages !== this.pages) return; // other pages were chosen
       this.previews = result?.data ?? [];
     } catch (error) {
@@ -112,17 +115,17 @@ export function tile(attachment, onremove = null) {
         },
         attachment.thumbnail
           ? element("img", { src: attachment.thumbnail, alt: "" })
-          : element("span", { class: "no-image", "aria-hidden": "true" }, attachment.kind),
+          : element("span", { class: "no-image", "aria-hidden": "true" }, KINDS[attachment.kind]()),
         element(
           "span",
           { class: "hidden" },
-          attachment.error ? `Retry the preview of ${attachment.name}` : `Preview of ${attachment.name}`,
+          text(attachment.error ? "Retry the preview of {name}" : "Preview of {name}", attachment),
         ),
       ),
       element("span", { class: "tile-name", title: attachment.name }, attachment.name),
       element("span", { class: "tile-cost" }, cost(attachment)),
       ...(onremove && attachment.kind === "document" ? [pagesField(attachment)] : []),
-      ...(onremove ? [button("×", onremove, { class: "remove", "aria-label": `Remove ${attachment.name}` })] : []),
+      ...(onremove ? [button("×", onremove, { class: "remove", "aria-label": text("Remove {name}", attachment) })] : []),
     );
     if (focused) item.querySelector(`.${focused}`)?.focus();
   };
@@ -133,7 +136,7 @@ export function tile(attachment, onremove = null) {
 
 function cost(attachment) {
   if (attachment.error) return attachment.error;
-  if (!attachment.preview) return "loading…";
+  if (!attachment.preview) return text("loading…");
   if (attachment.kind === "document") {
     return `${counted(attachment.tokens, "token")} · ${counted(attachment.previews.length, "page")}`;
   }
@@ -145,8 +148,8 @@ function pagesField(attachment) {
   return element("input", {
     class: "pages",
     value: attachment.pages,
-    placeholder: "All pages",
-    "aria-label": `Pages of ${attachment.name}, such as 1-3,7`,
+    placeholder: text("All pages"),
+    "aria-label": text("Pages of {name}, such as 1-3,7", attachment),
     onchange: (event) => attachment.choosePages(event.target.value),
   });
 }
@@ -161,7 +164,7 @@ export function openFrames() {
 
 function showFrames({ name, preview, previews }) {
   if (!preview) return;
-  byId("frames-title").textContent = `${name} as the model sees it`;
+  byId("frames-title").textContent = text("{name} as the model sees it", { name });
   byId("frames-facts").textContent = describe(preview);
   byId("frames").replaceChildren(
     ...previews.flatMap((each) => each.frames.map((frame) => figure(frame, each))),
@@ -171,22 +174,26 @@ function showFrames({ name, preview, previews }) {
 
 function describe({ kind, source_size, size, cells: [time, rows, columns], tokens, frame_count: count, frames }) {
   const [original, pixels] = [source_size ?? size, size].map((sides) => sides.join("×"));
-  const resized = `${original} pixels${original === pixels ? "" : `, resized to ${pixels}`}`;
-  const cells = `${time > 1 ? `${time} × ` : ""}${columns} × ${rows} cells`;
-  const shown = frames.length < count ? `; ${frames.length} of ${count} frames are shown` : "";
-  const shared = kind === "video" ? `; ${count / time} frames share each token` : "";
-  return `${resized}: ${cells}, ${counted(tokens, "token")}${shared}${shown}.`;
+  const resized = original === pixels ? "{original} pixels" : "{original} pixels, resized to {pixels}";
+  const cells = `${time > 1 ? `${time} × ` : ""}${columns} × ${rows}`;
+  const parts = [
+    `${text(resized, { original, pixels })}: ${text("{cells} cells", { cells })}, ${counted(tokens, "token")}`,
+    ...(kind === "video" ? [text("{shared} frames share each token", { shared: count / time })] : []),
+    ...(frames.length < count ? [text("{shown} of {count} frames are shown", { shown: frames.length, count })] : []),
+  ];
+  return `${parts.join("; ")}.`;
 }
 
 function figure({ index, url }, { kind, size: [width, height], cells: [, rows, columns] }) {
+  const caption = text("Frame {number}", { number: index + 1 });
   const image = element(
     "span",
     { class: "cells" },
-    element("img", { src: url, width, height, alt: kind === "video" ? `Frame ${index + 1}` : "The image" }),
+    element("img", { src: url, width, height, alt: kind === "video" ? caption : text("The image") }),
   );
   image.style.setProperty("--columns", columns);
   image.style.setProperty("--rows", rows);
-  return element("figure", {}, image, kind === "video" ? element("figcaption", {}, `Frame ${index + 1}`) : null);
+  return element("figure", {}, image, kind === "video" ? element("figcaption", {}, caption) : null);
 }
 
 function kindOf(path) {

@@ -1,5 +1,7 @@
 // Checks JSON schemas and tools while they are edited. The server checks them completely; its errors are shown too.
 
+import { text } from "./texts.js";
+
 const TYPES = ["object", "array", "string", "number", "integer", "boolean", "null"];
 
 /** Keywords that the server rejects, because it cannot guarantee them. */
@@ -33,7 +35,7 @@ const LIST = [isFilled, "must be an array that is not empty"];
 const SHAPES = {
   type: [
     (value) => [value].flat().length > 0 && [value].flat().every((type) => TYPES.includes(type)),
-    `must be one of ${TYPES.join(", ")}`,
+    "must be one of object, array, string, number, integer, boolean, null",
   ],
   properties: [isObject, "must be an object of schemas"],
   $defs: [isObject, "must be an object of schemas"],
@@ -63,23 +65,34 @@ const SHAPES = {
 };
 
 /** Parse the JSON text of a field. Throws an Error with a message for the user. */
-export function parseJson(text) {
+export function parseJson(json) {
   try {
-    return JSON.parse(text);
+    return JSON.parse(json);
   } catch (error) {
-    throw new Error(`Not valid JSON: ${error.message}`);
+    throw new Error(text("Not valid JSON: {problem}", { problem: error.message }));
   }
 }
+
+export function isJson(json) {
+  try {
+    JSON.parse(json);
+    return true;
+  } catch {
+    return false;
+  }
+}
+
+const problemAt = (path, requirement) => `${path} ${text(requirement)}.`;
 
 /** The first problem of a schema, with its path; empty if there is none. */
 export function schemaProblem(schema, path = "") {
   const at = (keyword) => [path, keyword].filter(Boolean).join(".");
   if (path && typeof schema === "boolean") return "";
-  if (!isObject(schema)) return `${path || "The schema"} must be an object.`;
+  if (!isObject(schema)) return problemAt(path || text("The schema"), "must be an object");
   const unsupported = NOT_GUARANTEED.find((keyword) => keyword in schema && schema[keyword] !== false);
-  if (unsupported) return `${at(unsupported)} cannot be guaranteed. Remove it.`;
+  if (unsupported) return text("{path} cannot be guaranteed. Remove it.", { path: at(unsupported) });
   for (const [keyword, [isValid, requirement]] of Object.entries(SHAPES))
-    if (keyword in schema && !isValid(schema[keyword])) return `${at(keyword)} ${requirement}.`;
+    if (keyword in schema && !isValid(schema[keyword])) return problemAt(at(keyword), requirement);
   for (const [location, part] of subschemas(schema)) {
     const problem = schemaProblem(part, at(location));
     if (problem) return problem;
@@ -102,15 +115,15 @@ function subschemas(schema) {
 
 /** The first problem of a list of tools in OpenAI's format; empty if there is none. */
 export function toolsProblem(tools) {
-  if (!Array.isArray(tools)) return "The tools must be an array.";
+  if (!Array.isArray(tools)) return text("The tools must be an array.");
   const names = new Set();
   for (const [index, tool] of tools.entries()) {
     const { name, parameters } = tool?.function ?? {};
     if (tool?.type !== "function" || !isObject(tool.function))
-      return `[${index}] must be {"type": "function", "function": {"name": "…", "parameters": {…}}}.`;
+      return problemAt(`[${index}]`, 'must be {"type": "function", "function": {"name": "…", "parameters": {…}}}');
     if (!/^[\w.-]{1,64}$/.test(name ?? ""))
-      return `[${index}].function.name must be 1 to 64 letters, digits, underscores, dots and dashes.`;
-    if (names.has(name)) return `[${index}].function.name is used twice. Rename one of the tools.`;
+      return problemAt(`[${index}].function.name`, "must be 1 to 64 letters, digits, underscores, dots and dashes");
+    if (names.has(name)) return text("{name} is used twice. Rename one of the tools.", { name });
     names.add(name);
     const path = `[${index}].function.parameters`;
     const problem = parameters === undefined ? "" : parametersProblem(parameters, path);
@@ -121,7 +134,7 @@ export function toolsProblem(tools) {
 
 /** The server ignores keywords of parameters that it cannot guarantee, so only their shape matters. */
 function parametersProblem(parameters, path) {
-  if (!isObject(parameters)) return `${path} must be an object.`;
-  if ((parameters.type ?? "object") !== "object") return `${path}.type must be "object".`;
+  if (!isObject(parameters)) return problemAt(path, "must be an object");
+  if ((parameters.type ?? "object") !== "object") return problemAt(`${path}.type`, 'must be "object"');
   return "";
 }

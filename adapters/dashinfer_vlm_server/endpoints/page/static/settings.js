@@ -2,7 +2,7 @@
 
 import { setKey } from "./api.js";
 import { byId } from "./dom.js";
-import { parseJson, schemaProblem, toolsProblem } from "./schema.js";
+import { isJson, parseJson, schemaProblem, toolsProblem } from "./schema.js";
 
 const NUMBERS = ["temperature", "top_p", "top_k", "seed", "max_tokens", "repetition_penalty"];
 
@@ -62,17 +62,13 @@ class JsonField {
   /** Indent the text, if it is valid JSON. */
   format() {
     this.check();
-    if (this.#isUsed() && !this.#isInvalidJson()) this.input.value = JSON.stringify(this.value, null, 2);
+    if (this.#isUsed() && isJson(this.input.value)) this.input.value = JSON.stringify(this.value, null, 2);
     this.input.focus();
   }
 
   /** Show an error of the server, until the text is edited. */
   showServerError({ param, message }) {
     if (this.fields.some((field) => param?.startsWith(field))) this.#show(message);
-  }
-
-  #isInvalidJson() {
-    return this.#problem().startsWith("Not valid JSON");
   }
 
   #problem() {
