@@ -3,6 +3,7 @@
 import { openCapture } from "./capture.js";
 import { byId, closable } from "./dom.js";
 import { Attachment, tile } from "./media.js";
+import { modelName } from "./models.js";
 import { counted, text } from "./texts.js";
 
 const promptInput = byId("prompt");
@@ -55,9 +56,10 @@ export function usePrompt(prompt) {
   promptInput.focus();
 }
 
-/** Request the previews again, for another model. */
+/** Request the previews of another model again. */
 export function reloadPreviews() {
-  for (const attachment of attachments) attachment.loadPreview();
+  for (const attachment of attachments)
+    if (attachment.model && attachment.model !== modelName()) attachment.loadPreview();
 }
 
 /** Show the attachments in another language. */

@@ -14,8 +14,8 @@ const LETTERS = "abcdefghijklmnopqrstuvwxyz";
 
 /** Of docs/performance.md: milliseconds to the first token with a new image, and for each further token of short text. */
 const DOCUMENTED = [
-  { machine: "AMD EPYC, AVX-512, 2 cores", model: "small", first: 1110, token: 21.3 },
-  { machine: "Intel Xeon, AMX, 2 cores", model: "small", first: 290, token: 27.8 },
+  { machine: "AMD EPYC, AVX-512", model: "small", first: 1110, token: 21.3 },
+  { machine: "Intel Xeon, AMX", model: "small", first: 290, token: 27.8 },
 ];
 
 let controller = null;

@@ -12,6 +12,8 @@ const names = new Set();
 
 /** An image, a video or a document. Dispatches `change` when its preview or error changes. */
 export class Attachment extends EventTarget {
+  #requests = 0; // of previews: other pages or another model may be chosen before a response
+
   constructor({ kind, name, url, file = null, pages = "" }) {
     super();
     Object.assign(this, { kind, name: printable(name), url, file, pages });
@@ -59,19 +61,17 @@ export class Attachment extends EventTarget {
 
   /** Request the preview from the server. */
   async loadPreview() {
-    this.error = "";
-    this.previews = [];
-    this.#changed();
-    const pages = this.pages;
+    this.model = modelName(); // empty until it is known: the server uses its first one
+    const number = (this.#requests += 1);
+    this.#change([], "");
+    const model = this.model ? { model: this.model } : {};
     try {
-      const result = await fetchPreview({ model: modelName(), messages: [{ role: "user", content: [this.part()] }] });
-      if (pages !== this.pages) return; // other pages were chosen
-      this.previews = result?.data ?? [];
+      const result = await fetchPreview({ ...model, messages: [{ role: "user", content: [this.part()] }] });
+      if (number === this.#requests) this.#change(result?.data ?? [], "");
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
-      this.error = error.message;
+      if (number === this.#requests) this.#change([], error.message);
     }
-    this.#changed();
   }
 
   /** Choose pages of a document, such as "1-3,7"; all if empty. */
@@ -93,7 +93,8 @@ export class Attachment extends EventTarget {
     return this.preview?.frames[0]?.url ?? (this.kind === "image" ? this.local : null);
   }
 
-  #changed() {
+  #change(previews, error) {
+    Object.assign(this, { previews, error });
     this.dispatchEvent(new Event("change"));
   }
 }
