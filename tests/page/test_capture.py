@@ -19,12 +19,12 @@ TRACKS = "document.getElementById('camera-image').srcObject"
 def test_camera_adds_a_picture_and_is_switched_off(open_page, scripted):
     server, script, _ = scripted("A dot.")
     tab = open_page(server)
-    tab.page.get_by_role("button", name="Camera").click()
+    tab.page.get_by_role("button", name="Camera", exact=True).click()
     expect(tab.page.get_by_role("dialog", name="Camera")).to_be_visible()
     tab.page.get_by_role("button", name="Take the picture").click()
     expect(tab.tile("camera.jpg")).to_contain_text(re.compile(r"\d+ tokens"))
     assert tab.page.evaluate(TRACKS) is None
-    tab.page.get_by_role("button", name="Camera").click()
+    tab.page.get_by_role("button", name="Camera", exact=True).click()
     tab.page.get_by_role("button", name="Cancel").click()
     expect(tab.page.get_by_role("dialog", name="Camera")).to_be_hidden()
     assert tab.page.evaluate(TRACKS) is None
@@ -36,7 +36,7 @@ def test_camera_adds_a_picture_and_is_switched_off(open_page, scripted):
 def test_screenshot_is_added(open_page, scripted):
     server, *_ = scripted("A page.")
     tab = open_page(server)
-    tab.page.get_by_role("button", name="Screenshot").click()
+    tab.page.get_by_role("button", name="Screenshot", exact=True).click()
     expect(tab.tile("screenshot.png")).to_contain_text(re.compile(r"\d+ tokens"))
 
 
@@ -46,7 +46,7 @@ def test_refused_access_names_the_next_step(launch, scripted, artifacts):
     with contextlib.closing(browser.new_context()) as context:
         tab = PageDriver(context.new_page(), f"{server.url}/", artifacts)
         tab.page.goto(tab.url)
-        tab.page.get_by_role("button", name="Camera").click()
+        tab.page.get_by_role("button", name="Camera", exact=True).click()
         expect(tab.page.get_by_role("alert").filter(has_text="The browser permitted no access.")).to_be_visible()
         expect(tab.page.get_by_role("dialog")).to_be_hidden()
 

@@ -31,7 +31,7 @@ FILE = {
 
 
 def open_history(tab):
-    expect(tab.page.get_by_role("button", name="History")).to_have_attribute("aria-busy", "false")
+    expect(tab.page.get_by_role("button", name="History")).not_to_have_attribute("aria-busy", "true")
     tab.page.get_by_role("button", name="History").click()
     return tab.page.get_by_role("dialog", name="History")
 
