@@ -84,18 +84,13 @@ const callItem = () =>
 
 /** Show the results that a request sends. */
 export const resultList = (results) =>
-  element(
-    "ul",
-    { class: "calls" },
-    ...results.map(({ name, content }) =>
-      element(
-        "li",
-        { class: "call" },
-        head(text("Result of"), name),
-        element("pre", { tabindex: 0, role: "group", "aria-label": text("Result of {name}", { name }) }, element("code", {}, content)),
-      ),
-    ),
-  );
+  element("ul", { class: "calls" }, ...results.map(resultItem));
+
+function resultItem({ name, content }) {
+  const properties = { tabindex: 0, role: "group", "aria-label": text("Result of {name}", { name }) };
+  const shown = element("pre", properties, element("code", {}, content));
+  return element("li", { class: "call" }, head(text("Result of"), name), shown);
+}
 
 /** The beginning of arguments, which distinguishes several calls of one tool. */
 const shortened = (json) => (json.length > 60 ? `${json.slice(0, 59)}…` : json);

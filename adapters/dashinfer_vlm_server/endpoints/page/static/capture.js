@@ -1,5 +1,5 @@
-// Takes pictures with the camera, and of a screen, a window or a tab. What the browser does not offer is not shown: both
-// require HTTPS or localhost, and phones have no screenshots.
+// Takes pictures with the camera, and of a screen, a window or a tab. What the browser does not offer is not shown:
+// both require HTTPS or localhost, and phones have no screenshots.
 
 import { byId, closable } from "./dom.js";
 import { text } from "./texts.js";

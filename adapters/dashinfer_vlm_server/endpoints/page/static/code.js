@@ -85,11 +85,8 @@ export function showCode(newRequest) {
   select(selectedTab(tabs), tabs);
   const files = filesOf(request);
   const links = files.map(({ name, local }) => element("a", { href: local, download: name }, name));
-  byId("code-files").replaceChildren(
-    ...(files.length
-      ? [text("The code reads {files} from the current folder:", { files: counted(files.length, "file") }), " ", ...separated(links)]
-      : []),
-  );
+  const reads = text("The code reads {files} from the current folder:", { files: counted(files.length, "file") });
+  byId("code-files").replaceChildren(...(files.length ? [`${reads} `, ...separated(links)] : []));
   byId("code-dialog").showModal();
   selectedTab(tabs).focus();
 }

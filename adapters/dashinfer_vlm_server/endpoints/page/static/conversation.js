@@ -26,7 +26,8 @@ export class Exchange extends EventTarget {
 
   #build() {
     this.reasoningText = element("p", { class: "reasoning-text" });
-    this.reasoningBox = element("details", { class: "reasoning" }, element("summary", {}, text("Reasoning")), this.reasoningText);
+    const summary = element("summary", {}, text("Reasoning"));
+    this.reasoningBox = element("details", { class: "reasoning" }, summary, this.reasoningText);
     this.body = element("div", { class: "response-text" });
     this.callsPlace = element("div", {}, this.calls.element);
     this.footer = element("div", { class: "response-footer" });
@@ -175,10 +176,13 @@ export class Exchange extends EventTarget {
   #drawState() {
     this.container.dataset.state = this.state;
     this.container.setAttribute("aria-busy", String(this.state === "running"));
-    const problem = this.error ? [problemBox(this.error)] : [];
-    const parts = () => [...problem, ...this.#resultForm(), ...notes(this), ...statistics(this.timings), this.#actions()];
-    this.footer.replaceChildren(...(this.state === "running" ? [] : parts()));
+    this.footer.replaceChildren(...(this.state === "running" ? [] : this.#footerParts()));
     this.#draw();
+  }
+
+  #footerParts() {
+    const problem = this.error ? [problemBox(this.error)] : [];
+    return [...problem, ...this.#resultForm(), ...notes(this), ...statistics(this.timings), this.#actions()];
   }
 
   #fail(error) {

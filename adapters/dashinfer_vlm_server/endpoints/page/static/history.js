@@ -52,7 +52,8 @@ async function update() {
     summaries = await list();
   } catch (error) {
     summaries = [];
-    showProblem(text("This browser does not give access to stored conversations: {reason}.", { reason: error?.message }));
+    const reason = error?.message;
+    showProblem(text("This browser does not give access to stored conversations: {reason}.", { reason }));
   }
   draw();
 }

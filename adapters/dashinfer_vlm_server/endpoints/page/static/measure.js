@@ -12,7 +12,7 @@ const SIDE = 448; // pixels
 const SQUARE = 28;
 const LETTERS = "abcdefghijklmnopqrstuvwxyz";
 
-/** Of docs/performance.md: milliseconds to the first token with a new image, and for each further token of short text. */
+/** Of docs/performance.md: milliseconds to the first token with a new image, and for each further token of a text. */
 const DOCUMENTED = [
   { machine: "AMD EPYC, AVX-512", model: "small", first: 1110, token: 21.3 },
   { machine: "Intel Xeon, AMX", model: "small", first: 290, token: 27.8 },

@@ -126,7 +126,7 @@ export function tile(attachment, onremove = null) {
       element("span", { class: "tile-name", title: attachment.name }, attachment.name),
       element("span", { class: "tile-cost" }, cost(attachment)),
       ...(onremove && attachment.kind === "document" ? [pagesField(attachment)] : []),
-      ...(onremove ? [button("×", onremove, { class: "remove", "aria-label": text("Remove {name}", attachment) })] : []),
+      ...(onremove ? [removeButton(attachment, onremove)] : []),
     );
     if (focused) item.querySelector(`.${focused}`)?.focus();
   };
@@ -142,8 +142,12 @@ function cost(attachment) {
     return `${counted(attachment.tokens, "token")} · ${counted(attachment.previews.length, "page")}`;
   }
   const { tokens, size, kind, frame_count: frames } = attachment.preview;
-  return `${counted(tokens, "token")} · ${size.join("×")}${kind === "video" ? ` · ${counted(frames, "frame")}` : ""}`;
+  const parts = [counted(tokens, "token"), size.join("×"), ...(kind === "video" ? [counted(frames, "frame")] : [])];
+  return parts.join(" · ");
 }
+
+const removeButton = (attachment, onremove) =>
+  button("×", onremove, { class: "remove", "aria-label": text("Remove {name}", attachment) });
 
 function pagesField(attachment) {
   return element("input", {

@@ -34,7 +34,7 @@ const stateOf = (model) => model.state ?? server.status;
 const isManaged = () => listed.some(({ state }) => state);
 const isChanging = () => listed.some((model) => CHANGING.includes(stateOf(model)));
 
-/** Set up the menu. `onmodel` receives a model when it is chosen or first known, `onkey` is called if a key is needed. */
+/** Set up the menu. `onmodel` receives a model when it is chosen or known; `onkey` is called if a key is needed. */
 export function openModels({ onmodel, onkey }) {
   listeners = { onmodel, onkey };
   byId("model").addEventListener("change", () => {

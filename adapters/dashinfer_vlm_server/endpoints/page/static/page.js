@@ -2,7 +2,16 @@
 
 import { key } from "./api.js";
 import { copy, openCode, showCode, urlInCode } from "./code.js";
-import { draft, focusPrompt, isEmpty, openComposer, reloadPreviews, setDraft, translateComposer, usePrompt } from "./composer.js";
+import {
+  draft,
+  focusPrompt,
+  isEmpty,
+  openComposer,
+  reloadPreviews,
+  setDraft,
+  translateComposer,
+  usePrompt,
+} from "./composer.js";
 import { Exchange } from "./conversation.js";
 import { announce, button, byId, element } from "./dom.js";
 import { openHistory } from "./history.js";

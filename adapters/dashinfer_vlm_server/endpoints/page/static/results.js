@@ -22,7 +22,7 @@ export function problemBox({ message, status, param, file, retryAfter }) {
   return element(
     "div",
     { class: "problem", role: "alert" },
-    element("p", { class: "problem-title" }, file ? text("{file} could not be used", { file }) : text("The request failed")),
+    element("p", { class: "problem-title" }, text(file ? "{file} could not be used" : "The request failed", { file })),
     element("p", {}, message),
     next && element("p", {}, next),
     status ? element("p", { class: "note" }, text("Status {status}", { status }), ...fieldNote) : null,

@@ -1,4 +1,5 @@
-// The page's texts in several languages. Code and index.html contain the English ones; texts.json has the others by them.
+// The page's texts in several languages. Code and index.html contain the English ones, by which texts.json has the
+// others.
 
 const CHOICE = "dashinfer-vlm-language";
 const ATTRIBUTES = ["aria-label", "placeholder"];

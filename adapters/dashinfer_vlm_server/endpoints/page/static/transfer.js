@@ -20,7 +20,8 @@ export function imported(content) {
   const file = parsed(content);
   if (file?.format !== FORMAT) throw new Error(text("This file was not exported by this page. Choose another one."));
   if (file.version !== VERSION) {
-    throw new Error(text("The file has version {version}. This page reads version {supported}.", { version: file.version, supported: VERSION }));
+    const versions = { version: file.version, supported: VERSION };
+    throw new Error(text("The file has version {version}. This page reads version {supported}.", versions));
   }
   check(Array.isArray(file.conversations), "conversations");
   file.conversations.forEach((conversation, index) => checkConversation(conversation, `conversations[${index}]`));
@@ -64,7 +65,8 @@ function checkConversation(conversation, path) {
 function checkExchange(exchange, path) {
   checkFields(exchange, path, { text: isText, response: isText, reasoning: isOptionalText });
   check(STATES.includes(exchange.state), `${path}.state`);
-  checkFields(exchange.timings, `${path}.timings`, { start: isNumber, first: isNumber, last: isNumber, usage: isUsage });
+  const timings = { start: isNumber, first: isNumber, last: isNumber, usage: isUsage };
+  checkFields(exchange.timings, `${path}.timings`, timings);
   checkItems(exchange.attachments, `${path}.attachments`, checkAttachment);
   checkItems(exchange.calls, `${path}.calls`, checkFieldsOf({ id: isText, name: isText, arguments: isText }));
   if (exchange.results !== null) {
