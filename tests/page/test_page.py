@@ -232,7 +232,7 @@ def test_images_can_be_pasted_and_chosen(open_page, scripted):
     tab.page.get_by_role("button", name="Use a sample image").click()
     expect(tab.tile("sample.png")).to_be_visible()
     tab.drop(IMAGES / "circle.png", by=["paste"])
-    tab.page.locator("input[type=file]").set_input_files([IMAGES / "circle.png", IMAGES / "moving.mp4"])
+    tab.page.locator("#files").set_input_files([IMAGES / "circle.png", IMAGES / "moving.mp4"])
     expect(tab.page.get_by_text(re.compile(r"3 images · 1 video · \d+ tokens"))).to_be_visible()
     names = tab.page.locator(".composer .tile-name").all_inner_texts()
     assert sorted(names) == ["circle-2.png", "circle.png", "moving.mp4", "sample.png"]
