@@ -34,7 +34,7 @@ from dashinfer_vlm_core.kernels.choice import (
     LoadedKernels,
     this_machine,
 )
-from dashinfer_vlm_core.kernels.devices import cpu_flags, cuda_devices
+from dashinfer_vlm_core.kernels.devices import cuda_devices
 from dashinfer_vlm_core.kernels.tuned import all_tuned
 from dashinfer_vlm_core.media_workers.fork_server import ForkServer
 from dashinfer_vlm_core.media_workers.sandbox import missing_restrictions
@@ -42,6 +42,8 @@ from dashinfer_vlm_core.media_workers.worker_process import reference_to
 from dashinfer_vlm_core.models.checkpoint import cached_models
 from dashinfer_vlm_core.models.formats.detection import weight_memory
 from dashinfer_vlm_core.plugins import load_plugins
+
+from .cpu_checks import check_cpu, check_threads
 
 if TYPE_CHECKING:
     from dashinfer_vlm_core.models.formats.interface import ModuleReader
@@ -55,9 +57,6 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "video": ("av",),
 }
 """The modules of each extra."""
-
-FAST_CPU = {"avx512_bf16": "AVX-512 BF16", "amx_bf16": "AMX", "bf16": "Arm BF16", "avx2": "AVX2"}
-"""Linux's flags of CPUs that multiply bfloat16 in hardware, or for which there are C kernels."""
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # builds without CUDA, which PyPI does not have for Linux
 MIN_FREE_BYTES = 10 * 10**9  # for a model of 2 billion parameters and its converted weights
@@ -75,7 +74,7 @@ def all_findings(*, deep: bool) -> Iterator[Finding]:
     for extra, modules in EXTRAS.items():
         yield _extra(extra, modules)
     yield _plugins()
-    yield _cpu()
+    yield check_cpu()
     yield from _safely("cuda", _cuda)
     try:
         config = load_plugins().resolve_options(EngineConfig())
@@ -155,20 +154,6 @@ def _plugins() -> Finding:
         names = ", ".join(row.name for row in problems)
         return Finding(name="plugins", status="broken" if builtin else "unusable", detail=names, fix=fix)
     return Finding(name="plugins", status="ok", detail=", ".join(row.name for row in rows))
-
-
-def _cpu() -> Finding:
-    flags = cpu_flags()
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    cores = "1 core" if count == 1 else f"{count} cores"
-    fast = [name for flag, name in FAST_CPU.items() if flag in flags]
-    if fast or not flags:
-        return Finding(name="cpu", status="ok", detail=f"{cores}, bfloat16: {', '.join(fast) or 'unknown'}")
-    fix = (
-        "On this CPU, `--dtype float32` is usually faster than bfloat16, and needs twice the memory. Ignore this if you"
-        " use a GPU."
-    )
-    return Finding(name="cpu", status="slow", detail=f"{cores}, no fast instructions for bfloat16", fix=fix)
 
 
 def _cuda() -> Iterator[Finding]:
@@ -355,6 +340,7 @@ def _existing(folder: Path) -> Path:
 
 CHECKS: dict[str, Callable[[EngineConfig], Iterable[Finding]]] = {
     "cache": _cache,
+    "threads": check_threads,
     "kernels": _kernels,
     "weights": _weights,
     "disk": _disk,

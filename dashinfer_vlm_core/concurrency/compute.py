@@ -91,6 +91,15 @@ class ComputeExecutor(Executor):
         self._deferred: list[Callable[[], None]] = []
         self._paused: list[_ComputeTask] = []
         self._resumed = 0.0  # when the current task began, or continued after a pause
+        self._set_up: Callable[[], None] = _do_nothing
+
+    def set_up(self, work: Callable[[], None]) -> None:
+        """Run `work`, which must not raise, on the compute thread, and at the start of each one that replaces it."""
+        with self._changed:
+            self._set_up = work
+            has_thread = self._thread is not None
+        if has_thread:
+            self.run(work)
 
     @property
     def waiting(self) -> int:
@@ -174,6 +183,7 @@ class ComputeExecutor(Executor):
         self._thread = thread
 
     def _work(self) -> None:
+        self._set_up()
         while task := self._next():
             _run_task(task, self.run_deferred)
             del task  # do not keep the result alive
@@ -200,6 +210,10 @@ class ComputeExecutor(Executor):
         self._resumed = time.monotonic()
         self._current = task = self._waiting.popleft()
         return task
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _abandoned() -> EngineError:

@@ -155,6 +155,10 @@ class EngineConfig(Options):
     """Registered name of the CPU kernels, such as `amx`, `avx512`, `onednn` or `torch`; `auto` uses the best ones for
     the processor, or those that `dashinfer-vlm tune` measured to be the fastest."""
 
+    cpu_threads: int | None = Field(None, ge=1)
+    """Number of threads that compute on a CPU; defaults to one per physical core of a socket, or fewer if the process
+    may use less time, or to what `dashinfer-vlm tune` measured to be the fastest."""
+
     cuda_graphs: bool = True
     """Whether decode steps of the PyTorch decoder and small passes of the vision encoder on CUDA are replayed as CUDA
     graphs, which take time to record and memory of the GPU; without effect on a CPU."""

@@ -19,6 +19,7 @@ from ..embedding_store import EmbeddingStoreOptions, open_store, redacted
 from ..embedding_store.client import EmbeddingStoreClient
 from ..errors import ConfigError, SetupError
 from ..kernels.choice import KernelSelector
+from ..kernels.threads import configure_threads
 from ..media.decoder import MediaDecoder
 from ..media.loader import MediaLoader
 from ..media.video import select_readers
@@ -110,6 +111,7 @@ def _create_pipeline(
         decoder=media_decoder,
         limit=shared.worker_limit,
     )
+    configure_threads(config)
     kernels = KernelSelector(registry.kernels.values(), config)
     factory, reason = select_decoder(registry, spec, config)
     decoder = Supervisor(lambda: factory.create(spec, config, kernels), restarts=config.limits.decoder_restarts)

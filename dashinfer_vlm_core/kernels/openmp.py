@@ -1,0 +1,44 @@
+"""Pin the threads of the OpenMP runtime that torch and the C kernels share.
+
+OpenMP's own variables (OMP_PLACES, OMP_PROC_BIND) are read only when torch is loaded, and would also pin every other
+thread that computes to the first CPU, with all processes that it starts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Sequence
+
+_REGION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+def bind_threads(cpus: Sequence[int]) -> bool:
+    """Restrict the calling thread to these CPUs, and each thread of its OpenMP team but itself to one of them.
+
+    Threads that OpenMP starts later, because a library computed with fewer ones in between, inherit the restriction.
+
+    Args:
+        cpus: as many as torch has threads in this one.
+
+    Returns:
+        Whether each thread has its own CPU: false where torch's OpenMP is not GNU's or compatible with it, or the
+        system has no affinity of threads.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        return False
+    os.sched_setaffinity(0, cpus)
+    torch_libraries = ctypes.CDLL(sys.modules["torch._C"].__file__)
+    try:
+        parallel = torch_libraries.GOMP_parallel
+        thread_number = torch_libraries.omp_get_thread_num
+    except AttributeError:
+        return False
+
+    def bind(_: int | None) -> None:
+        if number := thread_number():
+            os.sched_setaffinity(0, cpus[number : number + 1])
+
+    parallel(_REGION(bind), None, ctypes.c_uint(len(cpus)), ctypes.c_uint(0))
+    return True

@@ -1,0 +1,144 @@
+"""The physical cores, sockets and NUMA nodes of the CPUs that this process may use, and how much of their time.
+
+Sources: Linux's documentation of /sys/devices/system/cpu and of control groups (`cpu.max`, `cpu.cfs_quota_us`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+SYS = Path("/sys")
+PROC = Path("/proc")
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Core:
+    """A physical core.
+
+    Attributes:
+        socket: the number of its package.
+        node: its NUMA node.
+        cpus: those of its hardware threads that this process may use, in increasing order.
+        is_efficient: whether other cores of the processor are faster (Intel's E cores, Arm's little cores).
+    """
+
+    socket: int
+    node: int
+    cpus: tuple[int, ...]
+    is_efficient: bool = False
+
+
+def allowed_cpus() -> tuple[int, ...]:
+    """Return the CPUs that this process may use; all of them where the system cannot restrict that."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(os.getpid())))
+    return tuple(range(os.cpu_count() or 1))
+
+
+def read_cores(cpus: Iterable[int], root: Path = SYS) -> tuple[Core, ...]:
+    """Return the physical cores of CPUs, ordered by socket and NUMA node.
+
+    Where the system does not describe a CPU, it counts as a core of the first socket.
+    """
+    siblings: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for cpu in cpus:
+        siblings[_siblings(cpu, root)].append(cpu)
+    nodes = dict(_nodes(root))
+    efficient = _efficient_cpus(cpus, root)
+    return tuple(
+        sorted(
+            Core(
+                socket=max(0, _number(_cpu_folder(members[0], root) / "topology" / "physical_package_id")),
+                node=nodes.get(members[0], 0),
+                cpus=tuple(sorted(members)),
+                is_efficient=members[0] in efficient,
+            )
+            for members in siblings.values()
+        )
+    )
+
+
+def read_cpu_quota(proc: Path = PROC, root: Path = SYS) -> float | None:
+    """Return how many CPUs' time the control groups of this process permit, such as 2.5; None without a limit."""
+    found = list(_quotas(_text(proc / "self" / "cgroup"), root / "fs" / "cgroup"))
+    return min(found, default=None)
+
+
+def parse_cpus(text: str) -> tuple[int, ...]:
+    """Parse a list of CPUs such as `0-3,8`."""
+    ranges = (part.partition("-") for part in text.strip().split(",") if part)
+    return tuple(cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1))
+
+
+def format_cpus(cpus: Iterable[int]) -> str:
+    """Return a list of CPUs such as `0-3,8`."""
+    ranges: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if ranges and cpu == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [cpu]
+        else:
+            ranges.append([cpu])
+    return ",".join("-".join(map(str, each)) for each in ranges)
+
+
+def _cpu_folder(cpu: int, root: Path) -> Path:
+    return root / "devices" / "system" / "cpu" / f"cpu{cpu}"
+
+
+def _siblings(cpu: int, root: Path) -> tuple[int, ...]:
+    topology = _cpu_folder(cpu, root) / "topology"
+    # Linux before 5.3 has only the second name.
+    text = _text(topology / "core_cpus_list") or _text(topology / "thread_siblings_list")
+    return parse_cpus(text) or (cpu,)
+
+
+def _nodes(root: Path) -> Iterator[tuple[int, int]]:
+    for folder in (root / "devices" / "system" / "node").glob("node[0-9]*"):
+        for cpu in parse_cpus(_text(folder / "cpulist")):
+            yield cpu, int(folder.name.removeprefix("node"))
+
+
+def _efficient_cpus(cpus: Iterable[int], root: Path) -> frozenset[int]:
+    """Return the CPUs of the slower kind, unless all are: Intel's by performance counters, Arm's by capacity."""
+    atom = frozenset(parse_cpus(_text(root / "devices" / "cpu_atom" / "cpus")))
+    capacities = {cpu: _number(_cpu_folder(cpu, root) / "cpu_capacity") for cpu in cpus}
+    highest = max(capacities.values(), default=0)
+    slow = atom | {cpu for cpu, capacity in capacities.items() if 0 <= capacity < highest}
+    return slow if not slow.issuperset(cpus) else frozenset()
+
+
+def _quotas(groups: str, root: Path) -> Iterator[float]:
+    for line in groups.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:  # version 2
+            yield from _quotas_of(root, path, "cpu.max")
+        elif "cpu" in controllers.split(","):
+            for name in (controllers, "cpu"):
+                yield from _quotas_of(root / name, path, "cpu.cfs_quota_us", "cpu.cfs_period_us")
+
+
+def _quotas_of(mount: Path, path: str, *files: str) -> Iterator[float]:
+    """Yield the limits of a group and its parents. In a container, the path may be the host's."""
+    relative = Path(path.lstrip("/"))
+    for folder in (mount / relative, *(mount / parent for parent in relative.parents)):
+        words = " ".join(_text(folder / file) for file in files).split()
+        if len(words) == 2 and words[0].isdigit() and int(words[1]) > 0:  # not `max` or -1: without a limit
+            yield int(words[0]) / int(words[1])
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _number(path: Path) -> int:
+    try:
+        return int(_text(path))
+    except ValueError:
+        return -1
