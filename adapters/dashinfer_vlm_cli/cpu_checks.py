@@ -8,7 +8,7 @@ from functools import partial
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.findings import Finding
 from dashinfer_vlm_core.kernels.devices import cpu_flags
-from dashinfer_vlm_core.kernels.threads import Machine, plan_threads
+from dashinfer_vlm_core.kernels.threads import Machine, find_threads
 
 FAST_CPU = {"avx512_bf16": "AVX-512 BF16", "amx_bf16": "AMX", "bf16": "Arm BF16", "avx2": "AVX2"}
 """Linux's flags of CPUs that multiply bfloat16 in hardware, or for which there are C kernels."""
@@ -39,7 +39,7 @@ def check_threads(config: EngineConfig) -> Iterator[Finding]:
 
 def threads_finding(config: EngineConfig, machine: Machine) -> Finding:
     """Report the threads of a server with this configuration; one server is slow on several sockets."""
-    plan = plan_threads(machine, requested=config.cpu_threads)
+    plan = find_threads(config, machine)
     finding = partial(Finding, name="threads", detail=plan.describe())
     if len(machine.sockets) > 1:
         return finding(status="slow", fix=SOCKETS_FIX)

@@ -16,7 +16,15 @@ from dashinfer_vlm_core.config.folders import cache_problem, write_error
 from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_core.kernels.choice import KernelSelector
 from dashinfer_vlm_core.kernels.devices import cpu_model
-from dashinfer_vlm_core.kernels.tuned import FOLDER, TunedKernels, WeightRates, store_tuned
+from dashinfer_vlm_core.kernels.threads import Machine, configure_threads
+from dashinfer_vlm_core.kernels.tuned import (
+    FOLDER,
+    ThreadConditions,
+    TunedKernels,
+    TunedThreads,
+    WeightRates,
+    store_tuned,
+)
 from dashinfer_vlm_core.progress import show_progress
 
 from .bench import Measurement, Workload, measure
@@ -78,6 +86,7 @@ def tune(*, config: EngineConfig) -> None:
         raise _not_stored(config, error)
     click.echo(f"{config.name} on {cpu_model()}\n")
     registry = load_plugins()
+    configure_threads(config)
     dtype, sets = _usable_sets(config, registry)
     with show_progress("Measuring the memory"):
         bandwidth, rates = _measure_memory(dtype, sets)
@@ -87,10 +96,30 @@ def tune(*, config: EngineConfig) -> None:
     _show(rounds)
     click.echo(f"\nChoice: {chosen}. A set replaces one of higher priority if it takes {1 - MARGIN:.0%} less time.")
     click.echo(f"Memory bandwidth: {bandwidth / 1e9:,.1f} GB/s")
+    if config.cpu_threads is None:
+        _tune_threads(config, chosen, seconds[chosen])
     conditions = KernelSelector(registry.kernels.values(), config).conditions()
     _store(
         config, TunedKernels(conditions=conditions, chosen=chosen, seconds=seconds, bandwidth=bandwidth, rates=rates)
     )
+
+
+def _tune_threads(config: EngineConfig, kernels: str, seconds: float) -> None:
+    """Measure other numbers of threads with the fastest kernel set, if this machine has any, and store the fastest."""
+    candidates = Machine.read().candidates()
+    if len(candidates) == 1:
+        return
+    found = {candidates[0]: seconds}
+    for count in candidates[1:]:
+        with show_progress(f"Measuring {count} threads"):
+            options = {**MEASURED, "cpu_kernels": kernels, "cpu_threads": count}
+            found[count] = _measure(config.model_copy(update=options)).seconds
+    chosen = int(fastest({str(count): total for count, total in found.items()}))
+    click.echo("")
+    show_table(("Threads", "Reference requests"), [(str(count), f"{total:,.2f} s") for count, total in found.items()])
+    click.echo(f"\nThreads: {chosen}")
+    _store(config, TunedThreads(conditions=ThreadConditions.of(config, candidates), chosen=chosen, seconds=found))
+    configure_threads(config)
 
 
 def _usable_sets(config: EngineConfig, registry: Registry) -> tuple[torch.dtype, dict[str, Kernels]]:
@@ -177,10 +206,10 @@ def _not_stored(config: EngineConfig, reason: str) -> click.ClickException:
     return click.ClickException(f"The result cannot be stored. {cache_problem(config.cache_folder, reason)}")
 
 
-def _store(config: EngineConfig, tuned: TunedKernels) -> None:
+def _store(config: EngineConfig, tuned: TunedKernels | TunedThreads) -> None:
     try:
         click.echo(f"Stored in {store_tuned(config, tuned)}")
     except OSError as error:
         raise _not_stored(config, error.strerror or str(error)) from error
-    if config.cpu_kernels != "auto":
+    if isinstance(tuned, TunedKernels) and config.cpu_kernels != "auto":
         click.echo(f"`cpu_kernels` is set to {config.cpu_kernels}: with this option, the result is not used.", err=True)

@@ -8,13 +8,12 @@ import importlib
 import logging
 import threading
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..config import EngineConfig
 from ..errors import ConfigError
 from .devices import cpu_flags, cpu_model
-from .tuned import Conditions, TunedKernels, load_tuned
+from .tuned import Conditions, TunedKernels, load_tuned, model_of
 
 if TYPE_CHECKING:
     import torch
@@ -196,10 +195,9 @@ class KernelSelector:
 
     def conditions(self) -> Conditions:
         """Return what a measurement with this configuration is valid for."""
-        folder = Path(self._config.model).expanduser()
         return Conditions(
             machine=this_machine(),
-            model=str(folder.resolve()) if folder.is_dir() else self._config.model,
+            model=model_of(self._config),
             dtype=self._config.dtype,
             quantization=self._config.quantization,
             vision_quantization=self._config.vision_quantization,

@@ -22,6 +22,7 @@ from ..config import EngineConfig
 from ..errors import ConfigError
 from .openmp import bind_threads
 from .topology import Core, allowed_cpus, format_cpus, read_cores, read_cpu_quota
+from .tuned import ThreadConditions, load_threads
 
 OPENMP_NUMBER = "OMP_NUM_THREADS"
 OPENMP_BINDING = ("OMP_PLACES", "OMP_PROC_BIND", "GOMP_CPU_AFFINITY")
@@ -139,7 +140,17 @@ def plan_threads(machine: Machine, *, requested: int | None = None, tuned: int |
     return ThreadPlan(count=count, cpus=cpus, reason=reason)
 
 
-def configure_threads(config: EngineConfig, tuned: int | None = None) -> ThreadPlan:
+def find_threads(config: EngineConfig, machine: Machine) -> ThreadPlan:
+    """Return the threads of a process with this configuration.
+
+    Raises:
+        ConfigError: there are fewer CPUs than `cpu_threads`.
+    """
+    tuned = load_threads(config, ThreadConditions.of(config, machine.candidates()))
+    return plan_threads(machine, requested=config.cpu_threads, tuned=tuned)
+
+
+def configure_threads(config: EngineConfig) -> ThreadPlan:
     """Set the threads of this process, and log them.
 
     In a program that has imported torch before, threads are pinned only with `cpu_threads`, and there are at most as
@@ -149,7 +160,7 @@ def configure_threads(config: EngineConfig, tuned: int | None = None) -> ThreadP
         ConfigError: there are fewer CPUs than `cpu_threads`.
     """
     limit = _foreign_limit()
-    plan = plan_threads(Machine.read(), requested=config.cpu_threads, tuned=tuned)
+    plan = find_threads(config, Machine.read())
     if config.cpu_threads is None and limit is not None:
         if limit < plan.count:
             plan = replace(plan, count=limit, reason="as set by the program that imported torch")

@@ -1,6 +1,7 @@
 """What `dashinfer-vlm tune` measured, in the cache folder: one JSON file for each set of conditions.
 
-A file only names one of the kernel sets that can run here, so its owner and mode are not checked.
+A file only names one of the kernel sets that can run here, or a number of threads, so its owner and mode are not
+checked.
 """
 
 from __future__ import annotations
@@ -8,17 +9,21 @@ from __future__ import annotations
 import hashlib
 import logging
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from ..config import EngineConfig
 from ..errors import ConfigError
+from .devices import cpu_model
 
 FOLDER = "tuned-kernels"
-"""Name of the folder in the cache folder."""
+THREADS_FOLDER = "tuned-threads"
+"""Names of the folders in the cache folder."""
+
+Stored = TypeVar("Stored", bound=BaseModel)
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -77,7 +82,49 @@ class TunedKernels(BaseModel, frozen=True):
         return ", ".join(f"{name} {seconds:.3g} s" for name, seconds in best)
 
 
-def store_tuned(config: EngineConfig, tuned: TunedKernels) -> Path:
+class ThreadConditions(BaseModel, frozen=True):
+    """What a number of threads is valid for.
+
+    Attributes:
+        machine: the processor.
+        candidates: the numbers that were measured, with the default first; they describe the CPUs.
+        model, dtype, quantization, vision_quantization: options of the engine.
+    """
+
+    machine: str
+    candidates: tuple[int, ...]
+    model: str
+    dtype: str
+    quantization: str
+    vision_quantization: str
+
+    @classmethod
+    def of(cls, config: EngineConfig, candidates: Sequence[int]) -> ThreadConditions:
+        return cls(
+            machine=cpu_model(),
+            candidates=tuple(candidates),
+            model=model_of(config),
+            dtype=config.dtype,
+            quantization=config.quantization,
+            vision_quantization=config.vision_quantization,
+        )
+
+
+class TunedThreads(BaseModel, frozen=True):
+    """The fastest number of threads, and the seconds of the reference requests by number."""
+
+    conditions: ThreadConditions
+    chosen: int
+    seconds: dict[int, float]
+
+
+def model_of(config: EngineConfig) -> str:
+    """Return what identifies a model in conditions: its folder, or its name."""
+    folder = Path(config.model).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else config.model
+
+
+def store_tuned(config: EngineConfig, tuned: TunedKernels | TunedThreads) -> Path:
     """Write a file atomically, in place of an earlier one for the same conditions, and return its path.
 
     Raises:
@@ -95,14 +142,24 @@ def store_tuned(config: EngineConfig, tuned: TunedKernels) -> Path:
 def load_tuned(config: EngineConfig, conditions: Conditions) -> TunedKernels | None:
     """Return what was measured under these conditions, or None if nothing was; a damaged file is logged."""
     try:
-        return _read(_path(config, conditions))
+        return _read(_path(config, conditions), TunedKernels)
     except ConfigError:  # the home folder is unknown
         return None
 
 
+def load_threads(config: EngineConfig, conditions: ThreadConditions) -> int | None:
+    """Return the number of threads that was the fastest under these conditions, or None if nothing was measured."""
+    try:
+        tuned = _read(_path(config, conditions), TunedThreads)
+    except ConfigError:  # the home folder is unknown
+        return None
+    return tuned.chosen if tuned else None
+
+
 def all_tuned(config: EngineConfig) -> Iterator[TunedKernels]:
     """Yield all measurements of the cache folder, also those for other conditions."""
-    yield from filter(None, map(_read, sorted(Path(config.cache_folder, FOLDER).glob("*.json"))))
+    files = sorted(Path(config.cache_folder, FOLDER).glob("*.json"))
+    yield from filter(None, (_read(file, TunedKernels) for file in files))
 
 
 def fastest_tuned(config: EngineConfig, machine: str) -> TunedKernels | None:
@@ -111,14 +168,15 @@ def fastest_tuned(config: EngineConfig, machine: str) -> TunedKernels | None:
     return max(measured, key=lambda item: item.bandwidth, default=None)
 
 
-def _path(config: EngineConfig, conditions: Conditions) -> Path:
+def _path(config: EngineConfig, conditions: Conditions | ThreadConditions) -> Path:
     digest = hashlib.sha256(conditions.model_dump_json().encode()).hexdigest()
-    return Path(config.cache_folder, FOLDER, f"{digest[:32]}.json")
+    folder = FOLDER if isinstance(conditions, Conditions) else THREADS_FOLDER
+    return Path(config.cache_folder, folder, f"{digest[:32]}.json")
 
 
-def _read(file: Path) -> TunedKernels | None:
+def _read(file: Path, kind: type[Stored]) -> Stored | None:
     try:
-        return TunedKernels.model_validate_json(file.read_bytes())
+        return kind.model_validate_json(file.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValidationError) as error:

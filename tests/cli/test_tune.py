@@ -10,7 +10,9 @@ import pytest
 
 from dashinfer_vlm_cli import tune as tune_module
 from dashinfer_vlm_core.errors import ConfigError
-from dashinfer_vlm_core.kernels.tuned import FOLDER
+from dashinfer_vlm_core.kernels.threads import Machine
+from dashinfer_vlm_core.kernels.topology import Core
+from dashinfer_vlm_core.kernels.tuned import FOLDER, THREADS_FOLDER
 from tests.kernels import needs_native
 from tests.quantized_checkpoints import LAYOUTS, write_quantized
 
@@ -52,6 +54,17 @@ def test_times_and_choice_are_printed_stored_and_used(tune, run, tmp_path, tiny_
     assert findings["tuned kernels"]["status"] == "ok"
     assert f"{tiny_checkpoint}: {chosen} (" in findings["tuned kernels"]["detail"]
     assert f"{chosen}, measured by `dashinfer-vlm tune` (" in findings["kernels"]["detail"]
+
+
+def test_threads_are_measured_where_cores_have_several(tune, tmp_path, monkeypatch):
+    machine = Machine(cores=(Core(socket=0, node=0, cpus=(0, 1)),), quota=None)
+    monkeypatch.setattr(Machine, "read", lambda: machine)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    output = tune("--cpu-kernels", "torch").stdout
+    chosen = re.search(r"^Threads: ([12])$", output, re.MULTILINE)[1]
+    (file,) = (tmp_path / THREADS_FOLDER).iterdir()
+    stored = json.loads(file.read_text())
+    assert (str(stored["chosen"]), list(stored["seconds"])) == (chosen, ["1", "2"])
 
 
 @needs_native

@@ -13,8 +13,15 @@ import pytest
 from dashinfer_vlm_cli.cpu_checks import threads_finding
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import ConfigError
-from dashinfer_vlm_core.kernels.threads import OPENMP_BINDING, OPENMP_NUMBER, configure_threads, plan_threads
+from dashinfer_vlm_core.kernels.threads import (
+    OPENMP_BINDING,
+    OPENMP_NUMBER,
+    configure_threads,
+    find_threads,
+    plan_threads,
+)
 from dashinfer_vlm_core.kernels.topology import allowed_cpus, parse_cpus
+from dashinfer_vlm_core.kernels.tuned import ThreadConditions, TunedThreads, store_tuned
 from tests.sys_trees import (
     ALTRA,
     CONTAINER_2_5_CPUS,
@@ -116,6 +123,18 @@ def test_numbers_that_are_measured(tree, numbers, tmp_path):
     for number in numbers:
         assert plan_threads(machine, tuned=number).count == number
     assert plan_threads(machine, tuned=1000).count == numbers[0]  # measured with other CPUs
+
+
+def test_measured_number_is_used_for_its_model_and_cpus(tmp_path):
+    config = EngineConfig(model="demo", cache_dir=tmp_path)
+    machine, other = EPYC_ADJACENT.read(tmp_path / "epyc"), ALTRA.read(tmp_path / "altra")
+    conditions = ThreadConditions.of(config, machine.candidates())
+    store_tuned(config, TunedThreads(conditions=conditions, chosen=32, seconds={16: 2.0, 32: 1.5}))
+    assert find_threads(config, machine).reason == "measured by `dashinfer-vlm tune`"
+    assert find_threads(config, machine).count == 32
+    assert find_threads(config, other).count == 80
+    assert find_threads(config.model_copy(update={"quantization": "int8"}), machine).count == 16
+    assert find_threads(config.model_copy(update={"cpu_threads": 4}), machine).count == 4
 
 
 def test_doctor_reports_threads_and_several_sockets(tmp_path):
