@@ -2,6 +2,7 @@
 #pragma once
 
 #include "base.h"
+#include "partition.h"
 
 /* A linear layer, see native_linear.py. */
 typedef struct {
