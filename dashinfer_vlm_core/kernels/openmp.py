@@ -1,6 +1,6 @@
-"""Pin the threads of the OpenMP runtime that torch and the C kernels share.
+"""The OpenMP runtime that torch and the C kernels share: its variables, and pinning its threads.
 
-OpenMP's own variables (OMP_PLACES, OMP_PROC_BIND) are read only when torch is loaded, and would also pin every other
+Its variables (OMP_PLACES, OMP_PROC_BIND) are read only when torch is loaded, and would also pin every other
 thread that computes to the first CPU, with all processes that it starts.
 """
 
@@ -11,7 +11,21 @@ import os
 import sys
 from collections.abc import Sequence
 
+OPENMP_NUMBER = "OMP_NUM_THREADS"
+OPENMP_BINDING = ("OMP_PLACES", "OMP_PROC_BIND", "GOMP_CPU_AFFINITY")
+
 _REGION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+def environment_threads() -> int | None:
+    """Return the number of threads that the environment sets, if any."""
+    first = os.environ.get(OPENMP_NUMBER, "").partition(",")[0].strip()  # one number per level of nesting
+    return int(first) if first.isdecimal() and int(first) > 0 else None
+
+
+def environment_binding() -> str:
+    """Return the name of a variable by which OpenMP itself pins threads; empty if none is set."""
+    return next((name for name in OPENMP_BINDING if os.environ.get(name)), "")
 
 
 def bind_threads(cpus: Sequence[int]) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -20,12 +19,9 @@ from functools import partial
 from ..concurrency.compute import CPU_EXECUTOR
 from ..config import EngineConfig
 from ..errors import ConfigError
-from .openmp import bind_threads
+from .openmp import OPENMP_NUMBER, bind_threads, environment_binding, environment_threads
 from .topology import Core, allowed_cpus, format_cpus, read_cores, read_cpu_quota
 from .tuned import ThreadConditions, load_threads
-
-OPENMP_NUMBER = "OMP_NUM_THREADS"
-OPENMP_BINDING = ("OMP_PLACES", "OMP_PROC_BIND", "GOMP_CPU_AFFINITY")
 
 MANY_CORES = 8
 """From this number on, fewer threads than cores can be faster: they wait for each other a hundred times per step."""
@@ -124,7 +120,7 @@ def plan_threads(machine: Machine, *, requested: int | None = None, tuned: int |
     if requested is not None:
         count = _checked(machine, requested)
         reason = f"as set by `cpu_threads` {requested}"
-    elif number := _environment_number():
+    elif number := environment_threads():
         count = number
         reason = f"as set by {OPENMP_NUMBER}"
     elif tuned is not None and tuned in machine.candidates():
@@ -133,7 +129,7 @@ def plan_threads(machine: Machine, *, requested: int | None = None, tuned: int |
     else:
         count = machine.limit(cores)
         reason = _default_reason(machine, count)
-    binding = next((name for name in OPENMP_BINDING if os.environ.get(name)), "")
+    binding = environment_binding()
     if binding:
         reason += f", where {binding} says"
     cpus = machine.cpus(count) if cores <= count <= machine.num_cpus and not binding else ()
@@ -196,11 +192,6 @@ def _checked(machine: Machine, requested: int) -> int:
         " process with more CPUs (`taskset`, `--cpuset-cpus`).",
         param="cpu_threads",
     )
-
-
-def _environment_number() -> int | None:
-    first = os.environ.get(OPENMP_NUMBER, "").partition(",")[0].strip()  # one number per level of nesting
-    return int(first) if first.isdecimal() and int(first) > 0 else None
 
 
 def _default_reason(machine: Machine, count: int) -> str:

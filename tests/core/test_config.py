@@ -140,11 +140,12 @@ def test_only_config_reads_environment():
     }
     # Processes for DashInfer (environment.py) and the fork server get a few variables; the worker sets defaults for
     # DashInfer, whose installation asks where pyenv is; discovery.py reads which plugins may be imported, before there
-    # are options; build.py reads CC, terminal.py NO_COLOR, and modelscope.py the address of that hub, which its client
-    # reads too.
+    # are options; build.py reads CC, openmp.py the variables of OpenMP, terminal.py NO_COLOR, and modelscope.py the
+    # address of that hub, which its client reads too.
     assert readers <= {
         *(
             "modelscope.py",
+            "openmp.py",
             "terminal.py",
             "options.py",
             "engine_config.py",

@@ -13,13 +13,8 @@ import pytest
 from dashinfer_vlm_cli.cpu_checks import threads_finding
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import ConfigError
-from dashinfer_vlm_core.kernels.threads import (
-    OPENMP_BINDING,
-    OPENMP_NUMBER,
-    configure_threads,
-    find_threads,
-    plan_threads,
-)
+from dashinfer_vlm_core.kernels.openmp import OPENMP_BINDING, OPENMP_NUMBER
+from dashinfer_vlm_core.kernels.threads import configure_threads, find_threads, plan_threads
 from dashinfer_vlm_core.kernels.topology import allowed_cpus, parse_cpus
 from dashinfer_vlm_core.kernels.tuned import ThreadConditions, TunedThreads, store_tuned
 from tests.sys_trees import (
