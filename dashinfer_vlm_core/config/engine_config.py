@@ -167,6 +167,10 @@ class EngineConfig(Options):
     """Folder for generated files: compiled kernels, converted models, DashInfer's environment; defaults to a folder in
     the user's cache."""
 
+    weight_cache_mib: int = Field(20_480, ge=0)
+    """Maximum size of the files with converted weights in the cache folder, from which later starts on a CPU load them,
+    in MiB; 0 converts the weights at each start."""
+
     # Capacity
     max_model_len: int | None = Field(None, ge=16)
     """Maximum number of tokens of prompt plus completion; at most the checkpoint's limit, which is the default."""

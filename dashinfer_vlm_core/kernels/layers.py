@@ -137,10 +137,10 @@ class FullLMHead:
     """See `LMHead`. `argmax` is left to the caller, from all logits."""
 
     def __init__(self, linear: Linear) -> None:
-        self._linear = linear
+        self.linear = linear
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._linear(x)
+        return self.linear(x)
 
     def argmax(self, x: Tensor) -> None:
         return None

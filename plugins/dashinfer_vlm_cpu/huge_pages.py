@@ -4,6 +4,9 @@ Linux uses huge pages only for whole, aligned 2 MiB ranges. Matrices are therefo
 chunks, which are freed with the last of their tensors. Pages are collapsed after a model is loaded, between the decode
 steps of its first responses. Requesting huge pages at allocation would be simpler, but a virtual machine may take one
 or two seconds for each gigabyte.
+
+Files of converted weights are mapped, and most file systems have no huge pages. Their ranges are replaced by copies in
+huge pages at the same times.
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -36,6 +41,11 @@ MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25
 """From Linux's <linux/mman.h>. MADV_HUGEPAGE allows the kernel to collapse pages at some later time; MADV_COLLAPSE,
 from Linux 6.1 on, collapses them immediately."""
 
+MREMAP_MAYMOVE, MREMAP_FIXED = 1, 2
+"""From Linux's <linux/mman.h>."""
+
+CollapseRange = Callable[[weakref.ref[mmap.mmap], int], bool]
+
 
 @dataclass(slots=True)
 class _Chunk:
@@ -44,10 +54,12 @@ class _Chunk:
     Attributes:
         memory: the mapping.
         end: offset of the unused rest.
+        is_file: whether it maps a file.
     """
 
     memory: weakref.ref[mmap.mmap]
     end: int
+    is_file: bool = False
 
 
 class _ChunkAllocator:
@@ -80,6 +92,13 @@ class _ChunkAllocator:
             self._last_allocation = time.monotonic()
             return memory, start
 
+    def adopt(self, memory: mmap.mmap) -> None:
+        """Accept a private mapping of a file, whose ranges are replaced by copies."""
+        with self._lock:
+            self._uncollapsed.append(_Chunk(weakref.ref(memory), len(memory), is_file=True))
+            self._last_allocation = time.monotonic()
+            self._start_collapsing()
+
     def _start_collapsing(self) -> None:
         if self._is_collapsing or sys.platform != "linux":
             return
@@ -89,7 +108,10 @@ class _ChunkAllocator:
 
     def _collapse_all(self) -> None:
         while chunk := self._next_to_collapse():
-            collapse(chunk.memory, chunk.end)
+            if chunk.is_file:
+                collapse(chunk.memory, chunk.end, _replace_range)
+            else:
+                collapse(chunk.memory, chunk.end)
 
     def _next_to_collapse(self) -> _Chunk | None:
         while (left := self._last_allocation + QUIET_SECONDS - time.monotonic()) > 0:
@@ -111,7 +133,17 @@ def _address(memory: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
-def collapse(memory: weakref.ref[mmap.mmap], end: int) -> None:
+def _collapse_range(memory: weakref.ref[mmap.mmap], start: int) -> bool:
+    """Collapse the 2 MiB at the offset `start`; return False if the memory has been freed."""
+    mapping = memory()
+    if mapping is None:
+        return False
+    for advice in (MADV_HUGEPAGE, MADV_COLLAPSE):
+        _LIBC.madvise(_address(mapping) + start, HUGE_PAGE_SIZE, advice)  # `mmap.madvise` holds the GIL
+    return True
+
+
+def collapse(memory: weakref.ref[mmap.mmap], end: int, collapse_range: CollapseRange = _collapse_range) -> None:
     """Collapse the complete 2 MiB ranges before `end` into huge pages, unless the memory has been freed.
 
     Each range, which takes a millisecond, is a task of the compute thread: at the same time as a decode step, on all
@@ -125,21 +157,70 @@ def collapse(memory: weakref.ref[mmap.mmap], end: int) -> None:
     first = -_address(mapping) % HUGE_PAGE_SIZE
     del mapping  # the model may be unloaded before the end
     for start in range(first, end - HUGE_PAGE_SIZE + 1, HUGE_PAGE_SIZE):
-        if not CPU_EXECUTOR.run(partial(_collapse_range, memory, start)):
+        if not CPU_EXECUTOR.run(partial(collapse_range, memory, start)):
             return
 
 
-def _collapse_range(memory: weakref.ref[mmap.mmap], start: int) -> bool:
-    """Collapse the 2 MiB at the offset `start`; return False if the memory has been freed."""
+def _replace_range(memory: weakref.ref[mmap.mmap], start: int) -> bool:
+    """Replace the 2 MiB of a file at the offset `start` by a copy in a huge page; return False if that is impossible.
+
+    The copy is moved to the same address in one system call: a thread that reads it at the same time sees one or the
+    other, with the same content.
+    """
     mapping = memory()
     if mapping is None:
         return False
-    madvise = ctypes.CDLL(None).madvise  # `mmap.madvise` holds the GIL
-    for advice in (MADV_HUGEPAGE, MADV_COLLAPSE):
-        madvise(ctypes.c_void_p(_address(mapping) + start), ctypes.c_size_t(HUGE_PAGE_SIZE), advice)
+    address = _address(mapping) + start
+    copy = _huge_page()
+    if copy is None:
+        return False
+    ctypes.memmove(copy, address, HUGE_PAGE_SIZE)
+    if _LIBC.mremap(copy, HUGE_PAGE_SIZE, HUGE_PAGE_SIZE, MREMAP_MAYMOVE | MREMAP_FIXED, address) != address:
+        _LIBC.munmap(copy, HUGE_PAGE_SIZE)
+        return False
     return True
 
 
+def _huge_page() -> int | None:
+    """Map 2 MiB at a multiple of 2 MiB, with `mmap(2)`: Python's object would unmap what has been moved away."""
+    size = 2 * HUGE_PAGE_SIZE
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    start = _LIBC.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+    if start in (None, ctypes.c_void_p(-1).value):
+        return None
+    page: int = -(-start // HUGE_PAGE_SIZE) * HUGE_PAGE_SIZE
+    if page > start:
+        _LIBC.munmap(start, page - start)
+    _LIBC.munmap(page + HUGE_PAGE_SIZE, start + size - page - HUGE_PAGE_SIZE)
+    _LIBC.madvise(page, HUGE_PAGE_SIZE, MADV_HUGEPAGE)
+    return page
+
+
+def _has_huge_pages() -> bool:
+    try:
+        return "[never]" not in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:
+        return False
+
+
+def _load_libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None)
+    pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    signatures = {
+        "mmap": ([pointer, size, number, number, number, ctypes.c_long], pointer),
+        "munmap": ([pointer, size], number),
+        "mremap": ([pointer, size, size, number, pointer], pointer),
+        "madvise": ([pointer, size, number], number),
+    }
+    for name, (arguments, result) in signatures.items():
+        if hasattr(libc, name):  # `mremap` exists on Linux only
+            function = getattr(libc, name)
+            function.argtypes = arguments
+            function.restype = result
+    return libc
+
+
+_LIBC = _load_libc()
 _ALLOCATOR = _ChunkAllocator()
 os.register_at_fork(after_in_child=_ALLOCATOR.reset)
 
@@ -150,3 +231,13 @@ def empty(count: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(0, dtype=dtype)
     memory, start = _ALLOCATOR.allocate(count * dtype.itemsize)
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=start)
+
+
+def adopt(memory: mmap.mmap) -> None:
+    """Copy a private mapping of a file to huge pages once the model is loaded, if this system has them.
+
+    With small pages a decode step takes about a tenth longer, but the memory is that of the page cache, which other
+    processes share.
+    """
+    if sys.platform == "linux" and _has_huge_pages():
+        _ALLOCATOR.adopt(memory)

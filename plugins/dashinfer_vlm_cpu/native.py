@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+import mmap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -37,6 +38,7 @@ from dashinfer_vlm_core.kernels.types import (
     WeightBits,
 )
 
+from . import huge_pages, stored_layers
 from .build import AMX, LIBRARY, Variant
 from .library import COMPILE, LibraryError, load_library
 from .native_delta_net import mix_delta_net
@@ -93,10 +95,30 @@ class NativeKernels(TorchKernels):
     weight_bits: WeightBits = WeightBits(layer=12, head=20, tied_head=20, argmax=8)
     step_cost: StepCost = StepCost(slowdown=1, layer_seconds=0.12e-3)  # measured on two cores
 
-    def __init__(self, library: ctypes.CDLL, name: str) -> None:
+    def __init__(self, library: ctypes.CDLL, name: str, path: Path) -> None:
         super().__init__("cpu")
         self._library = library
+        self._path = path
         self.name = name
+
+    @property
+    def layout(self) -> str:
+        """See `StorableLayers`."""
+        return f"{self.name} {stored_layers.library_digest(self._path)}"
+
+    def stored_tensors(self, layer: Linear | LMHead) -> dict[str, Tensor] | None:
+        return stored_layers.stored_tensors(layer)
+
+    def load_linear(
+        self, tensors: Mapping[str, Tensor], bias: Tensor | None, *, activation: Activation, fp32_output: bool
+    ) -> Linear:
+        return stored_layers.load_linear(self._library, tensors, bias, activation=activation, fp32_output=fp32_output)
+
+    def load_head(self, tensors: Mapping[str, Tensor]) -> LMHead:
+        return stored_layers.load_head(self._library, tensors)
+
+    def adopt(self, memory: mmap.mmap) -> None:
+        huge_pages.adopt(memory)
 
     def linear(
         self,
@@ -247,7 +269,7 @@ def load_variant(variant: Variant, path: Path = LIBRARY) -> LoadedKernels:
     if library.delta_chunk_size() < CHUNK:
         reason = f"they compute chunks of {library.delta_chunk_size()} tokens of delta nets, not {CHUNK}"
         return LoadedKernels(None, reason, f"set `DELTA_CHUNK` in delta_inputs.h, and {COMPILE}")
-    return LoadedKernels(NativeKernels(library, variant.name))
+    return LoadedKernels(NativeKernels(library, variant.name, path))
 
 
 def _threads() -> int:

@@ -54,6 +54,8 @@ class PackedWeights(NamedTuple):
     """Weights in the layout of the C kernels.
 
     Attributes:
+        outputs: number of outputs, without padding.
+        inputs: number of inputs.
         weights: the panels.
         scales: one scale per output of 4-bit and 8-bit weights.
         codes: the code tables of 12-bit weights.
@@ -61,6 +63,8 @@ class PackedWeights(NamedTuple):
         order: int32 [inputs], as in `QuantizedWeight`.
     """
 
+    outputs: int
+    inputs: int
     weights: Tensor
     scales: Tensor | None = None
     codes: Tensor | None = None
@@ -76,18 +80,21 @@ class NativeLinear:
 
     Args:
         library: the C functions.
-        weight: bfloat16 [outputs, inputs]; or quantized weights, which have been checked and have 4 bits or are
-            `is_symmetric_int8`.
+        weight: bfloat16 [outputs, inputs]; quantized weights, which have been checked and have 4 bits or are
+            `is_symmetric_int8`; or those of a layer that was stored.
         bias: bfloat16 [outputs].
         activation: the activation to apply to the output.
         fp32_output: return float32.
         int8: round bfloat16 weights to 8 bits.
+
+    Attributes:
+        packed: its weights.
     """
 
     def __init__(
         self,
         library: ctypes.CDLL,
-        weight: Tensor | QuantizedWeight,
+        weight: Tensor | QuantizedWeight | PackedWeights,
         bias: Tensor | None,
         activation: Activation,
         fp32_output: bool,
@@ -95,16 +102,17 @@ class NativeLinear:
         int8: bool = False,
     ) -> None:
         self._library = library
-        outputs, inputs = (weight.codes if isinstance(weight, QuantizedWeight) else weight).shape
         gated = activation is Activation.SILU_GATE
-        self.columns: int = outputs // 2 if gated else outputs
-        self.inputs = inputs
-        packed = self._pack(weight, gated, int8)
-        self._tensors = (packed.weights, packed.scales, packed.codes, bias)
-        self._order = packed.order
+        self.packed: PackedWeights = (
+            weight if isinstance(weight, PackedWeights) else self._pack(weight, gated=gated, int8=int8)
+        )
+        packed = self.packed
+        self.inputs: int = packed.inputs
+        self.columns: int = packed.outputs // 2 if gated else packed.outputs
+        self._bias = bias
         self.matrix: Matrix = Matrix(
-            *map(_address, self._tensors), outputs, inputs, self.columns, activation, fp32_output, packed.group,
-            _address(packed.order),
+            *map(_address, (packed.weights, packed.scales, packed.codes, bias)), packed.outputs, packed.inputs,
+            self.columns, activation, fp32_output, packed.group, _address(packed.order),
         )  # fmt: skip
 
     def __call__(self, x: Tensor, row_bias: Tensor | None = None) -> Tensor:
@@ -134,7 +142,7 @@ class NativeLinear:
             bias, biased_rows, workspace.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
 
-    def _pack(self, weight: Tensor | QuantizedWeight, gated: bool, int8: bool) -> PackedWeights:
+    def _pack(self, weight: Tensor | QuantizedWeight, *, gated: bool, int8: bool) -> PackedWeights:
         if not isinstance(weight, QuantizedWeight):
             return self._pack_int8(weight, gated) if int8 else self._pack_bf16(weight, gated)
         return self._pack_int4(weight, gated) if weight.bits == 4 else self._pack_int8_codes(weight, gated)
@@ -150,8 +158,8 @@ class NativeLinear:
                 weight.data_ptr(), outputs, inputs, gated, scratch.data_ptr(), packed.data_ptr(), codes.data_ptr(),
                 first, end, threads,
             ):  # fmt: skip
-                return PackedWeights(self._panels(weight, gated))
-        return PackedWeights(packed, codes=codes)
+                return PackedWeights(outputs, inputs, self._panels(weight, gated))
+        return PackedWeights(outputs, inputs, packed, codes=codes)
 
     def _panels(self, weight: Tensor, gated: bool) -> Tensor:
         outputs, inputs = weight.shape
@@ -171,7 +179,7 @@ class NativeLinear:
                 weight.data_ptr(), outputs, inputs, gated, packed.data_ptr(), scales.data_ptr(), first, end,
                 torch.get_num_threads(),
             )  # fmt: skip
-        return PackedWeights(packed, scales)
+        return PackedWeights(outputs, inputs, packed, scales)
 
     def _pack_int8_codes(self, weight: QuantizedWeight, gated: bool) -> PackedWeights:
         outputs, inputs = weight.codes.shape
@@ -184,7 +192,7 @@ class NativeLinear:
                 codes.data_ptr(), row_scales.data_ptr(), outputs, inputs, gated, packed.data_ptr(), scales.data_ptr(),
                 first, end, torch.get_num_threads(),
             )  # fmt: skip
-        return PackedWeights(packed, scales)
+        return PackedWeights(outputs, inputs, packed, scales)
 
     def _pack_int4(self, weight: QuantizedWeight, gated: bool) -> PackedWeights:
         # A group's scale is stored as fp16, relative to a power of two for its output: this is exact for scales of fp16
@@ -204,7 +212,7 @@ class NativeLinear:
                 weight.group, gated, packed.data_ptr(), column_scales.data_ptr(), first, end, torch.get_num_threads(),
             )  # fmt: skip
         order = None if weight.order is None else weight.order.to(torch.int32).contiguous()
-        return PackedWeights(packed, column_scales, group=weight.group, order=order)
+        return PackedWeights(outputs, inputs, packed, column_scales, group=weight.group, order=order)
 
 
 def _address(tensor: Tensor | None) -> int | None:
@@ -228,6 +236,20 @@ def quantize_int4(library: ctypes.CDLL, weight: Tensor, group: int) -> Quantized
     return result._replace(scales=result.scales.bfloat16().float())
 
 
+class PackedHead(NamedTuple):
+    """An LM head in the layout of the C kernels.
+
+    Attributes:
+        exact: its weights.
+        int8: these in 8 bits.
+        bounds: float32 [2, outputs], the norms of the weights and of their rounding errors.
+    """
+
+    exact: PackedWeights
+    int8: PackedWeights
+    bounds: Tensor
+
+
 class ArgmaxBounds(ctypes.Structure):
     """`ArgmaxBounds` in C."""
 
@@ -241,24 +263,31 @@ class NativeLMHead(NativeLinear):
     the argmax is exactly that of all logits. See `argmax_columns` in C.
     """
 
-    def __init__(self, library: ctypes.CDLL, weight: Tensor) -> None:
-        super().__init__(library, weight, None, Activation.NONE, fp32_output=True)
+    def __init__(self, library: ctypes.CDLL, weight: Tensor | PackedHead) -> None:
+        exact = weight.exact if isinstance(weight, PackedHead) else weight
+        codes = weight.int8 if isinstance(weight, PackedHead) else weight
+        super().__init__(library, exact, None, Activation.NONE, fp32_output=True)
+        self._int8 = NativeLinear(library, codes, None, Activation.NONE, fp32_output=True, int8=True)
+        bounds = weight.bounds if isinstance(weight, PackedHead) else self._compute_bounds(weight)
+        self.packed_head: PackedHead = PackedHead(self.packed, self._int8.packed, bounds)
+        self._argmax_bounds = ArgmaxBounds(
+            ctypes.addressof(self.matrix), ctypes.addressof(self._int8.matrix), *(bound.data_ptr() for bound in bounds)
+        )
+        self._bounds_are_finite = bool((bounds < MAX_NORM).all())
+        self._misses = self._steps_to_skip = 0
+
+    def _compute_bounds(self, weight: Tensor) -> Tensor:
         outputs, inputs = weight.shape
-        self._int8 = NativeLinear(library, weight, None, Activation.NONE, fp32_output=True, int8=True)
-        self._bounds = torch.empty(2, outputs, dtype=torch.float32)
-        norms, errors = (bound.data_ptr() for bound in self._bounds)
+        bounds = torch.empty(2, outputs, dtype=torch.float32)
+        norms, errors = (bound.data_ptr() for bound in bounds)
         for first, end in _blocks(outputs, inputs):
             rows = weight[first * PANEL : end * PANEL]
-            offset = first * PANEL * self._bounds.itemsize
-            library.compute_argmax_bounds(
+            offset = first * PANEL * bounds.itemsize
+            self._library.compute_argmax_bounds(
                 rows.data_ptr(), len(rows), inputs, self._int8.matrix.scales + offset, norms + offset, errors + offset,
                 torch.get_num_threads(),
             )  # fmt: skip
-        self._argmax_bounds = ArgmaxBounds(
-            ctypes.addressof(self.matrix), ctypes.addressof(self._int8.matrix), norms, errors
-        )
-        self._bounds_are_finite = bool((self._bounds < MAX_NORM).all())
-        self._misses = self._steps_to_skip = 0
+        return bounds
 
     def argmax(self, x: Tensor) -> Tensor | None:
         """See `LMHead`. After failed attempts, it skips a growing number of steps."""

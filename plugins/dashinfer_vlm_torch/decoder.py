@@ -25,6 +25,7 @@ from dashinfer_vlm_core.models.lora import LoraWeights
 from dashinfer_vlm_core.models.memory import count_states, kv_budget_mib, memory_limit, weight_file_bytes
 from dashinfer_vlm_core.models.placement import resolve_placement
 from dashinfer_vlm_core.models.spec import ModelSpec
+from dashinfer_vlm_core.models.weight_cache import ConvertedWeights
 from dashinfer_vlm_core.models.weights import Weights
 
 from .decode_graphs import DecodeGraphs, record_graphs, step_shapes
@@ -206,7 +207,10 @@ class TorchDecoder:
         return budget
 
     def _load(self) -> ModelRunner:
-        with Weights(self._spec.folder, self._spec.tensor_renames, self._spec.quantization) as weights:
+        with (
+            Weights(self._spec.folder, self._spec.tensor_renames, self._spec.quantization) as weights,
+            ConvertedWeights.open(self._spec, self._config, self._kernels, "text") as converted,
+        ):
             _log_stored_weights(weights, self._kernels, self._dtype)
             model = TextModel(
                 weights,
@@ -218,6 +222,7 @@ class TorchDecoder:
                 cache_dtype=self._cache_dtype,
                 pooling=self._spec.pooling,
                 captured_layers=self._draft.target_layers if isinstance(self._draft, EagleSpec) else (),
+                converted=converted,
             )
             _log_joined_weights(weights, self._dtype)
         self._log_loaded()

@@ -8,6 +8,7 @@ from dashinfer_vlm_core.kernels.quantization import INT8, Quantization
 from dashinfer_vlm_core.kernels.types import Kernels
 from dashinfer_vlm_core.models.eagle import RENAMES, EagleSpec
 from dashinfer_vlm_core.models.spec import ModelSpec
+from dashinfer_vlm_core.models.weight_cache import ConvertedWeights
 from dashinfer_vlm_core.models.weights import Weights
 
 from .drafter import Drafter
@@ -46,7 +47,9 @@ def load_eagle_drafter(model: TextModel, cache: KVCache, spec: EagleSpec, quanti
     """
     kept = INT8 if quantization else None  # like the last layer of a model
     with Weights(spec.folder, RENAMES) as weights:
-        reader = TextModelReader(weights, spec.text, model.kernels, model.device, model.dtype, False, {}, kept)
+        reader = TextModelReader(
+            weights, spec.text, model.kernels, model.device, model.dtype, ConvertedWeights(), False, {}, kept
+        )
         head = model.executor.run(lambda: read_eagle_head(reader, spec, vocab_size=model.config.vocab_size))
     logger.info("Tokens are drafted by the EAGLE-3 head in %s where that pays.", spec.folder)
     return HeadDrafter(

@@ -31,6 +31,7 @@ from dashinfer_vlm_core.kernels.types import (
 )
 from dashinfer_vlm_core.models.lora import LoraWeights
 from dashinfer_vlm_core.models.pooling import PoolingSpec, Projection
+from dashinfer_vlm_core.models.weight_cache import ConvertedWeights
 from dashinfer_vlm_core.models.weights import Weights
 from dashinfer_vlm_core.progress import Progress
 from dashinfer_vlm_core.text_spec import RotarySpec, TextModelSpec
@@ -66,6 +67,7 @@ class TextModel:
         cache_dtype: torch.dtype | None = None,
         pooling: PoolingSpec | None = None,
         captured_layers: Sequence[int] = (),
+        converted: ConvertedWeights | None = None,
     ) -> None:
         """Load the model.
 
@@ -80,6 +82,7 @@ class TextModel:
             cache_dtype: the dtype of the KV cache; that of the hidden states by default.
             pooling: how hidden states are pooled, instead of computing logits; None to generate text.
             captured_layers: the numbers of layers after which `forward_and_capture` returns hidden states.
+            converted: the layers that an earlier start converted; by default, none.
         """
         self.config = config
         self.device = device
@@ -88,14 +91,16 @@ class TextModel:
         self.executor: Executor = stream_executor(device, priority=HIGH_PRIORITY)
         run = self.executor.run
         self._qkv_scales: dict[int, Tensor] = {}
-        read = TextModelReader(weights, config, kernels, device, dtype, cache_dtype == torch.int8, self._qkv_scales)
+        converted = converted or ConvertedWeights()
+        balances_keys = cache_dtype == torch.int8
+        read = TextModelReader(weights, config, kernels, device, dtype, converted, balances_keys, self._qkv_scales)
         names = config.weights
         count = len(config.layers)
         readers = [
             read._replace(quantization=layer_quantization(quantization, number, count)) for number in range(count)
         ]
         # One task per part, so that other tasks can run in between.
-        self._embedding = run(lambda: read.tensor(f"{names.embedding}.weight", config.vocab_size, config.hidden_size))
+        self._embedding = run(read.embedding)
         with Progress(readers, desc="Loading layers of the text model", unit="") as progress:
             layers = [run(functools.partial(reader.layer, number)) for number, reader in enumerate(progress)]
         self._layers = _combine(kernels, layers, config, captured_layers)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -28,6 +30,7 @@ from dashinfer_vlm_core.kernels.types import (
     SharedExpert,
 )
 from dashinfer_vlm_core.models.pooling import Projection, TokenContrast
+from dashinfer_vlm_core.models.weight_cache import ConvertedWeights, layer_name
 from dashinfer_vlm_core.models.weights import Weights
 from dashinfer_vlm_core.text_spec import AttentionSpec, DeltaNetSpec, ExpertsSpec, TextModelSpec
 
@@ -53,6 +56,7 @@ class TextModelReader(NamedTuple):
 
     Attributes:
         quantization: how matrices are quantized; None keeps the dtype.
+        converted: the layers that an earlier start converted.
         balances_keys: whether the channels of keys are balanced, for an int8 KV cache.
         qkv_scales: the factors of balanced projections by layer, which it sets.
     """
@@ -62,6 +66,7 @@ class TextModelReader(NamedTuple):
     kernels: Kernels
     device: str
     dtype: torch.dtype
+    converted: ConvertedWeights
     balances_keys: bool
     qkv_scales: dict[int, Tensor]
     quantization: Quantization | None = None
@@ -76,7 +81,22 @@ class TextModelReader(NamedTuple):
         weight = (self._floats(f"{name}.weight", width) + self.spec.norm_offset).to(self.dtype)
         return Norm(weight, None if self.spec.norm == "rms_norm" else torch.zeros_like(weight))
 
+    def embedding(self) -> Tensor:
+        name = self.spec.weights.embedding
+        shape = (self.spec.vocab_size, self.spec.hidden_size)
+        stored = layer_name([name], shape, Activation.NONE, None, f"table {self.dtype}")
+        return self.converted.table(stored, lambda: self.tensor(f"{name}.weight", *shape))
+
     def head(self, embedding: Tensor) -> LMHead:
+        names = self.spec.weights
+        tied = self.spec.tie_word_embeddings
+        shape = (self.spec.vocab_size, self.spec.hidden_size)
+        stored = layer_name(
+            [names.embedding if tied else names.head], shape, Activation.NONE, self.quantization, "head"
+        )
+        return self.converted.head(stored, lambda: self._create_head(embedding))
+
+    def _create_head(self, embedding: Tensor) -> LMHead:
         weight: Tensor | QuantizedWeight = embedding
         if not self.spec.tie_word_embeddings:
             weight = self._matrix([self.spec.weights.head], [self.spec.vocab_size], self.spec.hidden_size)
@@ -104,7 +124,7 @@ class TextModelReader(NamedTuple):
         return rows[:1].float() - rows[1:].float()
 
     def linear(self, name: str, outputs: int, inputs: int) -> Linear:
-        return self._linear(self._matrix([name], [outputs], inputs))
+        return self._linear([name], [outputs], inputs)
 
     def layer(self, number: int, *, attention_inputs: int | None = None) -> DecoderLayer:
         """Read a layer; its attention reads `attention_inputs` values of each token, by default the hidden size."""
@@ -139,7 +159,7 @@ class TextModelReader(NamedTuple):
             eps=spec.norm_eps,
             embedding_norm=embedding_norm,
             hidden_norm=hidden_norm,
-            fc=self.linear(f"{names.mtp}.{names.mtp_fc}", hidden, 2 * hidden),
+            fc=self._linear([f"{names.mtp}.{names.mtp_fc}"], [hidden], 2 * hidden),
             layers=self.kernels.decoder_layers([layer], decoder_shape(spec)),
             norm=norm,
             lm_head=lm_head,
@@ -151,7 +171,7 @@ class TextModelReader(NamedTuple):
         query_norm, key_norm = self._head_norms(prefix, spec)
         return Attention(
             qkv=self._qkv(number, spec, inputs),
-            output=self.linear(f"{prefix}.{names.output}", self.spec.hidden_size, spec.width),
+            output=self._linear([f"{prefix}.{names.output}"], [self.spec.hidden_size], spec.width),
             query_norm=query_norm,
             key_norm=key_norm,
         )
@@ -161,15 +181,14 @@ class TextModelReader(NamedTuple):
         hidden = self.spec.hidden_size
         heads = spec.num_value_heads
         inputs = [f"{prefix}.{name}" for name in (names.delta_qkv, names.delta_z)]
-        output = self._matrix([f"{prefix}.{names.delta_output}"], [hidden], spec.value_width)
-        # Not quantized: they are few, and determine how long a state lasts.
-        gates = self._matrix([f"{prefix}.{name}" for name in (names.delta_beta, names.delta_step)], [heads] * 2, hidden)
+        gates = [f"{prefix}.{name}" for name in (names.delta_beta, names.delta_step)]
         conv = self._floats(f"{prefix}.{names.delta_conv}.weight", spec.conv_channels, 1, spec.conv_width)
         return DeltaNet(
             spec=spec,
-            qkvz=self._linear(self._matrix(inputs, [spec.conv_channels, spec.value_width], hidden)),
-            gates=create_linear(self.kernels, gates, dtype=self.dtype, fp32_output=True),
-            output=self._linear(output),
+            qkvz=self._linear(inputs, [spec.conv_channels, spec.value_width], hidden),
+            # Not quantized: they are few, and determine how long a state lasts.
+            gates=self._linear(gates, [heads] * 2, hidden, quantized=False, fp32_output=True),
+            output=self._linear([f"{prefix}.{names.delta_output}"], [hidden], spec.value_width),
             conv=conv[:, 0].T.contiguous(),
             rate=-self._floats(f"{prefix}.{names.delta_rate}", heads).exp(),
             step_bias=self._floats(f"{prefix}.{names.delta_step_bias}", heads),
@@ -185,6 +204,34 @@ class TextModelReader(NamedTuple):
         return self.weights.matrix(modules, rows, inputs, device=self.device, dtype=self.dtype, mapped=mapped)
 
     def _linear(
+        self,
+        modules: Sequence[str],
+        rows: Sequence[int],
+        inputs: int,
+        activation: Activation = Activation.NONE,
+        *,
+        quantized: bool = True,
+        fp32_output: bool = False,
+    ) -> Linear:
+        """Read a linear layer without bias, whose outputs are those of `modules`."""
+        quantization = self.quantization if quantized else None
+        name = layer_name(modules, (sum(rows), inputs), activation, quantization, "")
+        create = functools.partial(
+            create_linear,
+            self.kernels,
+            dtype=self.dtype,
+            activation=activation,
+            fp32_output=fp32_output,
+            quantization=quantization,
+        )
+        return self.converted.linear(
+            name,
+            lambda: create(weight=self._matrix(modules, rows, inputs)),
+            activation=activation,
+            fp32_output=fp32_output,
+        )
+
+    def _created_linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, activation: Activation = Activation.NONE
     ) -> Linear:
         quantization = self.quantization
@@ -196,8 +243,8 @@ class TextModelReader(NamedTuple):
         *gate_up, down = (f"{prefix}.{name}" for name in names)
         hidden = self.spec.hidden_size
         return Mlp(
-            self._linear(self._matrix(gate_up, [inner, inner], hidden), activation=Activation.SILU_GATE),
-            self._linear(self._matrix([down], [hidden], inner)),
+            self._linear(gate_up, [inner, inner], hidden, Activation.SILU_GATE),
+            self._linear([down], [hidden], inner),
         )
 
     def _shared_expert(self, experts: ExpertsSpec, prefix: str) -> SharedExpert | None:
@@ -226,7 +273,7 @@ class TextModelReader(NamedTuple):
         if self.quantization is None and self.kernels.groups_experts(self.dtype, (hidden, inner)):
             return GroupedExperts(router, gate_up, down, experts.experts_per_token)
         fused = [
-            Mlp(self._linear(first, activation=Activation.SILU_GATE), self._linear(second))
+            Mlp(self._created_linear(first, activation=Activation.SILU_GATE), self._created_linear(second))
             for first, second in zip(gate_up, down, strict=True)
         ]
         return MixtureOfExperts(router, fused, experts.experts_per_token)
@@ -245,20 +292,33 @@ class TextModelReader(NamedTuple):
         prefix = names.layer.format(number)
         rows = spec.outputs
         modules = [f"{prefix}.{name}" for name in (names.query, names.key, names.value)]
-        weight = self._matrix(modules, rows, inputs, changed=self.balances_keys)
         bias = self._biases(modules, rows) if spec.bias else None
         starts = (0, rows[0], rows[0] + rows[1])
         order = torch.cat([start + part for start, part in zip(starts, row_orders(spec), strict=True)])
-        if not torch.equal(order, order.sort().values):
-            order = order.to(self.device)
-            weight = weight.take_rows(order) if isinstance(weight, QuantizedWeight) else weight[order]
-            bias = None if bias is None else bias[order]
-        if self.balances_keys and not spec.head_norms:
+        is_sorted = torch.equal(order, order.sort().values)
+        order = order.to(self.device)
+        bias = bias if bias is None or is_sorted else bias[order]
+        if self.balances_keys and not spec.head_norms:  # which also changes the bias
+            weight = self._qkv_matrix(modules, rows, inputs, None if is_sorted else order)
             gain = self.norm(f"{prefix}.{names.input_norm}", self.spec.hidden_size).weight
             self.qkv_scales[number] = balance_projection(
                 weight, bias, gain, heads=spec.num_heads, kv_heads=spec.num_kv_heads
             )
-        return self._linear(weight, bias)
+            return self._created_linear(weight, bias)
+        digest = "" if is_sorted else hashlib.sha256(order.cpu().numpy().tobytes()).hexdigest()
+        name = layer_name(modules, (sum(rows), inputs), Activation.NONE, self.quantization, digest)
+        ordered = None if is_sorted else order
+        return self.converted.linear(
+            name, lambda: self._created_linear(self._qkv_matrix(modules, rows, inputs, ordered), bias), bias
+        )
+
+    def _qkv_matrix(
+        self, modules: Sequence[str], rows: Sequence[int], inputs: int, order: Tensor | None
+    ) -> Tensor | QuantizedWeight:
+        weight = self._matrix(modules, rows, inputs, changed=self.balances_keys)
+        if order is None:
+            return weight
+        return weight.take_rows(order) if isinstance(weight, QuantizedWeight) else weight[order]
 
     def _biases(self, modules: Sequence[str], rows: Sequence[int]) -> Tensor:
         fused = mmap_buffer.empty([sum(rows)], self.dtype, self.device)

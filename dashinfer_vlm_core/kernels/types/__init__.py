@@ -1,7 +1,7 @@
 """The interface of a kernel set, and the types that it refers to."""
 
 from .batch import Additions, ForwardBatch, KVCacheLayer
-from .interface import DecoderLayers, Int8CacheAttention, Kernels, SampledIds, TokenSampling
+from .interface import DecoderLayers, Int8CacheAttention, Kernels, SampledIds, StorableLayers, TokenSampling
 from .layers import Attention, DecoderLayer, DecoderShape, Experts, Mlp, SharedExpert
 from .linear import Activation, Linear, LMHead, Norm, StepCost, WeightBits
 from .lora import LoraLayer, LoraLayers, LoraRows, LowRank, LowRankPart
@@ -41,6 +41,7 @@ __all__ = [
     "StateSpan",
     "StateSpans",
     "StepCost",
+    "StorableLayers",
     "TokenSampling",
     "WeightBits",
 ]

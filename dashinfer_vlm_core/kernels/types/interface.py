@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import mmap
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -148,6 +149,29 @@ class Int8CacheAttention(Protocol):
 
     def attend_int8(self, q: Tensor, cache: KVCacheLayer, spans: KVSpans) -> Tensor:
         """Compute `Kernels.attend` with the keys and values of `cache`, which has scales."""
+
+
+@runtime_checkable
+class StorableLayers(Protocol):
+    """Kernels whose layers can be stored in the form in which they are kept, and loaded again."""
+
+    @property
+    def layout(self) -> str:
+        """Identifies that form: it can be loaded by kernels with the same value."""
+
+    def stored_tensors(self, layer: Linear | LMHead) -> dict[str, Tensor] | None:
+        """Return what `layer` consists of, without its bias; None if it cannot be stored."""
+
+    def load_linear(
+        self, tensors: Mapping[str, Tensor], bias: Tensor | None, *, activation: Activation, fp32_output: bool
+    ) -> Linear:
+        """Create a linear layer that was stored, without copying `tensors`."""
+
+    def load_head(self, tensors: Mapping[str, Tensor]) -> LMHead:
+        """Create an LM head that was stored, without copying `tensors`."""
+
+    def adopt(self, memory: mmap.mmap) -> None:
+        """Accept a private mapping of the file with stored tensors, whose pages the kernels may replace by copies."""
 
 
 class SampledIds(NamedTuple):

@@ -19,6 +19,7 @@ from ...progress import Progress
 from ..lora import LoraWeights, VisionMerge
 from ..placement import quantizes_vision_encoder, resolve_placement
 from ..spec import ModelSpec
+from ..weight_cache import ConvertedWeights, layer_name
 from ..weights import Weights
 from .config import VisionConfig
 from .vit import Block, Merger, VisionModel
@@ -45,6 +46,7 @@ class VisionWeights(NamedTuple):
     device: str
     dtype: torch.dtype
     int8: bool = False
+    converted: ConvertedWeights = ConvertedWeights()
 
     @classmethod
     @contextmanager
@@ -60,7 +62,11 @@ class VisionWeights(NamedTuple):
         device, dtype = resolve_placement(config, spec)
         with Weights(spec.folder, spec.tensor_renames, spec.quantization, merge) as weights:
             chosen = kernels.choose(device, dtype)
-            yield cls(weights, chosen, device, dtype, quantizes_vision_encoder(config, chosen))
+            int8 = quantizes_vision_encoder(config, chosen)
+            # Merged weights belong to an adapter, of which there may be many.
+            stored = ConvertedWeights() if merge else ConvertedWeights.open(spec, config, chosen, "vision")
+            with stored as converted:
+                yield cls(weights, chosen, device, dtype, int8, converted)
         if merge:
             merge.check_complete()
 
@@ -74,16 +80,19 @@ class VisionWeights(NamedTuple):
         become one layer."""
         modules = [f"visual.{name}" for name in names]
         counts = [outputs] * len(names)
-        return create_linear(
-            self.kernels,
-            self.weights.matrix(
+        bias = torch.cat([self.tensor(f"{name}.bias", outputs) for name in names])
+        quantization = INT8 if self.int8 else None
+
+        def create() -> Linear:
+            weight = self.weights.matrix(
                 modules, counts, inputs, device=self.device, dtype=self.dtype, mapped=self.kernels.copies_weights
-            ),
-            torch.cat([self.tensor(f"{name}.bias", outputs) for name in names]),
-            dtype=self.dtype,
-            activation=activation,
-            quantization=INT8 if self.int8 else None,
-        )
+            )
+            return create_linear(
+                self.kernels, weight, bias, dtype=self.dtype, activation=activation, quantization=quantization
+            )
+
+        name = layer_name(modules, (sum(counts), inputs), activation, quantization, "")
+        return self.converted.linear(name, create, bias, activation=activation)
 
     def output(self, name: str, outputs: int, inputs: int) -> Linear:
         """Read the layer whose results are the visual tokens. It is not quantized: its rounding errors would be larger

@@ -1,0 +1,39 @@
+"""What the files of a checkpoint are recognized by, without reading gigabytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+LENGTH_BYTES = 8
+"""A safetensors file begins with the length of its header."""
+
+MAX_HEADER_BYTES = 100 << 20
+
+
+def checkpoint_key(folder: Path, parts: Iterable[str]) -> str:
+    """Return a digest of `parts` and of the identity of a checkpoint's files.
+
+    Of each file with weights or settings: device, inode, size, and the times of the last change of its content and of
+    its inode, which no program can set back; of files with weights also the header. What is not noticed is a change
+    below the file system.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    digest = hashlib.sha256(json.dumps(list(parts)).encode())
+    for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.json")]):
+        status = file.stat()
+        identity = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+        digest.update(json.dumps([file.name, *identity]).encode())
+        if file.suffix == ".safetensors":
+            digest.update(_header(file))
+    return digest.hexdigest()
+
+
+def _header(file: Path) -> bytes:
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(LENGTH_BYTES), "little")
+        return opened.read(min(length, MAX_HEADER_BYTES))

@@ -1,0 +1,168 @@
+"""The file of converted weights: magic number, digest and length of the header, header (JSON), tensors.
+
+The tensors are not covered by the digest: reading them would take longer than what the file saves. The file has to
+belong to the user of the process instead, and others may not write to it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+MAGIC = b"dvlm-w01"
+DIGEST_BYTES = 32
+LENGTH_BYTES = 8
+PREFIX_BYTES = len(MAGIC) + DIGEST_BYTES + LENGTH_BYTES
+MAX_HEADER_BYTES = 64 << 20
+ALIGNMENT = 64
+"""Tensors begin at cache lines."""
+
+WRITE_BYTES = 16 << 20
+
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.bfloat16, torch.float32, torch.int32, torch.int64, torch.uint8)
+}
+
+Layers = Mapping[str, Mapping[str, Tensor]]
+"""The tensors of each layer."""
+
+
+class InvalidFileError(Exception):
+    """A file is not usable; the message says why."""
+
+
+class WeightFile(NamedTuple):
+    """An opened file.
+
+    Attributes:
+        memory: a private mapping of the file, which the tensors keep alive.
+        layers: the tensors of each layer, as views of the mapping.
+    """
+
+    memory: mmap.mmap
+    layers: Layers
+
+
+class _Place(NamedTuple):
+    offset: int
+    tensor: Tensor
+
+
+def open_file(path: Path, key: str) -> WeightFile:
+    """Map a file into memory and check its owner, mode, size and header.
+
+    Raises:
+        OSError: it cannot be read, or it is a symbolic link.
+        InvalidFileError: it must not be used.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        check_private(status)
+        header = _read_header(descriptor, status.st_size)
+        if header["key"] != key or header["size"] != status.st_size:
+            raise InvalidFileError("it belongs to other weights, or is incomplete")
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+        os.utime(descriptor)  # the files that were not used for the longest time are removed first
+        # Writable copies of pages: tensors of read-only memory are not supported by torch.
+        memory = mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(descriptor)
+    return WeightFile(memory, _views(memory, header["layers"]))
+
+
+def check_private(status: os.stat_result) -> None:
+    """Check that a file or folder belongs to this user, and that nobody else may write to it.
+
+    Raises:
+        InvalidFileError: it does not.
+    """
+    if status.st_uid != os.geteuid():
+        raise InvalidFileError("it belongs to another user")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise InvalidFileError("other users may write to it")
+
+
+def _read_header(descriptor: int, size: int) -> Any:
+    prefix = os.pread(descriptor, PREFIX_BYTES, 0)
+    length = int.from_bytes(prefix[-LENGTH_BYTES:], "little")
+    if len(prefix) < PREFIX_BYTES or not prefix.startswith(MAGIC) or length > min(size, MAX_HEADER_BYTES):
+        raise InvalidFileError("it has no header")
+    text = os.pread(descriptor, length, PREFIX_BYTES)
+    if hashlib.sha256(text).digest() != prefix[len(MAGIC) : -LENGTH_BYTES]:
+        raise InvalidFileError("its header is damaged")
+    return json.loads(text)
+
+
+def _views(memory: mmap.mmap, layers: Mapping[str, Mapping[str, Sequence[Any]]]) -> Layers:
+    return {
+        layer: {name: _view(memory, *described) for name, described in tensors.items()}
+        for layer, tensors in layers.items()
+    }
+
+
+def _view(memory: mmap.mmap, dtype: str, shape: Sequence[int], offset: int) -> Tensor:
+    count = 1
+    for length in shape:
+        count *= length
+    if not count:
+        return torch.empty(*shape, dtype=DTYPES[dtype])
+    return torch.frombuffer(memory, dtype=DTYPES[dtype], count=count, offset=offset).view(*shape)
+
+
+def file_size(layers: Layers) -> int:
+    """Return about how many bytes a file takes."""
+    return sum(tensor.nbytes + ALIGNMENT for tensors in layers.values() for tensor in tensors.values())
+
+
+def write_file(descriptor: int, key: str, layers: Layers) -> None:
+    """Write converted weights to an empty file, and to the disk.
+
+    Raises:
+        OSError: the disk is full, or cannot be written to.
+    """
+    header, places = _plan(key, layers)
+    size = json.loads(header)["size"]
+    os.posix_fallocate(descriptor, 0, size)  # fails now if the disk is full
+    digest = hashlib.sha256(header).digest()
+    _write(descriptor, memoryview(MAGIC + digest + len(header).to_bytes(LENGTH_BYTES, "little") + header), 0)
+    for offset, tensor in places:
+        if tensor.nbytes:
+            _write(descriptor, tensor.flatten().view(torch.uint8).numpy().data, offset)
+    os.fsync(descriptor)
+
+
+def _plan(key: str, layers: Layers) -> tuple[bytes, list[_Place]]:
+    """Return the header, and where each tensor is written: after the longest header, whose offsets have all digits."""
+    header = _header(key, layers, first=1 << 50)[0]
+    first = -(-(PREFIX_BYTES + len(header)) // mmap.PAGESIZE) * mmap.PAGESIZE
+    return _header(key, layers, first=first)
+
+
+def _header(key: str, layers: Layers, *, first: int) -> tuple[bytes, list[_Place]]:
+    places: list[_Place] = []
+    described: dict[str, dict[str, tuple[str, list[int], int]]] = {}
+    offset = first
+    for layer, tensors in layers.items():
+        described[layer] = {}
+        for name, tensor in tensors.items():
+            described[layer][name] = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset)
+            places.append(_Place(offset, tensor))
+            offset += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    return json.dumps({"key": key, "size": offset, "layers": described}).encode(), places
+
+
+def _write(descriptor: int, content: memoryview, offset: int) -> None:
+    written = 0
+    while written < len(content):
+        written += os.pwrite(descriptor, content[written : written + WRITE_BYTES], offset + written)
