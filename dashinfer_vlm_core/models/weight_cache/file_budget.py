@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -20,6 +21,9 @@ PART = ".part"
 
 FREE_SHARE = 10
 """A tenth of the disk stays free."""
+
+LOCK_SECONDS = 600
+"""How long a thread waits for others to write gigabytes, such as the other part of its model."""
 
 MIB = 1 << 20
 
@@ -49,17 +53,23 @@ class WeightFolder:
             return None
 
     def write(self, key: str, layers: Layers) -> None:
-        """Write a file unless another process writes at the moment. A failure is logged: the file only saves time."""
+        """Write a file, unless another process has just written it. A failure is logged: the file only saves time."""
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_private(self._folder.stat())
-            with FileLock(self._folder / ".lock", timeout=0):
-                self._write(key, layers)
+            before = time.time_ns()
+            with FileLock(self._folder / ".lock", timeout=LOCK_SECONDS):
+                if not self._is_newer(key, before):
+                    self._write(key, layers)
         except Timeout:
-            logger.info("Another process writes converted weights; those of this one are not stored.")
+            logger.info("Other processes write converted weights; those of this one are not stored.")
         except (OSError, InvalidFileError) as error:
             message = "The converted weights cannot be stored in %s: %s. The next start converts them again."
             logger.warning(message, self._folder, error)
+
+    def _is_newer(self, key: str, time_ns: int) -> bool:
+        path = self._path(key)
+        return path.exists() and path.stat().st_mtime_ns > time_ns
 
     def _write(self, key: str, layers: Layers) -> None:
         for abandoned in self._folder.glob(f"*{PART}"):
