@@ -138,9 +138,9 @@ class ConvertedWeights(AbstractContextManager["ConvertedWeights"]):
         layers: Layers = {**self._file.layers, **created} if self._file else created
         if file_size(layers) < MIN_BYTES or not self._is_unchanged():
             return
-        # Not a daemon: a short command would never store what it converted.
+        # Not a daemon like the thread that loads: a short command would never store what it converted.
         threading.Thread(
-            target=self._folder.write, args=(self._key, layers), name="dashinfer-vlm-store-weights"
+            target=self._folder.write, args=(self._key, layers), name="dashinfer-vlm-store-weights", daemon=False
         ).start()
 
     def _is_unchanged(self) -> bool:
