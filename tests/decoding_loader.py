@@ -20,7 +20,7 @@ class _DecodingThreads(MediaThreads):
     def __init__(self, decoder):
         super().__init__(decoder, processor=FullSize(), spec=None)
 
-    def _process(self, media, then):
+    def _process(self, media, part, then):
         return then(media)
 
 

@@ -472,7 +472,7 @@ class Uncompressed(NativeLinear):
     """A linear layer that keeps 16-bit weights even where 12 bits suffice."""
 
     def _pack(self, weight, gated, int8):
-        return PackedWeights(self._panels(weight, gated))
+        return PackedWeights(*weight.shape, self._panels(weight, gated))
 
 
 def uncompressed(native, weight, activation=Activation.NONE):
@@ -508,9 +508,8 @@ def test_compression_to_12_bits_is_lossless(native, shape, many):
 
 def decompressed(layer):
     """Return the bits of the panels of `layer`, decoded from its codes."""
-    packed, _, codes, _ = layer._tensors
-    panels = packed.numpy().reshape(-(-layer.columns // 32), layer.inputs // 4, 3, 64)
-    heads = codes.numpy().reshape(len(panels), -1)
+    panels = layer.packed.weights.numpy().reshape(-(-layer.columns // 32), layer.inputs // 4, 3, 64)
+    heads = layer.packed.codes.numpy().reshape(len(panels), -1)
     low, pairs = panels[:, :, :2], panels[:, :, 2]
     high = np.stack([heads[np.arange(len(panels))[:, None, None], code] for code in (pairs & 15, pairs >> 4)], axis=2)
     for panel, head in enumerate(heads):
