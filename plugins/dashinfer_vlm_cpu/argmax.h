@@ -50,7 +50,7 @@ static float row_threshold(const ArgmaxBounds *s, const bf16 *x, const float *up
 void argmax_columns(const ArgmaxBounds *s, const bf16 *x, int64_t stride, int64_t rows, int64_t *out, char *workspace,
                     int32_t threads)
 {
-    ptrdiff_t inputs = s->quantized->inputs, panels = ceil_div(s->quantized->outputs, PANEL), taken = 0;
+    ptrdiff_t inputs = s->quantized->inputs, panels = (s->quantized->outputs + PANEL - 1) / PANEL;
     Quantized q = quantized_at(workspace, rows, inputs);
     ArgmaxResult *found = (ArgmaxResult *)(workspace + (quantized_bytes(rows, inputs) + 63) / 64 * 64);
     float *factors = (float *)(found + rows), *thresholds = factors + 2 * rows, *upper = thresholds + rows;
@@ -61,9 +61,8 @@ void argmax_columns(const ArgmaxBounds *s, const bf16 *x, int64_t stride, int64_
             quantize_with_factors(x + row * stride, inputs, &q, row, factors + 2 * row);
             found[row] = (ArgmaxResult){-INFINITY, -1};
         }
-        for (Tasks t = divide_tasks(panels, &taken); next_task(&t);)
-            bound_panel(s, &q, factors, rows, t.task, upper, panels);
-#pragma omp barrier
+#pragma omp for schedule(guided, 2)
+        for (ptrdiff_t panel = 0; panel < panels; panel++) bound_panel(s, &q, factors, rows, panel, upper, panels);
 #pragma omp for
         for (ptrdiff_t row = 0; row < rows; row++)
             thresholds[row] = row_threshold(s, x + row * stride, upper + row * panels, panels, factors[2 * row + 1],

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "base.h"
-#include "partition.h"
 
 /* A linear layer, see native_linear.py. */
 typedef struct {

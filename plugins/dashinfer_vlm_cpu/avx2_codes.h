@@ -105,12 +105,11 @@ int32_t pack_codes(const uint32_t *weight, int64_t outputs, int64_t inputs, int3
                    uint8_t *packed, char *codes, int64_t first, int64_t end, int32_t threads)
 {
     int good = 1;
-#pragma omp parallel num_threads(threads) reduction(& : good)
-    for (Range own = panels_to_pack(ceil_div(outputs, PANEL), first, end); own.first < own.end; own.first++) {
-        ptrdiff_t panel = own.first;
-        bf16 *plain = panels + omp_get_thread_num() * inputs * PANEL;
-        interleave_panel(weight, panel, outputs, inputs, gated, (uint32_t *)plain);
-        good &= code_panel((const __m256i *)plain, inputs, packed + panel * (inputs / GROUP) * GROUP_BYTES,
+#pragma omp parallel for num_threads(threads) reduction(& : good)
+    for (ptrdiff_t panel = first; panel < end; panel++) {
+        bf16 *own = panels + omp_get_thread_num() * inputs * PANEL;
+        interleave_panel(weight, panel, outputs, inputs, gated, (uint32_t *)own);
+        good &= code_panel((const __m256i *)own, inputs, packed + panel * (inputs / GROUP) * GROUP_BYTES,
                            (Codes *)codes_of(codes, panel, inputs));
     }
     return good;

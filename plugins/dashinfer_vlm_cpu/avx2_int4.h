@@ -160,14 +160,15 @@ static void linear_rows_int4(const Int4Rows *q, ptrdiff_t panel, ptrdiff_t start
 static void linear_int4(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const Epilogue *ep, char *workspace,
                         int threads)
 {
-    ptrdiff_t panels = ceil_div(ep->m->outputs, PANEL), groups = row_groups(rows, panels, threads), taken = 0;
+    ptrdiff_t panels = ceil_div(ep->m->outputs, PANEL), groups = ceil_div(rows, ROW_GROUP);
     Int4Rows q = int4_rows_at(workspace, ep->m, rows);
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for
         for (ptrdiff_t row = 0; row < rows; row++) quantize_row_int4(ep->m, x + row * stride, &q, row);
-        for (Tasks t = divide_tasks(panels * groups, &taken); next_task(&t);)
-            linear_rows_int4(&q, t.task / groups, rows * (t.task % groups) / groups,
-                             rows * (t.task % groups + 1) / groups, ep);
+#pragma omp for schedule(guided, groups > 1 ? 1 : 2)
+        for (ptrdiff_t task = 0; task < panels * groups; task++)
+            linear_rows_int4(&q, task / groups, rows * (task % groups) / groups, rows * (task % groups + 1) / groups,
+                             ep);
     }
 }

@@ -39,9 +39,8 @@ INLINE float inverse_of(float scale) { return scale > 0 ? 1.0f / scale : 0.0f; }
 void pack_int8(const bf16 *weight, int64_t outputs, int64_t inputs, int32_t gated, uint8_t *packed, float *scales,
                int64_t first, int64_t end, int32_t threads)
 {
-#pragma omp parallel num_threads(threads)
-    for (Range own = panels_to_pack(ceil_div(outputs, PANEL), first, end); own.first < own.end; own.first++) {
-        ptrdiff_t panel = own.first;
+#pragma omp parallel for num_threads(threads)
+    for (ptrdiff_t panel = first; panel < end; panel++) {
         uint8_t *to = packed + panel * inputs * PANEL;
         for (int j = 0; j < PANEL; j++) {
             ptrdiff_t row = source_row(panel, j, outputs, gated);
@@ -207,15 +206,15 @@ static void linear_rows_int8(const Quantized *q, ptrdiff_t panel, ptrdiff_t star
 static void linear_int8(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const Epilogue *ep, char *workspace,
                         int threads)
 {
-    ptrdiff_t panels = ceil_div(ep->m->outputs, PANEL), groups = row_groups(rows, panels, threads);
-    ptrdiff_t inputs = ep->m->inputs, taken = 0;
+    ptrdiff_t panels = ceil_div(ep->m->outputs, PANEL), groups = ceil_div(rows, ROW_GROUP), inputs = ep->m->inputs;
     Quantized q = quantized_at(workspace, rows, inputs);
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for
         for (ptrdiff_t row = 0; row < rows; row++) quantize_row(x + row * stride, inputs, &q, row);
-        for (Tasks t = divide_tasks(panels * groups, &taken); next_task(&t);)
-            linear_rows_int8(&q, t.task / groups, rows * (t.task % groups) / groups,
-                             rows * (t.task % groups + 1) / groups, ep);
+#pragma omp for schedule(guided, groups > 1 ? 1 : 2)
+        for (ptrdiff_t task = 0; task < panels * groups; task++)
+            linear_rows_int8(&q, task / groups, rows * (task % groups) / groups, rows * (task % groups + 1) / groups,
+                             ep);
     }
 }

@@ -206,26 +206,24 @@ static int64_t linear_bf16_workspace_size(int64_t rows, int64_t inputs)
 static void linear_bf16(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const Epilogue *ep, char *workspace,
                         int threads)
 {
-    ptrdiff_t panels = ceil_div(ep->m->outputs, PANEL), inputs = ep->m->inputs, taken = 0;
+    ptrdiff_t panels = ceil_div(ep->m->outputs, PANEL), inputs = ep->m->inputs;
     if (rows <= FEW_ROWS) {
-#pragma omp parallel num_threads(threads)
-        for (Tasks t = divide_tasks(panels, &taken); next_task(&t);)
-            if (rows == 1) linear_few_rows(1, x, stride, t.task, ep);
-            else linear_few_rows(2, x, stride, t.task, ep);
+#pragma omp parallel for schedule(guided, 2) num_threads(threads)
+        for (ptrdiff_t panel = 0; panel < panels; panel++)
+            if (rows == 1) linear_few_rows(1, x, stride, panel, ep);
+            else linear_few_rows(2, x, stride, panel, ep);
         return;
     }
 #pragma omp parallel num_threads(threads)
     for (ptrdiff_t first = 0; first < rows; first += WIDE_ROWS) {
         Wide wide = {(float *)workspace, least(WIDE_ROWS, rows - first)};
-        ptrdiff_t groups = row_groups(wide.rows, panels, threads);
-#pragma omp single nowait
-        taken = 0;
+        ptrdiff_t groups = ceil_div(wide.rows, ROW_GROUP);
 #pragma omp for
         for (ptrdiff_t row = 0; row < wide.rows; row++) widen_row(x + (first + row) * stride, inputs, &wide, row);
-        for (Tasks t = divide_tasks(panels * groups, &taken); next_task(&t);) {
-            ptrdiff_t panel = t.task / groups, group = t.task % groups;
+#pragma omp for schedule(guided, groups > 1 ? 1 : 2)
+        for (ptrdiff_t task = 0; task < panels * groups; task++) {
+            ptrdiff_t panel = task / groups, group = task % groups;
             linear_rows(&wide, panel, wide.rows * group / groups, wide.rows * (group + 1) / groups, ep, first);
         }
-#pragma omp barrier
     }
 }

@@ -131,7 +131,7 @@ static ptrdiff_t quantized_size_int4(const Matrix *m, ptrdiff_t rows)
 static void linear_int4(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const Epilogue *ep, char *workspace,
                         int threads)
 {
-    ptrdiff_t panels = ceil_div(ep->m->outputs, PANEL), chunks = row_groups(rows, panels, threads), taken = 0;
+    ptrdiff_t panels = (ep->m->outputs + PANEL - 1) / PANEL, chunks = (rows + ROW_GROUP - 1) / ROW_GROUP;
     ptrdiff_t group = ep->m->group, blocks = int4_blocks(ep->m->inputs), groups = QUANT_BLOCK / group;
     Quantized q = carve_int4(ep->m, rows, workspace);
 #pragma omp parallel num_threads(threads)
@@ -144,8 +144,9 @@ static void linear_int4(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const E
             quantize_row_int4(ep->m, x + row * stride, bytes, 64, q.scales + row * blocks, offsets);
             sum_groups(bytes, blocks * QUANT_BLOCK, group, offsets);
         }
-        for (Tasks t = divide_tasks(panels * chunks, &taken); next_task(&t);)
-            linear_rows_int4(&q, t.task / chunks, rows * (t.task % chunks) / chunks,
-                             rows * (t.task % chunks + 1) / chunks, ep);
+#pragma omp for schedule(guided, chunks > 1 ? 1 : 2)
+        for (ptrdiff_t task = 0; task < panels * chunks; task++)
+            linear_rows_int4(&q, task / chunks, rows * (task % chunks) / chunks, rows * (task % chunks + 1) / chunks,
+                             ep);
     }
 }

@@ -10,9 +10,8 @@ enum { TILE_ROWS_INT8 = 8 };
 void pack_int8(const bf16 *weight, int64_t outputs, int64_t inputs, int32_t gated, uint8_t *packed, float *scales,
                int64_t first, int64_t end, int32_t threads)
 {
-#pragma omp parallel num_threads(threads)
-    for (Range own = panels_to_pack(ceil_div(outputs, PANEL), first, end); own.first < own.end; own.first++) {
-        ptrdiff_t panel = own.first;
+#pragma omp parallel for num_threads(threads)
+    for (ptrdiff_t panel = first; panel < end; panel++) {
         uint8_t *to = packed + panel * inputs * PANEL;
         for (int j = 0; j < PANEL; j++) {
             ptrdiff_t row = source_row(panel, j, outputs, gated);
@@ -128,7 +127,7 @@ static Quantized quantized_at(char *memory, ptrdiff_t rows, ptrdiff_t inputs)
 static void linear_int8(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const Epilogue *ep, char *workspace,
                         int threads)
 {
-    ptrdiff_t panels = ceil_div(ep->m->outputs, PANEL), groups = row_groups(rows, panels, threads), taken = 0;
+    ptrdiff_t panels = (ep->m->outputs + PANEL - 1) / PANEL, groups = (rows + ROW_GROUP - 1) / ROW_GROUP;
     ptrdiff_t inputs = ep->m->inputs, blocks = (inputs + QUANT_BLOCK - 1) / QUANT_BLOCK;
     Quantized q = quantized_at(workspace, rows, inputs);
 #pragma omp parallel num_threads(threads)
@@ -137,8 +136,9 @@ static void linear_int8(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const E
         for (ptrdiff_t row = 0; row < rows; row++)
             quantize_row(x + row * stride, inputs, q.bytes + row * inputs, 64, q.scales + row * blocks,
                          q.offsets + row * blocks);
-        for (Tasks t = divide_tasks(panels * groups, &taken); next_task(&t);)
-            linear_rows_int8(&q, t.task / groups, rows * (t.task % groups) / groups,
-                             rows * (t.task % groups + 1) / groups, ep);
+#pragma omp for schedule(guided, groups > 1 ? 1 : 2)
+        for (ptrdiff_t task = 0; task < panels * groups; task++)
+            linear_rows_int8(&q, task / groups, rows * (task % groups) / groups, rows * (task % groups + 1) / groups,
+                             ep);
     }
 }

@@ -51,11 +51,10 @@ static int64_t linear_bf16_workspace_size(int64_t rows, int64_t inputs, int32_t 
 static void linear_bf16(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const Epilogue *ep, char *workspace,
                         int threads)
 {
-    ptrdiff_t panels = (ep->m->outputs + PANEL - 1) / PANEL, taken = 0;
-    ptrdiff_t groups = row_groups(rows, panels, threads);
-#pragma omp parallel num_threads(threads)
-    for (Tasks t = divide_tasks(panels * groups, &taken); next_task(&t);) {
-        ptrdiff_t panel = t.task / groups, group = t.task % groups;
+    ptrdiff_t panels = (ep->m->outputs + PANEL - 1) / PANEL, groups = (rows + ROW_GROUP - 1) / ROW_GROUP;
+#pragma omp parallel for schedule(guided, groups > 1 ? 1 : 2) num_threads(threads)
+    for (ptrdiff_t task = 0; task < panels * groups; task++) {
+        ptrdiff_t panel = task / groups, group = task % groups;
         linear_rows(x, stride, panel, rows * group / groups, rows * (group + 1) / groups, ep,
                     (bf16 *)workspace + omp_get_thread_num() * ep->m->inputs * PANEL);
     }

@@ -115,7 +115,7 @@ static void interleave_panel(const uint32_t *weight, ptrdiff_t panel, int64_t ou
 void pack_bf16(const uint32_t *weight, int64_t outputs, int64_t inputs, int32_t gated, uint32_t *packed,
                int64_t first, int64_t end, int32_t threads)
 {
-#pragma omp parallel num_threads(threads)
-    for (Range own = panels_to_pack(ceil_div(outputs, PANEL), first, end); own.first < own.end; own.first++)
-        interleave_panel(weight, own.first, outputs, inputs, gated, packed + own.first * (inputs / 2) * PANEL);
+#pragma omp parallel for num_threads(threads)
+    for (ptrdiff_t panel = first; panel < end; panel++)
+        interleave_panel(weight, panel, outputs, inputs, gated, packed + panel * (inputs / 2) * PANEL);
 }

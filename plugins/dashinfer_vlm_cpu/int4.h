@@ -19,7 +19,7 @@
  */
 #pragma once
 
-#include "partition.h"
+#include "base.h"
 
 enum { HALF_PANEL = PANEL / 2, QUAD_BYTES = 4 * HALF_PANEL, CODES_BYTES = QUANT_BLOCK / 4 * QUAD_BYTES };
 
@@ -59,9 +59,8 @@ void pack_int4(const uint8_t *codes, const uint16_t *scales, const uint8_t *zero
 {
     ptrdiff_t size = int4_block_size(group), blocks = int4_blocks(inputs);
     ptrdiff_t groups = (inputs + group - 1) / group, per_block = QUANT_BLOCK / group;
-#pragma omp parallel num_threads(threads)
-    for (Range own = panels_to_pack(ceil_div(outputs, PANEL), first, end); own.first < own.end; own.first++) {
-        ptrdiff_t panel = own.first;
+#pragma omp parallel for num_threads(threads)
+    for (ptrdiff_t panel = first; panel < end; panel++) {
         uint8_t *to = packed + panel * blocks * size;
         ptrdiff_t rows[PANEL];
         for (int j = 0; j < PANEL; j++) {

@@ -106,7 +106,6 @@ static void linear_tiles_int4(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, c
 {
     const Matrix *m = ep->m;
     ptrdiff_t panels = ceil_div(m->outputs, PANEL), blocks = int4_blocks(m->inputs), groups = QUANT_BLOCK / m->group;
-    ptrdiff_t taken = 0;
     Quantized q = {.bytes = (int8_t *)aligned(workspace)};
     char *unpacked = (char *)q.bytes + rows * blocks * QUANT_BLOCK;
     q.scales = (float *)(unpacked + threads * unpacked_size(m));
@@ -129,7 +128,8 @@ static void linear_tiles_int4(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, c
                 else memcpy(offsets + b * groups, sums, groups * sizeof *sums);
             }
         }
-        for (Tasks t = divide_tasks(panels, &taken); next_task(&t);)
-            multiply_panel_int4(&q, rows, ep, t.task, unpacked + omp_get_thread_num() * unpacked_size(m));
+#pragma omp for schedule(dynamic, 1) nowait
+        for (ptrdiff_t panel = 0; panel < panels; panel++)
+            multiply_panel_int4(&q, rows, ep, panel, unpacked + omp_get_thread_num() * unpacked_size(m));
     }
 }

@@ -72,7 +72,7 @@ static void linear_tiles_int8(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, c
     Quantized q = {.bytes = (int8_t *)aligned(workspace)};
     q.scales = (float *)(q.bytes + rows * steps * STEP_BYTES);
     q.offsets = (int32_t *)(q.scales + rows * blocks);
-    ptrdiff_t tasks = ceil_div(ceil_div(panels, PANEL_GROUP_INT8), threads) * threads, taken = 0;
+    ptrdiff_t tasks = ceil_div(ceil_div(panels, PANEL_GROUP_INT8), threads) * threads, group = ceil_div(panels, tasks);
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for
@@ -83,9 +83,8 @@ static void linear_tiles_int8(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, c
             quantize_row(x + row * stride, inputs, bytes, here * STEP_BYTES, q.scales + row * blocks,
                          q.offsets + row * blocks);
         }
-        for (Tasks t = divide_tasks(tasks, &taken); next_task(&t);) {
-            ptrdiff_t first = panels * t.task / tasks, end = panels * (t.task + 1) / tasks;
-            if (first < end) multiply_group_int8(&q, rows, ep, first, end - first);
-        }
+#pragma omp for schedule(dynamic, 1) nowait
+        for (ptrdiff_t first = 0; first < panels; first += group)
+            multiply_group_int8(&q, rows, ep, first, panels - first < group ? panels - first : group);
     }
 }

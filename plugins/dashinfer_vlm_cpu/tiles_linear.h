@@ -292,16 +292,17 @@ static void widen_row(const bf16 *x, ptrdiff_t inputs, float *to)
 
 static void linear_one(const bf16 *x, const Epilogue *ep, float *workspace, int threads)
 {
-    ptrdiff_t panels = ceil_div(ep->m->outputs, PANEL), steps = ceil_div(ep->m->inputs, STEP_INPUTS), taken = 0;
+    ptrdiff_t panels = ceil_div(ep->m->outputs, PANEL), steps = ceil_div(ep->m->inputs, STEP_INPUTS);
     widen_row(x, ep->m->inputs, workspace);
 #pragma omp parallel num_threads(threads)
     {
         _Alignas(64) float sums[1][PANEL];
-        for (Tasks t = divide_tasks(panels, &taken); next_task(&t);) {
+#pragma omp for schedule(guided, 2) nowait
+        for (ptrdiff_t panel = 0; panel < panels; panel++) {
             unsigned mode = flush_denormals();
-            multiply_one(workspace, steps, ep->m, t.task, sums[0]);
+            multiply_one(workspace, steps, ep->m, panel, sums[0]);
             _mm_setcsr(mode);
-            finish_block(ep, 0, 1, t.task, sums);
+            finish_block(ep, 0, 1, panel, sums);
         }
     }
 }
@@ -314,7 +315,6 @@ static void linear_bf16(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const E
     ptrdiff_t inputs = ep->m->inputs, panels = ceil_div(ep->m->outputs, PANEL), tasks = task_count(panels, threads);
     Blocks packed = {aligned(workspace), rows, ceil_div(inputs, STEP_INPUTS), tall_blocks(rows)};
     ptrdiff_t padded = packed.tall * TALL_ROWS > rows ? packed.tall * TALL_ROWS : rows;
-    ptrdiff_t taken = 0;
     char *rest = packed.bytes + blocks_size(rows, packed.steps);
     if (rows == 1) {
         linear_one(x, ep, (float *)packed.bytes, threads);
@@ -328,16 +328,17 @@ static void linear_bf16(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const E
             char *weights = rest + omp_get_thread_num() * task_size(rows, packed.steps);
             char *partial_sums = weights + weights_size(packed.steps);
             Tiles t = tiles_open(block_rows(&packed, 0));
-            for (Tasks own = divide_tasks(tasks, &taken); next_task(&own);) {
-                ptrdiff_t first = panels * own.task / tasks, count = panels * (own.task + 1) / tasks - first;
+#pragma omp for schedule(dynamic, 1) nowait
+            for (ptrdiff_t task = 0; task < tasks; task++) {
+                ptrdiff_t first = panels * task / tasks, count = panels * (task + 1) / tasks - first;
                 multiply_many(&packed, ep, first, count, weights, (float (*)[TALL_ROWS][PANEL])partial_sums, &t);
             }
             tiles_close();
         } else if (rows <= TILE) {
             _Alignas(64) float sums[2][TILE][PANEL];
             Tiles t = tiles_open_pair(rows);
-            for (Tasks own = divide_tasks(ceil_div(panels, 2), &taken); next_task(&own);) {
-                ptrdiff_t panel = 2 * own.task;
+#pragma omp for schedule(guided, 1) nowait
+            for (ptrdiff_t panel = 0; panel < panels; panel += 2) {
                 if (panel + 1 < panels) multiply_panel_pair(&packed, ep->m, panel, &t, sums);
                 else multiply_block(&packed, ep->m, panel, &t, sums[0]);
                 for (ptrdiff_t i = 0; i < 2 && panel + i < panels; i++) finish_block(ep, 0, rows, panel + i, sums[i]);
@@ -346,9 +347,10 @@ static void linear_bf16(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const E
         } else {
             _Alignas(64) float sums[TALL_ROWS][PANEL];
             Tiles t = tiles_open(block_rows(&packed, 0));
-            for (Tasks own = divide_tasks(panels, &taken); next_task(&own);) {
-                multiply_block(&packed, ep->m, own.task, &t, sums);
-                finish_block(ep, 0, rows, own.task, sums);
+#pragma omp for schedule(guided, 2) nowait
+            for (ptrdiff_t panel = 0; panel < panels; panel++) {
+                multiply_block(&packed, ep->m, panel, &t, sums);
+                finish_block(ep, 0, rows, panel, sums);
             }
             tiles_close();
         }
