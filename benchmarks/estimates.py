@@ -86,6 +86,7 @@ def measure(folder: Path, bits: int) -> Measurement:
         device="cpu",
         quantization=BITS[bits],
         speculative_method="none",
+        weight_cache_mib=0,
         max_model_len=2048,
     )
     registry = load_plugins()

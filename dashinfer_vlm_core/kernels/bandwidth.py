@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable
 
@@ -28,13 +29,15 @@ INT4_BYTES = INT4.bits / 8 + 4 / INT4.group
 def measure_bandwidth(seconds: float = 1.0) -> float:
     """Return at how many bytes per second all cores together read memory: the fastest of the reads in `seconds`."""
     memory = torch.ones(BYTES // 8, dtype=torch.int64)
-    return BYTES / _shortest(memory.sum, seconds)
+    return BYTES / min(_durations(memory.sum, seconds))
 
 
 def measure_rates(
-    kernels: Kernels, dtype: torch.dtype, *, seconds: float = 0.5, size: int = WEIGHT_BYTES, width: int = WIDTH
+    kernels: Kernels, dtype: torch.dtype, *, seconds: float = 1.5, size: int = WEIGHT_BYTES, width: int = WIDTH
 ) -> WeightRates:
-    """Return how fast products of one row read weights, the fastest of those in `seconds` for each format.
+    """Return how fast products of one row read weights: the median of those in `seconds` for each format.
+
+    Not the fastest: many virtual machines are faster for a second than for the rest of a response.
 
     A format that the kernels do not support has the rate of `dtype`, to which they convert it.
 
@@ -52,7 +55,12 @@ def measure_rates(
         count = math.ceil(size / (bytes_each * weight.numel()))
         layers = [kernels.linear(weight, quantization=quantization) for _ in range(count)]
         x = torch.ones(1, width, dtype=dtype)
-        return count * bytes_each * weight.numel() / _shortest(lambda: [layer(x) for layer in layers], seconds)
+        return (
+            count
+            * bytes_each
+            * weight.numel()
+            / statistics.median(_durations(lambda: [layer(x) for layer in layers], seconds))
+        )
 
     wide = measure(dtype.itemsize * kernels.weight_bits.layer / 16, None)
     return WeightRates(
@@ -62,13 +70,13 @@ def measure_rates(
     )
 
 
-def _shortest(read: Callable[[], object], seconds: float) -> float:
-    """Return the shortest duration of the calls in `seconds`, after one that starts threads."""
+def _durations(read: Callable[[], object], seconds: float) -> list[float]:
+    """Return the durations of the calls in `seconds`, after one that starts threads."""
     read()
-    best = float("inf")
+    found: list[float] = []
     end = time.perf_counter() + seconds
-    while best == float("inf") or time.perf_counter() < end:
+    while not found or time.perf_counter() < end:
         begin = time.perf_counter()
         read()
-        best = min(best, time.perf_counter() - begin)
-    return best
+        found.append(time.perf_counter() - begin)
+    return found
