@@ -53,11 +53,13 @@ class _Chunk:
 
     Attributes:
         memory: the mapping.
+        start: offset from which on its pages are collapsed.
         end: offset of the unused rest.
         is_file: whether it maps a file.
     """
 
     memory: weakref.ref[mmap.mmap]
+    start: int
     end: int
     is_file: bool = False
 
@@ -85,17 +87,17 @@ class _ChunkAllocator:
                 if chunk:
                     self._start_collapsing()
                 memory, start = _new_memory(max(size, CHUNK_SIZE))
-                self._newest = chunk = _Chunk(weakref.ref(memory), start)
+                self._newest = chunk = _Chunk(weakref.ref(memory), 0, start)
                 self._uncollapsed.append(chunk)
             start = chunk.end
             chunk.end += -(-size // CACHE_LINE) * CACHE_LINE
             self._last_allocation = time.monotonic()
             return memory, start
 
-    def adopt(self, memory: mmap.mmap) -> None:
-        """Accept a private mapping of a file, whose ranges are replaced by copies."""
+    def adopt(self, memory: mmap.mmap, start: int) -> None:
+        """Accept a private mapping of a file, whose ranges from `start` on are replaced by copies."""
         with self._lock:
-            self._uncollapsed.append(_Chunk(weakref.ref(memory), len(memory), is_file=True))
+            self._uncollapsed.append(_Chunk(weakref.ref(memory), start, len(memory), is_file=True))
             self._last_allocation = time.monotonic()
             self._start_collapsing()
 
@@ -109,7 +111,7 @@ class _ChunkAllocator:
     def _collapse_all(self) -> None:
         while chunk := self._next_to_collapse():
             if chunk.is_file:
-                collapse(chunk.memory, chunk.end, _replace_range)
+                collapse(chunk.memory, chunk.end, _replace_range, start=chunk.start)
             else:
                 collapse(chunk.memory, chunk.end)
 
@@ -143,8 +145,10 @@ def _collapse_range(memory: weakref.ref[mmap.mmap], start: int) -> bool:
     return True
 
 
-def collapse(memory: weakref.ref[mmap.mmap], end: int, collapse_range: CollapseRange = _collapse_range) -> None:
-    """Collapse the complete 2 MiB ranges before `end` into huge pages, unless the memory has been freed.
+def collapse(
+    memory: weakref.ref[mmap.mmap], end: int, collapse_range: CollapseRange = _collapse_range, *, start: int = 0
+) -> None:
+    """Collapse the complete 2 MiB ranges from `start` to `end` into huge pages, unless the memory has been freed.
 
     Each range, which takes a millisecond, is a task of the compute thread: at the same time as a decode step, on all
     cores, it would take a core from that step, and steps of 10 ms took a second.
@@ -154,10 +158,10 @@ def collapse(memory: weakref.ref[mmap.mmap], end: int, collapse_range: CollapseR
     mapping = memory()
     if mapping is None:
         return
-    first = -_address(mapping) % HUGE_PAGE_SIZE
+    first = start + -(_address(mapping) + start) % HUGE_PAGE_SIZE
     del mapping  # the model may be unloaded before the end
-    for start in range(first, end - HUGE_PAGE_SIZE + 1, HUGE_PAGE_SIZE):
-        if not CPU_EXECUTOR.run(partial(collapse_range, memory, start)):
+    for offset in range(first, end - HUGE_PAGE_SIZE + 1, HUGE_PAGE_SIZE):
+        if not CPU_EXECUTOR.run(partial(collapse_range, memory, offset)):
             return
 
 
@@ -233,11 +237,12 @@ def empty(count: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=start)
 
 
-def adopt(memory: mmap.mmap) -> None:
-    """Copy a private mapping of a file to huge pages once the model is loaded, if this system has them.
+def adopt(memory: mmap.mmap, start: int) -> None:
+    """Copy a private mapping of a file, from `start` on, to huge pages once the model is loaded, if this system has
+    them.
 
     With small pages a decode step takes about a tenth longer, but the memory is that of the page cache, which other
     processes share.
     """
     if sys.platform == "linux" and _has_huge_pages():
-        _ALLOCATOR.adopt(memory)
+        _ALLOCATOR.adopt(memory, start)

@@ -117,8 +117,8 @@ class NativeKernels(TorchKernels):
     def load_head(self, tensors: Mapping[str, Tensor]) -> LMHead:
         return stored_layers.load_head(self._library, tensors)
 
-    def adopt(self, memory: mmap.mmap) -> None:
-        huge_pages.adopt(memory)
+    def adopt(self, memory: mmap.mmap, start: int) -> None:
+        huge_pages.adopt(memory, start)
 
     def linear(
         self,

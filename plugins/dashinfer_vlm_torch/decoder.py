@@ -207,9 +207,10 @@ class TorchDecoder:
         return budget
 
     def _load(self) -> ModelRunner:
+        part = "text with MTP head" if self._text.mtp_layer else "text"
         with (
             Weights(self._spec.folder, self._spec.tensor_renames, self._spec.quantization) as weights,
-            ConvertedWeights.open(self._spec, self._config, self._kernels, "text") as converted,
+            ConvertedWeights.open(self._spec, self._config, self._kernels, part) as converted,
         ):
             _log_stored_weights(weights, self._kernels, self._dtype)
             model = TextModel(

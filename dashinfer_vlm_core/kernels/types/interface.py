@@ -170,8 +170,9 @@ class StorableLayers(Protocol):
     def load_head(self, tensors: Mapping[str, Tensor]) -> LMHead:
         """Create an LM head that was stored, without copying `tensors`."""
 
-    def adopt(self, memory: mmap.mmap) -> None:
-        """Accept a private mapping of the file with stored tensors, whose pages the kernels may replace by copies."""
+    def adopt(self, memory: mmap.mmap, start: int) -> None:
+        """Accept a private mapping of the file with stored tensors, whose pages from `start` on the kernels may replace
+        by copies."""
 
 
 class SampledIds(NamedTuple):

@@ -19,7 +19,7 @@ from ...version import __version__
 from ..spec import ModelSpec
 from .checkpoint_key import checkpoint_key
 from .file_budget import WeightFolder
-from .weight_file import Layers, WeightFile, file_size
+from .weight_file import TABLE, Layers, WeightFile, file_size
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -31,8 +31,6 @@ LAYOUT = 1
 
 MIN_BYTES = 64 * MIB
 """Smaller models are converted in a tenth of a second."""
-
-TABLE = "table"
 
 
 class ConvertedWeights(AbstractContextManager["ConvertedWeights"]):
@@ -60,7 +58,7 @@ class ConvertedWeights(AbstractContextManager["ConvertedWeights"]):
         self._file: WeightFile | None = folder.open(self._key) if folder else None
         if self._file and kernels:
             logger.debug("The weights were converted by an earlier start.")
-            kernels.adopt(self._file.memory)
+            kernels.adopt(self._file.memory, self._file.matrices)
 
     @classmethod
     def open(cls, spec: ModelSpec, config: EngineConfig, kernels: Kernels, part: str) -> ConvertedWeights:
@@ -70,11 +68,12 @@ class ConvertedWeights(AbstractContextManager["ConvertedWeights"]):
             spec: the checkpoint.
             config: `weight_cache_mib` and the cache folder.
             kernels: those that keep the layers.
-            part: the name of the part.
+            part: the name of the part. Files of other options hold other layers: a file is copied as a whole.
         """
         if not config.weight_cache_mib or not isinstance(kernels, StorableLayers):
             return cls()
-        parts = [str(LAYOUT), __version__, kernels.layout, part, repr(spec.tensor_renames)]
+        options = [config.dtype, config.quantization, config.vision_quantization]
+        parts = [str(LAYOUT), __version__, kernels.layout, part, *options, repr(spec.tensor_renames)]
         folder = WeightFolder(Path(config.cache_folder, FOLDER), config.weight_cache_mib * MIB)
         try:
             return cls(kernels, folder, partial(checkpoint_key, spec.folder, parts))

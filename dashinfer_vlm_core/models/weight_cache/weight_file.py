@@ -28,6 +28,9 @@ ALIGNMENT = 64
 
 WRITE_BYTES = 16 << 20
 
+TABLE = "table"
+"""The name of the only tensor of an embedding table."""
+
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.bfloat16, torch.float32, torch.int32, torch.int64, torch.uint8)
@@ -47,10 +50,12 @@ class WeightFile(NamedTuple):
     Attributes:
         memory: a private mapping of the file, which the tensors keep alive.
         layers: the tensors of each layer, as views of the mapping.
+        matrices: the offset from which on steps read whole tensors; embedding tables are before it.
     """
 
     memory: mmap.mmap
     layers: Layers
+    matrices: int
 
 
 class _Place(NamedTuple):
@@ -78,7 +83,8 @@ def open_file(path: Path, key: str) -> WeightFile:
         memory = mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_COPY)
     finally:
         os.close(descriptor)
-    return WeightFile(memory, _views(memory, header["layers"]))
+    starts = [offset for layer in header["layers"].values() for name, (_, _, offset) in layer.items() if name != TABLE]
+    return WeightFile(memory, _views(memory, header["layers"]), min(starts, default=status.st_size))
 
 
 def check_private(status: os.stat_result) -> None:
@@ -153,7 +159,7 @@ def _header(key: str, layers: Layers, *, first: int) -> tuple[bytes, list[_Place
     places: list[_Place] = []
     described: dict[str, dict[str, tuple[str, list[int], int]]] = {}
     offset = first
-    for layer, tensors in layers.items():
+    for layer, tensors in sorted(layers.items(), key=lambda item: TABLE not in item[1]):
         described[layer] = {}
         for name, tensor in tensors.items():
             described[layer][name] = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset)
