@@ -137,7 +137,7 @@ class EngineConfig(Options):
     device: str = "auto"
     """Torch device, such as `cpu` or `cuda:0`; `auto` uses CUDA if available."""
 
-    speculative_model: str | None = Field(None, title="NAME|FOLDER")
+    speculative_model: str | None = Field(None, min_length=1, title="NAME|FOLDER")
     """Smaller model with the same vocabulary, or EAGLE-3 head, that drafts tokens; only with the PyTorch decoder. It is
     loaded like `model`, and quantized like it."""
 

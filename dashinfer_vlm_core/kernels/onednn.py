@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .devices import cpu_flags
-from .torch_kernels import TORCH_LAYER_SECONDS, TorchKernels, TorchLinear
+from .torch_kernels import TORCH_DELTA_NET_SECONDS, TORCH_LAYER_SECONDS, TorchKernels, TorchLinear
 from .types import Activation, Linear, StepCost, WeightBits
 
 
@@ -24,7 +24,9 @@ class OneDnnKernels(TorchKernels):
         # Without these instructions, oneDNN widens weights to 32 bits, in another implementation (`gemm:jit`), whose
         # weights are not in a layout of its own.
         slowdown = 1.3 if cpu_flags() & {"avx512_bf16", "bf16"} else 1.7
-        self.step_cost = StepCost(slowdown=slowdown, layer_seconds=TORCH_LAYER_SECONDS)
+        self.step_cost = StepCost(
+            slowdown=slowdown, layer_seconds=TORCH_LAYER_SECONDS, delta_net_seconds=TORCH_DELTA_NET_SECONDS
+        )
 
     def _linear(self, weight: Tensor, bias: Tensor | None, activation: Activation, fp32_output: bool) -> Linear:
         return OneDnnLinear(weight, bias, activation, fp32_output)

@@ -30,6 +30,7 @@ from .types import (
 )
 
 TORCH_LAYER_SECONDS = 0.3e-3
+TORCH_DELTA_NET_SECONDS = 1e-3
 """What the operators of a layer take in a decode step, except for matrix products, see docs/lab/decode-steps.md."""
 
 
@@ -41,7 +42,9 @@ class TorchKernels:
     supports_int4 = False
     copies_weights = False
     weight_bits: WeightBits = WeightBits()
-    step_cost: StepCost = StepCost(slowdown=2, layer_seconds=TORCH_LAYER_SECONDS)  # docs/lab/decode-steps.md
+    step_cost: StepCost = StepCost(  # docs/lab/decode-steps.md
+        slowdown=2, layer_seconds=TORCH_LAYER_SECONDS, delta_net_seconds=TORCH_DELTA_NET_SECONDS
+    )
 
     def groups_experts(self, dtype: torch.dtype, inputs: Sequence[int]) -> bool:
         return False

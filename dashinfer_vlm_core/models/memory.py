@@ -118,6 +118,7 @@ class MemoryEstimate:
         process: everything else.
         step: weights that are read to generate a token of one sequence.
         layers: number of layers of the text model.
+        delta_nets: how many of them are gated delta nets.
         kernels: name of the kernels that run the text model.
         cost: that of these kernels.
     """
@@ -128,6 +129,7 @@ class MemoryEstimate:
     process: int
     step: FormatBytes
     layers: int
+    delta_nets: int
     kernels: str
     cost: StepCost
 
@@ -145,7 +147,8 @@ class MemoryEstimate:
         each = bandwidth / self.cost.slowdown
         measured = rates.get(self.kernels, (each, each, each))
         products = sum(size / rate for size, rate in zip(self.step, measured, strict=True))
-        return 1 / (products + self.cost.layer_seconds * self.layers)
+        mixers = self.cost.layer_seconds * self.layers + self.cost.delta_net_seconds * self.delta_nets
+        return 1 / (products + mixers)
 
 
 def estimate_memory(
@@ -167,6 +170,7 @@ def estimate_memory(
         process=PROCESS_BYTES + BYTES_PER_TOKEN_ID * size.text.vocab_size,
         step=step_bytes(size.text, weights),
         layers=len(size.text.layers),
+        delta_nets=size.text.num_delta_net_layers,
         kernels=kernels.name,
         cost=kernels.step_cost,
     )

@@ -57,6 +57,7 @@ _MESSAGES: Mapping[str, str] = {
     "greater_than_equal": "must be at least {ge}",
     "less_than_equal": "must be at most {le}",
     "literal_error": "must be {expected}",
+    "less_than": "must be less than {lt}",
     "too_short": "must not be empty",
     "too_long": "must have at most {max_length} entries",
     "string_too_short": "must not be empty",

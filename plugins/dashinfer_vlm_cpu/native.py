@@ -93,7 +93,7 @@ class NativeKernels(TorchKernels):
     supports_int4 = True
     copies_weights = True
     weight_bits: WeightBits = WeightBits(layer=12, head=20, tied_head=20, argmax=8)
-    step_cost: StepCost = StepCost(slowdown=1, layer_seconds=0.12e-3)  # measured on two cores
+    step_cost: StepCost = StepCost(slowdown=1, layer_seconds=0.12e-3, delta_net_seconds=0.15e-3)  # on two cores
 
     def __init__(self, library: ctypes.CDLL, name: str, path: Path) -> None:
         super().__init__("cpu")

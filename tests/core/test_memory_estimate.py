@@ -46,7 +46,7 @@ class CompressingKernels(TorchKernels):
     supports_int8 = True
     supports_int4 = True
     weight_bits = WeightBits(layer=12, head=20, tied_head=20, argmax=8)
-    step_cost = StepCost(slowdown=1, layer_seconds=0.12e-3)
+    step_cost = StepCost(slowdown=1, layer_seconds=0.12e-3, delta_net_seconds=0.15e-3)
 
 
 @pytest.mark.parametrize("family", WRITERS)

@@ -70,10 +70,12 @@ class StepCost(NamedTuple):
     Attributes:
         slowdown: time of matrix products, divided by that of reading their weights.
         layer_seconds: what each layer adds to them.
+        delta_net_seconds: what each gated delta net adds to that.
     """
 
     slowdown: float
     layer_seconds: float
+    delta_net_seconds: float
 
 
 class Norm(NamedTuple):
