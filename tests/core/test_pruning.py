@@ -41,6 +41,7 @@ def test_part_has_a_pruning_rate(part):
     for wrong in (-0.1, 1, "half"):
         error = rejection({**part, part["type"]: {**source, "pruning_rate": wrong}})
         assert error.param == f"{PART}.{part['type']}.pruning_rate"
+    assert "must be less than 1" in rejection({**part, part["type"]: {**source, "pruning_rate": 1}}).message
 
 
 @pytest.mark.parametrize("wrong", [0, 256, True])
