@@ -243,7 +243,7 @@ def events(client: httpx.Client, request: dict[str, Any]) -> list[str]:
         ("POST", "/v1/messages", {"model": "demo"}),
         ("POST", "/v1/messages/count_tokens", {"model": "demo", **HELLO}),
         ("POST", "/v1/completions", {"prompt": ["A", "One", "Two"], "n": 2, "logprobs": 2, "temperature": 0}),
-        ("POST", "/v1/completions", {"prompt": [[1, 2, 3]], "echo": True, "max_tokens": 1}),
+        ("POST", "/v1/completions", {"prompt": [[1, 2, 3]], "echo": True, "max_tokens": 1, "temperature": 0}),
         ("POST", "/api/chat", {"model": "demo", "stream": False, "options": GREEDY, **HELLO}),
         ("POST", "/api/generate", {"model": "demo", "stream": False, "options": GREEDY, "prompt": "Hello!"}),
         ("POST", "/api/embed", {"model": "demo", "input": "Hello!"}),
