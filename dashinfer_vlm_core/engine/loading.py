@@ -25,6 +25,7 @@ from ..media.loader import MediaLoader
 from ..media.video import select_readers
 from ..media_workers import WorkerLimit, create_executor
 from ..models.checkpoint import find_model
+from ..models.eagle import EagleSpec
 from ..models.task import read_pooling
 from ..models.vision_key import vision_key
 from ..plugins import Registry
@@ -98,6 +99,7 @@ def _create_pipeline(
     spec = replace(spec, pooling=read_pooling(spec, config.task, shared.tokenizers))
     spec = with_draft(spec, config, registry, shared.tokenizers)
     _check_context_length(config, spec)
+    _check_rotation(config, spec)
     logger.info("Model %s from %s, task %s.", config.name, folder, spec.task)
     # Before the decoder, which imports torch: the process that decodes media imports its libraries at the same time.
     processor = family.image_processor(spec, config)
@@ -158,6 +160,24 @@ def _check_context_length(config: EngineConfig, spec: ModelSpec) -> None:
             f" {spec.max_model_len} tokens. Lower it, or remove it.",
             param="max_model_len",
         )
+
+
+def _check_rotation(config: EngineConfig, spec: ModelSpec) -> None:
+    """Reject what was trained for the original hidden states of a checkpoint that `quantize --rotate` wrote."""
+    if not spec.rotated:
+        return
+    rejected = [
+        ("lora", "the LoRA adapters change", bool(config.lora)),
+        ("speculative_model", "the EAGLE head reads", isinstance(spec.draft, EagleSpec)),
+        ("task", f"the task {spec.task} returns", spec.pooling is not None),
+    ]
+    for param, use, is_used in rejected:
+        if is_used:
+            raise ConfigError(
+                f"`{param}`: the hidden states of {config.name} are rotated, but {use} those of the original."
+                " Remove it, or quantize the original without `--rotate`.",
+                param=param,
+            )
 
 
 def _load_vision(

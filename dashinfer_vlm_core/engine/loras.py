@@ -130,6 +130,12 @@ class LoraManager:
                 " another decoder.",
                 param="lora_request",
             )
+        if self.spec.rotated:
+            raise InvalidParameter(
+                f"The hidden states of {self.config.name} are rotated, but the adapter {name!r} changes those of the"
+                " original. Use a checkpoint that was quantized without `--rotate`.",
+                param="lora_request",
+            )
         if self._is_model(name):
             raise InvalidParameter(f"`lora_name` {name!r} is the model's name.", param="lora_request")
 

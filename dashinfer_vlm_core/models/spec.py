@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from .formats.interface import ModuleReader
 
 
+ROTATION = "dashinfer_vlm_rotation"
+"""The field of `config.json` of checkpoints whose hidden states are rotated."""
+
+
 class PixelLimits(NamedTuple):
     """Minimum and maximum number of pixels (height times width) of a resized image or frame, or of all frames."""
 
@@ -105,6 +109,9 @@ class ModelSpec:
         pooling: how its hidden states are pooled; None if it generates text.
         vision_weights: number of weights of the vision encoder, for estimates; 0 if not known.
         draft: the smaller model, or the head, that drafts tokens for it; None without one.
+        visual_outputs: the layers whose outputs are visual tokens, or are added to hidden states with them; empty if
+            the family does not name them, so that the hidden states cannot be rotated.
+        rotated: whether the hidden states are in another basis than the original's, see `models.quantizing.rotation`.
     """
 
     folder: Path
@@ -125,6 +132,8 @@ class ModelSpec:
     pooling: PoolingSpec | None = None
     vision_weights: int = 0
     draft: ModelSpec | EagleSpec | None = None
+    visual_outputs: tuple[str, ...] = ()
+    rotated: bool = False
 
     @property
     def task(self) -> Task:

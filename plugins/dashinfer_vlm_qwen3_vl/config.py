@@ -93,13 +93,20 @@ def published_spec(config: JsonFields, text: TextModelSpec, vision: Qwen3VLVisio
         CheckpointError: a file is missing or invalid, or files contradict each other.
     """
     folder = config.file.parent
-    spec = model_spec(config, text, vision, coordinates=CoordinateSpec(extent=1000))
+    spec = model_spec(
+        config, text, vision, coordinates=CoordinateSpec(extent=1000), visual_outputs=_visual_outputs(vision)
+    )
     return replace(
         spec,
         video=_sampling_policy(_video_fields(folder, spec.pixels)),
         profile=Profile(reasoning=template_mentions(folder, (HERMES.reasoning_begin, HERMES.reasoning_end))),
         tensor_renames=spec.tensor_renames + RENAMES,
     )
+
+
+def _visual_outputs(vision: Qwen3VLVisionConfig) -> tuple[str, ...]:
+    deepstack = [f"visual.deepstack_merger_list.{number}" for number in range(len(vision.deepstack_layers))]
+    return tuple(f"{merger}.linear_fc2" for merger in ("visual.merger", *deepstack))
 
 
 def read_vision_config(folder: Path) -> Qwen3VLVisionConfig:

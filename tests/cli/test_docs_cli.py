@@ -19,9 +19,11 @@ from tests.waiting import HANG
 TEXT = page_text("cli.md")
 CONSOLE = re.findall(r"^```console\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 FILES = ("requests.jsonl", "options.yaml")
-RUN_ELSEWHERE = ("dashinfer-vlm verify", "dashinfer-vlm tune", "dashinfer-vlm doctor", "dashinfer-vlm pull")
-"""Commands that take long or need a hub, and run in test_verification.py, test_tune.py, test_doctor.py and
-test_pull.py."""
+RUN_ELSEWHERE = tuple(
+    f"dashinfer-vlm {name}" for name in ("verify", "tune", "doctor", "pull", "quantize", "divergence")
+)
+"""Commands that take long or need a hub, and run in test_verification.py, test_tune.py, test_doctor.py, test_pull.py
+and test_quantize.py."""
 
 
 def steps(block):

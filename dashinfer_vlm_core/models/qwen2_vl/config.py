@@ -19,7 +19,7 @@ from ...tokenization.conversation import HERMES
 from ..coordinates import CoordinateSpec
 from ..json_fields import CONFIG, JsonFields, read_fields
 from ..retrieval import extended_fields
-from ..spec import ModelSpec, PixelSpec, Profile, TokenSpec
+from ..spec import ROTATION, ModelSpec, PixelSpec, Profile, TokenSpec
 from ..stop_tokens import read_stop_tokens
 
 MODEL_TYPE = "qwen2_vl"
@@ -250,6 +250,7 @@ def model_spec(
     *,
     coordinates: CoordinateSpec,
     output: str = "out_hidden_size",
+    visual_outputs: tuple[str, ...] = ("visual.merger.mlp.2",),
 ) -> ModelSpec:
     """Return the `ModelSpec` of a checkpoint with the files and the image processor of Qwen2-VL.
 
@@ -259,6 +260,7 @@ def model_spec(
         vision: its vision encoder.
         coordinates: see `ModelSpec`.
         output: the name of the field with the size of a visual token.
+        visual_outputs: as in `ModelSpec`.
 
     Raises:
         CheckpointError: a file is missing or invalid, files contradict each other, or they require an unsupported
@@ -285,6 +287,8 @@ def model_spec(
         tensor_renames=TENSOR_RENAMES,
         coordinates=coordinates,
         vision_weights=vision.num_weights,
+        visual_outputs=visual_outputs,
+        rotated=config.get(ROTATION) is not None,
     )
 
 

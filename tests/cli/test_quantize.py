@@ -1,0 +1,112 @@
+"""`quantize` and `divergence`: written checkpoints, their precision, and rejected options."""
+
+from __future__ import annotations
+
+import json
+
+import click
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dashinfer_vlm_core.errors import CheckpointError, ConfigError
+from dashinfer_vlm_core.kernels.quantization import quantize
+from dashinfer_vlm_core.models.weights import Weights
+from dashinfer_vlm_core.plugins import load_plugins
+from tests.cases import cases
+from tests.pictures_of_requests import picture_request
+from tests.tiny import to_bfloat16, write_checkpoint
+
+NAME = "model.layers.1.mlp.down_proj"
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    return to_bfloat16(write_checkpoint(tmp_path_factory.mktemp("original"), num_hidden_layers=3))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "requests.jsonl"
+    bodies = [picture_request(text) for text in ("Describe the picture.", "What is in the center?", "Which color?")]
+    lines = [
+        {"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": body}
+        for number, body in enumerate(bodies)
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def weight_of(folder, module, shape):
+    spec = load_plugins().load_spec(folder)
+    weights = Weights(spec.folder, spec.tensor_renames, spec.quantization)
+    return weights.matrix([module], [shape[0]], shape[1], device="cpu", dtype=torch.bfloat16)
+
+
+def test_written_weights_are_those_of_int4_at_start(run, original, tmp_path):
+    target = tmp_path / "out"
+    assert f"{target}: 21 matrices quantized" in run("quantize", original, "-o", target).stdout
+    stored = next(name for name in load_file(original / "model.safetensors") if name.endswith("1.mlp.down_proj.weight"))
+    weight = load_file(original / "model.safetensors")[stored]
+    expected = quantize(weight, 32)
+    found = weight_of(target, NAME, weight.shape)
+    assert torch.equal(found.codes, expected.codes)
+    assert torch.equal(found.dequantize(torch.float32), expected.dequantize(torch.float32))
+    assert weight_of(target, "model.layers.0.mlp.down_proj", weight.shape).bits == 8
+
+
+def test_calibration_and_rotation_reduce_divergence(run, original, data, tmp_path):
+    found = {}
+    for name, options in {"plain": (), "best": ("--rotate", "--calibrate", data)}.items():
+        run("quantize", original, "-o", tmp_path / name, *options)
+        output = run("divergence", tmp_path / name, "--original", original, "--data", data, "--json").stdout
+        found[name] = json.loads(output)
+    assert found["plain"]["tokens"] == found["best"]["tokens"] > 3
+    assert 0 < found["best"]["mean_kl"] < found["plain"]["mean_kl"]
+
+
+def test_model_does_not_diverge_from_itself(run, original, data):
+    output = run("divergence", original, "--original", original, "--data", data).stdout
+    assert "100.0% of" in output
+    assert "0.00e+00 nats on average" in output
+
+
+@cases(
+    ("options", "message"),
+    [
+        (("--quantization", "int8"), "`quantization` int8 rounds weights while they are loaded"),
+        (("--group-size", "64"), "`--group-size` 64 does not divide the 96 inputs"),
+    ],
+)
+def test_options_that_do_not_fit_are_rejected(run, original, tmp_path, options, message):
+    with pytest.raises(ConfigError, match=message):
+        run("quantize", original, "-o", tmp_path / "out", *options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_existing_folder_is_kept(run, original, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="exists, and is not overwritten"):
+        run("quantize", original, "-o", tmp_path)
+    assert (tmp_path / "file").exists()
+
+
+def test_quantized_checkpoint_is_rejected(run, original, tmp_path):
+    run("quantize", original, "-o", tmp_path / "out")
+    with pytest.raises(CheckpointError, match=r"quantized weights already \(compressed-tensors\)"):
+        run("quantize", tmp_path / "out", "-o", tmp_path / "again")
+
+
+def test_failed_request_is_named(run, original, tmp_path):
+    body = {"messages": [{"role": "user", "content": "Hello"}], "repetition_penalty": -1}
+    line = {"custom_id": "first", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    (tmp_path / "data.jsonl").write_text(json.dumps(line))
+    with pytest.raises(ConfigError, match=r"request 'first' failed: .*repetition_penalty"):
+        run("quantize", original, "-o", tmp_path / "out", "--calibrate", tmp_path / "data.jsonl")
+    assert not (tmp_path / "out").exists()
+
+
+def test_output_is_required(run, original):
+    result = run("quantize", original)
+    assert result.exit_code == 2
+    assert "Missing option '-o' / '--output'" in click.unstyle(result.stderr)
