@@ -43,7 +43,7 @@ class Divergence(NamedTuple):
               help="Requests in the format of `batch`.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 def divergence(*, original: str, data: Path, as_json: bool, config: EngineConfig) -> None:
-    """Measure how much the predictions of a quantized MODEL differ from the original's.
+    """Measure how much a quantized model differs from the original.
 
     The original completes the requests greedily. Both models then predict each token of these answers, with 16-bit
     arithmetic on the CPU, so that only weights differ. Engine options such as --quantization apply to MODEL, and
