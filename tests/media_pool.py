@@ -8,6 +8,7 @@ from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import ContextLengthExceeded
 from dashinfer_vlm_core.media import READERS
 from dashinfer_vlm_core.media.decoder import MediaDecoder
+from dashinfer_vlm_core.media.types import TokenCount
 from dashinfer_vlm_core.media_workers import TokenBudget, create_executor
 from dashinfer_vlm_core.models.qwen2_vl import Qwen2VL
 from dashinfer_vlm_core.protocol import MediaPart
@@ -39,11 +40,13 @@ def make_executor(folder, readers=READERS, *, limit=None, **options):
 
 
 def budget(limit=100_000):
-    def check(tokens):
-        if tokens > limit:
-            raise ContextLengthExceeded("too many", prompt_tokens=tokens, limit=limit)
+    most = TokenCount(limit, 4 * limit)
 
-    return TokenBudget(check, limit)
+    def check(tokens):
+        if tokens.exceeds(most):
+            raise ContextLengthExceeded("too many", prompt_tokens=tokens.kept, limit=limit)
+
+    return TokenBudget(check, most)
 
 
 def run_with_pool(folder, work, readers=READERS, **options):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 from ..decoders import VisualSpan
 from ..media.loader import MediaLoader
-from ..media.types import Embeddings
+from ..media.types import NO_TOKENS, Embeddings, TokenCount
 from ..media_workers import MediaExecutor, TokenBudget
 from ..models.coordinates import ImageCoordinates
 from ..models.interface import ImageProcessor, Patches, VisualTokens
@@ -129,7 +129,7 @@ class InputPipeline:
             cached: list[Item | None] = [*found]
             if loaded:
                 cached = [loaded.get(part, item) for part, item in zip(parts, cached, strict=True)]
-            budget = self._token_budget(sum(item.kept_tokens for item in cached if item))
+            budget = self._token_budget(sum((item.token_count for item in cached if item), NO_TOKENS))
             given = [part for part, item in zip(parts, cached, strict=True) if item is None]
             new = await self.media.load(given, functools.partial(self.media_executor.process, budget=budget))
             self.media_uuids.bind(given, new, cache_salt=request.cache_salt or "")
@@ -146,8 +146,8 @@ class InputPipeline:
             for part in request.media()
         ]
 
-    def _token_budget(self, tokens: int = 0) -> TokenBudget:
-        return TokenBudget(self.prompts.check_media, self.prompts.max_model_len - 1, tokens)
+    def _token_budget(self, tokens: TokenCount = NO_TOKENS) -> TokenBudget:
+        return TokenBudget(self.prompts.check_media, self.prompts.max_media_tokens, tokens)
 
 
 def place_visual_tokens(prompt: Prompt, visual: Mapping[int, VisualTokens]) -> tuple[VisualSpan, ...]:

@@ -105,6 +105,31 @@ class Grid(NamedTuple):
         return self.t * self.h * self.w
 
 
+@dataclass(frozen=True, slots=True)
+class TokenCount:
+    """Numbers of visual tokens of an item, or of all items of a request.
+
+    Attributes:
+        kept: those that the language model receives.
+        encoded: those that the vision encoder produces.
+    """
+
+    kept: int
+    encoded: int
+
+    def __add__(self, other: TokenCount) -> TokenCount:
+        return TokenCount(self.kept + other.kept, self.encoded + other.encoded)
+
+    def __sub__(self, other: TokenCount) -> TokenCount:
+        return TokenCount(self.kept - other.kept, self.encoded - other.encoded)
+
+    def exceeds(self, limit: TokenCount) -> bool:
+        return self.kept > limit.kept or self.encoded > limit.encoded
+
+
+NO_TOKENS = TokenCount(0, 0)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class VisualInput:
     """One image or video as input of the model: all that the prompt depends on.
@@ -155,6 +180,10 @@ class VisualInput:
         """Number of visual tokens that the language model receives; those of a video include its first frames."""
         least = self.tokens // self.grid.t if self.kind == "video" else 1
         return max(least, int(self.tokens * (1 - self.pruning_rate)))
+
+    @property
+    def token_count(self) -> TokenCount:
+        return TokenCount(self.kept_tokens, self.tokens)
 
     @property
     def pruned_tokens(self) -> int:

@@ -20,7 +20,7 @@ from ..errors import ConfigError, EngineClosed, MediaUndecodable
 from ..media.decoder import MediaDecoder, digest_files
 from ..media.documents import Document
 from ..media.loader import closed_error
-from ..media.types import Embeddings, VideoReader
+from ..media.types import Embeddings, TokenCount, VideoReader
 from ..models.interface import ImageProcessor, ModelFamily, Patches
 from ..models.spec import ModelSpec
 from ..protocol import DocumentPart, MediaPart
@@ -93,7 +93,8 @@ class MediaWorkerPool:
 
     async def read_document(self, part: DocumentPart, data: Sequence[bytes]) -> Document:
         limits = self._config.limits
-        budget = TokenBudget(lambda _: None, (limits.document_pages + 1) * limits.document_page_text)
+        characters = (limits.document_pages + 1) * limits.document_page_text
+        budget = TokenBudget(lambda _: None, TokenCount(kept=characters, encoded=0))
         document = await self._process(Job(part=part, data=data, budget=budget, seconds=self._seconds(part)))
         assert isinstance(document, Document)
         return document

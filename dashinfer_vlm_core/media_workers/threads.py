@@ -14,9 +14,9 @@ from ..errors import EngineClosed, UnsupportedParameter
 from ..media.decoder import MediaDecoder, digest_files
 from ..media.documents import Document
 from ..media.python_objects import digest_media
-from ..media.types import Embeddings, Image, Media, Video
+from ..media.types import NO_TOKENS, Embeddings, Image, Media, TokenCount, Video
 from ..models.interface import ImageProcessor, Patches
-from ..models.patches import fewest_tokens, frames_shape, reduced, validate_embeddings
+from ..models.patches import frames_shape, least_tokens, reduced, validate_embeddings
 from ..models.spec import ModelSpec
 from ..protocol import DocumentPart, MediaPart
 
@@ -28,23 +28,27 @@ class TokenBudget:
     """Counts the visual tokens of one request while several threads process its media.
 
     Args:
-        check: called with the sum; raises if it is too large.
+        check: called with the sum; raises if it exceeds the limit.
         limit: the largest sum that `check` accepts.
         tokens: the initial sum, from items that need no processing.
     """
 
-    def __init__(self, check: Callable[[int], None], limit: int, tokens: int = 0) -> None:
+    def __init__(self, check: Callable[[TokenCount], None], limit: TokenCount, tokens: TokenCount = NO_TOKENS) -> None:
         self._check = check
         self._limit = limit
         self._tokens = tokens
         self._lock = threading.Lock()
 
     @property
-    def remaining(self) -> int:
+    def remaining(self) -> TokenCount:
         """How many tokens can be added; below 0 if too many were."""
         return self._limit - self._tokens
 
-    def add(self, tokens: int) -> None:
+    def check(self, tokens: TokenCount) -> None:
+        """Raise if `tokens` cannot be added."""
+        self._check(self._tokens + tokens)
+
+    def add(self, tokens: TokenCount) -> None:
         with self._lock:
             self._tokens += tokens
             self._check(self._tokens)
@@ -83,7 +87,7 @@ class MediaExecutor(Protocol):
         Args:
             part: the part.
             data: its encoded file, one per frame of a list, or none for a Python object.
-            budget: counts the visual tokens of the request, before anything is resized.
+            budget: counts the visual tokens of the request. What cannot fit is not resized.
 
         Raises:
             RequestError: the part is not a supported image or video, exceeds a limit, or the request exceeds its
@@ -152,12 +156,14 @@ class MediaThreads:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _process(self, media: Media, part: MediaPart, budget: TokenBudget) -> Patches | Embeddings:
-        # Media that can never fit the context are rejected before they are resized.
         if isinstance(media, Embeddings):
-            budget.add(len(media.rows))
+            budget.add(TokenCount(len(media.rows), len(media.rows)))
             return validate_embeddings(media, self._spec, self._processor)
-        budget.add(fewest_tokens(self._processor.count_tokens(media), part))
-        return reduced(process_media(self._processor, media), part)
+        # Media that can never fit the context are rejected before they are resized.
+        budget.check(least_tokens(self._processor.count_tokens(media), part))
+        patches = reduced(process_media(self._processor, media), part)
+        budget.add(patches.token_count)
+        return patches
 
 
 def process_media(processor: ImageProcessor, media: Image | Video) -> Patches:

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, 
 
 from ..errors import InvalidParameter, MediaTooLarge, MediaUndecodable
 from ..media.documents import MAX_POINTS
+from ..media.types import TokenCount
 from ..protocol import DocumentPart, MediaPart
 
 LENGTH = struct.Struct("<I")
@@ -53,7 +54,7 @@ class JobRequest(_Message):
 
     part: Annotated[MediaPart | DocumentPart, Field(discriminator="kind")]
     sizes: tuple[int, ...]
-    max_tokens: int
+    max_tokens: TokenCount
 
 
 class ErrorResponse(_Message):
@@ -114,7 +115,7 @@ class WorkerResponse(_Message):
         error: the request is invalid.
         patches: the item was processed.
         pages: the document was read.
-        tokens: the item has more visual tokens than the job allows.
+        tokens: the item has this many visual tokens, which the job does not allow.
         exception: the traceback of an unexpected exception.
         logs: warnings of the decoder.
     """

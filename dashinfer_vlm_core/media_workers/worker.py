@@ -17,9 +17,9 @@ from typing import Any, Literal
 from ..errors import EngineClosed, EngineError, MediaUndecodable
 from ..media.documents import Document, Page
 from ..media.image import deadline_error
-from ..media.types import Grid
+from ..media.types import Grid, TokenCount
 from ..models.interface import ImageProcessor, Patches
-from ..models.patches import fewest_tokens, reduced
+from ..models.patches import least_tokens, reduced
 from ..models.spec import PixelSpec
 from ..protocol import DocumentPart, MediaPart
 from . import wire
@@ -58,7 +58,7 @@ class Job:
     Attributes:
         part: the part.
         data: its encoded file, or one per frame of a list.
-        budget: counts the visual tokens of the request, before anything is resized; of a document, it limits the text.
+        budget: counts the visual tokens of the request; of a document, it limits the text.
         seconds: the time after which the worker is killed.
     """
 
@@ -182,7 +182,7 @@ class MediaWorker:
         self._memory.close()
 
     def _run(self, job: Job) -> Patches | Document:
-        max_tokens = max(job.budget.remaining, 1)
+        max_tokens = job.budget.remaining
         if self._sock is None:
             raise Disconnected
         sock = self._sock
@@ -205,7 +205,7 @@ class MediaWorker:
         if not poll.poll(1000 * max(0.0, end - time.monotonic())):
             raise TimeoutError
 
-    def _result(self, response: WorkerResponse, job: Job, max_tokens: int) -> Patches | Document:
+    def _result(self, response: WorkerResponse, job: Job, max_tokens: TokenCount) -> Patches | Document:
         for text in response.logs:
             logger.warning("%s: %s", job.part.path, text)
         if response.error is not None:
@@ -220,18 +220,18 @@ class MediaWorker:
             return self._document(response.pages, job)
         if response.patches is not None and isinstance(job.part, MediaPart):
             patches = self._patches(response.patches, job.part, max_tokens)
-            job.budget.add(patches.kept_tokens)
+            job.budget.add(patches.token_count)
             return patches
-        if response.tokens is not None and response.tokens > max_tokens:
-            job.budget.add(response.tokens)
+        if response.tokens is not None and isinstance(job.part, MediaPart):
+            job.budget.check(least_tokens(response.tokens, job.part))
         raise ValueError("the response is empty")
 
-    def _patches(self, response: PatchesResponse, part: MediaPart, max_tokens: int) -> Patches:
+    def _patches(self, response: PatchesResponse, part: MediaPart, max_tokens: TokenCount) -> Patches:
         grid = Grid(*response.grid)
         spec = self.config.pixels
         values = 3 * spec.temporal_patch_size * spec.patch_size**2
         tokens = self.config.processor.shape(grid).tokens
-        if fewest_tokens(tokens, part) > max_tokens or (part.kind == "image" and grid.t != 1):
+        if least_tokens(tokens, part).exceeds(max_tokens) or (part.kind == "image" and grid.t != 1):
             raise ValueError("the item has too many tokens")
         return reduced(
             Patches(
@@ -249,7 +249,7 @@ class MediaWorker:
 
     def _document(self, pages: Sequence[PageResponse], job: Job) -> Document:
         ends = list(itertools.accumulate(page.text_bytes for page in pages))
-        if ends[-1] > MAX_CHARACTER_BYTES * job.budget.remaining:
+        if ends[-1] > MAX_CHARACTER_BYTES * job.budget.remaining.kept:
             raise ValueError("the pages have too much text")
         text = self._memory.read((ends[-1],)).tobytes() if ends[-1] else b""
         read = [

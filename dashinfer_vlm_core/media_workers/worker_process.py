@@ -40,7 +40,7 @@ from ..media.decoder import MediaDecoder
 from ..media.image import out_of_memory_error
 from ..media.types import Embeddings, Image, Media, OpenVideo, VideoReader
 from ..models.interface import ImageProcessor
-from ..models.patches import fewest_tokens
+from ..models.patches import least_tokens
 from ..protocol import DocumentPart, MediaPart
 from . import wire
 from .sandbox import Sandbox, lower_memory_limit, readable_paths
@@ -284,8 +284,8 @@ def _process(job: JobRequest, data: Sequence[bytes], setup: WorkerSetup, memory:
     else:
         media = setup.decoder.decode(part, data, lambda: None, setup.processor.frame_resizer)
     assert not isinstance(media, Embeddings)
-    tokens = fewest_tokens(setup.processor.count_tokens(media), part)
-    if tokens > job.max_tokens:
+    tokens = setup.processor.count_tokens(media)
+    if least_tokens(tokens, part).exceeds(job.max_tokens):
         return WorkerResponse(tokens=tokens)
     patches = process_media(setup.processor, media)
     memory.write(patches.pixels)

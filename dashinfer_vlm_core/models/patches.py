@@ -13,7 +13,7 @@ from PIL import Image as PILImage
 
 from ..errors import InvalidParameter
 from ..media.image import MAX_ASPECT
-from ..media.types import Embeddings, Grid, Image, Pixels, Video
+from ..media.types import Embeddings, Grid, Image, Pixels, TokenCount, Video
 from ..protocol.media_part import MediaPart
 from .interface import GridShape, ImageProcessor, Patches
 from .spec import ModelSpec, PixelSpec
@@ -215,10 +215,11 @@ def reduced(patches: Patches, part: MediaPart) -> Patches:
     return with_digest(replace(patches, pruning_rate=part.pruning_rate or 0.0))
 
 
-def fewest_tokens(tokens: int, part: MediaPart) -> int:
-    """Return the least number of visual tokens of a part that the language model receives, if this one has not been
-    reduced."""
-    return int(tokens * (1 - (part.pruning_rate or 0.0)))
+def least_tokens(tokens: int, part: MediaPart) -> TokenCount:
+    """Return a lower bound of the visual tokens that `reduced` leaves of `tokens`."""
+    if part.min_change is not None:
+        return TokenCount(1, 1)  # one temporal patch: any of them may equal the first one
+    return TokenCount(max(1, int(tokens * (1 - (part.pruning_rate or 0.0)))), tokens)
 
 
 def drop_unchanged(patches: Patches, min_change: float) -> Patches:

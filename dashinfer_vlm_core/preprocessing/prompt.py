@@ -19,7 +19,7 @@ import tokenizers
 
 from ..config import EngineConfig
 from ..errors import ContextLengthExceeded, InvalidParameter, UnsupportedParameter
-from ..media.types import VisualInput
+from ..media.types import TokenCount, VisualInput
 from ..models.coordinates import ImageCoordinates
 from ..models.interface import Placeholder, PlaceholderSpan, PromptLayout
 from ..models.spec import ModelSpec
@@ -36,6 +36,10 @@ from .retrieval import retrieval_template
 
 MAX_TAG_TOKENS = 16
 """More than the tokens of a tag and the white space after it."""
+
+MAX_ENCODED_CONTEXTS = 4
+"""Pruned images and videos may have as many times the context length before pruning. The vision encoder's time and
+memory depend on that number, and clients choose the rate."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -466,17 +470,29 @@ class PromptBuilder:
                 min_tokens,
             )
 
-    def check_media(self, tokens: int) -> None:
-        """Check a number of visual tokens; cheap enough to call before anything is resized.
+    @property
+    def max_media_tokens(self) -> TokenCount:
+        """The most visual tokens that `check_media` accepts."""
+        return TokenCount(self.max_model_len - 1, MAX_ENCODED_CONTEXTS * self.max_model_len)
+
+    def check_media(self, tokens: TokenCount) -> None:
+        """Check numbers of visual tokens; cheap enough to call before anything is resized.
 
         Raises:
-            ContextLengthExceeded: the visual tokens alone exceed the context.
+            ContextLengthExceeded: the visual tokens alone exceed the context, or those before pruning four contexts.
         """
-        if tokens >= self.max_model_len:
+        limit = self.max_media_tokens
+        if tokens.kept > limit.kept:
             raise self._too_long(
-                f"The images and videos have at least {tokens} tokens, but the context length is {self.max_model_len},"
-                " completion included. Send fewer, or lower `max_pixels`.",
-                tokens,
+                f"The images and videos have at least {tokens.kept} tokens, but the context length is"
+                f" {self.max_model_len}, completion included. Send fewer, or lower `max_pixels`.",
+                tokens.kept,
+            )
+        if tokens.encoded > limit.encoded:
+            raise self._too_long(
+                f"The images and videos have {tokens.encoded} tokens before pruning, but at most {limit.encoded} are"
+                f" allowed, {MAX_ENCODED_CONTEXTS} times the context length. Send fewer, or lower `max_pixels`.",
+                tokens.encoded,
             )
 
     def _check_length(self, prompt_tokens: int, request: ChatRequest) -> None:

@@ -192,6 +192,30 @@ def test_pruned_video_fits_a_context_that_the_whole_one_exceeds(tiny_checkpoint,
         assert engine.chat(with_options(16, pruning_rate=0.75)).usage.prompt_tokens < 120
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_tokens_before_pruning_are_limited_to_four_contexts(tiny_checkpoint, workers):
+    options = {"model": str(tiny_checkpoint), "max_model_len": 120, "media_workers": workers}
+    with scripted_engine("ok", **options) as engine:
+        assert engine.chat(with_options(56, pruning_rate=0.9)).usage.prompt_tokens < 120
+        several = with_options(32, pruning_rate=0.9)
+        several["messages"] = several["messages"] * 2
+        for request in (with_options(64, pruning_rate=0.9), several):
+            with pytest.raises(ContextLengthExceeded, match="512 tokens before pruning, but at most 480"):
+                engine.chat(request)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_still_videos_fit_by_what_remains_of_them(tiny_checkpoint, workers):
+    options = {"model": str(tiny_checkpoint), "max_model_len": 120, "media_workers": workers}
+    with scripted_engine("ok", **options) as engine:
+        still = as_openai([user([blurred_image(0)] * 124, "What happens?")])
+        still[0]["content"][0]["video_url"] |= {"min_change": 2}
+        request = {"messages": still * 2, "max_tokens": 2}
+        assert engine.chat(request).usage.prompt_tokens_details.video_tokens == 32
+        with pytest.raises(ContextLengthExceeded):
+            engine.chat(with_options(32, min_change=0.01))
+
+
 def test_video_by_uuid_is_pruned_alike(engine):
     sent = with_options()
     sent["messages"][0]["content"][0]["uuid"] = "clip"
