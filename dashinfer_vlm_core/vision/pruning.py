@@ -91,6 +91,7 @@ def _select(embedding: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _normalized(embedding: torch.Tensor) -> torch.Tensor:
-    values = embedding.float()
+    # An encoder that overflows gives NaN or infinity. Selecting needs an order; the decoder reports what it gets.
+    values = embedding.float().nan_to_num(posinf=0, neginf=0)
     lengths: torch.Tensor = values.norm(dim=-1, keepdim=True)
     return values / lengths.clamp(min=SMALLEST_NORM)

@@ -113,6 +113,15 @@ def test_repeated_tokens_of_an_image_are_dropped():
     assert torch.equal(found.embedding, torch.tensor(directions, dtype=torch.float32)[found.kept_rows])
 
 
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_rows_that_are_not_finite_change_no_number(wrong):
+    """An encoder in float16 can overflow."""
+    for kind, grid in (("image", Grid(1, 6, 8)), ("video", Grid(3, 4, 4))):
+        rows = np.random.default_rng(0).normal(size=(12, 4))
+        rows[5] = wrong
+        assert len(set(pruning.prune(visual(kind, grid, rows, 0.5)).kept_rows)) == 6
+
+
 def test_large_images_are_pruned_in_strips(monkeypatch):
     monkeypatch.setattr(pruning, "STRIP_TOKENS", 10)
     values = np.random.default_rng(0).normal(size=(24, 8))
