@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 STRIP_TOKENS = 1024
 """Larger images are pruned in strips, since the time for a strip grows with the third power of its tokens."""
 
+TASK_STEPS = 64
+"""Tokens that are selected, or compared with all others of a strip, in one task of the executor: streams continue
+between two tasks."""
+
 RIDGE = 0.01
 """Added to the similarity of a token to itself: more tokens can be kept than embeddings have dimensions."""
 
@@ -68,26 +72,44 @@ def _diverse_rows(item: VisualTokens, executor: Executor) -> torch.Tensor:
     rows = embedding.new_empty(item.kept_tokens).long()
     for index in range(count):
         strip = embedding[bounds[index] : bounds[index + 1]]
-        selected = executor.run(partial(_select, strip, kept[index + 1] - kept[index]))
+        selected = _select(strip, kept[index + 1] - kept[index], executor)
         rows[kept[index] : kept[index + 1]] = bounds[index] + selected
     return rows
 
 
-def _select(embedding: torch.Tensor, count: int) -> torch.Tensor:
+def _select(embedding: torch.Tensor, count: int, executor: Executor) -> torch.Tensor:
     """Select tokens one by one, each the one that is least a linear combination of those before.
 
     This is a pivoted Cholesky decomposition of the similarities (Chen et al., arXiv:1709.05135).
     """
-    unit = _normalized(embedding)
-    factors = unit.new_zeros((count, len(unit)))
-    remainder = (unit * unit).sum(-1) + RIDGE
-    for step in range(count):
-        row = int(remainder.argmax())
-        similarity = unit @ unit[row] - factors[:step, row] @ factors[:step]
-        factors[step] = similarity / remainder[row].sqrt()
-        remainder -= factors[step] ** 2
-        remainder[row] = -math.inf
+    similarities = _similarities(embedding, executor)
+    factors = similarities.new_zeros((count, len(embedding)))
+    remainder = similarities.diagonal() + RIDGE
+
+    def select(start: int) -> None:
+        for step in range(start, min(start + TASK_STEPS, count)):
+            row = int(remainder.argmax())
+            similarity = similarities[row] - factors[:step, row] @ factors[:step]
+            factors[step] = similarity / remainder[row].sqrt()
+            remainder.sub_(factors[step] ** 2)
+            remainder[row] = -math.inf
+
+    for start in range(0, count, TASK_STEPS):
+        executor.run(partial(select, start))
     return remainder.isneginf().nonzero().flatten()
+
+
+def _similarities(embedding: torch.Tensor, executor: Executor) -> torch.Tensor:
+    """Return the cosine similarity of each token to each other, float32 [tokens, tokens]."""
+    unit = executor.run(partial(_normalized, embedding))
+    similarities = unit.new_empty((len(unit), len(unit)))
+
+    def compare(start: int) -> None:
+        similarities[start : start + TASK_STEPS] = unit[start : start + TASK_STEPS] @ unit.T
+
+    for start in range(0, len(unit), TASK_STEPS):
+        executor.run(partial(compare, start))
+    return similarities
 
 
 def _normalized(embedding: torch.Tensor) -> torch.Tensor:

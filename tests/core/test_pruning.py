@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dashinfer_vlm_core import EngineConfig
+from dashinfer_vlm_core.concurrency.compute import Executor
 from dashinfer_vlm_core.errors import ConfigError, ContextLengthExceeded, InvalidParameter
 from dashinfer_vlm_core.media import Grid
 from dashinfer_vlm_core.models.interface import VisualTokens
@@ -111,6 +112,25 @@ def test_repeated_tokens_of_an_image_are_dropped():
     found = pruning.prune(visual("image", Grid(1, 6, 8), directions, 0.5))
     assert len(set(found.kept_rows)) == 6  # more than there are dimensions
     assert torch.equal(found.embedding, torch.tensor(directions, dtype=torch.float32)[found.kept_rows])
+
+
+class CountingExecutor(Executor):
+    tasks: int = 0
+
+    def run(self, work):
+        self.tasks += 1
+        return work()
+
+
+def test_images_are_pruned_in_short_tasks(monkeypatch):
+    executor = CountingExecutor()
+    monkeypatch.setattr(pruning, "executor_for", lambda device: executor)
+    item = visual("image", Grid(1, 8, 12), np.random.default_rng(0).normal(size=(24, 8)), 0.5)
+    expected = pruning.prune(item).kept_rows
+    executor.tasks = 0
+    monkeypatch.setattr(pruning, "TASK_STEPS", 2)
+    np.testing.assert_array_equal(pruning.prune(item).kept_rows, expected)
+    assert executor.tasks >= 24 // 2 + 12 // 2
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
