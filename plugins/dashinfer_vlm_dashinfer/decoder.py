@@ -294,12 +294,12 @@ _CLOSED = "The decoder was closed. Start the engine again."
 _DIED = "The decoder's process died. Try again in a moment."
 
 
-def _span_digest(span: VisualSpan) -> bytes:
-    digest = span.tokens.digest
+def _span_digest(span: VisualSpan, request: DecodeRequest) -> bytes:
+    """Return a digest of all that the keys and values of a span depend on: DashInfer's prefix cache compares no
+    positions, and a video without some of its temporal patches has others than a whole one with the same content."""
     rows = span.stop - span.start
-    if rows == len(span.tokens.embedding):
-        return digest
-    return hashlib.sha256(f"{span.row} {rows} ".encode() + digest).digest()
+    positions = np.ascontiguousarray(request.positions[:, span.start : span.stop], dtype=np.int32)
+    return hashlib.sha256(f"{span.row} {rows} ".encode() + span.tokens.digest + positions.tobytes()).digest()
 
 
 def _arrays(request: DecodeRequest) -> list[Array]:
@@ -309,5 +309,5 @@ def _arrays(request: DecodeRequest) -> list[Array]:
     for span in request.spans:
         rows = span.tokens.embedding[span.row : span.row + span.stop - span.start]
         embedding = CPU_EXECUTOR.run(rows.detach().float).cpu().numpy()
-        arrays += [np.ascontiguousarray(embedding), np.frombuffer(_span_digest(span), dtype=np.int32)]
+        arrays += [np.ascontiguousarray(embedding), np.frombuffer(_span_digest(span, request), dtype=np.int32)]
     return arrays

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,10 +14,12 @@ from dashinfer_vlm_core.errors import ConfigError, InvalidParameter, Unsupported
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
 from dashinfer_vlm_core.protocol.sampling import Sampling
 from dashinfer_vlm_dashinfer import worker
+from dashinfer_vlm_dashinfer.decoder import _arrays
 from dashinfer_vlm_dashinfer.environment import PROGRAM
 from dashinfer_vlm_dashinfer.options import check_sampling, generate_config, stop_tokens
 from dashinfer_vlm_dashinfer.plan import check_cache_salt, make_plan
 from dashinfer_vlm_dashinfer.settings import DashInferOptions
+from tests.plugins.oracle import visual
 
 
 @pytest.fixture(scope="module")
@@ -198,3 +201,13 @@ def test_worker_scripts_do_not_import_project():
     for name in ("worker.py", "serialize.py", "torch_placeholder.py"):
         source = (PROGRAM.parent / name).read_text()
         assert not re.search(r"^\s*(from \.|import dashinfer_vlm|from dashinfer_vlm)", source, re.MULTILINE), name
+
+
+def test_digest_of_a_video_depends_on_its_positions():
+    """Two videos of which equal pairs of frames remain can have had these at different times."""
+    request = visual(2, (3, 2, 2), 1, width=4)
+    moved = request.positions.copy()
+    moved[0, 6:14] += 1
+    digests = [_arrays(given)[-1].tobytes() for given in (request, request, replace(request, positions=moved))]
+    assert digests[0] == digests[1] != digests[2]
+    assert all(len(digest) == 32 for digest in digests)
