@@ -14,6 +14,14 @@ pytestmark = pytest.mark.slow
 expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed").expect
 
 TRACKS = "document.getElementById('camera-image').srcObject"
+RECORD_STREAMS = """() => {
+  const request = navigator.mediaDevices.getUserMedia.bind(navigator.mediaDevices);
+  window.streams = [];
+  navigator.mediaDevices.getUserMedia = async (constraints) => {
+    streams.push(await request(constraints));
+    return streams.at(-1);
+  };
+}"""
 
 
 def test_camera_adds_a_picture_and_is_switched_off(open_page, scripted):
@@ -31,6 +39,26 @@ def test_camera_adds_a_picture_and_is_switched_off(open_page, scripted):
     tab.send("What is it?")
     tab.finished()
     assert len(script.requests[0].spans) == 1
+
+
+def test_second_click_on_camera_opens_no_second_stream(open_page, scripted):
+    server, *_ = scripted("Never.")
+    tab = open_page(server)
+    tab.page.evaluate(RECORD_STREAMS)
+    tab.page.evaluate("['camera', 'camera'].forEach((id) => document.getElementById(id).click())")
+    expect(tab.page.get_by_role("dialog", name="Camera")).to_be_visible()
+    tab.page.get_by_role("button", name="Cancel").click()
+    expect(tab.page.get_by_role("dialog", name="Camera")).to_be_hidden()
+    states = "streams.flatMap((stream) => stream.getTracks()).map((track) => track.readyState)"
+    assert tab.page.evaluate(states) == ["ended"]
+
+
+def test_picture_without_data_is_reported(open_page, scripted):
+    server, *_ = scripted("Never.")
+    tab = open_page(server)
+    tab.page.evaluate("() => { HTMLCanvasElement.prototype.toBlob = (onblob) => onblob(null); }")
+    tab.page.get_by_role("button", name="Screenshot", exact=True).click()
+    expect(tab.page.get_by_role("alert").filter(has_text="The picture could not be taken")).to_be_visible()
 
 
 def test_screenshot_is_added(open_page, scripted):

@@ -12,7 +12,7 @@ export function openCapture({ onfile, onproblem }) {
   byId("screenshot").addEventListener("click", async () => {
     const video = document.createElement("video");
     if (!(await show(video, () => navigator.mediaDevices.getDisplayMedia({ video: true }), onproblem))) return;
-    onfile(await picture(video, "screenshot.png", "image/png"));
+    await takePicture(video, "screenshot.png", "image/png", { onfile, onproblem });
     stop(video);
   });
 }
@@ -21,12 +21,17 @@ function openCamera(onfile, onproblem) {
   const dialog = byId("camera-dialog");
   const video = byId("camera-image");
   const constraints = { video: { facingMode: "environment", width: { ideal: 1920 }, height: { ideal: 1080 } } };
+  let waiting = false; // for the permission: a second stream would replace the first one, which nothing could stop
   closable(dialog);
   byId("camera").addEventListener("click", async () => {
-    if (await show(video, () => navigator.mediaDevices.getUserMedia(constraints), onproblem)) dialog.showModal();
+    if (waiting) return;
+    waiting = true;
+    const shown = await show(video, () => navigator.mediaDevices.getUserMedia(constraints), onproblem);
+    waiting = false;
+    if (shown) dialog.showModal();
   });
   byId("take-picture").addEventListener("click", async () => {
-    onfile(await picture(video, "camera.jpg", "image/jpeg"));
+    await takePicture(video, "camera.jpg", "image/jpeg", { onfile, onproblem });
     dialog.close();
   });
   dialog.addEventListener("close", () => stop(video));
@@ -59,11 +64,12 @@ function stop(video) {
   video.srcObject = null;
 }
 
-async function picture(video, name, type) {
+async function takePicture(video, name, type, { onfile, onproblem }) {
   const canvas = document.createElement("canvas");
   canvas.width = video.videoWidth;
   canvas.height = video.videoHeight;
   canvas.getContext("2d").drawImage(video, 0, 0);
   const blob = await new Promise((resolve) => canvas.toBlob(resolve, type, 0.92));
-  return new File([blob], name, { type });
+  if (blob) onfile(new File([blob], name, { type }));
+  else onproblem(reason({ message: `${canvas.width} × ${canvas.height}` }));
 }
