@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import threading
 import weakref
 from pathlib import Path
@@ -35,6 +36,17 @@ def stored(folder: Path) -> list[Path]:
 
 def is_storing():
     return any(thread.name == "dashinfer-vlm-store-weights" for thread in threading.enumerate())
+
+
+def set_disk(monkeypatch, total, free):
+    disk = shutil._ntuple_diskusage(total, total - free, free)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: disk)
+
+
+@pytest.fixture(autouse=True)
+def empty_disk(monkeypatch):
+    """Let files be stored if the disk of this machine is nearly full."""
+    set_disk(monkeypatch, 1 << 40, 1 << 40)
 
 
 @pytest.fixture
@@ -108,6 +120,18 @@ def test_larger_file_than_the_budget_is_not_written(tmp_path, caplog):
     WeightFolder(tmp_path, budget=MIB).write(KEY, {"one": {"weights": torch.zeros(2 * MIB, dtype=torch.uint8)}})
     assert not stored(tmp_path)
     assert "`weight_cache_mib` is 1" in caplog.text
+
+
+@pytest.mark.parametrize(("free", "kept"), [(50_000, "ab"), (700_000, "bc"), (3_000_000, "abc")])
+def test_files_are_removed_only_if_that_makes_space(free, kept, tmp_path, monkeypatch):
+    layers = {"one": {"weights": torch.zeros(500_000, dtype=torch.uint8)}}
+    folder = WeightFolder(tmp_path, budget=64 * MIB)
+    for number, key in enumerate("ab"):
+        folder.write(key * 64, layers)
+        os.utime(tmp_path / f"{key * 32}.weights", (number, number))
+    set_disk(monkeypatch, 6_000_000, free)  # of which 600,000 bytes stay free
+    folder.write("c" * 64, layers)
+    assert "".join(file.name[0] for file in stored(tmp_path)) == kept
 
 
 def test_folder_that_cannot_be_written_is_reported(tmp_path, caplog):

@@ -91,18 +91,18 @@ class WeightFolder:
         """Remove the files that were not used for the longest time; return why there is no space."""
         if size > self._budget:
             return f"`weight_cache_mib` is {self._budget // MIB}"
-        found = [(path, path.stat()) for path in self._folder.glob(f"*{SUFFIX}") if path != self._path(key)]
-        found.sort(key=lambda pair: pair[1].st_mtime_ns)
+        found = [(path, path.stat()) for path in self._folder.glob(f"*{SUFFIX}")]
+        found.sort(key=lambda pair: (pair[0] != self._path(key), pair[1].st_mtime_ns))  # what is replaced first
         total = sum(status.st_size for _, status in found)
-        while found and (total + size > self._budget or self._lacks_space(size)):
+        disk = shutil.disk_usage(self._folder)
+        missing = max(total + size - self._budget, disk.total // FREE_SHARE - (disk.free - size))
+        if missing > total:  # before files of other models are removed for nothing
+            return f"less than a tenth of the disk of {self._folder} would stay free"
+        while found and missing > 0:
             path, status = found.pop(0)
             path.unlink(missing_ok=True)  # a process that has mapped it keeps its memory
-            total -= status.st_size
-        return f"less than a tenth of the disk of {self._folder} would stay free" if self._lacks_space(size) else ""
-
-    def _lacks_space(self, size: int) -> bool:
-        usage = shutil.disk_usage(self._folder)
-        return usage.free - size < usage.total // FREE_SHARE
+            missing -= status.st_size
+        return ""
 
     def _path(self, key: str) -> Path:
         return self._folder / f"{key[:32]}{SUFFIX}"
