@@ -35,7 +35,7 @@ def cache_problem(folder: Path, reason: str) -> str:
 
 
 def access_problem(status: os.stat_result) -> str:
-    """Return why other users may have changed a file or folder whose content is executed; empty if they cannot have.
+    """Return why other users may have changed a trusted file or folder; empty if they cannot have.
 
     It must belong to this user or root, and its group and others must not be able to write to it.
     """

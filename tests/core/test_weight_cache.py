@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -78,8 +79,8 @@ def link(file: Path) -> None:
 
 
 UNUSABLE = {
-    "others may write to the file": (lambda file: file.chmod(0o602), "other users may write to it"),
-    "others may write to the folder": (lambda file: file.parent.chmod(0o770), "other users may write to it"),
+    "others may write to the file": (lambda file: file.chmod(0o602), "other users can write to it"),
+    "others may write to the folder": (lambda file: file.parent.chmod(0o770), "other users can write to it"),
     "damaged header": (damage_header, "its header is damaged"),
     "truncated": (lambda file: os.truncate(file, 4000), "incomplete"),
     "empty": (lambda file: os.truncate(file, 0), "it has no header"),
@@ -97,6 +98,24 @@ def test_unusable_file_is_reported_and_replaced(change, reason, written, caplog)
         file.parent.chmod(0o700)
     WeightFolder(written, budget=MIB).write(KEY, LAYERS)
     assert WeightFolder(written, budget=MIB).open(KEY) is not None
+
+
+def test_file_in_a_read_only_folder_is_used(written, monkeypatch, caplog):
+    def read_only(descriptor):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "utime", read_only)
+    assert WeightFolder(written, budget=MIB).open(KEY) is not None
+    assert not caplog.records
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_file_of_root_is_used_by_others_and_that_of_others_is_not(written, monkeypatch, caplog):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert WeightFolder(written, budget=MIB).open(KEY) is not None
+    os.chown(stored(written)[0], 1001, -1)
+    assert WeightFolder(written, budget=MIB).open(KEY) is None
+    assert "it belongs to another user" in caplog.text
 
 
 def test_file_under_the_name_of_another_key_is_not_used(written):

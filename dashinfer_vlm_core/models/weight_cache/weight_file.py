@@ -1,22 +1,24 @@
 """The file of converted weights: magic number, digest and length of the header, header (JSON), tensors.
 
 The tensors are not covered by the digest: reading them would take longer than what the file saves. The file has to
-belong to the user of the process instead, and others may not write to it.
+belong to the user of the process or to root instead, and others may not write to it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import mmap
 import os
-import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from ...config.folders import access_problem
 
 MAGIC = b"dvlm-w01"
 DIGEST_BYTES = 32
@@ -78,7 +80,8 @@ def open_file(path: Path, key: str) -> WeightFile:
         if header["key"] != key or header["size"] != status.st_size:
             raise InvalidFileError("it belongs to other weights, or is incomplete")
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
-        os.utime(descriptor)  # the files that were not used for the longest time are removed first
+        with contextlib.suppress(OSError):  # a prepared folder, such as that of a container image, may be read-only
+            os.utime(descriptor)  # the files that were not used for the longest time are removed first
         # Writable copies of pages: tensors of read-only memory are not supported by torch.
         memory = mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_COPY)
     finally:
@@ -88,15 +91,13 @@ def open_file(path: Path, key: str) -> WeightFile:
 
 
 def check_private(status: os.stat_result) -> None:
-    """Check that a file or folder belongs to this user, and that nobody else may write to it.
+    """Check that a file or folder belongs to this user or to root, and that nobody else may write to it.
 
     Raises:
         InvalidFileError: it does not.
     """
-    if status.st_uid != os.geteuid():
-        raise InvalidFileError("it belongs to another user")
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise InvalidFileError("other users may write to it")
+    if problem := access_problem(status):
+        raise InvalidFileError(problem)
 
 
 def _read_header(descriptor: int, size: int) -> Any:
