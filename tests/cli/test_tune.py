@@ -13,6 +13,7 @@ from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_core.kernels.threads import Machine
 from dashinfer_vlm_core.kernels.topology import Core
 from dashinfer_vlm_core.kernels.tuned import FOLDER, THREADS_FOLDER
+from dashinfer_vlm_core.models.weight_cache import converted
 from tests.kernels import needs_native
 from tests.quantized_checkpoints import LAYOUTS, write_quantized
 
@@ -36,8 +37,10 @@ def tune(run, tiny_checkpoint, tmp_path):
     return tune
 
 
-def test_times_and_choice_are_printed_stored_and_used(tune, run, tmp_path, tiny_checkpoint):
+def test_times_and_choice_are_printed_stored_and_used(tune, run, tmp_path, tiny_checkpoint, monkeypatch):
+    monkeypatch.setattr(converted, "MIN_BYTES", 0)
     output = tune().stdout
+    assert not (tmp_path / "weights").exists()  # nothing was stored while it measured
     assert re.search(r"^KERNELS +FIRST TOKEN +NEXT TOKENS +2 AT ONCE +REFERENCE REQUESTS$", output, re.MULTILINE)
     rule = "A set replaces one of higher priority if it takes 10% less time."
     chosen = re.search(rf"^Choice: (\w+)\. {re.escape(rule)}$", output, re.MULTILINE)[1]
