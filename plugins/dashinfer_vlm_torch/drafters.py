@@ -34,7 +34,7 @@ def create_mtp_drafter(model: TextModel, cache: KVCache) -> Drafter | None:
 
 
 def load_eagle_drafter(model: TextModel, cache: KVCache, spec: EagleSpec, quantization: Quantization | None) -> Drafter:
-    """Load an EAGLE-3 head.
+    """Load an EAGLE-3 head. Its weights are converted at each start, and not stored.
 
     Args:
         model: the model that it was trained for, which captures its layers.
@@ -65,7 +65,7 @@ def load_eagle_drafter(model: TextModel, cache: KVCache, spec: EagleSpec, quanti
 def load_model_drafter(
     model: TextModel, cache: KVCache, spec: ModelSpec, kernels: Kernels, quantization: Quantization | None
 ) -> Drafter:
-    """Load a draft model.
+    """Load a draft model. Its weights are converted at each start, and not stored.
 
     Args:
         model: the model that it drafts for.
