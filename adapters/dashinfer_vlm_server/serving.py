@@ -26,6 +26,7 @@ import uvicorn
 
 from dashinfer_vlm_core.errors import ConfigError, DecoderFailed
 from dashinfer_vlm_core.media_workers import MEDIA_THREADS
+from dashinfer_vlm_core.models.weight_cache import STORE_THREAD
 
 from .api_keys import KEY_VARIABLE
 from .app import create_app
@@ -249,13 +250,15 @@ def exit_immediately(number: int, _frame: FrameType | None) -> None:
 
 
 def _abandon_threads(code: int) -> None:
-    """Exit now if threads still decode media: they cannot be stopped, and the interpreter would wait for them."""
-    threads = [thread for thread in threading.enumerate() if thread.name.startswith(MEDIA_THREADS)]
+    """Exit now if threads still decode media or store weights: they cannot be stopped, and the interpreter would wait
+    for them."""
+    abandoned = (MEDIA_THREADS, STORE_THREAD)
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith(abandoned)]
     end = time.monotonic() + THREAD_SECONDS
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
     if any(thread.is_alive() for thread in threads):
-        logger.warning("The process exits, although threads still decode media.")
+        logger.warning("The process exits, although threads still decode media or store weights.")
         logging.shutdown()
         os._exit(code)
 

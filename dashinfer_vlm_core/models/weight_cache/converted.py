@@ -29,6 +29,9 @@ FOLDER = "weights"
 LAYOUT = 1
 """Incremented when the order of rows and columns changes in which readers pass weights to kernels."""
 
+STORE_THREAD = "dashinfer-vlm-store-weights"
+"""The name of the threads that write files. They may be abandoned: the next writer removes what they left."""
+
 MIN_BYTES = 64 * MIB
 """Smaller models are converted in a tenth of a second."""
 
@@ -138,9 +141,7 @@ class ConvertedWeights(AbstractContextManager["ConvertedWeights"]):
         if file_size(layers) < MIN_BYTES or not self._is_unchanged():
             return
         # Not a daemon like the thread that loads: a short command would never store what it converted.
-        threading.Thread(
-            target=self._folder.write, args=(self._key, layers), name="dashinfer-vlm-store-weights", daemon=False
-        ).start()
+        threading.Thread(target=self._folder.write, args=(self._key, layers), name=STORE_THREAD, daemon=False).start()
 
     def _is_unchanged(self) -> bool:
         try:
