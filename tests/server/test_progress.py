@@ -53,6 +53,7 @@ def test_disconnect_after_a_comment_frees_the_request(scripted, monkeypatch):
     monkeypatch.setattr(sse, "COMMENT_SECONDS", 0.01)
     served = scripted("Fine.", delay=60)
     with served.server.http() as client, client.stream("POST", CHAT, json=asking(VIDEO)) as response:
-        assert next(response.iter_lines()).startswith(": vision ")
+        lines = response.iter_lines()  # kept: the connection is closed with the iterator
+        assert next(lines).startswith(": vision ")
         until(lambda: served.script.running == 1)
     until(lambda: served.script.running == 0)
