@@ -37,8 +37,7 @@ def quantize(*, output: Path, rotate: bool, calibrate: Path | None, group_size: 
     """Write a checkpoint with 4-bit weights.
 
     MODEL is a registered name, a checkpoint folder, or a Hugging Face model ID. The layers of the text model have 4
-    bits, the first and the last one 8; all else is copied. The new folder is in the format compressed-tensors, which
-    vLLM loads too.
+    bits, the first and the last one 8; all else is copied. The new folder is in the format compressed-tensors.
 
     With --rotate, LoRA adapters, EAGLE heads and embeddings of the original do not fit the new checkpoint. With
     --calibrate, the model completes the requests on the CPU. Engine options such as --max-pixels apply to them.

@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("small_requests")]
 def small_requests(monkeypatch):
     for name, value in {"IMAGE_SIZE": (56, 56), "WORDS": 2, "TOKENS": 2, "AT_ONCE": 2, "MAX_ROUNDS": 2}.items():
         monkeypatch.setattr(tune_module, name, value)
+    monkeypatch.setattr(tune_module, "RATES", {"seconds": 0, "size": 1 << 20, "width": 256})
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Write checkpoints with 4-bit weights in the format compressed-tensors, which vLLM and transformers load too.
+"""Write checkpoints with 4-bit weights in the format compressed-tensors.
 
 The layers of the text model are rounded as by `quantization` int4: the first and the last one have 8 bits. The vision
 encoder, the embedding table, the output layer and the head for multi-token prediction are copied, as in published
