@@ -159,6 +159,8 @@ def open_page(browser, artifacts) -> Iterator[Callable[..., PageDriver]]:
             drivers.append(PageDriver(context.new_page(), f"{server.url}/", artifacts))
             drivers[-1].attach()
             drivers[-1].page.goto(drivers[-1].url)
+            # Scripts run after the texts were loaded; what is dropped before that is lost.
+            drivers[-1].page.locator("#language option").first.wait_for(state="attached")
             return drivers[-1]
 
         yield start
