@@ -87,6 +87,10 @@ class PageDriver:
     problems: list[str] = field(default_factory=list)
     expects_errors: bool = False
 
+    def wait_for_scripts(self):
+        """Wait until the scripts run, after the texts were loaded: what a user does before that is lost."""
+        self.page.locator("#language option").first.wait_for(state="attached")
+
     def attach(self) -> None:
         self.page.on("console", self._note)
         self.page.on("pageerror", lambda error: self.problems.append(str(error)))
@@ -159,8 +163,7 @@ def open_page(browser, artifacts) -> Iterator[Callable[..., PageDriver]]:
             drivers.append(PageDriver(context.new_page(), f"{server.url}/", artifacts))
             drivers[-1].attach()
             drivers[-1].page.goto(drivers[-1].url)
-            # Scripts run after the texts were loaded; what is dropped before that is lost.
-            drivers[-1].page.locator("#language option").first.wait_for(state="attached")
+            drivers[-1].wait_for_scripts()
             return drivers[-1]
 
         yield start

@@ -74,6 +74,7 @@ def test_refused_access_names_the_next_step(launch, scripted, artifacts):
     with contextlib.closing(browser.new_context()) as context:
         tab = PageDriver(context.new_page(), f"{server.url}/", artifacts)
         tab.page.goto(tab.url)
+        tab.wait_for_scripts()
         tab.page.get_by_role("button", name="Camera", exact=True).click()
         expect(tab.page.get_by_role("alert").filter(has_text="The browser permitted no access.")).to_be_visible()
         expect(tab.page.get_by_role("dialog")).to_be_hidden()

@@ -44,6 +44,7 @@ def test_language_can_be_changed_and_is_remembered(open_page, scripted):
         expect(tab.page.locator(".exchange .tile-cost")).to_contain_text(tokens)
         expect(tab.page.locator("#attachments .tile-cost")).to_contain_text(tokens)
     tab.page.reload()
+    tab.wait_for_scripts()
     expect(tab.page.get_by_role("button", name="Einstellungen")).to_be_visible()
     tab.page.locator("#language").select_option("en")
     expect(tab.page.get_by_role("button", name="Settings")).to_be_visible()

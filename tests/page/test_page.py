@@ -422,6 +422,7 @@ def reload(tab):
     """Reload the page, once the conversation is stored."""
     expect(tab.page.get_by_role("button", name="History")).to_have_attribute("aria-busy", "false")
     tab.page.reload()
+    tab.wait_for_scripts()
 
 
 def open_history(tab):
@@ -475,6 +476,7 @@ def test_history_can_be_disabled(open_page, scripted):
     tab.send("Hello?")
     tab.finished()
     tab.page.reload()
+    tab.wait_for_scripts()
     dialog = open_history(tab)
     expect(dialog.get_by_label("Keep conversations")).not_to_be_checked()
     expect(dialog.get_by_text("No conversations.")).to_be_visible()
