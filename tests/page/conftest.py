@@ -155,12 +155,13 @@ def open_page(browser, artifacts) -> Iterator[Callable[..., PageDriver]]:
     drivers = []
     with contextlib.ExitStack() as stack:
 
-        def start(server: RunningServer, **options) -> PageDriver:
+        def start(server: RunningServer, *, expects_errors=False, **options) -> PageDriver:
             context = stack.enter_context(
                 contextlib.closing(browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options}))
             )
             context.set_default_timeout(1000 * HANG)
             drivers.append(PageDriver(context.new_page(), f"{server.url}/", artifacts))
+            drivers[-1].expects_errors = expects_errors
             drivers[-1].attach()
             drivers[-1].page.goto(drivers[-1].url)
             drivers[-1].wait_for_scripts()

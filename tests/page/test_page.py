@@ -537,8 +537,7 @@ def test_markup_in_a_response_is_shown_as_text(open_page, scripted):
 
 def test_api_key_is_stored_for_this_tab_only(open_page, scripted):
     server, *_ = scripted("Come in.", settings=Settings(keys=ApiKeys(["sesame"])))
-    tab = open_page(server)
-    tab.expects_errors = True
+    tab = open_page(server, expects_errors=True)
     field = tab.page.get_by_label("API key")
     expect(tab.page.get_by_role("status").filter(has_text="API key required")).to_be_visible()
     tab.send("May I?")
