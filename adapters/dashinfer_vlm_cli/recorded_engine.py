@@ -166,9 +166,8 @@ def record_logits(
     with Progress(requests, desc="Comparing", unit=" requests") as progress:
         hidden = [opened.hidden(request, answer) for request, answer in zip(progress, answers, strict=True)]
     name = f"{spec.text.weights.norm}.weight"
-    norm = Weights(spec.folder, spec.tensor_renames).tensor(
-        name, (spec.hidden_size,), device="cpu", dtype=torch.float32
-    )
+    with Weights(spec.folder, spec.tensor_renames) as weights:
+        norm = weights.tensor(name, (spec.hidden_size,), device="cpu", dtype=torch.float32)
     return RecordedLogits(hidden, norm + spec.text.norm_offset, spec.text.norm_eps, opened.recorder)
 
 

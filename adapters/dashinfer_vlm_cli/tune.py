@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
@@ -46,9 +46,6 @@ WORDS = 64
 TOKENS = 16
 AT_ONCE = 4
 """A round has one request alone and then several at once, each with an image, so many words, and tokens to generate."""
-
-RATES: Mapping[str, Any] = {}
-"""Arguments of `measure_rates`."""
 
 MIN_ROUNDS = 2
 MAX_ROUNDS = 8
@@ -148,7 +145,7 @@ def _usable_sets(config: EngineConfig, registry: Registry) -> tuple[torch.dtype,
 def _measure_memory(dtype: torch.dtype, sets: Mapping[str, Kernels]) -> tuple[float, dict[str, WeightRates]]:
     from dashinfer_vlm_core.kernels.bandwidth import measure_bandwidth, measure_rates
 
-    return measure_bandwidth(), {name: measure_rates(kernels, dtype, **RATES) for name, kernels in sets.items()}
+    return measure_bandwidth(), {name: measure_rates(kernels, dtype) for name, kernels in sets.items()}
 
 
 def _measure_sets(config: EngineConfig, names: list[str]) -> dict[str, Round]:

@@ -55,12 +55,8 @@ def measure_rates(
         count = math.ceil(size / (bytes_each * weight.numel()))
         layers = [kernels.linear(weight, quantization=quantization) for _ in range(count)]
         x = torch.ones(1, width, dtype=dtype)
-        return (
-            count
-            * bytes_each
-            * weight.numel()
-            / statistics.median(_durations(lambda: [layer(x) for layer in layers], seconds))
-        )
+        durations = _durations(lambda: [layer(x) for layer in layers], seconds)
+        return count * bytes_each * weight.numel() / statistics.median(durations)
 
     wide = measure(dtype.itemsize * kernels.weight_bits.layer / 16, None)
     return WeightRates(

@@ -30,8 +30,10 @@ from .types import (
 )
 
 TORCH_LAYER_SECONDS = 0.3e-3
-TORCH_DELTA_NET_SECONDS = 1e-3
 """What the operators of a layer take in a decode step, except for matrix products, see docs/lab/decode-steps.md."""
+
+TORCH_DELTA_NET_SECONDS = 1e-3
+"""What those of a gated delta net take in addition."""
 
 
 class TorchKernels:

@@ -65,8 +65,8 @@ class TorchDecoder:
         self._spec = spec
         self._config = config
         self._speculative_method = "none" if spec.pooling else config.options_of(TorchOptions).speculative_method
-        # Without drafts, the head for multi-token prediction needs no memory.
         self._draft = _draft_source(spec, self._speculative_method)
+        # Without drafts, the head for multi-token prediction needs no memory.
         uses_mtp = self._speculative_method == "auto" and self._draft is None
         self._text = spec.text if uses_mtp else replace(spec.text, mtp_layer=None)
         self._pools_tokens = spec.pooling is not None and spec.pooling.pools_tokens

@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dashinfer_vlm_core.kernels.types import KVSpan
+from dashinfer_vlm_core.kernels.types import ForwardBatch, KVSpan, KVSpans
 
 from .kv_cache import KVCache
+from .model import Rotary
 from .sampler import RowSampler, index_tensor, is_greedy, launch_sample
 from .sequence import LogitsRow, ScheduledChunk, SequenceState
 
@@ -129,9 +130,37 @@ def sample_drafts(
     return sampled
 
 
-def last_tokens(spans: Sequence[KVSpan]) -> tuple[list[int], list[KVSpan]]:
-    """Return the last tokens of spans, and the keys that they attend to."""
-    last = [span.first_query + span.num_queries - 1 for span in spans]
-    return last, [
-        KVSpan(number, 1, span.first_key, span.num_keys, span.num_keys - 1) for number, span in enumerate(spans)
+def draft_batch(
+    inputs: Tensor,
+    spans: Sequence[KVSpan],
+    predicts: Sequence[bool],
+    rotary: Rotary,
+    *,
+    pool: Tensor,
+    scales: Tensor | None,
+) -> ForwardBatch:
+    """Return the batch of a drafter's layers.
+
+    Args:
+        inputs: int64 [5, tokens]: tokens, three positions and cache slots of each.
+        spans: the keys that the tokens attend to, for each sequence.
+        predicts: for each of them, whether the hidden states of its last token are returned.
+        rotary: that of the layers.
+        pool: the layers' keys and values.
+        scales: the scales of an int8 `pool`.
+    """
+    cos, sin = rotary(inputs[1:4])
+    predicting = [span for span, is_last in zip(spans, predicts, strict=True) if is_last]
+    last_spans = [
+        KVSpan(number, 1, span.first_key, span.num_keys, span.num_keys - 1) for number, span in enumerate(predicting)
     ]
+    return ForwardBatch(
+        cos,
+        sin,
+        slots=inputs[4],
+        spans=KVSpans(spans, device=inputs.device),
+        last=index_tensor([span.first_query + span.num_queries - 1 for span in predicting], inputs),
+        last_spans=KVSpans(last_spans, device=inputs.device),
+        cache=pool,
+        cache_scales=scales,
+    )

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from dashinfer_vlm_core.kernels.streams import to_device
-from dashinfer_vlm_core.kernels.types import ForwardBatch, KVSpans
+from dashinfer_vlm_core.kernels.types import ForwardBatch
 
-from .drafter import Drafted, DraftOutput, HiddenStates, continue_drafts, last_tokens, sample_drafts
+from .drafter import Drafted, DraftOutput, HiddenStates, continue_drafts, draft_batch, sample_drafts
 from .kv_cache import KVCache
 from .model import Rotary, TextModel
 from .proposer import Draft
-from .sampler import RowSampler, index_tensor
+from .sampler import RowSampler
 from .sequence import LogitsRow, ScheduledChunk, SequenceState
 from .step_batch import key_spans, merge_visual_tokens, pack
 
@@ -160,19 +160,7 @@ class HeadDrafter:
         embeddings = self._model.embed(inputs[0]) if own is None else own
         shifted = [chunk._replace(start=chunk.start + 1, stop=chunk.stop + 1) for chunk in chunks]
         merge_visual_tokens(embeddings, shifted)
-        spans = key_spans(chunks)
-        last, last_spans = last_tokens([span for span, is_last in zip(spans, predicts, strict=True) if is_last])
-        cos, sin = self._rotary(inputs[1:4])
-        batch = ForwardBatch(
-            cos,
-            sin,
-            slots=inputs[4],
-            spans=KVSpans(spans, device=hidden.device),
-            last=index_tensor(last, hidden),
-            last_spans=KVSpans(last_spans, device=hidden.device),
-            cache=self._pool,
-            cache_scales=self._scales,
-        )
+        batch = draft_batch(inputs, key_spans(chunks), predicts, self._rotary, pool=self._pool, scales=self._scales)
         return self._head.forward(embeddings, hidden, batch)
 
     def _sample(self, x: Tensor, rows: Sequence[LogitsRow]) -> list[int]:

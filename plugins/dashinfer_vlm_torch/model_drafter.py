@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from dashinfer_vlm_core.kernels.streams import to_device
-from dashinfer_vlm_core.kernels.types import ForwardBatch, KVSpan, KVSpans
+from dashinfer_vlm_core.kernels.types import KVSpan
 
-from .drafter import Drafted, HiddenStates, continue_drafts, last_tokens, sample_drafts
+from .drafter import Drafted, HiddenStates, continue_drafts, draft_batch, sample_drafts
 from .kv_cache import KVCache
 from .model import TextModel
-from .sampler import RowSampler, index_tensor
+from .sampler import RowSampler
 from .sequence import LogitsRow, ScheduledChunk, SequenceState
 
 MAX_ROWS = 256
@@ -154,18 +154,8 @@ class ModelDrafter:
         for part in parts:
             spans.append(KVSpan(first, len(part.ids), part.sequence.first_row, part.stop, part.start))
             first += len(part.ids)
-        last, last_spans = last_tokens([span for span, is_last in zip(spans, predicts, strict=True) if is_last])
-        cos, sin = self._draft.rotary(inputs[1:4])
-        batch = ForwardBatch(
-            cos,
-            sin,
-            slots=inputs[4],
-            spans=KVSpans(spans, device=inputs.device),
-            last=index_tensor(last, inputs),
-            last_spans=KVSpans(last_spans, device=inputs.device),
-            cache=self._cache.pool,
-            cache_scales=self._cache.scales,
-        )
+        rotary, cache = self._draft.rotary, self._cache
+        batch = draft_batch(inputs, spans, predicts, rotary, pool=cache.pool, scales=cache.scales)
         return self._draft.forward(self._draft.embed(inputs[0]), batch)
 
     def _sample(self, x: Tensor, rows: Sequence[LogitsRow]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from dashinfer_vlm_cli import tune as tune_module
 from dashinfer_vlm_core.errors import ConfigError
+from dashinfer_vlm_core.kernels import bandwidth
 from dashinfer_vlm_core.kernels.threads import Machine
 from dashinfer_vlm_core.kernels.topology import Core
 from dashinfer_vlm_core.kernels.tuned import FOLDER, THREADS_FOLDER
@@ -24,7 +26,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("small_requests")]
 def small_requests(monkeypatch):
     for name, value in {"IMAGE_SIZE": (56, 56), "WORDS": 2, "TOKENS": 2, "AT_ONCE": 2, "MAX_ROUNDS": 2}.items():
         monkeypatch.setattr(tune_module, name, value)
-    monkeypatch.setattr(tune_module, "RATES", {"seconds": 0, "size": 1 << 20, "width": 256})
+    small = functools.partial(bandwidth.measure_rates, seconds=0, size=1 << 20, width=256)
+    monkeypatch.setattr(bandwidth, "measure_rates", small)
 
 
 @pytest.fixture
