@@ -1,6 +1,6 @@
 """What each protocol costs the server per token, relative to Chat Completions.
 
-    python -m benchmarks.protocols [--rounds 6] [--requests 30] [--tokens 600]
+    python -m benchmarks.protocols [--rounds 30] [--requests 5] [--tokens 600]
 
 The decoder of `benchmarks/scripted_server.py` takes no time. Each protocol streams the same responses in alternating
 rounds; a token's cost is the server's CPU time of long responses minus that of responses of one token. The last table
@@ -214,8 +214,8 @@ async def measure(server: Server, rounds: int, requests: int, tokens: int) -> li
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--requests", type=int, default=30, help="requests of each length in a round (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--requests", type=int, default=5, help="requests of each length in a round (%(default)s)")
     parser.add_argument("--tokens", type=int, default=600, help="tokens of a long response (%(default)s)")
     given = parser.parse_args(arguments)
     if min(given.rounds, given.requests, given.tokens - 1) < 1:

@@ -29,6 +29,7 @@ class OutputItem(ABC):
         self.id = f"{self.prefix}_{uuid.uuid4().hex}"
         self._emit_event = emit
         self._index = index
+        self._place: dict[str, Any] = {"item_id": self.id, "output_index": index}
         self._pieces: list[str] = []
         emit("response.output_item.added", item=self.item("in_progress"), output_index=index)
 
@@ -51,17 +52,16 @@ class OutputItem(ABC):
     def _emit_done(self) -> None: ...
 
     def _emit(self, event_type: str, **fields: Any) -> None:
-        self._emit_event(event_type, item_id=self.id, output_index=self._index, **fields)
+        self._emit_event(event_type, **self._place, **fields)
 
 
 class _TextItem(OutputItem):
     """An item whose content is one part."""
 
-    events: ClassVar[str]
-
     def __init__(self, emit: Emit, index: int) -> None:
         super().__init__(emit, index)
-        self._emit_part("added")
+        self._place["content_index"] = 0
+        self._emit("response.content_part.added", part=self._part())
 
     def item(self, status: ItemStatus) -> ResponseOutputItem:
         return self._item([] if status == "in_progress" else [self._part()], status)
@@ -73,18 +73,11 @@ class _TextItem(OutputItem):
     def _part(self) -> dict[str, Any]:
         """Return the content part so far, which OpenAI's types of items and events validate."""
 
-    def _emit_text(self, step: str, **fields: Any) -> None:
-        self._emit(f"{self.events}.{step}", content_index=0, **fields)
-
-    def _emit_part(self, step: str) -> None:
-        self._emit(f"response.content_part.{step}", content_index=0, part=self._part())
-
 
 class MessageItem(_TextItem):
     """The text of the assistant."""
 
     prefix: ClassVar[str] = "msg"
-    events: ClassVar[str] = "response.output_text"
 
     def __init__(self, emit: Emit, index: int) -> None:
         self._logprobs: list[dict[str, Any]] = []
@@ -93,11 +86,11 @@ class MessageItem(_TextItem):
     def add(self, text: str, logprobs: list[dict[str, Any]]) -> None:
         self._pieces.append(text)
         self._logprobs += logprobs
-        self._emit_text("delta", delta=text, logprobs=logprobs)
+        self._emit("response.output_text.delta", delta=text, logprobs=logprobs)
 
     def _emit_done(self) -> None:
-        self._emit_text("done", text=self._text, logprobs=self._logprobs)
-        self._emit_part("done")
+        self._emit("response.output_text.done", text=self._text, logprobs=self._logprobs)
+        self._emit("response.content_part.done", part=self._part())
 
     def _item(self, content: list[Any], status: ItemStatus) -> ResponseOutputMessage:
         return ResponseOutputMessage(id=self.id, content=content, role="assistant", status=status, type="message")
@@ -110,15 +103,14 @@ class ReasoningItem(_TextItem):
     """The reasoning. It is not summarized."""
 
     prefix: ClassVar[str] = "rs"
-    events: ClassVar[str] = "response.reasoning_text"
 
     def add(self, text: str) -> None:
         self._pieces.append(text)
-        self._emit_text("delta", delta=text)
+        self._emit("response.reasoning_text.delta", delta=text)
 
     def _emit_done(self) -> None:
-        self._emit_text("done", text=self._text)
-        self._emit_part("done")
+        self._emit("response.reasoning_text.done", text=self._text)
+        self._emit("response.content_part.done", part=self._part())
 
     def _item(self, content: list[Any], status: ItemStatus) -> ResponseReasoningItem:
         return ResponseReasoningItem(id=self.id, summary=[], type="reasoning", content=content, status=status)

@@ -192,8 +192,7 @@ class ResponseEventBuilder:
         """Add an event with the next sequence number, if the response is streamed."""
         if not self._has_events:
             return
-        event_class = _EVENT_CLASSES[event_type]
-        self._events.append(event_class(type=event_type, sequence_number=self._num_events, **fields))
+        self._events.append(_EVENT_CLASSES[event_type](type=event_type, sequence_number=self._num_events, **fields))
         self._num_events += 1
 
     def _add_delta(self, delta: ChoiceDelta, logprobs: ChoiceLogprobs | None) -> None:

@@ -143,15 +143,14 @@ class Creation:
         assert self._response is not None, "the events end with a response"
         return self._response
 
-    async def events(self) -> AsyncGenerator[ResponseStreamEvent, None]:
+    def events(self) -> AsyncGenerator[ResponseStreamEvent, None]:
         """Prepare and create the response, and store it; yield its events."""
-        await self.prepare()
-        async with contextlib.aclosing(self.generate(self._save)) as events:
-            async for event in events:
-                yield event
+        return self.generate(self._save)
 
     async def generate(self, save: Save) -> AsyncGenerator[ResponseStreamEvent, None]:
-        """Create the response; yield its events. `save` is called in a thread before the last ones."""
+        """Create the response, prepared or not; yield its events. `save` is called in a thread before the last ones."""
+        if self._call is None:
+            await self.prepare()
         assert self._call is not None, "the request was prepared"
         with self._call.renamed_errors():
             async with contextlib.aclosing(self._engine.astream(self._call.chat)) as chunks:
