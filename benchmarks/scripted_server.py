@@ -8,6 +8,7 @@ request of `CALL_TOKENS`, it is a tool call.
 
 from __future__ import annotations
 
+import gc
 import sys
 
 import uvicorn
@@ -33,6 +34,7 @@ def main() -> None:
     with scripted_engine(respond) as engine:
         config = uvicorn_config(create_app(engine, Settings()), Address())
         config.port = int(sys.argv[1])
+        gc.freeze()  # as `dashinfer-vlm serve` does: loaded objects are not scanned
         uvicorn.Server(config).run()
 
 

@@ -31,7 +31,7 @@ class OutputItem(ABC):
         self._index = index
         self._place: dict[str, Any] = {"item_id": self.id, "output_index": index}
         self._pieces: list[str] = []
-        emit("response.output_item.added", item=self.item("in_progress"), output_index=index)
+        self._emit_item("added", self.item("in_progress"))
 
     @property
     def _text(self) -> str:
@@ -41,7 +41,7 @@ class OutputItem(ABC):
         """End the item; return it."""
         item = self.item(status)
         self._emit_done()
-        self._emit_event("response.output_item.done", item=item, output_index=self._index)
+        self._emit_item("done", item)
         return item
 
     @abstractmethod
@@ -50,6 +50,10 @@ class OutputItem(ABC):
 
     @abstractmethod
     def _emit_done(self) -> None: ...
+
+    def _emit_item(self, step: str, item: ResponseOutputItem) -> None:
+        fields = item.model_dump(mode="json", exclude_unset=True, by_alias=True)
+        self._emit_event(f"response.output_item.{step}", item=fields, output_index=self._index)
 
     def _emit(self, event_type: str, **fields: Any) -> None:
         self._emit_event(event_type, **self._place, **fields)
@@ -71,7 +75,7 @@ class _TextItem(OutputItem):
 
     @abstractmethod
     def _part(self) -> dict[str, Any]:
-        """Return the content part so far, which OpenAI's types of items and events validate."""
+        """Return the content part so far."""
 
 
 class MessageItem(_TextItem):

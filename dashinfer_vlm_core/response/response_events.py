@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import json
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar, get_args
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias, TypeVar
 
+import pydantic_core
 from openai.types import CompletionUsage
 from openai.types.chat import ChatCompletionChunk
 from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaToolCall, ChoiceLogprobs
@@ -15,7 +15,6 @@ from openai.types.responses import (
     Response,
     ResponseError,
     ResponseOutputItem,
-    ResponseStreamEvent,
     ResponseUsage,
 )
 from openai.types.responses.response import IncompleteDetails
@@ -27,11 +26,8 @@ from ..protocol.responses import ResponsesRequest
 from .echoed_fields import echoed_fields
 from .output_items import FunctionCallItem, ItemStatus, MessageItem, OutputItem, ReasoningItem
 
-_EVENT_TYPES = get_args(get_args(ResponseStreamEvent)[0])
-_EVENT_CLASSES: Mapping[str, Callable[..., ResponseStreamEvent]] = {
-    get_args(kind.model_fields["type"].annotation)[0]: kind for kind in _EVENT_TYPES
-}
-"""OpenAI's classes, by the `type` of their events."""
+Event: TypeAlias = dict[str, Any]
+"""An event as JSON; `type` is also the event's name."""
 
 ItemT = TypeVar("ItemT", bound=OutputItem)
 ResponseState = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
@@ -55,20 +51,15 @@ def response_to_json(response: Response) -> dict[str, Any]:
     return fields
 
 
-def event_to_json(event: ResponseStreamEvent) -> str:
+def event_to_json(event: Event) -> str:
     """Return an event as JSON text."""
-    response = event.__dict__.get("response")  # `getattr` takes longer than the rest if there is none
-    if response is None:
-        return event.model_dump_json(exclude_unset=True, by_alias=True)
-    fields = event.model_dump(mode="json", exclude={"response"}) | {"response": response_to_json(response)}
-    return json.dumps(fields, ensure_ascii=False)
+    return pydantic_core.to_json(event).decode()
 
 
 @functools.cache
 def build_types() -> None:
     """Let pydantic build its validators of OpenAI's types before their first use: that takes a third of a second."""
-    for kind in (Response, *_EVENT_TYPES):
-        kind.model_rebuild()
+    Response.model_rebuild()
 
 
 class ResponseEventBuilder:
@@ -101,7 +92,7 @@ class ResponseEventBuilder:
         self._created = int(time.time())
         self._model = ""
         self._state: ResponseState = "queued"
-        self._events: list[ResponseStreamEvent] = []
+        self._events: list[Event] = []
         self._num_events = 0
         self._closed: list[ResponseOutputItem] = []
         self._open: OutputItem | None = None
@@ -113,23 +104,23 @@ class ResponseEventBuilder:
         """Whether there was a chunk."""
         return self._state != "queued"
 
-    def queue(self, model: str) -> list[ResponseStreamEvent]:
+    def queue(self, model: str) -> list[Event]:
         """Begin before the first chunk, with the name of the model; return the events of a response that waits."""
         self._model = model
-        self.emit("response.created", response=self._response("queued"))
-        self.emit("response.queued", response=self._response("queued"))
+        self._emit_response("created", self._response("queued"))
+        self._emit_response("queued", self._response("queued"))
         return self._take_events()
 
-    def add_chunk(self, chunk: ChatCompletionChunk) -> list[ResponseStreamEvent]:
+    def add_chunk(self, chunk: ChatCompletionChunk) -> list[Event]:
         """Add the next chunk; return its events."""
         if self._state == "queued":
             self._state = "in_progress"
             if not self._model:
                 self._created = chunk.created
                 self._model = chunk.model
-                self.emit("response.created", response=self._response("in_progress"))
+                self._emit_response("created", self._response("in_progress"))
             self._model = chunk.model
-            self.emit("response.in_progress", response=self._response("in_progress"))
+            self._emit_response("in_progress", self._response("in_progress"))
         if chunk.usage is not None:
             self._usage = _usage(chunk.usage)
         for choice in chunk.choices:
@@ -137,7 +128,7 @@ class ResponseEventBuilder:
             self._finish_reason = choice.finish_reason or self._finish_reason
         return self._take_events()
 
-    def finish(self) -> tuple[list[ResponseStreamEvent], Response]:
+    def finish(self) -> tuple[list[Event], Response]:
         """End the response after the last chunk; return the remaining events, and the response.
 
         Raises:
@@ -153,14 +144,14 @@ class ResponseEventBuilder:
             response = self._response(status, completed_at=int(time.time()))
         else:
             response = self._response(status, incomplete_details=IncompleteDetails(reason="max_output_tokens"))
-        self.emit(f"response.{status}", response=response)
+        self._emit_response(status, response)
         return self._take_events(), response
 
     def snapshot(self) -> Response:
         """Return the response so far, with its complete items."""
         return self._response(self._state)
 
-    def cancel(self) -> tuple[list[ResponseStreamEvent], Response]:
+    def cancel(self) -> tuple[list[Event], Response]:
         """End the response before it is complete; return the remaining events, and the response.
 
         OpenAI has no event for the status `cancelled`; of the events that end a stream, `response.incomplete` is the
@@ -168,10 +159,10 @@ class ResponseEventBuilder:
         """
         self._close_item("incomplete")
         response = self._response("cancelled")
-        self.emit("response.incomplete", response=response)
+        self._emit_response("incomplete", response)
         return self._take_events(), response
 
-    def fail(self, error: Mapping[str, Any]) -> tuple[list[ResponseStreamEvent], Response]:
+    def fail(self, error: Mapping[str, Any]) -> tuple[list[Event], Response]:
         """End the response with an error; return the events that report it, and the response.
 
         OpenAI's clients raise an exception for an event with an `error` object, and the Open Responses specification
@@ -185,15 +176,19 @@ class ResponseEventBuilder:
         self._interrupt()
         cause = ResponseError(code=_ERROR_CODES.get(error["type"], "server_error"), message=error["message"])
         response = self._response("failed", error=cause)
-        self.emit("response.failed", response=response)
+        self._emit_response("failed", response)
         return self._take_events(), response
 
     def emit(self, event_type: str, **fields: Any) -> None:
         """Add an event with the next sequence number, if the response is streamed."""
         if not self._has_events:
             return
-        self._events.append(_EVENT_CLASSES[event_type](type=event_type, sequence_number=self._num_events, **fields))
+        self._events.append({"type": event_type, "sequence_number": self._num_events, **fields})
         self._num_events += 1
+
+    def _emit_response(self, step: str, response: Response) -> None:
+        if self._has_events:
+            self.emit(f"response.{step}", response=response_to_json(response))
 
     def _add_delta(self, delta: ChoiceDelta, logprobs: ChoiceLogprobs | None) -> None:
         if reasoning := (delta.model_extra or {}).get("reasoning_content"):
@@ -229,7 +224,7 @@ class ResponseEventBuilder:
             self._closed.append(self._open.item("incomplete"))
             self._open = None
 
-    def _take_events(self) -> list[ResponseStreamEvent]:
+    def _take_events(self) -> list[Event]:
         events = self._events
         self._events = []
         return events

@@ -10,7 +10,7 @@ from openai.types.responses.response_create_params import ResponseCreateParamsBa
 from dashinfer_vlm_core.errors import ContextLengthExceeded, InvalidParameter, RequestError
 from dashinfer_vlm_core.protocol.fields import IGNORED_FIELDS, REJECTED_FIELDS
 from dashinfer_vlm_core.protocol.responses import REJECTED_IN_RESPONSES, ResponsesRequest
-from dashinfer_vlm_core.response.response_events import ResponseEventBuilder
+from dashinfer_vlm_core.response.response_events import ResponseEventBuilder, event_to_json
 from tests.cases import cases
 from tests.core.test_schema import JSON
 
@@ -173,4 +173,4 @@ def test_only_request_errors_are_raised(anything, items, fields):
         builder = ResponseEventBuilder(id="resp_1", request=parsed, chat=call.chat, stored=False)
         events, _ = builder.fail({"code": "x", "message": "It broke.", "param": None, "type": "server_error"})
         for event in events:
-            event.model_dump_json(exclude_unset=True, by_alias=True)
+            event_to_json(event)

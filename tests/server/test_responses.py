@@ -8,6 +8,7 @@ from typing import Any
 import openai
 import pydantic
 import pytest
+from openai.types.responses import ResponseStreamEvent
 
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.engine.remote import RemoteEngine
@@ -30,6 +31,7 @@ CHAT_TOOL = {"type": "function", "function": {name: TOOL[name] for name in ("nam
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 IMAGE, VIDEO = image_url(), data_url(encode_video(4), "video/mp4")
 PDF = data_url(document("One", "Two", "Three", size=(84, 84)), "application/pdf")
+EVENTS = pydantic.TypeAdapter[ResponseStreamEvent](ResponseStreamEvent)
 SAME_PARTS = [
     {"type": "text", "text": "What is this?"},
     {"type": "image_url", "image_url": {"url": IMAGE}},
@@ -52,7 +54,10 @@ def create(served, given="Hello", **fields):
 
 def stream(served, given="Hello", **fields):
     with served.server.openai() as client:
-        return list(client.responses.create(model="tiny", input=given, stream=True, **fields))
+        events = list(client.responses.create(model="tiny", input=given, stream=True, **fields))
+    for event in events:  # the client does not validate them
+        EVENTS.validate_python(event.model_dump(by_alias=True, exclude_unset=True))
+    return events
 
 
 def post(served, path="", **body):

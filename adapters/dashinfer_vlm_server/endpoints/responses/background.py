@@ -23,7 +23,8 @@ from .creation import Creation, format_response_event, response_json, response_n
 
 if TYPE_CHECKING:
     from openai.types.responses import Response as ResponseObject
-    from openai.types.responses import ResponseStreamEvent
+
+    from dashinfer_vlm_core.response.response_events import Event
 
     from ...server_context import ServerContext
     from .response_store import ResponseStore
@@ -155,12 +156,12 @@ class BackgroundResponse:
             self._generation.cancel()  # without effect if it has ended
             self._finish()
 
-    async def _generate(self, events: AsyncGenerator[ResponseStreamEvent, None], timeout: float | None) -> None:
+    async def _generate(self, events: AsyncGenerator[Event, None], timeout: float | None) -> None:
         async with contextlib.aclosing(stream_with_timeout(events, seconds=timeout, first=None)) as timed:
             async for event in timed:
                 self._keep([event])
 
-    def _keep(self, events: Sequence[ResponseStreamEvent]) -> None:
+    def _keep(self, events: Sequence[Event]) -> None:
         added = [format_response_event(event).encode() for event in events]
         if not self._discarded:
             self._events += added
@@ -246,9 +247,7 @@ class BackgroundResponses:
             self._server.drain_state.background -= 1
 
 
-def _end(
-    creation: Creation, generation: asyncio.Task[None]
-) -> tuple[Sequence[ResponseStreamEvent], ResponseObject | None]:
+def _end(creation: Creation, generation: asyncio.Task[None]) -> tuple[Sequence[Event], ResponseObject | None]:
     if generation.cancelled():
         return creation.builder.cancel()
     error = generation.exception()

@@ -19,6 +19,7 @@ from dashinfer_vlm_core.protocol.client import current_client
 from dashinfer_vlm_core.protocol.response_items import InputItem
 from dashinfer_vlm_core.protocol.responses import ResponsesCall, ResponsesRequest
 from dashinfer_vlm_core.response.response_events import (
+    Event,
     ResponseEventBuilder,
     build_types,
     event_to_json,
@@ -31,8 +32,6 @@ from .input_items import find_references, to_stored_item
 from .response_store import ResponseStore, StoredEvents, StoredResponse
 
 if TYPE_CHECKING:
-    from openai.types.responses import ResponseStreamEvent
-
     from dashinfer_vlm_core.engine import ChatEngine
 
 ID_BYTES = 24
@@ -143,11 +142,11 @@ class Creation:
         assert self._response is not None, "the events end with a response"
         return self._response
 
-    def events(self) -> AsyncGenerator[ResponseStreamEvent, None]:
+    def events(self) -> AsyncGenerator[Event, None]:
         """Prepare and create the response, and store it; yield its events."""
         return self.generate(self._save)
 
-    async def generate(self, save: Save) -> AsyncGenerator[ResponseStreamEvent, None]:
+    async def generate(self, save: Save) -> AsyncGenerator[Event, None]:
         """Create the response, prepared or not; yield its events. `save` is called in a thread before the last ones."""
         if self._call is None:
             await self.prepare()
@@ -176,7 +175,7 @@ class Creation:
     def _delete(self) -> None:
         self._conversations.store.delete(current_client.get().id, self.id)
 
-    async def queue(self) -> Sequence[ResponseStreamEvent]:
+    async def queue(self) -> Sequence[Event]:
         """Begin the response before it is generated; return its events."""
         return self.builder.queue(await asyncio.to_thread(self._conversations.shown_model, self.request))
 
@@ -200,7 +199,7 @@ class Creation:
         with self._call.renamed_errors():
             return len(await self._engine.atokenize(self._call.chat))
 
-    def failed_event(self, error: Exception) -> ResponseStreamEvent | None:
+    def failed_event(self, error: Exception) -> Event | None:
         """Return the event that ends the response with an error; None before the first event."""
         if self._builder is None or not self._builder.has_begun:
             return None
@@ -284,9 +283,9 @@ def response_json(response: ResponseObject) -> str:
     return json.dumps(response_to_json(response), ensure_ascii=False)
 
 
-def format_response_event(event: ResponseStreamEvent) -> str:
+def format_response_event(event: Event) -> str:
     """Format an event as a server-sent event."""
-    return f"event: {event.type}\n{format_event(event_to_json(event))}"
+    return f"event: {event['type']}\n{format_event(event_to_json(event))}"
 
 
 def error_event(error: Exception) -> str:
