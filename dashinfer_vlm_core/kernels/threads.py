@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from weakref import WeakValueDictionary
 
 from ..concurrency.compute import CPU_EXECUTOR
 from ..config import EngineConfig
@@ -27,6 +28,9 @@ MANY_CORES = 8
 """From this number on, fewer threads than cores can be faster: they wait for each other a hundred times per step."""
 
 logger: logging.Logger = logging.getLogger(__name__)
+
+_CONFIGS: WeakValueDictionary[int, EngineConfig] = WeakValueDictionary()
+"""The configurations of loaded models that set `cpu_threads`, by `id`: some cannot be hashed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +151,7 @@ def find_threads(config: EngineConfig, machine: Machine) -> ThreadPlan:
 
 
 def configure_threads(config: EngineConfig) -> ThreadPlan:
-    """Set the threads of this process, and log them.
+    """Set the threads of this process, and log them. If a loaded model requested another number, that is a warning.
 
     In a program that has imported torch before, threads are pinned only with `cpu_threads`, and there are at most as
     many as it has set: its other threads and processes compute on the same cores.
@@ -164,7 +168,23 @@ def configure_threads(config: EngineConfig) -> ThreadPlan:
     importlib.import_module("torch").set_num_threads(plan.count)  # for threads that start later
     CPU_EXECUTOR.set_up(partial(_set_up_thread, plan.count, plan.cpus))
     logger.info("Threads that compute on the CPU: %s.", plan.describe())
+    _warn_if_replaced(config, plan.count)
     return plan
+
+
+def _warn_if_replaced(config: EngineConfig, count: int) -> None:
+    for other in list(_CONFIGS.values()):
+        if other.cpu_threads != count:
+            logger.warning(
+                "`cpu_threads` is %d for the model %s, which now computes with %d threads, like %s: all models of a"
+                " process have the same threads. Set the same number for all.",
+                other.cpu_threads,
+                other.name,
+                count,
+                config.name,
+            )
+    if config.cpu_threads is not None:
+        _CONFIGS[id(config)] = config
 
 
 @functools.cache

@@ -179,15 +179,36 @@ def test_threads_are_pinned_unless_a_program_has_torch(before):
         assert len([mask for mask in masks if len(mask) == 1]) >= number - 1
 
 
-def test_number_of_threads_is_set_and_logged(caplog):
+@pytest.fixture
+def restored_threads():
     import torch
 
     before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+    configure_threads(EngineConfig())
+
+
+@pytest.mark.usefixtures("restored_threads")
+def test_number_of_threads_is_set_and_logged(caplog):
+    import torch
+
     caplog.set_level(logging.INFO)
-    try:
-        configure_threads(EngineConfig(cpu_threads=1))
-        assert torch.get_num_threads() == 1
-    finally:
-        torch.set_num_threads(before)
-        configure_threads(EngineConfig())
+    configure_threads(EngineConfig(cpu_threads=1))
+    assert torch.get_num_threads() == 1
     assert "Threads that compute on the CPU: 1 thread" in caplog.text
+
+
+@pytest.mark.usefixtures("restored_threads")
+@pytest.mark.skipif(len(allowed_cpus()) < 2, reason="There is one CPU.")
+def test_other_number_of_threads_than_that_of_a_loaded_model_is_a_warning(caplog):
+    first = EngineConfig(served_model_name="first", cpu_threads=1)
+    configure_threads(first)
+    configure_threads(EngineConfig(served_model_name="second", cpu_threads=1))
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    configure_threads(EngineConfig(served_model_name="third", cpu_threads=2))
+    assert "`cpu_threads` is 1 for the model first, which now computes with 2 threads, like third" in caplog.text
+    caplog.clear()
+    del first
+    configure_threads(EngineConfig(cpu_threads=2))
+    assert not caplog.records
