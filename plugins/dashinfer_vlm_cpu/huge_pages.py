@@ -45,6 +45,7 @@ MREMAP_MAYMOVE, MREMAP_FIXED = 1, 2
 """From Linux's <linux/mman.h>."""
 
 CollapseRange = Callable[[weakref.ref[mmap.mmap], int], bool]
+"""Called with a mapping and the offset of 2 MiB; returns whether the next ones can be collapsed."""
 
 
 @dataclass(slots=True)
@@ -111,7 +112,7 @@ class _ChunkAllocator:
     def _collapse_all(self) -> None:
         while chunk := self._next_to_collapse():
             if chunk.is_file:
-                collapse(chunk.memory, chunk.end, _replace_range, start=chunk.start)
+                replace(chunk.memory, chunk.end, start=chunk.start)
             else:
                 collapse(chunk.memory, chunk.end)
 
@@ -165,39 +166,72 @@ def collapse(
             return
 
 
-def _replace_range(memory: weakref.ref[mmap.mmap], start: int) -> bool:
-    """Replace the 2 MiB of a file at the offset `start` by a copy in a huge page; return False if that is impossible.
+def replace(memory: weakref.ref[mmap.mmap], end: int, *, start: int = 0) -> None:
+    """Replace the complete 2 MiB ranges of a file's mapping from `start` to `end` by copies in huge pages, like
+    `collapse`.
 
-    The copy is moved to the same address in one system call: a thread that reads it at the same time sees one or the
-    other, with the same content.
+    The copies are moved from one mapping in the order of its addresses: the kernel joins them to one mapping again.
+    Each process may have 65,530 mappings by default.
     """
-    mapping = memory()
-    if mapping is None:
-        return False
-    address = _address(mapping) + start
-    copy = _huge_page()
-    if copy is None:
-        return False
-    ctypes.memmove(copy, address, HUGE_PAGE_SIZE)
-    if _LIBC.mremap(copy, HUGE_PAGE_SIZE, HUGE_PAGE_SIZE, MREMAP_MAYMOVE | MREMAP_FIXED, address) != address:
-        _LIBC.munmap(copy, HUGE_PAGE_SIZE)
-        return False
-    return True
+    copies = _Copies.create(end - start)
+    if copies:
+        try:
+            collapse(memory, end, copies.replace_range, start=start)
+        finally:
+            copies.free()
 
 
-def _huge_page() -> int | None:
-    """Map 2 MiB at a multiple of 2 MiB, with `mmap(2)`: Python's object would unmap what has been moved away."""
-    size = 2 * HUGE_PAGE_SIZE
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    start = _LIBC.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
-    if start in (None, ctypes.c_void_p(-1).value):
-        return None
-    page: int = -(-start // HUGE_PAGE_SIZE) * HUGE_PAGE_SIZE
-    if page > start:
-        _LIBC.munmap(start, page - start)
-    _LIBC.munmap(page + HUGE_PAGE_SIZE, start + size - page - HUGE_PAGE_SIZE)
-    _LIBC.madvise(page, HUGE_PAGE_SIZE, MADV_HUGEPAGE)
-    return page
+@dataclass(slots=True)
+class _Copies:
+    """Memory for copies, which `mmap(2)` mapped: Python's object would unmap what has been moved away.
+
+    Attributes:
+        address: that of the next copy, at the boundary of a huge page.
+        end: the end of the mapping.
+    """
+
+    address: int
+    end: int
+
+    @classmethod
+    def create(cls, size: int) -> _Copies | None:
+        """Map at least `size` bytes; None if that is impossible."""
+        size = (size // HUGE_PAGE_SIZE + 1) * HUGE_PAGE_SIZE
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        start = _LIBC.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+        if start in (None, ctypes.c_void_p(-1).value):
+            return None
+        copies = cls(start, start + size)
+        copies._unmap_to(-(-start // HUGE_PAGE_SIZE) * HUGE_PAGE_SIZE)
+        _LIBC.madvise(copies.address, copies.end - copies.address, MADV_HUGEPAGE)
+        return copies
+
+    def replace_range(self, memory: weakref.ref[mmap.mmap], start: int) -> bool:
+        """Replace the 2 MiB of a file at the offset `start` by a copy; return False if the memory has been freed, or
+        if that is impossible.
+
+        The copy is moved to the same address in one system call: a thread that reads it at the same time sees one or
+        the other, with the same content.
+        """
+        mapping = memory()
+        if mapping is None:
+            return False
+        target = _address(mapping) + start
+        ctypes.memmove(self.address, target, HUGE_PAGE_SIZE)
+        flags = MREMAP_MAYMOVE | MREMAP_FIXED
+        if _LIBC.mremap(self.address, HUGE_PAGE_SIZE, HUGE_PAGE_SIZE, flags, target) != target:
+            return False
+        self.address += HUGE_PAGE_SIZE
+        return True
+
+    def free(self) -> None:
+        """Unmap what was not moved away."""
+        self._unmap_to(self.end)
+
+    def _unmap_to(self, address: int) -> None:
+        if address > self.address:
+            _LIBC.munmap(self.address, address - self.address)
+        self.address = address
 
 
 def _has_huge_pages() -> bool:

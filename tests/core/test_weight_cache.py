@@ -9,6 +9,7 @@ import shutil
 import threading
 import weakref
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -180,26 +181,35 @@ def test_key_changes_with_content_of_same_size_and_time(tmp_path):
     until(is_noticed)
 
 
-def test_mapped_file_is_copied_to_huge_pages(tmp_path):
-    size = 3 * huge_pages.HUGE_PAGE_SIZE
+def test_mapped_file_is_copied_to_one_mapping_of_huge_pages(tmp_path):
+    size = 4 * huge_pages.HUGE_PAGE_SIZE
     content = torch.arange(size, dtype=torch.int32).to(torch.uint8)
     folder = WeightFolder(tmp_path, budget=64 * MIB)
     folder.write(KEY, {"one": {"weights": content}})
     opened = folder.open(KEY)
     start = huge_pages._address(opened.memory)
-    aligned = -start % huge_pages.HUGE_PAGE_SIZE
-    assert str(stored(tmp_path)[0]) in mapped_file(start + aligned)
-    huge_pages.collapse(weakref.ref(opened.memory), len(opened.memory), huge_pages._replace_range)
-    assert str(stored(tmp_path)[0]) not in mapped_file(start + aligned)
+    aligned = start + -start % huge_pages.HUGE_PAGE_SIZE
+    assert mapping(aligned).file == str(stored(tmp_path)[0])
+    huge_pages.replace(weakref.ref(opened.memory), len(opened.memory))
+    copied = mapping(aligned)
+    assert not copied.file
+    assert copied.end - copied.start >= 3 * huge_pages.HUGE_PAGE_SIZE
     assert torch.equal(opened.layers["one"]["weights"], content)
 
 
-def mapped_file(address: int) -> str:
+class Mapping(NamedTuple):
+    start: int
+    end: int
+    file: str
+
+
+def mapping(address: int) -> Mapping:
     for line in Path("/proc/self/maps").read_text().splitlines():
-        begin, end = (int(part, 16) for part in line.split()[0].split("-"))
-        if begin <= address < end:
-            return line
-    return ""
+        addresses, *_, file = [*line.split(maxsplit=5), ""][:6]
+        start, end = (int(part, 16) for part in addresses.split("-"))
+        if start <= address < end:
+            return Mapping(start, end, file)
+    raise AssertionError(address)
 
 
 OPTIONS = {"device": "cpu", "dtype": "bfloat16", "kv_cache_mib": 64, "media_workers": 0}
