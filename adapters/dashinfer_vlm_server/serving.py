@@ -24,9 +24,8 @@ import anyio
 import click
 import uvicorn
 
+from dashinfer_vlm_core.concurrency.abandoned_threads import ABANDONED_THREADS
 from dashinfer_vlm_core.errors import ConfigError, DecoderFailed
-from dashinfer_vlm_core.media_workers import MEDIA_THREADS
-from dashinfer_vlm_core.models.weight_cache import STORE_THREAD
 
 from .api_keys import KEY_VARIABLE
 from .app import create_app
@@ -252,8 +251,7 @@ def exit_immediately(number: int, _frame: FrameType | None) -> None:
 def _abandon_threads(code: int) -> None:
     """Exit now if threads still decode media or store weights: they cannot be stopped, and the interpreter would wait
     for them."""
-    abandoned = (MEDIA_THREADS, STORE_THREAD)
-    threads = [thread for thread in threading.enumerate() if thread.name.startswith(abandoned)]
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith(ABANDONED_THREADS)]
     end = time.monotonic() + THREAD_SECONDS
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from .pool import MediaWorkerPool, WorkerLimit, create_executor, default_workers
-from .threads import MEDIA_THREADS, MediaExecutor, MediaThreads, MediaWorkerStats, TokenBudget
+from .threads import MediaExecutor, MediaThreads, MediaWorkerStats, TokenBudget
 
 __all__ = [
-    "MEDIA_THREADS",
     "MediaExecutor",
     "MediaThreads",
     "MediaWorkerPool",

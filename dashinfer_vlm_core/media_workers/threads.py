@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from ..concurrency.abandoned_threads import MEDIA_THREADS
 from ..errors import EngineClosed, UnsupportedParameter
 from ..media.decoder import MediaDecoder, digest_files
 from ..media.documents import Document
@@ -19,9 +20,6 @@ from ..models.interface import ImageProcessor, Patches
 from ..models.patches import frames_shape, least_tokens, reduced, validate_embeddings
 from ..models.spec import ModelSpec
 from ..protocol import DocumentPart, MediaPart
-
-MEDIA_THREADS = "dashinfer-vlm-media"
-"""What the names of the threads that decode media begin with."""
 
 
 class TokenBudget:

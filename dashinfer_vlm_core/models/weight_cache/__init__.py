@@ -6,6 +6,6 @@ file_budget.py      the folder: one writer at a time, the least recently used fi
 converted.py        ConvertedWeights: what readers of weights use
 """
 
-from .converted import STORE_THREAD, ConvertedWeights, layer_name
+from .converted import ConvertedWeights, layer_name
 
-__all__ = ["STORE_THREAD", "ConvertedWeights", "layer_name"]
+__all__ = ["ConvertedWeights", "layer_name"]

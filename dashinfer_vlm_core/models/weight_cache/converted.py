@@ -12,6 +12,7 @@ from types import TracebackType
 
 from torch import Tensor
 
+from ...concurrency.abandoned_threads import STORE_THREAD
 from ...config import MIB, EngineConfig
 from ...kernels.quantization import Quantization
 from ...kernels.types import Activation, Kernels, Linear, LMHead, StorableLayers
@@ -28,9 +29,6 @@ FOLDER = "weights"
 
 LAYOUT = 1
 """Incremented when the order of rows and columns changes in which readers pass weights to kernels."""
-
-STORE_THREAD = "dashinfer-vlm-store-weights"
-"""The name of the threads that write files. They may be abandoned: the next writer removes what they left."""
 
 MIN_BYTES = 64 * MIB
 """Smaller models are converted in a tenth of a second."""

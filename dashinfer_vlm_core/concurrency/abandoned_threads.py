@@ -1,0 +1,9 @@
+"""Names of threads for which a process that ends by a signal does not wait, since they cannot be stopped."""
+
+MEDIA_THREADS = "dashinfer-vlm-media"
+"""They process media in the process itself."""
+
+STORE_THREAD = "dashinfer-vlm-store-weights"
+"""It writes a file of converted weights. The next one removes what it leaves."""
+
+ABANDONED_THREADS = (MEDIA_THREADS, STORE_THREAD)
