@@ -76,6 +76,7 @@ class Supervisor:
         if self._monitor_task is not None:
             self._monitor_task.cancel()
             await asyncio.gather(self._monitor_task, return_exceptions=True)
+            self._monitor_task = None  # the traceback of its error refers to this object
         self._ready.set()
         try:
             await self._decoder.close()

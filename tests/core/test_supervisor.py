@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import pytest
 
@@ -109,6 +111,19 @@ def start(tiny_checkpoint, injector):
     yield start
     for engine in engines:
         engine.close()
+
+
+def test_closed_engine_is_freed_without_the_garbage_collector(start, injector):
+    """Which `dashinfer-vlm serve` does not run on what it loads first."""
+    engine = start()
+    engine.chat(HELLO)
+    decoder = weakref.ref(injector.decoders.pop())
+    gc.disable()
+    try:
+        engine.close()
+        until(lambda: decoder() is None, seconds=10)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.supports("restart", backend="torch-cpu")
