@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ..concurrency.loop import engine_closed
 from ..concurrency.memory import resident_bytes, trim_memory
+from ..concurrency.storing import cancel_storing
 from ..errors import DashInferVLMError, DecoderFailed, EngineClosed, QueueFull
 from .engine import Engine
 from .model_rules import Action, Admit, Load, ModelScheduler, RejectBusy, RejectFailed, Unload
@@ -195,6 +196,7 @@ class ModelLoader:
         self._send(lambda now: self._rules.loaded(name, now, num_bytes=grown))
 
     def _unload(self, name: str) -> None:
+        cancel_storing(name)
         try:
             self._engines[name].close()
         except DecoderFailed as error:

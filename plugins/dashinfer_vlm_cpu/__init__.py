@@ -6,21 +6,20 @@ base.h  arguments.h  argmax.h  decoder_*.h          parts of both
 sample.h  int4.h  int8.h  delta_*.h
 build.py  common.c                                  compilation of all instruction sets into one library
 library.py                                          loads the library
+package_digest.py                                   identifies the code
 native.py  native_*.py                              the `Kernels` interface, through ctypes
 huge_pages.py                                       memory for weights
 """
 
 from __future__ import annotations
 
-import functools
-import hashlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dashinfer_vlm_core import hookimpl
 
 from .build import VARIANTS, Variant
+from .package_digest import package_digest
 
 if TYPE_CHECKING:
     import torch
@@ -52,15 +51,7 @@ class NativeKernelFactory:
         return load_variant(self._variant)
 
     def identity(self) -> str:
-        return _identity()
-
-
-@functools.cache
-def _identity() -> str:
-    digest = hashlib.sha256()
-    for file in sorted(Path(__file__).parent.glob("*.[chp]*")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
+        return package_digest()
 
 
 @hookimpl

@@ -45,6 +45,7 @@ from .native_delta_net import mix_delta_net
 from .native_layer_table import supports_layers
 from .native_layers import NativeLayers
 from .native_linear import C_TYPES, NativeLinear, NativeLMHead, fields, quantize_int4
+from .package_digest import package_digest
 
 MAX_HEADS_PER_KV_HEAD = 192
 """Maximum number of query heads per key head: their queries of one token are processed together."""
@@ -95,16 +96,15 @@ class NativeKernels(TorchKernels):
     weight_bits: WeightBits = WeightBits(layer=12, head=20, tied_head=20, argmax=8)
     step_cost: StepCost = StepCost(slowdown=1, layer_seconds=0.12e-3, delta_net_seconds=0.15e-3)  # on two cores
 
-    def __init__(self, library: ctypes.CDLL, name: str, path: Path) -> None:
+    def __init__(self, library: ctypes.CDLL, name: str) -> None:
         super().__init__("cpu")
         self._library = library
-        self._path = path
         self.name = name
 
     @property
     def layout(self) -> str:
         """See `StorableLayers`."""
-        return f"{self.name} {stored_layers.library_digest(self._path)}"
+        return f"{self.name} {package_digest()}"
 
     def stored_tensors(self, layer: Linear | LMHead) -> dict[str, Tensor] | None:
         return stored_layers.stored_tensors(layer)
@@ -269,7 +269,7 @@ def load_variant(variant: Variant, path: Path = LIBRARY) -> LoadedKernels:
     if library.delta_chunk_size() < CHUNK:
         reason = f"they compute chunks of {library.delta_chunk_size()} tokens of delta nets, not {CHUNK}"
         return LoadedKernels(None, reason, f"set `DELTA_CHUNK` in delta_inputs.h, and {COMPILE}")
-    return LoadedKernels(NativeKernels(library, variant.name, path))
+    return LoadedKernels(NativeKernels(library, variant.name))
 
 
 def _threads() -> int:

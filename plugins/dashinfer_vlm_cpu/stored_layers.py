@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-import hashlib
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,12 +17,6 @@ SIZES = "sizes"
 """The name of the tensor with the numbers of outputs, inputs, and inputs of a group."""
 
 BOUNDS = "bounds"
-
-
-@functools.cache
-def library_digest(path: Path) -> str:
-    """Return a digest of the library, which contains the layout of its weights."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def stored_tensors(layer: Linear | LMHead) -> dict[str, Tensor] | None:

@@ -25,7 +25,6 @@ from dashinfer_vlm_core.models.lora import LoraWeights
 from dashinfer_vlm_core.models.memory import count_states, kv_budget_mib, memory_limit, weight_file_bytes
 from dashinfer_vlm_core.models.placement import resolve_placement
 from dashinfer_vlm_core.models.spec import ModelSpec
-from dashinfer_vlm_core.models.weight_cache import ConvertedWeights
 from dashinfer_vlm_core.models.weights import Weights
 
 from .decode_graphs import DecodeGraphs, record_graphs, step_shapes
@@ -40,6 +39,7 @@ from .sequence import SequenceState
 from .settings import SUPPORTED_PARAMS, TorchOptions
 from .state_cache import bytes_per_state, create_states
 from .state_manager import count_sequences
+from .text_model_reader import open_converted
 from .worker import OutputQueue, Worker
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -207,10 +207,11 @@ class TorchDecoder:
         return budget
 
     def _load(self) -> ModelRunner:
+        spec = self._spec
         part = "text with MTP head" if self._text.mtp_layer else "text"
         with (
-            Weights(self._spec.folder, self._spec.tensor_renames, self._spec.quantization) as weights,
-            ConvertedWeights.open(self._spec, self._config, self._kernels, part) as converted,
+            Weights(spec.folder, spec.tensor_renames, spec.quantization) as weights,
+            open_converted(spec.folder, self._config, self._kernels, part, spec.tensor_renames) as converted,
         ):
             _log_stored_weights(weights, self._kernels, self._dtype)
             model = TextModel(
@@ -221,7 +222,7 @@ class TorchDecoder:
                 dtype=self._dtype,
                 quantization=self._quantization,
                 cache_dtype=self._cache_dtype,
-                pooling=self._spec.pooling,
+                pooling=spec.pooling,
                 captured_layers=self._draft.target_layers if isinstance(self._draft, EagleSpec) else (),
                 converted=converted,
             )

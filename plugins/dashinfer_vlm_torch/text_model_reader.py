@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.kernels import mmap_buffer
 from dashinfer_vlm_core.kernels.experts import GroupedExperts, MixtureOfExperts
 from dashinfer_vlm_core.kernels.linears import create_head, create_linear
@@ -334,6 +336,14 @@ class TextModelReader(NamedTuple):
         order = column_order(spec).to(self.device)
         query, key = (norm._replace(weight=norm.weight[order]) for norm in stored)  # the bias has zeros only
         return balance_norms(query, key) if self.balances_keys else (query, key)
+
+
+def open_converted(
+    checkpoint: Path, config: EngineConfig, kernels: Kernels, part: str, renames: Iterable[tuple[str, str]] = ()
+) -> ConvertedWeights:
+    """Open the layers of a checkpoint that an earlier start converted; see `ConvertedWeights.open`."""
+    code = Path(__file__).parent
+    return ConvertedWeights.open(checkpoint, config, kernels, part, code=code, renames=renames)
 
 
 def decoder_shape(spec: TextModelSpec) -> DecoderShape:

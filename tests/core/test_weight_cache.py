@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
-import logging
+import functools
 import os
 import shutil
 import threading
@@ -13,12 +14,17 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from filelock import FileLock
 
-from dashinfer_vlm_core import VLM, SamplingParams
+from dashinfer_vlm_core import VLM, EngineConfig, SamplingParams
+from dashinfer_vlm_core.concurrency.storing import Canceled, StoreThread, cancel_storing
+from dashinfer_vlm_core.engine.managed_models import ManagedModel
+from dashinfer_vlm_core.engine.manager import ModelManager
 from dashinfer_vlm_core.models.weight_cache import converted
-from dashinfer_vlm_core.models.weight_cache.checkpoint_key import checkpoint_key
+from dashinfer_vlm_core.models.weight_cache.checkpoint_key import checkpoint_key, source_digest
 from dashinfer_vlm_core.models.weight_cache.file_budget import WeightFolder
 from dashinfer_vlm_core.models.weights import Weights
+from dashinfer_vlm_core.testing import Script, scripted_registry
 from dashinfer_vlm_cpu import huge_pages
 from tests.kernels import needs_native
 from tests.waiting import until
@@ -37,7 +43,19 @@ def stored(folder: Path) -> list[Path]:
 
 
 def is_storing():
-    return any(thread.name == "dashinfer-vlm-store-weights" for thread in threading.enumerate())
+    return any(isinstance(thread, StoreThread) for thread in threading.enumerate())
+
+
+def folder_in(cache, *, mib=1, **options) -> WeightFolder:
+    return WeightFolder(EngineConfig(cache_dir=cache, weight_cache_mib=mib, **options))
+
+
+def write(folder, key, layers):
+    folder.write(key, layers, lambda: None)
+
+
+def zeros(size):
+    return {"one": {"weights": torch.zeros(size, dtype=torch.uint8)}}
 
 
 def set_disk(monkeypatch, total, free):
@@ -54,13 +72,12 @@ def empty_disk(monkeypatch):
 @pytest.fixture
 def written(tmp_path):
     """Return a folder with one file."""
-    folder = tmp_path / "weights"
-    WeightFolder(folder, budget=MIB).write(KEY, LAYERS)
-    return folder
+    write(folder_in(tmp_path), KEY, LAYERS)
+    return tmp_path / "weights"
 
 
 def test_written_tensors_are_read_again(written):
-    opened = WeightFolder(written, budget=MIB).open(KEY)
+    opened = folder_in(written.parent).open(KEY)
     for layer, tensors in LAYERS.items():
         for name, tensor in tensors.items():
             read = opened.layers[layer][name]
@@ -93,12 +110,12 @@ UNUSABLE = {
 def test_unusable_file_is_reported_and_replaced(change, reason, written, caplog):
     (file,) = stored(written)
     change(file)
-    assert WeightFolder(written, budget=MIB).open(KEY) is None
+    assert folder_in(written.parent).open(KEY) is None
     assert reason in caplog.text
     if file.parent.stat().st_mode & 0o020:
         file.parent.chmod(0o700)
-    WeightFolder(written, budget=MIB).write(KEY, LAYERS)
-    assert WeightFolder(written, budget=MIB).open(KEY) is not None
+    write(folder_in(written.parent), KEY, LAYERS)
+    assert folder_in(written.parent).open(KEY) is not None
 
 
 def test_file_in_a_read_only_folder_is_used(written, monkeypatch, caplog):
@@ -106,64 +123,127 @@ def test_file_in_a_read_only_folder_is_used(written, monkeypatch, caplog):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(os, "utime", read_only)
-    assert WeightFolder(written, budget=MIB).open(KEY) is not None
+    assert folder_in(written.parent).open(KEY) is not None
     assert not caplog.records
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 def test_file_of_root_is_used_by_others_and_that_of_others_is_not(written, monkeypatch, caplog):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert WeightFolder(written, budget=MIB).open(KEY) is not None
+    assert folder_in(written.parent).open(KEY) is not None
     os.chown(stored(written)[0], 1001, -1)
-    assert WeightFolder(written, budget=MIB).open(KEY) is None
+    assert folder_in(written.parent).open(KEY) is None
     assert "it belongs to another user" in caplog.text
 
 
 def test_file_under_the_name_of_another_key_is_not_used(written):
     stored(written)[0].rename(written / f"{'b' * 32}.weights")
-    assert WeightFolder(written, budget=MIB).open("b" * 64) is None
+    assert folder_in(written.parent).open("b" * 64) is None
+
+
+def test_file_without_optional_functions_of_the_system(tmp_path, monkeypatch):
+    def unsupported(*args):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(os, "posix_fallocate", unsupported)
+    write(folder_in(tmp_path), KEY, LAYERS)
+    for name in ("posix_fallocate", "posix_fadvise"):
+        monkeypatch.delattr(os, name)
+    assert folder_in(tmp_path).open(KEY)
+    write(folder_in(tmp_path), "b" * 64, LAYERS)
+    assert folder_in(tmp_path).open("b" * 64)
+
+
+def write_old(cache, keys, layers, **options):
+    """Write files that the oldest process used first."""
+    for number, key in enumerate(keys):
+        write(folder_in(cache, **options), key * 64, layers)
+        os.utime(cache / "weights" / f"{key * 32}.weights", (number, number))
+
+
+def names(cache):
+    return "".join(file.name[0] for file in stored(cache / "weights"))
 
 
 def test_least_recently_used_file_is_removed(tmp_path):
-    layers = {"one": {"weights": torch.zeros(400_000, dtype=torch.uint8)}}
-    folder = WeightFolder(tmp_path, budget=MIB)
-    for number, key in enumerate("ab"):
-        folder.write(key * 64, layers)
-        os.utime(tmp_path / f"{key * 32}.weights", (number, number))
-    assert folder.open("a" * 64)  # b is now the one that was not used for longer
-    folder.write("c" * 64, layers)
-    assert [file.name[0] for file in stored(tmp_path)] == ["a", "c"]
+    write_old(tmp_path, "ab", zeros(400_000))
+    assert folder_in(tmp_path).open("a" * 64)  # b is now the one that was not used for longer
+    write(folder_in(tmp_path), "c" * 64, zeros(400_000))
+    assert names(tmp_path) == "ac"
+
+
+def test_parts_of_a_loaded_model_do_not_remove_each_other(tmp_path, caplog):
+    write_old(tmp_path, "a", zeros(400_000))
+    folder = folder_in(tmp_path)
+    write(folder, "b" * 64, zeros(700_000))
+    write(folder, "c" * 64, zeros(700_000))
+    assert names(tmp_path) == "b"
+    assert "set `weight_cache_mib` to at least 2 to" in caplog.text
+    del folder
+    write(folder_in(tmp_path), "c" * 64, zeros(700_000))
+    assert names(tmp_path) == "c"
+
+
+def test_lowered_limit_removes_files_at_the_next_start(tmp_path):
+    write_old(tmp_path, "abc", zeros(600_000), mib=2)
+    folder = folder_in(tmp_path)
+    folder.open("a" * 64)
+    folder.shrink()
+    assert names(tmp_path) == "a"
 
 
 def test_larger_file_than_the_budget_is_not_written(tmp_path, caplog):
-    caplog.set_level(logging.INFO)
-    WeightFolder(tmp_path, budget=MIB).write(KEY, {"one": {"weights": torch.zeros(2 * MIB, dtype=torch.uint8)}})
-    assert not stored(tmp_path)
-    assert "`weight_cache_mib` is 1" in caplog.text
+    write_old(tmp_path, "ab", zeros(600_000), mib=2)
+    write(folder_in(tmp_path), KEY, zeros(2 * MIB))
+    assert names(tmp_path) == "b"
+    assert "Each start converts 2 MiB of weights: set `weight_cache_mib` to at least 3" in caplog.text
 
 
 @pytest.mark.parametrize(("free", "kept"), [(50_000, "ab"), (700_000, "bc"), (3_000_000, "abc")])
 def test_files_are_removed_only_if_that_makes_space(free, kept, tmp_path, monkeypatch):
-    layers = {"one": {"weights": torch.zeros(500_000, dtype=torch.uint8)}}
-    folder = WeightFolder(tmp_path, budget=64 * MIB)
-    for number, key in enumerate("ab"):
-        folder.write(key * 64, layers)
-        os.utime(tmp_path / f"{key * 32}.weights", (number, number))
+    write_old(tmp_path, "ab", zeros(500_000), mib=64)
     set_disk(monkeypatch, 6_000_000, free)  # of which 600,000 bytes stay free
-    folder.write("c" * 64, layers)
-    assert "".join(file.name[0] for file in stored(tmp_path)) == kept
+    write(folder_in(tmp_path, mib=64), "c" * 64, zeros(500_000))
+    assert names(tmp_path) == kept
 
 
 def test_folder_that_cannot_be_written_is_reported(tmp_path, caplog):
-    (tmp_path / "file").touch()
-    WeightFolder(tmp_path / "file" / "weights", budget=MIB).write(KEY, LAYERS)
+    (tmp_path / "weights").touch()
+    write(folder_in(tmp_path), KEY, LAYERS)
     assert "cannot be stored" in caplog.text
 
 
-def test_abandoned_parts_are_removed(tmp_path):
-    (tmp_path / "abandoned.part").touch()
-    WeightFolder(tmp_path, budget=MIB).write(KEY, LAYERS)
-    assert not list(tmp_path.glob("*.part"))
+def test_abandoned_parts_are_removed(written):
+    (written / "abandoned.part").touch()
+    write(folder_in(written.parent), KEY, LAYERS)
+    assert not list(written.glob("*.part"))
+
+
+def test_unloaded_model_is_not_stored(tmp_path):
+    """While its file is written, and while another process writes."""
+    layers = zeros(40 * MIB)
+    memory = weakref.ref(layers["one"]["weights"])
+    checks = []
+
+    def check():
+        checks.append(len(list(tmp_path.glob("weights/*.part"))))
+        if sum(checks) == 2:
+            raise Canceled
+
+    folder_in(tmp_path, mib=128).write(KEY, layers, check)
+    assert checks[-1] == 1
+    assert not [file for file in (tmp_path / "weights").iterdir() if file.name != ".lock"]
+
+    folder = folder_in(tmp_path, mib=128)
+    with FileLock(tmp_path / "weights" / ".lock"):
+        StoreThread("other", functools.partial(folder.write, "b" * 64, zeros(10))).start()
+        StoreThread("model", functools.partial(folder.write, KEY, layers)).start()
+        del layers
+        cancel_storing("model")
+        until(lambda: memory() is None)
+        assert is_storing()
+    until(lambda: not is_storing())
+    assert names(tmp_path) == "b"
 
 
 def test_key_changes_with_content_of_same_size_and_time(tmp_path):
@@ -181,15 +261,25 @@ def test_key_changes_with_content_of_same_size_and_time(tmp_path):
     until(is_noticed)
 
 
+def test_code_of_a_package_is_recognized(tmp_path):
+    (tmp_path / "inner").mkdir()
+    digests = set()
+    for file, content in (("a.py", "1"), ("a.py", "2"), ("inner/b.py", "2"), ("inner/b.txt", "2")):
+        (tmp_path / file).write_text(content)
+        source_digest.cache_clear()
+        digests.add(source_digest(tmp_path))
+    assert len(digests) == 3
+
+
 def test_mapped_file_is_copied_to_one_mapping_of_huge_pages(tmp_path):
     size = 4 * huge_pages.HUGE_PAGE_SIZE
     content = torch.arange(size, dtype=torch.int32).to(torch.uint8)
-    folder = WeightFolder(tmp_path, budget=64 * MIB)
-    folder.write(KEY, {"one": {"weights": content}})
+    folder = folder_in(tmp_path, mib=64)
+    write(folder, KEY, {"one": {"weights": content}})
     opened = folder.open(KEY)
     start = huge_pages._address(opened.memory)
     aligned = start + -start % huge_pages.HUGE_PAGE_SIZE
-    assert mapping(aligned).file == str(stored(tmp_path)[0])
+    assert mapping(aligned).file == str(stored(tmp_path / "weights")[0])
     huge_pages.replace(weakref.ref(opened.memory), len(opened.memory))
     copied = mapping(aligned)
     assert not copied.file
@@ -221,18 +311,24 @@ SETTINGS = {
 }
 
 
+def record_matrices(monkeypatch) -> list[str]:
+    """Return a list to which the names of converted matrices are added."""
+    matrices = []
+    matrix = Weights.matrix
+
+    def recorded(self, modules, *args, **more):
+        matrices.extend(modules)
+        return matrix(self, modules, *args, **more)
+
+    monkeypatch.setattr(Weights, "matrix", recorded)
+    return matrices
+
+
 @needs_native
 @pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
 def test_second_start_converts_nothing_and_answers_the_same(options, tiny_checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(converted, "MIN_BYTES", 0)
-    matrices = []
-    matrix = Weights.matrix
-
-    def counted(self, modules, *args, **more):
-        matrices.extend(modules)
-        return matrix(self, modules, *args, **more)
-
-    monkeypatch.setattr(Weights, "matrix", counted)
+    matrices = record_matrices(monkeypatch)
     first = answer(tiny_checkpoint, tmp_path, options)
     assert len(stored(tmp_path / "weights")) == 2  # text model and vision encoder
     assert matrices
@@ -240,6 +336,32 @@ def test_second_start_converts_nothing_and_answers_the_same(options, tiny_checkp
     assert answer(tiny_checkpoint, tmp_path, options) == first
     assert all(name.endswith(("q_proj", "k_proj", "v_proj")) for name in matrices)
     assert bool(matrices) == ("kv_cache_dtype" in options)  # balanced projections are converted at each start
+
+
+@needs_native
+def test_changed_code_converts_again(tiny_checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(converted, "MIN_BYTES", 0)
+    first = answer(tiny_checkpoint, tmp_path, {})
+    folders = []
+    monkeypatch.setattr(converted, "source_digest", lambda folder: folders.append(folder.name) or "changed")
+    assert answer(tiny_checkpoint, tmp_path, {}) == first
+    assert len(stored(tmp_path / "weights")) == 4
+    assert {"kernels", "models", "dashinfer_vlm_torch"} <= set(folders)
+
+
+@needs_native
+def test_unloading_a_model_ends_storing(tiny_checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(converted, "MIN_BYTES", 0)
+    (tmp_path / "weights").mkdir(mode=0o700)
+    options = {"model": str(tiny_checkpoint), "decoder": "scripted", "cache_dir": tmp_path}
+    model = ManagedModel(config=EngineConfig(**OPTIONS, **options))
+    with (
+        FileLock(tmp_path / "weights" / ".lock"),  # others write
+        ModelManager([model], registry=scripted_registry(Script("Yes."))) as manager,
+    ):
+        assert is_storing()
+        asyncio.run(manager.aunload(model.config.name))
+        until(lambda: not is_storing())
 
 
 @needs_native

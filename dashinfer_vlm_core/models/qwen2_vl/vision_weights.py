@@ -64,7 +64,11 @@ class VisionWeights(NamedTuple):
             chosen = kernels.choose(device, dtype)
             int8 = quantizes_vision_encoder(config, chosen)
             # Merged weights belong to an adapter, of which there may be many.
-            stored = ConvertedWeights() if merge else ConvertedWeights.open(spec, config, chosen, "vision")
+            stored = (
+                ConvertedWeights()
+                if merge
+                else ConvertedWeights.open(spec.folder, config, chosen, "vision", renames=spec.tensor_renames)
+            )
             with stored as converted:
                 yield cls(weights, chosen, device, dtype, int8, converted)
         if merge:

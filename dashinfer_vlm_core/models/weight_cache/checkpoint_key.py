@@ -1,7 +1,8 @@
-"""What the files of a checkpoint are recognized by, without reading gigabytes."""
+"""What the files of a checkpoint, and the code that converts them, are recognized by, without reading gigabytes."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterable
@@ -30,6 +31,15 @@ def checkpoint_key(folder: Path, parts: Iterable[str]) -> str:
         digest.update(json.dumps([file.name, *identity]).encode())
         if file.suffix == ".safetensors":
             digest.update(_header(file))
+    return digest.hexdigest()
+
+
+@functools.cache
+def source_digest(folder: Path) -> str:
+    """Return a digest of the Python files below a folder, as they were when it was first computed."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(json.dumps([str(file.relative_to(folder)), file.read_text(encoding="utf-8")]).encode())
     return digest.hexdigest()
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -12,23 +11,19 @@ from types import TracebackType
 
 from torch import Tensor
 
-from ...concurrency.abandoned_threads import STORE_THREAD
+from ...concurrency.storing import StoreThread
 from ...config import MIB, EngineConfig
 from ...kernels.quantization import Quantization
 from ...kernels.types import Activation, Kernels, Linear, LMHead, StorableLayers
 from ...version import __version__
-from ..spec import ModelSpec
-from .checkpoint_key import checkpoint_key
+from .checkpoint_key import checkpoint_key, source_digest
 from .file_budget import WeightFolder
 from .weight_file import TABLE, Layers, WeightFile, file_size
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-FOLDER = "weights"
-"""The name of the folder in the cache folder."""
-
-LAYOUT = 1
-"""Incremented when the order of rows and columns changes in which readers pass weights to kernels."""
+MODELS = Path(__file__).parents[1]
+KERNELS = MODELS.with_name("kernels")
 
 MIN_BYTES = 64 * MIB
 """Smaller models are converted in a tenth of a second."""
@@ -40,6 +35,7 @@ class ConvertedWeights(AbstractContextManager["ConvertedWeights"]):
     At the end, those that were created are stored by a thread, unless a file had all of them.
 
     Args:
+        model: `EngineConfig.name` of the model.
         kernels: those that keep the layers; None creates all layers and stores none.
         folder: where files are stored.
         key: computes the key of the part's file.
@@ -47,10 +43,12 @@ class ConvertedWeights(AbstractContextManager["ConvertedWeights"]):
 
     def __init__(
         self,
+        model: str = "",
         kernels: StorableLayers | None = None,
         folder: WeightFolder | None = None,
         key: Callable[[], str] = str,
     ) -> None:
+        self._model = model
         self._kernels = kernels
         self._folder = folder
         self._compute_key = key
@@ -62,22 +60,33 @@ class ConvertedWeights(AbstractContextManager["ConvertedWeights"]):
             kernels.adopt(self._file.memory, self._file.matrices)
 
     @classmethod
-    def open(cls, spec: ModelSpec, config: EngineConfig, kernels: Kernels, part: str) -> ConvertedWeights:
+    def open(
+        cls,
+        checkpoint: Path,
+        config: EngineConfig,
+        kernels: Kernels,
+        part: str,
+        *,
+        code: Path = MODELS,
+        renames: Iterable[tuple[str, str]] = (),
+    ) -> ConvertedWeights:
         """Open the file of a part of a checkpoint, if there is one. Without effect if kernels have no such form.
 
         Args:
-            spec: the checkpoint.
+            checkpoint: the folder of the checkpoint.
             config: `weight_cache_mib` and the cache folder.
             kernels: those that keep the layers.
             part: the name of the part. Files of other options hold other layers: a file is copied as a whole.
+            code: the folder of the package that reads the weights. Files are not used after a change of its code.
+            renames: those of the checkpoint's tensors.
         """
         if not config.weight_cache_mib or not isinstance(kernels, StorableLayers):
             return cls()
         options = [config.dtype, config.quantization, config.vision_quantization]
-        parts = [str(LAYOUT), __version__, kernels.layout, part, *options, repr(spec.tensor_renames)]
-        folder = WeightFolder(Path(config.cache_folder, FOLDER), config.weight_cache_mib * MIB)
+        digests = map(source_digest, (MODELS, KERNELS, code))
+        parts = [__version__, *digests, kernels.layout, part, *options, repr(tuple(renames))]
         try:
-            return cls(kernels, folder, partial(checkpoint_key, spec.folder, parts))
+            return cls(config.name, kernels, WeightFolder(config), partial(checkpoint_key, checkpoint, parts))
         except OSError as error:
             logger.warning("Converted weights are not stored: %s.", error)
             return cls()
@@ -133,13 +142,13 @@ class ConvertedWeights(AbstractContextManager["ConvertedWeights"]):
     ) -> None:
         created = self._created
         self._created = {}
-        if kind is not None or self._folder is None or not created:
+        if kind is not None or self._folder is None:
             return
         layers: Layers = {**self._file.layers, **created} if self._file else created
-        if file_size(layers) < MIN_BYTES or not self._is_unchanged():
-            return
-        # Not a daemon like the thread that loads: a short command would never store what it converted.
-        threading.Thread(target=self._folder.write, args=(self._key, layers), name=STORE_THREAD, daemon=False).start()
+        if created and file_size(layers) >= MIN_BYTES and self._is_unchanged():
+            StoreThread(self._model, partial(self._folder.write, self._key, layers)).start()
+        else:
+            self._folder.shrink()
 
     def _is_unchanged(self) -> bool:
         try:

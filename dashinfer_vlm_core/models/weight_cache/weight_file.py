@@ -7,11 +7,12 @@ belong to the user of the process or to root instead, and others may not write t
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ ALIGNMENT = 64
 """Tensors begin at cache lines."""
 
 WRITE_BYTES = 16 << 20
+"""How much is written between two checks, and between two waits for the disk."""
 
 TABLE = "table"
 """The name of the only tensor of an embedding table."""
@@ -79,7 +81,8 @@ def open_file(path: Path, key: str) -> WeightFile:
         header = _read_header(descriptor, status.st_size)
         if header["key"] != key or header["size"] != status.st_size:
             raise InvalidFileError("it belongs to other weights, or is incomplete")
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
         with contextlib.suppress(OSError):  # a prepared folder, such as that of a container image, may be read-only
             os.utime(descriptor)  # the files that were not used for the longest time are removed first
         # Writable copies of pages: tensors of read-only memory are not supported by torch.
@@ -132,21 +135,41 @@ def file_size(layers: Layers) -> int:
     return sum(tensor.nbytes + ALIGNMENT for tensors in layers.values() for tensor in tensors.values())
 
 
-def write_file(descriptor: int, key: str, layers: Layers) -> None:
+def write_file(descriptor: int, key: str, layers: Layers, check: Callable[[], None]) -> None:
     """Write converted weights to an empty file, and to the disk.
+
+    Args:
+        descriptor: the file.
+        key: its key.
+        layers: the layers.
+        check: is called between parts, and may raise an error.
 
     Raises:
         OSError: the disk is full, or cannot be written to.
     """
     header, places = _plan(key, layers)
-    size = json.loads(header)["size"]
-    os.posix_fallocate(descriptor, 0, size)  # fails now if the disk is full
+    _reserve(descriptor, json.loads(header)["size"])
     digest = hashlib.sha256(header).digest()
-    _write(descriptor, memoryview(MAGIC + digest + len(header).to_bytes(LENGTH_BYTES, "little") + header), 0)
-    for offset, tensor in places:
-        if tensor.nbytes:
-            _write(descriptor, tensor.flatten().view(torch.uint8).numpy().data, offset)
+    prefix = MAGIC + digest + len(header).to_bytes(LENGTH_BYTES, "little")
+    unsynced = _write(descriptor, memoryview(prefix + header), 0)
+    for offset, part in _parts(places):
+        check()
+        unsynced += _write(descriptor, part, offset)
+        if unsynced >= WRITE_BYTES:
+            os.fsync(descriptor)  # one at the end would take long, and could not be canceled
+            unsynced = 0
     os.fsync(descriptor)
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    """Set the size of a file; fail now if the disk is full."""
+    os.ftruncate(descriptor, size)
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # the file system does not support it
+                raise
 
 
 def _plan(key: str, layers: Layers) -> tuple[bytes, list[_Place]]:
@@ -169,7 +192,17 @@ def _header(key: str, layers: Layers, *, first: int) -> tuple[bytes, list[_Place
     return json.dumps({"key": key, "size": offset, "layers": described}).encode(), places
 
 
-def _write(descriptor: int, content: memoryview, offset: int) -> None:
+def _parts(places: Sequence[_Place]) -> Iterator[tuple[int, memoryview]]:
+    for offset, tensor in places:
+        if not tensor.nbytes:
+            continue
+        content = tensor.flatten().view(torch.uint8).numpy().data
+        for start in range(0, len(content), WRITE_BYTES):
+            yield offset + start, content[start : start + WRITE_BYTES]
+
+
+def _write(descriptor: int, content: memoryview, offset: int) -> int:
     written = 0
     while written < len(content):
-        written += os.pwrite(descriptor, content[written : written + WRITE_BYTES], offset + written)
+        written += os.pwrite(descriptor, content[written:], offset + written)
+    return written
