@@ -252,9 +252,11 @@ class TorchDecoder:
         if self._draft is None:
             return create_mtp_drafter(model, cache)
         if isinstance(self._draft, EagleSpec):
-            return load_eagle_drafter(model, cache, self._draft, self._quantization)
+            return load_eagle_drafter(model, cache, self._draft, self._config, self._quantization)
         kernels = self._kernel_selector.choose(self._device, self._dtype, self._draft.text)
-        return load_model_drafter(model, cache, self._draft, kernels, self._quantization)
+        return load_model_drafter(
+            model, cache, self._draft, self._config, kernels=kernels, quantization=self._quantization
+        )
 
     def _record_graphs(self, model: TextModel, cache: KVCache) -> DecodeGraphs | None:
         # Prompts are not replayed, and graphs do not return hidden states between layers.

@@ -20,6 +20,8 @@ from dashinfer_vlm_core import VLM, EngineConfig, SamplingParams
 from dashinfer_vlm_core.concurrency.storing import Canceled, StoreThread, cancel_storing
 from dashinfer_vlm_core.engine.managed_models import ManagedModel
 from dashinfer_vlm_core.engine.manager import ModelManager
+from dashinfer_vlm_core.models.eagle import read_eagle
+from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
 from dashinfer_vlm_core.models.weight_cache import converted
 from dashinfer_vlm_core.models.weight_cache.checkpoint_key import checkpoint_key, source_digest
 from dashinfer_vlm_core.models.weight_cache.file_budget import WeightFolder
@@ -27,6 +29,10 @@ from dashinfer_vlm_core.models.weights import Weights
 from dashinfer_vlm_core.testing import Script, scripted_registry
 from dashinfer_vlm_cpu import huge_pages
 from tests.kernels import needs_native
+from tests.plugins.drafting import LONG, create, run
+from tests.plugins.oracle import Shape, prompt, save_random_model
+from tests.plugins.test_torch_eagle import SHAPE as EAGLE_TARGET
+from tests.plugins.test_torch_eagle import write_head
 from tests.waiting import until
 
 MIB = 1 << 20
@@ -336,6 +342,30 @@ def test_second_start_converts_nothing_and_answers_the_same(options, tiny_checkp
     assert answer(tiny_checkpoint, tmp_path, options) == first
     assert all(name.endswith(("q_proj", "k_proj", "v_proj")) for name in matrices)
     assert bool(matrices) == ("kv_cache_dtype" in options)  # balanced projections are converted at each start
+
+
+@needs_native
+@pytest.mark.parametrize("has_eagle", [False, True])
+def test_second_start_does_not_convert_drafters(has_eagle, tmp_path, monkeypatch):
+    monkeypatch.setattr(converted, "MIN_BYTES", 0)
+    save_random_model(tmp_path, EAGLE_TARGET)
+    if has_eagle:
+        write_head(tmp_path / "draft")
+        draft = read_eagle(tmp_path / "draft", read_spec(tmp_path).text)
+    else:
+        (tmp_path / "draft").mkdir()
+        save_random_model(tmp_path / "draft", Shape())
+        draft = read_spec(tmp_path / "draft")
+    matrices = record_matrices(monkeypatch)
+    found = []
+    for _ in range(2):
+        matrices.clear()
+        decoder = create(tmp_path, draft, dtype="bfloat16", cache_dir=tmp_path)
+        found.append(run(decoder, [prompt(1, 60, **LONG)])[0])
+        until(lambda: not is_storing())
+        assert len(stored(tmp_path / "weights")) == 2
+    assert found[0] == found[1]
+    assert not matrices
 
 
 @needs_native
