@@ -3,8 +3,8 @@
     python -m benchmarks.estimates [--models small,2b] [--folder FOLDER]
 
 Each row is measured in its own process, which generates 64 tokens for a short text, and for an image. `Memory` is that
-of the engine and its media workers, and the estimate of it without caches, which are nearly empty then. `Tokens/s` is
-the rate after the first token, without speculation; the estimate uses what `tune` measures, measured just before.
+of the engine and its media workers; the estimate of it has what is in the caches then, not full ones. `Tokens/s` is the
+rate after the first token, without speculation; the estimate uses what `tune` measures, measured just before.
 Ratios are estimates divided by measurements. `DASHINFER_VLM_CPU_KERNELS` selects the kernels.
 """
 
@@ -27,9 +27,10 @@ from dashinfer_vlm_core.concurrency.memory import resident_bytes
 from dashinfer_vlm_core.kernels.bandwidth import measure_bandwidth, measure_rates
 from dashinfer_vlm_core.kernels.choice import KernelSelector
 from dashinfer_vlm_core.kernels.tuned import WeightRates
-from dashinfer_vlm_core.models.memory import MemoryEstimate, ModelSize
+from dashinfer_vlm_core.models.memory import MemoryEstimate, ModelSize, kv_bytes_per_token, state_bytes
 from dashinfer_vlm_core.models.placement import estimate_model
 from dashinfer_vlm_core.plugins import load_plugins
+from dashinfer_vlm_core.text_spec import TextModelSpec
 
 from .models import CACHE, checkpoint, model_names
 from .workloads import image_part
@@ -59,6 +60,7 @@ class Measurement:
     Attributes:
         memory: bytes of the process, after both responses.
         estimate: of its memory.
+        cached: bytes of keys, values and recurrent states that were written.
         bandwidth: of the machine's memory, in bytes per second.
         rates: of the kernels, by their name.
         text_rate: tokens per second after the first one, of the text prompt.
@@ -67,6 +69,7 @@ class Measurement:
 
     memory: int
     estimate: MemoryEstimate
+    cached: int
     bandwidth: float
     rates: Mapping[str, WeightRates]
     text_rate: float
@@ -74,7 +77,7 @@ class Measurement:
 
     def cells(self) -> Iterator[str]:
         """Yield the cells of the table after the model and the bits; a ratio is estimated by measured."""
-        memory = self.estimate.weights + self.estimate.process
+        memory = self.estimate.weights + self.estimate.process + self.cached
         rate = self.estimate.tokens_per_second(self.bandwidth, self.rates)
         yield from (f"{self.memory / 1e6:,.0f}", f"{memory / 1e6:,.0f}", f"{memory / self.memory:.2f}")
         yield from (f"{self.text_rate:.1f}", f"{self.image_rate:.1f}", f"{rate:.1f}")
@@ -92,7 +95,7 @@ def measure(folder: Path, bits: int) -> Measurement:
         max_model_len=2048,
     )
     registry = load_plugins()
-    size = ModelSize.of(registry.load_spec(folder))
+    size = ModelSize.of(registry.load_spec(folder)).loaded(config)
     selector = KernelSelector(registry.kernels.values(), config)
     estimate = estimate_model(size, config, selector)
     kernels = selector.find("cpu", torch.bfloat16, size.text).kernels
@@ -105,9 +108,18 @@ def measure(folder: Path, bits: int) -> Measurement:
             image_rate=_rate(engine, [image_part(random.Random(0)), text]),
             memory=resident_bytes(),
             estimate=estimate,
+            cached=_cached_bytes(engine, size.text),
             bandwidth=bandwidth,
             rates=rates,
         )
+
+
+def _cached_bytes(engine: Engine, text: TextModelSpec) -> int:
+    stats = engine.stats()
+    assert stats
+    itemsize = torch.bfloat16.itemsize
+    states = stats.decoder.states_cached + 2 if text.delta_net else 0  # a running sequence had two
+    return states * state_bytes(text, itemsize) + stats.decoder.kv_cached * kv_bytes_per_token(text, itemsize)
 
 
 def _warm_up(engine: Engine, content: list[dict[str, Any]]) -> None:

@@ -390,5 +390,7 @@ def test_row_of_estimates_has_ratios_to_measurements():
         weights=1_500_000_000, kv_cache=1, vision_cache=1, process=300_000_000, step=FormatBytes(wide=10**9), layers=10,
         delta_nets=0, kernels="torch", cost=StepCost(slowdown=2, layer_seconds=1e-3, delta_net_seconds=0),
     )  # fmt: skip
-    found = Measurement(memory=2 * 10**9, estimate=estimate, bandwidth=40e9, rates={}, text_rate=20, image_rate=10)
-    assert list(found.cells()) == ["2,000", "1,800", "0.90", "20.0", "10.0", "16.7", "0.83", "1.67"]
+    found = Measurement(
+        memory=2 * 10**9, estimate=estimate, cached=10**8, bandwidth=40e9, rates={}, text_rate=20, image_rate=10
+    )
+    assert list(found.cells()) == ["2,000", "1,900", "0.95", "20.0", "10.0", "16.7", "0.83", "1.67"]

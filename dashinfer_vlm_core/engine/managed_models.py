@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..kernels.choice import KernelSelector
 from ..models.checkpoint import HUB_ID, find_model
 from ..models.memory import MemoryEstimate, ModelSize
 from ..models.spec import ModelSpec
+from ..models.task import read_pooling
 from ..plugins import Registry, load_plugins, options_registry
 from ..protocol import DEFAULT_MODEL
 from ..tokenization.tokenizer import TokenizerCache
@@ -166,6 +167,7 @@ def estimate_bytes(config: EngineConfig) -> int:
         ConfigError: an option cannot be used on this machine.
     """
     registry = load_plugins()
+    config = registry.resolve_options(config)
     size = ModelSize.of(find_spec(config, registry))
     # Imported by name, because it imports torch: packages that do not need torch import this module.
     placement = importlib.import_module("dashinfer_vlm_core.models.placement")
@@ -178,9 +180,12 @@ def find_spec(config: EngineConfig, registry: Registry) -> ModelSpec:
 
     Raises:
         CheckpointError: there is no such model, or its configuration is invalid.
+        ConfigError: it cannot be used for the task, or with the draft model.
     """
+    tokenizers = TokenizerCache()
     spec = registry.load_spec(find_model(config.model, registered=registry.models, revision=config.revision))
-    return with_draft(spec, config, registry, TokenizerCache())
+    spec = replace(spec, pooling=read_pooling(spec, config.task, tokenizers))
+    return with_draft(spec, config, registry, tokenizers)
 
 
 def names_of(models: Iterable[ManagedModel]) -> dict[str, str]:

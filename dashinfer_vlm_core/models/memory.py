@@ -50,6 +50,7 @@ class ModelSize:
         stored_bits: the bits of most layers if the checkpoint is quantized; None if it is not.
         draft: the text model, or the layer of the head, that drafts tokens; None without one.
         draft_bytes: size of the files with its weights, which take as much in memory at most.
+        pools: whether hidden states are pooled, so that the output layer is not loaded.
     """
 
     text: TextModelSpec
@@ -60,6 +61,7 @@ class ModelSize:
     stored_bits: StoredBits | None = None
     draft: TextModelSpec | None = None
     draft_bytes: int = 0
+    pools: bool = False
 
     @classmethod
     def of(cls, spec: ModelSpec, *, file_bytes: int | None = None) -> ModelSize:
@@ -73,7 +75,14 @@ class ModelSize:
             stored_bits=spec.quantization.stored_bits if spec.quantization else None,
             draft=spec.draft.text if spec.draft else None,
             draft_bytes=weight_file_bytes(spec.draft.folder) if spec.draft else 0,
+            pools=spec.pooling is not None,
         )
+
+    def loaded(self, config: EngineConfig) -> ModelSize:
+        """Return the size of what is loaded: without the head for multi-token prediction if it drafts nothing."""
+        method = config.plugin_options.get("speculative_method", "auto")  # of the decoder torch
+        drafts = method == "auto" and self.draft is None and not self.pools
+        return self if drafts else replace(self, text=replace(self.text, mtp_layer=None))
 
 
 class FormatBytes(NamedTuple):
@@ -94,7 +103,7 @@ class WeightBytes:
 
     Attributes:
         layers: of the text model's layers.
-        head: of the output layer, in addition to the embedding table if it shares that.
+        head: of the output layer, in addition to the embedding table if it shares that; 0 if it is not loaded.
         argmax: those of the output layer that a greedy step reads.
         vision: of the vision encoder.
         itemsize: of the embedding table, which is never quantized, and of hidden states.
@@ -163,6 +172,7 @@ def estimate_memory(
         kernels: those that run the text model.
         memory: what limits the default of the KV cache, see `memory_limit`; None on a device with its own memory.
     """
+    size = size.loaded(config)
     return MemoryEstimate(
         weights=int(loaded_bytes(size, weights)),
         kv_cache=_cache_bytes(size, config, weights.itemsize, memory),
@@ -204,10 +214,10 @@ def weight_bytes(
     bits = kernels.weight_bits
     wide = itemsize / 16
     rounds_head = config.quantization != "none" and kernels.supports_int8
-    head = bits.tied_head if size.text.tie_word_embeddings else bits.head
+    head = 1 if rounds_head else wide * (bits.tied_head if size.text.tie_word_embeddings else bits.head)
     return WeightBytes(
         layers=_layer_bytes(size, config, kernels, wide=wide * bits.layer),
-        head=1 if rounds_head else wide * head,
+        head=0 if size.pools else head,
         argmax=FormatBytes(int8=1) if rounds_head else _argmax_bytes(bits, wide=wide),
         vision=1 if int8_vision else wide * bits.layer,
         itemsize=itemsize,

@@ -19,6 +19,7 @@ from dashinfer_vlm_core.kernels.types import StepCost, WeightBits
 from dashinfer_vlm_core.models.memory import (
     MIN_KV_MIB,
     ModelSize,
+    count_mtp_weights,
     count_weights,
     estimate_memory,
     kv_budget_mib,
@@ -161,6 +162,32 @@ def test_estimate_is_close_to_memory_of_engine(quantization, megabytes):
     weights = weight_bytes(small(), config, CompressingKernels("cpu"), itemsize=2, int8_vision=quantization != "none")
     found = estimate_memory(small(), config, weights, kernels=CompressingKernels("cpu"), memory=None)
     assert (found.weights + found.process) / 1e6 == pytest.approx(megabytes, rel=0.1)
+
+
+@cases(
+    ("options", "changes", "has_mtp", "has_head"),
+    [
+        ({}, {}, True, True),
+        ({"speculative_method": "none"}, {}, False, True),
+        ({"speculative_method": "ngram"}, {}, False, True),
+        ({}, {"draft": MODELS["Qwen3-VL-2B"].text}, False, True),
+        ({}, {"pools": True}, False, False),
+    ],
+)
+def test_only_what_is_loaded_is_counted(options, changes, has_mtp, has_head):
+    plain = MODELS["Qwen3.5-0.8B"]
+    mtp_layer = next(layer for layer in plain.text.layers if isinstance(layer.mixer, AttentionSpec))
+    size = replace(plain, text=replace(plain.text, mtp_layer=mtp_layer), **changes)
+    config = EngineConfig(**options)
+
+    def estimated(size):
+        weights = weight_bytes(size, config, CompressingKernels("cpu"), itemsize=2, int8_vision=False)
+        return estimate_memory(size, config, weights, kernels=CompressingKernels("cpu"), memory=None)
+
+    head = 2.5 * plain.text.vocab_size * plain.text.hidden_size
+    mtp = 1.5 * count_mtp_weights(size.text)
+    more = estimated(size).weights - estimated(plain).weights
+    assert more == pytest.approx(has_mtp * mtp - (not has_head) * head, abs=2)
 
 
 def test_measured_rates_of_kernels_replace_the_bandwidth():
