@@ -14,6 +14,7 @@ from .converted import ConvertedMessage
 from .field_names import UnknownMedia
 from .fields import RETURNED_FIELDS, RejectedFields, reject_fields
 from .messages import MAX_PARTS
+from .sources import PruningRate
 from .validation_errors import invalid, show, unsupported
 
 _UNKNOWN_MEDIA = UnknownMedia(
@@ -41,6 +42,7 @@ class Source(RequestModel):
     data: Text | None = None
     media_type: Text | None = None
     url: Text | None = None
+    pruning_rate: PruningRate | None = None
     content: StringOrArray[Text, Annotated[Array[Block], Field(max_length=MAX_PARTS)]] | None = None
     file_id: Any = None
 
@@ -218,6 +220,8 @@ def _parts(block: Block, path: str) -> list[_Part]:
         raise _wrong_type(block, path, (*_CONTENT_BLOCKS, "tool_result"))
     source: Source = _required(block, "source", path)
     reject_fields(vars(block), _REJECTED_IN_MEDIA, prefix=f"{path}.")
+    if block.type == "document" and source.pruning_rate is not None:
+        raise unsupported(f"{path}.source.pruning_rate", "is not available for a document. Remove it.")
     if block.type == "document" and source.type in {"text", "content"}:
         return _document_parts(source, f"{path}.source")
     return [_media_part(block.type, source, path)]
@@ -248,7 +252,7 @@ def _media_part(kind: str, source: Source, path: str) -> _Part:
         content = f"data:{_media_type(kind, source, source_path)};base64,{content}"
     field, key = (f"{kind}_url", "url") if kind != "document" else ("file", f"file_{name}")
     renames = [(f".{field}.{key}", f"{source_path}.{name}"), (f".{field}", source_path), ("", path)]
-    return {"type": field, field: {key: content}}, renames
+    return {"type": field, field: {key: content, "pruning_rate": source.pruning_rate}}, renames
 
 
 def _media_type(kind: str, source: Source, path: str) -> str:

@@ -1,4 +1,4 @@
-"""Unknown fields of objects in a request: misspelled ones, and media under a name that nothing reads, are errors."""
+"""Unknown fields of objects in a request: misspelled or misplaced ones, and media that nothing reads, are errors."""
 
 from __future__ import annotations
 
@@ -16,6 +16,12 @@ MAX_CHECKED = 1024
 MAX_CHECKED_CHARACTERS = 32
 MIN_LETTERS = 5
 """Minimum length of a name that may be misspelled: `top_a` of another server is not a misspelled `top_k`."""
+
+MISPLACED: Mapping[str, str] = {
+    "pruning_rate": "is an option of an image or a video. Set it next to `url` in Chat Completions, next to `image_url`"
+    " or `video_url` in the Responses API, or in `source` in the Messages API.",
+}
+"""Options of content parts that are errors in other objects, since responses would differ from what is expected."""
 
 _MEDIA_NAME = re.compile(
     r"(input_?)?(image|picture|photo|video|audio|media|file|attachment)s?(_?(urls?|data|base64))?", re.IGNORECASE
@@ -68,7 +74,7 @@ class FieldNames:
         self._near = {item: name for letters, name in self._exact.items() for item in _without_a_letter(letters)}
 
     def check(self, given: Mapping[str, object], unknown: list[str]) -> None:
-        """Raise an error, to which `explain` adds the path, for a field that is misspelled or contains media.
+        """Raise an error, to which `explain` adds the path, for a field that is misspelled, misplaced or media.
 
         Args:
             given: the object.
@@ -78,6 +84,8 @@ class FieldNames:
             return
         names = (name for name in given if isinstance(name, str) and name not in self._known)
         for name in itertools.islice(names, MAX_CHECKED - len(unknown)):
+            if name in MISPLACED:
+                raise field_error(name, MISPLACED[name])
             if meant := self._meant(name):
                 raise field_error(name, f"is not a known field. Did you mean `{meant}`?")
             if self._media and (next_step := self._media.next_step(name, given[name])):

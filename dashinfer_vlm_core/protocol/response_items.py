@@ -8,14 +8,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 
 from .base import Array, Name, RequestModel, StringOrArray, Text
 from .converted import ConvertedMessage
-from .field_names import UnknownMedia
+from .field_names import MISPLACED, UnknownMedia
 from .fields import NO_AUDIO, RETURNED_FIELDS
 from .messages import MAX_PARTS
-from .validation_errors import invalid, show, unsupported
+from .sources import PruningRate
+from .validation_errors import field_error, invalid, show, unsupported
 
 REFERENCE = "item_reference"
 
@@ -50,6 +51,7 @@ class ItemPart(_StoredModel):
     detail: Literal["auto", "low", "high", "original"] | None = None
     image_url: Any = None
     video_url: Any = None
+    pruning_rate: PruningRate | None = None
     file_data: Text | None = None
     file_url: Text | None = None
     filename: Text | None = None
@@ -60,6 +62,12 @@ class ItemPart(_StoredModel):
     max_pixels: Any = None
     password: Any = Field(default=None, repr=False)
     uuid: Any = None
+
+    @model_validator(mode="after")
+    def _check_pruning(self) -> ItemPart:
+        if self.pruning_rate is not None and self.type not in _PRUNED_TYPES:
+            raise field_error("pruning_rate", MISPLACED["pruning_rate"])
+        return self
 
     def to_chat(self, path: str) -> dict[str, Any]:
         """Return the content part of a chat request.
@@ -81,19 +89,18 @@ class ItemPart(_StoredModel):
         values = {
             "text": self.text,
             "refusal": self.refusal,
-            "image_url": self._image(),
-            "video_url": self.video_url,
+            "image_url": self._source(self.image_url, detail=self._detail, pruning_rate=self.pruning_rate),
+            "video_url": self._source(self.video_url, pruning_rate=self.pruning_rate),
             "file": {"detail": self._detail} | {name: getattr(self, name) for name in FILE_FIELDS},
         }
         chat_type = _CHAT_TYPES[self.type]
         return {"type": chat_type, chat_type: values[chat_type], "uuid": self.uuid}
 
-    def _image(self) -> Any:
+    def _source(self, given: Any, **options: object) -> Any:
         # A URL, or, as in chat requests, an object with a URL and options.
-        source = {"url": self.image_url} if isinstance(self.image_url, str) else self.image_url
-        if self._detail is not None and isinstance(source, dict):
-            return {"detail": self._detail, **source}
-        return source
+        options = {name: value for name, value in options.items() if value is not None}
+        source = {"url": given} if options and (given is None or isinstance(given, str)) else given
+        return options | source if isinstance(source, dict) else source
 
     @property
     def _detail(self) -> str | None:
@@ -104,6 +111,7 @@ class ItemPart(_StoredModel):
         return self.type in _TEXT_TYPES
 
 
+_PRUNED_TYPES = ("input_image", "input_video")
 _TEXT_TYPES = ("input_text", "output_text", "text")
 _CHAT_TYPES: Mapping[str, str] = {
     **dict.fromkeys(_TEXT_TYPES, "text"),

@@ -330,7 +330,7 @@ _RENAMES = (
     ("messages", "input"),
 )
 _TOOL_FIELD = re.compile(r"(?<=tools)(\[\d+\])\.function")
-_URL = re.compile(rf"(\.image_url)\.url$|\.file(\.(?:{'|'.join(FILE_FIELDS)}))$|\.file$")
+_URL = re.compile(rf"(\.(?:image|video)_url)\.url$|\.file(\.(?:{'|'.join(FILE_FIELDS)}))$|\.file$")
 
 
 def _items(value: str | tuple[InputItem, ...]) -> tuple[InputItem, ...]:

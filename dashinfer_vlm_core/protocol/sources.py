@@ -52,6 +52,8 @@ _FILE_OPTIONS: Mapping[str, tuple[str, ...]] = {
 }
 """Options of files, and the kinds that have them."""
 
+_RATE_OF_A_FRAME = "is of one frame. Set it next to `url` of the video."
+
 _DATA_TYPE = re.compile(r"data:([\w.+-]+/[\w.+-]+)", re.IGNORECASE)
 _URL = re.compile(r"(data|https?):", re.IGNORECASE)
 
@@ -174,13 +176,15 @@ class Frame(ImageURL):
         return self.image_url or self
 
     def check_frame(self, path: str) -> None:
+        if self.pruning_rate is not None:
+            raise invalid(f"{path}.pruning_rate", _RATE_OF_A_FRAME)
         path = path if self.image_url is None else f"{path}.image_url"
         if self.image.lower_bound or self.image.upper_bound:
             raise invalid(
                 path, "sets a size, but all frames of a video have the same size. Set it next to `url` of the video."
             )
         if self.image.pruning_rate is not None:
-            raise invalid(f"{path}.pruning_rate", "is of one frame. Set it next to `url` of the video.")
+            raise invalid(f"{path}.pruning_rate", _RATE_OF_A_FRAME)
         check_url(self.image.url, f"{path}.url")
 
 

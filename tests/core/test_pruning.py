@@ -11,15 +11,18 @@ import torch
 
 from dashinfer_vlm_core import EngineConfig
 from dashinfer_vlm_core.concurrency.compute import Executor
-from dashinfer_vlm_core.errors import ConfigError, ContextLengthExceeded, InvalidParameter
+from dashinfer_vlm_core.errors import ConfigError, ContextLengthExceeded, InvalidParameter, RequestError
 from dashinfer_vlm_core.media import Grid
 from dashinfer_vlm_core.models.interface import VisualTokens
 from dashinfer_vlm_core.models.patches import reduced
 from dashinfer_vlm_core.protocol import MediaPart
+from dashinfer_vlm_core.protocol.anthropic import MessagesRequest
+from dashinfer_vlm_core.protocol.responses import ResponsesRequest
 from dashinfer_vlm_core.testing import scripted_engine
 from dashinfer_vlm_core.vision import pruning
+from tests.cases import cases
 from tests.conversations import as_openai, blurred_image, user
-from tests.core.test_schema_media import FRAMES, IMAGE, PART, VIDEO, only, rejection
+from tests.core.test_schema_media import FRAMES, IMAGE, PART, URL, VIDEO, only, rejection
 from tests.core.test_vision import mean_of, run
 from tests.patches import clip, random_patches
 
@@ -52,11 +55,88 @@ def test_video_has_a_least_change(wrong):
     assert rejection({**VIDEO, "video_url": {**source, "min_change": wrong}}).param == f"{PART}.video_url.min_change"
 
 
-def test_frame_has_no_pruning_rate():
-    frame = {"url": IMAGE["image_url"]["url"], "pruning_rate": 0.5}
+@pytest.mark.parametrize(
+    ("frame", "path"),
+    [
+        ({**IMAGE["image_url"], "pruning_rate": 0.5}, "pruning_rate"),
+        ({"type": "image_url", "image_url": {**IMAGE["image_url"], "pruning_rate": 0.5}}, "image_url.pruning_rate"),
+        ({**IMAGE, "pruning_rate": 0.5}, "pruning_rate"),
+    ],
+)
+def test_frame_has_no_pruning_rate(frame, path):
     error = rejection({"type": "video_url", "video_url": {"url": [frame]}})
     assert isinstance(error, InvalidParameter)
-    assert error.param == f"{PART}.video_url.url[0].pruning_rate"
+    assert error.param == f"{PART}.video_url.url[0].{path}"
+
+
+PNG = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+
+
+def responses(part, **fields):
+    return ResponsesRequest.parse({"input": [{"role": "user", "content": [part]}], **fields}).to_chat().chat
+
+
+def anthropic(block, **fields):
+    messages = [{"role": "user", "content": [block]}]
+    return MessagesRequest.parse({"max_tokens": 9, "messages": messages, **fields}).to_chat().chat
+
+
+@cases(
+    ("parse", "part"),
+    [
+        (responses, {"type": "input_image", "image_url": URL, "pruning_rate": 0.25}),
+        (responses, {"type": "input_image", "image_url": {"url": URL, "pruning_rate": 0.25}}),
+        (responses, {"type": "input_video", "video_url": "https://example.com/a.mp4", "pruning_rate": 0.25}),
+        (responses, {"type": "input_video", "video_url": {"url": [URL]}, "pruning_rate": 0.25}),
+        (responses, {"type": "input_image", "uuid": "cat", "pruning_rate": 0.25}),
+        (anthropic, {"type": "image", "source": {**PNG, "pruning_rate": 0.25}}),
+        (anthropic, {"type": "video", "source": {"type": "url", "url": "https://a.b/a.mp4", "pruning_rate": 0.25}}),
+    ],
+)
+def test_part_of_another_api_has_a_pruning_rate(parse, part):
+    (media,) = parse(part).media()
+    assert media.pruning_rate == 0.25
+
+
+@cases(
+    ("parse", "part", "path"),
+    [
+        (responses, {"type": "input_image", "image_url": URL, "pruning_rate": 1}, "input[0].content[0].pruning_rate"),
+        (
+            responses,
+            {"type": "input_image", "image_url": {"url": URL, "pruning_rate": 1}},
+            "input[0].content[0].image_url.pruning_rate",
+        ),
+        (anthropic, {"type": "image", "source": {**PNG, "pruning_rate": 1}}, f"{PART}.source.pruning_rate"),
+        (
+            anthropic,
+            {"type": "document", "source": {"type": "text", "data": "a", "pruning_rate": 0.5}},
+            f"{PART}.source.pruning_rate",
+        ),
+    ],
+)
+def test_wrong_pruning_rate_of_another_api_is_rejected(parse, part, path):
+    with pytest.raises(RequestError) as caught:
+        parse(part)
+    assert caught.value.param == path
+
+
+@cases(
+    ("parse", "part", "fields", "path"),
+    [
+        (only, {**IMAGE, "pruning_rate": 0.5}, {}, f"{PART}.pruning_rate"),
+        (only, IMAGE, {"pruning_rate": 0.5}, "pruning_rate"),
+        (only, IMAGE, {"mm_processor_kwargs": {"pruning_rate": 0.5}}, "mm_processor_kwargs.pruning_rate"),
+        (responses, {"type": "input_image", "image_url": URL}, {"pruning_rate": 0.5}, "pruning_rate"),
+        (responses, {"type": "input_text", "text": "a", "pruning_rate": 0.5}, {}, "input[0].content[0].pruning_rate"),
+        (responses, {"type": "input_file", "file_url": "a", "pruning_rate": 0}, {}, "input[0].content[0].pruning_rate"),
+        (anthropic, {"type": "image", "source": PNG, "pruning_rate": 0.5}, {}, f"{PART}.pruning_rate"),
+    ],
+)
+def test_misplaced_pruning_rate_is_an_error_that_names_its_place(parse, part, fields, path):
+    with pytest.raises(InvalidParameter, match="Set it next to `url` in Chat Completions") as caught:
+        parse(part, **fields)
+    assert caught.value.param == path
 
 
 @pytest.mark.parametrize("rate", [-0.5, 1.0])
