@@ -53,7 +53,7 @@ ROUNDS_SECONDS = 2.0
 """Rounds of a kernel set until they have taken so many seconds. The fastest one counts: other processes use the
 processor too."""
 
-MEASURED = {"media_workers": 0, "speculative_method": "none", "weight_cache_mib": 0}
+MEASURED = {"media_workers": 0, "speculative_method": "none", "speculative_model": None, "weight_cache_mib": 0}
 """Options of the measured engines. Accepted drafts depend on the text, which depends on the rounding of the kernels.
 Storing converted weights would take time of the processor and the memory."""
 

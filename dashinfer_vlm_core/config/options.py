@@ -126,6 +126,16 @@ class PluginOptions(Options):
             ConfigError: a value is not supported; the message contains the option and the next step.
         """
 
+    def check_combination(self, options: Mapping[str, Any]) -> None:
+        """Reject values that cannot be combined with other options, before a model is found or downloaded.
+
+        Args:
+            options: the values of the engine's options by their names, and those of plugins that are set.
+
+        Raises:
+            ConfigError: a value cannot be combined; the message contains both options and the next step.
+        """
+
 
 def check_options(kind: object) -> type[PluginOptions]:
     """Check an options class that a plugin registers, and return it.

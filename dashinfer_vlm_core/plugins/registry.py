@@ -105,10 +105,14 @@ class Registry:
 
         Raises:
             ConfigError: neither EngineConfig nor a plugin has an option of that name, or a value is out of range; the
-                message contains all such options.
+                message contains all such options. Or two options cannot be combined.
         """
         options = _combined(self.option_classes)(**config.plugin_options)
-        return config.model_copy(update={name: value for name, value in options if name in options.model_fields_set})
+        given = {name: value for name, value in options if name in options.model_fields_set}
+        resolved = config.model_copy(update=given)
+        for kind in self.option_classes:
+            resolved.options_of(kind).check_combination(dict(resolved))
+        return resolved
 
     def add_plugin(self, plugin: object, *, name: str) -> tuple[str, ...]:
         """Register everything that `plugin` provides, and return a human-readable summary, such as `decoder torch`.

@@ -65,7 +65,7 @@ class TorchDecoder:
         self._spec = spec
         self._config = config
         self._speculative_method = "none" if spec.pooling else config.options_of(TorchOptions).speculative_method
-        self._draft = _draft_source(spec, self._speculative_method)
+        self._draft = spec.draft
         # Without drafts, the head for multi-token prediction needs no memory.
         uses_mtp = self._speculative_method == "auto" and self._draft is None
         self._text = spec.text if uses_mtp else replace(spec.text, mtp_layer=None)
@@ -276,15 +276,6 @@ class TorchDecoder:
             speculative=self._speculative_method != "none",
             state_slots=self._state_slots,
         )
-
-
-def _draft_source(spec: ModelSpec, speculative_method: str) -> ModelSpec | EagleSpec | None:
-    if spec.draft and speculative_method != "auto":
-        raise ConfigError(
-            f"`speculative_model` is not used with `speculative_method` {speculative_method}. Remove one of them.",
-            param="speculative_model",
-        )
-    return spec.draft
 
 
 _NOT_RUNNING = "The decoder is not running. Start the engine first."

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 from dashinfer_vlm_core.config import PluginOptions
 from dashinfer_vlm_core.decoders import DRAFT_MODEL, GUIDED_DECODING, LORA, POOLING, PREFIX_CACHE
@@ -31,4 +32,12 @@ class TorchOptions(PluginOptions):
                 f"`speculative_method` {self.speculative_method}: the decoder {decoder} does not support it. Remove"
                 " it, or use the decoder torch.",
                 param="speculative_method",
+            )
+
+    def check_combination(self, options: Mapping[str, Any]) -> None:
+        if options["speculative_model"] is not None and self.speculative_method != "auto":
+            raise ConfigError(
+                f"`speculative_model` is not used with `speculative_method` {self.speculative_method}. Remove one of"
+                " them.",
+                param="speculative_model",
             )

@@ -224,7 +224,9 @@ def test_unsuitable_models_are_refused(model, tmp_path):
         assert caught.value.param == "speculative_model"
 
 
-def test_method_without_drafts_of_a_model_is_refused(oracle, other):
-    with pytest.raises(ConfigError, match="not used with `speculative_method` ngram") as caught:
-        create(oracle.folder, other, speculative_method="ngram")
+@pytest.mark.parametrize("method", ["ngram", "none"])
+def test_method_without_drafts_of_a_model_is_refused_before_a_download(method):
+    config = EngineConfig(model="no/model", speculative_model="no/draft", speculative_method=method)
+    with pytest.raises(ConfigError, match=f"not used with `speculative_method` {method}") as caught:
+        load_plugins().resolve_options(config)
     assert caught.value.param == "speculative_model"
