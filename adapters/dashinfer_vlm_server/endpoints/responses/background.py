@@ -75,6 +75,7 @@ class BackgroundResponse:
 
         Raises:
             ApiError: the response was removed from the store.
+            InvalidParameter: the response has ended, and no event has this number.
         """
         position = after + 1
         offset = 0
@@ -90,6 +91,8 @@ class BackgroundResponse:
                 del events  # a client that does not read would keep them after they are discarded
                 yield data
             elif self._ended.is_set():
+                if after >= len(events):
+                    raise _no_such_event(after, last=len(events) - 1)
                 return
             else:
                 await changed.wait()
@@ -245,6 +248,14 @@ class BackgroundResponses:
         finally:
             self._running -= Counter([client])
             self._server.drain_state.background -= 1
+
+
+def _no_such_event(number: int, *, last: int) -> InvalidParameter:
+    return InvalidParameter(
+        f"`starting_after` is {number}, but the last event of this response has the sequence number {last}. Pass at"
+        f" most {last}, or remove it to receive all events.",
+        param="starting_after",
+    )
 
 
 def _end(creation: Creation, generation: asyncio.Task[None]) -> tuple[Sequence[Event], ResponseObject | None]:
