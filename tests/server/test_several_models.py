@@ -100,6 +100,13 @@ def test_models_are_listed_with_their_state(served):
         assert (health.status_code, health.json()["models"]) == (200, {"a": "unloaded", "b": "ready"})
 
 
+def test_server_without_a_loaded_model_is_ready(served):
+    with served().http() as client:
+        health = client.get("/health/ready")
+    expected = {"status": "ready", "model": "a", "models": {"a": "unloaded", "b": "unloaded"}}
+    assert (health.status_code, health.json()) == (200, expected)
+
+
 def test_unknown_model_is_404_with_the_names(served):
     names = "'no' is not served here. Use 'a' or 'b' or 'best'."
     with served().http() as client:

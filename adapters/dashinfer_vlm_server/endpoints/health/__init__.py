@@ -22,10 +22,12 @@ class Health(BaseModel):
     """The status of the server and its engine."""
 
     status: str
-    model: str
-    decoder: str
-    decoder_reason: str
-    max_model_len: int
+    model: str = Field(description="The name of the model; of several, of the first one, as the following fields.")
+    decoder: str | None = Field(default=None, description="The decoder; absent while the model is not loaded.")
+    decoder_reason: str | None = Field(default=None, description="Why it was selected; absent like `decoder`.")
+    max_model_len: int | None = Field(
+        default=None, description="Maximum number of tokens of prompt and completion; absent like `decoder`."
+    )
     supports_reasoning: bool | None = Field(
         default=None, description="Whether the model can reason before it responds; absent if unknown."
     )
@@ -58,6 +60,9 @@ def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
 def _health(server: ServerContext) -> Health:
     status = server.engine.status()
     given: dict[str, Any] = {
+        "decoder": status.decoder or None,
+        "decoder_reason": status.decoder_reason or None,
+        "max_model_len": status.max_model_len or None,
         "supports_reasoning": status.supports_reasoning,
         "task": status.task,
         "fatal_error": status.fatal_error or None,
@@ -66,9 +71,6 @@ def _health(server: ServerContext) -> Health:
     return Health(
         status="draining" if server.drain_state.draining else status.state,
         model=status.model,
-        decoder=status.decoder,
-        decoder_reason=status.decoder_reason,
-        max_model_len=status.max_model_len,
         **{name: value for name, value in given.items() if value is not None},
     )
 
