@@ -232,6 +232,21 @@ def test_bad_messages_are_errors_and_the_connection_stays_open(server, caplog):
     assert "Traceback" not in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"type": "session.update", "session": {"instructions": "Be brief."}}, "type"),
+        ({"type": "response.create", "response": {"input": "Hello"}}, "response"),
+    ],
+)
+def test_message_of_the_realtime_api_is_an_error_with_the_form(server, message, param):
+    with connected(server) as websocket:
+        websocket.send(json.dumps(message))
+        error = receive(websocket)["error"]
+    assert error["param"] == param
+    assert '{"type": "response.create", "input": "..."}' in error["message"]
+
+
 def test_error_after_the_first_event_is_a_failed_response(scripted):
     served = scripted(LONG, delay=0.01)
     with connected(served.server) as websocket:

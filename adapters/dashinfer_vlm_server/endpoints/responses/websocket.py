@@ -22,7 +22,7 @@ from dashinfer_vlm_core.errors import DashInferVLMError, EngineClosed
 from dashinfer_vlm_core.protocol.client import current_client
 from dashinfer_vlm_core.protocol.fields import RejectedFields, reject_fields
 from dashinfer_vlm_core.protocol.responses import ResponsesRequest
-from dashinfer_vlm_core.protocol.validation_errors import invalid
+from dashinfer_vlm_core.protocol.validation_errors import invalid, show
 from dashinfer_vlm_core.response.response_events import event_to_json
 
 from ...errors import ApiError, error_body, error_response, status_for
@@ -51,11 +51,14 @@ RETRY_SECONDS = 5
 
 MESSAGE_TYPE = "response.create"
 
+_FORM = f'{{"type": "{MESSAGE_TYPE}", "input": "..."}}'
+
 _REJECTED: RejectedFields = {
     "stream": ((True,), "Events are always sent. Remove it."),
     "stream_options": (({},), "It is not used with WebSockets. Remove it."),
     "background": ((False,), "Send a request to create a response in the background."),
     "generate": ((True,), "Nothing is prepared in advance. Send the message when its input is complete."),
+    "response": ((), f"It is the Realtime API's. Send the fields of a request next to `type`: {_FORM}"),
     "stream_id": ((), "A connection creates one response after the other. Use several connections."),
 }
 """Fields of a message that requests do not have, or whose other values have no meaning in one."""
@@ -216,8 +219,12 @@ class _Connection:
     def _parse(self, data: object) -> ResponsesRequest:
         fields: dict[str, Any] = dict(data) if isinstance(data, Mapping) else {}
         self._continued = fields.get("previous_response_id")
-        if fields.pop("type", None) != MESSAGE_TYPE:
-            raise invalid("type", f'must be "{MESSAGE_TYPE}", with the fields of a request in the same object.')
+        if (given := fields.pop("type", None)) != MESSAGE_TYPE:
+            raise invalid(
+                "type",
+                f'must be "{MESSAGE_TYPE}", got {show(given)}. Unlike the Realtime API, this one has the fields of a'
+                f" request in the same object: {_FORM}",
+            )
         reject_fields(fields, _REJECTED)
         request = {name: value for name, value in fields.items() if name not in _REJECTED}
         return ResponsesRequest.parse({**request, "stream": True})
