@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 BYTES = "_bytes"
 """Suffix of the names of sizes in JSON."""
 
+_FACTS = (
+    "model", "source", "folder", f"size{BYTES}", f"download{BYTES}", "architecture", "weights", "dtype", "quantization",
+    "context", "capabilities", "problem",
+)  # fmt: skip
+"""The facts of each model; those of one that is not downloaded are mostly unknown."""
+
 
 @click.command()
 @click.argument("model")
@@ -58,12 +64,8 @@ def _describe(registry: Registry, model: str) -> tuple[dict[str, object], ModelS
     origin, folder = _find(registry, model)
     if folder is None:
         size = _published(model)
-        return {
-            "model": model,
-            "source": origin,
-            "weights": count_weights(size),
-            f"download{BYTES}": size.file_bytes,
-        }, size
+        known = {"model": model, "source": origin, f"download{BYTES}": size.file_bytes, "weights": count_weights(size)}
+        return dict.fromkeys(_FACTS) | known, size
     row = model_row(registry, model, origin, folder)
     spec = registry.load_spec(folder)
     size = ModelSize.of(spec)
@@ -80,7 +82,7 @@ def _describe(registry: Registry, model: str) -> tuple[dict[str, object], ModelS
         "capabilities": _capabilities(spec),
         "problem": row.problem,
     }
-    return facts, size
+    return dict.fromkeys(_FACTS) | facts, size
 
 
 def _find(registry: Registry, model: str) -> tuple[str, Path | None]:

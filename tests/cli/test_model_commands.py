@@ -92,6 +92,9 @@ def test_show_describes_registered_model(run, machine, tiny_checkpoint):
     assert list(found["variants"]) == ["32 bits"]
     assert found["weights"] == pytest.approx(found["size_bytes"] / 4, rel=0.2)
     assert found["capabilities"] == ["images", "videos", "tools"]
+    other = json.loads(run("show", hub_id("Qwen3.5-2B"), "--json").stdout)
+    assert list(other) == list(found)
+    assert (found["download_bytes"], other["folder"], other["context"]) == (None, None, None)
 
 
 @pytest.mark.parametrize("name", ["Qwen2.5-VL-7B", "Qwen3-VL-30B-A3B", "Qwen3.5-2B"])
