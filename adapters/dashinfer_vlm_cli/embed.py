@@ -23,6 +23,8 @@ from .engines import EngineSource, engine_source_options
 from .rate_progress import RateProgress
 
 if TYPE_CHECKING:
+    from dashinfer_vlm_core.engine import PoolingResult
+
     from .engines import AnyEngine
 
 MAX_REQUESTS = 16
@@ -110,19 +112,23 @@ class _Job:
     _slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_REQUESTS))
 
     def is_done(self, source: Path | str) -> bool:
-        """Whether a text, image or video has its row. How many pages a document has, only the engine knows."""
+        """Whether a text or file has its row, or a document those of all pages."""
         if isinstance(source, str):
             return self._text_row(source) in self.vectors
         try:
             content = Content.read(source)
         except DashInferVLMError:  # `process` reports it
             return False
-        return self._row(content) in self.vectors and not self.vectors.has_other_version(str(source), content.digest)
+        if content.kind == "file":
+            has_rows = self.vectors.is_complete(self._row(content, 1))
+        else:
+            has_rows = self._row(content) in self.vectors
+        return has_rows and not self.vectors.has_other_version(str(source), content.digest)
 
     async def process(self, engine: AnyEngine, source: Path | str) -> None:
         if isinstance(source, str):
             row = self._text_row(source)
-            self._report(row, await self._embed(engine, row, {"input": source}, None))
+            self._report(row, self._store(row, None, await self._compute(engine, {"input": source})))
             return
         try:
             content = await asyncio.to_thread(Content.read, source)
@@ -137,28 +143,40 @@ class _Job:
             self._report(self._row(content), await self._embed_content(engine, content))
 
     async def _embed_pages(self, engine: AnyEngine, content: Content) -> None:
-        first = await self._embed_content(engine, content, page=1)
-        if first is not None:
+        row = self._row(content, 1)
+        first = None if row in self.vectors else await self._compute_content(engine, content, page=1)
+        if isinstance(first, DashInferVLMError):
             second = await self._embed_content(engine, content, page=2)
             if second is not None and (_is_end(second) or second.message == first.message):
                 self._report(self._row(content), first)  # it concerns the document
                 return
-            self._report(self._row(content, 1), first)
-        has_ended = False
+            self._report(row, first)
+        pages = await self._embed_following(engine, content)
+        if first is not None and not isinstance(first, DashInferVLMError):
+            # The last row: the next run need not ask an engine how many pages there are.
+            self._add(row, content.digest, first, pages=pages)
+
+    async def _embed_following(self, engine: AnyEngine, content: Content) -> int | None:
+        """Embed the pages after the first one; return the number of all pages, None if one of them failed."""
+        ends: list[int] = []
+        errors: list[DashInferVLMError] = []
 
         def numbers() -> Iterator[int]:
-            yield from itertools.takewhile(lambda _: not has_ended, itertools.count(2))
+            for page in itertools.count(2):
+                if ends or not all(isinstance(error, RequestError) for error in errors):
+                    return
+                yield page
 
         async def work(page: int) -> None:
-            nonlocal has_ended
             error = await self._embed_content(engine, content, page=page)
             if error is not None and _is_end(error):
-                has_ended = True
-            else:
-                has_ended = has_ended or not isinstance(error, RequestError | None)
+                ends.append(page)
+            elif error is not None:
+                errors.append(error)
                 self._report(self._row(content, page), error)
 
         await run_concurrently(numbers(), work, max_concurrency=MAX_PAGES)
+        return None if errors else min(ends) - 1
 
     async def _embed_content(
         self, engine: AnyEngine, content: Content, page: int | None = None
@@ -166,34 +184,42 @@ class _Job:
         row = self._row(content, page)
         if row in self.vectors:
             return None
+        return self._store(row, content.digest, await self._compute_content(engine, content, page))
+
+    async def _compute_content(
+        self, engine: AnyEngine, content: Content, page: int | None
+    ) -> PoolingResult | DashInferVLMError:
         try:
             inputs = await asyncio.to_thread(content.inputs, page)
         except DashInferVLMError as error:
             return error
-        return await self._embed(engine, row, inputs, content.digest)
+        return await self._compute(engine, inputs)
 
-    async def _embed(
-        self, engine: AnyEngine, row: Row, inputs: dict[str, Any], digest: str | None
-    ) -> DashInferVLMError | None:
+    async def _compute(self, engine: AnyEngine, inputs: dict[str, Any]) -> PoolingResult | DashInferVLMError:
         from dashinfer_vlm_core.engine.shared import call_engine
 
         async def started() -> AnyEngine:
             return engine
 
-        if row in self.vectors:
-            return None
         request = inputs | self.options
         try:
             async with self._slots:
-                result = await call_engine(
-                    started, lambda each: each.aembed(request), timeout=None, max_retries=RETRIES
-                )
+                return await call_engine(started, lambda each: each.aembed(request), timeout=None, max_retries=RETRIES)
         except DashInferVLMError as error:
             _check_options(error)
             return error
-        self.vectors.add(row, digest, result)
-        self.num_embedded += 1
+
+    def _store(
+        self, row: Row, digest: str | None, result: PoolingResult | DashInferVLMError
+    ) -> DashInferVLMError | None:
+        if isinstance(result, DashInferVLMError):
+            return result
+        self._add(row, digest, result)
         return None
+
+    def _add(self, row: Row, digest: str | None, result: PoolingResult, *, pages: int | None = None) -> None:
+        self.vectors.add(row, digest, result, pages=pages)
+        self.num_embedded += 1
 
     def _text_row(self, text: str) -> Row:
         return Row(text=text, instruction=self.options.get("instruction"))

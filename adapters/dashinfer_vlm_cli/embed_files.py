@@ -115,6 +115,7 @@ class VectorsFile(LineFile):
         self.vectors_path = path
         self._rows: set[Row] = set()
         self._digests: dict[str, str] = {}
+        self._complete: set[Row] = set()
         self._model = ""
         self._dimensions = 0
         self._created = [each for each in (path, path.with_suffix(ROWS_SUFFIX)) if not each.exists()]
@@ -129,6 +130,10 @@ class VectorsFile(LineFile):
     def __contains__(self, row: Row) -> bool:
         return row in self._rows
 
+    def is_complete(self, first_page: Row) -> bool:
+        """Return whether a document, given by the row of its first page, has the rows of all pages."""
+        return first_page in self._complete
+
     def has_other_version(self, file: str, digest: str) -> bool:
         """Return whether there are rows of a file of this name with other content."""
         return self._digests.get(file, digest) != digest
@@ -141,8 +146,14 @@ class VectorsFile(LineFile):
                 param="output",
             )
 
-    def add(self, row: Row, digest: str | None, result: PoolingResult) -> None:
+    def add(self, row: Row, digest: str | None, result: PoolingResult, *, pages: int | None = None) -> None:
         """Append the embedding of a row.
+
+        Args:
+            row: the row.
+            digest: that of the file's content; None of a text.
+            result: the embedding.
+            pages: the number of pages of the document, if it has the rows of all others.
 
         Raises:
             ConfigError: the file cannot be written, or has rows of another model or with another number of dimensions.
@@ -155,6 +166,7 @@ class VectorsFile(LineFile):
         line = {
             "row": number,
             **{name: value for name, value in asdict(row).items() if value is not None},
+            **({"pages": pages} if pages else {}),
             **({"digest": digest} if digest else {}),
             "model": result.model,
         }
@@ -229,6 +241,8 @@ class VectorsFile(LineFile):
         self._rows.add(row)
         if row.file is not None:
             self._digests[row.file] = line["digest"]
+        if "pages" in line:
+            self._complete.add(row)
 
     def _read(self, line: bytes, location: str) -> None:
         with contextlib.suppress(ValueError, KeyError, TypeError):

@@ -216,7 +216,7 @@ def test_run_without_rows_keeps_files_of_the_user(embed, tmp_path, rows):
 
 
 def test_model_is_not_loaded_if_nothing_is_to_do(embed, files, tmp_path, monkeypatch):
-    arguments = (files[0], files[2], "--text", "A cat.")
+    arguments = (*files, "--text", "A cat.")
     assert embed(*arguments).exit_code == 0
     monkeypatch.setattr(EngineSource, "open", lambda _: pytest.fail("the model was loaded"))
     result = embed(*arguments)
