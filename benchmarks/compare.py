@@ -44,7 +44,10 @@ OURS = {
 }
 """This engine's names in the table, and the options of its server."""
 OTHER_ENGINES = ("vllm", "openvino-fp16", "openvino-int8", "transformers")
-OPTIONAL_ENGINES = ("openvino-int4", "llama-bf16", "llama-q8", "llama-q4", "mnn-int8", "mnn-int4")
+OPTIONAL_ENGINES = (
+    "vllm-int8", "vllm-int4", "openvino-int4", "llama-bf16", "llama-q8", "llama-q4", "ik-llama-bf16", "ik-llama-q8",
+    "ik-llama-q4", "mnn-int8", "mnn-int4",
+)  # fmt: skip
 """Other engines that are compared only if they are named: they take long to build, or serve one request at a time."""
 DEFAULT = ("ours", IN_PROCESS, *OTHER_ENGINES)
 OVERHEAD = ("fresh-1", "fresh-4", "decode-1", "decode-8")

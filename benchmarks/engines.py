@@ -22,7 +22,14 @@ import httpx
 from .client import EngineTarget, HTTPTarget, authorization
 from .environments import OtherEngines, SetupMissing, vllm_environment
 from .limits import cores
-from .llama_cpp import PRECISIONS, SLOTS, LlamaCpp
+from .llama_cpp import PRECISIONS, SLOTS, SOURCES, LlamaCpp
+
+VLLM_PRECISIONS = {
+    "vllm": "bfloat16",
+    "vllm-int8": "text model with weights and activations of 8 bits",
+    "vllm-int4": "text model with weights of 4 bits in groups of 128",
+}
+"""What each of vLLM's names in the table computes with."""
 
 NOT_FOUND = 404
 
@@ -231,13 +238,13 @@ def other_engine(
     Raises:
         SetupMissing: it cannot be installed here, or it cannot be restricted.
     """
-    if name == "vllm":
-        return _vllm(model, other_engines, avx2=avx2, max_pixels=max_pixels)
+    if name in VLLM_PRECISIONS:
+        return _vllm(name, model, other_engines, avx2=avx2, max_pixels=max_pixels)
     if name == "transformers":
         script = str(other_engines.script("transformers_server.py"))
         note = "generate() over the waiting requests, up to 16 at once; the next batch starts when the last has ended"
         return Launch(name=name, command=(sys.executable, script, str(model), "{port}"), note=note)
-    if name.startswith("llama-"):
+    if name.startswith(("llama-", "ik-llama-")):
         return _llama_cpp(name, model, other_engines, avx2=avx2, slots=slots)
     if name.startswith("mnn-"):
         if avx2:
@@ -259,8 +266,10 @@ def other_engine(
     return Launch(name=name, command=command, note=note)
 
 
-def _vllm(model: Path, other_engines: OtherEngines, *, avx2: bool, max_pixels: int) -> Launch:
+def _vllm(name: str, model: Path, other_engines: OtherEngines, *, avx2: bool, max_pixels: int) -> Launch:
     python = other_engines.vllm()
+    if name != "vllm":
+        model = other_engines.quantized_for_vllm(model, name.removeprefix("vllm-"))
     command = (
         str(python.parent / "vllm"), "serve", str(model), "--host", "127.0.0.1", "--port", "{port}",
         "--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-batched-tokens", "2048",
@@ -270,15 +279,17 @@ def _vllm(model: Path, other_engines: OtherEngines, *, avx2: bool, max_pixels: i
     environment = vllm_environment(python)
     if avx2:
         environment = {**environment, "PYTHONPATH": str(other_engines.script("avx2"))}
-    return Launch(name="vllm", command=command, environment=environment, note="bfloat16, prefix cache on")
+    note = f"{VLLM_PRECISIONS[name]}, prefix cache on"
+    return Launch(name=name, command=command, environment=environment, note=note)
 
 
 def _llama_cpp(name: str, model: Path, other_engines: OtherEngines, *, avx2: bool, slots: int) -> Launch:
-    precision = name.removeprefix("llama-")
+    program, _, precision = name.rpartition("-")
+    text = PRECISIONS[precision] or precision
     return Launch(
         name=name,
-        command=LlamaCpp(other_engines, avx2=avx2).command(model, precision, cores(), slots),
-        note=f"llama-server, text model in {PRECISIONS[precision] or precision}, vision encoder in bfloat16",
+        command=LlamaCpp(other_engines, program, avx2=avx2).command(model, precision, cores(), slots),
+        note=f"{SOURCES[program].title}, text model in {text}, vision encoder in bfloat16",
         reuses_connections=False,
     )
 

@@ -13,6 +13,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 from dashinfer_vlm_core import EngineConfig
+from dashinfer_vlm_core.models.files import SINGLE
+
+from .quantized_model import LAYOUTS, write_quantized_model
 
 OTHER_ENGINES_FOLDER = EngineConfig().cache_folder / "benchmarks" / "other-engines"
 """The default folder of the environments."""
@@ -85,6 +88,19 @@ class OtherEngines:
             _repair_torchvision(python)
             finish(python)
         return python
+
+    def quantized_for_vllm(self, model: Path, precision: str) -> Path:
+        """Return a copy of a checkpoint that vLLM's CPU build runs with weights of `precision` (int8 or int4).
+
+        Raises:
+            SetupMissing: vLLM cannot be installed, or the checkpoint has several files of weights.
+        """
+        self.vllm()  # creating the environment deletes what is in its folder
+        if not (model / SINGLE).exists():
+            raise SetupMissing(f"{model} has no {SINGLE}: use a model with a single file of weights")
+        return self._converted(
+            model, "vllm", precision, lambda draft: write_quantized_model(model, LAYOUTS[precision], draft)
+        )
 
     def openvino(self) -> Path:
         """Return the interpreter of OpenVINO GenAI; raises like `vllm`."""

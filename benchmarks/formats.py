@@ -14,7 +14,6 @@ import asyncio
 import itertools
 import multiprocessing
 import os
-import re
 import shutil
 import statistics
 import tempfile
@@ -27,22 +26,18 @@ from pathlib import Path
 from typing import Literal
 
 import click
-import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from dashinfer_vlm_core import EngineConfig
 from dashinfer_vlm_core.kernels.choice import KernelSelector
 from dashinfer_vlm_core.models.files import SINGLE
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_torch.decoder import TorchDecoder
-from tests.quantized_checkpoints import TEXT_LAYERS, Layout, layouts, write_config
 
 from .attacks import resident_bytes
 from .lora import chunks
 from .models import checkpoint
+from .quantized_model import LAYOUTS, write_quantized_model
 
-LAYOUTS = layouts(group=128, block=(128, 128))
 SEQUENCES = (1, 8)
 """Numbers of sequences of a step."""
 PROMPT_TOKENS = 32
@@ -158,22 +153,6 @@ async def _measure(connection: Connection, config: EngineConfig) -> None:
     del encoder  # its memory was counted
 
 
-def write_checkpoint(source: Path, layout: Layout, folder: Path) -> None:
-    """Write a quantized copy of an unquantized checkpoint of one file to `folder`."""
-    shutil.copytree(source, folder, ignore=shutil.ignore_patterns(SINGLE))
-    tensors: dict[str, torch.Tensor] = {}
-    with safe_open(source / SINGLE, framework="pt") as opened:
-        for name in opened.keys():  # noqa: SIM118 - not a dict
-            tensor, (module, _, kind) = opened.get_tensor(name), name.rpartition(".")
-            if kind != "weight" or not re.search(TEXT_LAYERS, module):
-                tensors[name] = tensor
-                continue
-            for part, stored in layout.pack(tensor.float().numpy()).tensors.items():
-                tensors[f"{module}.{part}"] = stored.contiguous()
-    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
-    write_config(folder, quantization_config=layout.config)
-
-
 def rows(source: Path, variants: Sequence[Variant], rounds: int) -> Iterator[str]:
     """Measure the unquantized model and the variants, and yield the lines of the table."""
     with closing(_load(source)) as base, tempfile.TemporaryDirectory() as scratch:
@@ -185,7 +164,7 @@ def rows(source: Path, variants: Sequence[Variant], rounds: int) -> Iterator[str
             folder = source
             if name is not None:
                 folder = Path(scratch) / name
-                write_checkpoint(source, LAYOUTS[name], folder)
+                write_quantized_model(source, LAYOUTS[name], folder)
             for variant in group:
                 with closing(_load(folder, variant.quantization)) as other:
                     ratios = [f"{_ratio(other, base, count, rounds):.2f}" for count in SEQUENCES]

@@ -1,4 +1,4 @@
-"""llama.cpp as another engine, built once from the sources that the distribution of llama-cpp-python contains."""
+"""llama.cpp and ik_llama.cpp as other engines, built once from the sources that Python distributions contain."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import sys
 import tarfile
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +15,6 @@ from dashinfer_vlm_core.kernels.devices import cpu_flags
 
 from .environments import OtherEngines, finish, packages_folder, run
 
-SOURCES = "llama-cpp-python==0.3.36"
 TOOLS = ("cmake==4.1.2", "ninja==1.13.0", "sentencepiece==0.2.1")
 CMAKE_OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release", "-DLLAMA_CURL=OFF", "-DLLAMA_OPENSSL=OFF",
@@ -24,14 +24,52 @@ NATIVE = ("-DGGML_NATIVE=ON",)
 WITHOUT_AMX = tuple(f"-DCMAKE_{language}_FLAGS=-mno-amx-tile -mno-amx-int8 -mno-amx-bf16" for language in ("C", "CXX"))
 """Its kernels for AMX end with a segmentation fault while the model is loaded (ggml-org/llama.cpp, issue 20824)."""
 AVX2 = ("-DGGML_NATIVE=OFF", "-DGGML_AVX2=ON", "-DGGML_FMA=ON", "-DGGML_F16C=ON", "-DGGML_BMI2=ON")
-TARGETS = ("llama-server", "llama-quantize")
-
 PRECISIONS = {"bf16": "", "q8": "q8_0", "q4": "q4_0"}
 """The name of each format for `llama-quantize`; bf16 is written by the conversion."""
 
 CONTEXT = 16384
 """Tokens that the slots share."""
 SLOTS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sources:
+    """The sources of a server, and how it is built and run.
+
+    Attributes:
+        title: the engine's name.
+        package: the distribution that contains them.
+        folder: where they are within the distribution.
+        targets: the programs to build.
+        cmake_options: options of the build.
+        options: options of the server.
+    """
+
+    title: str
+    package: str
+    folder: str
+    targets: tuple[str, ...]
+    cmake_options: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+
+
+SOURCES = {
+    "llama": Sources(
+        title="llama.cpp",
+        package="llama-cpp-python==0.3.36",
+        folder="vendor/llama.cpp",
+        targets=("llama-server", "llama-quantize"),
+    ),
+    "ik-llama": Sources(
+        title="ik_llama.cpp",
+        package="ik-llama-cpp-python==0.1.5",
+        folder="vendor/ik_llama.cpp",
+        targets=("llama-server",),
+        cmake_options=("-DLLAMA_BUILD_EXAMPLES=ON", "-DLLAMA_BUILD_SERVER=ON"),
+        options=("--jinja", "--run-time-repack"),
+    ),
+}
+"""By the first part of an engine's name, which is also the folder of its builds."""
 
 
 class Gguf(NamedTuple):
@@ -52,17 +90,21 @@ def _native_build() -> tuple[str, tuple[str, ...]]:
 
 
 class LlamaCpp:
-    """The programs of llama.cpp in a folder of `OtherEngines`.
+    """The programs of llama.cpp, or of its fork ik_llama.cpp, in a folder of `OtherEngines`.
 
     Args:
         other_engines: the folder.
+        name: one of `SOURCES`.
         avx2: whether they are built for processors without AVX-512; otherwise, for this one, but without AMX.
     """
 
-    def __init__(self, other_engines: OtherEngines, *, avx2: bool = False) -> None:
+    def __init__(self, other_engines: OtherEngines, name: str, *, avx2: bool = False) -> None:
         self._other_engines = other_engines
         self._build_name, self._instructions = ("build-avx2", AVX2) if avx2 else _native_build()
-        self._folder = other_engines.folder / "llama"
+        self._sources = SOURCES[name]
+        self._folder = other_engines.folder / name
+        # The fork reads the original's files.
+        self._converter = self if name == "llama" else LlamaCpp(other_engines, "llama", avx2=avx2)
 
     def command(self, model: Path, precision: str, threads: int, slots: int = SLOTS) -> tuple[str, ...]:
         """Return the command of a server for a checkpoint, after building the program and converting the checkpoint.
@@ -77,10 +119,11 @@ class LlamaCpp:
             SetupMissing: it cannot be built, or the checkpoint cannot be converted.
         """
         program = str(self._program("llama-server"))
-        files = self.converted(model, precision)
+        files = self._converter.converted(model, precision)
         return (
             program, "-m", str(files.text), "--mmproj", str(files.vision), "-c", str(CONTEXT), "-np", str(slots),
             "-t", str(threads), "--host", "127.0.0.1", "--port", "{port}", "--alias", "model",
+            *self._sources.options,
         )  # fmt: skip
 
     def converted(self, model: Path, precision: str) -> Gguf:
@@ -102,11 +145,12 @@ class LlamaCpp:
         return files._replace(text=quantized)
 
     def _convert(self, model: Path, out: Path, *options: str) -> None:
-        sources, draft = self._sources(), out.with_suffix(".part")
+        self._unpack()
+        draft = out.with_suffix(".part")
         script = str(self._other_engines.script("convert_to_gguf.py"))
         tools = str(packages_folder(self._tools()))  # sentencepiece, which the script imports for every model
         search = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH", ""), tools)))
-        arguments = (script, str(sources), str(model), str(draft), "--outtype", "bf16", *options)
+        arguments = (script, str(self._source_folder()), str(model), str(draft), "--outtype", "bf16", *options)
         run(sys.executable, *arguments, environment={"PYTHONPATH": search})
         draft.rename(out)
 
@@ -117,8 +161,8 @@ class LlamaCpp:
             finish(python)
         return python
 
-    def _sources(self) -> Path:
-        return self._folder / "sources" / "vendor" / "llama.cpp"
+    def _source_folder(self) -> Path:
+        return self._folder / "sources" / self._sources.folder
 
     def _program(self, name: str) -> Path:
         program = self._folder / self._build_name / "bin" / name
@@ -128,13 +172,14 @@ class LlamaCpp:
         return program
 
     def _unpack(self) -> None:
-        if self._sources().exists():
+        if self._source_folder().exists():
             return
-        print(f"downloading the sources of {SOURCES} ...", flush=True)
+        print(f"downloading the sources of {self._sources.package} ...", flush=True)
         python = str(self._tools())
         self._folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=self._folder) as folder:
-            run(python, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:", SOURCES, "-d", folder)
+            options = ("--no-deps", "--no-binary", ":all:", "-d", folder)
+            run(python, "-m", "pip", "download", "-q", *options, self._sources.package)
             (archive,) = Path(folder).glob("*.tar.gz")
             with tarfile.open(archive) as files:
                 files.extractall(folder, filter="data")
@@ -142,22 +187,12 @@ class LlamaCpp:
             unpacked.rename(self._folder / "sources")
 
     def _build(self) -> None:
-        print("building llama.cpp, which takes minutes ...", flush=True)
+        print(f"building {self._sources.title}, which takes minutes ...", flush=True)
         tools = self._tools().parent
         build = str(self._folder / self._build_name)
         environment = {"PATH": f"{tools}{os.pathsep}{os.environ.get('PATH', '')}"}
         cmake = str(tools / "cmake")
-        sources = str(self._sources())
-        run(
-            cmake,
-            "-G",
-            "Ninja",
-            "-S",
-            sources,
-            "-B",
-            build,
-            *CMAKE_OPTIONS,
-            *self._instructions,
-            environment=environment,
-        )
-        run(cmake, "--build", build, "--target", *TARGETS, environment=environment)
+        sources = str(self._source_folder())
+        options = (*CMAKE_OPTIONS, *self._sources.cmake_options, *self._instructions)
+        run(cmake, "-G", "Ninja", "-S", sources, "-B", build, *options, environment=environment)
+        run(cmake, "--build", build, "--target", *self._sources.targets, environment=environment)
