@@ -19,6 +19,8 @@ from typing import IO
 
 import httpx
 
+from dashinfer_vlm_core import EngineConfig
+
 from .client import EngineTarget, HTTPTarget, authorization
 from .environments import OtherEngines, SetupMissing, vllm_environment
 from .limits import cores
@@ -173,7 +175,7 @@ class InProcess:
     def __init__(self, name: str, model: str) -> None:
         import torch
 
-        from dashinfer_vlm_core import Engine, EngineConfig
+        from dashinfer_vlm_core import Engine
 
         torch.set_num_threads(cores())
         self.name = name
@@ -199,6 +201,21 @@ def ours(name: str, model: str, *options: str) -> Launch:
     """Return the launch of this environment's server with options of `dashinfer-vlm serve`."""
     program = str(Path(sysconfig.get_path("scripts")) / "dashinfer-vlm")
     return Launch(name=name, command=(program, "serve", "--port", "{port}", "--model", model, *options))
+
+
+def configured(name: str, config: EngineConfig, folder: Path, *options: str) -> Launch:
+    """Return the launch of this environment's server with the options that a configuration sets, written to `folder`.
+
+    Args:
+        name: its name in the table.
+        config: the model, and the options.
+        folder: the folder.
+        options: further options, which override the others.
+    """
+    file = folder / f"{name}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    file.write_text(config.model_dump_json(exclude_unset=True, exclude={"model"}))
+    return ours(name, config.model, "--config", str(file), *options)
 
 
 def custom(given: str, model: str) -> Launch:

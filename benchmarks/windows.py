@@ -1,24 +1,25 @@
 """The time of requests about a recording that share frames with an earlier one, relative to that of a new clip.
 
     python -m benchmarks.windows [--model qwen3.5-0.8b] [--frames 32] [--side 224] [--rounds 5]
-        [any option of dashinfer-vlm serve]
+        [--engines ours,vllm,llama-bf16] [any option of dashinfer-vlm serve]
 
 A new clip; then the same clip and two frames more; then windows of its length that begin 2 and 8 frames later. The
 frames are new in each round, and the question follows them. The lower bound is the ratio of the floating-point
 operations of the pairs of frames and of the tokens that were not cached.
+
+`--engines` sends the same requests to servers, and prints a second table: each engine's times relative to its own new
+clip. vLLM takes videos; other engines take the frames as images.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import random
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -26,43 +27,18 @@ from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.cli.command import EngineCommand
 from dashinfer_vlm_core.engine.observers import RequestObserver, Stage
 
+from .documents import ENGINES
+from .engines import end_with_us
+from .environments import OTHER_ENGINES_FOLDER, OtherEngines
 from .limits import load_spec, prefill_flop, vision_flop
 from .models import CACHE, checkpoint
 from .stages import Clock
-from .turns import Messages, Turn, ask
-from .workloads import jpeg, question_part
+from .turns import Turn, ask
+from .window_engines import HEADER, NEW, WINDOWS, Load, Window, compare, frame_list, questions
 
+LOGS = Path(__file__).parent / "results" / "logs"
 PAIR = 2
 """Frames that are encoded together."""
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """Frames of a recording.
-
-    Attributes:
-        name: the name of its row.
-        start: the first of the frames.
-        extra: number of the frames after those of the new clip.
-        new: number of the frames that no earlier request had.
-    """
-
-    name: str
-    start: int
-    extra: int
-    new: int
-
-
-NEW = "new clip"
-WINDOWS = (
-    Window("2 frames appended", 0, 2, 2),
-    Window("moved by 2 frames", 2 + 2, 2 + 2, 2),
-    Window("moved by 8 frames", 4 + 8, 4 + 8, 8),
-)
-"""In this order: each has frames that the ones before it do not have."""
-
-RECORDED = max(window.extra for window in WINDOWS)
-"""Frames of a recording after those of the clip."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,22 +59,13 @@ class StageClock(RequestObserver):
         return self.clock.time(stage)
 
 
-def request(source: random.Random, urls: Sequence[str]) -> Messages:
-    video: dict[str, Any] = {"type": "video_url", "video_url": {"url": list(urls), "align": True}}
-    return [{"role": "user", "content": [video, question_part(source)]}]
-
-
-def frame_url(source: random.Random, side: int) -> str:
-    return "data:image/jpeg;base64," + base64.b64encode(jpeg(source, side)).decode()
-
-
 async def run_round(engine: Engine, clock: Clock, source: random.Random, frames: int, side: int) -> dict[str, Timing]:
     """Return the timings of a new clip and of all windows, with new frames."""
-    urls = [frame_url(source, side) for _ in range(frames + RECORDED)]
     timings = {}
-    for window in (Window(NEW, 0, 0, frames), *WINDOWS):
-        turn = await ask(engine, request(source, urls[window.start : frames + window.extra]))
-        timings[window.name] = Timing(clock.seconds["vision"][-1], turn)
+    for question in questions(source, frames, side):
+        content = [*frame_list(question.urls), question.text]
+        turn = await ask(engine, [{"role": "user", "content": content}])
+        timings[question.name] = Timing(clock.seconds["vision"][-1], turn)
     return timings
 
 
@@ -140,14 +107,35 @@ def rows(model: Path, rounds: Sequence[Mapping[str, Timing]], frames: int) -> It
         yield f"| {' | '.join(cells)} |"
 
 
+def _engine_names(_context: click.Context, _param: click.Parameter, value: str) -> list[str]:
+    names = [name for name in value.split(",") if name]
+    if unknown := [name for name in names if name not in ENGINES]:
+        raise click.BadParameter(f"unknown: {', '.join(unknown)}; choose from {', '.join(ENGINES)}")
+    return names
+
+
 @click.command(cls=EngineCommand, help=__doc__)
 @click.option("--frames", default=32, show_default=True, help="Frames of a clip, an even number.")
 @click.option("--side", default=224, show_default=True, help="Width and height of a frame.")
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--models", type=click.Path(path_type=Path), default=CACHE, help="Folder of created models.")
-def main(*, frames: int, side: int, rounds: int, models: Path, config: EngineConfig) -> None:
+@click.option("--engines", default="", callback=_engine_names, help=f"Servers to compare: {', '.join(ENGINES)}.")
+@click.option("--other-engines", type=click.Path(path_type=Path), default=OTHER_ENGINES_FOLDER, help="Their folder.")
+@click.option("--logs", type=click.Path(path_type=Path), default=LOGS, help="Folder for the output of servers.")
+def main(
+    *,
+    frames: int,
+    side: int,
+    rounds: int,
+    models: Path,
+    engines: list[str],
+    other_engines: Path,
+    logs: Path,
+    config: EngineConfig,
+) -> None:
     model = checkpoint(config.model, models)
-    timings = asyncio.run(measure(config.model_copy(update={"model": str(model)}), rounds, frames, side))
+    config = config.model_copy(update={"model": str(model)})
+    timings = asyncio.run(measure(config, rounds, frames, side))
     shares = [each[NEW].vision / each[NEW].turn.seconds for each in timings]
     print(
         f"{model.name}, {frames} frames of {side} x {side}: the encoder has {statistics.median(shares):.2f} of the time"
@@ -155,7 +143,14 @@ def main(*, frames: int, side: int, rounds: int, models: Path, config: EngineCon
     print("| request | tokens computed | encoder, s | ratio | first token, s | ratio | lower bound |")
     print("|---|---|---|---|---|---|---|")
     for row in rows(model, timings, frames):
-        print(row)
+        print(row, flush=True)
+    if engines:
+        print("", *HEADER, sep="\n")
+        with end_with_us():
+            for row in compare(
+                engines, config, OtherEngines(other_engines.expanduser()), logs, Load(rounds, frames, side)
+            ):
+                print(row, flush=True)
 
 
 if __name__ == "__main__":

@@ -50,6 +50,7 @@ from dashinfer_vlm_core.testing import scripted_engine
 from dashinfer_vlm_core.text_spec import AttentionSpec, ExpertsSpec, LayerSpec, MlpSpec, RotarySpec, TextModelSpec
 from dashinfer_vlm_qwen2_5_vl.config import Qwen25VLVisionConfig
 from dashinfer_vlm_qwen3_vl.config import Qwen3VLVisionConfig
+from tests.cases import cases
 from tests.pages import ROOT, page_text
 from tests.qwen3_vl import tiny_qwen3
 from tests.server.conftest import serving
@@ -90,17 +91,23 @@ def test_pruning_reports_tokens_and_right_answers(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_windows_reports_what_is_computed_again(tiny_checkpoint):
+def test_windows_reports_what_is_computed_again(tiny_checkpoint, tmp_path):
     arguments = ["--model", str(tiny_checkpoint), "--frames", "8", "--side", "112", "--rounds", "1"]
-    done = CliRunner().invoke(windows.main, arguments, catch_exceptions=False)
-    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.output.splitlines()[3:]]
-    names, computed, _, encoder, _, first, bounds = zip(*table, strict=True)
+    servers = ["--engines", "ours", "--logs", str(tmp_path)]
+    done = CliRunner().invoke(windows.main, [*arguments, *servers], catch_exceptions=False)
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.output.splitlines()]
+    names, computed, _, encoder, _, first, bounds = zip(*lines[3:7], strict=True)
     assert names == ("new clip", "2 frames appended", "moved by 2 frames", "moved by 8 frames")
     assert encoder[0] == bounds[0] == "1.000"
     assert first[0] == "1.000 (1.000 to 1.000)"
     tokens = [tuple(map(int, cell.split(" of "))) for cell in computed]
     assert tokens[1][0] < min(tokens[0][0], tokens[2][0], tokens[3][0])
     assert float(bounds[1]) < float(bounds[2]) < float(bounds[3])
+    server, requests, prompts, _, ratios = zip(*lines[10:], strict=True)
+    assert set(server) == {"ours"}
+    assert requests == names
+    assert list(map(int, prompts)) == [total for _, total in tokens]
+    assert ratios[0] == first[0]
 
 
 @pytest.mark.slow
@@ -168,10 +175,14 @@ def test_pooling_compares_with_the_best_other_engine():
         pooling.main(["--workloads", "videos"])
 
 
-def test_formats_names_unknown_variants():
-    done = CliRunner().invoke(formats.main, ["--variants", "awq,nf4"])
+@cases(
+    ("command", "option", "known"),
+    [(formats.main, "--variants", "int8, int4, awq"), (windows.main, "--engines", "ours, ours-int8")],
+)
+def test_unknown_names_are_reported(command, option, known):
+    done = CliRunner().invoke(command, [option, "nf4"])
     assert done.exit_code == 2
-    assert "unknown: nf4; choose from int8, int4, awq" in " ".join(done.output.split())
+    assert f"unknown: nf4; choose from {known}" in " ".join(done.output.split())
 
 
 def image_tokens(folder, side):
