@@ -120,6 +120,10 @@ class Server:
         """Return the sum of its processes' peak resident memory."""
         return sum(_peak(process) for process in _members(self._process.pid))
 
+    def resident_bytes(self) -> int:
+        """Return the resident memory of its processes; memory that several of them share counts once."""
+        return sum(_resident(process) for process in _members(self._process.pid))
+
     def cpu_seconds(self) -> dict[str, float]:
         """Return the CPU time of its running processes by the first word of their command lines."""
         found: dict[str, float] = defaultdict(float)
@@ -373,6 +377,12 @@ def _peak(process: int) -> int:
     except (FileNotFoundError, ProcessLookupError):
         return 0
     return _kib(status, "VmHWM") - _kib(now, "Anonymous") + _kib(now, "Pss_Anon")
+
+
+def _resident(process: int) -> int:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return _kib(Path(f"/proc/{process}/smaps_rollup").read_text(), "Pss")
+    return 0
 
 
 def _cpu_seconds(process: int) -> float:

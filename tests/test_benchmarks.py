@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from benchmarks import (
     attacks,
+    camera_day,
     documents,
     formats,
     limits,
@@ -108,6 +109,18 @@ def test_windows_reports_what_is_computed_again(tiny_checkpoint, tmp_path):
     assert requests == names
     assert list(map(int, prompts)) == [total for _, total in tokens]
     assert ratios[0] == first[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_camera_day_reports_tenths(tmp_path):
+    arguments = ["--requests", "20", "--seconds", "2", "--logs", str(tmp_path)]
+    done = CliRunner().invoke(camera_day.main, arguments, catch_exceptions=False)
+    *table, memory = done.output.splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table[2:]]
+    assert [number for number, *_ in rows] == list(map(str, range(1, 11)))
+    assert [pairs for *_, pairs, _ in rows] == ["33%", *["50%"] * 9]
+    assert memory.startswith(f"Memory: first tenth {rows[0][1]} MiB, last tenth {rows[-1][1]} MiB, growth ")
 
 
 @pytest.mark.slow

@@ -96,6 +96,15 @@ def data_url(image: Image.Image) -> str:
     return f"data:image/jpeg;base64,{base64.b64encode(data.getvalue()).decode()}"
 
 
+def request(seconds: Iterable[Second], question: str) -> dict[str, Any]:
+    """Return a request for a chat completion about a window of frames."""
+    frames = [url for second in seconds for url in second]
+    # `align`: the number of frames seldom changes their size, while the window fills.
+    video = {"type": "video_url", "video_url": {"url": frames, "fps": RATE, "align": True}}
+    content = [video, {"type": "text", "text": question}]
+    return {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 64}
+
+
 class LiveReader:
     """Reads a stream in a thread, and keeps its last seconds: those that the model has no time for are skipped."""
 
@@ -162,7 +171,7 @@ class Window:
         self._seconds.extend(new)
         self.requests += 1
         self.seconds += len(new)
-        response = self._engine.chat({"messages": self._messages(), "temperature": 0, "max_tokens": 64})
+        response = self._engine.chat(request(self._seconds, self._question))
         usage = response.usage
         self._tokens += usage.prompt_tokens
         self._cached += usage.prompt_tokens_details.cached_tokens or 0
@@ -177,12 +186,6 @@ class Window:
             f"{self.requests} requests, {rate:.1f} per second, {hits:.0%} of the pairs of frames and"
             f" {self._cached / self._tokens:.0%} of the tokens from a cache, {resident_bytes() / 2**20:.0f} MiB"
         )
-
-    def _messages(self) -> list[dict[str, Any]]:
-        frames = [url for second in self._seconds for url in second]
-        # `align`: the number of frames seldom changes their size, while the window fills.
-        video = {"type": "video_url", "video_url": {"url": frames, "fps": RATE, "align": True}}
-        return [{"role": "user", "content": [video, {"type": "text", "text": self._question}]}]
 
 
 def write_page(file: Path, question: str, responses: Sequence[Response]) -> None:
