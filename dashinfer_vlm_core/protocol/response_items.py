@@ -67,6 +67,9 @@ class ItemPart(_StoredModel):
     def _check_pruning(self) -> ItemPart:
         if self.pruning_rate is not None and self.type not in _PRUNED_TYPES:
             raise field_error("pruning_rate", MISPLACED["pruning_rate"])
+        for source in (self.image_url, self.video_url):
+            if self.pruning_rate is not None and isinstance(source, Mapping) and "pruning_rate" in source:
+                raise field_error("pruning_rate", "is set twice, next to the URL and in its object. Remove one.")
         return self
 
     def to_chat(self, path: str) -> dict[str, Any]:

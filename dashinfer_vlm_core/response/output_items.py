@@ -100,7 +100,7 @@ class MessageItem(_TextItem):
         return ResponseOutputMessage(id=self.id, content=content, role="assistant", status=status, type="message")
 
     def _part(self) -> dict[str, Any]:
-        return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": self._logprobs}
+        return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": list(self._logprobs)}
 
 
 class ReasoningItem(_TextItem):

@@ -107,6 +107,11 @@ def test_part_of_another_api_has_a_pruning_rate(parse, part):
             {"type": "input_image", "image_url": {"url": URL, "pruning_rate": 1}},
             "input[0].content[0].image_url.pruning_rate",
         ),
+        (
+            responses,
+            {"type": "input_image", "image_url": {"url": URL, "pruning_rate": 0.5}, "pruning_rate": 0.5},
+            "input[0].content[0].pruning_rate",
+        ),
         (anthropic, {"type": "image", "source": {**PNG, "pruning_rate": 1}}, f"{PART}.source.pruning_rate"),
         (
             anthropic,

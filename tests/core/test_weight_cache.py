@@ -185,6 +185,11 @@ def test_parts_of_a_loaded_model_do_not_remove_each_other(tmp_path, caplog):
     write(folder, "c" * 64, zeros(700_000))
     assert names(tmp_path) == "b"
     assert "set `weight_cache_mib` to at least 2 to" in caplog.text
+    other = folder_in(tmp_path)
+    assert other.open("b" * 64)  # a second model that uses the file, and is unloaded
+    del other
+    write(folder, "c" * 64, zeros(700_000))
+    assert names(tmp_path) == "b"
     del folder
     write(folder_in(tmp_path), "c" * 64, zeros(700_000))
     assert names(tmp_path) == "c"

@@ -199,7 +199,9 @@ def test_logprobs_are_included_on_request(scripted):
     entries = create(served, **fields).output[0].content[0].logprobs
     assert "".join(entry.token for entry in entries) == RESPONSE
     assert entries[0].top_logprobs[0].token == entries[0].token
-    deltas = [event for event in stream(served, **fields) if event.type == "response.output_text.delta"]
+    events = stream(served, **fields)
+    assert not next(event for event in events if event.type == "response.content_part.added").part.logprobs
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
     assert [entry.token for event in deltas for entry in event.logprobs] == [entry.token for entry in entries]
     assert create(served).output[0].content[0].logprobs == []
 

@@ -33,14 +33,18 @@ FREE_SHARE = 10
 LOCK_SECONDS = 600
 """How long a thread waits for others to write gigabytes, such as the other part of its model."""
 
-_FILES_IN_USE: WeakValueDictionary[Path, EngineConfig] = WeakValueDictionary()
-"""The files that loaded models wrote or read, with what exists as long as the model is loaded."""
+_FILES_IN_USE: WeakValueDictionary[tuple[Path, int], EngineConfig] = WeakValueDictionary()
+"""What exists as long as a model is loaded, by the files that it wrote or read, and its own `id`."""
 
 
 class _File(NamedTuple):
     path: Path
     size: int
     used_ns: int
+
+
+def _files_in_use() -> set[Path]:
+    return {path for path, _ in list(_FILES_IN_USE)}
 
 
 class WeightFolder:
@@ -70,7 +74,7 @@ class WeightFolder:
         except (OSError, InvalidFileError, ValueError, KeyError, TypeError) as error:
             logger.warning("The converted weights in %s are not used: %s. They are converted again.", path, error)
             return None
-        _FILES_IN_USE[path] = self._config
+        self._use(path)
         return opened
 
     def shrink(self) -> None:
@@ -81,7 +85,8 @@ class WeightFolder:
             if excess > 0:
                 check_private(self._folder.stat())
                 with FileLock(self._folder / ".lock", timeout=0):  # a process that writes removes them itself
-                    self._remove([file for file in files if file.path not in _FILES_IN_USE], excess)
+                    used = _files_in_use()
+                    self._remove([file for file in files if file.path not in used], excess)
         except (OSError, InvalidFileError) as error:  # `Timeout` is an OSError
             logger.debug("Converted weights beyond `weight_cache_mib` are not removed: %s.", error)
 
@@ -100,7 +105,7 @@ class WeightFolder:
             with self._acquire(check):
                 if not self._is_newer(key, before):
                     self._write(key, layers, check)
-                _FILES_IN_USE[self._path(key)] = self._config
+                self._use(self._path(key))
         except Timeout:
             logger.info("Other processes write converted weights; those of this one are not stored.")
         except Canceled:
@@ -108,6 +113,9 @@ class WeightFolder:
         except (OSError, InvalidFileError) as error:
             message = "The converted weights cannot be stored in %s: %s. The next start converts them again."
             logger.warning(message, self._folder, error)
+
+    def _use(self, path: Path) -> None:
+        _FILES_IN_USE[path, id(self._config)] = self._config
 
     def _acquire(self, check: Callable[[], None]) -> AcquireReturnProxy:
         lock = FileLock(self._folder / ".lock")
@@ -143,7 +151,8 @@ class WeightFolder:
         """Remove files that are not in use; return False, and log why, if there is still not enough space."""
         path = self._path(key)
         files = self._files()
-        removable = [file for file in files if file.path == path or file.path not in _FILES_IN_USE]
+        used = _files_in_use() - {path}
+        removable = [file for file in files if file.path not in used]
         removable.sort(key=lambda file: file.path != path)  # what is replaced first
         total = sum(file.size for file in files)
         most = sum(file.size for file in removable)
