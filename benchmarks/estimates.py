@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -36,6 +37,8 @@ from .models import CACHE, checkpoint, model_names
 from .workloads import image_part
 
 TOKENS = 64
+ROUNDS = 5
+"""Responses for each rate, of which the median counts."""
 
 WARM_UP_SECONDS = 12.0
 BITS: Mapping[int, Literal["none", "int8", "int4"]] = {16: "none", 8: "int8", 4: "int4"}
@@ -63,7 +66,7 @@ class Measurement:
         cached: bytes of keys, values and recurrent states that were written.
         bandwidth: of the machine's memory, in bytes per second.
         rates: of the kernels, by their name.
-        text_rate: tokens per second after the first one, of the text prompt.
+        text_rate: tokens per second after the first one, of the text prompt; the median of `ROUNDS` responses.
         image_rate: those of the prompt with an image.
     """
 
@@ -103,9 +106,12 @@ def measure(folder: Path, bits: int) -> Measurement:
     with Engine(config) as engine:
         text = {"type": "text", "text": "Describe a harbor in the evening."}
         _warm_up(engine, [image_part(random.Random(1)), text])
+        contents = ([text], [image_part(random.Random(0)), text])
+        rounds = [[_rate(engine, content) for content in contents] for _ in range(ROUNDS)]
+        text_rate, image_rate = map(statistics.median, zip(*rounds, strict=True))
         return Measurement(
-            text_rate=_rate(engine, [text]),
-            image_rate=_rate(engine, [image_part(random.Random(0)), text]),
+            text_rate=text_rate,
+            image_rate=image_rate,
             memory=resident_bytes(),
             estimate=estimate,
             cached=_cached_bytes(engine, size.text),
