@@ -423,10 +423,10 @@ def is_busy(process: int, seconds: float = 0.2) -> bool:
     return False
 
 
-def outcomes_after_kills(server: Server, kills: int = KILLS) -> Counter[str]:
+def outcomes_after_kills(server: Server) -> Counter[str]:
     """Kill the processes that decode media again and again; return the statuses of a request of the user after each."""
     statuses = Counter[str]()
-    for number in range(kills):
+    for number in range(KILLS):
         for process in server.grandchildren():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)

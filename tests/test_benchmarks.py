@@ -147,7 +147,7 @@ def test_random_weights_qwen3_vl_generates(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_formats_reports_file_memory_and_steps(tmp_path):
-    folder = to_bfloat16(write_qwen2_5_vl(tmp_path, intermediate_size=4096, num_hidden_layers=8))
+    folder = to_bfloat16(write_qwen2_5_vl(tmp_path, intermediate_size=2048, num_hidden_layers=2))
     arguments = ["--model", str(folder), "--variants", "int4,awq", "--rounds", "1"]
     done = CliRunner().invoke(formats.main, arguments, catch_exceptions=False)
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.output.splitlines()]
@@ -210,13 +210,14 @@ def image_tokens(folder, side):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_attacks_reports_what_an_attack_achieves(tmp_path):
+def test_attacks_reports_what_an_attack_achieves(monkeypatch):
+    monkeypatch.setattr(attacks, "KILLS", 5)
     lines = attacks.main(["--only", "MP4: 60,000 edits", "--seconds", "1", "--engine-command", SHORT_DEADLINE])
     rows = [line.split(" | ") for line in "\n".join(lines).splitlines() if line.startswith("| ")]
     assert [row[0] for row in rows[1:]] == ["| none", "| MP4: 60,000 edits", "| all of them, 4 attackers"]
     assert all(row[2].startswith("400 media_too_large (") for row in rows[2:])
     assert lines[-3].startswith("* From a client's disconnect")
-    assert lines[-2].endswith("after SIGKILL of all processes that decode media: 200 (50)")
+    assert lines[-2].endswith("after SIGKILL of all processes that decode media: 200 (5)")
     assert lines[-1].startswith("* From SIGTERM")
 
 
