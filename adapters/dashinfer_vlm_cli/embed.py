@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,7 +16,7 @@ import click
 from dashinfer_vlm_core.cli.command import EngineCommand
 from dashinfer_vlm_core.cli.terminal import counted
 from dashinfer_vlm_core.concurrency.tasks import run_concurrently
-from dashinfer_vlm_core.errors import ConfigError, DashInferVLMError, RequestError
+from dashinfer_vlm_core.errors import ConfigError, DashInferVLMError, InvalidParameter
 
 from .batch import INTERRUPTED
 from .embed_files import Content, Row, VectorsFile
@@ -31,7 +32,12 @@ MAX_REQUESTS = 16
 """Requests at the same time, for one embedding each."""
 
 MAX_PAGES = 8
-"""The same for the pages of a document. The last page is known when one is missing."""
+"""The same for the pages of a document."""
+
+MAX_PAGE_NUMBER = 9_999_999
+"""The largest that `pages` of a document accepts."""
+
+_NUM_PAGES = re.compile(r"but the document has ([0-9]+)\.")
 
 RETRIES = 3
 
@@ -119,16 +125,16 @@ class _Job:
             content = Content.read(source)
         except DashInferVLMError:  # `process` reports it
             return False
-        if content.kind == "file":
-            has_rows = self.vectors.is_complete(self._row(content, 1))
-        else:
-            has_rows = self._row(content) in self.vectors
-        return has_rows and not self.vectors.has_other_version(str(source), content.digest)
+        if self.vectors.has_other_version(str(source), content.digest):
+            return False
+        if content.kind != "file":
+            return self._row(content) in self.vectors
+        pages = self.vectors.num_pages(str(source))
+        return bool(pages) and all(self._row(content, page) in self.vectors for page in range(1, pages + 1))
 
     async def process(self, engine: AnyEngine, source: Path | str) -> None:
         if isinstance(source, str):
-            row = self._text_row(source)
-            self._report(row, self._store(row, None, await self._compute(engine, {"input": source})))
+            await self._embed(engine, self._text_row(source), lambda: {"input": source})
             return
         try:
             content = await asyncio.to_thread(Content.read, source)
@@ -140,86 +146,59 @@ class _Job:
         elif content.kind == "file":
             await self._embed_pages(engine, content)
         else:
-            self._report(self._row(content), await self._embed_content(engine, content))
+            await self._embed(engine, self._row(content), content.inputs, digest=content.digest)
 
     async def _embed_pages(self, engine: AnyEngine, content: Content) -> None:
-        row = self._row(content, 1)
-        first = None if row in self.vectors else await self._compute_content(engine, content, page=1)
-        if isinstance(first, DashInferVLMError):
-            second = await self._embed_content(engine, content, page=2)
-            if second is not None and (_is_end(second) or second.message == first.message):
-                self._report(self._row(content), first)  # it concerns the document
-                return
-            self._report(row, first)
-        pages = await self._embed_following(engine, content)
-        if first is not None and not isinstance(first, DashInferVLMError):
-            # The last row: the next run need not ask an engine how many pages there are.
-            self._add(row, content.digest, first, pages=pages)
-
-    async def _embed_following(self, engine: AnyEngine, content: Content) -> int | None:
-        """Embed the pages after the first one; return the number of all pages, None if one of them failed."""
-        ends: list[int] = []
-        errors: list[DashInferVLMError] = []
-
-        def numbers() -> Iterator[int]:
-            for page in itertools.count(2):
-                if ends or not all(isinstance(error, RequestError) for error in errors):
-                    return
-                yield page
+        try:
+            pages = self.vectors.num_pages(str(content.path)) or await self._count_pages(engine, content)
+        except DashInferVLMError as error:
+            self._report(self._row(content), error)
+            return
 
         async def work(page: int) -> None:
-            error = await self._embed_content(engine, content, page=page)
-            if error is not None and _is_end(error):
-                ends.append(page)
-            elif error is not None:
-                errors.append(error)
-                self._report(self._row(content, page), error)
+            inputs = partial(content.inputs, page)
+            await self._embed(engine, self._row(content, page), inputs, digest=content.digest, pages=pages)
 
-        await run_concurrently(numbers(), work, max_concurrency=MAX_PAGES)
-        return None if errors else min(ends) - 1
+        await run_concurrently(range(1, pages + 1), work, max_concurrency=MAX_PAGES)
 
-    async def _embed_content(
-        self, engine: AnyEngine, content: Content, page: int | None = None
-    ) -> DashInferVLMError | None:
-        row = self._row(content, page)
-        if row in self.vectors:
-            return None
-        return self._store(row, content.digest, await self._compute_content(engine, content, page))
-
-    async def _compute_content(
-        self, engine: AnyEngine, content: Content, page: int | None
-    ) -> PoolingResult | DashInferVLMError:
+    async def _count_pages(self, engine: AnyEngine, content: Content) -> int:
+        # Only media workers of an engine open documents. The error for a page that does not exist names the number.
         try:
-            inputs = await asyncio.to_thread(content.inputs, page)
-        except DashInferVLMError as error:
-            return error
-        return await self._compute(engine, inputs)
+            await self._request(engine, partial(content.inputs, MAX_PAGE_NUMBER))
+        except InvalidParameter as error:
+            if found := _NUM_PAGES.search(error.message):
+                return int(found[1])
+            raise
+        return MAX_PAGE_NUMBER
 
-    async def _compute(self, engine: AnyEngine, inputs: dict[str, Any]) -> PoolingResult | DashInferVLMError:
+    async def _embed(
+        self,
+        engine: AnyEngine,
+        row: Row,
+        inputs: Callable[[], dict[str, Any]],
+        *,
+        digest: str | None = None,
+        pages: int | None = None,
+    ) -> None:
+        if row in self.vectors:
+            return
+        try:
+            result = await self._request(engine, inputs)
+        except DashInferVLMError as error:
+            self._report(row, error)
+        else:
+            self.vectors.add(row, digest, result, pages=pages)
+            self.num_embedded += 1
+
+    async def _request(self, engine: AnyEngine, inputs: Callable[[], dict[str, Any]]) -> PoolingResult:
         from dashinfer_vlm_core.engine.shared import call_engine
 
         async def started() -> AnyEngine:
             return engine
 
-        request = inputs | self.options
-        try:
-            async with self._slots:
-                return await call_engine(started, lambda each: each.aembed(request), timeout=None, max_retries=RETRIES)
-        except DashInferVLMError as error:
-            _check_options(error)
-            return error
-
-    def _store(
-        self, row: Row, digest: str | None, result: PoolingResult | DashInferVLMError
-    ) -> DashInferVLMError | None:
-        if isinstance(result, DashInferVLMError):
-            return result
-        self._add(row, digest, result)
-        return None
-
-    def _add(self, row: Row, digest: str | None, result: PoolingResult, *, pages: int | None = None) -> None:
-        self.vectors.add(row, digest, result, pages=pages)
-        self.num_embedded += 1
+        request = await asyncio.to_thread(inputs) | self.options
+        async with self._slots:
+            return await call_engine(started, lambda each: each.aembed(request), timeout=None, max_retries=RETRIES)
 
     def _text_row(self, text: str) -> Row:
         return Row(text=text, instruction=self.options.get("instruction"))
@@ -227,10 +206,10 @@ class _Job:
     def _row(self, content: Content, page: int | None = None) -> Row:
         return Row(file=str(content.path), page=page, instruction=self.options.get("instruction"))
 
-    def _report(self, row: Row, error: DashInferVLMError | None) -> None:
-        if error is not None:
-            message = error.message.removeprefix(f"`{error.param}`: ")  # the request is not the user's
-            self.problems.append(f"{row}: {message}")
+    def _report(self, row: Row, error: DashInferVLMError) -> None:
+        _check_options(error)
+        message = error.message.removeprefix(f"`{error.param}`: ")  # the request is not the user's
+        self.problems.append(f"{row}: {message}")
 
 
 def _check_options(error: DashInferVLMError) -> None:
@@ -244,11 +223,6 @@ def _check_options(error: DashInferVLMError) -> None:
         )
     if error.param == "dimensions":
         raise ConfigError(error.message.replace("`dimensions`", "`--dimensions`", 1), param="dimensions")
-
-
-def _is_end(error: DashInferVLMError) -> bool:
-    """Return whether the document has no page of the requested number."""
-    return bool(error.param and error.param.endswith(".pages"))
 
 
 def _run(job: _Job, given: Sequence[Path | str], source: EngineSource) -> None:

@@ -77,7 +77,7 @@ class Content:
             raise MediaUnreachable(f"{path} cannot be read: {error.strerror}. Check the path.") from error
         return cls(path=path, kind=media_kind(str(path)) or "text", data=data, digest=hashlib.sha256(data).hexdigest())
 
-    def inputs(self, page: int | None) -> dict[str, Any]:
+    def inputs(self, page: int | None = None) -> dict[str, Any]:
         """Return the fields of a request for its embedding, or for that of one page.
 
         Raises:
@@ -115,7 +115,7 @@ class VectorsFile(LineFile):
         self.vectors_path = path
         self._rows: set[Row] = set()
         self._digests: dict[str, str] = {}
-        self._complete: set[Row] = set()
+        self._pages: dict[str, int] = {}
         self._model = ""
         self._dimensions = 0
         self._created = [each for each in (path, path.with_suffix(ROWS_SUFFIX)) if not each.exists()]
@@ -130,9 +130,9 @@ class VectorsFile(LineFile):
     def __contains__(self, row: Row) -> bool:
         return row in self._rows
 
-    def is_complete(self, first_page: Row) -> bool:
-        """Return whether a document, given by the row of its first page, has the rows of all pages."""
-        return first_page in self._complete
+    def num_pages(self, file: str) -> int:
+        """Return the number of pages of a document; 0 if no row says it."""
+        return self._pages.get(file, 0)
 
     def has_other_version(self, file: str, digest: str) -> bool:
         """Return whether there are rows of a file of this name with other content."""
@@ -153,7 +153,7 @@ class VectorsFile(LineFile):
             row: the row.
             digest: that of the file's content; None of a text.
             result: the embedding.
-            pages: the number of pages of the document, if it has the rows of all others.
+            pages: the number of pages of the document; None of others.
 
         Raises:
             ConfigError: the file cannot be written, or has rows of another model or with another number of dimensions.
@@ -241,8 +241,8 @@ class VectorsFile(LineFile):
         self._rows.add(row)
         if row.file is not None:
             self._digests[row.file] = line["digest"]
-        if "pages" in line:
-            self._complete.add(row)
+            if "pages" in line:
+                self._pages[row.file] = line["pages"]
 
     def _read(self, line: bytes, location: str) -> None:
         with contextlib.suppress(ValueError, KeyError, TypeError):

@@ -133,6 +133,7 @@ def test_second_run_computes_what_is_missing(embed, files, tmp_path):
     lines = (tmp_path / "out.jsonl").read_bytes()
     (tmp_path / "out.jsonl").write_bytes(lines[:-5])  # as after an interruption
     assert "1 row computed, 0 failed." in embed(*files).output
+    assert (tmp_path / "out.jsonl").read_text().count('"pages": 3') == 3
     assert len(rows(tmp_path)) == 5
     files[2].write_text("A cat.")
     assert "note.md has changed since its rows were computed" in embed(*files).output
