@@ -16,7 +16,7 @@ from dashinfer_vlm_core.config.folders import cache_problem, write_error
 from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_core.kernels.choice import KernelSelector
 from dashinfer_vlm_core.kernels.devices import cpu_model
-from dashinfer_vlm_core.kernels.threads import Machine, configure_threads
+from dashinfer_vlm_core.kernels.threads import Machine, set_threads
 from dashinfer_vlm_core.kernels.tuned import (
     FOLDER,
     ThreadConditions,
@@ -87,7 +87,7 @@ def tune(*, config: EngineConfig) -> None:
         raise _not_stored(config, error)
     click.echo(f"{config.name} on {cpu_model()}\n")
     registry = load_plugins()
-    configure_threads(config)
+    set_threads(config)
     dtype, sets = _usable_sets(config, registry)
     with show_progress("Measuring the memory"):
         bandwidth, rates = _measure_memory(dtype, sets)
@@ -120,7 +120,7 @@ def _tune_threads(config: EngineConfig, kernels: str, seconds: float) -> None:
     show_table(("Threads", "Reference requests"), [(str(count), f"{total:,.2f} s") for count, total in found.items()])
     click.echo(f"\nThreads: {chosen}")
     _store(config, TunedThreads(conditions=ThreadConditions.of(config, candidates), chosen=chosen, seconds=found))
-    configure_threads(config)
+    set_threads(config)
 
 
 def _usable_sets(config: EngineConfig, registry: Registry) -> tuple[torch.dtype, dict[str, Kernels]]:

@@ -29,8 +29,8 @@ MANY_CORES = 8
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-_CONFIGS: WeakValueDictionary[int, EngineConfig] = WeakValueDictionary()
-"""The configurations of loaded models that set `cpu_threads`, by `id`: some cannot be hashed."""
+_LOADED: WeakValueDictionary[tuple[int, int], EngineConfig] = WeakValueDictionary()
+"""The configurations of loaded models by `id`, as some cannot be hashed, and the number of threads at their start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,8 +150,32 @@ def find_threads(config: EngineConfig, machine: Machine) -> ThreadPlan:
     return plan_threads(machine, requested=config.cpu_threads, tuned=tuned)
 
 
-def configure_threads(config: EngineConfig) -> ThreadPlan:
-    """Set the threads of this process, and log them. If a loaded model requested another number, that is a warning.
+def configure_threads(config: EngineConfig) -> None:
+    """Set the threads of this process for a model, and log them. Another number than that of a loaded model is a
+    warning.
+
+    Args:
+        config: exists as long as the model is loaded.
+
+    Raises:
+        ConfigError: there are fewer CPUs than `cpu_threads`.
+    """
+    count = set_threads(config).count
+    for (_, before), other in list(_LOADED.items()):
+        if before != count:
+            logger.warning(
+                "The model %s was loaded with %d threads, and now computes with %d, like %s: all models of a process"
+                " have the same threads. Set the same `cpu_threads` for all.",
+                other.name,
+                before,
+                count,
+                config.name,
+            )
+    _LOADED[id(config), count] = config
+
+
+def set_threads(config: EngineConfig) -> ThreadPlan:
+    """Set the threads of this process, and log them.
 
     In a program that has imported torch before, threads are pinned only with `cpu_threads`, and there are at most as
     many as it has set: its other threads and processes compute on the same cores.
@@ -168,23 +192,7 @@ def configure_threads(config: EngineConfig) -> ThreadPlan:
     importlib.import_module("torch").set_num_threads(plan.count)  # for threads that start later
     CPU_EXECUTOR.set_up(partial(_set_up_thread, plan.count, plan.cpus))
     logger.info("Threads that compute on the CPU: %s.", plan.describe())
-    _warn_if_replaced(config, plan.count)
     return plan
-
-
-def _warn_if_replaced(config: EngineConfig, count: int) -> None:
-    for other in list(_CONFIGS.values()):
-        if other.cpu_threads != count:
-            logger.warning(
-                "`cpu_threads` is %d for the model %s, which now computes with %d threads, like %s: all models of a"
-                " process have the same threads. Set the same number for all.",
-                other.cpu_threads,
-                other.name,
-                count,
-                config.name,
-            )
-    if config.cpu_threads is not None:
-        _CONFIGS[id(config)] = config
 
 
 @functools.cache
