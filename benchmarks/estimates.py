@@ -98,7 +98,7 @@ def measure(folder: Path, bits: int) -> Measurement:
         max_model_len=2048,
     )
     registry = load_plugins()
-    size = ModelSize.of(registry.load_spec(folder)).loaded(config)
+    size = ModelSize.of(registry.load_spec(folder), uses_mtp=False)
     selector = KernelSelector(registry.kernels.values(), config)
     estimate = estimate_model(size, config, selector)
     kernels = selector.find("cpu", torch.bfloat16, size.text).kernels

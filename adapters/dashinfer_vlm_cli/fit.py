@@ -87,7 +87,7 @@ class FitEstimator:
         from dashinfer_vlm_core.kernels.tuned import fastest_tuned
         from dashinfer_vlm_core.models.memory import memory_limit
 
-        self._config = registry.resolve_options(config)
+        self._config = config
         self._registry = registry
         self._tuned = fastest_tuned(config, this_machine())
         self._memory = memory_limit()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -104,6 +105,8 @@ def _local_folder(model: str) -> Path:
 
 def _show_needs(config: EngineConfig, snapshot: HubSnapshot) -> None:
     """Check the configuration, and show what the model needs, before its weights are downloaded."""
+    from dashinfer_vlm_core.models.task import read_pooling
+
     weights = [file for file in snapshot.files if file.has_weights]
     if not weights:
         raise CheckpointError(
@@ -116,6 +119,7 @@ def _show_needs(config: EngineConfig, snapshot: HubSnapshot) -> None:
     registry = load_plugins()
     with snapshot.without_weights() as folder:
         spec = registry.load_spec(folder)
+        spec = replace(spec, pooling=read_pooling(spec, config.task))
         size = ModelSize.of(spec, file_bytes=sum(file.size for file in weights))
     estimator = FitEstimator(config, registry)
     fit = estimator.fit(config.model, size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,6 +62,8 @@ def show(*, model: str, as_json: bool) -> None:
 
 
 def _describe(registry: Registry, model: str) -> tuple[dict[str, object], ModelSize]:
+    from dashinfer_vlm_core.models.task import read_pooling
+
     origin, folder = _find(registry, model)
     if folder is None:
         size = _published(model)
@@ -68,7 +71,7 @@ def _describe(registry: Registry, model: str) -> tuple[dict[str, object], ModelS
         return dict.fromkeys(_FACTS) | known, size
     row = model_row(registry, model, origin, folder)
     spec = registry.load_spec(folder)
-    size = ModelSize.of(spec)
+    size = ModelSize.of(replace(spec, pooling=read_pooling(spec, "auto")))
     facts: dict[str, object] = {
         "model": model,
         "source": origin,

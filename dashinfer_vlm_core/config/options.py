@@ -116,6 +116,11 @@ class PluginOptions(Options):
 
     title: ClassVar[str] = "Plugins"
 
+    @property
+    def uses_mtp(self) -> bool:
+        """Whether a head for multi-token prediction is loaded if a checkpoint has one, and nothing else drafts."""
+        return True
+
     def check(self, decoder: str) -> None:
         """Reject values that the selected decoder does not support.
 

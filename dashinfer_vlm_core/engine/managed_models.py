@@ -168,7 +168,8 @@ def estimate_bytes(config: EngineConfig) -> int:
     """
     registry = load_plugins()
     config = registry.resolve_options(config)
-    size = ModelSize.of(find_spec(config, registry))
+    uses_mtp = all(config.options_of(kind).uses_mtp for kind in registry.option_classes)
+    size = ModelSize.of(find_spec(config, registry), uses_mtp=uses_mtp)
     # Imported by name, because it imports torch: packages that do not need torch import this module.
     placement = importlib.import_module("dashinfer_vlm_core.models.placement")
     estimate: MemoryEstimate = placement.estimate_model(size, config, KernelSelector(registry.kernels.values(), config))

@@ -42,7 +42,7 @@ class ModelSize:
     """What determines the memory of a model.
 
     Attributes:
-        text: the text model.
+        text: the text model, as it is loaded.
         vision_weights: number of weights of the vision encoder.
         context: maximum number of tokens of a sequence.
         dtype: data type of the weights that are not quantized, as torch names it.
@@ -64,10 +64,14 @@ class ModelSize:
     pools: bool = False
 
     @classmethod
-    def of(cls, spec: ModelSpec, *, file_bytes: int | None = None) -> ModelSize:
-        """Return the size of a checkpoint, whose files with weights need not exist if `file_bytes` is given."""
+    def of(cls, spec: ModelSpec, *, file_bytes: int | None = None, uses_mtp: bool = True) -> ModelSize:
+        """Return the size of a checkpoint, whose files with weights need not exist if `file_bytes` is given.
+
+        `uses_mtp` is that of the options of plugins.
+        """
+        loads_mtp = uses_mtp and spec.draft is None and spec.pooling is None
         return cls(
-            text=spec.text,
+            text=spec.text if loads_mtp else replace(spec.text, mtp_layer=None),
             vision_weights=spec.vision_weights,
             context=spec.max_model_len,
             dtype=spec.dtype,
@@ -77,12 +81,6 @@ class ModelSize:
             draft_bytes=weight_file_bytes(spec.draft.folder) if spec.draft else 0,
             pools=spec.pooling is not None,
         )
-
-    def loaded(self, config: EngineConfig) -> ModelSize:
-        """Return the size of what is loaded: without the head for multi-token prediction if it drafts nothing."""
-        method = config.plugin_options.get("speculative_method", "auto")  # of the decoder torch
-        drafts = method == "auto" and self.draft is None and not self.pools
-        return self if drafts else replace(self, text=replace(self.text, mtp_layer=None))
 
 
 class FormatBytes(NamedTuple):
@@ -172,7 +170,6 @@ def estimate_memory(
         kernels: those that run the text model.
         memory: what limits the default of the KV cache, see `memory_limit`; None on a device with its own memory.
     """
-    size = size.loaded(config)
     return MemoryEstimate(
         weights=int(loaded_bytes(size, weights)),
         kv_cache=_cache_bytes(size, config, weights.itemsize, memory),

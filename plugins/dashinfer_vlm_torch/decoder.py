@@ -64,10 +64,11 @@ class TorchDecoder:
     def __init__(self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> None:
         self._spec = spec
         self._config = config
-        self._speculative_method = "none" if spec.pooling else config.options_of(TorchOptions).speculative_method
+        options = config.options_of(TorchOptions)
+        self._speculates = spec.pooling is None and options.speculative_method != "none"
         self._draft = spec.draft
         # Without drafts, the head for multi-token prediction needs no memory.
-        uses_mtp = self._speculative_method == "auto" and self._draft is None
+        uses_mtp = self._speculates and options.uses_mtp and self._draft is None
         self._text = spec.text if uses_mtp else replace(spec.text, mtp_layer=None)
         self._pools_tokens = spec.pooling is not None and spec.pooling.pools_tokens
         self._device, self._dtype = resolve_placement(config, spec)
@@ -273,7 +274,7 @@ class TorchDecoder:
             prefill_chunk=self._config.prefill_chunk,
             # Tokens whose keys and values are cached would have no hidden states.
             prefix_cache=self._config.prefix_cache and not self._pools_tokens,
-            speculative=self._speculative_method != "none",
+            speculative=self._speculates,
             state_slots=self._state_slots,
         )
 

@@ -26,6 +26,10 @@ class TorchOptions(PluginOptions):
     earlier text, and text that the response format prescribes; `auto` also what the checkpoint's head for multi-token
     prediction (MTP), or `speculative_model`, predicts; `none` computes one per step."""
 
+    @property
+    def uses_mtp(self) -> bool:
+        return self.speculative_method == "auto"
+
     def check(self, decoder: str) -> None:
         if decoder != "torch" and self.speculative_method == "ngram":
             raise ConfigError(

@@ -16,6 +16,7 @@ from dashinfer_vlm_core.models import memory
 from dashinfer_vlm_core.models.published import MODELS, hub_id
 from dashinfer_vlm_core.plugins import load_plugins
 from tests.kernels import needs_native
+from tests.pooling.checkpoints import write_embedding
 from tests.web import body, serve
 
 GB = 10**9
@@ -95,6 +96,16 @@ def test_show_describes_registered_model(run, machine, tiny_checkpoint):
     other = json.loads(run("show", hub_id("Qwen3.5-2B"), "--json").stdout)
     assert list(other) == list(found)
     assert (found["download_bytes"], other["folder"], other["context"]) == (None, None, None)
+
+
+def test_show_leaves_out_the_output_layer_of_an_embedding_model(run, machine, tiny_checkpoint, tmp_path, monkeypatch):
+    machine(8)
+    monkeypatch.setenv("DASHINFER_VLM_SPECULATIVE_METHOD", "invalid")  # of an engine, which `show` does not start
+    folders = [tiny_checkpoint, write_embedding(tiny_checkpoint, tmp_path / "embedding")]
+    found = [json.loads(run("show", str(folder), "--json").stdout) for folder in folders]
+    generating, embedding = (each["variants"]["32 bits"]["weights"] for each in found)
+    text = load_plugins().load_spec(tiny_checkpoint).text
+    assert generating - embedding == 4 * text.vocab_size * text.hidden_size
 
 
 @pytest.mark.parametrize("name", ["Qwen2.5-VL-7B", "Qwen3-VL-30B-A3B", "Qwen3.5-2B"])

@@ -27,12 +27,14 @@ from dashinfer_vlm_core.models.memory import (
     step_bytes,
     weight_bytes,
 )
+from dashinfer_vlm_core.models.pooling import PoolingSpec
 from dashinfer_vlm_core.models.published import MODELS, VisionEncoder
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_core.text_spec import AttentionSpec, LayerSpec, MlpSpec, RotarySpec
 from dashinfer_vlm_torch.kv_cache import KVCache
 from dashinfer_vlm_torch.state_cache import bytes_per_state, create_states
 from tests.cases import cases
+from tests.qwen3_5.tiny_mtp import write_mtp_checkpoint
 from tests.qwen3_5.tiny_qwen3_5 import write_checkpoint as write_qwen3_5
 from tests.qwen3_vl.tiny_qwen3 import write_checkpoint as write_qwen3_vl
 from tests.tiny import write_checkpoint, write_qwen2_5_vl
@@ -165,29 +167,37 @@ def test_estimate_is_close_to_memory_of_engine(quantization, megabytes):
 
 
 @cases(
-    ("options", "changes", "has_mtp", "has_head"),
+    ("uses_mtp", "change", "has_mtp", "has_head"),
     [
-        ({}, {}, True, True),
-        ({"speculative_method": "none"}, {}, False, True),
-        ({"speculative_method": "ngram"}, {}, False, True),
-        ({}, {"draft": MODELS["Qwen3-VL-2B"].text}, False, True),
-        ({}, {"pools": True}, False, False),
+        (True, {}, True, True),
+        (False, {}, False, True),
+        (True, {"pooling": PoolingSpec(task="embed", instruction="")}, False, False),
     ],
 )
-def test_only_what_is_loaded_is_counted(options, changes, has_mtp, has_head):
-    plain = MODELS["Qwen3.5-0.8B"]
-    mtp_layer = next(layer for layer in plain.text.layers if isinstance(layer.mixer, AttentionSpec))
-    size = replace(plain, text=replace(plain.text, mtp_layer=mtp_layer), **changes)
-    config = EngineConfig(**options)
+def test_only_what_is_loaded_is_counted(tiny_checkpoint, uses_mtp, change, has_mtp, has_head):
+    plain = load_plugins().load_spec(tiny_checkpoint)
+    spec = replace(plain, text=replace(plain.text, mtp_layer=plain.text.layers[0]), **change)
 
     def estimated(size):
-        weights = weight_bytes(size, config, CompressingKernels("cpu"), itemsize=2, int8_vision=False)
-        return estimate_memory(size, config, weights, kernels=CompressingKernels("cpu"), memory=None)
+        weights = weight_bytes(size, EngineConfig(), CompressingKernels("cpu"), itemsize=2, int8_vision=False)
+        return estimate_memory(size, EngineConfig(), weights, kernels=CompressingKernels("cpu"), memory=None).weights
 
     head = 2.5 * plain.text.vocab_size * plain.text.hidden_size
-    mtp = 1.5 * count_mtp_weights(size.text)
-    more = estimated(size).weights - estimated(plain).weights
+    mtp = 1.5 * count_mtp_weights(spec.text)
+    more = estimated(ModelSize.of(spec, uses_mtp=uses_mtp)) - estimated(ModelSize.of(plain))
     assert more == pytest.approx(has_mtp * mtp - (not has_head) * head, abs=2)
+
+
+def test_head_for_multi_token_prediction_is_counted_if_it_drafts(tmp_path):
+    folder = write_mtp_checkpoint(tmp_path)
+    size = ModelSize.of(load_plugins().load_spec(folder))
+    auto, ngram = (
+        estimate_bytes(EngineConfig(model=str(folder), device="cpu", kv_cache_mib=1, speculative_method=method))
+        for method in ("auto", "ngram")
+    )
+    assert auto - ngram == 4 * count_mtp_weights(size.text) > 0
+    with_draft = replace(load_plugins().load_spec(folder), draft=load_plugins().load_spec(folder))
+    assert ModelSize.of(with_draft).text.mtp_layer is None
 
 
 def test_measured_rates_of_kernels_replace_the_bandwidth():
