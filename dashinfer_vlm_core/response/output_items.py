@@ -28,10 +28,9 @@ class OutputItem(ABC):
     def __init__(self, emit: Emit, index: int) -> None:
         self.id = f"{self.prefix}_{uuid.uuid4().hex}"
         self._emit_event = emit
-        self._index = index
         self._place: dict[str, Any] = {"item_id": self.id, "output_index": index}
         self._pieces: list[str] = []
-        self._emit_item("added", self.item("in_progress"))
+        emit("response.output_item.added", item=self.item("in_progress"), output_index=index)
 
     @property
     def _text(self) -> str:
@@ -41,7 +40,7 @@ class OutputItem(ABC):
         """End the item; return it."""
         item = self.item(status)
         self._emit_done()
-        self._emit_item("done", item)
+        self._emit_event("response.output_item.done", item=item, output_index=self._place["output_index"])
         return item
 
     @abstractmethod
@@ -50,10 +49,6 @@ class OutputItem(ABC):
 
     @abstractmethod
     def _emit_done(self) -> None: ...
-
-    def _emit_item(self, step: str, item: ResponseOutputItem) -> None:
-        fields = item.model_dump(mode="json", exclude_unset=True, by_alias=True)
-        self._emit_event(f"response.output_item.{step}", item=fields, output_index=self._index)
 
     def _emit(self, event_type: str, **fields: Any) -> None:
         self._emit_event(event_type, **self._place, **fields)

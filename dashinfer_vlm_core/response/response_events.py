@@ -179,10 +179,12 @@ class ResponseEventBuilder:
         self._emit_response("failed", response)
         return self._take_events(), response
 
-    def emit(self, event_type: str, **fields: Any) -> None:
+    def emit(self, event_type: str, *, item: ResponseOutputItem | None = None, **fields: Any) -> None:
         """Add an event with the next sequence number, if the response is streamed."""
         if not self._has_events:
             return
+        if item:
+            fields["item"] = item.model_dump(mode="json", exclude_unset=True, by_alias=True)
         self._events.append({"type": event_type, "sequence_number": self._num_events, **fields})
         self._num_events += 1
 
