@@ -102,3 +102,6 @@ def test_openapi_document_lists_every_route(tiny_checkpoint):
     schema = documented["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert schema == {"$ref": "#/components/schemas/ChatRequest"}
     assert {"messages", "temperature", "tools"} < set(documented["components"]["schemas"]["ChatRequest"]["properties"])
+    operations = [each for path in documented["paths"].values() for each in path.values()]
+    assert all("422" not in operation["responses"] for operation in operations)
+    assert "HTTPValidationError" not in documented["components"]["schemas"]

@@ -32,7 +32,11 @@ def document(app: FastAPI) -> dict[str, Any]:
         endpoints = [route for route in app.routes if isinstance(route, Endpoint)]
         routes = [endpoint.documented() for endpoint in endpoints]
         schema = get_openapi(title=app.title, version=__version__, routes=routes, description=app.description)
+        for operation in (each for path in schema["paths"].values() for each in path.values()):
+            operation["responses"].pop("422", None)  # FastAPI's; the server's status is 400
         models = dict.fromkeys(model for endpoint in endpoints for model in endpoint.body_models)
+        for name in ("HTTPValidationError", "ValidationError"):
+            schema["components"]["schemas"].pop(name, None)
         _, schemas = models_json_schema([(model, "validation") for model in models], ref_template=REF)
         schema["components"]["schemas"] |= schemas["$defs"]
         schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
