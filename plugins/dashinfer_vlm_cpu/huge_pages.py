@@ -37,6 +37,9 @@ CACHE_LINE = 64
 QUIET_SECONDS = 1.0
 """A model is considered loaded after this many seconds without a new tensor."""
 
+MAX_COPY_BYTES = 1 << 30
+"""How much is mapped for copies at a time: the address space of the process may be limited (`ulimit -v`)."""
+
 MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25
 """From Linux's <linux/mman.h>. MADV_HUGEPAGE allows the kernel to collapse pages at some later time; MADV_COLLAPSE,
 from Linux 6.1 on, collapses them immediately."""
@@ -170,15 +173,17 @@ def replace(memory: weakref.ref[mmap.mmap], end: int, *, start: int = 0) -> None
     """Replace the complete 2 MiB ranges of a file's mapping from `start` to `end` by copies in huge pages, like
     `collapse`.
 
-    The copies are moved from one mapping in the order of its addresses: the kernel joins them to one mapping again.
-    Each process may have 65,530 mappings by default.
+    The copies are moved from a mapping in the order of its addresses: the kernel joins them to one mapping again. Each
+    process may have 65,530 mappings by default.
     """
-    copies = _Copies.create(end - start)
-    if copies:
-        try:
-            collapse(memory, end, copies.replace_range, start=start)
-        finally:
-            copies.free()
+    for first in range(start, end, MAX_COPY_BYTES):
+        copies = _Copies.create(min(end - first, MAX_COPY_BYTES))
+        if copies:
+            last = first + MAX_COPY_BYTES - 1  # at which a range can begin
+            try:
+                collapse(memory, min(last + HUGE_PAGE_SIZE, end), copies.replace_range, start=first)
+            finally:
+                copies.free()
 
 
 @dataclass(slots=True)
