@@ -39,6 +39,8 @@ class Weights(AbstractContextManager["Weights"]):
     its copy, which would double the memory for loading a checkpoint. Reopening takes less than a millisecond.
 
     Attributes:
+        folder: the folder.
+        renames: as in `ModelSpec`.
         names: names of the tensors.
         reader: reads the modules whose weights are quantized; None if the checkpoint is not quantized.
         widened: names of the modules that were dequantized, because a layer joins them with modules that are quantized
@@ -59,7 +61,9 @@ class Weights(AbstractContextManager["Weights"]):
         Raises:
             CheckpointError: there are no safetensors files, a shard is missing, or a file is damaged.
         """
-        self._stored = stored_tensors(folder, renames)
+        self.folder = folder
+        self.renames: tuple[tuple[str, str], ...] = tuple(renames)
+        self._stored = stored_tensors(folder, self.renames)
         self._merge = merge
         self.names: frozenset[str] = frozenset(self._stored)
         self.reader = quantization

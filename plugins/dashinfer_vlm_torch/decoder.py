@@ -212,7 +212,7 @@ class TorchDecoder:
         part = "text with MTP head" if self._text.mtp_layer else "text"
         with (
             Weights(spec.folder, spec.tensor_renames, spec.quantization) as weights,
-            open_converted(spec.folder, self._config, self._kernels, part, spec.tensor_renames) as converted,
+            open_converted(weights, self._config, self._kernels, part) as converted,
         ):
             _log_stored_weights(weights, self._kernels, self._dtype)
             model = TextModel(

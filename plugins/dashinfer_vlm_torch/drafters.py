@@ -51,7 +51,7 @@ def load_eagle_drafter(
     kept = INT8 if quantization else None  # like the last layer of a model
     with (
         Weights(spec.folder, RENAMES) as weights,
-        open_converted(spec.folder, config, model.kernels, "EAGLE-3 head", RENAMES) as converted,
+        open_converted(weights, config, model.kernels, "EAGLE-3 head") as converted,
     ):
         reader = TextModelReader(
             weights, spec.text, model.kernels, model.device, model.dtype, converted, False, {}, kept
@@ -92,7 +92,7 @@ def load_model_drafter(
     """
     with (
         Weights(spec.folder, spec.tensor_renames, spec.quantization) as weights,
-        open_converted(spec.folder, config, kernels, "text", spec.tensor_renames) as converted,
+        open_converted(weights, config, kernels, "text") as converted,
     ):
         draft = TextModel(
             weights,

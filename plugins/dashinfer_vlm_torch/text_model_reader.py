@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -338,12 +338,9 @@ class TextModelReader(NamedTuple):
         return balance_norms(query, key) if self.balances_keys else (query, key)
 
 
-def open_converted(
-    checkpoint: Path, config: EngineConfig, kernels: Kernels, part: str, renames: Iterable[tuple[str, str]] = ()
-) -> ConvertedWeights:
+def open_converted(weights: Weights, config: EngineConfig, kernels: Kernels, part: str) -> ConvertedWeights:
     """Open the layers of a checkpoint that an earlier start converted; see `ConvertedWeights.open`."""
-    code = Path(__file__).parent
-    return ConvertedWeights.open(checkpoint, config, kernels, part, code=code, renames=renames)
+    return ConvertedWeights.open(weights, config, kernels, part, code=Path(__file__).parent)
 
 
 def decoder_shape(spec: TextModelSpec) -> DecoderShape:

@@ -124,6 +124,16 @@ def test_unusable_file_is_reported_and_replaced(change, reason, written, caplog)
     assert folder_in(written.parent).open(KEY) is not None
 
 
+def test_file_is_only_replaced_by_one_with_more_layers(written):
+    (file,) = stored(written)
+    before = file.stat().st_ino
+    write(folder_in(written.parent), KEY, {"one": LAYERS["one"]})
+    assert file.stat().st_ino == before
+    assert folder_in(written.parent).open(KEY)  # as another process does
+    write(folder_in(written.parent), KEY, LAYERS | {"three": LAYERS["one"]})
+    assert "three" in folder_in(written.parent).open(KEY).layers
+
+
 def test_file_in_a_read_only_folder_is_used(written, monkeypatch, caplog):
     def read_only(descriptor):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
@@ -205,7 +215,7 @@ def test_lowered_limit_removes_files_at_the_next_start(tmp_path):
 
 def test_larger_file_than_the_budget_is_not_written(tmp_path, caplog):
     write_old(tmp_path, "ab", zeros(600_000), mib=2)
-    write(folder_in(tmp_path), KEY, zeros(2 * MIB))
+    write(folder_in(tmp_path), "c" * 64, zeros(2 * MIB))
     assert names(tmp_path) == "b"
     assert "Each start converts 2 MiB of weights: set `weight_cache_mib` to at least 3" in caplog.text
 
@@ -226,7 +236,7 @@ def test_folder_that_cannot_be_written_is_reported(tmp_path, caplog):
 
 def test_abandoned_parts_are_removed(written):
     (written / "abandoned.part").touch()
-    write(folder_in(written.parent), KEY, LAYERS)
+    write(folder_in(written.parent), "b" * 64, LAYERS)
     assert not list(written.glob("*.part"))
 
 
@@ -280,9 +290,15 @@ def test_code_of_a_package_is_recognized(tmp_path):
         source_digest.cache_clear()
         digests.add(source_digest(tmp_path))
     assert len(digests) == 3
+    before = source_digest(tmp_path / "a.py")
+    (tmp_path / "a.py").write_text("3")
+    source_digest.cache_clear()
+    assert source_digest(tmp_path / "a.py") != before
 
 
-def test_mapped_file_is_copied_to_one_mapping_of_huge_pages(tmp_path):
+@pytest.mark.parametrize("pages_at_a_time", [1, 512])
+def test_mapped_file_is_copied_to_huge_pages(pages_at_a_time, tmp_path, monkeypatch):
+    monkeypatch.setattr(huge_pages, "MAX_COPY_BYTES", pages_at_a_time * huge_pages.HUGE_PAGE_SIZE)
     size = 4 * huge_pages.HUGE_PAGE_SIZE
     content = torch.arange(size, dtype=torch.int32).to(torch.uint8)
     folder = folder_in(tmp_path, mib=64)
@@ -292,9 +308,9 @@ def test_mapped_file_is_copied_to_one_mapping_of_huge_pages(tmp_path):
     aligned = start + -start % huge_pages.HUGE_PAGE_SIZE
     assert mapping(aligned).file == str(stored(tmp_path / "weights")[0])
     huge_pages.replace(weakref.ref(opened.memory), len(opened.memory))
-    copied = mapping(aligned)
-    assert not copied.file
-    assert copied.end - copied.start >= 3 * huge_pages.HUGE_PAGE_SIZE
+    copied = [mapping(aligned + page * huge_pages.HUGE_PAGE_SIZE) for page in range(3)]
+    assert not any(each.file for each in copied)
+    assert pages_at_a_time == 1 or len(set(copied)) == 1  # joined
     assert torch.equal(opened.layers["one"]["weights"], content)
 
 

@@ -64,11 +64,7 @@ class VisionWeights(NamedTuple):
             chosen = kernels.choose(device, dtype)
             int8 = quantizes_vision_encoder(config, chosen)
             # Merged weights belong to an adapter, of which there may be many.
-            stored = (
-                ConvertedWeights()
-                if merge
-                else ConvertedWeights.open(spec.folder, config, chosen, "vision", renames=spec.tensor_renames)
-            )
+            stored = ConvertedWeights() if merge else ConvertedWeights.open(weights, config, chosen, "vision")
             with stored as converted:
                 yield cls(weights, chosen, device, dtype, int8, converted)
         if merge:

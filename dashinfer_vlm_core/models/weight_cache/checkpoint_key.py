@@ -36,9 +36,9 @@ def checkpoint_key(folder: Path, parts: Iterable[str]) -> str:
 
 @functools.cache
 def source_digest(folder: Path) -> str:
-    """Return a digest of the Python files below a folder, as they were when it was first computed."""
+    """Return a digest of a Python file, or of those below a folder, as they were when it was first computed."""
     digest = hashlib.sha256()
-    for file in sorted(folder.rglob("*.py")):
+    for file in sorted(folder.rglob("*.py")) or [folder]:
         digest.update(json.dumps([str(file.relative_to(folder)), file.read_text(encoding="utf-8")]).encode())
     return digest.hexdigest()
 

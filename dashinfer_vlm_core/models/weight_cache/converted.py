@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from ...config import MIB, EngineConfig
 from ...kernels.quantization import Quantization
 from ...kernels.types import Activation, Kernels, Linear, LMHead, StorableLayers
 from ...version import __version__
+from ..weights import Weights
 from .checkpoint_key import checkpoint_key, source_digest
 from .file_budget import WeightFolder
 from .weight_file import TABLE, Layers, WeightFile, file_size
@@ -62,32 +64,33 @@ class ConvertedWeights(AbstractContextManager["ConvertedWeights"]):
     @classmethod
     def open(
         cls,
-        checkpoint: Path,
+        weights: Weights,
         config: EngineConfig,
         kernels: Kernels,
         part: str,
         *,
         code: Path = MODELS,
-        renames: Iterable[tuple[str, str]] = (),
     ) -> ConvertedWeights:
         """Open the file of a part of a checkpoint, if there is one. Without effect if kernels have no such form.
 
         Args:
-            checkpoint: the folder of the checkpoint.
+            weights: the checkpoint.
             config: `weight_cache_mib` and the cache folder.
             kernels: those that keep the layers.
             part: the name of the part. Files of other options hold other layers: a file is copied as a whole.
-            code: the folder of the package that reads the weights. Files are not used after a change of its code.
-            renames: those of the checkpoint's tensors.
+            code: the folder of the package that reads the weights. Files are not used after a change of its code, or of
+                the module with the checkpoint's format.
         """
         if not config.weight_cache_mib or not isinstance(kernels, StorableLayers):
             return cls()
         options = [config.dtype, config.quantization, config.vision_quantization]
-        digests = map(source_digest, (MODELS, KERNELS, code))
-        parts = [__version__, *digests, kernels.layout, part, *options, repr(tuple(renames))]
         try:
-            return cls(config.name, kernels, WeightFolder(config), partial(checkpoint_key, checkpoint, parts))
-        except OSError as error:
+            sources = [MODELS, KERNELS, code]
+            if weights.reader:
+                sources.append(Path(inspect.getfile(type(weights.reader))))
+            parts = [__version__, *map(source_digest, sources), kernels.layout, part, *options, repr(weights.renames)]
+            return cls(config.name, kernels, WeightFolder(config), partial(checkpoint_key, weights.folder, parts))
+        except (OSError, TypeError) as error:  # `TypeError`: the format was defined without a file
             logger.warning("Converted weights are not stored: %s.", error)
             return cls()
 

@@ -91,7 +91,7 @@ class WeightFolder:
             logger.debug("Converted weights beyond `weight_cache_mib` are not removed: %s.", error)
 
     def write(self, key: str, layers: Layers, check: Callable[[], None]) -> None:
-        """Write a file, unless another process has just written it. A failure is logged: the file only saves time.
+        """Write a file, unless another process has written these layers. A failure is logged: the file only saves time.
 
         Args:
             key: its key.
@@ -101,9 +101,9 @@ class WeightFolder:
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_private(self._folder.stat())
-            before = time.time_ns()
             with self._acquire(check):
-                if not self._is_newer(key, before):
+                written = self.open(key)
+                if written is None or not layers.keys() <= written.layers.keys():
                     self._write(key, layers, check)
                 self._use(self._path(key))
         except Timeout:
@@ -127,10 +127,6 @@ class WeightFolder:
             except Timeout:
                 if time.monotonic() > end:
                     raise
-
-    def _is_newer(self, key: str, time_ns: int) -> bool:
-        path = self._path(key)
-        return path.exists() and path.stat().st_mtime_ns > time_ns
 
     def _write(self, key: str, layers: Layers, check: Callable[[], None]) -> None:
         for abandoned in self._folder.glob(f"*{PART}"):
