@@ -164,8 +164,8 @@ class EngineConfig(Options):
     graphs, which take time to record and memory of the GPU; without effect on a CPU."""
 
     cache_dir: Path | None = None
-    """Folder for generated files: compiled kernels, converted models, DashInfer's environment; defaults to a folder in
-    the user's cache."""
+    """Folder for generated files: converted weights, results of `tune`, DashInfer's environment; defaults to a folder
+    in the user's cache."""
 
     weight_cache_mib: int = Field(20_480, ge=0)
     """Maximum size of the files with converted weights in the cache folder, from which later starts on a CPU load them,

@@ -348,7 +348,7 @@ class VLM:
         Args:
             queries: a query, or as many as documents.
             documents: a document, or a list of them. Like a query, it is text, or an object with `text`, `image` and
-                `video` (URLs or paths), or with content parts in `content`.
+                `video` (URLs, also `file:`, or base64), or with content parts in `content`.
             use_tqdm: as in `generate`.
             lora_request: the LoRA adapter; None is the model itself.
             instruction: what a relevant document is; the model's default if None.
