@@ -126,17 +126,20 @@ class InputPipeline:
             self.media.check(parts)
             vision = lora.vision if lora else None
             found = await self.media_uuids.get(parts, cache_salt=request.cache_salt or "", lora=vision)
-            cached: list[Item | None] = [*found]
-            if loaded:
-                cached = [loaded.get(part, item) for part, item in zip(parts, cached, strict=True)]
+            kept = {} if loaded is None else loaded
+            # Parts are equal if only their contents differ.
+            cached: list[Item | None] = [
+                item if part.content is not None else kept.get(part, item)
+                for part, item in zip(parts, found, strict=True)
+            ]
             budget = self._token_budget(sum((item.token_count for item in cached if item), NO_TOKENS))
             given = [part for part, item in zip(parts, cached, strict=True) if item is None]
             new = await self.media.load(given, functools.partial(self.media_executor.process, budget=budget))
             self.media_uuids.bind(given, new, cache_salt=request.cache_salt or "")
             remaining = iter(new)
             items = [next(remaining) if item is None else item for item in cached]
-            if loaded is not None and not loaded:
-                loaded.update(zip(parts, items, strict=True))
+            if not kept:
+                kept.update(zip(parts, items, strict=True))
             return items
 
     def _media_parts(self, request: ChatRequest) -> list[MediaPart]:

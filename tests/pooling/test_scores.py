@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+
+import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save
 
 from dashinfer_vlm_core import VLM, Engine, EngineConfig
 from dashinfer_vlm_core.errors import RequestError, SetupError
@@ -90,6 +94,21 @@ def test_image_of_the_query_is_encoded_once(scorer):
     before = scorer.engine.stats().vision
     scorer.score({"image": data_url(blurred_image(77))}, DOCUMENTS[:5], use_tqdm=False)
     assert scorer.engine.stats().vision.encoded - before.encoded == 1
+
+
+def test_documents_as_embeddings_are_scored_like_alone(reranker):
+    with VLM(reranker, device="cpu", dtype="float32", kv_cache_mib=64, enable_mm_embeds=True) as vlm:
+        width = vlm.engine.model_spec().visual_width
+        documents = [_embeddings(np.random.default_rng(seed).normal(size=(4, width))) for seed in (1, 2)]
+        together = [output.outputs.score for output in vlm.score(QUERY, documents, use_tqdm=False)]
+        alone = [vlm.score(QUERY, document, use_tqdm=False)[0].outputs.score for document in documents]
+    assert together == pytest.approx(alone, abs=1e-6)
+    assert together[0] != pytest.approx(together[1], rel=0.01)
+
+
+def _embeddings(rows):
+    data = base64.b64encode(save({"image_embeds": rows.astype(np.float32)})).decode()
+    return {"type": "image_embeds", "image_embeds": {"image_embeds": data, "image_grid_thw": [1, 4, 4]}}
 
 
 def test_pairs_are_scored_one_by_one(scorer):
