@@ -135,6 +135,8 @@ class Supervisor:
                 self._ready.clear()
                 self.fatal_error = await self._replace(fatal_error)
                 self._set_ready()
+            else:
+                self._ready.set()  # a request noticed an error that has ended, such as a step that took too long
 
     def _set_ready(self) -> None:
         self._started_at = asyncio.get_running_loop().time()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
 import weakref
@@ -10,8 +11,11 @@ import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig, hookimpl
 from dashinfer_vlm_core.concurrency.compute import CPU_EXECUTOR
+from dashinfer_vlm_core.decoders.supervisor import Supervisor
 from dashinfer_vlm_core.errors import DecoderFailed, EngineClosed, SetupError
+from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
 from dashinfer_vlm_core.plugins import load_plugins
+from dashinfer_vlm_core.testing import Script, ScriptedDecoder
 from tests.conversations import as_openai, blurred_image, user
 from tests.decoder_pause import DecoderPause
 from tests.waiting import HANG, until
@@ -210,6 +214,22 @@ def test_hanging_decoder_fails_requests_and_is_abandoned(start, injector):
         assert engine.stats().active_requests == 0
     finally:
         hang.end()
+
+
+def test_request_continues_when_a_slow_step_has_ended(tiny_checkpoint):
+    async def wait_for_step():
+        decoder = ScriptedDecoder(Script("Yes."), spec=read_spec(tiny_checkpoint), config=EngineConfig())
+        supervisor = Supervisor(lambda: decoder, restarts=0)
+        await supervisor.start()
+        decoder.fatal_error = "A step has taken too long."
+        waiting = asyncio.create_task(supervisor.load_lora(None))
+        await asyncio.sleep(0)
+        assert supervisor.restarting
+        decoder.fatal_error = ""
+        await asyncio.wait_for(waiting, timeout=HANG)
+        await supervisor.close()
+
+    asyncio.run(wait_for_step())
 
 
 def test_request_during_restart_waits(start, injector):
