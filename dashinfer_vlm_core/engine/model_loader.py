@@ -16,6 +16,7 @@ from pathlib import Path
 from ..concurrency.loop import engine_closed
 from ..concurrency.memory import resident_bytes, trim_memory
 from ..concurrency.storing import cancel_storing
+from ..config import EngineConfig
 from ..errors import DashInferVLMError, DecoderFailed, EngineClosed, QueueFull
 from .engine import Engine
 from .model_rules import Action, Admit, Load, ModelScheduler, RejectBusy, RejectFailed, Unload
@@ -185,7 +186,7 @@ class ModelLoader:
             self._engines[name].start()
         except Exception as error:  # noqa: BLE001 - the waiting requests raise it
             self._errors[name] = error
-            reason = _reason(name, error)
+            reason = _reason(self._engines[name].config, error)
             self._send(lambda now: self._rules.load_failed(name, reason, now))
             return
         if self._closed:  # before the engine was started
@@ -206,11 +207,16 @@ class ModelLoader:
         self._send(lambda now: self._rules.unloaded(name, now))
 
 
-def _reason(name: str, error: Exception) -> str:
+def _reason(config: EngineConfig, error: Exception) -> str:
     """Log an error, and return why a model could not be loaded, without paths of this machine."""
+    name = config.name
     if not isinstance(error, DashInferVLMError):
         logger.error("The model %s could not be loaded.", name, exc_info=error)
         return f"The model {name!r} could not be loaded. The server's log contains the cause."
     logger.error("The model %s could not be loaded: %s", name, error.message)
-    shown = _ABSOLUTE_PATH.sub(lambda path: Path(path[0]).name, error.message)
+    shown = error.message
+    folder = Path(config.model).expanduser()
+    if folder.name and (folder.is_absolute() or folder.exists()):
+        shown = shown.replace(str(folder), folder.name)  # it may contain spaces
+    shown = _ABSOLUTE_PATH.sub(lambda path: Path(path[0]).name, shown)
     return f"The model {name!r} could not be loaded: {shown}"

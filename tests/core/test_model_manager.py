@@ -152,17 +152,16 @@ def test_without_limits_all_models_are_loaded_at_the_start(manage):
 
 def test_failed_load_is_an_error_with_its_reason_and_not_repeated_at_once(manage, tiny_checkpoint, tmp_path):
     clock = Clock()
-    shutil.copytree(tiny_checkpoint, tmp_path, dirs_exist_ok=True)
-    manager = manage(managed(tiny_checkpoint, "a"), managed(tmp_path, "b"), clock=clock)
-    (tmp_path / "config.json").unlink()
+    folder = shutil.copytree(tiny_checkpoint, tmp_path / "my models" / "tiny")
+    manager = manage(managed(tiny_checkpoint, "a"), managed(folder, "b"), clock=clock)
+    (folder / "config.json").unlink()
     for _ in range(2):
-        with pytest.raises(EngineClosed, match=r"'b' could not be loaded: .* has no config.json") as raised:
+        with pytest.raises(EngineClosed, match=r"'b' could not be loaded: tiny has no config.json") as raised:
             ask(manager, "b")
         assert raised.value.code == "model_load_failed"
-        assert str(tmp_path.parent) not in raised.value.message
     assert manager.for_model("b").status().state == "failed"
     assert "config.json" in manager.for_model("b").status().fatal_error
-    shutil.copy(tiny_checkpoint / "config.json", tmp_path)
+    shutil.copy(tiny_checkpoint / "config.json", folder)
     clock.now = 30
     assert [ask(manager, name) for name in "ba"] == ["b", "a"]
 
