@@ -185,10 +185,12 @@ class ModelLoader:
         try:
             self._engines[name].start()
         except Exception as error:  # noqa: BLE001 - the waiting requests raise it
-            self._errors[name] = error
             reason = _reason(self._engines[name].config, error)
+            error.__traceback__ = error.__cause__ = error.__context__ = None  # they refer to what was loaded
+            self._errors[name] = error
             self._send(lambda now: self._rules.load_failed(name, reason, now))
             return
+        self._errors.pop(name, None)
         if self._closed:  # before the engine was started
             self._engines[name].close()
             return

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import shutil
 import threading
+import weakref
 
 import pytest
 
@@ -22,6 +24,7 @@ from dashinfer_vlm_core.errors import (
     InvalidParameter,
     ModelNotFound,
     QueueFull,
+    SetupError,
 )
 from dashinfer_vlm_core.testing import Script, scripted_registry
 from tests.lora_folders import write_lora
@@ -35,6 +38,20 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+class FailingScript(Script):
+    """The decoder of the model `b` cannot be started."""
+
+    def create(self, spec, config, kernels):
+        decoder = super().create(spec, config, kernels)
+        if config.name == "b":
+            self.failing = weakref.ref(decoder)
+            decoder.start = self._fail
+        return decoder
+
+    async def _fail(self):
+        raise SetupError("There is no memory left.")
 
 
 def managed(folder, name, *, aliases=(), pinned=False, **options) -> ManagedModel:
@@ -164,6 +181,14 @@ def test_failed_load_is_an_error_with_its_reason_and_not_repeated_at_once(manage
     shutil.copy(tiny_checkpoint / "config.json", folder)
     clock.now = 30
     assert [ask(manager, name) for name in "ba"] == ["b", "a"]
+
+
+def test_failed_load_keeps_nothing_in_memory(manage):
+    script = FailingScript("Yes.")
+    manager = manage(script=script)
+    with pytest.raises(EngineClosed, match="no memory left"):
+        ask(manager, "b")
+    until(lambda: gc.collect() >= 0 and script.failing() is None)
 
 
 def test_start_raises_why_a_pinned_model_cannot_be_loaded(manage, tmp_path):
