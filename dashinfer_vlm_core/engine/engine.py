@@ -248,7 +248,11 @@ class Startable(ABC):
         await asyncio.to_thread(self.close)
 
     def __enter__(self) -> Self:
-        return self.start()
+        try:
+            return self.start()
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
 
     def __exit__(self, *exc_info: object) -> None:
         """Close; if the `with` block raised, log an error of `close`, so that it does not replace the block's error."""
@@ -260,7 +264,7 @@ class Startable(ABC):
             logger.warning("%s", close_error.message)
 
     async def __aenter__(self) -> Self:
-        return await self.astart()
+        return await asyncio.to_thread(self.__enter__)
 
     async def __aexit__(self, *exc_info: object) -> None:
         await asyncio.to_thread(self.__exit__, *exc_info)

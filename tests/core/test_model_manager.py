@@ -191,6 +191,14 @@ def test_failed_load_keeps_nothing_in_memory(manage):
     until(lambda: gc.collect() >= 0 and script.failing() is None)
 
 
+def test_with_block_closes_the_models_that_were_loaded_before_an_error(tiny_checkpoint):
+    models = [managed(tiny_checkpoint, "a"), managed(tiny_checkpoint, "b")]
+    manager = ModelManager(models, registry=scripted_registry(FailingScript("Yes.")))
+    with pytest.raises(SetupError, match="no memory left"), manager:
+        pass
+    assert states(manager) == {"a": "closed", "b": "failed"}
+
+
 def test_start_raises_why_a_pinned_model_cannot_be_loaded(manage, tmp_path):
     with pytest.raises(CheckpointError, match=f"{tmp_path} has no config.json"):
         manage(managed(tmp_path, "a", pinned=True))
