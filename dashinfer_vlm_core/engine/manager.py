@@ -359,7 +359,8 @@ class ModelManager(Startable, ChatEngine):
                 self.load(model.config.name)
         except EngineClosed as error:
             self._state = "closed"
-            raise (self._loader.error(model.config.name) or error if error.code == LOAD_FAILED else error) from None
+            failure = self._loader.error(model.config.name) if error.code == LOAD_FAILED else None
+            raise failure or error from None
         except SetupError:
             self._state = "closed"
             raise
