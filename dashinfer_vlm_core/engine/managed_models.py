@@ -119,18 +119,19 @@ def check_names(models: Iterable[ManagedModel]) -> None:
     Raises:
         ConfigError: they have; the message contains the name.
     """
-    owners: dict[str, str] = {}
+    owners: dict[str, ManagedModel] = {}
     for model in models:
         for name in model.names:
             if name in owners:
-                same = owners[name] == model.config.name
-                users = "by two models" if same else f"by {owners[name]!r} and {model.config.name!r}"
+                other = owners[name].config.name
+                users = f"by {other!r} and {model.config.name!r}" if other != model.config.name else "by two models"
+                users = "by one model" if owners[name] is model else users
                 raise ConfigError(
                     f"The name {name!r} is used twice, {users}: names, aliases"
                     " and LoRA adapters of all models must differ. Write NAME=FOLDER, or choose another name.",
                     param="models",
                 )
-            owners[name] = model.config.name
+            owners[name] = model
 
 
 def check_memory(models: Sequence[ManagedModel], sizes: Mapping[str, int], limit: int) -> None:

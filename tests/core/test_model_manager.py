@@ -126,17 +126,18 @@ def test_names_aliases_and_loras_lead_to_their_model(manage, tiny_checkpoint, tm
 
 
 @pytest.mark.parametrize(
-    ("second", "name"),
+    ("second", "message"),
     [
-        ({"name": "a"}, "a"),
-        ({"name": "b", "aliases": ("a",)}, "a"),
-        ({"name": "b", "lora": {"x": "owner/x"}}, "x"),
-        ({"name": "x"}, "x"),
+        ({"name": "a"}, "The name 'a' is used twice, by two models"),
+        ({"name": "b", "aliases": ("a",)}, "The name 'a' is used twice, by 'a' and 'b'"),
+        ({"name": "b", "lora": {"x": "owner/x"}}, "The name 'x' is used twice, by 'a' and 'b'"),
+        ({"name": "x"}, "The name 'x' is used twice, by 'a' and 'x'"),
+        ({"name": "b", "aliases": ("b",)}, "The name 'b' is used twice, by one model"),
     ],
 )
-def test_names_that_collide_are_refused(manage, tiny_checkpoint, second, name):
+def test_names_that_collide_are_refused(manage, tiny_checkpoint, second, message):
     first = managed(tiny_checkpoint, "a", aliases=("x",))
-    with pytest.raises(ConfigError, match=f"The name '{name}' is used twice"):
+    with pytest.raises(ConfigError, match=message):
         manage(first, managed(tiny_checkpoint, **second))
 
 
