@@ -42,6 +42,7 @@ class Supervisor:
         restarted: number of restarts.
         restarting: whether it is restarting now.
         fatal_error: why it stopped restarting; empty while it has not.
+        hangs: whether that is because the decoder cannot be closed: only the end of the process frees its memory.
     """
 
     def __init__(self, make: Callable[[], Decoder], *, restarts: int) -> None:
@@ -54,6 +55,7 @@ class Supervisor:
         self._closed = False
         self.restarted: int = 0
         self.fatal_error: str = ""
+        self.hangs: bool = False
         self.max_model_len: int = self._decoder.max_model_len
         self.supported_params: frozenset[str] = self._decoder.supported_params
         self.unsupported_vision_reason: str = self._decoder.unsupported_vision_reason
@@ -148,6 +150,7 @@ class Supervisor:
         if asyncio.get_running_loop().time() - self._started_at >= HEALTHY_SECONDS:
             self._restarts_left = self._restarts
         failure = await _error_of(self._decoder.close())
+        self.hangs = bool(failure)
         backoff = 0.0
         while not failure and self._restarts_left:
             await asyncio.sleep(backoff)

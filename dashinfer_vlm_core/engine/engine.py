@@ -564,6 +564,12 @@ class Engine(Startable, LoopEngine):
             max_parallel=self.config.max_parallel,
         )
 
+    @property
+    def decoder_hangs(self) -> bool:
+        """Whether a step of the decoder does not end, so that only the end of the process frees its memory."""
+        running = self._running
+        return running is not None and running.pipeline.decoder.hangs
+
     def start(self) -> Self:
         """Load the model; return when the engine is ready. Calling it again has no effect.
 

@@ -303,8 +303,12 @@ class ModelManager(Startable, ChatEngine):
     # Status
 
     def status(self) -> EngineStatus:
-        """Return the status of the first model, with the state of the manager: `ready` between `start` and `close`."""
-        return replace(self.models()[0].status(), state=self._state, fatal_error="")
+        """Return the status of the first model, with the state of the manager: `ready` between `start` and `close`, and
+        `failed` if a decoder hangs, whose memory only the end of the process frees."""
+        fatal_error = self._loader.fatal_error()
+        return replace(
+            self.models()[0].status(), state="failed" if fatal_error else self._state, fatal_error=fatal_error
+        )
 
     def add_observer(self, observer: RequestObserver) -> None:
         """Notify `observer` of all events of requests to all models from now on."""

@@ -51,6 +51,7 @@ class ModelLoader:
         self._waiting: dict[int, tuple[str, Future[None]]] = {}
         self._ids = itertools.count()
         self._errors: dict[str, Exception] = {}
+        self._close_failure = ""
         self._wakes_at = 0.0
         self._closed = False
         self._timer = threading.Thread(target=self._watch_clock, name="dashinfer-vlm-models", daemon=True)
@@ -107,6 +108,11 @@ class ModelLoader:
         """Return the error of the last attempt to load a model."""
         return self._errors.get(name)
 
+    def fatal_error(self) -> str:
+        """Return why only the end of the process frees the memory of a model; empty if nothing prevents that."""
+        hanging = (engine.status().fatal_error for engine in self._engines.values() if engine.decoder_hangs)
+        return self._close_failure or next(hanging, "")
+
     def tick(self) -> None:
         """Look at the clock now, because it was set."""
         self._send(self._rules.tick)
@@ -136,11 +142,14 @@ class ModelLoader:
             if self._closed:
                 raise engine_closed()
             self._waiting[request] = name, admitted
-            if self._rules.models[name].state == "ready" and self._engines[name].status().state == "failed":
+            if self._rules.models[name].state == "ready" and self._must_reload(self._engines[name]):
                 logger.warning("The decoder of %s failed permanently. The model is loaded again.", name)
                 self._send(lambda now: self._rules.unload(name, now))
             self._send(lambda now: self._rules.request(request, name, now, max_wait=max_wait))
         return request, admitted
+
+    def _must_reload(self, engine: Engine) -> bool:
+        return engine.status().state == "failed" and not engine.decoder_hangs
 
     def _end(self, request: int) -> None:
         with self._changed:
@@ -202,8 +211,10 @@ class ModelLoader:
         cancel_storing(name)
         try:
             self._engines[name].close()
-        except DecoderFailed as error:
+        except DecoderFailed as error:  # its memory is not free
             logger.error("%s", error.message)  # noqa: TRY400 - the message is for the operator
+            self._close_failure = error.message
+            return
         trim_memory()
         logger.info("Model %s is unloaded.", name)
         self._send(lambda now: self._rules.unloaded(name, now))

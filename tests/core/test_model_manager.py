@@ -279,6 +279,30 @@ def test_model_whose_decoder_failed_permanently_is_loaded_again(manage, tiny_che
     assert manager._engines["a"]._engine._running is not first
 
 
+def test_manager_fails_if_a_decoder_hangs(manage, tiny_checkpoint):
+    manager = manage(managed(tiny_checkpoint, "a"))
+    ask(manager, "a")
+    running = manager._engines["a"]._engine._running
+    running.pipeline.decoder.fatal_error = "A step has not ended."
+    running.pipeline.decoder.hangs = True
+    assert (manager.status().state, manager.status().fatal_error) == ("failed", "A step has not ended.")
+    with pytest.raises(DecoderFailed):
+        ask(manager, "a")
+    assert manager._engines["a"]._engine._running is running
+
+
+def test_manager_fails_if_a_model_cannot_be_unloaded(manage, tiny_checkpoint):
+    async def fail():
+        raise DecoderFailed("A step has not ended.")
+
+    manager = manage(managed(tiny_checkpoint, "a"))
+    ask(manager, "a")
+    manager._engines["a"]._engine._running.pipeline.decoder._decoder.close = fail
+    asyncio.run(manager.aunload("a"))
+    until(lambda: manager.status().state == "failed")
+    assert (states(manager), manager.status().fatal_error) == ({"a": "unloading"}, "A step has not ended.")
+
+
 def test_close_rejects_what_waits(manage):
     manager = manage(script=Script("word " * 1000, "Yes.", delay=0.02))
     running = manager.stream({"model": "a", **HELLO})

@@ -211,6 +211,7 @@ def test_hanging_decoder_fails_requests_and_is_abandoned(start, injector):
             engine.chat(HELLO)
         until(lambda: engine.status().state == "failed")
         assert "has not ended within 0.5 seconds" in engine.status().fatal_error
+        assert engine.decoder_hangs
         assert engine.stats().active_requests == 0
     finally:
         hang.end()
