@@ -317,6 +317,15 @@ def test_schema_that_cannot_be_written_in_xml_is_rejected_only_if_strict(compile
     assert f"at {place!r}" in caught.value.message
 
 
+def test_schema_that_is_too_complex_is_widened_unless_it_is_strict(compiler):
+    texts = [{"$ref": "#/$defs/" + "/" * length + "text"} for length in range(10)]
+    schema = {"properties": {"a": {"anyOf": texts}}, "$defs": {"text": {"enum": ["x"] * 12_000}}}
+    assert accepts(compiled(compiler, schema, strict=False), call(a="5"))
+    assert read([call(a="5")], tools={"f": schema}) == ("", [("f", '{"a": 5}')])
+    with pytest.raises(InvalidParameter, match="makes the request too complex"):
+        compiled(compiler, schema)
+
+
 @pytest.mark.slow
 def test_calls_of_damaged_schemas_are_rejected_or_end(compiler):
     followed = 0

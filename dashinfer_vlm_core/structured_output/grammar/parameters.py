@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
 from .references import References
-from .rules import Steps
+from .rules import Steps, TooComplex
 from .schema_shape import TYPES, is_one_of, is_types, type_of, types_of
 
 PARAMETER_END = "\n</parameter>\n"
@@ -21,13 +21,21 @@ _WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 def parameter_types(schema: Mapping[str, Any], name: str, steps: Steps) -> frozenset[str]:
-    """Return the types that a tool's schema names for a parameter, wherever it describes it; all if it names none.
+    """Return the types that a tool's schema names for a parameter, wherever it describes it; all if it names none, or
+    has too many parts.
 
     Args:
         schema: the schema of the arguments, which need not be valid.
         name: the name of the parameter.
         steps: counts the work.
     """
+    try:
+        return _find_types(schema, name, steps) or _ALL
+    except TooComplex:
+        return _ALL
+
+
+def _find_types(schema: Mapping[str, Any], name: str, steps: Steps) -> frozenset[str]:
     references = References(schema, steps)
     objects = _parts([schema], references)
     properties = [part["properties"] for part in objects if isinstance(part.get("properties"), Mapping)]
@@ -35,7 +43,7 @@ def parameter_types(schema: Mapping[str, Any], name: str, steps: Steps) -> froze
     parts = _parts(named or [part.get("additionalProperties") for part in objects], references)
     types = frozenset[str]().union(*(_named_types(part, steps) for part in parts))
     is_whole = max(len(objects), len(parts)) < _MAX_PARTS
-    return types if types and is_whole else _ALL
+    return types if is_whole else _ALL
 
 
 def parameter_json(text: str, types: Collection[str]) -> str:
@@ -72,7 +80,7 @@ def _parts(schemas: list[Any], references: References) -> list[Mapping[str, Any]
             seen.add(pointer)
             waiting.append(references.find(pointer))
         for key in ("allOf", "anyOf", "oneOf"):
-            waiting += part[key] if isinstance(part.get(key), list) else ()
+            waiting += part[key][:_MAX_PARTS] if isinstance(part.get(key), list) else ()
     return found
 
 
@@ -82,5 +90,7 @@ def _named_types(schema: Mapping[str, Any], steps: Steps) -> set[str]:
         steps.count(len(values))
         types = set(map(type_of, values))
     else:
-        types = set(types_of(schema)) if is_types(schema.get("type", "object")) else set()
+        named = schema.get("type", "object")
+        steps.count(len(named) if isinstance(named, list) else 1)
+        types = set(types_of(schema)) if is_types(named) else set()
     return types | {"integer"} if "number" in types else types

@@ -70,9 +70,9 @@ class CallCompiler(SchemaCompiler):
         self.compile_by_type = {"object": self._object}
 
     def _any_value(self, _types: Collection[str] = TYPES) -> str:
-        rule = self._object({}, 0, "")
-        assert rule is not None, "it has no required properties"
-        return rule
+        # The schema may be too complex to look at the types that it names.
+        value = _ValueCompiler(self._rules, {}, None, types=frozenset(TYPES)).widest(True)
+        return self._rules.add(f"{_repeated(self._parameter((), value), 0, bounds.EXTRA_PROPERTIES)} {self._end}")
 
     def _enum(self, schema: Mapping[str, Any], path: str) -> str | None:
         key = "enum" if "enum" in schema else "const"
@@ -94,7 +94,7 @@ class CallCompiler(SchemaCompiler):
         body = [f"({rule})?" if may_be_missing else rule for rule, may_be_missing in parts]
         other = None if is_closed else self._other_parameter(named, more, level, f"{path}.additionalProperties")
         if other:
-            body.append(f"({other}){{{min_count},{max_count}}}")
+            body.append(_repeated(other, min_count, max_count))
         return self._rules.add(" ".join([*body, self._end]))
 
     def _pair(self, name: str, schema: Schema, level: int, path: str) -> str | None:
@@ -105,10 +105,11 @@ class CallCompiler(SchemaCompiler):
 
     def _other_parameter(self, named: Collection[str], schema: Schema, level: int, path: str) -> str | None:
         value = self._value("", schema, level, path)
-        if value is None:
-            return None
+        return None if value is None else self._parameter(named, value)
+
+    def _parameter(self, excluded_names: Collection[str], value: str) -> str:
         key = regex(_begin(f"{_NAME_CHARACTER}{{1,{bounds.KEY_CHARACTERS}}}").replace("\n", r"\n"))
-        excluded = " | ".join(literal(_begin(name)) for name in named)
+        excluded = " | ".join(literal(_begin(name)) for name in excluded_names)
         key = self._rules.terminal(f"{key} & ~({excluded})" if excluded else key)
         return self._rules.add(f"{key} {value}")
 
@@ -183,6 +184,10 @@ class _ValueCompiler(SchemaCompiler):
 
 def _begin(name: str) -> str:
     return f"<parameter={name}>\n"
+
+
+def _repeated(rule: str, min_count: int, max_count: int) -> str:
+    return f"({rule}){{{min_count},{max_count}}}"
 
 
 def _is_terminal(rule: str) -> bool:
