@@ -130,8 +130,11 @@ class DocumentExpander:
         expanded = request.with_documents({path: tuple(chain(*pages)) for path, pages in contents.items()})
         tokens = [self._count_tokens(part) for part in expanded.media() if part.page is not None]
         # Other images and videos are counted when they are processed, and the exact prompt when it is built.
-        total = self.prompts.count_tokens(expanded) + sum(tokens) - len(tokens)
-        limit = self.prompts.max_model_len - (request.sampling().max_tokens or 1)
+        total = sum(tokens)
+        if request.prompt_limit is None:  # otherwise, text is cut when the prompt is built
+            total += self.prompts.count_tokens(expanded) - len(tokens)
+        completion = 0 if self.spec.pooling else request.sampling().max_tokens or 1
+        limit = self.prompts.max_model_len - completion
         if total > limit:
             raise self._too_long(request, list(chain(*contents.values())), tokens, total, limit)
         return expanded

@@ -14,6 +14,8 @@ from dashinfer_vlm_core.protocol.client import Client, current_client
 from tests.cases import cases
 from tests.conversations import as_openai, blurred_image, user
 from tests.lora_folders import ATTENTION, MLP, merge_lora, write_lora
+from tests.pdfs import document
+from tests.samples import data_url
 from tests.waiting import auntil
 
 from .checkpoints import Reference, cosine
@@ -124,6 +126,21 @@ def test_text_is_cut_before_the_end_of_the_template(embedder, reference):
     (output,) = embedder.embed(messages, truncate_prompt_tokens=whole - 11, use_tqdm=False)
     assert output.num_prompt_tokens == whole - 11
     assert cosine(output.outputs.embedding, reference.embed([user("qwvxzkjbpgf" * 29)])) >= FLOAT32
+
+
+def test_document_may_fill_the_context_and_its_text_is_cut(embedding, embedder):
+    (whole,) = embedder.embed([_document(10)], use_tqdm=False)
+    length = whole.num_prompt_tokens
+    with VLM(embedding, device="cpu", dtype="float32", kv_cache_mib=64, max_model_len=length) as vlm:
+        assert vlm.embed([_document(10)], use_tqdm=False)[0].num_prompt_tokens == length
+        (cut,) = vlm.embed([_document(20)], truncate_prompt_tokens=-1, use_tqdm=False)
+    assert cut.num_prompt_tokens == length
+
+
+def _document(lines):
+    data = document("\n".join(["The dogs play in the rain."] * lines))
+    file = {"file_data": data_url(data, "application/pdf"), "render": "text"}
+    return {"role": "user", "content": [{"type": "file", "file": file}]}
 
 
 BAD = [
