@@ -98,7 +98,9 @@ class HistoryPrefill:
     def _requests(self, turn: Turn) -> Iterator[DecodeRequest]:
         """Yield requests for growing parts of the history, none if it is what has been computed already."""
         prompt = self._prompts.build(_next_turn(turn), turn.inputs.items, turn.inputs.coordinates)
-        *_, end, _ = (0, 0, *prompt.response_boundaries)  # of the response; the last one begins the next response
+        if len(prompt.response_boundaries) < 2:
+            return
+        end = prompt.response_boundaries[-2]  # of the response; the last one begins the next response
         known = np.concatenate((turn.decoded.token_ids, turn.output_ids))
         length = min(len(known), end)
         (different,) = np.nonzero(known[:length] != prompt.token_ids[:length])
