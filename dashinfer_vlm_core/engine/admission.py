@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Iterator
 
 from ..errors import DashInferVLMError, EngineError, InvalidParameter, QueueFull
@@ -11,16 +12,32 @@ from ..errors import DashInferVLMError, EngineError, InvalidParameter, QueueFull
 logger: logging.Logger = logging.getLogger(__name__)
 
 
+class CompletionCount:
+    """The running or waiting completions of all models of a process. Safe to use from any thread."""
+
+    def __init__(self) -> None:
+        self.value: int = 0
+        self._lock = threading.Lock()
+
+    def add(self, n: int) -> None:
+        with self._lock:
+            self.value += n
+
+
 class ConcurrencyLimiter:
-    """Bounds the running or waiting completions. Belongs to one event loop.
+    """Bounds the running or waiting completions of a model. Belongs to one event loop.
+
+    Args:
+        total: counts them with those of other models.
 
     Attributes:
         limit: the number of slots, one per completion.
         in_use: the number of slots in use.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, total: CompletionCount) -> None:
         self.limit = limit
+        self._total = total
         self.in_use: int = 0
 
     @contextlib.contextmanager
@@ -36,10 +53,12 @@ class ConcurrencyLimiter:
         if self.in_use + n > self.limit:
             raise QueueFull(f"{self.in_use} completions are already running or waiting. Try again in a moment.")
         self.in_use += n
+        self._total.add(n)
         try:
             yield
         finally:
             self.in_use -= n
+            self._total.add(-n)
 
 
 @contextlib.contextmanager

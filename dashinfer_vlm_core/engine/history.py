@@ -1,4 +1,4 @@
-"""Compute a conversation as its next turn will contain it, while no request runs."""
+"""Compute a conversation as its next turn will contain it, while no request to any model runs."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from ..preprocessing.prompt import Prompt, PromptBuilder
 from ..protocol import ChatRequest
 from ..protocol.messages import Message
 from ..protocol.sampling import Sampling
+from .admission import CompletionCount
 from .inputs import Inputs, place_visual_tokens
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -47,20 +48,23 @@ class HistoryPrefill:
     """Prefills the response of the last turn as the next one will contain it, if templates render it differently from
     how it was generated, as those do that leave out reasoning.
 
-    It begins when no request has arrived for `IDLE_SECONDS`. A few tokens are computed at a time, so that a request
-    that arrives waits for these at most. The prefix cache keeps them. Belongs to one event loop.
+    It begins when no request has arrived for `IDLE_SECONDS`, and ends when one to another model runs. A few tokens are
+    computed at a time, so that a request that arrives waits for these at most. The prefix cache keeps them. Belongs to
+    one event loop.
 
     Args:
         prompts: builds the prompt of the next turn.
         decoder: computes it.
+        completions: those of all models that share the processor.
     """
 
     IDLE_SECONDS: ClassVar[float] = 1.0
     STEP_TOKENS: ClassVar[int] = 64
 
-    def __init__(self, prompts: PromptBuilder, decoder: Supervisor) -> None:
+    def __init__(self, prompts: PromptBuilder, decoder: Supervisor, completions: CompletionCount) -> None:
         self._prompts = prompts
         self._decoder = decoder
+        self._completions = completions
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -87,6 +91,8 @@ class HistoryPrefill:
         await asyncio.sleep(self.IDLE_SECONDS)
         try:
             for request in await asyncio.to_thread(lambda: list(self._requests(turn))):
+                if self._completions.value:
+                    return
                 async with contextlib.aclosing(self._decoder.decode(request)) as tokens:
                     async for _ in tokens:
                         pass

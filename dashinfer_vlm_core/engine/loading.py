@@ -35,7 +35,7 @@ from ..tokenization.detokenizer import IncrementalDetokenizer
 from ..tokenization.tokenizer import TokenizerCache
 from ..vision import VisionService
 from ..vision.media_uuids import MediaUuidCache
-from .admission import ConcurrencyLimiter
+from .admission import CompletionCount, ConcurrencyLimiter
 from .chat_pipeline import ChatPipeline
 from .documents import DocumentExpander
 from .drafts import with_draft
@@ -58,10 +58,12 @@ class Shared:
     Attributes:
         worker_limit: that of media workers; None for that of the model.
         tokenizers: those that were read.
+        completions: those that run or wait.
     """
 
     worker_limit: WorkerLimit | None = None
     tokenizers: TokenizerCache = field(default_factory=TokenizerCache)
+    completions: CompletionCount = field(default_factory=CompletionCount)
 
 
 async def load_pipeline(
@@ -142,13 +144,13 @@ def _create_pipeline(
     return ChatPipeline(
         name=config.name,
         decoder_reason=reason,
-        limiter=ConcurrencyLimiter(config.max_batch_size + config.max_waiting),
+        limiter=ConcurrencyLimiter(config.max_batch_size + config.max_waiting, shared.completions),
         spec=spec,
         inputs=inputs,
         grammars=RequestGrammars(prompts.tokenizer, spec),
         decoder=decoder,
         loras=LoraManager(config, spec, decoder, partial(family.load_vision_encoder, spec, config, kernels)),
-        history=HistoryPrefill(prompts, decoder) if keeps_history else None,
+        history=HistoryPrefill(prompts, decoder, shared.completions) if keeps_history else None,
         observer=observer,
     )
 

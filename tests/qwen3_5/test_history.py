@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig
+from dashinfer_vlm_core.engine.admission import ConcurrencyLimiter
 from dashinfer_vlm_core.engine.history import HistoryPrefill
+from dashinfer_vlm_core.engine.loading import Shared
 from tests.samples import image_url
 from tests.waiting import until
 
@@ -40,9 +42,9 @@ def start(dense, tmp_path_factory):
     template = tmp_path_factory.mktemp("template") / "template.jinja"
     template.write_text(TEMPLATE)
 
-    def create(**options):
+    def create(shared=None, **options):
         config = {"model": str(dense), "device": "cpu", "dtype": "float32", "kv_cache_mib": 64}
-        return Engine(EngineConfig(**config | {"chat_template": template} | options))
+        return Engine(EngineConfig(**config | {"chat_template": template} | options), shared=shared)
 
     return create
 
@@ -93,6 +95,16 @@ def test_request_stops_the_prefill(start, monkeypatch):
         chat(engine, FIRST, **FIXED)
         assert history_of(engine).running
     assert engine.status().state == "closed"
+
+
+def test_nothing_is_prefilled_while_another_model_runs(start, monkeypatch):
+    monkeypatch.setattr(HistoryPrefill, "IDLE_SECONDS", 0.0)
+    shared = Shared()
+    with start(shared=shared) as engine, ConcurrencyLimiter(1, shared.completions).slots():
+        chat(engine, FIRST, **FIXED)
+        steps = engine.stats().decoder.steps
+        until(lambda: not history_of(engine).running)
+        assert engine.stats().decoder.steps == steps
 
 
 @pytest.mark.parametrize(
