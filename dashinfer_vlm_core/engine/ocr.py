@@ -34,6 +34,8 @@ MAX_IMAGE_BYTES = 64 * 1024 * 1024
 _FRONT_MATTER = re.compile(r"\s*---\n.*?\n---(\n|$)", re.DOTALL)
 _FENCED = re.compile(r"\s*```(markdown|md|html)\n(?P<text>.*?)\n?```\s*", re.DOTALL)
 
+_FENCE = re.compile(r"^```[ \t]*(\S*)", re.MULTILINE)
+
 T = TypeVar("T")
 
 
@@ -169,9 +171,16 @@ def to_markdown(text: str, prompt: OcrPrompt) -> str:
     """Return a response without its metadata, and without a fence around all of it."""
     if prompt.has_front_matter and (matter := _FRONT_MATTER.match(text)):
         text = text[matter.end() :]
-    if fenced := _FENCED.fullmatch(text):
+    fenced = _FENCED.fullmatch(text)
+    if fenced and _has_whole_blocks(fenced["text"]):
         text = fenced["text"]
     return text.strip()
+
+
+def _has_whole_blocks(text: str) -> bool:
+    """Whether each block of code ends: otherwise, the text is between two blocks."""
+    languages = _FENCE.findall(text)
+    return len(languages) % 2 == 0 and all(languages[::2]) and not any(languages[1::2])
 
 
 def _chat_options(chat: ChatPipeline, prompt: OcrPrompt) -> dict[str, Any]:

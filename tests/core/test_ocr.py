@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 from dashinfer_vlm_core import VLM
+from dashinfer_vlm_core.engine.ocr import to_markdown
 from dashinfer_vlm_core.engine.remote import RemoteEngine
 from dashinfer_vlm_core.errors import MediaUnreachable, UnsupportedParameter
 from dashinfer_vlm_core.models.model_card import ModelCard
-from dashinfer_vlm_core.models.ocr_prompts import find_ocr_prompt
+from dashinfer_vlm_core.models.ocr_prompts import OcrPrompt, find_ocr_prompt
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_core.testing import scripted_engine
+from tests.cases import cases
 from tests.pdfs import document
 from tests.server.conftest import serving
 
@@ -48,6 +50,20 @@ def test_chandras_versions_have_their_prompts(tiny_checkpoint):
 def test_model_of_a_plugin_has_its_example_prompt():
     registry = load_plugins()
     assert find_ocr_prompt("demo", registry.load_spec(registry.models["demo"])).text == "Describe the picture."
+
+
+PAGES = [
+    ("```markdown\n# A\n```", "# A"),
+    (" ```md\n# A\n```python\n1\n```\n```\n", "# A\n```python\n1\n```"),
+    ("```html\nA\n```\nB\n```html\nC\n```", None),
+    ("```markdown\nA\n```python\n1\n```", None),
+    ("```python\n1\n```", None),
+]
+
+
+@cases(("text", "markdown"), PAGES)
+def test_only_a_fence_around_a_page_is_removed(text, markdown):
+    assert to_markdown(text, OcrPrompt(text="")) == (markdown or text)
 
 
 def test_vlm_reads_a_file_and_engines_yield_pages(tiny_checkpoint, tmp_path):
