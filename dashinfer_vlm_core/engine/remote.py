@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -399,6 +400,8 @@ class _Embedding(_Row):
 
     def vector(self) -> npt.NDArray[np.float32]:
         given = self.embedding
+        if isinstance(given, bytes) and len(given) % 4:
+            raise _not_compatible()
         return np.frombuffer(given, "<f4") if isinstance(given, bytes) else np.array(given, np.float32)
 
 
@@ -452,7 +455,8 @@ def _read(kind: type[ResponseT], found: object) -> ResponseT:
 
 @contextlib.contextmanager
 def _translate_errors(route: str = "", work: str = "") -> Iterator[None]:
-    """Translate the errors of openai to ours, and those of httpx that openai 2 raises while a stream is read.
+    """Translate the errors of openai to ours, those of httpx that openai 2 raises while a stream is read, and those of
+    what is read.
 
     Args:
         route: a route that servers may lack.
@@ -465,6 +469,8 @@ def _translate_errors(route: str = "", work: str = "") -> Iterator[None]:
         if route and isinstance(error, openai.NotFoundError) and error.code != ModelNotFound.code:
             raise UnsupportedParameter(f"The server has no `{route}`, so it cannot {work}.") from error
         raise error_from_response(error) from error
+    except (pydantic.ValidationError, json.JSONDecodeError) as error:
+        raise _not_compatible() from error
 
 
 def _incomplete_stream() -> EngineError:

@@ -209,7 +209,7 @@ def test_errors_of_other_servers_are_mapped_by_status(status, error, kind):
         assert engine.status().state == "failed"
 
 
-@pytest.mark.parametrize("data", [b"<html>Hello</html>", b"{}", b'{"choices": []}'])
+@pytest.mark.parametrize("data", [b"<html>Hello</html>", b"{}", b"{", b'{"choices": []}'])
 def test_invalid_response_is_reported(data):
     with engine_with_response(
         data, "Content-Type: text/html" if b"html" in data else "Content-Type: application/json"
@@ -219,6 +219,20 @@ def test_invalid_response_is_reported(data):
         with pytest.raises(errors.EngineError):
             list(engine.stream(HELLO))
         assert engine.status().state == "failed"
+
+
+def test_invalid_embedding_and_page_are_reported():
+    embedding = json.dumps({"data": [{"index": 0, "embedding": "AAAAAAA="}]}).encode()
+    page = b'data: {"page": 1}\n\n'
+    answers = {
+        "/v1/embeddings": body(embedding, "Content-Type: application/json"),
+        "/v1/ocr": body(page, "Content-Type: text/event-stream"),
+    }
+    with serve(answers) as web, RemoteEngine(web.url("/v1")) as engine:
+        with pytest.raises(errors.EngineError, match="/v1"):
+            asyncio.run(engine.aembed({"input": "a"}))
+        with pytest.raises(errors.EngineError, match="/v1"):
+            next(engine.ocr({"document": {"document_url": "https://a.org/b.pdf"}}))
 
 
 def test_other_server_reports_its_model():
