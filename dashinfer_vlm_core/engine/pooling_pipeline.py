@@ -17,24 +17,22 @@ from ..concurrency.fair_slots import FairSlots
 from ..concurrency.tasks import run_concurrently
 from ..config import EngineConfig
 from ..decoders import DecodeRequest, Pooled
-from ..decoders.supervisor import Supervisor
 from ..errors import InvalidParameter, MediaTooLarge, RequestError
 from ..models.pooling import Projection
 from ..preprocessing.pooling import PlacedItem, embedding_items, score_items
 from ..preprocessing.retrieval import late_interaction_items, token_items
 from ..protocol import EmbeddingRequest, LoRARequest, PoolingItem, PoolingRequest, RerankRequest, ScoreRequest
 from ..protocol.client import current_client
-from .admission import ConcurrencyLimiter, hide_internal_errors
+from .admission import hide_internal_errors
 from .chat_pipeline import ChatPipeline
-from .inputs import InputPipeline, LoadedMedia, in_client_namespace
+from .inputs import LoadedMedia, in_client_namespace
 from .late_interaction import TokenEmbeddings, TokenVectors, maxsim, to_base64
-from .loras import ActiveLora, LoraManager
-from .observers import RequestObserver, RequestTimer
+from .loras import ActiveLora
+from .observers import RequestTimer
 from .validation import check_item, pooling_of
 
 if TYPE_CHECKING:
     from ..models.pooling import PoolingSpec
-    from ..models.spec import ModelSpec
 
 SHORTEST = 1e-12
 """Vectors are divided by at least this, as by `torch.nn.functional.normalize`."""
@@ -67,43 +65,27 @@ class PoolingPipeline:
     """The components of a running engine that pool hidden states.
 
     Attributes:
-        name: the model's name in responses.
-        limiter: bounds the requests, from arrival to the response.
+        chat: the pipeline whose components it uses.
         slots: bounds the items in the decoder, and shares it fairly among clients.
         max_parallel: how many items of a request are prepared or computed at the same time.
         max_items: the most items of a client's request.
         max_media: the most images, videos and documents of a client's request.
-        loras: the LoRA adapters that requests can use.
-        observer: is notified of stages and completed requests.
     """
 
-    name: str
-    spec: ModelSpec
-    limiter: ConcurrencyLimiter
+    chat: ChatPipeline
     slots: FairSlots
     max_parallel: int
     max_items: int
     max_media: int
-    inputs: InputPipeline
-    decoder: Supervisor
-    loras: LoraManager
-    observer: RequestObserver
 
     @classmethod
     def create(cls, chat: ChatPipeline, config: EngineConfig) -> PoolingPipeline:
-        """Return the pipeline with the components of another one."""
         return cls(
-            name=chat.name,
-            spec=chat.spec,
-            limiter=chat.limiter,
+            chat=chat,
             slots=FairSlots(config.max_parallel),
             max_parallel=config.max_parallel,
             max_items=config.limits.pooling_items,
             max_media=config.limits.pooling_media,
-            inputs=chat.inputs,
-            decoder=chat.decoder,
-            loras=chat.loras,
-            observer=chat.observer,
         )
 
     async def embed(self, request: EmbeddingRequest) -> PoolingResult:
@@ -113,14 +95,14 @@ class PoolingPipeline:
             RequestError: the request is invalid; `param` is the field, with the index of the item.
             EngineError: the engine could not serve it.
         """
-        pooling = pooling_of(self.spec, "embed", name=self.name)
+        pooling = pooling_of(self.chat.spec, "embed", name=self.chat.name)
         self._check_count("input", len(request.inputs))
         items = await asyncio.to_thread(embedding_items, request, pooling)
         return await self.pool(items, dimensions=request.dimensions)
 
     async def embed_tokens(self, request: PoolingRequest) -> TokenEmbeddings:
         """Compute the embeddings of all tokens of each item of a request. Raises the same errors as `embed`."""
-        pooling_of(self.spec, "token_embed", name=self.name)
+        pooling_of(self.chat.spec, "token_embed", name=self.chat.name)
         self._check_count("input", len(request.inputs))
         items = await asyncio.to_thread(token_items, request)
         return await self.pool_tokens(items, TokenVectors(), dimensions=request.dimensions)
@@ -179,7 +161,7 @@ class PoolingPipeline:
             lora_request: the LoRA adapter, of a caller in this process.
             on_done: called after each pair.
         """
-        pooling = pooling_of(self.spec, "score", "token_embed", name=self.name)
+        pooling = pooling_of(self.chat.spec, "score", "token_embed", name=self.chat.name)
         if pooling.pools_tokens:
             pairs = await asyncio.to_thread(late_interaction_items, request, lora_request)
             return await self._compare(pairs, on_done)
@@ -250,15 +232,15 @@ class PoolingPipeline:
     @contextlib.asynccontextmanager
     async def _session(self, item: PoolingItem) -> AsyncIterator[_Session]:
         session_id = f"pool-{uuid.uuid4().hex}"
-        with hide_internal_errors(), self.limiter.slots():
-            async with self.loras.use(item) as lora:
-                timer = RequestTimer(self.observer, n=1)
-                loaded: LoadedMedia | None = {} if self.spec.task == "score" else None
+        with hide_internal_errors(), self.chat.limiter.slots():
+            async with self.chat.loras.use(item) as lora:
+                timer = RequestTimer(self.chat.observer, n=1)
+                loaded: LoadedMedia | None = {} if self.chat.spec.task == "score" else None
                 session = _Session(pipeline=self, id=session_id, lora=lora, loaded=loaded, prompt_tokens=[])
                 try:
                     yield session
                 finally:
-                    self.decoder.forget(session_id)
+                    self.chat.decoder.forget(session_id)
                 tokens = sum(session.prompt_tokens)
                 timer.completed(CompletionUsage(prompt_tokens=tokens, completion_tokens=0, total_tokens=tokens))
 
@@ -270,14 +252,14 @@ class PoolingPipeline:
             await on_result(index, pooled, count)
 
         first = 0
-        if not (self.spec.pooling and self.spec.pooling.pools_tokens):
+        if not (self.chat.spec.pooling and self.chat.spec.pooling.pools_tokens):
             # The others take what they have in common with the first one, such as the query, from the prefix cache.
             await compute(0)
             first = 1
         await run_concurrently(range(first, len(items)), compute, max_concurrency=self.max_parallel)
 
     def _check_items(self, items: Sequence[PlacedItem], dimensions: int | None) -> PoolingSpec:
-        pooling = self.spec.pooling
+        pooling = self.chat.spec.pooling
         assert pooling
         self._check_dimensions(dimensions, pooling)
         if not items:
@@ -285,7 +267,7 @@ class PoolingPipeline:
         return pooling
 
     def _check_dimensions(self, dimensions: int | None, pooling: PoolingSpec) -> None:
-        size = pooling.head.size if isinstance(pooling.head, Projection) else self.spec.hidden_size
+        size = pooling.head.size if isinstance(pooling.head, Projection) else self.chat.spec.hidden_size
         if dimensions in (None, size) or dimensions in pooling.dimensions:
             return
         raise InvalidParameter(
@@ -331,7 +313,7 @@ class _Session:
     @property
     def model(self) -> str:
         """The name of the model, or of the adapter."""
-        return self.lora.weights.name if self.lora else self.pipeline.name
+        return self.lora.weights.name if self.lora else self.pipeline.chat.name
 
     async def compute(self, placed: PlacedItem) -> tuple[Pooled, int]:
         """Return what is computed from one item, and the tokens of its prompt."""
@@ -341,10 +323,10 @@ class _Session:
             raise placed.name_field(error) from error.__cause__
 
     async def _compute(self, item: PoolingItem) -> tuple[Pooled, int]:
-        pipeline = self.pipeline
-        check_item(item, pipeline.decoder, pipeline.inputs.prompts)
-        inputs = await pipeline.inputs.load(item, self.lora, self.loaded)
-        inputs, spans = await pipeline.inputs.encode(inputs, item, self.lora)
+        chat = self.pipeline.chat
+        check_item(item, chat.decoder, chat.inputs.prompts)
+        inputs = await chat.inputs.load(item, self.lora, self.loaded)
+        inputs, spans = await chat.inputs.encode(inputs, item, self.lora)
         request = DecodeRequest(
             id=self.id,
             token_ids=inputs.prompt.token_ids,
@@ -354,9 +336,9 @@ class _Session:
             cache_salt=self.id,
             lora=self.lora.weights if self.lora else None,
         )
-        async with pipeline.slots.slot(current_client.get().id, limit=pipeline.max_parallel):
-            with pipeline.observer.stage("decode"):
-                pooled = await pipeline.decoder.pool(request)
+        async with self.pipeline.slots.slot(current_client.get().id, limit=self.pipeline.max_parallel):
+            with chat.observer.stage("decode"):
+                pooled = await chat.decoder.pool(request)
         self.prompt_tokens.append(len(inputs.prompt))
         return pooled, len(inputs.prompt)
 
