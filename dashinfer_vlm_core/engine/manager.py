@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from .late_interaction import TokenEmbeddings
     from .pooling_pipeline import PoolingResult
 
+    T = TypeVar("T")
     RequestT = TypeVar(
         "RequestT", ChatRequest, OcrRequest, EmbeddingRequest, PoolingRequest, RerankRequest | ScoreRequest
     )
@@ -80,9 +81,7 @@ class ManagedEngine(ChatEngine):
             return engine.chat(parsed)
 
     async def achat(self, request: Request) -> ChatCompletion:
-        parsed = self._named(ChatRequest.parse(request))
-        async with self._loader.ause(self._name) as engine:
-            return await engine.achat(parsed)
+        return await self._serve(ChatRequest.parse(request), Engine.achat)
 
     def stream(self, request: Request) -> Generator[ChatCompletionChunk, None, None]:
         parsed = self._named(ChatRequest.parse(request))
@@ -102,29 +101,19 @@ class ManagedEngine(ChatEngine):
                 yield chunk
 
     async def aembed(self, request: EmbeddingRequest | Mapping[str, Any]) -> PoolingResult:
-        parsed = self._named(EmbeddingRequest.parse(request))
-        async with self._loader.ause(self._name) as engine:
-            return await engine.aembed(parsed)
+        return await self._serve(EmbeddingRequest.parse(request), Engine.aembed)
 
     async def aembed_tokens(self, request: PoolingRequest | Mapping[str, Any]) -> TokenEmbeddings:
-        parsed = self._named(PoolingRequest.parse(request))
-        async with self._loader.ause(self._name) as engine:
-            return await engine.aembed_tokens(parsed)
+        return await self._serve(PoolingRequest.parse(request), Engine.aembed_tokens)
 
     async def ascore(self, request: RerankRequest | ScoreRequest | Mapping[str, Any]) -> PoolingResult:
-        parsed = self._named(parse_scores(request))
-        async with self._loader.ause(self._name) as engine:
-            return await engine.ascore(parsed)
+        return await self._serve(parse_scores(request), Engine.ascore)
 
     async def apreview(self, request: Request) -> Preview:
-        parsed = self._named(ChatRequest.parse(request))
-        async with self._loader.ause(self._name) as engine:
-            return await engine.apreview(parsed)
+        return await self._serve(ChatRequest.parse(request), Engine.apreview)
 
     async def atokenize(self, request: Request) -> list[int]:
-        parsed = self._named(ChatRequest.parse(request))
-        async with self._loader.ause(self._name) as engine:
-            return await engine.atokenize(parsed)
+        return await self._serve(ChatRequest.parse(request), Engine.atokenize)
 
     async def aencode(self, text: str) -> list[int]:
         async with self._loader.ause(self._name) as engine:
@@ -172,6 +161,10 @@ class ManagedEngine(ChatEngine):
 
     def add_observer(self, observer: RequestObserver) -> None:
         self._engine.add_observer(observer)
+
+    async def _serve(self, request: RequestT, work: Callable[[Engine, RequestT], Awaitable[T]]) -> T:
+        async with self._loader.ause(self._name) as engine:
+            return await work(engine, self._named(request))
 
     def _named(self, request: RequestT) -> RequestT:
         if request.model in self._model.aliases:
