@@ -170,21 +170,20 @@ def estimate_bytes(config: EngineConfig) -> int:
     registry = load_plugins()
     config = registry.resolve_options(config)
     uses_mtp = all(config.options_of(kind).uses_mtp for kind in registry.option_classes)
-    size = ModelSize.of(find_spec(config, registry), uses_mtp=uses_mtp)
+    size = ModelSize.of(find_spec(config, registry, TokenizerCache()), uses_mtp=uses_mtp)
     # Imported by name, because it imports torch: packages that do not need torch import this module.
     placement = importlib.import_module("dashinfer_vlm_core.models.placement")
     estimate: MemoryEstimate = placement.estimate_model(size, config, KernelSelector(registry.kernels.values(), config))
     return estimate.total
 
 
-def find_spec(config: EngineConfig, registry: Registry) -> ModelSpec:
+def find_spec(config: EngineConfig, registry: Registry, tokenizers: TokenizerCache) -> ModelSpec:
     """Return the configuration of a model's checkpoint. A model ID that is not in the cache is downloaded.
 
     Raises:
         CheckpointError: there is no such model, or its configuration is invalid.
         ConfigError: it cannot be used for the task, or with the draft model.
     """
-    tokenizers = TokenizerCache()
     spec = registry.load_spec(find_model(config.model, registered=registry.models, revision=config.revision))
     spec = replace(spec, pooling=read_pooling(spec, config.task, tokenizers))
     return with_draft(spec, config, registry, tokenizers)

@@ -371,7 +371,7 @@ class ModelManager(Startable, ChatEngine):
         registry = self._registry or load_plugins()
         for model in self._models:
             if model in self._initial or not is_hub_id(model.config.model, registered=registry.models):
-                self._tokenizers.read(find_spec(model.config, registry).folder)
+                self._tokenizers.read(find_spec(model.config, registry, self._tokenizers).folder)
 
     def close(self) -> None:
         """Unload all models; running requests raise EngineClosed.
