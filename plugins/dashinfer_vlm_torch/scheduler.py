@@ -292,6 +292,8 @@ class Scheduler:
                     sequence.request, sequence.prefix, sequence.boundaries, positions, allocation.num_computed_tokens
                 )
             if not sequence.output_ids:
+                # After a preemption, what it had computed itself follows what it had taken from the cache. If that is
+                # in the cache now, it does not count, but what is found after it does.
                 sequence.num_cached_tokens = min(allocation.num_computed_tokens, sequence.num_cached_tokens) + max(
                     allocation.num_computed_tokens - sequence.num_cached_tokens - sequence.num_preempted_tokens, 0
                 )
