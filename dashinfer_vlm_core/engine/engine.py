@@ -30,7 +30,7 @@ from ..response.ocr import OcrChunk
 from ..vision import VisionStats
 from .capabilities import Capabilities
 from .chat_pipeline import ChatPipeline, Generation
-from .late_interaction import TokenEmbeddings, TokenVectors
+from .late_interaction import TokenEmbeddings
 from .loading import Shared, load_pipeline
 from .loras import LoraStatus
 from .observers import ObserverList, RequestObserver
@@ -464,8 +464,7 @@ class Engine(Startable, LoopEngine):
         self, items: Sequence[PlacedItem], *, on_done: Callable[[], object] | None = None
     ) -> TokenEmbeddings:
         """Compute the embeddings of all tokens of prompts; blocks the calling thread. See `pool`."""
-        unlimited = TokenVectors(limit=None)
-        return self._loop.call(self._ready().pooling.pool_tokens(items, unlimited, on_done=on_done))
+        return self._loop.call(self._ready().pooling.pool_tokens(items, on_done=on_done))
 
     def preview(self, request: Request) -> Preview:
         """Return the media as the model would see them, and the length of the prompt; no model runs.

@@ -26,7 +26,7 @@ from ..protocol.client import current_client
 from .admission import hide_internal_errors
 from .chat_pipeline import ChatPipeline
 from .inputs import LoadedMedia, in_client_namespace
-from .late_interaction import TokenEmbeddings, TokenVectors, maxsim, to_base64
+from .late_interaction import MAX_VECTORS, TokenEmbeddings, TokenVectors, maxsim, to_base64
 from .loras import ActiveLora
 from .observers import RequestTimer
 from .validation import check_item, pooling_of
@@ -105,25 +105,26 @@ class PoolingPipeline:
         pooling_of(self.chat.spec, "token_embed", name=self.chat.name)
         self._check_count("input", len(request.inputs))
         items = await asyncio.to_thread(token_items, request)
-        return await self.pool_tokens(items, TokenVectors(), dimensions=request.dimensions)
+        return await self.pool_tokens(items, dimensions=request.dimensions, limit=MAX_VECTORS)
 
     async def pool_tokens(
         self,
         items: Sequence[PlacedItem],
-        collected: TokenVectors,
         *,
         dimensions: int | None = None,
+        limit: int | None = None,
         on_done: Callable[[], object] | None = None,
     ) -> TokenEmbeddings:
         """Compute the embeddings of all tokens of items that use the same LoRA adapter; see `pool`.
 
         Args:
             items: the items.
-            collected: where they are collected; empty.
             dimensions: the number of dimensions; all by default.
+            limit: the most embeddings of a client's request.
             on_done: called after each of them.
         """
         self._check_items(items, dimensions)
+        collected = TokenVectors(limit=limit)
         tokens: dict[int, int] = {}
 
         async def collect(index: int, pooled: Pooled, count: int) -> None:
