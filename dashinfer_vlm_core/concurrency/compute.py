@@ -106,12 +106,6 @@ class ComputeExecutor(Executor):
         """The number of tasks that have not started, or that are paused."""
         return len(self._waiting) + len(self._paused)
 
-    @property
-    def active_thread(self) -> int | None:
-        """The `ident` of the thread whose work is running; None if none is."""
-        current = self._current
-        return current.thread if current else None
-
     def run(self, work: Callable[[], T]) -> T:
         """Return what `work` returns, or raise what it raises. Work submitted by the compute thread runs at once."""
         if threading.current_thread() is self._thread:

@@ -67,11 +67,6 @@ class HistoryPrefill:
         self._completions = completions
         self._task: asyncio.Task[None] | None = None
 
-    @property
-    def running(self) -> bool:
-        """Whether it waits or computes."""
-        return self._task is not None and not self._task.done()
-
     def start(self, turn: Turn) -> None:
         """Prefill the history of a turn from now on, unless a request arrives."""
         self.stop()

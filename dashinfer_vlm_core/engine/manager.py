@@ -339,10 +339,6 @@ class ModelManager(Startable, ChatEngine):
             raise InvalidParameter(f"The model {name!r} is pinned, and stays loaded.", param="model")
         self._loader.unload(self._names[name])
 
-    def tick(self) -> None:
-        """Look at the clock now, because it was set."""
-        self._loader.tick()
-
     def start(self) -> Self:
         """Load the pinned models; without a limit of memory or of idle time, all models. Returns when they are ready.
 

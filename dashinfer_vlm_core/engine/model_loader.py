@@ -113,10 +113,6 @@ class ModelLoader:
         hanging = (engine.status().fatal_error for engine in self._engines.values() if engine.decoder_hangs)
         return self._close_failure or next(hanging, "")
 
-    def tick(self) -> None:
-        """Look at the clock now, because it was set."""
-        self._send(self._rules.tick)
-
     def close(self) -> None:
         """Reject waiting requests and close the engines; running requests raise EngineClosed.
 

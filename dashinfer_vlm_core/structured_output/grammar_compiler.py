@@ -91,9 +91,6 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._llg_tokenizer: llguidance.LLTokenizer | None = None
 
-    def __len__(self) -> int:
-        return len(self._grammars)
-
     def compile(self, rules: Rules, start: str, *, param: str) -> LLGuidanceMatcher:
         """Compile a grammar, or return it from the cache.
 

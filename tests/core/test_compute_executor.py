@@ -39,6 +39,12 @@ def submit():
         assert not thread.is_alive()
 
 
+def active_thread(executor):
+    """Return the `ident` of the thread whose work is running; None if none is."""
+    current = executor._current
+    return current and current.thread
+
+
 def test_tasks_run_in_order_of_submission(executor, submit):
     order, begun, go = [], threading.Event(), threading.Event()
     submit(executor, lambda: (begun.set(), go.wait(timeout=HANG)))
@@ -65,10 +71,10 @@ def test_paused_task_lets_those_that_wait_run(executor, submit):
         go.wait(timeout=HANG)
         order.append("begin")
         executor.pause()
-        order.append(("end", executor.waiting, executor.active_thread == thread.ident))
+        order.append(("end", executor.waiting, active_thread(executor) == thread.ident))
 
     def waiting():
-        order.append((executor.waiting, executor.active_thread == thread.ident))
+        order.append((executor.waiting, active_thread(executor) == thread.ident))
 
     thread = submit(executor, long)
     assert begun.wait(timeout=HANG)
@@ -207,14 +213,14 @@ def test_abandoned_task_does_not_affect_the_next(executor, submit):
     next_one = submit(executor, lambda: later.wait(timeout=HANG))
     until(lambda: executor.waiting)
     executor.abandon(next_one.ident)  # no task of this thread is active
-    assert executor.active_thread == hanging.ident
+    assert active_thread(executor) == hanging.ident
     executor.abandon(hanging.ident)
-    until(lambda: executor.active_thread == next_one.ident)
+    until(lambda: active_thread(executor) == next_one.ident)
     go.set()
     hanging.join()
     first.join(timeout=HANG)
     assert not first.is_alive()
-    assert executor.active_thread == next_one.ident
+    assert active_thread(executor) == next_one.ident
     later.set()
     next_one.join()
     assert executor.run(lambda: 7) == 7

@@ -695,7 +695,7 @@ def test_grammar_cache_is_keyed_by_content_and_bounded(compiler):
     for index in range(MAX_CACHED_GRAMMARS):
         compiled(compiler, {"const": f"other {index}"})
     assert compiled(compiler, {"const": "kept"}) is not first
-    assert len(compiler) == MAX_CACHED_GRAMMARS
+    assert len(compiler._grammars) == MAX_CACHED_GRAMMARS
 
 
 def test_matchers_are_independent_and_queries_have_no_effect(compiler):

@@ -82,6 +82,10 @@ def states(manager) -> dict[str, str]:
     return {status.model: status.state for status in (engine.status() for engine in manager.models())}
 
 
+def look_at_clock(manager):
+    manager._loader._send(manager._loader._rules.tick)
+
+
 def ask(manager, model):
     return manager.chat({"model": model, **HELLO}).model
 
@@ -158,7 +162,7 @@ def test_pinned_models_are_loaded_at_the_start_and_stay(manage, tiny_checkpoint)
     clock.now = 20
     assert [manager.for_model(name).status().idle_seconds for name in "ab"] == [None, 40]
     clock.now = 60
-    manager.tick()
+    look_at_clock(manager)
     until(lambda: states(manager) == {"a": "ready", "b": "unloaded"})
     with pytest.raises(InvalidParameter, match="'a' is pinned"):
         asyncio.run(manager.aunload("a"))
@@ -255,7 +259,7 @@ def test_request_that_waits_too_long_is_rejected_and_a_canceled_one_leaves(manag
     asyncio.run(cancel())
     assert manager._loader._rules.num_waiting("b") == 1
     clock.now = 120
-    manager.tick()
+    look_at_clock(manager)
     waiting.join()
     assert [type(outcome) for outcome in outcomes] == [QueueFull]
     assert next(running)  # the model is still loaded

@@ -296,4 +296,4 @@ def test_close_with_hanging_step_does_not_wait_for_tower(start, injector, impati
     finally:
         hang.end()
     hanging.join(timeout=HANG)
-    until(lambda: CPU_EXECUTOR.active_thread is None)
+    until(lambda: CPU_EXECUTOR._current is None)

@@ -53,8 +53,9 @@ def chat(engine, messages, **fields):
     return engine.chat({"messages": messages, "temperature": 0, "max_tokens": 400, **fields})
 
 
-def history_of(engine):
-    return engine._running.pipeline.history
+def is_prefilling(engine):
+    task = engine._running.pipeline.history._task
+    return task is not None and not task.done()
 
 
 def logprobs_of(completion):
@@ -67,7 +68,7 @@ def test_next_turn_starts_after_the_previous_response(start, monkeypatch):
     with start() as engine:
         first = chat(engine, FIRST, **FIXED)
         assert first.choices[0].message.content == RESPONSE
-        until(lambda: not history_of(engine).running)
+        until(lambda: not is_prefilling(engine))
         second = chat(engine, SECOND, **asked)
         stats = engine.stats().decoder
         prompt = engine.submit({"messages": SECOND, "max_tokens": 1}).result().prompt_token_ids
@@ -76,7 +77,7 @@ def test_next_turn_starts_after_the_previous_response(start, monkeypatch):
     assert (stats.queries, stats.hits) == (2, 1)
     with start(prefix_cache=False) as engine:
         expected = chat(engine, SECOND, **asked)
-        assert history_of(engine) is None
+        assert engine._running.pipeline.history is None
     np.testing.assert_allclose(logprobs_of(second), logprobs_of(expected), atol=1e-3)
     assert second.choices[0].message.content == expected.choices[0].message.content
 
@@ -89,11 +90,11 @@ def test_request_stops_the_prefill(start, monkeypatch):
         steps = engine.stats().decoder.steps
         until(lambda: engine.stats().decoder.steps > steps + 3)
         chat(engine, [{"role": "user", "content": "Hello"}], max_tokens=1)
-        assert not history_of(engine).running
+        assert not is_prefilling(engine)
         assert engine.stats().decoder.running == 0
         monkeypatch.setattr(HistoryPrefill, "IDLE_SECONDS", 600.0)
         chat(engine, FIRST, **FIXED)
-        assert history_of(engine).running
+        assert is_prefilling(engine)
     assert engine.status().state == "closed"
 
 
@@ -103,7 +104,7 @@ def test_nothing_is_prefilled_while_another_model_runs(start, monkeypatch):
     with start(shared=shared) as engine, ConcurrencyLimiter(1, shared.completions).slots():
         chat(engine, FIRST, **FIXED)
         steps = engine.stats().decoder.steps
-        until(lambda: not history_of(engine).running)
+        until(lambda: not is_prefilling(engine))
         assert engine.stats().decoder.steps == steps
 
 
@@ -123,7 +124,7 @@ def test_only_a_complete_text_is_prefilled(start, fields, monkeypatch):
     monkeypatch.setattr(HistoryPrefill, "IDLE_SECONDS", 600.0)
     with start() as engine:
         chat(engine, FIRST, **fields)
-        assert not history_of(engine).running
+        assert not is_prefilling(engine)
 
 
 def test_nothing_is_computed_if_the_response_is_repeated_as_generated(start, tmp_path, monkeypatch):
@@ -133,5 +134,5 @@ def test_nothing_is_computed_if_the_response_is_repeated_as_generated(start, tmp
     with start(chat_template=template) as engine:
         chat(engine, FIRST, **FIXED)
         steps = engine.stats().decoder.steps
-        until(lambda: not history_of(engine).running)
+        until(lambda: not is_prefilling(engine))
         assert engine.stats().decoder.steps == steps
