@@ -67,7 +67,9 @@ def test_response_in_progress_has_its_complete_items(scripted):
         for fields in ({"previous_response_id": queued.id}, {"input": [{"id": queued.id}]}):
             with pytest.raises(openai.APIStatusError):
                 client.responses.create(model="tiny", **({"input": "?"} | fields))
+        items = client.responses.input_items.list(queued.id).data
         client.responses.cancel(queued.id)
+        assert client.responses.input_items.list(queued.id).data == items
 
 
 def test_resuming_after_each_event_gives_the_rest(scripted):

@@ -8,7 +8,7 @@ import json
 import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from openai.types.responses import Response as ResponseObject
@@ -214,14 +214,12 @@ class Creation:
 
     def to_stored(self, response: ResponseObject, background: StoredEvents | None = None) -> StoredResponse:
         """Return what is stored of a response. Only a complete one has output that others can refer to."""
-        # Items that were referred to are not copied, and keep their IDs.
-        items = tuple(self._references.get(item.id or "") or to_stored_item(item) for item in self.request.items())
         status = response.status or "completed"
         output = response.output if status in FINAL_STATUSES else ()
         return StoredResponse(
             id=response.id,
             body=response_json(response).encode(),
-            input=items,
+            input=self._stored_items,
             output_ids=tuple(item.id for item in output if item.id is not None),
             previous=self._previous,
             model=self._conversations.model_of(self.request),
@@ -229,6 +227,11 @@ class Creation:
             background=background,
             connection="" if self.stored else self._conversations.connection,
         )
+
+    @cached_property
+    def _stored_items(self) -> tuple[Mapping[str, Any], ...]:
+        # Items that were referred to are not copied, and keep their IDs.
+        return tuple(self._references.get(item.id or "") or to_stored_item(item) for item in self.request.items())
 
     async def _check_summary(self) -> None:
         if not self.request.wants_summary:
