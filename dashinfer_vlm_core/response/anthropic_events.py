@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
-import pydantic_core
 from openai.types import CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice
@@ -12,6 +11,7 @@ from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
 from openai.types.chat.chat_completion_chunk import ChoiceDelta
 
 from ..errors import EngineError
+from .tool_arguments import read_arguments
 
 Event: TypeAlias = dict[str, Any]
 """An event as JSON; `type` is also the event's name."""
@@ -141,15 +141,9 @@ def _content(message: ChatCompletionMessage, *, shows_thinking: bool) -> list[di
         content.append({"type": "text", "text": message.content})
     for call in message.tool_calls or ():
         if call.type == "function":
-            arguments = _parse(call.function.arguments)
+            arguments = read_arguments(call.function.arguments)
             content.append({"type": "tool_use", "id": call.id, "name": call.function.name, "input": arguments})
     return content
-
-
-def _parse(arguments: str) -> dict[str, Any]:
-    """Parse arguments, which are an object. Anthropic's clients parse truncated ones of a stream in the same way."""
-    parsed: dict[str, Any] = pydantic_core.from_json(arguments or "{}", allow_partial=True)
-    return parsed
 
 
 def _stop(choice: Choice | ChunkChoice) -> dict[str, Any]:

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal, TypeAlias
 
-import pydantic_core
 from openai.types import CompletionUsage
 from openai.types.chat import ChatCompletionChunk, ChatCompletionTokenLogprob
 from openai.types.chat.chat_completion_chunk import Choice, ChoiceDeltaToolCall
 from openai.types.chat.chat_completion_token_logprob import TopLogprob
 
 from ..errors import EngineError
+from .tool_arguments import read_arguments
 
 Form: TypeAlias = Literal["chat", "generate"]
 """Whether the text is in a message, as of /api/chat, or in `response`, as of /api/generate."""
@@ -140,7 +140,7 @@ class OllamaResponseBuilder:
     def _end_call(self, content: _Content) -> None:
         if self._call is None:
             return
-        arguments = _read_arguments(self._call.arguments)
+        arguments = read_arguments(self._call.arguments)
         index = len(self._sent.calls) + len(content.calls)
         function = {"index": index, "name": self._call.name, "arguments": arguments}
         content.calls.append({"id": self._call.id, "function": function})
@@ -183,13 +183,3 @@ def _logprob(entry: ChatCompletionTokenLogprob) -> dict[str, Any]:
 
 def _token_logprob(entry: ChatCompletionTokenLogprob | TopLogprob) -> dict[str, Any]:
     return {"token": entry.token, "logprob": entry.logprob, "bytes": entry.bytes}
-
-
-def _read_arguments(text: str) -> Any:
-    """Return the arguments of a tool call, which may be incomplete; none if what the model wrote is not JSON. Half of a
-    surrogate pair becomes a question mark."""
-    data = (text or "{}").encode(errors="replace")
-    try:
-        return pydantic_core.from_json(data, allow_partial=True, allow_inf_nan=False)
-    except ValueError:
-        return {}
