@@ -8,10 +8,8 @@ import pydantic_core
 
 
 def read_arguments(text: str) -> Any:
-    """Return the arguments of a tool call, which may be incomplete; none if what the model wrote is not JSON. Half of a
-    surrogate pair becomes a question mark."""
-    data = (text or "{}").encode(errors="replace")
+    """Return the arguments of a tool call, which may be incomplete; none if what the model wrote is not JSON."""
     try:
-        return pydantic_core.from_json(data, allow_partial=True, allow_inf_nan=False)
+        return pydantic_core.from_json(text or "{}", allow_partial=True, allow_inf_nan=False)
     except ValueError:
         return {}

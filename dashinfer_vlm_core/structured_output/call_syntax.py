@@ -92,7 +92,8 @@ class _JsonCalls:
         arguments = call.get("arguments", {}) if isinstance(call, dict) else None
         if not isinstance(name, str) or name not in self._tools or not isinstance(arguments, dict):
             return None
-        return Call(name, json.dumps(arguments, ensure_ascii=False))
+        text = json.dumps(arguments, ensure_ascii=False)
+        return Call(name, text.encode(errors="replace").decode())  # half of a surrogate pair cannot be sent
 
     def arguments(self, _name: str) -> ArgumentsReader:
         return _JsonArguments(self._end)

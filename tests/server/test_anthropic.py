@@ -167,6 +167,24 @@ def test_input_that_json_cannot_express_is_left_out(scripted, value):
     assert [block["input"] for block in message["content"]] == [{}]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_half_of_a_surrogate_pair_becomes_a_question_mark(scripted, stream):
+    served = scripted(CALL.replace("Rome", r"Rome \ud83d"))
+    chat = {"messages": HELLO, "tools": [{"type": "function", "function": FUNCTION}]}
+    bodies = {
+        PATH: {"messages": HELLO, "tools": [TOOL], "max_tokens": 300},
+        "/v1/chat/completions": chat,
+        "/api/chat": chat,
+        "/v1/responses": {"input": "Hello", "tools": [{"type": "function", **FUNCTION}]},
+    }
+    with served.server.http() as client:
+        for path, body in bodies.items():
+            response = client.post(path, json={"model": "tiny", "stream": stream, **body})
+            assert response.status_code == 200
+            assert "Rome ?" in response.text
+            assert "internal_error" not in response.text
+
+
 @pytest.mark.parametrize("display", ["summarized", "omitted"])
 def test_reasoning_becomes_a_thinking_block(thinking, display):
     served = thinking("It has wheels.\n</think>\n\nA car.")
