@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 
 import httpx
 import openai
@@ -192,14 +193,48 @@ def test_disconnect_while_it_is_queued_removes_it(scripted, paused_add):
         assert poll(client, start(client).id).status == "completed"
 
 
+async def queued(engine, store, **fields):
+    request = ResponsesRequest.parse({"input": "Hello", "background": True, **fields})
+    creation = Creation(Conversations(engine=engine, store=store), request)
+    await creation.prepare()
+    response = BackgroundResponse(creation, store, "")
+    await response.queue(creation)
+    return creation, response
+
+
+def test_cancel_while_the_final_state_is_saved_has_no_effect(tiny_checkpoint, monkeypatch):
+    saving = threading.Event()
+    resume = threading.Event()
+    update = ResponseStore.update
+
+    def paused(*args):
+        saving.set()
+        assert resume.wait(HANG)
+        return update(*args)
+
+    async def cancel(engine):
+        store = ResponseStore(max_responses=1, max_bytes=10**6)
+        creation, response = await queued(engine, store)
+        running = asyncio.create_task(response.run(creation, timeout=None))
+        assert await asyncio.to_thread(saving.wait, HANG)
+        canceling = asyncio.create_task(response.cancel())
+        await asyncio.sleep(0)  # until it waits for the end
+        resume.set()
+        await asyncio.gather(running, canceling)
+        events = b"".join([part async for part in response.read(-1)]).decode()
+        return json.loads(store.get("", response.id).body), events
+
+    monkeypatch.setattr(ResponseStore, "update", paused)
+    with scripted_engine(RESPONSE, model=str(tiny_checkpoint)) as engine:
+        body, events = asyncio.run(cancel(engine))
+    assert (body["status"], body["output"][0]["content"][0]["text"]) == ("completed", RESPONSE)
+    assert [name in events for name in ("response.completed", "response.incomplete")] == [True, False]
+
+
 def test_events_are_read_in_parts_until_they_are_discarded(tiny_checkpoint):
     async def read(engine):
         store = ResponseStore(max_responses=1, max_bytes=10**6)
-        request = ResponsesRequest.parse({"input": "Hello", "instructions": "é" * 100_000, "background": True})
-        creation = Creation(Conversations(engine=engine, store=store), request)
-        await creation.prepare()
-        response = BackgroundResponse(creation, store, "")
-        await response.queue(creation)
+        _, response = await queued(engine, store, instructions="é" * 100_000)
         events = response.read(-1)
         parts = [await anext(events)]
         while b"".join(parts).count(b"\n\n") < 2:

@@ -141,23 +141,21 @@ class BackgroundResponse:
             self._store.delete(self._client, self.id)
 
     async def run(self, creation: Creation, *, timeout: float | None) -> None:
-        """Generate the response, and store it."""
-
-        def save(response: ResponseObject) -> None:
-            self._store.update(self._client, creation.to_stored(response, self))
-
-        self._generation = asyncio.create_task(self._generate(creation.generate(save), timeout))
+        """Generate the response, and store it. A response whose generation has ended is not canceled anymore."""
+        self._generation = asyncio.create_task(self._generate(creation.generate(), timeout))
         if self._stopped:
             self._generation.cancel()
         try:
             await asyncio.wait({self._generation})
             events, response = _end(creation, self._generation)
-            if response is not None:
-                await asyncio.to_thread(save, response)
+            await asyncio.to_thread(self._update, creation, response)
             self._keep(events)
         finally:
             self._generation.cancel()  # without effect if it has ended
             self._finish()
+
+    def _update(self, creation: Creation, response: ResponseObject) -> None:
+        self._store.update(self._client, creation.to_stored(response, self))
 
     async def _generate(self, events: AsyncGenerator[Event, None], timeout: float | None) -> None:
         async with contextlib.aclosing(stream_with_timeout(events, seconds=timeout, first=None)) as timed:
@@ -258,14 +256,13 @@ def _no_such_event(number: int, *, last: int) -> InvalidParameter:
     )
 
 
-def _end(creation: Creation, generation: asyncio.Task[None]) -> tuple[Sequence[Event], ResponseObject | None]:
-    if generation.cancelled():
+def _end(creation: Creation, generation: asyncio.Task[None]) -> tuple[Sequence[Event], ResponseObject]:
+    try:
+        generation.result()
+        return creation.builder.finish()
+    except asyncio.CancelledError:
         return creation.builder.cancel()
-    error = generation.exception()
-    if error is None:
-        return (), None
-    if not isinstance(error, Exception):
-        raise error
-    if not isinstance(error, DashInferVLMError):
-        logger.error("A response in the background failed.", exc_info=error)
-    return creation.builder.fail(error_body(error)["error"])
+    except Exception as error:
+        if not isinstance(error, DashInferVLMError):
+            logger.exception("A response in the background failed.")
+        return creation.builder.fail(error_body(error)["error"])

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import secrets
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -42,8 +42,6 @@ MAX_UNCHECKED_CHARACTERS = 64 * 1024
 
 FINAL_STATUSES = frozenset({"completed", "incomplete"})
 """Statuses of responses that others can continue."""
-
-Save = Callable[[ResponseObject], object]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,12 +140,18 @@ class Creation:
         assert self._response is not None, "the events end with a response"
         return self._response
 
-    def events(self) -> AsyncGenerator[Event, None]:
+    async def events(self) -> AsyncGenerator[Event, None]:
         """Prepare and create the response, and store it; yield its events."""
-        return self.generate(self._save)
+        async with contextlib.aclosing(self.generate()) as events:
+            async for event in events:
+                yield event
+        last_events, self._response = self.builder.finish()
+        await asyncio.to_thread(self._save, self._response)
+        for event in last_events:
+            yield event
 
-    async def generate(self, save: Save) -> AsyncGenerator[Event, None]:
-        """Create the response, prepared or not; yield its events. `save` is called in a thread before the last ones."""
+    async def generate(self) -> AsyncGenerator[Event, None]:
+        """Create the response, prepared or not; yield its events up to the last chunk, before `builder.finish`."""
         if self._call is None:
             await self.prepare()
         assert self._call is not None, "the request was prepared"
@@ -156,10 +160,6 @@ class Creation:
                 async for chunk in chunks:
                     for event in self.builder.add_chunk(chunk):
                         yield event
-        last_events, self._response = self.builder.finish()
-        await asyncio.to_thread(save, self._response)
-        for event in last_events:
-            yield event
 
     def _save(self, response: ResponseObject) -> None:
         if self.stored or (self._conversations.connection and self._conversations.store.enabled):
