@@ -16,7 +16,7 @@ from dashinfer_vlm_core.errors import QueueFull
 from dashinfer_vlm_core.protocol.responses import ResponsesRequest
 from dashinfer_vlm_core.testing import EVERYTHING, Script, scripted_engine, scripted_registry
 from dashinfer_vlm_server.api_keys import ApiKeys, KeyLimits
-from dashinfer_vlm_server.endpoints.responses.background import BackgroundResponse
+from dashinfer_vlm_server.endpoints.responses.background import BackgroundResponse, BackgroundResponses
 from dashinfer_vlm_server.endpoints.responses.creation import Conversations, Creation
 from dashinfer_vlm_server.endpoints.responses.response_store import ResponseStore
 from dashinfer_vlm_server.errors import ApiError
@@ -229,6 +229,19 @@ def test_cancel_while_the_final_state_is_saved_has_no_effect(tiny_checkpoint, mo
         body, events = asyncio.run(cancel(engine))
     assert (body["status"], body["output"][0]["content"][0]["text"]) == ("completed", RESPONSE)
     assert [name in events for name in ("response.completed", "response.incomplete")] == [True, False]
+
+
+def test_response_that_ends_before_its_request_is_returned(scripted, monkeypatch):
+    start_response = BackgroundResponses.start
+
+    async def ended(*args):
+        response = await start_response(*args)
+        await response.cancel()
+        return response
+
+    monkeypatch.setattr(BackgroundResponses, "start", ended)
+    response = post(scripted(RESPONSE), input="Hello", background=True)
+    assert (response.status_code, response.json()["status"]) == (200, "cancelled")
 
 
 def test_events_are_read_in_parts_until_they_are_discarded(tiny_checkpoint):

@@ -110,7 +110,9 @@ class _Responses:
         creation = Creation(self.conversations, await self.server.read(request, ResponsesRequest.parse))
         if creation.request.background:
             response = await self.server.run(request, self.background.start(creation))
-            return _event_stream(response, after=-1) if creation.request.stream else _json_response(response.body())
+            if creation.request.stream:
+                return _event_stream(response, after=-1)
+            return _json_response(self._stored(response.id).current_body())
         if creation.request.stream:
             return self.server.stream(
                 creation.events(),
