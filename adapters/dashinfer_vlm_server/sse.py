@@ -40,6 +40,10 @@ HEADERS = {
 _LINE_BREAKS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 
 
+class Discarded(Exception):
+    """What is being sent was released. The connection is closed before the response is complete."""
+
+
 class EventStream(StreamingResponse, Generic[T]):
     """A stream of items as an HTTP response.
 
@@ -81,6 +85,8 @@ class EventStream(StreamingResponse, Generic[T]):
             await cancel_on_disconnect(receive, self._send(send, context))
         except ClientDisconnect as error:  # no client is left to receive an error
             context.fail(error)
+        except Discarded:
+            pass
 
     async def _send(self, send: Send, context: RequestContext) -> None:
         async with contextlib.aclosing(self._items) as items:
@@ -110,6 +116,8 @@ class EventStream(StreamingResponse, Generic[T]):
                 yield self._encode(item)  # type: ignore[arg-type]  # not _END, but the type checker cannot know
             async for item in rest:
                 yield self._encode(item)
+        except Discarded:  # within an event, to which an error cannot be appended
+            raise
         except Exception as error:  # the status has been sent, so the error goes into the stream
             if not isinstance(error, (DashInferVLMError, HTTPException)):
                 logger.exception("Stream failed.")

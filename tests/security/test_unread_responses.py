@@ -17,6 +17,7 @@ from dashinfer_vlm_server.body_memory import BodyMemoryBudget
 from dashinfer_vlm_server.endpoints.responses.json_stream import SLICE_BYTES, JsonStream
 from dashinfer_vlm_server.metrics import Metrics
 from dashinfer_vlm_server.request_context import RequestContextMiddleware
+from dashinfer_vlm_server.sse import Discarded, EventStream
 from tests.samples import data_url, encode, noise
 from tests.server.conftest import serving
 from tests.waiting import HANG, until
@@ -114,6 +115,25 @@ def test_security_39_deleted_items_cost_no_memory_while_they_are_sent():
             received = b"".join(iter(lambda connection=connection: connection.recv(65536), b""))
             assert received.startswith(b"HTTP/1.1 200 ")
             assert not received.endswith(b"0\r\n\r\n")  # it is incomplete
+
+
+def test_security_39_discarded_event_is_not_completed():
+    sent = []
+
+    async def events():
+        yield b"data: {"
+        raise Discarded
+
+    async def send(message):
+        sent.append(message)
+
+    with scripted_engine("Fine.") as engine:
+        app = EventStream(events(), encode=bytes, encode_error=str)
+        middleware = RequestContextMiddleware(app, routes=[], metrics=Metrics(engine), budget=BodyMemoryBudget(1))
+        scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
+        asyncio.run(middleware(scope, asyncio.Event().wait, send))
+    assert [message.get("body") for message in sent] == [None, b"data: {"]
+    assert sent[-1]["more_body"]
 
 
 def test_security_39_large_body_is_sent_in_slices():

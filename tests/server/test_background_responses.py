@@ -21,6 +21,7 @@ from dashinfer_vlm_server.endpoints.responses.creation import Conversations, Cre
 from dashinfer_vlm_server.endpoints.responses.response_store import ResponseStore
 from dashinfer_vlm_server.errors import ApiError
 from dashinfer_vlm_server.request_context import SLICE_BYTES
+from dashinfer_vlm_server.sse import Discarded
 from tests.clock import ManualClock
 from tests.server.conftest import serving
 from tests.server.test_responses import CALL, RESPONSE, TOOL, comparable, create, post
@@ -256,6 +257,8 @@ def test_events_are_read_in_parts_until_they_are_discarded(tiny_checkpoint):
         await anext(unread)
         store.delete("", response.id)
         with pytest.raises(ApiError, match="not found"):
+            await anext(events)
+        with pytest.raises(Discarded):  # within an event
             await anext(unread)
         return parts
 

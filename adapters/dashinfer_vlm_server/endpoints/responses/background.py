@@ -19,6 +19,7 @@ from dashinfer_vlm_core.protocol.client import current_client
 from ...errors import error_body
 from ...rate_limits import hold_request
 from ...request_context import SLICE_BYTES
+from ...sse import Discarded
 from .creation import Creation, format_response_event, response_json, response_not_found
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class BackgroundResponse:
 
         Raises:
             ApiError: the response was removed from the store.
+            Discarded: it was removed within an event.
             InvalidParameter: the response has ended, and no event has this number.
         """
         position = after + 1
@@ -96,7 +98,7 @@ class BackgroundResponse:
                 return
             else:
                 await changed.wait()
-        raise response_not_found(self.id)
+        raise Discarded if offset else response_not_found(self.id)
 
     async def cancel(self) -> None:
         """Cancel the generation, and return when it has ended."""

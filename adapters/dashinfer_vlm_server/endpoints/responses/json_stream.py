@@ -13,6 +13,7 @@ from fastapi.responses import StreamingResponse
 from dashinfer_vlm_core.concurrency.fair_slots import FairSlots
 
 from ...request_context import SLICE_BYTES
+from ...sse import Discarded
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -40,7 +41,7 @@ class JsonStream(StreamingResponse):
         self._slices = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with contextlib.suppress(_Discarded):
+        with contextlib.suppress(Discarded):
             await super().__call__(scope, receive, send)
 
     async def _read(self, slots: FairSlots, client: str) -> AsyncGenerator[bytes, None]:
@@ -53,12 +54,8 @@ class JsonStream(StreamingResponse):
 
     def _next_slice(self) -> bytes:
         if self._slices is None:
-            raise _Discarded
+            raise Discarded
         return next(self._slices, b"")
-
-
-class _Discarded(Exception):
-    """The value was released before it was sent."""
 
 
 def _slices(value: object) -> Iterator[bytes]:
