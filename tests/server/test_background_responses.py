@@ -167,6 +167,15 @@ def test_invalid_request_is_rejected_at_once(scripted):
             assert (response.status_code, response.json()["error"]["param"]) == (400, "starting_after")
 
 
+def test_request_that_cannot_be_served_is_rejected_at_once(scripted):
+    served = scripted(RESPONSE)
+    responses = [post(served, input="Hello", background=True, model="other")]
+    served.engine.close()
+    responses.append(post(served, input="Hello", background=True))
+    codes = [(response.status_code, response.json()["error"]["code"]) for response in responses]
+    assert codes == [(404, "model_not_found"), (503, "engine_closed")]
+
+
 @pytest.mark.parametrize("field", ["instructions", "tools"])
 def test_text_that_cannot_fit_is_rejected_before_it_is_repeated(scripted, field):
     served = scripted(RESPONSE)

@@ -206,6 +206,7 @@ class BackgroundResponses:
 
         Raises:
             RequestError: the request is invalid, or responses are not stored.
+            EngineError: the engine cannot serve requests now.
             HTTPException: 429, the client has as many running ones as it can.
         """
         client = current_client.get().id
@@ -216,6 +217,7 @@ class BackgroundResponses:
                 param="background",
             )
         await creation.prepare()
+        await creation.check_served()
         await creation.check_length()
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._slot(client))

@@ -184,6 +184,17 @@ class Creation:
         await self.prepare()
         return await self._count_tokens()
 
+    async def check_served(self) -> None:
+        """Check that the engine is ready and has the model. A model that may have to be loaded for it is not checked.
+
+        Raises:
+            EngineClosed: it is not ready.
+            ModelNotFound: it has no model of this name.
+        """
+        if not self._engine.manages_models:
+            message = {"role": "user", "content": "?"}
+            await self._engine.atokenize({"model": self.request.model, "messages": [message]})
+
     async def check_length(self) -> None:
         """Check that the prompt fits if its text is large that the response and several of its events repeat.
 
