@@ -237,12 +237,15 @@ def test_openai_client_sends_its_key(scripted):
 
 def test_cors_allows_only_listed_origins(scripted):
     page = {"Origin": "https://page.example"}
-    preflight = {**page, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    headers = "anthropic-dangerous-direct-browser-access,authorization,x-stainless-os"
+    preflight = {**page, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": headers}
     with scripted("Fine.").server.http() as client:
         assert "access-control-allow-origin" not in client.get("/version", headers=page).headers
     settings = {"allowed_origins": ("https://page.example",), "keys": ApiKeys(["right"])}
     with scripted("Fine.", settings=settings).server.http() as client:
-        assert client.options(CHAT, headers=preflight).headers["access-control-allow-origin"] == "https://page.example"
+        allowed = client.options(CHAT, headers=preflight)
+        assert (allowed.status_code, allowed.headers["access-control-allow-headers"]) == (200, headers)
+        assert allowed.headers["access-control-allow-origin"] == "https://page.example"
         rejected = client.post(CHAT, json=HELLO, headers=page)
         assert (rejected.status_code, rejected.headers["access-control-allow-origin"]) == (401, "https://page.example")
         assert "access-control-allow-origin" not in client.get("/version", headers={"Origin": "https://x"}).headers
