@@ -192,7 +192,7 @@ def _unauthorized() -> HTTPException:
 def _find_key(keys: ApiKeys, scope: Scope, endpoint: Endpoint | None) -> ApiKey | None:
     """Return the valid key of the headers; None if there is no valid key, or more than one."""
     prefixes = {b"authorization": b""}
-    if endpoint and endpoint.x_api_key:
+    if endpoint is None or endpoint.x_api_key:  # also at an unknown URL, which may be Anthropic's
         prefixes[b"x-api-key"] = b"Bearer "
     found = set()
     for header, prefix in prefixes.items():

@@ -490,6 +490,13 @@ def test_keys_are_read_from_both_headers(scripted):
     assert post(served, headers=twice).status_code == 401
 
 
+def test_routes_that_are_not_served_accept_the_key(scripted):
+    served = scripted("Yes.", settings={"keys": ApiKeys(["one"]), "protocols": ("openai",)})
+    for path in (PATH, f"{PATH}/batches"):
+        for key, status in (("one", 404), ("two", 401)):
+            assert post(served, path, headers={"x-api-key": key}).status_code == status
+
+
 def test_limits_apply_and_errors_have_anthropics_form(scripted):
     keys = ApiKeys(["one"], limits=KeyLimits(tokens_per_minute=1))
     served = scripted("Yes.", settings={"keys": keys}, max_body_bytes=1000)

@@ -52,5 +52,10 @@ def _disabled(endpoint: Endpoint, protocol: str) -> Endpoint:
         )
 
     return Endpoint(
-        endpoint.path, reject, method=endpoint.method, error_body=endpoint.error_body, include_in_schema=False
+        endpoint.path,
+        reject,
+        method=endpoint.method,
+        error_body=endpoint.error_body,
+        x_api_key=endpoint.x_api_key,
+        include_in_schema=False,
     )
