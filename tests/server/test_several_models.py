@@ -192,11 +192,19 @@ def test_operators_load_and_unload_models(served, tmp_path, key, allow, status):
             assert loaded.json()["error"]["code"] == "access_denied"
             assert client.post("/v1/models/unload", json={"model": "b"}).status_code == 403
             return
-        assert (loaded.json()["id"], loaded.json()["state"]) == ("best", "ready")
+        assert (loaded.json()["id"], loaded.json()["state"]) == ("b", "ready")
         assert client.post("/v1/models/unload", json={"model": "b"}).status_code == 200
         until(lambda: client.get("/v1/models/b").json()["state"] == "unloaded")
         assert client.post("/v1/models/load", json={"model": "no"}).status_code == 404
         assert client.post("/v1/models/load", json={}).status_code == 400
+
+
+def test_models_are_loaded_by_names_that_are_not_listed(served, tiny_checkpoint):
+    with served(settings={"allow_model_management": True}).http() as client:
+        for name in ("model", str(tiny_checkpoint)):
+            for action in ("load", "unload"):
+                response = client.post(f"/v1/models/{action}", json={"model": name})
+                assert (response.status_code, response.json()["id"]) == (200, "a")
 
 
 def test_model_of_one_engine_is_not_managed(scripted):

@@ -68,14 +68,14 @@ def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
         server.check_admin(request)
         model = (await server.read(request, ModelRequest.parse)).model
         await server.run(request, server.engine.aload(model))
-        return await retrieve(model)
+        return await retrieve(server.engine.for_model(model).status().model)
 
     async def unload(request: Request) -> Response:
         """Unload a model when its running requests have ended; return it before that."""
         server.check_admin(request)
         model = (await server.read(request, ModelRequest.parse)).model
         await server.engine.aunload(model)
-        return await retrieve(model)
+        return await retrieve(server.engine.for_model(model).status().model)
 
     def manage(path: str, handler: Any) -> Endpoint:
         return Endpoint(path, handler, method="POST", body=[ModelRequest], response=ServedModel, errors=ENGINE_STATUSES)
