@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import CloseCode, Frame
 
@@ -60,6 +61,9 @@ class LimitedWebSocketProtocol(WebSocketsSansIOProtocol):
         return await self.queue.get()
 
     async def send(self, message: ASGISendEvent) -> None:
+        await self.writable.wait()
+        if self.close_sent and message["type"] in {"websocket.send", "websocket.close"}:
+            raise ClientDisconnected  # uvicorn would raise RuntimeError: it expects that the application has closed it
         await super().send(message)
         if message["type"] == "websocket.http.response.body" and not message.get("more_body"):
             self.handshake_complete = True  # uvicorn would log an error: clients could fill the log

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import json
@@ -11,6 +12,7 @@ import struct
 
 import openai
 import pytest
+from uvicorn.protocols.utils import ClientDisconnected
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
@@ -462,6 +464,18 @@ def test_security_43_bad_frames_close_the_connection(server, name, caplog):
         assert final(websocket)["status"] == "completed"
     assert "Traceback" not in caplog.text
     assert MAX_FRAMES < 100_000
+
+
+def test_event_after_the_server_closed_the_connection_is_a_disconnect(server):
+    async def fail_and_send(protocol):
+        protocol._fail(1008, "")
+        await protocol.send({"type": "websocket.send", "text": "{}"})
+
+    with opened(server):
+        (protocol,) = (each for each in server.protocols if isinstance(each, LimitedWebSocketProtocol))
+        sending = asyncio.run_coroutine_threadsafe(fail_and_send(protocol), server.loop)
+        with pytest.raises(ClientDisconnected):
+            sending.result(HANG)
 
 
 def test_bad_handshakes_are_rejected(server, caplog):
