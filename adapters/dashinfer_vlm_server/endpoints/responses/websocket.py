@@ -106,6 +106,9 @@ class ResponseSockets:
 class _Connection:
     """One connection, which creates one response at a time.
 
+    While its next message waits, nothing else is received: that the client has disconnected is noticed only when an
+    event cannot be sent. The alternative, to reject clients that send several messages at once, is worse.
+
     The last response is stored until the next one or the end of the connection, even if its `store` is false, so that
     the next message can continue it. It counts for the limits of stored responses.
     """
