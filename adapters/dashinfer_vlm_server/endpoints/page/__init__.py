@@ -6,6 +6,7 @@ requires one, the page prompts for it.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -87,7 +88,8 @@ def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
     async def preview(request: Request) -> Response:
         """Show the images and videos of a chat completion request as the model sees them."""
         chat = await server.read(request, ChatRequest.parse)
-        return JSONResponse(_as_json(await server.run(request, server.engine.apreview(chat))))
+        shown = await server.run(request, server.engine.apreview(chat))
+        return await asyncio.to_thread(_response, shown)  # the frames of a video are megabytes
 
     page = partial(Endpoint, public=True, include_in_schema=False)
     return [
@@ -97,13 +99,13 @@ def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
     ]
 
 
-def _as_json(preview: Preview) -> dict[str, Any]:
-    return {
+def _response(preview: Preview) -> Response:
+    return JSONResponse({
         "object": "media.preview",
         "prompt_tokens": preview.prompt_tokens,
         "max_model_len": preview.max_model_len,
         "data": [_item(item) for item in preview.items],
-    }
+    })  # fmt: skip
 
 
 def _item(item: MediaPreview) -> dict[str, Any]:

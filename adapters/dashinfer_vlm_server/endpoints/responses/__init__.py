@@ -120,7 +120,8 @@ class _Responses:
                 encode_error=creation.error_events,
                 model=creation.request.model,
             )
-        return _json_response(response_json(await self.server.run(request, creation.complete())))
+        created = await self.server.run(request, creation.complete())
+        return _json_response(await asyncio.to_thread(response_json, created))  # it may have many log probabilities
 
     async def count_input_tokens(self, request: Request) -> Response:
         """Count the tokens of a request's prompt, including those of its images and videos; nothing is generated."""

@@ -149,15 +149,15 @@ class BackgroundResponse:
             self._generation.cancel()
         try:
             await asyncio.wait({self._generation})
-            events, response = _end(creation, self._generation)
-            await asyncio.to_thread(self._update, creation, response)
-            self._keep(events)
+            self._keep(await asyncio.to_thread(self._save_end, creation, self._generation))
         finally:
             self._generation.cancel()  # without effect if it has ended
             self._finish()
 
-    def _update(self, creation: Creation, response: ResponseObject) -> None:
+    def _save_end(self, creation: Creation, generation: asyncio.Task[None]) -> Sequence[Event]:
+        events, response = _end(creation, generation)
         self._store.update(self._client, creation.to_stored(response, self))
+        return events
 
     async def _generate(self, events: AsyncGenerator[Event, None], timeout: float | None) -> None:
         async with contextlib.aclosing(stream_with_timeout(events, seconds=timeout, first=None)) as timed:
