@@ -11,19 +11,13 @@ from typing import TYPE_CHECKING
 import click
 
 from dashinfer_vlm_core.cli.command import EngineCommand
-from dashinfer_vlm_core.errors import DashInferVLMError, QueueFull
+from dashinfer_vlm_core.errors import DashInferVLMError
 
 from .batch_files import BatchOutput, Entry, error_line, read_body, read_entries, response_line
-from .engines import EngineSource, engine_source_options
+from .engines import INTERRUPTED, RETRIES, EngineSource, engine_source_options, with_retries
 
 if TYPE_CHECKING:
-    from openai.types.chat import ChatCompletion
-
     from .engines import AnyEngine
-
-RETRY_SECONDS = 1.0
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as in shells."""
 
 
 @click.command(cls=EngineCommand)
@@ -34,7 +28,7 @@ INTERRUPTED = 130
               help="File for failed requests.  [default: OUTPUT with .errors.jsonl]")  # fmt: skip
 @click.option("--concurrency", default=16, show_default=True, type=click.IntRange(1, 1024), metavar="INT",
               help="Maximum number of concurrent requests.")  # fmt: skip
-@click.option("--retries", default=3, show_default=True, type=click.IntRange(min=0), metavar="INT",
+@click.option("--retries", default=RETRIES, show_default=True, type=click.IntRange(min=0), metavar="INT",
               help="Retries of a request after a transient error.")  # fmt: skip
 @engine_source_options
 def batch(
@@ -89,22 +83,12 @@ class _Job:
     async def process(self, engine: AnyEngine, entry: Entry) -> None:
         body = read_body(self.requests, entry)
         try:
-            completion = await self._complete(engine, body)
+            completion = await with_retries(engine, lambda each: each.achat(body), max_retries=self.retries)
         except DashInferVLMError as error:
             self.num_failed += 1
             self.failures.append(error_line(entry, error))
         else:
             self.responses.append(response_line(entry, completion.model_dump(mode="json", exclude_unset=True)))
-
-    async def _complete(self, engine: AnyEngine, body: dict[str, object]) -> ChatCompletion:
-        for _ in range(self.retries):
-            try:
-                return await engine.achat(body)
-            except DashInferVLMError as error:  # noqa: PERF203 - a retry
-                if not error.retryable:
-                    raise
-                await asyncio.sleep(error.retry_after if isinstance(error, QueueFull) else RETRY_SECONDS)
-        return await engine.achat(body)
 
 
 def _run(job: _Job, pending: list[Entry], source: EngineSource, concurrency: int) -> None:

@@ -18,9 +18,8 @@ from dashinfer_vlm_core.cli.terminal import counted
 from dashinfer_vlm_core.concurrency.tasks import run_concurrently
 from dashinfer_vlm_core.errors import ConfigError, DashInferVLMError, InvalidParameter
 
-from .batch import INTERRUPTED
 from .embed_files import Content, Row, VectorsFile
-from .engines import EngineSource, engine_source_options
+from .engines import INTERRUPTED, EngineSource, engine_source_options, with_retries
 from .rate_progress import RateProgress
 
 if TYPE_CHECKING:
@@ -38,8 +37,6 @@ MAX_PAGE_NUMBER = 9_999_999
 """The largest that `pages` of a document accepts."""
 
 _NUM_PAGES = re.compile(r"but the document has ([0-9]+)\.")
-
-RETRIES = 3
 
 EMBEDDING_MODEL = "Qwen/Qwen3-VL-Embedding-2B"
 
@@ -191,14 +188,9 @@ class _Job:
             self.num_embedded += 1
 
     async def _request(self, engine: AnyEngine, inputs: Callable[[], dict[str, Any]]) -> PoolingResult:
-        from dashinfer_vlm_core.engine.shared import call_engine
-
-        async def started() -> AnyEngine:
-            return engine
-
         request = await asyncio.to_thread(inputs) | self.options
         async with self._slots:
-            return await call_engine(started, lambda each: each.aembed(request), timeout=None, max_retries=RETRIES)
+            return await with_retries(engine, lambda each: each.aembed(request))
 
     def _text_row(self, text: str) -> Row:
         return Row(text=text, instruction=self.options.get("instruction"))

@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -23,17 +23,21 @@ from dashinfer_vlm_core.config import ENV_PREFIX, EngineConfig
 from dashinfer_vlm_core.errors import ConfigError, EngineClosed
 
 if TYPE_CHECKING:
-    from typing import TypeAlias
+    from typing import TypeAlias, TypeVar
 
-    from dashinfer_vlm_core.engine import Engine
+    from dashinfer_vlm_core.engine import ChatEngine, Engine
     from dashinfer_vlm_core.engine.remote import RemoteEngine
 
     AnyEngine: TypeAlias = Engine | RemoteEngine
+    T = TypeVar("T")
 
 Command = Callable[..., Any]
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C."""
+"""Exit code after Ctrl-C, as in shells."""
+
+RETRIES = 3
+"""Retries of a request after a transient error."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +85,18 @@ class EngineSource:
             raise EngineClosed(f"{api_base}: {status.fatal_error or 'the server is not ready.'}")
         remote.model = self.model or status.model
         return remote
+
+
+async def with_retries(
+    engine: AnyEngine, work: Callable[[ChatEngine], Awaitable[T]], *, max_retries: int = RETRIES
+) -> T:
+    """Return what `work` returns for an engine, called again after transient errors. Raises its last error."""
+    from dashinfer_vlm_core.engine.shared import call_engine  # as in `open`
+
+    async def started() -> ChatEngine:
+        return engine
+
+    return await call_engine(started, work, timeout=None, max_retries=max_retries)
 
 
 @contextlib.contextmanager

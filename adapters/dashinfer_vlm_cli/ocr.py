@@ -15,20 +15,19 @@ import click
 from dashinfer_vlm_core.cli.command import EngineCommand
 from dashinfer_vlm_core.cli.terminal import counted
 from dashinfer_vlm_core.concurrency.tasks import run_concurrently
-from dashinfer_vlm_core.errors import DashInferVLMError, QueueFull
+from dashinfer_vlm_core.errors import DashInferVLMError
 
-from .batch import INTERRUPTED, RETRY_SECONDS
-from .engines import EngineSource, engine_source_options
+from .engines import INTERRUPTED, EngineSource, engine_source_options, with_retries
 from .ocr_files import PAGES_FILE, PagesFile, Source, digest_of, find_sources
 from .rate_progress import RateProgress
 
 if TYPE_CHECKING:
+    from dashinfer_vlm_core.engine import ChatEngine
+
     from .engines import AnyEngine
 
 MAX_FILES = 16
 """Files that are converted at the same time, so that many files of one page fill a batch."""
-
-RETRIES = 3
 
 
 @click.command(cls=EngineCommand)
@@ -118,18 +117,17 @@ class _Job:
         self, engine: AnyEngine, source: Source, data: bytes, digest: str, progress: PageProgress
     ) -> None:
         document = await asyncio.to_thread(source.document, data)
-        for retries_left in reversed(range(RETRIES + 1)):
-            try:
-                return await self._convert_missing(engine, source, document, digest, progress)
-            except DashInferVLMError as error:  # noqa: PERF203 - a retry
-                if not error.retryable or not retries_left:
-                    self.problems.append(f"{source.path}: {error.message}")
-                    return None
-                await asyncio.sleep(error.retry_after if isinstance(error, QueueFull) else RETRY_SECONDS)
-        return None
+
+        async def convert(each: ChatEngine) -> None:
+            await self._convert_missing(each, source, document, digest, progress)
+
+        try:
+            await with_retries(engine, convert)
+        except DashInferVLMError as error:
+            self.problems.append(f"{source.path}: {error.message}")
 
     async def _convert_missing(
-        self, engine: AnyEngine, source: Source, document: dict[str, Any], digest: str, progress: PageProgress
+        self, engine: ChatEngine, source: Source, document: dict[str, Any], digest: str, progress: PageProgress
     ) -> None:
         missing = self.pages.missing(digest)
         total = self.pages.total(digest)
