@@ -110,6 +110,7 @@ class _Job:
             progress.skip_file()
         else:
             await self._convert(engine, source, data, digest, progress)
+        self.pages.add_name(source, digest)
         if text := self.pages.markdown(digest):
             source.output.write_text(text, encoding="utf-8")
 

@@ -105,6 +105,14 @@ class PagesFile(LineFile):
         self._store(line)
         self.append(line)
 
+    def add_name(self, source: Source, digest: str) -> None:
+        """Append the pages of a file again that were converted from one of another name."""
+        if source.path.name not in self._names:
+            for page in [*self._pages.get(digest, {}).values()]:
+                line = {**page, "file": source.path.name}
+                self._store(line)
+                self.append(line)
+
     def total(self, digest: str) -> int | None:
         """Return the number of pages of a file; None if no page was converted yet."""
         return self._totals.get(digest)

@@ -70,6 +70,17 @@ def test_converted_files_are_skipped_unless_they_change(run, server_url, report,
     assert (tmp_path / "report.md").read_text() == "Second.\n\n"
 
 
+def test_pages_of_an_equal_file_are_those_of_both_names(run, server_url, report, tmp_path):
+    folder = tmp_path / "text"
+    run("ocr", report, "-o", folder, "--api-base", server_url("First."))
+    other = report.rename(tmp_path / "renamed.pdf")
+    for _ in range(2):
+        result = run("ocr", other, "-o", folder, "--api-base", server_url("Second."))
+        assert (result.exit_code, "0 pages converted, 0 failed." in result.output) == (0, True)
+        assert (folder / "renamed.md").read_text() == "First.\n\n" * 3
+    assert [line["file"] for line in lines(folder)] == ["report.pdf"] * 3 + ["renamed.pdf"] * 3
+
+
 def test_incomplete_last_line_is_converted_again(run, server_url, report, tmp_path):
     run("ocr", report, "-o", tmp_path, "--api-base", server_url("First."))
     data = (tmp_path / "pages.jsonl").read_bytes()
