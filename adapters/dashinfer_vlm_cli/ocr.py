@@ -126,6 +126,7 @@ class _Job:
             await with_retries(engine, convert)
         except DashInferVLMError as error:
             self.problems.append(f"{source.path}: {error.message}")
+        self.problems += [f"{source.path}, page {index + 1}: {message}" for index, message in self.pages.errors(digest)]
 
     async def _convert_missing(
         self, engine: ChatEngine, source: Source, document: dict[str, Any], digest: str, progress: PageProgress
@@ -141,10 +142,7 @@ class _Job:
                     is_open = True
                 self.pages.add(source, digest, chunk.page, total or chunk.total_pages)
                 progress.update()
-                if chunk.page.error:
-                    self.problems.append(f"{source.path}, page {chunk.page.index + 1}: {chunk.page.error.message}")
-                else:
-                    self.num_converted += 1
+                self.num_converted += chunk.page.error is None
 
 
 def _run(job: _Job, sources: Sequence[Source], source: EngineSource) -> None:

@@ -122,6 +122,11 @@ class PagesFile(LineFile):
         pages = self._pages.get(digest, {})
         return [index for index in range(self._totals.get(digest, 0)) if pages.get(index, {}).get("error", True)]
 
+    def errors(self, digest: str) -> list[tuple[int, str]]:
+        """Return the indices of the pages that failed, with the messages."""
+        pages = self._pages.get(digest, {})
+        return [(index, pages[index]["error"]["message"]) for index in sorted(pages) if pages[index]["error"]]
+
     def is_complete(self, digest: str) -> bool:
         return self.total(digest) is not None and not self.missing(digest)
 

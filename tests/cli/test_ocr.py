@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from dashinfer_vlm_core.errors import CheckpointError, ConfigError, DecoderFailed
+from dashinfer_vlm_core.errors import CheckpointError, ConfigError, DecoderFailed, EngineClosed
 from tests.cli.conftest import run_process
 from tests.pdfs import document
 from tests.samples import encode, noise
@@ -48,6 +48,14 @@ def test_failed_page_is_converted_by_the_next_run(run, server_url, report, tmp_p
     assert run("ocr", report, "-o", tmp_path, "--api-base", url).exit_code == 0
     assert (tmp_path / "report.md").read_text().split("\n\n")[failed] == "Now."
     assert len(lines(tmp_path)) == 4
+
+
+def test_page_that_succeeds_in_a_retry_has_not_failed(run, server_url, report, tmp_path):
+    responses = ["One.", DecoderFailed("The decoder died."), EngineClosed("It was closed."), "Two.", "Three."]
+    url = server_url(*responses, max_batch_size=2)  # page by page
+    result = run("ocr", report, "-o", tmp_path, "--api-base", url)
+    assert (result.exit_code, "3 pages converted, 0 failed." in result.output) == (0, True)
+    assert (tmp_path / "report.md").read_text() == "One.\n\nTwo.\n\nThree.\n\n"
 
 
 def test_bad_file_does_not_end_the_others(run, server_url, report, tmp_path):
