@@ -15,7 +15,7 @@ import numpy as np
 
 from dashinfer_vlm_core.errors import ConfigError, MediaUndecodable, MediaUnreachable
 
-from .line_file import LineFile
+from .line_file import LineFile, write_error
 from .media import Kind, data_part, media_kind
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ class VectorsFile(LineFile):
         try:
             file = os.open(self.vectors_path, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
-            raise self._write_error(error) from error
+            raise write_error(self.vectors_path, error) from error
         if os.fstat(file).st_size or self._rows:
             shape = _shape(self.vectors_path)
             surplus = 0 if self.path in self._created else 1  # an interruption leaves one row without its line
@@ -228,10 +228,7 @@ class VectorsFile(LineFile):
                 offset += count
                 data = data[count:]
         except OSError as error:
-            raise self._write_error(error) from error
-
-    def _write_error(self, error: OSError) -> ConfigError:
-        return ConfigError(f"{self.vectors_path} cannot be written: {error.strerror}. Run the command again to resume.")
+            raise write_error(self.vectors_path, error) from error
 
     def _store(self, line: dict[str, Any]) -> None:
         row = Row(**{each.name: line.get(each.name) for each in fields(Row)})

@@ -55,9 +55,7 @@ class LineFile:
             while data:
                 data = data[os.write(self._file, data) :]
         except OSError as error:
-            raise ConfigError(
-                f"{self.path} cannot be written: {error.strerror}. Run the command again to resume."
-            ) from error
+            raise write_error(self.path, error) from error
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # a pipe, for example, cannot be synced
@@ -69,6 +67,11 @@ class LineFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def write_error(path: Path, error: OSError) -> ConfigError:
+    """Return the error for a file that cannot be written during a run."""
+    return ConfigError(f"{path} cannot be written: {error.strerror}. Run the command again to resume.")
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:

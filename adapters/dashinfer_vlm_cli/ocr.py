@@ -15,7 +15,7 @@ import click
 from dashinfer_vlm_core.cli.command import EngineCommand
 from dashinfer_vlm_core.cli.terminal import counted
 from dashinfer_vlm_core.concurrency.tasks import run_concurrently
-from dashinfer_vlm_core.errors import DashInferVLMError
+from dashinfer_vlm_core.errors import ConfigError, DashInferVLMError
 
 from .engines import INTERRUPTED, EngineSource, engine_source_options, with_retries
 from .ocr_files import PAGES_FILE, PagesFile, Source, digest_of, find_sources
@@ -45,7 +45,10 @@ def ocr(*, files: tuple[Path, ...], output: Path, source: EngineSource) -> None:
     Exits with 0 if every page has its text, with 1 if some have none.
     """
     sources = find_sources(files, output)
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be created: {error.strerror}. Choose another folder.") from error
     with PagesFile(output / PAGES_FILE) as pages:
         pages.check_outputs(sources)
         job = _Job(pages=pages)
@@ -112,7 +115,7 @@ class _Job:
             await self._convert(engine, source, data, digest, progress)
         self.pages.add_name(source, digest)
         if text := self.pages.markdown(digest):
-            source.output.write_text(text, encoding="utf-8")
+            source.write(text)
 
     async def _convert(
         self, engine: AnyEngine, source: Source, data: bytes, digest: str, progress: PageProgress

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from dashinfer_vlm_core.errors import ConfigError, MediaUnreachable
 
-from .line_file import LineFile
+from .line_file import LineFile, write_error
 
 if TYPE_CHECKING:
     from dashinfer_vlm_core.response.ocr import OcrPage
@@ -42,6 +42,13 @@ class Source:
             return self.path.read_bytes()
         except OSError as error:
             raise MediaUnreachable(f"{self.path} cannot be read: {error.strerror}. Check the path.") from error
+
+    def write(self, text: str) -> None:
+        """Write the Markdown file. Raises ConfigError if that is not possible."""
+        try:
+            self.output.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise write_error(self.output, error) from error
 
     def document(self, data: bytes) -> dict[str, Any]:
         """Return the content of the file as the document of an OCR request."""

@@ -108,6 +108,17 @@ def test_other_files_of_the_folder_are_not_overwritten(run, report, tmp_path):
         run("ocr", report, "-o", tmp_path)
 
 
+def test_folder_that_cannot_be_written_is_an_error(run, server_url, report, tmp_path):
+    with pytest.raises(ConfigError, match=r"report\.pdf/text cannot be created: Not a directory"):
+        run("ocr", report, "-o", report / "text")
+    url = server_url("Yes.")
+    run("ocr", report, "-o", tmp_path, "--api-base", url)
+    (tmp_path / "report.md").unlink()
+    (tmp_path / "report.md").mkdir()
+    with pytest.raises(ConfigError, match=r"report\.md cannot be written: Is a directory"):
+        run("ocr", report, "-o", tmp_path, "--api-base", url)
+
+
 def test_markdown_of_another_program_is_not_overwritten(run, report, tmp_path):
     """Not even if pages of another file are in the folder. No model is loaded."""
     line = {"file": "report.png", "digest": "0", "total_pages": 1, "index": 0, "markdown": "Mine.", "error": None}
