@@ -37,7 +37,7 @@ def media_part(kind: Kind, source: str) -> Part:
         MediaUnreachable: the file does not exist, or cannot be read.
         RequestError: the file cannot be decoded; with the engine's message.
     """
-    url = source if _is_url(source) else _file_url(kind, _local_path(source))
+    url = source if _is_url(source) else _file_url(kind, local_path(source))
     if kind == "file":
         return {"type": "file", "file": {"file_url" if _is_url(source) else "file_data": url}}
     return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
@@ -74,7 +74,7 @@ def find_media(line: str) -> tuple[str, list[Part]]:
     def extract(match: re.Match[str]) -> str:
         source = _unquote(match[0])
         kind = media_kind(source)
-        if kind is None or not (_is_url(source) or _local_path(source).is_file()):
+        if kind is None or not (_is_url(source) or local_path(source).is_file()):
             return match[0]
         parts.append(media_part(kind, source))
         return ""
@@ -111,10 +111,13 @@ def _is_url(source: str) -> bool:
     return source.lower().startswith(("http://", "https://", "data:"))
 
 
-def _local_path(source: str) -> Path:
+def local_path(source: str) -> Path:
+    """Return the path of a file as a user writes it. As in shells, `~name` is a file if there is no such user."""
     if source.lower().startswith("file://"):
         source = unquote(urlsplit(source).path)
-    return Path(source).expanduser()
+    with contextlib.suppress(RuntimeError):
+        return Path(source).expanduser()
+    return Path(source)
 
 
 def _unquote(word: str) -> str:

@@ -13,7 +13,7 @@ from dashinfer_vlm_core.errors import DashInferVLMError, InvalidParameter
 
 from .completion_stats import Completion, complete
 from .conversation import Conversation
-from .media import Part, clipboard_part, find_media, media_part
+from .media import Part, clipboard_part, find_media, local_path, media_part
 
 if TYPE_CHECKING:
     from .engines import AnyEngine
@@ -125,7 +125,7 @@ class Repl:
             self.notify(NO_PROMPT)
 
     def save(self, argument: str) -> None:
-        path = Path(_required(argument, "/save PATH")).expanduser()
+        path = local_path(_required(argument, "/save PATH"))
         if path.exists() and path.resolve() not in self.files:
             raise InvalidParameter(f"{path} already exists. Choose another name.")
         self.conversation.save(path)
@@ -133,7 +133,7 @@ class Repl:
         self.notify(f"Saved to {path}, {counted(self.conversation.num_prompts, 'prompt')}.")
 
     def load(self, argument: str) -> None:
-        path = Path(_required(argument, "/load PATH")).expanduser()
+        path = local_path(_required(argument, "/load PATH"))
         self.conversation = Conversation.load(path)
         self.files.add(path.resolve())
         self.notify(f"Loaded {path}, {counted(self.conversation.num_prompts, 'prompt')}.")

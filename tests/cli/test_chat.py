@@ -57,8 +57,9 @@ def test_media_part_keeps_url():
 
 
 def test_media_part_reports_missing_file():
-    with pytest.raises(MediaUnreachable, match=r"none\.png cannot be read: No such file"):
-        media_part("image", "none.png")
+    for name in ("none.png", "~none.png"):  # the latter is not of a user of this name
+        with pytest.raises(MediaUnreachable, match=rf"^{name} cannot be read: No such file"):
+            media_part("image", name)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,8 @@ def test_find_media_finds_images_videos_and_documents(tmp_path, images):
 
 
 @pytest.mark.parametrize(
-    "line", ["What's in none.png?", "It's 5 o'clock", "see https://example.com/page", "  two  blanks ", "/tmp"]
+    "line",
+    ["What's in none.png?", "It's 5 o'clock", "see https://example.com/page", "  two  blanks ", "/tmp", "~none.png"],
 )
 def test_find_media_keeps_other_lines_unchanged(line):
     assert find_media(line) == (line, [])
@@ -382,6 +384,8 @@ def test_repl_save_does_not_overwrite_other_files(repl, tmp_path):
     session.handle("/reset")
     session.handle(f"/load {tmp_path}/talk.json")
     assert message_texts(session) == ["Is it?", "Yes.", "And it?", "Yes."]
+    session.handle("/load ~none.json")
+    assert session.shown[-1] == "~none.json: No such file or directory."
 
 
 def test_repl_help_lists_commands_and_unknown_is_rejected(repl):
