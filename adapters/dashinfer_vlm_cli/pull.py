@@ -56,8 +56,9 @@ def pull(*, model: str, revision: str | None, hub: Hub) -> None:
     forbids downloads, and HF_HOME is the folder of the cache, which all programs of Hugging Face share.
     """
     log_warnings_only()
-    with interruptible(model):
-        click.echo(pull_model(EngineConfig(model=model, revision=revision, device="cpu"), hub))
+    config = EngineConfig(model=model, revision=revision, device="cpu")
+    with interruptible(config, hub):
+        click.echo(pull_model(config, hub))
 
 
 def pull_model(config: EngineConfig, hub: Hub) -> Path:
@@ -130,14 +131,17 @@ def _show_needs(config: EngineConfig, snapshot: HubSnapshot) -> None:
 
 
 @contextlib.contextmanager
-def interruptible(model: str) -> Iterator[None]:
+def interruptible(config: EngineConfig, hub: Hub) -> Iterator[None]:
     """On Ctrl-C, say what is left of a download, and exit."""
     try:
         yield
     except KeyboardInterrupt:
+        options = "" if hub == "huggingface" else f" --hub {hub}"
+        if config.revision:
+            options += f" --revision {config.revision}"
         click.echo(
-            f"\nInterrupted. `dashinfer-vlm pull {model}` resumes the download; `dashinfer-vlm rm {model}` deletes what"
-            " is there.",
+            f"\nInterrupted. `dashinfer-vlm pull {config.model}{options}` resumes the download; `dashinfer-vlm rm"
+            f" {config.model}` deletes what is there.",
             err=True,
         )
         sys.exit(INTERRUPTED)

@@ -21,7 +21,7 @@ SERVER_OPTIONS = {"api_base", "api_key"}
 def _run(*, config: EngineConfig, hub: Hub, **options: Any) -> None:
     log_warnings_only()
     if hub == "modelscope" or _must_be_downloaded(config):
-        with interruptible(config.model):
+        with interruptible(config, hub):
             folder = pull_model(config.model_copy(update={"device": "cpu"}), hub)
         if hub == "modelscope":  # by its name, the model would be looked up on the Hugging Face Hub
             config = config.model_copy(update={"model": str(folder), "served_model_name": config.name})

@@ -10,6 +10,8 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
+from dashinfer_vlm_cli.pull import interruptible
+from dashinfer_vlm_core import EngineConfig
 from dashinfer_vlm_core.errors import CheckpointError, PluginError
 from dashinfer_vlm_core.models.checkpoint import find_model
 from dashinfer_vlm_core.models.hub import is_safe_path
@@ -354,6 +356,17 @@ def test_errors_of_modelscope_are_explained(run, modelscope):
     (modelscope.folder / "a\nb.json").write_text("{}")
     with pytest.raises(CheckpointError, match="which is not valid, so nothing was downloaded"):
         run("pull", "maker/tiny", "--hub", "modelscope")
+
+
+def test_interruption_names_the_command_that_resumes(capsys):
+    for hub, revision, options in (
+        ("huggingface", None, ""),
+        ("modelscope", "v1", " --hub modelscope --revision v1"),
+    ):
+        config = EngineConfig(model="maker/tiny", revision=revision)
+        with pytest.raises(SystemExit), interruptible(config, hub):
+            raise KeyboardInterrupt
+        assert f"`dashinfer-vlm pull maker/tiny{options}` resumes" in capsys.readouterr().err
 
 
 @pytest.mark.slow
