@@ -51,7 +51,13 @@ EMBEDDING_MODEL = "Qwen/Qwen3-VL-Embedding-2B"
               help="Fewer dimensions than the model's, if it was trained for them.")  # fmt: skip
 @engine_source_options
 def embed(
-    *, files: tuple[Path, ...], output: Path, texts: tuple[str, ...], source: EngineSource, **options: str | int | None
+    *,
+    files: tuple[Path, ...],
+    output: Path,
+    texts: tuple[str, ...],
+    instruction: str | None,
+    dimensions: int | None,
+    source: EngineSource,
 ) -> None:
     """Compute embeddings of images, videos, PDFs and text files.
 
@@ -70,6 +76,9 @@ def embed(
     with VectorsFile(output) as vectors:
         if source.api_base is None:  # only a server knows the name of its model
             vectors.check_model(source.config.name)
+        if dimensions is not None:
+            vectors.check_dimensions(dimensions)
+        options = {"instruction": instruction, "dimensions": dimensions}
         job = _Job(vectors=vectors, options={name: value for name, value in options.items() if value is not None})
         try:
             _run(job, [*dict.fromkeys(files), *dict.fromkeys(texts)], source)

@@ -146,6 +146,15 @@ class VectorsFile(LineFile):
                 param="output",
             )
 
+    def check_dimensions(self, dimensions: int) -> None:
+        """Raise ConfigError if there are vectors with another number of dimensions."""
+        if self._dimensions not in {0, dimensions}:
+            raise ConfigError(
+                f"{self.vectors_path} has vectors with {self._dimensions} dimensions, not with {dimensions}. Choose"
+                " another `--output`.",
+                param="output",
+            )
+
     def add(self, row: Row, digest: str | None, result: PoolingResult, *, pages: int | None = None) -> None:
         """Append the embedding of a row.
 
@@ -158,7 +167,9 @@ class VectorsFile(LineFile):
         Raises:
             ConfigError: the file cannot be written, or has rows of another model or with another number of dimensions.
         """
-        self._check(result)
+        self.check_model(result.model)
+        self.check_dimensions(result.values.shape[1])
+        self._dimensions = result.values.shape[1]
         vector = result.values[0].astype("<f4").tobytes()
         number = len(self._rows)
         if not number:
@@ -185,16 +196,6 @@ class VectorsFile(LineFile):
     def _delete_created(self) -> None:
         for path in self._created:
             path.unlink(missing_ok=True)
-
-    def _check(self, result: PoolingResult) -> None:
-        self.check_model(result.model)
-        self._dimensions = self._dimensions or result.values.shape[1]
-        if self._dimensions != result.values.shape[1]:
-            raise ConfigError(
-                f"{self.vectors_path} has vectors with {self._dimensions} dimensions, not with"
-                f" {result.values.shape[1]}. Choose another `--output`.",
-                param="output",
-            )
 
     def _open_vectors(self) -> int:
         try:

@@ -92,11 +92,14 @@ def test_rows_equal_the_embeddings_of_vlm(embed, files, vlm, tmp_path):
 
 
 def test_instruction_and_dimensions_are_sent(embed, vlm, tmp_path):
-    assert embed("--text", "A dog.", "--instruction", "Find it.").exit_code == 0
-    expected = vlm.engine.embed({"input": "A dog.", "instruction": "Find it."}).values
-    np.testing.assert_allclose([rows(tmp_path)["A dog.", None]], expected, atol=1e-5)
     with pytest.raises(ConfigError, match=r"^`--dimensions` is 32, but embeddings of this model have 64 dimensions"):
         embed("--text", "A cat.", "--dimensions", "32")
+    words = ("--text", "A dog.", "--instruction", "Find it.", "--dimensions")
+    assert embed(*words, "64").exit_code == 0
+    expected = vlm.engine.embed({"input": "A dog.", "instruction": "Find it."}).values
+    np.testing.assert_allclose([rows(tmp_path)["A dog.", None]], expected, atol=1e-5)
+    with pytest.raises(ConfigError, match=r"has vectors with 64 dimensions, not with 32"):
+        embed(*words, "32")  # there is nothing to compute
 
 
 def test_bad_files_do_not_end_the_others(embed, files, tmp_path):
