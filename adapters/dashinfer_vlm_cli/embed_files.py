@@ -121,7 +121,7 @@ class VectorsFile(LineFile):
         self._created = [each for each in (path, path.with_suffix(ROWS_SUFFIX)) if not each.exists()]
         super().__init__(path.with_suffix(ROWS_SUFFIX), prefix=LINE_PREFIX, read=self._read)
         try:
-            self._vectors = self._open_vectors()
+            self._open_vectors()
         except BaseException:
             super().close()
             self._delete_created()
@@ -197,23 +197,24 @@ class VectorsFile(LineFile):
         for path in self._created:
             path.unlink(missing_ok=True)
 
-    def _open_vectors(self) -> int:
+    def _open_vectors(self) -> None:
         try:
-            file = os.open(self.vectors_path, os.O_RDWR | os.O_CREAT, 0o666)
+            self._vectors = os.open(self.vectors_path, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             raise write_error(self.vectors_path, error) from error
-        if os.fstat(file).st_size or self._rows:
+        if os.fstat(self._vectors).st_size or self._rows:
             shape = _shape(self.vectors_path)
             surplus = 0 if self.path in self._created else 1  # an interruption leaves one row without its line
             if shape is None or not -1 <= shape[0] - len(self._rows) <= surplus:
-                os.close(file)
+                os.close(self._vectors)
                 raise ConfigError(
                     f"{self.vectors_path} does not have the rows of {self.path}. Move both away, or choose another"
                     " `--output`.",
                     param="output",
                 )
             self._dimensions = shape[1]
-        return file
+            if self._rows and shape[0] != len(self._rows):  # an interruption came before the header was written
+                self._write(self._header(), 0)
 
     def _header(self) -> bytes:
         """Return the header of version 1.0 of the format: the number of rows changes, and its size does not."""

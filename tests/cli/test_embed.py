@@ -132,9 +132,12 @@ def test_second_run_computes_what_is_missing(embed, files, tmp_path):
     result = embed(*files)
     assert "4 rows computed, 0 failed." in result.output
     np.testing.assert_array_equal(rows(tmp_path)["photo.png", None], before["photo.png", None])
+    vectors = (tmp_path / "out.npy").read_bytes()
+    (tmp_path / "out.npy").write_bytes(vectors.replace(b"(5, 64)", b"(4, 64)", 1))  # as after an interruption
     assert "0 rows computed, 0 failed." in embed(*files).output
+    assert len(rows(tmp_path)) == 5
     lines = (tmp_path / "out.jsonl").read_bytes()
-    (tmp_path / "out.jsonl").write_bytes(lines[:-5])  # as after an interruption
+    (tmp_path / "out.jsonl").write_bytes(lines[:-5])  # the same
     assert "1 row computed, 0 failed." in embed(*files).output
     assert (tmp_path / "out.jsonl").read_text().count('"pages": 3') == 3
     assert len(rows(tmp_path)) == 5
