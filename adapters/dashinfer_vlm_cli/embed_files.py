@@ -8,6 +8,7 @@ import json
 import os
 import struct
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,7 +17,7 @@ import numpy as np
 from dashinfer_vlm_core.errors import ConfigError, MediaUndecodable, MediaUnreachable
 
 from .line_file import LineFile, write_error
-from .media import Kind, data_part, media_kind
+from .media import Kind, Part, data_part, media_kind
 
 if TYPE_CHECKING:
     from dashinfer_vlm_core.engine import PoolingResult
@@ -52,7 +53,7 @@ class Row:
         return f"{self.file}, page {self.page}" if self.page else self.file
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Content:
     """The content of a file.
 
@@ -92,9 +93,15 @@ class Content:
                 raise MediaUndecodable(
                     "This is neither text in UTF-8, nor does its suffix name an image, a video or a PDF. Convert it."
                 ) from None
-        options = {"pages": str(page), "render": "image"} if page else {}
-        part = data_part(self.kind, self.path, self.data, **options)
+        part = self._part
+        if page:
+            part = {**part, "file": {**part["file"], "pages": str(page), "render": "image"}}
         return {"messages": [{"role": "user", "content": [part]}]}
+
+    @cached_property
+    def _part(self) -> Part:
+        assert self.kind != "text", "it has no part"
+        return data_part(self.kind, self.path, self.data)
 
 
 class VectorsFile(LineFile):

@@ -43,19 +43,12 @@ def media_part(kind: Kind, source: str) -> Part:
     return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
 
 
-def data_part(kind: Kind, path: Path, data: bytes, **options: Any) -> Part:
-    """Return a content part for the content of a file, which is not checked.
-
-    Args:
-        kind: what it is.
-        path: the file, for its media type.
-        data: the content.
-        options: further fields of the part, such as `pages` of a document.
-    """
+def data_part(kind: Kind, path: Path, data: bytes) -> Part:
+    """Return a content part for the content of a file, which is not checked; its path has the media type."""
     url = _file_data_url(kind, path, data)
     if kind == "file":
-        return {"type": "file", "file": {"file_data": url, **options}}
-    return {"type": f"{kind}_url", f"{kind}_url": {"url": url, **options}}
+        return {"type": "file", "file": {"file_data": url}}
+    return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
 
 
 def media_kind(source: str) -> Kind | None:
