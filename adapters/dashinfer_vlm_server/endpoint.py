@@ -140,6 +140,10 @@ class Endpoint(APIRoute):
         return self._documented()
 
 
+post = partial(Endpoint, method="POST", errors=ENGINE_STATUSES)
+"""Creates an endpoint that reads a body and uses the engine."""
+
+
 class WebSocketEndpoint(WebSocketRoute):
     """A route of the server for WebSockets, at the path of an `Endpoint`.
 

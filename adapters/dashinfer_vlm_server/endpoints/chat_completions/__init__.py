@@ -12,7 +12,7 @@ from openai.types.chat import ChatCompletion
 
 from dashinfer_vlm_core.protocol import ChatRequest
 
-from ...endpoint import ENGINE_STATUSES, Endpoint, completion_response
+from ...endpoint import Endpoint, completion_response, post
 from ...errors import error_body
 from ...sse import format_event
 
@@ -33,17 +33,7 @@ def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
             return server.stream(chunks, encode=_chunk_event, encode_error=_error_event, model=chat.model)
         return await completion_response(await server.run(request, server.engine.achat(chat)))
 
-    return [
-        Endpoint(
-            "/v1/chat/completions",
-            chat_completions,
-            method="POST",
-            body=[ChatRequest],
-            response=ChatCompletion,
-            errors=ENGINE_STATUSES,
-            generates=True,
-        )
-    ]
+    return [post("/v1/chat/completions", chat_completions, body=[ChatRequest], response=ChatCompletion, generates=True)]
 
 
 def _chunk_event(chunk: ChatCompletionChunk) -> str:

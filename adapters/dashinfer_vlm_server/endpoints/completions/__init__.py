@@ -20,7 +20,7 @@ from dashinfer_vlm_core.protocol.request import MAX_COMPLETIONS
 from dashinfer_vlm_core.protocol.validation_errors import renamed_errors
 from dashinfer_vlm_core.response.completion_builder import CompletionBuilder, Json
 
-from ...endpoint import ENGINE_STATUSES, Endpoint, completion_response
+from ...endpoint import Endpoint, completion_response, post
 from ...errors import error_body
 from ...sse import format_event
 
@@ -44,17 +44,7 @@ def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
             )
         return await completion_response(await server.run(request, creation.complete()))
 
-    return [
-        Endpoint(
-            "/v1/completions",
-            completions,
-            method="POST",
-            body=[CompletionRequest],
-            response=Completion,
-            errors=ENGINE_STATUSES,
-            generates=True,
-        )
-    ]
+    return [post("/v1/completions", completions, body=[CompletionRequest], response=Completion, generates=True)]
 
 
 class _Creation:

@@ -13,7 +13,7 @@ from pydantic_core import to_json
 
 from dashinfer_vlm_core.protocol import EmbeddingRequest
 
-from ...endpoint import ENGINE_STATUSES, Endpoint
+from ...endpoint import Endpoint, post
 
 if TYPE_CHECKING:
     from dashinfer_vlm_core.engine import PoolingResult
@@ -33,15 +33,7 @@ def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
         return Response(body, media_type="application/json")
 
     return [
-        Endpoint(
-            "/v1/embeddings",
-            embeddings,
-            method="POST",
-            body=[EmbeddingRequest],
-            response=CreateEmbeddingResponse,
-            errors=ENGINE_STATUSES,
-            generates=True,
-        )
+        post("/v1/embeddings", embeddings, body=[EmbeddingRequest], response=CreateEmbeddingResponse, generates=True)
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
@@ -15,7 +16,7 @@ from pydantic import BaseModel, Field
 from dashinfer_vlm_core.errors import ModelNotFound
 from dashinfer_vlm_core.protocol.model import ModelRequest
 
-from ...endpoint import ENGINE_STATUSES, PLAIN_STATUSES, Endpoint, json_response
+from ...endpoint import PLAIN_STATUSES, Endpoint, json_response, post
 
 if TYPE_CHECKING:
     from dashinfer_vlm_core.engine import ChatEngine
@@ -77,9 +78,7 @@ def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
         await server.engine.aunload(model)
         return await retrieve(server.engine.for_model(model).status().model)
 
-    def manage(path: str, handler: Any) -> Endpoint:
-        return Endpoint(path, handler, method="POST", body=[ModelRequest], response=ServedModel, errors=ENGINE_STATUSES)
-
+    manage = partial(post, body=[ModelRequest], response=ServedModel)
     return [
         Endpoint("/v1/models", list_models, response=ModelList, errors=PLAIN_STATUSES),
         manage("/v1/models/load", load),

@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from dashinfer_vlm_core.protocol.ocr import OcrRequest
 from dashinfer_vlm_core.response.ocr import OcrChunk, OcrResponse
 
-from ...endpoint import ENGINE_STATUSES, Endpoint
+from ...endpoint import Endpoint, post
 from ...errors import error_body
 from ...sse import format_event
 
@@ -33,17 +33,7 @@ def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
         response = await server.run(request, _complete(chunks))
         return Response(response.model_dump_json(), media_type="application/json")
 
-    return [
-        Endpoint(
-            "/v1/ocr",
-            ocr,
-            method="POST",
-            body=[OcrRequest],
-            response=OcrResponse,
-            errors=ENGINE_STATUSES,
-            generates=True,
-        )
-    ]
+    return [post("/v1/ocr", ocr, body=[OcrRequest], response=OcrResponse, generates=True)]
 
 
 async def _complete(chunks: AsyncGenerator[OcrChunk, None]) -> OcrResponse:

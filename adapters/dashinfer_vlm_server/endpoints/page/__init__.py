@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 
 from dashinfer_vlm_core.protocol import ChatRequest
 
-from ...endpoint import ENGINE_STATUSES, Endpoint
+from ...endpoint import Endpoint, post
 
 if TYPE_CHECKING:
     from dashinfer_vlm_core.preprocessing.preview import MediaPreview, Preview
@@ -95,7 +95,7 @@ def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
     return [
         page("/", index),
         page("/page/{name}", file),
-        Endpoint("/v1/media/preview", preview, method="POST", body=[ChatRequest], errors=ENGINE_STATUSES),
+        post("/v1/media/preview", preview, body=[ChatRequest]),
     ]
 
 

@@ -16,7 +16,7 @@ from pydantic_core import to_json
 from dashinfer_vlm_core.engine.late_interaction import to_base64
 from dashinfer_vlm_core.protocol import PoolingRequest
 
-from ...endpoint import ENGINE_STATUSES, Endpoint, PromptUsage
+from ...endpoint import Endpoint, PromptUsage, post
 
 if TYPE_CHECKING:
     from dashinfer_vlm_core.engine import TokenEmbeddings
@@ -51,17 +51,7 @@ def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
         body = await asyncio.to_thread(_body, result, as_base64=parsed.encoding_format == "base64")
         return Response(body, media_type="application/json")
 
-    return [
-        Endpoint(
-            "/pooling",
-            pooling,
-            method="POST",
-            body=[PoolingRequest],
-            response=PoolingResponse,
-            errors=ENGINE_STATUSES,
-            generates=True,
-        )
-    ]
+    return [post("/pooling", pooling, body=[PoolingRequest], response=PoolingResponse, generates=True)]
 
 
 def _body(result: TokenEmbeddings, *, as_base64: bool) -> bytes:

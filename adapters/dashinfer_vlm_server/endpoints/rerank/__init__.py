@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 from fastapi import Request
@@ -13,7 +12,7 @@ from pydantic import BaseModel
 
 from dashinfer_vlm_core.protocol import RerankRequest
 
-from ...endpoint import ENGINE_STATUSES, Endpoint, PromptUsage, json_response
+from ...endpoint import Endpoint, PromptUsage, json_response, post
 
 if TYPE_CHECKING:
     from dashinfer_vlm_core.engine import PoolingResult
@@ -51,8 +50,7 @@ def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
         parsed = await server.read(request, RerankRequest.parse)
         return json_response(_response(parsed, await server.run(request, server.engine.ascore(parsed))))
 
-    post = partial(Endpoint, method="POST", errors=ENGINE_STATUSES, generates=True)
-    return [post(path, rerank, body=[RerankRequest], response=RerankResponse) for path in PATHS]
+    return [post(path, rerank, body=[RerankRequest], response=RerankResponse, generates=True) for path in PATHS]
 
 
 def _response(request: RerankRequest, result: PoolingResult) -> RerankResponse:

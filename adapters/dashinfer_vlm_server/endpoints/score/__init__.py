@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 from fastapi import Request
@@ -14,7 +13,7 @@ from pydantic import BaseModel
 
 from dashinfer_vlm_core.protocol import ScoreRequest
 
-from ...endpoint import ENGINE_STATUSES, Endpoint, PromptUsage, json_response
+from ...endpoint import Endpoint, PromptUsage, json_response, post
 
 if TYPE_CHECKING:
     from dashinfer_vlm_core.engine import PoolingResult
@@ -48,8 +47,7 @@ def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
         parsed = await server.read(request, ScoreRequest.parse)
         return json_response(_response(await server.run(request, server.engine.ascore(parsed))))
 
-    post = partial(Endpoint, method="POST", errors=ENGINE_STATUSES, generates=True)
-    return [post(path, score, body=[ScoreRequest], response=ScoreResponse) for path in PATHS]
+    return [post(path, score, body=[ScoreRequest], response=ScoreResponse, generates=True) for path in PATHS]
 
 
 def _response(result: PoolingResult) -> ScoreResponse:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 from fastapi import Request
@@ -19,7 +18,7 @@ from dashinfer_vlm_core.protocol import (
     parse_tokenize,
 )
 
-from ...endpoint import ENGINE_STATUSES, Endpoint, json_response
+from ...endpoint import Endpoint, json_response, post
 
 if TYPE_CHECKING:
     from dashinfer_vlm_core.engine import ChatEngine
@@ -55,7 +54,6 @@ def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
         text = await server.run(request, engine.adecode(parsed.tokens))
         return json_response(DetokenizeResponse(prompt=text))
 
-    post = partial(Endpoint, method="POST", errors=ENGINE_STATUSES)
     return [
         post("/tokenize", tokenize, body=[TokenizePrompt, TokenizeChat], response=TokenizeResponse),
         post("/detokenize", detokenize, body=[DetokenizeRequest], response=DetokenizeResponse),
