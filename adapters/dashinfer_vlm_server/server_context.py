@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,12 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dashinfer_vlm_core.concurrency.deadline import stream_with_timeout, with_timeout
 from dashinfer_vlm_core.errors import EngineClosed
 
-from .errors import DRAINING, ApiError
+from .errors import DRAINING, ApiError, error_body
 from .progress import follow_progress
 from .request_body import cancel_on_disconnect, read_request
 from .request_context import get_request_context
 from .settings import DrainState, Settings
-from .sse import DONE, EventStream, LineStream
+from .sse import DONE, EventStream, LineStream, format_event
 
 if TYPE_CHECKING:
     from fastapi import Request
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
     from .metrics import Metrics
 
 T = TypeVar("T")
+
+
+def _error_event(error: Exception) -> str:
+    return format_event(json.dumps(error_body(error)))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,11 +83,11 @@ class ServerContext:
         items: AsyncGenerator[T, None],
         *,
         encode: Callable[[T], str],
-        encode_error: Callable[[Exception], str],
+        encode_error: Callable[[Exception], str] = _error_event,
         model: str,
         done: str = DONE,
     ) -> EventStream[T]:
-        """Return a response that streams items of a model as events, under the timeout."""
+        """Return a response that streams items of a model as events, under the timeout; errors in OpenAI's form."""
         timed = stream_with_timeout(items, seconds=self.settings.request_timeout, first=None)
         loading = partial(_loading, self.engine.for_model(model)) if self.engine.manages_models else str
         progress = follow_progress()

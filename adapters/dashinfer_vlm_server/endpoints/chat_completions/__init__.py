@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,6 @@ from openai.types.chat import ChatCompletion
 from dashinfer_vlm_core.protocol import ChatRequest
 
 from ...endpoint import Endpoint, completion_response, post
-from ...errors import error_body
 from ...sse import format_event
 
 if TYPE_CHECKING:
@@ -30,7 +28,7 @@ def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
         chat = await server.read(request, ChatRequest.parse)
         if chat.stream:
             chunks = server.engine.astream(chat)
-            return server.stream(chunks, encode=_chunk_event, encode_error=_error_event, model=chat.model)
+            return server.stream(chunks, encode=_chunk_event, model=chat.model)
         return await completion_response(await server.run(request, server.engine.achat(chat)))
 
     return [post("/v1/chat/completions", chat_completions, body=[ChatRequest], response=ChatCompletion, generates=True)]
@@ -38,7 +36,3 @@ def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
 
 def _chunk_event(chunk: ChatCompletionChunk) -> str:
     return format_event(chunk.model_dump_json(exclude_unset=True))
-
-
-def _error_event(error: Exception) -> str:
-    return format_event(json.dumps(error_body(error)))

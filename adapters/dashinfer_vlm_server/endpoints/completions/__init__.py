@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -21,7 +20,6 @@ from dashinfer_vlm_core.protocol.validation_errors import renamed_errors
 from dashinfer_vlm_core.response.completion_builder import CompletionBuilder, Json
 
 from ...endpoint import Endpoint, completion_response, post
-from ...errors import error_body
 from ...sse import format_event
 
 if TYPE_CHECKING:
@@ -39,9 +37,7 @@ def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
     async def completions(request: Request) -> Response:
         creation = _Creation(server.engine, await server.read(request, CompletionRequest.parse))
         if creation.request.stream:
-            return server.stream(
-                creation.chunks(), encode=_chunk_event, encode_error=_error_event, model=creation.request.model
-            )
+            return server.stream(creation.chunks(), encode=_chunk_event, model=creation.request.model)
         return await completion_response(await server.run(request, creation.complete()))
 
     return [post("/v1/completions", completions, body=[CompletionRequest], response=Completion, generates=True)]
@@ -100,7 +96,3 @@ class _Creation:
 
 def _chunk_event(chunk: Json) -> str:
     return format_event(pydantic_core.to_json(chunk).decode())
-
-
-def _error_event(error: Exception) -> str:
-    return format_event(json.dumps(error_body(error)))

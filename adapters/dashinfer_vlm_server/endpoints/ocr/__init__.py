@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,6 @@ from dashinfer_vlm_core.protocol.ocr import OcrRequest
 from dashinfer_vlm_core.response.ocr import OcrChunk, OcrResponse
 
 from ...endpoint import Endpoint, post
-from ...errors import error_body
 from ...sse import format_event
 
 if TYPE_CHECKING:
@@ -29,7 +27,7 @@ def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
         parsed = await server.read(request, OcrRequest.parse)
         chunks = server.engine.aocr(parsed)
         if parsed.stream:
-            return server.stream(chunks, encode=_chunk_event, encode_error=_error_event, model=parsed.model)
+            return server.stream(chunks, encode=_chunk_event, model=parsed.model)
         response = await server.run(request, _complete(chunks))
         return Response(response.model_dump_json(), media_type="application/json")
 
@@ -45,7 +43,3 @@ async def _complete(chunks: AsyncGenerator[OcrChunk, None]) -> OcrResponse:
 
 def _chunk_event(chunk: OcrChunk) -> str:
     return format_event(chunk.model_dump_json())
-
-
-def _error_event(error: Exception) -> str:
-    return format_event(json.dumps(error_body(error)))
