@@ -60,6 +60,11 @@ class PromptUsage(BaseModel):
     prompt_tokens: int
     total_tokens: int
 
+    @classmethod
+    def of(cls, prompt_tokens: Sequence[int]) -> PromptUsage:
+        total = sum(prompt_tokens)
+        return cls(prompt_tokens=total, total_tokens=total)
+
 
 class Endpoint(APIRoute):
     """A route of the server. One for GET supports HEAD too (RFC 9110, 9.1); the HTTP server omits the body.

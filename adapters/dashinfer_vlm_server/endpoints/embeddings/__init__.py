@@ -13,7 +13,7 @@ from pydantic_core import to_json
 
 from dashinfer_vlm_core.protocol import EmbeddingRequest
 
-from ...endpoint import Endpoint, post
+from ...endpoint import Endpoint, PromptUsage, post
 
 if TYPE_CHECKING:
     from dashinfer_vlm_core.engine import PoolingResult
@@ -39,10 +39,9 @@ def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
 
 def _body(result: PoolingResult, encoding_format: Literal["float", "base64"]) -> bytes:
     rows = result.encoded(encoding_format)
-    tokens = sum(result.prompt_tokens)
     return to_json({
         "object": "list",
         "data": [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(rows)],
         "model": result.model,
-        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        "usage": PromptUsage.of(result.prompt_tokens),
     })  # fmt: skip

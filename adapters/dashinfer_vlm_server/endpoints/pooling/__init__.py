@@ -60,12 +60,11 @@ def _body(result: TokenEmbeddings, *, as_base64: bool) -> bytes:
     for index, rows in enumerate(result.vectors):
         data = to_base64(rows) if as_base64 else rows.tolist()
         items.append(to_json({"index": index, "object": "pooling", "data": data}))
-    tokens = sum(result.prompt_tokens)
     others = to_json({
         "id": f"pool-{uuid.uuid4().hex}",
         "object": "list",
         "created": int(time.time()),
         "model": result.model,
-        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        "usage": PromptUsage.of(result.prompt_tokens),
     })  # fmt: skip
     return others[:-1] + b',"data":[' + b",".join(items) + b"]}"

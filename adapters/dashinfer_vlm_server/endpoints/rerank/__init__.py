@@ -57,7 +57,6 @@ def _response(request: RerankRequest, result: PoolingResult) -> RerankResponse:
     scores: list[float] = result.values.tolist()
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
     texts = request.texts() if request.return_documents else [None] * len(scores)
-    tokens = sum(result.prompt_tokens)
     return RerankResponse(
         id=f"rerank-{uuid.uuid4().hex}",
         model=result.model,
@@ -67,5 +66,5 @@ def _response(request: RerankRequest, result: PoolingResult) -> RerankResponse:
             else RerankResult(index=index, relevance_score=scores[index], document=RankedText(text=text))
             for index in order[: request.top_n or None]
         ],
-        usage=PromptUsage(prompt_tokens=tokens, total_tokens=tokens),
+        usage=PromptUsage.of(result.prompt_tokens),
     )

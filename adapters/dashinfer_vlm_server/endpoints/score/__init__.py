@@ -51,12 +51,11 @@ def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
 
 
 def _response(result: PoolingResult) -> ScoreResponse:
-    tokens = sum(result.prompt_tokens)
     return ScoreResponse(
         id=f"score-{uuid.uuid4().hex}",
         object="list",
         created=int(time.time()),
         model=result.model,
         data=[Score(index=index, object="score", score=score) for index, score in enumerate(result.values.tolist())],
-        usage=PromptUsage(prompt_tokens=tokens, total_tokens=tokens),
+        usage=PromptUsage.of(result.prompt_tokens),
     )
