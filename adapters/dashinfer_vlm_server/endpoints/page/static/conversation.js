@@ -139,12 +139,11 @@ export class Exchange extends EventTarget {
     this.timings.finishReason = choice?.finish_reason ?? this.timings.finishReason;
     const { content, reasoning_content: reasoning, tool_calls: calls } = choice?.delta ?? {};
     if (!content && !reasoning && !calls?.length) return;
-    if (!this.timings.first) this.footer.replaceChildren(); // the progress
     // Only at these points, so that the user can open and close it.
     if (reasoning && !this.reasoning) this.reasoningBox.open = true;
     if (!reasoning && !this.response && !this.calls.length) this.reasoningBox.open = false;
     this.timings.last = performance.now();
-    if (!this.timings.first) this.footer.replaceChildren(); // without the note that the model is being loaded
+    if (!this.timings.first) this.footer.replaceChildren(); // the progress, or that the model is being loaded
     this.timings.first ??= this.timings.last;
     this.reasoning += reasoning ?? "";
     this.response += content ?? "";
