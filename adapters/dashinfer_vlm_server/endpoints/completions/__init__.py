@@ -76,8 +76,10 @@ class _Creation:
         return CompletionBuilder(self.request, echoed)
 
     async def _echo(self, index: int, prompt: str | tuple[int, ...]) -> str:
-        if not self.request.echo or isinstance(prompt, str):
-            return str(prompt) if self.request.echo else ""
+        if not self.request.echo:
+            return ""
+        if isinstance(prompt, str):
+            return prompt
         with renamed_errors(partial(self.request.rename, index)):
             return await self._engine.for_model(self.request.model).adecode(prompt)
 

@@ -218,10 +218,9 @@ class Creation:
 
     def error_events(self, error: Exception) -> str:
         """Format an error after the first event."""
-        body = error_body(error)["error"]
         if self._builder is None:  # the model could not be loaded to count the tokens of the prompt
             return error_event(error)
-        return "".join(map(format_response_event, self._builder.fail(body)[0]))
+        return "".join(map(format_response_event, self._builder.fail(error_body(error)["error"])[0]))
 
     def to_stored(self, response: ResponseObject, background: StoredEvents | None = None) -> StoredResponse:
         """Return what is stored of a response. Only a complete one has output that others can refer to."""

@@ -117,9 +117,9 @@ class _Connection:
         self._server = server
         self._websocket = websocket
         self._context = get_request_context(websocket.scope)
-        self._context.body_memory.client = current_client.get().id
-        self._conversations = replace(conversations, connection=uuid.uuid4().hex)
         self._client = current_client.get().id
+        self._context.body_memory.client = self._client
+        self._conversations = replace(conversations, connection=uuid.uuid4().hex)
         self._latest = ""  # the id of the last response, if its `store` is false
         self._continued: object = None  # the `previous_response_id` of the present message
         self._drained = asyncio.Event()
