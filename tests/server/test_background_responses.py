@@ -208,8 +208,8 @@ async def queued(engine, store, **fields):
     creation = Creation(Conversations(engine=engine, store=store), request)
     await creation.prepare()
     response = BackgroundResponse(creation, store, "")
-    await response.queue(creation)
-    return creation, response
+    await response.queue()
+    return response
 
 
 def test_cancel_while_the_final_state_is_saved_has_no_effect(tiny_checkpoint, monkeypatch):
@@ -224,8 +224,8 @@ def test_cancel_while_the_final_state_is_saved_has_no_effect(tiny_checkpoint, mo
 
     async def cancel(engine):
         store = ResponseStore(max_responses=1, max_bytes=10**6)
-        creation, response = await queued(engine, store)
-        running = asyncio.create_task(response.run(creation, timeout=None))
+        response = await queued(engine, store)
+        running = asyncio.create_task(response.run(timeout=None))
         assert await asyncio.to_thread(saving.wait, HANG)
         canceling = asyncio.create_task(response.cancel())
         await asyncio.sleep(0)  # until it waits for the end
@@ -257,7 +257,7 @@ def test_response_that_ends_before_its_request_is_returned(scripted, monkeypatch
 def test_events_are_read_in_parts_until_they_are_discarded(tiny_checkpoint):
     async def read(engine):
         store = ResponseStore(max_responses=1, max_bytes=10**6)
-        _, response = await queued(engine, store, instructions="é" * 100_000)
+        response = await queued(engine, store, instructions="é" * 100_000)
         events = response.read(-1)
         parts = [await anext(events)]
         while b"".join(parts).count(b"\n\n") < 2:

@@ -112,21 +112,23 @@ class BackgroundResponse:
         with contextlib.suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(self._stop)
 
-    async def queue(self, creation: Creation) -> None:
+    async def queue(self) -> None:
         """Store the response as one that waits. After an exception, it is not stored.
 
         Raises:
             InvalidParameter: it needs more memory than there is for stored responses.
         """
         try:
-            await self._queue(creation)
+            await self._queue()
         except BaseException:
             self.discard()
             self._store.delete(self._client, self.id)
             self._finish()
             raise
 
-    async def _queue(self, creation: Creation) -> None:
+    async def _queue(self) -> None:
+        creation = self._creation
+        assert creation is not None, "it has not ended"
         events = await creation.queue()
         await asyncio.to_thread(self._add, creation, creation.builder.snapshot())
         if self._store.get(self._client, self.id) is None:
@@ -142,8 +144,10 @@ class BackgroundResponse:
         if self._discarded:  # the request was canceled, which does not end this thread
             self._store.delete(self._client, self.id)
 
-    async def run(self, creation: Creation, *, timeout: float | None) -> None:
+    async def run(self, *, timeout: float | None) -> None:
         """Generate the response, and store it. A response whose generation has ended is not canceled anymore."""
+        creation = self._creation
+        assert creation is not None, "it has not ended"
         self._generation = asyncio.create_task(self._generate(creation.generate(), timeout))
         if self._stopped:
             self._generation.cancel()
@@ -223,15 +227,15 @@ class BackgroundResponses:
             stack.enter_context(self._slot(client))
             stack.enter_context(hold_request())
             response = BackgroundResponse(creation, self._store, client)
-            await response.queue(creation)
-            task = asyncio.create_task(self._run(response, creation, stack.pop_all()))
+            await response.queue()
+            task = asyncio.create_task(self._run(response, stack.pop_all()))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         return response
 
-    async def _run(self, response: BackgroundResponse, creation: Creation, slots: contextlib.ExitStack) -> None:
+    async def _run(self, response: BackgroundResponse, slots: contextlib.ExitStack) -> None:
         with slots:
-            await response.run(creation, timeout=self._server.settings.request_timeout)
+            await response.run(timeout=self._server.settings.request_timeout)
 
     @contextlib.contextmanager
     def _slot(self, client: str) -> Iterator[None]:
