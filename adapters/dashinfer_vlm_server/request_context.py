@@ -102,7 +102,7 @@ class RequestContext:
         default = "success" if self.status < 400 else "invalid" if self.status < 500 else "error"
         return OUTCOMES.get(self.status, default)
 
-    def for_message(self) -> RequestContext:
+    def begin_message(self) -> RequestContext:
         """Return the context of a received message, if this is that of its WebSocket. It has the memory that was
         reserved so far, and this one gets another."""
         message = replace(self, id=_new_id(), status=101, start=time.monotonic())

@@ -151,7 +151,7 @@ class _Connection:
                 message = receiving.result()
                 if message["type"] == "websocket.disconnect":
                     return
-                context = self._context.for_message()
+                context = self._context.begin_message()
                 receiving = asyncio.ensure_future(self._websocket.receive())
                 if not await self._serve_message(message, context, receiving):
                     return
