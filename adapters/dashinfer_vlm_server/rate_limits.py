@@ -55,18 +55,27 @@ class KeyUsage:
         self._updated_at = clock()
         self._lock = threading.Lock()
 
-    def use(self, num_tokens: int) -> float:
-        """Use tokens, and return how many are in use. They can exceed the limit, which delays the next request."""
+    def use(self, num_tokens: int) -> None:
+        """Use tokens. They can exceed the limit, which delays the next request."""
         with self._lock:
-            now = self._clock()
-            returned = (now - self._updated_at) * self.tokens_per_minute / MINUTE
-            self._used = max(0.0, self._used - returned) + num_tokens
-            self._updated_at = now
+            self._return_tokens()
+            self._used += num_tokens
+
+    def used(self) -> float:
+        """Return how many tokens are in use."""
+        with self._lock:
+            self._return_tokens()
             return self._used
+
+    def _return_tokens(self) -> None:
+        now = self._clock()
+        returned = (now - self._updated_at) * self.tokens_per_minute / MINUTE
+        self._used = max(0.0, self._used - returned)
+        self._updated_at = now
 
     def seconds_until_available(self) -> int:
         """Return the time until the next request is admitted; 0 if it is now."""
-        excess = self.use(0) - (self.tokens_per_minute - 1)
+        excess = self.used() - (self.tokens_per_minute - 1)
         return math.ceil(excess * MINUTE / self.tokens_per_minute) if excess > _ROUNDING else 0
 
     def headers(self) -> dict[str, str]:
@@ -75,7 +84,7 @@ class KeyUsage:
         There are none about requests: in OpenAI's API they count requests per minute, which is not limited here.
         """
         limit = self.tokens_per_minute
-        used = self.use(0)
+        used = self.used()
         return {
             "x-ratelimit-limit-tokens": str(limit),
             "x-ratelimit-remaining-tokens": str(max(0, math.floor(limit - used))),
@@ -158,12 +167,15 @@ class KeyLimiter(RequestObserver):
     # RequestObserver: called on the engine's event loop, with the context variables of the request
 
     def prompt_built(self, num_tokens: int) -> None:
+        self._use(num_tokens)
+
+    def token_decoded(self) -> None:
+        self._use(1)
+
+    def _use(self, num_tokens: int) -> None:
         usage = _limited_usage.get()
         if usage is not None and usage.limiter is self:
             usage.use(num_tokens)
-
-    def token_decoded(self) -> None:
-        self.prompt_built(1)
 
 
 def _too_many_requests(limit: int) -> HTTPException:
