@@ -75,6 +75,22 @@ def test_history_is_searched(tab):
     expect(dialog.get_by_role("button", name="Export")).to_be_hidden()
 
 
+def test_conversation_deleted_while_it_is_shown_is_not_stored_again(open_page, scripted):
+    server, script, _ = scripted("A red circle. " * 50, delay=0.05)
+    tab = open_page(server)
+    tab.send("What is it?")
+    expect(tab.response()).to_contain_text("A red circle.")
+    dialog = open_history(tab)
+    dialog.get_by_role("button", name="Delete What is it?").click()
+    expect(dialog.get_by_text("No conversations.")).to_be_visible()
+    script.delay = 0.0
+    tab.page.keyboard.press("Escape")
+    tab.finished()
+    tab.page.get_by_role("button", name="New chat").click()
+    dialog = open_history(tab)
+    expect(dialog.get_by_text("No conversations.")).to_be_visible()
+
+
 def test_exported_conversations_can_be_imported(tab):
     """The export contains what the search shows."""
     dialog = open_history(tab)

@@ -25,7 +25,7 @@ import { openLanguages, text } from "./texts.js";
 const conversation = byId("conversation");
 const wide = matchMedia("(min-width: 64rem)"); // otherwise, the settings replace the chat
 let exchanges = [];
-let conversationId = newId();
+let conversationId = newId(); // null after the conversation that is shown was deleted
 let isFollowing = true; // whether the end of the conversation is shown
 
 // Requests
@@ -65,6 +65,7 @@ function sendResults({ detail: results }) {
 function start(exchange) {
   const request = buildRequest(exchange, previousExchanges(exchange));
   exchange.code = codeRequest(exchange);
+  conversationId ??= newId();
   exchange.send(request);
   isFollowing = true;
   followResponse();
@@ -154,7 +155,7 @@ function newId() {
 
 /** Store the conversation as it is now. */
 function keepConversation() {
-  if (!exchanges.length) return;
+  if (!exchanges.length || conversationId === null) return;
   save({
     id: conversationId,
     title: titleOf(exchanges[0]),
@@ -187,7 +188,7 @@ function openStored({ id, exchanges: records }) {
 
 /** A deleted conversation that is shown is stored again only if it is continued, under another id. */
 function forget(id) {
-  if (id === null || id === conversationId) conversationId = newId();
+  if (id === null || id === conversationId) conversationId = null;
 }
 
 // The rest of the page
