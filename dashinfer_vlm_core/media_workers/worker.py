@@ -87,7 +87,7 @@ class MediaWorker:
         self.config = config
         self.client = client
         self._lock = threading.Lock()
-        self._memory = SharedMemory.create()
+        self._memory: SharedMemory | None = None
         self._sock: socket.socket | None = None
         self._id = 0
         self._killed = False
@@ -101,19 +101,21 @@ class MediaWorker:
 
         Raises:
             EngineError: the process could not be started.
+            EngineClosed: `kill` was called.
         """
-        with self._lock:
-            if self._sock is not None or self._killed:
-                return
-            self._id, self._sock = FORK_SERVER.fork(self.config.setup, self._memory.file)
-            self._sock.settimeout(START_SECONDS)
         try:
+            with self._lock:
+                if self._sock is not None or self._killed:
+                    return
+                self._memory = SharedMemory.create()
+                self._id, self._sock = FORK_SERVER.fork(self.config.setup, self._memory.file)
+                self._sock.settimeout(START_SECONDS)
             started = Started.model_validate_json(wire.receive_head(self._sock))
         except (Disconnected, OSError, ValueError) as error:
             if self._killed:
                 raise EngineClosed("The request was canceled.") from None
             self.kill()
-            raise _start_error("") from error
+            raise _start_error(str(error)) from error
         if started.warning:
             _warn_once(started.warning)
         self.pid = started.ready
@@ -179,7 +181,8 @@ class MediaWorker:
         self.kill()
         if self._sock is not None:
             self._sock.close()
-        self._memory.close()
+        if self._memory is not None:
+            self._memory.close()
 
     def _run(self, job: Job) -> Patches | Document:
         max_tokens = job.budget.remaining
@@ -227,6 +230,7 @@ class MediaWorker:
         raise ValueError("the response is empty")
 
     def _patches(self, response: PatchesResponse, part: MediaPart, max_tokens: TokenCount) -> Patches:
+        assert self._memory is not None
         grid = Grid(*response.grid)
         spec = self.config.pixels
         values = 3 * spec.temporal_patch_size * spec.patch_size**2
@@ -248,6 +252,7 @@ class MediaWorker:
         )
 
     def _document(self, pages: Sequence[PageResponse], job: Job) -> Document:
+        assert self._memory is not None
         ends = list(itertools.accumulate(page.text_bytes for page in pages))
         if ends[-1] > MAX_CHARACTER_BYTES * job.budget.remaining.kept:
             raise ValueError("the pages have too much text")

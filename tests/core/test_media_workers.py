@@ -318,6 +318,24 @@ def test_worker_that_cannot_be_set_up_is_reported(run, tiny_checkpoint, tmp_path
     assert "config.json" in caplog.text
 
 
+@pytest.mark.parametrize(("owner", "name"), [(SharedMemory, "create"), (FORK_SERVER, "fork")])
+def test_worker_without_memory_or_process_is_an_error(run, monkeypatch, caplog, owner, name):
+    def fail(*_):
+        raise OSError("too many open files")
+
+    async def work(pool):
+        monkeypatch.setattr(owner, name, fail)
+        for _ in range(2):
+            with pytest.raises(EngineError, match="could not be started"):
+                await pool.process(image(), [encode(PICTURE)], budget())
+        monkeypatch.undo()
+        assert (await pool.process(image(), [encode(PICTURE)], budget())).tokens
+        return pool._shared.num_busy
+
+    assert run(work, media_workers=1) == 0
+    assert "too many open files" in caplog.text
+
+
 def test_logs_of_a_worker_are_bounded(run, caplog):
     assert hostile(run, b"warn").tokens
     messages = [record.getMessage() for record in caplog.records if PATH in record.getMessage()]
@@ -602,6 +620,7 @@ def answer_with(tiny_checkpoint):
         spec = FAMILY.load_spec(tiny_checkpoint)
         processor = FAMILY.image_processor(spec, EngineConfig())
         worker = MediaWorker(WorkerConfig(setup={}, processor=processor, pixels=spec.pixels), client="")
+        worker._memory = SharedMemory.create()
         worker._sock, theirs = socket.socketpair()
         theirs.sendall(wire.LENGTH.pack(len(answer)) + answer)
         ends.extend([worker, theirs])
