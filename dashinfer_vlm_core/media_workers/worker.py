@@ -103,14 +103,13 @@ class MediaWorker:
             EngineError: the process could not be started.
             EngineClosed: `kill` was called.
         """
+        if self._sock is not None or self._killed:
+            return
         try:
-            with self._lock:
-                if self._sock is not None or self._killed:
-                    return
-                self._memory = SharedMemory.create()
-                self._id, self._sock = FORK_SERVER.fork(self.config.setup, self._memory.file)
-                self._sock.settimeout(START_SECONDS)
-            started = Started.model_validate_json(wire.receive_head(self._sock))
+            try:
+                started = self._fork()
+            except Disconnected:  # the fork server ended, perhaps because it had been idle: there is another now
+                started = self._fork()
         except (Disconnected, OSError, ValueError) as error:
             if self._killed:
                 raise EngineClosed("The request was canceled.") from None
@@ -183,6 +182,17 @@ class MediaWorker:
             self._sock.close()
         if self._memory is not None:
             self._memory.close()
+
+    def _fork(self) -> Started:
+        with self._lock:
+            if self._killed:
+                raise Disconnected
+            if self._sock is not None:
+                self._sock.close()
+            self._memory = self._memory or SharedMemory.create()
+            self._id, self._sock = FORK_SERVER.fork(self.config.setup, self._memory.file)
+            self._sock.settimeout(START_SECONDS)
+        return Started.model_validate_json(wire.receive_head(self._sock))
 
     def _run(self, job: Job) -> Patches | Document:
         max_tokens = job.budget.remaining

@@ -296,6 +296,20 @@ def test_fork_server_that_ended_is_replaced(run):
     assert run(work).tokens
 
 
+def test_worker_is_forked_again_if_the_fork_server_ends(run, monkeypatch):
+    def lose(setup, memory):
+        monkeypatch.undo()
+        ours, theirs = socket.socketpair()
+        theirs.close()
+        return 0, ours
+
+    async def work(pool):
+        monkeypatch.setattr(FORK_SERVER, "fork", lose)
+        return await pool.process(image(), [encode(PICTURE)], budget())
+
+    assert run(work).tokens
+
+
 @pytest.mark.slow
 def test_closed_fork_server_leaves_no_worker():
     server = ForkServer()
