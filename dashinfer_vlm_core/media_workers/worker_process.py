@@ -158,7 +158,7 @@ class _ForkServer:
                 self._setup(message["prepare"])
         elif "test" in message:
             with socket.socket(fileno=files[0]) as sock:
-                wire.send(sock, Started(warning=_tested_sandbox(message["test"])[1]))
+                _send_started(sock, Started(warning=_tested_sandbox(message["test"])[1]))
         elif (pid := self._children.get(message.get("kill", message.get("lower_priority")))) is None:
             pass  # it has ended
         elif "kill" in message:
@@ -169,10 +169,10 @@ class _ForkServer:
     def _fork(self, worker: int, setup: dict[str, Any], sock: socket.socket, memory: SharedMemory) -> None:
         try:
             made = self._setup(setup)
+            pid = os.fork()
         except Exception:  # noqa: BLE001  reported to the engine
-            wire.send(sock, Started(failed=traceback.format_exc(limit=-3)[:4000]))
+            _send_started(sock, Started(failed=traceback.format_exc(limit=-3)[:4000]))
             return
-        pid = os.fork()
         if pid == 0:
             _run_worker(sock, memory, made)
         self._children[worker] = pid
@@ -183,6 +183,11 @@ class _ForkServer:
             self._setups[key] = _load_setup(setup)
             gc.freeze()  # a collection in a child would copy the pages that both share
         return self._setups[key]
+
+
+def _send_started(sock: socket.socket, started: Started) -> None:
+    with contextlib.suppress(ConnectionError):  # the request was canceled
+        wire.send(sock, started)
 
 
 def _load_setup(setup: Mapping[str, Any]) -> WorkerSetup:

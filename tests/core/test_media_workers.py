@@ -37,6 +37,7 @@ from dashinfer_vlm_core.media_workers import (
     MediaWorkerStats,
     WorkerLimit,
     wire,
+    worker_process,
 )
 from dashinfer_vlm_core.media_workers.fork_server import FORK_SERVER, ForkServer
 from dashinfer_vlm_core.media_workers.sandbox import missing_restrictions
@@ -308,6 +309,35 @@ def test_worker_is_forked_again_if_the_fork_server_ends(run, monkeypatch):
         return await pool.process(image(), [encode(PICTURE)], budget())
 
     assert run(work).tokens
+
+
+@pytest.fixture
+def fork_server_here():
+    """The object that serves in the fork server's process."""
+    ours, theirs = socket.socketpair()
+    handler = signal.getsignal(signal.SIGCHLD)
+    wakeup = signal.set_wakeup_fd(-1)
+    with ours, theirs:
+        server = worker_process._ForkServer(theirs)
+        yield server
+        os.close(signal.set_wakeup_fd(wakeup))
+        os.close(server._wakeup)
+        signal.signal(signal.SIGCHLD, handler)
+
+
+@pytest.mark.parametrize("is_canceled", [False, True])
+def test_fork_that_fails_does_not_end_the_fork_server(fork_server_here, monkeypatch, is_canceled):
+    def fail(*_):
+        raise BlockingIOError("too many processes")
+
+    monkeypatch.setattr(os, "fork", fail)
+    fork_server_here._setups["{}"] = None
+    ours, theirs = socket.socketpair()
+    with ours:
+        if is_canceled:
+            ours.close()
+        fork_server_here._handle({"fork": 1, "setup": {}}, [theirs.detach(), os.memfd_create("pixels")])
+        assert is_canceled or b"too many processes" in ours.recv(10_000)
 
 
 @pytest.mark.slow
