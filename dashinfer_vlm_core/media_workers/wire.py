@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import time
 from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
@@ -142,42 +143,74 @@ class Started(_Message):
     failed: _Traceback = ""
 
 
-def send(sock: socket.socket, head: BaseModel, data: Sequence[bytes] = ()) -> None:
-    """Send a message."""
+def send(sock: socket.socket, head: BaseModel, data: Sequence[bytes] = (), *, end: float | None = None) -> None:
+    """Send a message.
+
+    Args:
+        sock: the socket.
+        head: the head.
+        data: what follows it.
+        end: a time of `time.monotonic`, until which all of it must be sent; None means the socket's own timeout.
+
+    Raises:
+        TimeoutError: it took longer.
+    """
     body = head.model_dump_json().encode()
     message = LENGTH.pack(len(body)) + body
     if sum(map(len, data)) <= SMALL_BYTES:
-        sock.sendall(b"".join([message, *data]))  # wakes the other end once
-        return
-    sock.sendall(message)
-    for item in data:
+        message = b"".join([message, *data])  # wakes the other end once
+        data = ()
+    for item in (message, *data):
+        _set_timeout(sock, end)
         sock.sendall(item)
 
 
-def receive_head(sock: socket.socket) -> bytes:
+def receive_head(sock: socket.socket, *, end: float | None = None) -> bytes:
     """Receive the JSON text of a head, which is not checked.
 
+    Args:
+        sock: the socket.
+        end: as in `send`.
+
     Raises:
         Disconnected: the other end was closed.
+        TimeoutError: it took longer.
         ValueError: it is too long.
     """
-    (length,) = LENGTH.unpack(receive(sock, LENGTH.size))
+    (length,) = LENGTH.unpack(receive(sock, LENGTH.size, end=end))
     if length > MAX_HEAD_BYTES:
         raise ValueError("the head is too long")
-    return receive(sock, length)
+    return receive(sock, length, end=end)
 
 
-def receive(sock: socket.socket, size: int) -> bytes:
+def receive(sock: socket.socket, size: int, *, end: float | None = None) -> bytes:
     """Receive exactly `size` bytes.
+
+    Args:
+        sock: the socket.
+        size: the number of bytes.
+        end: as in `send`.
 
     Raises:
         Disconnected: the other end was closed.
+        TimeoutError: it took longer.
     """
     pieces = []
     while size:
+        _set_timeout(sock, end)
         data = sock.recv(size, socket.MSG_WAITALL)  # a socket with a timeout does not wait for all
         if not data:
             raise Disconnected
         pieces.append(data)
         size -= len(data)
     return b"".join(pieces)
+
+
+def _set_timeout(sock: socket.socket, end: float | None) -> None:
+    """A timeout applies to each call: the other end could use it up for every byte."""
+    if end is None:
+        return
+    seconds = end - time.monotonic()
+    if seconds <= 0:
+        raise TimeoutError
+    sock.settimeout(seconds)

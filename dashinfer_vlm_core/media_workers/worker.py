@@ -200,12 +200,11 @@ class MediaWorker:
             raise Disconnected
         sock = self._sock
         end = time.monotonic() + job.seconds
-        sock.settimeout(job.seconds)
         sizes = tuple(map(len, job.data))
-        wire.send(sock, JobRequest(part=_without_sources(job.part), sizes=sizes, max_tokens=max_tokens), job.data)
+        request = JobRequest(part=_without_sources(job.part), sizes=sizes, max_tokens=max_tokens)
+        wire.send(sock, request, job.data, end=end)
         self._wait(sock, end)
-        sock.settimeout(max(end - time.monotonic(), 0.001))
-        return self._result(WorkerResponse.model_validate_json(wire.receive_head(sock)), job, max_tokens)
+        return self._result(WorkerResponse.model_validate_json(wire.receive_head(sock, end=end)), job, max_tokens)
 
     def _wait(self, sock: socket.socket, end: float) -> None:
         """Wait for the response. A long job goes on at low priority, so that short ones are not delayed."""

@@ -15,6 +15,7 @@ import struct
 import termios
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -46,6 +47,7 @@ from dashinfer_vlm_core.media_workers.worker import Job, MediaWorker, WorkerConf
 from dashinfer_vlm_core.media_workers.worker_process import reference_to
 from dashinfer_vlm_core.protocol import DocumentPart, MediaPart
 from dashinfer_vlm_core.protocol.client import Client, current_client
+from tests.clock import ManualClock
 from tests.media_pool import FAMILY, PATH, budget, image, make_executor, run_with_pool, video
 from tests.samples import encode, encode_video, noise
 from tests.waiting import HANG, auntil, until
@@ -732,6 +734,38 @@ def test_valid_answers_of_a_worker(answer_with):
         answer_with(json.dumps({"logs": [], "error": ERROR}).encode()).run(JOB)
     assert caught.value.param == PATH
     assert worker.reusable
+
+
+class SlowSocket:
+    """A socket whose other end takes a second for each call."""
+
+    def __init__(self, clock):
+        self.clock = clock
+        self.timeout = None
+
+    def settimeout(self, seconds):
+        self.timeout = seconds
+
+    def recv(self, size, flags):
+        self.clock.advance(1)
+        return b"x"
+
+    def sendall(self, data):
+        self.clock.advance(1)
+
+
+def test_security_25_worker_that_reads_or_sends_slowly_gets_no_more_time(monkeypatch):
+    clock = ManualClock()
+    monkeypatch.setattr(wire, "time", SimpleNamespace(monotonic=clock))
+    sock = SlowSocket(clock)
+    for work in (
+        lambda end: wire.receive(sock, 1000, end=end),
+        lambda end: wire.send(sock, wire.Started(), [bytes(wire.SMALL_BYTES)] * 1000, end=end),
+    ):
+        end = clock() + 10
+        with pytest.raises(TimeoutError):
+            work(end)
+        assert (clock(), sock.timeout) == (end, 1)
 
 
 LINES = "a\n2026-01-01 ERROR b\r\x1b[2K\x9b\u2028c"
