@@ -53,6 +53,7 @@ MAX_PACKET_BYTES = 1 << 17
 IDLE_SECONDS = 60
 MAX_LOG_RECORDS = 5
 LOW_PRIORITY = 19
+PIECE_BYTES = 1 << 16
 HEADER_BYTES = 128 << 20
 """Memory in which a video is opened, and the size of its file: tables of a few bytes can claim millions of samples.
 FFmpeg's tables of 3.5 million samples fit. A video of ten minutes has 144,000 at 240 frames per second; one in 8K is
@@ -266,7 +267,7 @@ def _run_worker(sock: socket.socket, memory: SharedMemory, setup: WorkerSetup) -
 def _serve_job(sock: socket.socket, memory: SharedMemory, setup: WorkerSetup, logs: _LogCollector) -> None:
     job = JobRequest.model_validate_json(wire.receive_head(sock))
     try:
-        data = [wire.receive(sock, size) for size in job.sizes]
+        data = _receive_files(sock, job.sizes)
         response = _process(job, data, setup, memory)
     except (InvalidParameter, MediaTooLarge, MediaUndecodable) as error:
         response = WorkerResponse(error=ErrorResponse.of(error))
@@ -277,6 +278,21 @@ def _serve_job(sock: socket.socket, memory: SharedMemory, setup: WorkerSetup, lo
     except Exception:  # noqa: BLE001  reported to the engine
         response = WorkerResponse(exception=traceback.format_exc(limit=-5)[:8000])
     wire.send(sock, response.model_copy(update={"logs": logs.take()}))
+
+
+def _receive_files(sock: socket.socket, sizes: Sequence[int]) -> list[bytes]:
+    files: list[bytes] = []
+    rest = sum(sizes)
+    try:
+        for size in sizes:
+            files.append(wire.receive(sock, size))
+            rest -= size
+    except MemoryError:  # nothing of that file was received: `recv` allocates first
+        files.clear()
+        while rest:  # it would be read as the next job
+            rest -= len(wire.receive(sock, min(rest, PIECE_BYTES)))
+        raise
+    return files
 
 
 def _process(job: JobRequest, data: Sequence[bytes], setup: WorkerSetup, memory: SharedMemory) -> WorkerResponse:

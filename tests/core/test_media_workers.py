@@ -177,6 +177,18 @@ def test_memory_of_a_worker_is_limited(run):
     assert caught.value.param == PATH
 
 
+def test_file_larger_than_the_memory_of_a_worker_is_too_large(run):
+    """The worker receives all of it: the rest is not its next job."""
+
+    async def work(pool):
+        with pytest.raises(MediaTooLarge, match="needs more memory than is allowed"):
+            await pool.process(image(), [bytes(64 << 20)], budget())
+        assert (await pool.process(image(), [encode(PICTURE)], budget())).tokens
+        return pool.stats.crashed
+
+    assert run(work, limits={"media_worker_memory_mib": 64, "image_decode_timeout": HANG}) == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "seconds"), [("video", 0.1), ("image", 0.001)])
 def test_work_beyond_its_time_is_ended(run, kind, seconds):
