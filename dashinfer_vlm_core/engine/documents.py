@@ -111,7 +111,12 @@ class DocumentExpander:
     def _page_request(self, request: ChatRequest, page: Page, image: MediaPart, file_bytes: int) -> PageRequest:
         if page.error:
             return PageRequest(number=page.number, request=request, file_bytes=file_bytes, error=page.error)
-        self._count_tokens(image)  # raises if `dpi` is too large
+        try:
+            self._count_tokens(image)
+        except InvalidParameter as error:
+            if error.param != image.path:  # an option, which applies to all pages
+                raise
+            return PageRequest(number=page.number, request=request, file_bytes=file_bytes, error=error)
         height, width = self.processor.size(Image.of_page(image))
         dpi = max(1, round(width * POINTS_PER_INCH / page.width))
         return PageRequest(number=page.number, request=request, size=(width, height), dpi=dpi, file_bytes=file_bytes)
@@ -142,7 +147,12 @@ class DocumentExpander:
     def _count_tokens(self, part: MediaPart) -> int:
         assert part.page is not None
         image = Image.of_page(part)
-        size = self.processor.size(image)
+        try:
+            size = self.processor.size(image)
+        except InvalidParameter as error:
+            if error.param != part.path:
+                raise
+            raise InvalidParameter(f"Page {part.page.number}: {error.message}", param=part.path) from None
         is_smaller = any(full - side > self.spec.pixels.factor for full, side in zip(part.page.size, size, strict=True))
         if is_smaller and part.page.dpi is not None and part.max_pixels is None:
             param = f"{part.options_path}.dpi"

@@ -100,6 +100,12 @@ def test_size_below_the_minimum_names_what_a_file_can_set(send):
     assert send(file(pages="1", max_pixels=84 * 84))
 
 
+def test_error_of_a_page_names_it(send):
+    with pytest.raises(InvalidParameter, match=r"^Page 1: One side of 120 x 28800 pixels") as caught:
+        send(file(FILE.replace(b"/MediaBox [0 0 84 84]", b"/MediaBox [0 0 60 14400]", 1)))
+    assert caught.value.param == PART
+
+
 def test_pages_are_numbered_and_in_order(send):
     one, two = (rendered(number, 1) for number in (1, 2))
     ours, _ = send(file(dpi=72), text("?"))

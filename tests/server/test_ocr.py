@@ -29,6 +29,8 @@ SIZE = (84, 84)
 THREE = document("One", "Two", "Three", size=SIZE)
 BROKEN = THREE.replace(b"/MediaBox [0 0 84 84]", b"/MediaBox [0 0 84 99999]", 1)
 """The first page is larger than a page can be."""
+THIN = THREE.replace(b"/MediaBox [0 0 84 84]", b"/MediaBox [0 0 60 14400]", 1)
+"""The first page has an aspect ratio that an image cannot have."""
 
 
 @pytest.fixture(scope="module")
@@ -101,17 +103,24 @@ def test_pages_are_selected_from_zero_on(scripted, pages, indices):
     assert [page["index"] for page in post(scripted("Yes."), pages=pages).json()["pages"]] == indices
 
 
-@pytest.mark.parametrize("bad", ["page", "decoder"])
-def test_page_that_fails_is_reported_in_its_place(scripted, bad):
-    served = scripted(*([DecoderFailed("The decoder died.")] if bad == "decoder" else []), "Yes.", max_batch_size=2)
-    found = post(served, BROKEN if bad == "page" else THREE).json()
+@pytest.mark.parametrize(
+    ("file", "failures", "code", "message"),
+    [
+        (BROKEN, [], "media_too_large", "Page 1 of the document has 84 x 99999 points."),
+        (THIN, [], "invalid_value", "Page 1: One side of 120 x 28800 pixels is more than 200 times the other"),
+        (THREE, [DecoderFailed("The decoder died.")], "decoder_failed", "The decoder died."),
+    ],
+    ids=["too large", "thin", "decoder"],
+)
+def test_page_that_fails_is_reported_in_its_place(scripted, file, failures, code, message):
+    found = post(scripted(*failures, "Yes.", max_batch_size=2), file).json()
     first, *others = found["pages"]
     assert (first["markdown"], [page["markdown"] for page in others]) == ("", ["Yes.", "Yes."])
-    assert first["error"]["code"] == ("media_too_large" if bad == "page" else "decoder_failed")
+    assert first["error"]["code"] == code
+    assert first["error"]["message"].startswith(message)
     assert found["usage_info"]["pages_processed"] == 2
-    if bad == "page":
+    if not failures:
         assert first["dimensions"] is None
-        assert first["error"]["message"].startswith("Page 1 of the document has 84 x 99999 points.")
         assert first["error"]["param"] == "document"
 
 
