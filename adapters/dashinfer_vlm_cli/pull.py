@@ -13,9 +13,10 @@ import click
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import CheckpointError
-from dashinfer_vlm_core.models.checkpoint import HUB_ID, Hub, cached_instead, fetch, fetch_files, list_snapshot
+from dashinfer_vlm_core.models.checkpoint import HUB_ID, cached_instead, fetch, fetch_files, list_snapshot
 from dashinfer_vlm_core.models.downloads import delete_damaged
 from dashinfer_vlm_core.models.files import missing_weights
+from dashinfer_vlm_core.models.hub_requests import Hub
 from dashinfer_vlm_core.models.json_fields import CONFIG
 from dashinfer_vlm_core.models.memory import ModelSize
 from dashinfer_vlm_core.plugins import load_plugins

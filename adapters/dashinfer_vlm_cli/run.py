@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.models.checkpoint import HUB_ID, Hub
+from dashinfer_vlm_core.models.checkpoint import HUB_ID
 from dashinfer_vlm_core.models.files import missing_weights
 from dashinfer_vlm_core.models.hub import cached_snapshot
+from dashinfer_vlm_core.models.hub_requests import Hub
 from dashinfer_vlm_core.plugins import load_plugins
 
 from .chat import ChatCommand, chat

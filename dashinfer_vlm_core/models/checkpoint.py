@@ -7,23 +7,24 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, TypeAlias
 
 from ..errors import CheckpointError
 from .downloads import Download
 from .hub import HubFile, HubSnapshot, cache_folder, cached_snapshot, list_files
-from .hub_requests import HubRefusal
+from .hub_requests import HUB_VARIABLES, Hub, HubRefusal
 from .json_fields import CONFIG, read_fields
 from .modelscope import DEFAULT_REVISION, list_modelscope_files
 from .retrieval import extended_fields
 
-Hub: TypeAlias = Literal["huggingface", "modelscope"]
-
 HUB_NAMES: Mapping[Hub, str] = {"huggingface": "The Hugging Face Hub", "modelscope": "ModelScope"}
 
 _OTHER_STEPS: Mapping[Hub, str] = {
-    "huggingface": " and HF_ENDPOINT, use a folder, or try `dashinfer-vlm pull --hub modelscope {model}`",
-    "modelscope": " and MODELSCOPE_DOMAIN, or use a folder",
+    "huggingface": "use a folder, or try `dashinfer-vlm pull --hub modelscope {model}`",
+    "modelscope": "or use a folder",
+}
+_ACCESS_STEPS: Mapping[Hub, str] = {
+    "huggingface": "log in with `hf auth login`, or set HF_TOKEN to a token that may read it",
+    "modelscope": "use a public model",
 }
 _HUBS = {"huggingface": list_files, "modelscope": list_modelscope_files}
 
@@ -163,7 +164,7 @@ def fetch(snapshot: HubSnapshot) -> Path:
             return snapshot.publish()
         return snapshot.folder
     fetch_files(snapshot, snapshot.missing())
-    with _hub_errors(snapshot.repo_id):
+    with _hub_errors(snapshot.repo_id, snapshot.hub):
         return snapshot.publish()
 
 
@@ -173,12 +174,12 @@ def fetch_files(snapshot: HubSnapshot, files: Sequence[HubFile]) -> None:
     Raises:
         CheckpointError: as for `download`.
     """
-    with _hub_errors(snapshot.repo_id):
+    with _hub_errors(snapshot.repo_id, snapshot.hub):
         Download(snapshot, files).run()
 
 
 @contextlib.contextmanager
-def _hub_errors(repo_id: str, hub: Hub = "huggingface") -> Iterator[None]:
+def _hub_errors(repo_id: str, hub: Hub) -> Iterator[None]:
     import httpx
 
     try:
@@ -209,7 +210,7 @@ def _download_problem(repo_id: str, error: Exception, hub: Hub) -> str:
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
         return (
             f"{HUB_NAMES[hub]} cannot be reached and {repo_id!r} is not in the cache. Check the connection"
-            f"{_OTHER_STEPS[hub].format(model=repo_id)}."
+            f" and {HUB_VARIABLES[hub]}, {_OTHER_STEPS[hub].format(model=repo_id)}."
         )
     if isinstance(error, OSError):
         return (
@@ -234,13 +235,7 @@ def _refusal(repo_id: str, error: HubRefusal, hub: Hub) -> str:
     if error.code == "EntryNotFound":
         return f"{HUB_NAMES[hub]} lists a file of {repo_id!r} that it does not have (404). Try again later."
     if error.code == "RepoNotFound" or error.status in {401, 404}:  # without a token, a missing model is a 401
-        return (
-            f"{HUB_NAMES[hub]} has no model {repo_id!r}, or it is private. Check its name, or log in with"
-            " `hf auth login`, or set HF_TOKEN."
-        )
+        return f"{HUB_NAMES[hub]} has no model {repo_id!r}, or it is private. Check its name, or {_ACCESS_STEPS[hub]}."
     if error.status == 403:
-        return (
-            f"{HUB_NAMES[hub]} denies access to {repo_id!r} (403). Log in with `hf auth login`, or set"
-            " HF_TOKEN to a token that may read it."
-        )
+        return f"{HUB_NAMES[hub]} denies access to {repo_id!r} (403): {_ACCESS_STEPS[hub]}."
     return f"{HUB_NAMES[hub]} responded to the request for {repo_id!r} with {error.status}. Try again later to resume."

@@ -21,7 +21,7 @@ from typing import IO, ClassVar
 from ..errors import CheckpointError
 from ..progress import LOG_FORMAT, Progress
 from .hub import HubFile, HubSnapshot
-from .hub_requests import HubRefusal, open_response
+from .hub_requests import HUB_VARIABLES, HubRefusal, open_response
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -131,9 +131,10 @@ class Download:
         if stream.tell() < file.size:
             self._transfer(file, stream, progress)
         if digest_of(self._snapshot.partial(file), file, self._stop) != file.digest:
+            option = "" if self._snapshot.hub == "huggingface" else f" --hub {self._snapshot.hub}"
             raise CheckpointError(
                 f"The checksum of {file.path} is wrong: it was damaged on the way, or the hub has another file. It was"
-                f" deleted. Run `dashinfer-vlm pull {self._snapshot.repo_id}` to download it again.",
+                f" deleted. Run `dashinfer-vlm pull {self._snapshot.repo_id}{option}` to download it again.",
                 param="model",
             )
 
@@ -170,7 +171,7 @@ class Download:
         import httpx
 
         url, first = self._snapshot.url(file), stream.tell()
-        with open_response(url, sends_token=self._snapshot.sends_token, first_byte=first) as response:
+        with open_response(url, hub=self._snapshot.hub, first_byte=first) as response:
             if first and not response.headers.get("Content-Range", "").startswith(f"bytes {first}-"):
                 stream.truncate(0)  # the hub does not send parts of files
                 stream.seek(0)
@@ -181,7 +182,7 @@ class Download:
                 if stream.tell() + len(block) > file.size:
                     raise CheckpointError(
                         f"The hub sends more than the {file.size} bytes that it states for {file.path}. Check"
-                        " HF_ENDPOINT, and use a repository that you trust.",
+                        f" {HUB_VARIABLES[self._snapshot.hub]}, and use a repository that you trust.",
                         param="model",
                     )
                 stream.write(block)

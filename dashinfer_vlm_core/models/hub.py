@@ -14,7 +14,7 @@ from typing import NamedTuple
 from urllib.parse import quote
 
 from ..errors import CheckpointError
-from .hub_requests import get_page
+from .hub_requests import HUB_VARIABLES, Hub, get_page
 
 # Configuration, tokenizer and safetensors only: archives, pickles and other frameworks' weights are not downloaded.
 FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
@@ -64,7 +64,7 @@ class HubSnapshot:
         files: those that a checkpoint consists of.
         cache: the cache folder.
         base_url: the address of its files.
-        sends_token: whether requests have the user's token of Hugging Face.
+        hub: the hub that has it.
     """
 
     repo_id: str
@@ -73,7 +73,7 @@ class HubSnapshot:
     files: tuple[HubFile, ...]
     cache: Path
     base_url: str
-    sends_token: bool
+    hub: Hub
 
     def url(self, file: HubFile) -> str:
         return f"{self.base_url}/{quote(file.path)}"
@@ -150,7 +150,7 @@ def list_files(repo_id: str, *, revision: str | None) -> HubSnapshot:
     name = revision or "main"
     api = f"{constants.ENDPOINT}/api/models/{repo_id}"
     try:
-        commit = str(get_page(f"{api}/revision/{quote(name, safe='')}", sends_token=True).content["sha"])
+        commit = str(get_page(f"{api}/revision/{quote(name, safe='')}", hub="huggingface").content["sha"])
         if not _COMMIT.fullmatch(commit) or not is_safe_path(name):
             raise invalid_list(repo_id, f"the commit {commit!r} of {name!r}")
         files = checked_files(repo_id, _listed(repo_id, f"{api}/tree/{commit}?recursive=true&expand=false"))
@@ -163,7 +163,7 @@ def list_files(repo_id: str, *, revision: str | None) -> HubSnapshot:
         files=files,
         cache=cache_folder(),
         base_url=f"{constants.ENDPOINT}/{repo_id}/resolve/{commit}",
-        sends_token=True,
+        hub="huggingface",
     )
 
 
@@ -177,7 +177,7 @@ class ListedFile(NamedTuple):
 
 def _listed(repo_id: str, url: str) -> Iterator[ListedFile]:
     for _ in range(MAX_PAGES):
-        entries, url = get_page(url, sends_token=True)
+        entries, url = get_page(url, hub="huggingface")
         for entry in entries:
             if entry["type"] == "file":
                 lfs = entry.get("lfs")
@@ -188,7 +188,7 @@ def _listed(repo_id: str, url: str) -> Iterator[ListedFile]:
     raise invalid_list(repo_id, f"more than {MAX_PAGES} pages of files")
 
 
-def checked_files(repo_id: str, listed: Iterable[ListedFile]) -> tuple[HubFile, ...]:
+def checked_files(repo_id: str, listed: Iterable[ListedFile], *, hub: Hub = "huggingface") -> tuple[HubFile, ...]:
     """Return the files of a checkpoint among those of a repository.
 
     Raises:
@@ -198,16 +198,16 @@ def checked_files(repo_id: str, listed: Iterable[ListedFile]) -> tuple[HubFile, 
     found = []
     for number, file in enumerate(listed):
         if number == MAX_FILES:
-            raise invalid_list(repo_id, f"more than {MAX_FILES} files")
+            raise invalid_list(repo_id, f"more than {MAX_FILES} files", hub=hub)
         path, size, digest = file
         if isinstance(path, str) and not any(fnmatch(path, pattern) for pattern in FILES):
             continue
         if not isinstance(path, str) or not is_safe_path(path):
-            raise invalid_list(repo_id, f"a file named {path!r}")
+            raise invalid_list(repo_id, f"a file named {path!r}", hub=hub)
         if type(size) is not int or size < 0 or not (isinstance(digest, str) and _DIGEST.fullmatch(digest)):
-            raise invalid_list(repo_id, f"the size {size!r} or checksum {digest!r} of {path}")
+            raise invalid_list(repo_id, f"the size {size!r} or checksum {digest!r} of {path}", hub=hub)
         if size > MAX_TEXT_BYTES and not fnmatch(path, WEIGHTS):
-            raise invalid_list(repo_id, f"{size / 1e6:,.0f} MB of {path}")
+            raise invalid_list(repo_id, f"{size / 1e6:,.0f} MB of {path}", hub=hub)
         found.append(HubFile(path=path, size=size, digest=digest))
     return tuple(found)
 
@@ -257,11 +257,11 @@ def repository_folder(repo_id: str, cache: Path) -> Path:
     return cache / f"models--{repo_id.replace('/', '--')}"
 
 
-def invalid_list(repo_id: str, problem: str) -> CheckpointError:
+def invalid_list(repo_id: str, problem: str, *, hub: Hub = "huggingface") -> CheckpointError:
     """Return the error for a response of a hub that is not valid."""
     return CheckpointError(
-        f"The hub lists {problem} for {repo_id!r}, which is not valid, so nothing was downloaded. Check HF_ENDPOINT,"
-        " and use a repository that you trust.",
+        f"The hub lists {problem} for {repo_id!r}, which is not valid, so nothing was downloaded. Check"
+        f" {HUB_VARIABLES[hub]}, and use a repository that you trust.",
         param="model",
     )
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from ..errors import CheckpointError
 
 if TYPE_CHECKING:
     import httpx
+
+Hub: TypeAlias = Literal["huggingface", "modelscope"]
+
+HUB_VARIABLES: Mapping[Hub, str] = {"huggingface": "HF_ENDPOINT", "modelscope": "MODELSCOPE_DOMAIN"}
+"""They name another server."""
 
 MAX_LIST_BYTES = 20 * 10**6
 """Of a list of files. The longest ones of published checkpoints have less than 1 MB."""
@@ -42,12 +47,13 @@ class Page(NamedTuple):
 
 
 @contextlib.contextmanager
-def open_response(url: str, *, sends_token: bool, first_byte: int = 0) -> Iterator[httpx.Response]:
-    """Request a file or a list, without compression; redirects to other hosts do not have the token.
+def open_response(url: str, *, hub: Hub, first_byte: int = 0) -> Iterator[httpx.Response]:
+    """Request a file or a list, without compression. Only the Hugging Face Hub receives the user's token; redirects to
+    other hosts do not have it.
 
     Args:
         url: its address.
-        sends_token: whether to send the user's token of Hugging Face.
+        hub: the hub.
         first_byte: where the response should begin; whether it does, its status states.
 
     Raises:
@@ -60,7 +66,7 @@ def open_response(url: str, *, sends_token: bool, first_byte: int = 0) -> Iterat
     headers = {"Accept-Encoding": "identity"}
     if first_byte:
         headers["Range"] = f"bytes={first_byte}-"
-    if sends_token and (token := get_token()):
+    if hub == "huggingface" and (token := get_token()):
         headers["Authorization"] = f"Bearer {token}"
     with get_session().stream("GET", url, headers=headers, timeout=TIMEOUT_SECONDS) as response:
         if response.is_error:
@@ -68,7 +74,7 @@ def open_response(url: str, *, sends_token: bool, first_byte: int = 0) -> Iterat
         yield response
 
 
-def get_page(url: str, *, sends_token: bool) -> Page:
+def get_page(url: str, *, hub: Hub) -> Page:
     """Request JSON.
 
     Raises:
@@ -76,24 +82,23 @@ def get_page(url: str, *, sends_token: bool) -> Page:
         HubRefusal, httpx.HTTPError, OSError: as for `open_response`.
     """
     received = bytearray()
-    with open_response(url, sends_token=sends_token) as response:
+    step = f"Check {HUB_VARIABLES[hub]}."
+    with open_response(url, hub=hub) as response:
         for block in response.iter_bytes():
             received += block
             if len(received) > MAX_LIST_BYTES:
-                raise CheckpointError(f"The list of files from {url} is too long. Check HF_ENDPOINT.", param="model")
+                raise CheckpointError(f"The list of files from {url} is too long. {step}", param="model")
         next_url = response.links.get("next", {}).get("url", "")
     if next_url and not _has_origin(next_url, url):  # the request for it has the token
         raise CheckpointError(
             f"The list of files from {url} continues at {next_url[:200]!r}, which is invalid, or has another host, port"
-            " or scheme. Check HF_ENDPOINT.",
+            f" or scheme. {step}",
             param="model",
         )
     try:
         return Page(json.loads(received), next_url)
     except ValueError as error:
-        raise CheckpointError(
-            f"The response from {url} is not a list of files. Check HF_ENDPOINT.", param="model"
-        ) from error
+        raise CheckpointError(f"The response from {url} is not a list of files. {step}", param="model") from error
 
 
 def _has_origin(url: str, other: str) -> bool:

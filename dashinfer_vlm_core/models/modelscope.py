@@ -29,12 +29,13 @@ def list_modelscope_files(repo_id: str, *, revision: str | None) -> HubSnapshot:
     domain = os.environ.get("MODELSCOPE_DOMAIN") or DOMAIN
     endpoint = domain.rstrip("/") if "://" in domain else f"https://{domain}"
     query = urlencode({"Revision": name, "Recursive": "true"})
-    content = get_page(f"{endpoint}/api/v1/models/{repo_id}/repo/files?{query}", sends_token=False).content
+    content = get_page(f"{endpoint}/api/v1/models/{repo_id}/repo/files?{query}", hub="modelscope").content
     try:
         listed = [entry for entry in content["Data"]["Files"] if entry["Type"] != "tree"]
-        files = checked_files(repo_id, (ListedFile(entry["Path"], entry["Size"], entry["Sha256"]) for entry in listed))
+        found = (ListedFile(entry["Path"], entry["Size"], entry["Sha256"]) for entry in listed)
+        files = checked_files(repo_id, found, hub="modelscope")
     except (LookupError, TypeError) as error:
-        raise invalid_list(repo_id, f"something unexpected ({error!r})") from error
+        raise invalid_list(repo_id, f"something unexpected ({error!r})", hub="modelscope") from error
     return HubSnapshot(
         repo_id=repo_id,
         revision=name,
@@ -42,7 +43,7 @@ def list_modelscope_files(repo_id: str, *, revision: str | None) -> HubSnapshot:
         files=files,
         cache=cache_folder(),
         base_url=f"{endpoint}/models/{repo_id}/resolve/{name}",
-        sends_token=False,
+        hub="modelscope",
     )
 
 

@@ -353,8 +353,18 @@ def test_modelscope_is_another_hub(run, modelscope, repository, tiny_checkpoint)
 def test_errors_of_modelscope_are_explained(run, modelscope):
     with pytest.raises(CheckpointError, match=r"ModelScope has no model 'maker/none', or it is private"):
         run("pull", "maker/none", "--hub", "modelscope")
+    damaged = b"x" * (modelscope.folder / "config.json").stat().st_size
+    modelscope.bodies["config.json"] = lambda handler: handler._send(damaged)
+    with pytest.raises(CheckpointError, match="Run `dashinfer-vlm pull maker/tiny --hub modelscope` to download"):
+        run("pull", "maker/tiny", "--hub", "modelscope")
+    modelscope.bodies["config.json"] = endless
+    with pytest.raises(CheckpointError, match="Check MODELSCOPE_DOMAIN"):
+        run("pull", "maker/tiny", "--hub", "modelscope")
+    modelscope.statuses["config.json"] = (403, "")
+    with pytest.raises(CheckpointError, match=r"ModelScope denies access to 'maker/tiny' \(403\): use a public model"):
+        run("pull", "maker/tiny", "--hub", "modelscope")
     (modelscope.folder / "a\nb.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="which is not valid, so nothing was downloaded"):
+    with pytest.raises(CheckpointError, match=r"so nothing was downloaded\. Check MODELSCOPE_DOMAIN"):
         run("pull", "maker/tiny", "--hub", "modelscope")
 
 
