@@ -7,7 +7,6 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -15,6 +14,7 @@ import click
 from dashinfer_vlm_core.cli.command import EngineCommand
 from dashinfer_vlm_core.cli.options import MODEL_ARGUMENT, ModelArgument, model_names
 from dashinfer_vlm_core.cli.terminal import printable, show_note
+from dashinfer_vlm_core.config.folders import expand_user
 from dashinfer_vlm_core.errors import ConfigError, DashInferVLMError
 
 from .completion_stats import Completion, complete
@@ -39,8 +39,8 @@ class ChatCommand(EngineCommand):
 
     def is_model(self, text: str) -> bool:
         """Return whether a single argument is MODEL."""
-        with contextlib.suppress(OSError, RuntimeError):  # a long text, or one with ~, is not a path
-            if text and (Path(text).expanduser() / "config.json").is_file():
+        with contextlib.suppress(OSError):  # a long text is not a path
+            if text and (expand_user(text) / "config.json").is_file():
                 return True
         return len(text.split()) == 1 and text in model_names()
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from dashinfer_vlm_core.config import ENV_PREFIX, EngineConfig
-from dashinfer_vlm_core.config.folders import CACHE_FIX, write_error
+from dashinfer_vlm_core.config.folders import CACHE_FIX, expand_user, write_error
 from dashinfer_vlm_core.embedding_store import EmbeddingStoreOptions, open_store, redacted
 from dashinfer_vlm_core.errors import DashInferVLMError
 from dashinfer_vlm_core.findings import Finding
@@ -236,7 +236,7 @@ def _weights(config: EngineConfig) -> Iterator[Finding]:
 
 
 def _local_folder(model: str) -> Path | None:
-    folder = Path(model).expanduser()
+    folder = expand_user(model)
     return folder if (folder / "config.json").is_file() else cached_models().get(model)
 
 

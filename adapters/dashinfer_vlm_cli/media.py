@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from dashinfer_vlm_core.config import EngineConfig, Limits
+from dashinfer_vlm_core.config.folders import expand_user
 from dashinfer_vlm_core.errors import MediaUndecodable, MediaUnreachable, MissingDependency, RequestError
 from dashinfer_vlm_core.plugins import load_plugins
 
@@ -108,9 +109,7 @@ def local_path(source: str) -> Path:
     """Return the path of a file as a user writes it. As in shells, `~name` is a file if there is no such user."""
     if source.lower().startswith("file://"):
         source = unquote(urlsplit(source).path)
-    with contextlib.suppress(RuntimeError):
-        return Path(source).expanduser()
-    return Path(source)
+    return expand_user(source)
 
 
 def _unquote(word: str) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, get_args
 import click
 
 from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.config.folders import expand_user
 from dashinfer_vlm_core.errors import CheckpointError
 from dashinfer_vlm_core.models.checkpoint import HUB_ID, cached_instead, fetch, fetch_files, list_snapshot
 from dashinfer_vlm_core.models.downloads import delete_damaged
@@ -96,7 +97,7 @@ def pull_model(config: EngineConfig, hub: Hub) -> Path:
 
 
 def _local_folder(model: str) -> Path:
-    folder = load_plugins().models.get(model) or Path(model).expanduser()
+    folder = load_plugins().models.get(model) or expand_user(model)
     if not (model and (folder / CONFIG).is_file()):  # an empty name would mean the current folder
         raise CheckpointError(
             f"{model!r} is not a model ID. Write OWNER/NAME, such as Qwen/Qwen3-VL-4B-Instruct.", param="model"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from dashinfer_vlm_core.config.folders import expand_user
 from dashinfer_vlm_core.errors import CheckpointError
 from dashinfer_vlm_core.models.checkpoint import HUB_ID
 from dashinfer_vlm_core.models.hub import cache_folder, repository_folder
@@ -42,7 +43,7 @@ def _folder(model: str) -> Path:
     folder = repository_folder(model, cache_folder())
     if HUB_ID.fullmatch(model) and folder.is_dir() and not folder.is_symlink():
         return folder
-    if model and Path(model).expanduser().is_dir():
+    if model and expand_user(model).is_dir():
         raise CheckpointError(f"{model!r} is a folder. `rm` deletes only downloads: delete it yourself.", param="model")
     raise CheckpointError(
         f"{model!r} is not in {cache_folder()}. `dashinfer-vlm list` lists the models on this machine.", param="model"

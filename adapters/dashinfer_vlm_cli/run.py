@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.config.folders import expand_user
 from dashinfer_vlm_core.models.checkpoint import HUB_ID
 from dashinfer_vlm_core.models.files import missing_weights
 from dashinfer_vlm_core.models.hub import cached_snapshot
@@ -32,7 +32,7 @@ def _run(*, config: EngineConfig, hub: Hub, **options: Any) -> None:
 
 def _must_be_downloaded(config: EngineConfig) -> bool:
     model = config.model
-    if model in load_plugins().models or Path(model).expanduser().exists() or not HUB_ID.fullmatch(model):
+    if model in load_plugins().models or expand_user(model).exists() or not HUB_ID.fullmatch(model):
         return False
     folder = cached_snapshot(model, revision=config.revision)
     return folder is None or bool(missing_weights(folder))

@@ -11,6 +11,7 @@ import click
 
 from dashinfer_vlm_core.cli.terminal import show_table
 from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.config.folders import expand_user
 from dashinfer_vlm_core.errors import CheckpointError
 from dashinfer_vlm_core.models.checkpoint import cached_models
 from dashinfer_vlm_core.models.memory import ModelSize, count_weights
@@ -91,7 +92,7 @@ def _describe(registry: Registry, model: str) -> tuple[dict[str, object], ModelS
 def _find(registry: Registry, model: str) -> tuple[str, Path | None]:
     if model in registry.models:
         return "registered", registry.models[model]
-    folder = Path(model).expanduser()
+    folder = expand_user(model)
     if (folder / "config.json").is_file():
         return "folder", folder
     if cached := cached_models().get(model):

@@ -6,7 +6,6 @@ import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import click
@@ -16,6 +15,7 @@ from pydantic.dataclasses import dataclass
 from dashinfer_vlm_core.cli.config_file import located_errors
 from dashinfer_vlm_core.cli.options import EngineOption, engine_options
 from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.config.folders import expand_user
 from dashinfer_vlm_core.errors import ConfigError
 
 from .help import OPTIONS, Option, ServerCommand
@@ -136,7 +136,7 @@ class ServeCommand(ServerCommand):
 
 def _named(value: str) -> tuple[str | None, str]:
     name, equals, model = value.partition("=")
-    if not equals or Path(value).expanduser().exists():
+    if not equals or expand_user(value).exists():
         return None, value
     if not (name and model):
         missing = "model" if name else "name"

@@ -24,6 +24,7 @@ from pydantic_settings import SettingsConfigDict
 from typing_extensions import Self
 
 from ..errors import ConfigError
+from .folders import expand_user
 from .limits import Limits
 from .options import Options, PluginOptions, variable
 
@@ -359,7 +360,7 @@ class EngineConfig(Options):
     @property
     def name(self) -> str:
         """The model's name in requests and responses; for a folder its last part, so that responses contain no path."""
-        folder = Path(self.model).expanduser()
+        folder = expand_user(self.model)
         return self.served_model_name or (folder.resolve().name if folder.is_dir() else self.model)
 
     def request_name(self, model: str) -> str:

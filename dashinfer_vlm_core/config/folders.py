@@ -18,6 +18,14 @@ CACHE_FIX = (
 )
 
 
+def expand_user(path: str) -> Path:
+    """Return a path with the home folder that `~` or `~name` stands for, if there is such a user.
+
+    `Path.expanduser` raises RuntimeError otherwise.
+    """
+    return Path(os.path.expanduser(path))  # noqa: PTH111
+
+
 def write_error(folder: Path) -> str:
     """Create `folder` if it does not exist, and return why no file can be written to it; empty if one can."""
     try:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 from ..config import EngineConfig
+from ..config.folders import expand_user
 from ..decoders import GUIDED_DECODING
 from ..models.memory import ModelSize
 from ..models.pooling import Task
@@ -76,7 +76,7 @@ def _task_of(spec: ModelSpec | None, config: EngineConfig, tokenizers: Tokenizer
 @lru_cache(maxsize=64)
 def _spec_of(model: str) -> ModelSpec | None:
     registry = load_plugins()
-    folder = registry.models.get(model, Path(model).expanduser())
+    folder = registry.models.get(model, expand_user(model))
     return registry.load_spec(folder) if folder.is_dir() else None
 
 

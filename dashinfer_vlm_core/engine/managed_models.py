@@ -6,10 +6,10 @@ import difflib
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from ..config import MIB, EngineConfig
+from ..config.folders import expand_user
 from ..errors import ConfigError
 from ..kernels.choice import KernelSelector
 from ..models.checkpoint import HUB_ID, find_model
@@ -109,7 +109,7 @@ def _check_keys(location: str, name: str, keys: Mapping[str, str]) -> None:
 
 
 def _is_model(name: str) -> bool:
-    is_folder = bool(name) and Path(name).expanduser().is_dir()  # an empty name would mean the current folder
+    is_folder = bool(name) and expand_user(name).is_dir()  # an empty name would mean the current folder
     return is_folder or name in load_plugins().models or HUB_ID.fullmatch(name) is not None
 
 

@@ -6,10 +6,10 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..config import EngineConfig
+from ..config.folders import expand_user
 from ..errors import EngineClosed, InvalidParameter, ModelNotFound, SetupError
 from ..media_workers import WorkerLimit, default_workers
 from ..models.checkpoint import is_hub_id
@@ -380,5 +380,5 @@ class ModelManager(Startable, ChatEngine):
 
 
 def _source(path: str) -> str:
-    folder = Path(path).expanduser()
+    folder = expand_user(path)
     return folder.resolve().name if folder.is_dir() else path

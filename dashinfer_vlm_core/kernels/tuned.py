@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from ..config import EngineConfig
+from ..config.folders import expand_user
 from ..errors import ConfigError
 from .devices import cpu_model
 
@@ -120,7 +121,7 @@ class TunedThreads(BaseModel, frozen=True):
 
 def model_of(config: EngineConfig) -> str:
     """Return what identifies a model in conditions: its folder, or its name."""
-    folder = Path(config.model).expanduser()
+    folder = expand_user(config.model)
     return str(folder.resolve()) if folder.is_dir() else config.model
 
 

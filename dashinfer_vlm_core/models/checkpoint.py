@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from ..config.folders import expand_user
 from ..errors import CheckpointError
 from .downloads import Download
 from .hub import HubFile, HubSnapshot, cache_folder, cached_snapshot, list_files
@@ -47,7 +48,7 @@ def find_model(name: str, *, registered: Mapping[str, Path], revision: str | Non
     """
     if name in registered:
         return registered[name]
-    folder = Path(name).expanduser()
+    folder = expand_user(name)
     if name and folder.is_dir():  # an empty name would mean the current folder
         return folder
     if folder.is_file():
@@ -64,7 +65,7 @@ def find_model(name: str, *, registered: Mapping[str, Path], revision: str | Non
 
 def is_hub_id(name: str, *, registered: Mapping[str, Path]) -> bool:
     """Return whether `find_model` asks the Hugging Face Hub for a model."""
-    return name not in registered and not Path(name).expanduser().exists() and HUB_ID.fullmatch(name) is not None
+    return name not in registered and not expand_user(name).exists() and HUB_ID.fullmatch(name) is not None
 
 
 def cached_models() -> dict[str, Path]:

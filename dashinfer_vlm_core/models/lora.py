@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from ..config.folders import expand_user
 from ..errors import CheckpointError
 from ..text_spec import AttentionSpec, DeltaNetSpec, ExpertsSpec, MlpSpec, TextModelSpec
 from .checkpoint import ADAPTER, HUB_ID, download
@@ -93,7 +94,7 @@ def find_lora(path: str) -> Path:
     Raises:
         CheckpointError: there is no such folder or repository, or the download failed.
     """
-    folder = Path(path).expanduser()
+    folder = expand_user(path)
     if path and folder.is_dir():
         return folder
     if HUB_ID.fullmatch(path):
@@ -124,7 +125,7 @@ def read_lora(name: str, path: str, spec: ModelSpec) -> LoraWeights:
     saved = reader.saved()
     return LoraWeights(
         name=name,
-        source=path if not Path(path).expanduser().is_dir() else folder.resolve().name,
+        source=path if not expand_user(path).is_dir() else folder.resolve().name,
         file=file,
         digest=_digest(folder / ADAPTER, file),
         text=text,

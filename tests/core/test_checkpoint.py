@@ -52,7 +52,7 @@ def test_folder_is_used_as_is(tmp_path):
     assert find_model(str(tmp_path), registered={}) == tmp_path
 
 
-@pytest.mark.parametrize("name", ["nothing", "", "a/b/c", "../x y"])
+@pytest.mark.parametrize("name", ["nothing", "", "a/b/c", "../x y", "~no-user/x"])
 def test_unknown_model_value_is_explained(name):
     with pytest.raises(CheckpointError, match=r"known: demo\), a folder, or a Hugging Face model ID such as") as caught:
         find_model(name, registered={"demo": Path()})

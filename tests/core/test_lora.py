@@ -206,7 +206,8 @@ def test_missing_and_truncated_files_are_named(spec, write, tmp_path):
     assert "adapter_config.json is not valid JSON" in message(folder)
     (folder / "adapter_config.json").unlink()
     assert "adapter_config.json is missing" in message(folder)
-    assert f"There is no LoRA adapter '{tmp_path / 'none'}'" in message(tmp_path / "none")
+    for missing in (tmp_path / "none", "~no-user/none"):
+        assert f"There is no LoRA adapter '{missing}'" in message(missing)
 
 
 @pytest.mark.parametrize(
