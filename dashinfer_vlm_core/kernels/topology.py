@@ -1,13 +1,14 @@
 """The physical cores, sockets and NUMA nodes of the CPUs that this process may use, and how much of their time.
 
-Sources: Linux's documentation of /sys/devices/system/cpu and of control groups (`cpu.max`, `cpu.cfs_quota_us`).
+Sources: Linux's documentation of /sys/devices/system/cpu and of control groups (`cpu.max`, `cpu.cfs_quota_us`,
+`memory.max`, `memory.limit_in_bytes`).
 """
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,8 +65,14 @@ def read_cores(cpus: Iterable[int], root: Path = SYS) -> tuple[Core, ...]:
 
 def read_cpu_quota(proc: Path = PROC, root: Path = SYS) -> float | None:
     """Return how many CPUs' time the control groups of this process permit, such as 2.5; None without a limit."""
-    found = list(_quotas(_text(proc / "self" / "cgroup"), root / "fs" / "cgroup"))
-    return min(found, default=None)
+    limits = _group_limits("cpu", proc, root, ["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"])
+    return min((each[0] / each[1] for each in limits if len(each) == 2 and each[1] > 0), default=None)
+
+
+def read_memory_limit(proc: Path = PROC, root: Path = SYS) -> int | None:
+    """Return how many bytes of memory the control groups of this process permit; None without a limit."""
+    limits = _group_limits("memory", proc, root, ["memory.max"], ["memory.limit_in_bytes"])
+    return min((each[0] for each in limits if each), default=None)
 
 
 def parse_cpus(text: str) -> tuple[int, ...]:
@@ -111,23 +118,27 @@ def _efficient_cpus(cpus: Iterable[int], root: Path) -> frozenset[int]:
     return slow if not slow.issuperset(cpus) else frozenset()
 
 
-def _quotas(groups: str, root: Path) -> Iterator[float]:
-    for line in groups.splitlines():
+def _group_limits(
+    controller: str, proc: Path, root: Path, files: Sequence[str], old_files: Sequence[str]
+) -> Iterator[list[int]]:
+    """Yield the numbers in files of this process's control groups, those of version 1 in `old_files`."""
+    mount = root / "fs" / "cgroup"
+    for line in _text(proc / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:  # version 2
-            yield from _quotas_of(root, path, "cpu.max")
-        elif "cpu" in controllers.split(","):
-            for name in (controllers, "cpu"):
-                yield from _quotas_of(root / name, path, "cpu.cfs_quota_us", "cpu.cfs_period_us")
+            yield from _numbers(mount, path, files)
+        elif controller in controllers.split(","):
+            for name in (controllers, controller):
+                yield from _numbers(mount / name, path, old_files)
 
 
-def _quotas_of(mount: Path, path: str, *files: str) -> Iterator[float]:
-    """Yield the limits of a group and its parents. In a container, the path may be the host's."""
+def _numbers(mount: Path, path: str, files: Sequence[str]) -> Iterator[list[int]]:
+    """Yield the numbers of a group and its parents. In a container, the path may be the host's."""
     relative = Path(path.lstrip("/"))
     for folder in (mount / relative, *(mount / parent for parent in relative.parents)):
         words = " ".join(_text(folder / file) for file in files).split()
-        if len(words) == 2 and words[0].isdigit() and int(words[1]) > 0:  # not `max` or -1: without a limit
-            yield int(words[0]) / int(words[1])
+        if all(map(str.isdigit, words)):  # not `max` or -1: without a limit
+            yield list(map(int, words))
 
 
 def _text(path: Path) -> str:

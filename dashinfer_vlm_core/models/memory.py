@@ -6,13 +6,14 @@ Nothing is loaded or downloaded, and torch is not imported: the estimates follow
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..config import MIB, EngineConfig
 from ..errors import CheckpointError
+from ..kernels.topology import read_memory_limit
 from ..text_spec import AttentionSpec, LayerSpec, MlpSpec, TextModelSpec
 
 if TYPE_CHECKING:
@@ -305,32 +306,11 @@ def weight_file_bytes(folder: Path) -> int:
         raise CheckpointError(message) from error
 
 
-def memory_limit(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the memory that this process may use, in bytes: that of the machine, or less in a container.
-
-    Args:
-        groups: the file that lists the control groups of this process.
-        root: where control groups (version 2) are mounted.
-    """
+def memory_limit() -> int:
+    """Return the memory that this process may use, in bytes: that of the machine, or less in a container."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min([machine, *_group_limits(groups, root)])
-
-
-def _group_limits(groups: Path, root: Path) -> Iterator[int]:
-    try:
-        path = next((line[3:] for line in groups.read_text().splitlines() if line.startswith("0::")), None)
-    except OSError:
-        return
-    if path is None:
-        return
-    folder = root / path.strip("/")
-    for group in (folder, *folder.parents):
-        try:
-            limit = (group / "memory.max").read_text().strip()
-        except OSError:  # the root of the control groups has no limit
-            continue
-        if limit.isdigit():
-            yield int(limit)
+    limit = read_memory_limit()
+    return machine if limit is None else min(machine, limit)
 
 
 def count_weights(size: ModelSize) -> int:

@@ -13,7 +13,9 @@ from dashinfer_vlm_core.kernels.topology import (
     parse_cpus,
     read_cores,
     read_cpu_quota,
+    read_memory_limit,
 )
+from dashinfer_vlm_core.models import memory
 from tests.sys_trees import (
     ALTRA,
     CONTAINER_2_5_CPUS,
@@ -82,11 +84,37 @@ V1 = "4:cpu,cpuacct:/docker/abc\n2:memory:/docker/abc\n"
     ],
 )
 def test_quota_is_the_least_of_all_groups(groups, files, quota, tmp_path):
-    for path, text in {"../../proc/self/cgroup": groups, **files}.items():
-        file = tmp_path / "sys" / "fs" / "cgroup" / path if path in files else tmp_path / "proc" / "self" / "cgroup"
+    write_groups(tmp_path, groups, files)
+    assert read_cpu_quota(tmp_path / "proc", tmp_path / "sys") == quota
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "limit"),
+    [
+        ("0::/\n", {}, None),
+        ("1:name=systemd:/other\n0::/a/b\n", {"a/memory.max": "1048576", "a/b/memory.max": "max"}, 1 << 20),
+        (V1, {"memory/docker/abc/memory.limit_in_bytes": "2048", "memory/memory.limit_in_bytes": "4096"}, 2048),
+        (V1, {"memory/memory.limit_in_bytes": "4096"}, 4096),
+    ],
+)
+def test_memory_limit_is_the_least_of_all_groups(groups, files, limit, tmp_path):
+    write_groups(tmp_path, groups, files)
+    assert read_memory_limit(tmp_path / "proc", tmp_path / "sys") == limit
+
+
+def write_groups(folder, groups, files):
+    texts = {"proc/self/cgroup": groups, **{f"sys/fs/cgroup/{path}": text for path, text in files.items()}}
+    for path, text in texts.items():
+        file = folder / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    assert read_cpu_quota(tmp_path / "proc", tmp_path / "sys") == quota
+
+
+def test_memory_limit_is_at_most_the_machines(monkeypatch):
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for limit, expected in ((None, machine), (2 * machine, machine), (1 << 20, 1 << 20)):
+        monkeypatch.setattr(memory, "read_memory_limit", lambda limit=limit: limit)
+        assert memory.memory_limit() == expected
 
 
 def test_quota_of_a_container_is_read(tmp_path):

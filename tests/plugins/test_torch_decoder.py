@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import shutil
 import threading
 from contextlib import aclosing
@@ -26,7 +25,7 @@ from dashinfer_vlm_core.errors import (
     InvalidParameter,
     QueueFull,
 )
-from dashinfer_vlm_core.models.memory import default_kv_mib, memory_limit
+from dashinfer_vlm_core.models.memory import default_kv_mib
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
 from dashinfer_vlm_torch import register_decoders
 from dashinfer_vlm_torch.decoder import TorchDecoder
@@ -166,17 +165,6 @@ def test_default_kv_cache_is_half_of_what_weights_leave():
     assert default_kv_mib(4096, memory=64 << 30, weights=15 << 30) == 4096
     assert default_kv_mib(4096, memory=8 << 30, weights=4 << 30) == 2048
     assert default_kv_mib(4096, memory=8 << 30, weights=15 << 30) == 256
-
-
-def test_memory_limit_is_lowest_of_machine_and_control_groups(tmp_path):
-    groups, root = tmp_path / "cgroup", tmp_path / "mount"
-    machine = memory_limit(groups, root)
-    assert machine == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    groups.write_text("1:name=systemd:/other\n0::/slice/container\n")
-    (root / "slice" / "container").mkdir(parents=True)
-    for folder, limit in ((root / "slice", "1048576"), (root / "slice" / "container", "max")):
-        (folder / "memory.max").write_text(f"{limit}\n")
-    assert memory_limit(groups, root) == 1 << 20
 
 
 def test_default_kv_cache_that_is_limited_is_logged(oracle, tmp_path, caplog):
