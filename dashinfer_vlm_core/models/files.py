@@ -114,7 +114,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
     try:
         listed = json.loads(index.read_text("utf-8"))["weight_map"].items()
         return {str(name): Path(file).name for name, file in listed}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} cannot be read: {error!r}. Copy or download it again.") from error
 
 

@@ -97,7 +97,7 @@ def get_page(url: str, *, hub: Hub) -> Page:
         )
     try:
         return Page(json.loads(received), next_url)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"The response from {url} is not a list of files. {step}", param="model") from error
 
 

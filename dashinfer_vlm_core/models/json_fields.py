@@ -93,7 +93,7 @@ def read_fields(file: Path) -> JsonFields:
         values = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{file} is missing. Set `model` to a folder with a complete checkpoint.") from None
-    except ValueError as error:  # also if it is not UTF-8
+    except (ValueError, RecursionError) as error:  # also if it is not UTF-8
         raise CheckpointError(f"{file} is not valid JSON: {error}. Copy or download it again.") from error
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}. Copy or download it again.") from error

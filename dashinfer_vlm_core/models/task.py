@@ -103,7 +103,7 @@ def _read_modules(folder: Path) -> dict[str, Path]:
     try:
         rows = json.loads(file.read_text(encoding="utf-8"))
         modules = {str(row["type"]).rpartition(".")[2]: folder / row["path"] for row in rows}
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, RecursionError, TypeError, KeyError) as error:
         raise CheckpointError(
             f"{file} is not a list of objects with `type` and `path`: {error!r}. Download the published file again."
         ) from None

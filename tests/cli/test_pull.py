@@ -181,7 +181,10 @@ def test_endless_list_is_stopped(run, hub, monkeypatch):
         run("pull", "maker/tiny")
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"7", b'{"sha": 7}', b'{"sha": null}'])
+NESTED = pytest.param(b"[" * 100_000, id="nested")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"7", b'{"sha": 7}', b'{"sha": null}', NESTED])
 def test_lists_that_are_none_are_explained(run, hub, repository, content):
     hub.lists = lambda handler: handler._send(content)
     with pytest.raises(CheckpointError, match=r"not a list of files|not valid, so nothing"):

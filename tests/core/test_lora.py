@@ -202,8 +202,9 @@ def test_missing_and_truncated_files_are_named(spec, write, tmp_path):
     assert "pickled" in message(folder)
     (folder / "adapter_model.bin").unlink()
     assert "contains no adapter_model.safetensors" in message(folder)
-    (folder / "adapter_config.json").write_text("{")
-    assert "adapter_config.json is not valid JSON" in message(folder)
+    for text in ("{", "[" * 100_000):
+        (folder / "adapter_config.json").write_text(text)
+        assert "adapter_config.json is not valid JSON" in message(folder)
     (folder / "adapter_config.json").unlink()
     assert "adapter_config.json is missing" in message(folder)
     for missing in (tmp_path / "none", "~no-user/none"):

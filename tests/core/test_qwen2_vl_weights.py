@@ -145,7 +145,10 @@ def test_missing_shard_is_named(tmp_path):
         Weights(tmp_path)
 
 
-@pytest.mark.parametrize("index", ["{", "[]", "{}", '{"weight_map": {"a": 1}}', '{"weight_map": []}'])
+NESTED = pytest.param("[" * 100_000, id="nested")
+
+
+@pytest.mark.parametrize("index", ["{", "[]", "{}", '{"weight_map": {"a": 1}}', '{"weight_map": []}', NESTED])
 def test_broken_index_is_named(tmp_path, index):
     (tmp_path / "model.safetensors.index.json").write_text(index)
 

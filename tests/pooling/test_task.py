@@ -109,6 +109,7 @@ def test_classifier_tokens_are_checked(folder, tokens, words):
         ("1_Pooling/config.json", '{"pooling_mode_cls_token": true}', "got cls_token"),
         ("modules.json", '[{"type": "sentence_transformers.models.Dense", "path": "2"}]', "'Dense'"),
         ("modules.json", '[{"path": "2"}]', "is not a list of objects"),
+        pytest.param("modules.json", "[" * 100_000, "is not a list of objects", id="nested"),
     ],
 )
 def test_unsupported_pooling_is_named(folder, name, text, words):
