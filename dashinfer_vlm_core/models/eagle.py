@@ -150,7 +150,7 @@ def _rotary(config: JsonFields, head_dim: int) -> RotarySpec:
 
 def _axes(rope: JsonFields) -> tuple[int, ...]:
     """Return the axis of each frequency: in blocks, or height and width take turns with time, which has the rest."""
-    section = [int(count) for count in rope.triple("mrope_section")]
+    section = rope.integers("mrope_section")
     if not rope.flag("mrope_interleaved"):
         return tuple(axis for axis, count in enumerate(section) for _ in range(count))
     turns = {index: axis for axis in (1, 2) for index in range(axis, 3 * section[axis], 3)}

@@ -70,6 +70,13 @@ class JsonFields:
             self.fail_value(name, "must be three positive numbers")
         return value[0], value[1], value[2]
 
+    def integers(self, name: str) -> tuple[int, int, int]:
+        """Return three positive integers."""
+        values = self.triple(name)
+        if any(type(item) is not int for item in values):
+            self.fail_value(name, "must be three positive integers")
+        return values
+
     def with_defaults(self, defaults: Mapping[str, Any]) -> JsonFields:
         """Return these members, and those of `defaults` that are absent."""
         present = {name: value for name, value in self.values.items() if value is not None}

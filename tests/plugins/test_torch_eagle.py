@@ -300,6 +300,7 @@ def test_wrong_draft_vocabulary_is_refused(tmp_path, target, offset):
         ({"num_key_value_heads": 3}, "`num_key_value_heads` does not divide"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "`rope_scaling.rope_type` is 'yarn'"),
         ({"rope_scaling": {"mrope_section": [1, 2, 3]}}, "`rope_scaling.mrope_section` does not add up"),
+        ({"rope_scaling": {"mrope_section": [4, 2, 2.5]}}, "must be three positive integers"),
         ({"speculators_config": {}}, "`speculators_config` is the layout of speculators"),
     ],
 )

@@ -230,6 +230,7 @@ BROKEN = [
     (CONFIG, "text_config.rope_scaling.mrope_interleaved", False, "Only interleaved"),
     (CONFIG, "text_config.rope_scaling.mrope_section", [30, 20, 20], "half of `head_dim` 128"),
     (CONFIG, "text_config.rope_scaling.mrope_section", [4, 30, 30], "too many frequencies"),
+    (CONFIG, "text_config.rope_scaling.mrope_section", [44, 0.5, 20], "three positive integers"),
     (CONFIG, "text_config.rope_scaling.rope_type", "yarn", "'yarn'"),
     (CONFIG, "vision_config.out_hidden_size", 2048, "the text model's is 2560"),
     (CONFIG, "vision_config.hidden_act", "quick_gelu", "gelu_pytorch_tanh"),

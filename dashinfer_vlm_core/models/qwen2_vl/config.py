@@ -351,8 +351,7 @@ def _rope_theta(text: JsonFields) -> float:
 
 def mrope_section(text: JsonFields) -> tuple[int, int, int]:
     """Return the numbers of rotary frequencies for time, height and width."""
-    time, height, width = rope_fields(text).triple("mrope_section")
-    return int(time), int(height), int(width)
+    return rope_fields(text).integers("mrope_section")
 
 
 def stored_dtype(config: JsonFields) -> str:
