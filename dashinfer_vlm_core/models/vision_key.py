@@ -26,7 +26,7 @@ def vision_key(spec: ModelSpec, config: EngineConfig, *, kernels: str, family: s
     Args:
         spec: the checkpoint.
         config: the options.
-        kernels: identifies the kernels of the vision encoder, see `KernelSelector.chosen_identity`.
+        kernels: identifies the kernels of the vision encoder, see `KernelSelector.vision_identity`.
         family: identifies the model family and its version.
 
     Raises:

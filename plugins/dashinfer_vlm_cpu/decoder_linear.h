@@ -9,7 +9,7 @@ void linear_biased(const Matrix *m, const bf16 *x, int64_t stride, int64_t rows,
 
 enum { MAX_PARTS = 3 };
 
-typedef struct {                 /* see `LowRank` in types.py */
+typedef struct {                 /* see `LowRank` in kernels/types/lora.py */
     const Matrix *down;          /* null if the adapter does not change the linear layer */
     const Matrix *up[MAX_PARTS]; /* null after the last one */
     int64_t first_input[MAX_PARTS], first_output[MAX_PARTS];
@@ -19,12 +19,12 @@ typedef struct {
     LowRank qkv, output, gate_up, down, gates;
 } LoraLayer;
 
-typedef struct { /* see `LoraRows` in types.py */
+typedef struct { /* see `LoraRows` in kernels/types/lora.py */
     const LoraLayer *layers;
     int64_t start, stop, last_start, last_stop;
 } LoraRows;
 
-typedef struct { /* see `RecurrentBatch` in types.py */
+typedef struct { /* see `RecurrentBatch` in kernels/types/recurrent.py */
     bf16 *conv_states; /* [delta net layers, slots, taps - 1, channels] */
     float *states;     /* [delta net layers, slots, value_heads, key_dim, value_dim] */
     int64_t slots;
@@ -37,7 +37,7 @@ typedef struct { /* see `RecurrentBatch` in types.py */
     float *kept_gates; /* [delta net layers, kept_count, 2 * value_heads] */
 } RecurrentBatch;
 
-typedef struct { /* the new tokens of many requests, see `ForwardBatch` in types.py */
+typedef struct { /* the new tokens of many requests, see `ForwardBatch` in kernels/types/batch.py */
     bf16 *x;     /* [rows, hidden]; overwritten */
     int64_t rows, hidden;
     const float *cos, *sin;
