@@ -127,7 +127,7 @@ class VisionService:
         self._joined: WeakValueDictionary[bytes, torch.Tensor] = WeakValueDictionary()  # videos in use
         self._jobs: dict[bytes, UnitJob] = {}
         self._waiting: OrderedDict[bytes, UnitJob] = OrderedDict()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vision")
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dashinfer-vlm-vision")
         self._runner: asyncio.Task[None] | None = None
         self._closed = False
         self._lookups: set[_LookupTask] = set()

@@ -109,7 +109,7 @@ class _ChunkAllocator:
         if self._is_collapsing or sys.platform != "linux":
             return
         with contextlib.suppress(RuntimeError):  # no thread can be started: small pages work too
-            threading.Thread(target=self._collapse_all, name="huge-pages", daemon=True).start()
+            threading.Thread(target=self._collapse_all, name="dashinfer-vlm-huge-pages", daemon=True).start()
             self._is_collapsing = True
 
     def _collapse_all(self) -> None:

@@ -30,7 +30,7 @@ def own_buffers(monkeypatch):
 
 
 def collapsing():
-    return any(thread.name == "huge-pages" for thread in threading.enumerate())
+    return any(thread.name == "dashinfer-vlm-huge-pages" for thread in threading.enumerate())
 
 
 def test_tensors_do_not_overlap_and_start_at_cache_lines():
