@@ -181,7 +181,9 @@ class MediaWorkerPool:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
             worker.kill()
-            await asyncio.gather(running, return_exceptions=True)
+            while not running.done():  # the thread uses the descriptors that the caller closes
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait({running})
             raise
         except EngineClosed:
             raise closed_error() from None

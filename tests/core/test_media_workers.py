@@ -220,6 +220,26 @@ def test_cancellation_ends_the_worker(run):
     assert run(work, readers=[ActionReader()]).tokens
 
 
+def test_canceled_worker_is_closed_after_its_thread(run, monkeypatch):
+    may_end, closed = threading.Event(), []
+    monkeypatch.setattr(MediaWorker, "run", lambda worker, job: may_end.wait(HANG))
+    monkeypatch.setattr(MediaWorker, "close", lambda worker: closed.append(may_end.is_set()))
+
+    async def work(pool):
+        task = asyncio.ensure_future(pool.process(image(), [b""], budget()))
+        await auntil(lambda: pool._busy)
+        for _ in range(2):
+            task.cancel()
+            for _ in range(10):
+                await asyncio.sleep(0)
+        may_end.set()
+        await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled()
+
+    run(work)
+    assert closed == [True]
+
+
 def test_close_ends_running_and_waiting_work(run):
     async def work(pool):
         tasks = [asyncio.ensure_future(pool.process(video(), [b"sleep"], budget())) for _ in range(2)]
