@@ -351,6 +351,5 @@ def decoder_shape(spec: TextModelSpec) -> DecoderShape:
         kv_heads=attention.num_kv_heads,
         head_dim=attention.head_dim,
         eps=spec.norm_eps,
-        levels=spec.visual_levels,
         gate=attention.gate,
     )

@@ -823,8 +823,7 @@ def test_fused_layers_with_head_norms_and_additions_are_bit_exact(native, levels
     norms = {"query_norm": Norm(numbers(SHAPE.head_dim, seed=11)), "key_norm": Norm(numbers(SHAPE.head_dim, seed=12))}
     layers = [decoder_layer(native, number) for number in range(3)]
     layers = [layer._replace(mixer=layer.mixer._replace(**norms)) for layer in layers]
-    shape = SHAPE._replace(levels=levels)
-    whole, parts = native.decoder_layers(layers, shape), ReferenceDecoderLayers(native, layers, shape)
+    whole, parts = native.decoder_layers(layers, SHAPE), ReferenceDecoderLayers(native, layers, SHAPE)
     assert type(whole) is not type(parts)
     rows = torch.tensor([0, 3, 100, 229, 230, 250])
     values = numbers(len(rows), max(levels, 1), HIDDEN, seed=13).transpose(0, 1)

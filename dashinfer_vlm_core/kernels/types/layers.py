@@ -76,7 +76,6 @@ class DecoderShape(NamedTuple):
         kv_heads: number of key heads, and of value heads.
         head_dim: size of a head.
         eps: epsilon of the norms.
-        levels: maximum number of levels of `ForwardBatch.additions`.
         gate: whether a sigmoid gate multiplies the output of attention.
     """
 
@@ -84,5 +83,4 @@ class DecoderShape(NamedTuple):
     kv_heads: int
     head_dim: int
     eps: float
-    levels: int = 0
     gate: bool = False
