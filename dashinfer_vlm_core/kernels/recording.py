@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .choice import LoadedKernels
+from .factories import TorchKernelFactory
 from .quantization import Quantization
 from .torch_kernels import TorchKernels
 from .types import (
@@ -21,9 +22,6 @@ from .types import (
     LMHead,
     Mlp,
 )
-
-if TYPE_CHECKING:
-    from ..text_spec import TextModelSpec
 
 
 class LayerInput(NamedTuple):
@@ -67,7 +65,7 @@ class Recorder:
         self.products[key].addmm_(rows.T, rows)
 
 
-class RecordingKernelFactory:
+class RecordingKernelFactory(TorchKernelFactory):
     """See `KernelFactory`. It is used only where `cpu_kernels` names it, on a CPU."""
 
     name = "recording"
@@ -78,9 +76,6 @@ class RecordingKernelFactory:
 
     def applies(self, device: str, dtype: torch.dtype) -> bool:
         return device.partition(":")[0] == "cpu"
-
-    def unsupported_reason(self, text: TextModelSpec) -> str:
-        return ""
 
     def identity(self) -> str:
         return self.name
