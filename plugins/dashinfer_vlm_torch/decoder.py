@@ -22,7 +22,14 @@ from dashinfer_vlm_core.kernels.types import Int8CacheAttention, Kernels
 from dashinfer_vlm_core.models.eagle import EagleSpec
 from dashinfer_vlm_core.models.formats.detection import weight_memory
 from dashinfer_vlm_core.models.lora import LoraWeights
-from dashinfer_vlm_core.models.memory import count_states, kv_budget_mib, memory_limit, weight_file_bytes
+from dashinfer_vlm_core.models.memory import (
+    count_states,
+    kv_budget_mib,
+    kv_bytes_per_token,
+    memory_limit,
+    state_bytes,
+    weight_file_bytes,
+)
 from dashinfer_vlm_core.models.placement import resolve_placement
 from dashinfer_vlm_core.models.spec import ModelSpec
 from dashinfer_vlm_core.models.weights import Weights
@@ -37,7 +44,7 @@ from .runner import ModelRunner
 from .scheduler import Scheduler
 from .sequence import SequenceState
 from .settings import SUPPORTED_PARAMS, TorchOptions
-from .state_cache import bytes_per_state, create_states
+from .state_cache import create_states
 from .state_manager import count_sequences
 from .text_model_reader import open_converted
 from .worker import OutputQueue, Worker
@@ -77,7 +84,7 @@ class TorchDecoder:
         self._quantization = _text_quantization(config, self._kernels, self._device)
         self._cache_dtype = _cache_dtype(config, self._dtype)
         context = min(spec.max_model_len, config.max_model_len or spec.max_model_len)
-        self._bytes_per_state = bytes_per_state(spec.text, self._dtype)
+        self._bytes_per_state = state_bytes(spec.text, self._dtype.itemsize)
         budget = self._kv_budget()
         self._state_slots = count_states(self._bytes_per_state, budget * MIB)
         self._kv_tokens = self._kv_pool_tokens(budget, context)
@@ -169,8 +176,8 @@ class TorchDecoder:
             return loaded
 
     def _kv_pool_tokens(self, budget: int, context: int) -> int:
-        per_token = KVCache.bytes_per_token(self._text, self._cache_dtype)
-        per_token += KVCache.bytes_per_token(self._draft.text, self._cache_dtype) if self._draft else 0
+        per_token = kv_bytes_per_token(self._text, self._cache_dtype.itemsize)
+        per_token += kv_bytes_per_token(self._draft.text, self._cache_dtype.itemsize) if self._draft else 0
         tokens = max(budget * MIB - self._state_slots * self._bytes_per_state, 0) // per_token
         if tokens < MIN_KV_TOKENS:
             raise ConfigError(self._too_small(budget, tokens, per_token), param="kv_cache_mib")

@@ -9,7 +9,6 @@ from operator import attrgetter
 
 import torch
 
-from dashinfer_vlm_core.models.memory import kv_bytes_per_token
 from dashinfer_vlm_core.text_spec import TextModelSpec
 
 from .prefix_hash import PrefixHash
@@ -35,10 +34,6 @@ class KVCache:
         self.scales: torch.Tensor | None = None
         if dtype == torch.int8:
             self.scales = torch.empty(shape, device=device, dtype=torch.float32)
-
-    @staticmethod
-    def bytes_per_token(config: TextModelSpec, dtype: torch.dtype) -> int:
-        return kv_bytes_per_token(config, dtype.itemsize)
 
     def copy_rows(self, source: int, target: int, rows: int) -> None:
         """Copy rows; the ranges may overlap."""

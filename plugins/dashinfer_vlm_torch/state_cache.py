@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from dashinfer_vlm_core.kernels.types import RecurrentStates
-from dashinfer_vlm_core.models.memory import state_bytes
 from dashinfer_vlm_core.text_spec import TextModelSpec
 
 
@@ -23,8 +22,3 @@ def create_states(config: TextModelSpec, slots: int, *, device: str, dtype: torc
         conv=torch.empty((layers, slots, spec.conv_width - 1, spec.conv_channels), device=device, dtype=dtype),
         delta=torch.empty(delta, device=device, dtype=torch.float32),
     )
-
-
-def bytes_per_state(config: TextModelSpec, dtype: torch.dtype) -> int:
-    """Return the size of a slot; 0 for models without recurrent states."""
-    return state_bytes(config, dtype.itemsize)

@@ -24,6 +24,7 @@ from dashinfer_vlm_core.models.memory import (
     estimate_memory,
     kv_budget_mib,
     loaded_bytes,
+    state_bytes,
     step_bytes,
     weight_bytes,
 )
@@ -32,7 +33,7 @@ from dashinfer_vlm_core.models.published import MODELS, VisionEncoder
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_core.text_spec import AttentionSpec, LayerSpec, MlpSpec, RotarySpec
 from dashinfer_vlm_torch.kv_cache import KVCache
-from dashinfer_vlm_torch.state_cache import bytes_per_state, create_states
+from dashinfer_vlm_torch.state_cache import create_states
 from tests.cases import cases
 from tests.qwen3_5.tiny_mtp import write_mtp_checkpoint
 from tests.qwen3_5.tiny_qwen3_5 import write_checkpoint as write_qwen3_5
@@ -235,9 +236,9 @@ def test_cache_is_that_of_decoder(tmp_path, options):
         ModelSize.of(spec), config, weights, kernels=CompressingKernels("cpu"), memory=64 << 30
     ).kv_cache
     state = sum(tensor.nbytes for tensor in create_states(spec.text, 1, device="meta", dtype=torch.float32))
-    assert bytes_per_state(spec.text, torch.float32) == state
-    cache_dtype = torch.int8 if "kv_cache_dtype" in options else torch.float32
-    per_token = KVCache.bytes_per_token(spec.text, cache_dtype)
+    assert state_bytes(spec.text, 4) == state
+    cache = KVCache(spec.text, 1, device="meta", dtype=torch.int8 if "kv_cache_dtype" in options else torch.float32)
+    per_token = sum(tensor.nbytes for tensor in (cache.pool, cache.scales) if tensor is not None)
     budget = options.get("kv_cache_mib", 4096) * MIB
     states = budget // 2 // state * state
     rows = options.get("max_model_len", spec.max_model_len) * 2
