@@ -159,6 +159,44 @@ class MemoryEstimate:
         return 1 / (products + mixers)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheSize:
+    """What the memory for recurrent states, keys and values holds.
+
+    Attributes:
+        tokens: number of tokens with keys and values.
+        token_bytes: size of those of a token.
+        states: number of recurrent states; 0 for models without.
+        state_bytes: size of a recurrent state.
+    """
+
+    tokens: int
+    token_bytes: int
+    states: int
+    state_bytes: int
+
+    @classmethod
+    def of(
+        cls, text: TextModelSpec, draft: TextModelSpec | None, *, mib: int, itemsize: int, cache_itemsize: int
+    ) -> CacheSize:
+        """Divide the memory: half of it is for recurrent states, since a prefix is cached with both. A sequence needs
+        two.
+
+        Args:
+            text: the text model.
+            draft: the text model, or the layer of the head, that drafts tokens, if there is one.
+            mib: the memory in MiB, see `kv_budget_mib`.
+            itemsize: bytes of a number of the dtype that the engine computes in.
+            cache_itemsize: bytes of a number of keys and values.
+        """
+        state = state_bytes(text, itemsize)
+        states = max(mib * MIB // 2 // state, 2) if state else 0
+        token = kv_bytes_per_token(text, cache_itemsize)
+        token += kv_bytes_per_token(draft, cache_itemsize) if draft else 0
+        tokens = max(mib * MIB - states * state, 0) // token
+        return cls(tokens=tokens, token_bytes=token, states=states, state_bytes=state)
+
+
 def estimate_memory(
     size: ModelSize, config: EngineConfig, weights: WeightBytes, *, kernels: Kernels, memory: int | None
 ) -> MemoryEstimate:
@@ -242,14 +280,11 @@ def _layer_bytes(size: ModelSize, config: EngineConfig, kernels: Kernels, *, wid
 
 
 def _cache_bytes(size: ModelSize, config: EngineConfig, itemsize: int, memory: int | None) -> int:
-    budget = kv_budget_mib(config, weights=size.file_bytes + size.draft_bytes, memory=memory) * MIB
-    state = state_bytes(size.text, itemsize)
-    states = count_states(state, budget) * state
-    numbers = {"auto": itemsize, "bfloat16": 2, "int8": 1}[config.kv_cache_dtype]
-    per_token = kv_bytes_per_token(size.text, numbers)
-    per_token += kv_bytes_per_token(size.draft, numbers) if size.draft else 0
+    mib = kv_budget_mib(config, weights=size.file_bytes + size.draft_bytes, memory=memory)
+    cache_itemsize = {"auto": itemsize, "bfloat16": 2, "int8": 1}[config.kv_cache_dtype]
+    cache = CacheSize.of(size.text, size.draft, mib=mib, itemsize=itemsize, cache_itemsize=cache_itemsize)
     context = min(size.context, config.max_model_len or size.context)
-    return states + min(max(budget - states, 0), context * config.max_batch_size * per_token)
+    return cache.states * cache.state_bytes + min(cache.tokens, context * config.max_batch_size) * cache.token_bytes
 
 
 def kv_bytes_per_token(text: TextModelSpec, itemsize: int) -> int:
@@ -265,12 +300,6 @@ def state_bytes(text: TextModelSpec, itemsize: int) -> int:
         return 0
     delta = 4 * spec.num_value_heads * spec.key_dim * spec.value_dim
     return text.num_delta_net_layers * (itemsize * (spec.conv_width - 1) * spec.conv_channels + delta)
-
-
-def count_states(state: int, memory: int) -> int:
-    """Return the number of recurrent states of `state` bytes in `memory` bytes for states, keys and values: half of it,
-    since a prefix is cached with both. A sequence needs two; 0 for models without recurrent states."""
-    return max(memory // 2 // state, 2) if state else 0
 
 
 def kv_budget_mib(config: EngineConfig, *, weights: int, memory: int | None) -> int:

@@ -22,14 +22,7 @@ from dashinfer_vlm_core.kernels.types import Int8CacheAttention, Kernels
 from dashinfer_vlm_core.models.eagle import EagleSpec
 from dashinfer_vlm_core.models.formats.detection import weight_memory
 from dashinfer_vlm_core.models.lora import LoraWeights
-from dashinfer_vlm_core.models.memory import (
-    count_states,
-    kv_budget_mib,
-    kv_bytes_per_token,
-    memory_limit,
-    state_bytes,
-    weight_file_bytes,
-)
+from dashinfer_vlm_core.models.memory import CacheSize, kv_budget_mib, memory_limit, weight_file_bytes
 from dashinfer_vlm_core.models.placement import resolve_placement
 from dashinfer_vlm_core.models.spec import ModelSpec
 from dashinfer_vlm_core.models.weights import Weights
@@ -84,9 +77,14 @@ class TorchDecoder:
         self._quantization = _text_quantization(config, self._kernels, self._device)
         self._cache_dtype = _cache_dtype(config, self._dtype)
         context = min(spec.max_model_len, config.max_model_len or spec.max_model_len)
-        self._bytes_per_state = state_bytes(spec.text, self._dtype.itemsize)
         budget = self._kv_budget()
-        self._state_slots = count_states(self._bytes_per_state, budget * MIB)
+        self._cache_size = CacheSize.of(
+            self._text,
+            self._draft.text if self._draft else None,
+            mib=budget,
+            itemsize=self._dtype.itemsize,
+            cache_itemsize=self._cache_dtype.itemsize,
+        )
         self._kv_tokens = self._kv_pool_tokens(budget, context)
         self.max_model_len: int = min(context, self._kv_tokens)
         self._worker: Worker | None = None
@@ -97,7 +95,7 @@ class TorchDecoder:
     def snapshot(self) -> DecoderStats:
         if self._worker:
             return self._worker.stats
-        return DecoderStats(kv_size=self._kv_tokens, states_size=self._state_slots)
+        return DecoderStats(kv_size=self._kv_tokens, states_size=self._cache_size.states)
 
     @property
     def fatal_error(self) -> str:
@@ -176,11 +174,9 @@ class TorchDecoder:
             return loaded
 
     def _kv_pool_tokens(self, budget: int, context: int) -> int:
-        per_token = kv_bytes_per_token(self._text, self._cache_dtype.itemsize)
-        per_token += kv_bytes_per_token(self._draft.text, self._cache_dtype.itemsize) if self._draft else 0
-        tokens = max(budget * MIB - self._state_slots * self._bytes_per_state, 0) // per_token
+        tokens = self._cache_size.tokens
         if tokens < MIN_KV_TOKENS:
-            raise ConfigError(self._too_small(budget, tokens, per_token), param="kv_cache_mib")
+            raise ConfigError(self._too_small(budget), param="kv_cache_mib")
         if tokens < context:
             logger.warning(
                 "kv_cache_mib=%d holds %d tokens, fewer than the context of %d. Increase it to accept longer prompts.",
@@ -190,13 +186,14 @@ class TorchDecoder:
             )
         return min(tokens, context * self._config.max_batch_size)
 
-    def _too_small(self, budget: int, tokens: int, per_token: int) -> str:
-        if not self._state_slots:
-            return f"`kv_cache_mib` {budget} holds only {tokens} tokens of this model. Increase it."
-        least = math.ceil((2 * self._bytes_per_state + MIN_KV_TOKENS * per_token) / MIB)
+    def _too_small(self, budget: int) -> str:
+        size = self._cache_size
+        if not size.states:
+            return f"`kv_cache_mib` {budget} holds only {size.tokens} tokens of this model. Increase it."
+        least = math.ceil((2 * size.state_bytes + MIN_KV_TOKENS * size.token_bytes) / MIB)
         return (
             f"`kv_cache_mib` {budget} does not hold one sequence of this model, which needs two recurrent states of"
-            f" {self._bytes_per_state / MIB:.1f} MiB and its keys and values. Set it to at least {least}."
+            f" {size.state_bytes / MIB:.1f} MiB and its keys and values. Set it to at least {least}."
         )
 
     def _kv_budget(self) -> int:
@@ -239,7 +236,7 @@ class TorchDecoder:
         on_cuda = self._device.startswith("cuda")
         rows = self._kv_tokens + on_cuda  # the last one is for the padding of CUDA graphs
         cache = KVCache(self._text, rows, device=self._device, dtype=self._cache_dtype)
-        states = create_states(self._text, self._state_slots, device=self._device, dtype=self._dtype)
+        states = create_states(self._text, self._cache_size.states, device=self._device, dtype=self._dtype)
         graphs = self._record_graphs(model, cache) if on_cuda and not states else None
         return ModelRunner(model, cache, graphs, states, self._create_drafter(model, cache))
 
@@ -248,10 +245,10 @@ class TorchDecoder:
         which = "Other weights" if self._spec.quantization else "Weights"
         logger.info("%s in %s on %s, with the kernels %r.", which, weight_dtype, self._device, self._kernels.name)
         logger.info("KV cache of %d tokens in %s.", self._kv_tokens, _name(self._cache_dtype))
-        if self._state_slots:
+        if states := self._cache_size.states:
             message = "%d recurrent states of %.1f MiB, two per sequence: up to %d sequences run at the same time."
-            sequences = count_sequences(self._state_slots, self._config.max_batch_size)
-            logger.info(message, self._state_slots, self._bytes_per_state / MIB, sequences)
+            sequences = count_sequences(states, self._config.max_batch_size)
+            logger.info(message, states, self._cache_size.state_bytes / MIB, sequences)
         if self._cache_dtype != self._dtype and not isinstance(self._kernels, Int8CacheAttention):
             message = "kv_cache_dtype=%s slows down decoding here: the kernels %r convert the cache in each step."
             logger.warning(message, self._config.kv_cache_dtype, self._kernels.name)
@@ -282,7 +279,7 @@ class TorchDecoder:
             # Tokens whose keys and values are cached would have no hidden states.
             prefix_cache=self._config.prefix_cache and not self._pools_tokens,
             speculative=self._speculates,
-            state_slots=self._state_slots,
+            state_slots=self._cache_size.states,
         )
 
 

@@ -196,7 +196,7 @@ def test_head_for_multi_token_prediction_is_counted_if_it_drafts(tmp_path):
         estimate_bytes(EngineConfig(model=str(folder), device="cpu", kv_cache_mib=1, speculative_method=method))
         for method in ("auto", "ngram")
     )
-    assert auto - ngram == 4 * count_mtp_weights(size.text) > 0
+    assert auto - ngram == pytest.approx(4 * count_mtp_weights(size.text), rel=0.01)  # the cache has whole tokens
     with_draft = replace(load_plugins().load_spec(folder), draft=load_plugins().load_spec(folder))
     assert ModelSize.of(with_draft).text.mtp_layer is None
 
@@ -242,7 +242,7 @@ def test_cache_is_that_of_decoder(tmp_path, options):
     budget = options.get("kv_cache_mib", 4096) * MIB
     states = budget // 2 // state * state
     rows = options.get("max_model_len", spec.max_model_len) * 2
-    assert found == states + min(budget - states, rows * per_token)
+    assert found == states + min((budget - states) // per_token, rows) * per_token
 
 
 def test_manager_estimates_with_kernels_of_this_machine(tiny_checkpoint):
