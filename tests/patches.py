@@ -1,4 +1,4 @@
-"""Patches of random pixels: input for the vision encoder without an image or a video."""
+"""Patches of random pixels: input for the vision encoder without an image or a video; and their normalization."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import hashlib
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from dashinfer_vlm_core.media import Grid
+from dashinfer_vlm_core.media.types import Pixels
 from dashinfer_vlm_core.models.interface import Patches
 from dashinfer_vlm_core.models.patches import with_digest
+from dashinfer_vlm_core.models.spec import PixelSpec
 
 
 def random_patches(
@@ -26,6 +29,14 @@ def random_patches(
         path=part,
         digest=hashlib.sha256(repr(grid).encode() + pixels.tobytes()).digest(),
     )
+
+
+def normalize(pixels: Pixels, spec: PixelSpec) -> npt.NDArray[np.float32]:
+    """Return `(x / 255 - mean) / std` per channel for rows as in `Patches.pixels`; float32 of the same shape."""
+    mean, std = (np.array(values, dtype=np.float32)[:, np.newaxis] for values in (spec.mean, spec.std))
+    channels = pixels.reshape(len(pixels), 3, -1).astype(np.float32)
+    normalized: npt.NDArray[np.float32] = ((channels / np.float32(255) - mean) / std).reshape(pixels.shape)
+    return normalized
 
 
 def clip(start: int, stop: int, *, h: int = 4, w: int = 4, side: int = 14) -> Patches:

@@ -105,14 +105,6 @@ def _grow(height: int, width: int, scale: float, factor: int) -> tuple[int, int]
     return math.ceil(height * scale / factor) * factor, math.ceil(width * scale / factor) * factor
 
 
-def normalize(pixels: Pixels, spec: PixelSpec) -> npt.NDArray[np.float32]:
-    """Return `(x / 255 - mean) / std` per channel for rows as in `Patches.pixels`; float32 of the same shape."""
-    mean, std = (np.array(values, dtype=np.float32)[:, np.newaxis] for values in (spec.mean, spec.std))
-    channels = pixels.reshape(len(pixels), 3, -1).astype(np.float32)
-    normalized: npt.NDArray[np.float32] = ((channels / np.float32(255) - mean) / std).reshape(pixels.shape)
-    return normalized
-
-
 def frames_shape(media: Image | Video) -> tuple[int, int, int]:
     """Return (frames, height, width) before resizing; an image is one frame."""
     if isinstance(media, Image):

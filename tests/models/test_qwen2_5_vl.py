@@ -25,7 +25,6 @@ from dashinfer_vlm_core.media.decoder import MediaDecoder
 from dashinfer_vlm_core.media.frame_sampling import VideoSamplingPolicy
 from dashinfer_vlm_core.models.coordinates import CoordinateSpec
 from dashinfer_vlm_core.models.interface import Patches, PlaceholderSpan
-from dashinfer_vlm_core.models.patches import normalize
 from dashinfer_vlm_core.models.qwen2_vl import vit
 from dashinfer_vlm_core.models.qwen2_vl.config import PREPROCESSOR
 from dashinfer_vlm_core.models.spec import PixelSpec
@@ -39,7 +38,7 @@ from dashinfer_vlm_qwen2_5_vl.vit import window_order
 from tests.cases import cases
 from tests.conversations import CONVERSATIONS, as_openai, blurred_image, user
 from tests.kernels import needs_native, selector
-from tests.patches import random_patches
+from tests.patches import normalize, random_patches
 from tests.samples import encode_video
 from tests.server.conftest import serving
 from tests.tiny import MERGES, write_qwen2_5_vl

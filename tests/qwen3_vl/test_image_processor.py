@@ -11,11 +11,11 @@ from transformers.video_utils import VideoMetadata
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import ConfigError, InvalidParameter
 from dashinfer_vlm_core.media import Image, Video
-from dashinfer_vlm_core.models.patches import normalize
 from dashinfer_vlm_core.models.spec import PixelLimits, PixelSpec
 from dashinfer_vlm_qwen3_vl import Qwen3VL
 from dashinfer_vlm_qwen3_vl.image_processor import Qwen3VLImageProcessor
 from tests.cases import cases
+from tests.patches import normalize
 from tests.samples import noise
 
 from .oracle import Clip
