@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
+from ..concurrency.loop import engine_closed
 from ..concurrency.memory import trim_memory
 from ..errors import DashInferVLMError, DecoderFailed, EngineClosed
 from .interface import Decoder, DecodeRequest, DecoderStats, Pooled, RequestNotStarted, Token
@@ -110,7 +111,7 @@ class Supervisor:
                         yield token
             except RequestNotStarted:
                 if self._closed:
-                    raise EngineClosed("The engine was closed; start it again.") from None
+                    raise engine_closed() from None
             except (EngineClosed, DecoderFailed):
                 if self._closed or self._is_healthy(decoder):
                     raise

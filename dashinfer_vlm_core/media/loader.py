@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from ..concurrency.fair_slots import FairSlots
+from ..concurrency.loop import engine_closed
 from ..config import EngineConfig
-from ..errors import EngineClosed, MediaError, MediaTooLarge, MissingDependency, UnsupportedParameter
+from ..errors import MediaError, MediaTooLarge, MissingDependency, UnsupportedParameter
 from ..protocol import DocumentPart, EncodedEmbeddings, MediaPart
 from ..protocol.client import current_client
 from .fetch import ByteBudget, Fetcher, FetchStats
@@ -109,7 +110,7 @@ class MediaLoader:
             EngineClosed: the loader is closed, or was closed while loading.
         """
         if self._closed:
-            raise closed_error()
+            raise engine_closed()
         self.check(parts)
         if not parts:
             return ()
@@ -123,7 +124,7 @@ class MediaLoader:
             self._running.discard(task)
         try:
             if task.cancelled():
-                raise closed_error()
+                raise engine_closed()
             return task.result()
         finally:
             del task  # its exception refers to this frame: the cycle would keep the media
@@ -227,10 +228,6 @@ async def _check_bytes(frames: Iterable[Awaitable[bytes]], part: MediaPart, conf
                 f"The frames of the video exceed {config.video_max_bytes} bytes in total. Send fewer or smaller ones.",
                 param=part.path,
             )
-
-
-def closed_error() -> EngineClosed:
-    return EngineClosed("The engine was closed. Start it again, or send the request to another engine.")
 
 
 async def _cancel(futures: Sequence[asyncio.Future[Any]]) -> None:

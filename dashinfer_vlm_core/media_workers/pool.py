@@ -15,11 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..concurrency.fair_slots import FairSlots
+from ..concurrency.loop import engine_closed
 from ..config import MIB, EngineConfig
 from ..errors import ConfigError, EngineClosed, MediaUndecodable
 from ..media.decoder import MediaDecoder, digest_files
 from ..media.documents import Document
-from ..media.loader import closed_error
 from ..media.types import Embeddings, TokenCount, VideoReader
 from ..models.interface import ImageProcessor, ModelFamily, Patches
 from ..models.spec import ModelSpec
@@ -137,7 +137,7 @@ class MediaWorkerPool:
 
     def _take_worker(self, client: str) -> MediaWorker:
         if self._closed:
-            raise closed_error()
+            raise engine_closed()
         worker, replaced = self._take_or_create(client)
         for other in replaced:
             other.close()
@@ -186,7 +186,7 @@ class MediaWorkerPool:
                     await asyncio.wait({running})
             raise
         except EngineClosed:
-            raise closed_error() from None
+            raise engine_closed() from None
         finally:
             del running  # its exception refers to this frame: the cycle would keep the media
 

@@ -20,12 +20,13 @@ from weakref import WeakValueDictionary
 
 from cachetools import LRUCache
 
+from ..concurrency.loop import engine_closed
 from ..embedding_store.client import EmbeddingStoreClient, EmbeddingStoreStats, Lookup
-from ..errors import EngineClosed, EngineError
+from ..errors import EngineError
 from ..media.types import Embeddings, VisualInput
 from ..models.interface import Patches, VisionEncoder, VisualTokens
 from .pruning import prune
-from .units import UnitJob, closed_error, concatenate, size_of
+from .units import UnitJob, concatenate, size_of
 
 if TYPE_CHECKING:
     import torch
@@ -162,7 +163,7 @@ class VisionService:
             EngineClosed: the service was closed.
         """
         if self._closed:
-            raise EngineClosed("The engine was closed; start another one.")
+            raise engine_closed()
         jobs = [self._jobs_of(item, cache_salt, lora) for item in items]
         self._start([job for job in dict.fromkeys(chain(*jobs)) if not job.started])
         try:
@@ -208,7 +209,7 @@ class VisionService:
             task.cancel()
         await asyncio.gather(*self._lookups, return_exceptions=True)
         while self._waiting:
-            self._finish(self._waiting.popitem(last=False)[1], closed_error())
+            self._finish(self._waiting.popitem(last=False)[1], engine_closed())
         if self._runner is not None:
             await self._runner
         if self._shared is not None:
@@ -307,7 +308,7 @@ class VisionService:
 
     def _enqueue(self, job: UnitJob) -> None:
         if self._closed:
-            self._finish(job, closed_error())
+            self._finish(job, engine_closed())
         elif job.callers:
             self._waiting[job.key] = job
             if self._runner is None or self._runner.done():

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ..concurrency.loop import engine_closed
 from ..errors import EngineClosed, EngineError
 from ..models.interface import Patches, VisionEncoder
 
@@ -56,15 +57,11 @@ class UnitJob:
         await self._done.wait()
         assert self._outcome is not None
         if isinstance(self._outcome, EngineClosed):
-            raise EngineClosed(self._outcome.message)
+            raise engine_closed()
         if isinstance(self._outcome, Exception):
             message = "The vision encoder failed on this image or video. Try again; the engine's log has the cause."
             raise EngineError(message, param=path, code="vision_failed") from self._outcome
         return self._outcome
-
-
-def closed_error() -> EngineClosed:
-    return EngineClosed("The engine was closed while the request waited.")
 
 
 def concatenate(units: Sequence[torch.Tensor]) -> torch.Tensor:

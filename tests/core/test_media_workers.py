@@ -249,7 +249,8 @@ def test_close_ends_running_and_waiting_work(run):
         until(lambda: not any(map(exists, running)))
         return await asyncio.gather(*tasks, return_exceptions=True)
 
-    assert {type(error) for error in run(work, readers=[ActionReader()], media_workers=2)} == {EngineClosed}
+    errors = run(work, readers=[ActionReader()], media_workers=2)
+    assert {(type(error), error.to_be_started) for error in errors} == {(EngineClosed, True)}
 
 
 def test_worker_killed_while_idle_is_replaced(run):
