@@ -161,8 +161,9 @@ class NativeKernels(TorchKernels):
         assert x.stride(1) == 1
         out = torch.empty(rows, columns, dtype=x.dtype)
         shift = None if bias is None else bias.data_ptr()
+        threads = torch.get_num_threads()
         self._library.norm(
-            x.data_ptr(), x.stride(0), weight.data_ptr(), shift, eps, out.data_ptr(), rows, columns, _threads()
+            x.data_ptr(), x.stride(0), weight.data_ptr(), shift, eps, out.data_ptr(), rows, columns, threads
         )
         return out
 
@@ -172,13 +173,13 @@ class NativeKernels(TorchKernels):
         assert cos.is_contiguous()
         assert sin.is_contiguous()
         self._library.rotate(
-            x.data_ptr(), x.stride(0), cos.data_ptr(), sin.data_ptr(), rows, heads, width // 2, _threads()
+            x.data_ptr(), x.stride(0), cos.data_ptr(), sin.data_ptr(), rows, heads, width // 2, torch.get_num_threads()
         )
 
     def gate_(self, x: Tensor, gates: Tensor) -> None:
         assert x.is_contiguous()
         assert gates.stride(1) == 1
-        self._library.multiply_gates(x.data_ptr(), gates.data_ptr(), gates.stride(0), *x.shape, _threads())
+        self._library.multiply_gates(x.data_ptr(), gates.data_ptr(), gates.stride(0), *x.shape, torch.get_num_threads())
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spans: KVSpans) -> Tensor:
         if not _supports_attention(q.shape[1], len(k), q.shape[2]):
@@ -198,7 +199,7 @@ class NativeKernels(TorchKernels):
         assert k.stride() == v.stride()
         assert q.stride(2) == k.stride(2) == 1
         out = torch.empty(rows, heads * width, dtype=q.dtype)
-        threads = _threads()
+        threads = torch.get_num_threads()
         workspace = torch.empty(threads * self._library.attend_workspace_size(width), dtype=torch.uint8)
         k_scales = v_scales = None
         scale_head = 0
@@ -236,7 +237,7 @@ class NativeKernels(TorchKernels):
         self._library.sample_tokens(
             logits.data_ptr(), logits.stride(0), rows.data_ptr(), len(rows), logits.shape[1], temperatures.data_ptr(),
             lower_bounds.data_ptr(), max_differences.data_ptr(), uniforms.data_ptr(), sampled.ids.data_ptr(),
-            sampled.totals.data_ptr(), _threads(),
+            sampled.totals.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         return sampled
 
@@ -270,7 +271,3 @@ def load_variant(variant: Variant, path: Path = LIBRARY) -> LoadedKernels:
         reason = f"they compute chunks of {library.delta_chunk_size()} tokens of delta nets, not {CHUNK}"
         return LoadedKernels(None, reason, f"set `DELTA_CHUNK` in delta_inputs.h, and {COMPILE}")
     return LoadedKernels(NativeKernels(library, variant.name))
-
-
-def _threads() -> int:
-    return torch.get_num_threads()
