@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import sys
 from collections.abc import Sequence
 
 import torch
@@ -22,7 +21,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str =
     """Return a tensor with uninitialized values (zeros if it has its own mapping, which is only possible on a CPU)."""
     count = math.prod(shape)
     on_cpu = torch.device(device).type == "cpu"
-    if not on_cpu or count * dtype.itemsize < MIN_MMAP_BYTES or sys.platform == "win32":
+    if not on_cpu or count * dtype.itemsize < MIN_MMAP_BYTES:
         return torch.empty(*shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype).view(*shape)
