@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from ..errors import InvalidParameter
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below this count as 0, as in vLLM: they select the same token, but overflow single precision."""
+"""Temperatures below this count as 0, as in vLLM and DashInfer: they select the same token, but overflow float32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

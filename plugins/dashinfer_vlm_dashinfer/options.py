@@ -9,16 +9,13 @@ from typing import Any
 from dashinfer_vlm_core.decoders.interface import DecodeRequest
 from dashinfer_vlm_core.errors import InvalidParameter, UnsupportedParameter
 from dashinfer_vlm_core.models.spec import ModelSpec
-from dashinfer_vlm_core.protocol.sampling import Sampling
+from dashinfer_vlm_core.protocol.sampling import GREEDY_BELOW, Sampling
 
 SUPPORTED_ON_CPU = frozenset(
     {"temperature", "top_p", "top_k", "seed", "repetition_penalty", "stop_token_ids", "ignore_eos", "logprobs"}
 )
 SUPPORTED_ON_CUDA = SUPPORTED_ON_CPU | {"presence_penalty", "frequency_penalty"}
 """On a CPU DashInfer applies presence_penalty to the prompt as well, and frequency_penalty not at all."""
-
-GREEDY_BELOW = 1e-5
-"""As in DashInfer; dividing by a smaller temperature would exceed the range of float32."""
 
 TOP_P_DISABLED_ABOVE = 1 - 2e-6
 """DashInfer silently lowers a top_p within 1e-6 of 1 to 0.99, and treats 0 as the whole distribution."""
