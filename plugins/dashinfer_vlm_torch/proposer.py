@@ -182,7 +182,7 @@ class AcceptanceRate:
         accepted: the share before the first prediction.
     """
 
-    def __init__(self, accepted: float = PRIOR_ACCEPTED) -> None:
+    def __init__(self, accepted: float) -> None:
         self._accepted = accepted * PRIOR_PREDICTED
         self._predicted = PRIOR_PREDICTED
 

@@ -19,6 +19,7 @@ from dashinfer_vlm_torch.proposer import (
     MAX_DRAFT_TOKENS,
     MAX_DRAFTER_TOKENS,
     MAX_FORCED_TOKENS,
+    PRIOR_ACCEPTED,
     AcceptanceRate,
     Draft,
     DraftProposer,
@@ -152,7 +153,7 @@ def test_ngrams_are_looked_up_once_per_step(monkeypatch):
 
 
 def test_number_of_drafts_falls_with_rate_and_threshold():
-    rate = AcceptanceRate()
+    rate = AcceptanceRate(PRIOR_ACCEPTED)
     start = rate.num_drafts(0.1)
     for _ in range(20):
         rate.record(accepted=True)
