@@ -15,7 +15,7 @@ from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.config.folders import cache_problem, write_error
 from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_core.kernels.choice import KernelSelector
-from dashinfer_vlm_core.kernels.devices import cpu_model
+from dashinfer_vlm_core.kernels.devices import cpu_model, is_cpu
 from dashinfer_vlm_core.kernels.threads import Machine, set_threads
 from dashinfer_vlm_core.kernels.tuned import (
     FOLDER,
@@ -134,7 +134,7 @@ def _usable_sets(config: EngineConfig, registry: Registry) -> tuple[torch.dtype,
 
     spec = registry.load_spec(find_model(config.model, registered=registry.models, revision=config.revision))
     device, dtype = resolve_placement(config, spec)
-    if device.partition(":")[0] != "cpu":
+    if not is_cpu(device):
         raise ConfigError(f"Kernel sets are measured only on a CPU, not on {device}.", param="device")
     candidates = KernelSelector(registry.kernels.values(), config).candidates(device, dtype, spec.text)
     usable = {name: loaded.kernels for name, loaded in candidates.items() if loaded.kernels}

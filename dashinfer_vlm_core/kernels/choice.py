@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..config import EngineConfig
 from ..errors import ConfigError
-from .devices import cpu_flags, cpu_model
+from .devices import cpu_flags, cpu_model, is_cpu
 from .tuned import Conditions, TunedKernels, load_tuned, model_of
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class KernelSelector:
         name = self.vision_name
         device = self._vision_device
         codes = [self._factories[name].identity()] if name in self._factories else []
-        if not _is_cpu(device):
+        if not is_cpu(device):
             where = str(torch.cuda.get_device_name(device)) if device.startswith("cuda") else device
         elif codes and name not in PYTORCH_SETS:
             where = str(torch.backends.cpu.get_cpu_capability())  # also of the operators that are not kernels
@@ -216,7 +216,7 @@ class KernelSelector:
         best = next(iter(loaded))
         missing = [item for name, item in found.items() if item.kernels is None and name not in PYTORCH_SETS]
         unavailable = missing[-1] if missing and best in PYTORCH_SETS else LoadedKernels(None)
-        if not _is_cpu(device):
+        if not is_cpu(device):
             return KernelChoice(loaded[best], f"the default for {device}", unavailable)
         tuned = self._tuned
         if tuned and tuned.chosen in loaded:
@@ -244,7 +244,3 @@ def this_machine() -> str:
 def _torch() -> Any:
     # By its name: packages that do not need torch import this module.
     return importlib.import_module("torch")
-
-
-def _is_cpu(device: str) -> bool:
-    return device.partition(":")[0] == "cpu"

@@ -11,6 +11,11 @@ from pathlib import Path
 CPUINFO = Path("/proc/cpuinfo")
 
 
+def is_cpu(device: str) -> bool:
+    """Whether a device, such as `cpu` or `cuda:0`, is the CPU."""
+    return device.partition(":")[0] == "cpu"
+
+
 def cpu_flags() -> frozenset[str]:
     """Return the CPU's features as /proc/cpuinfo spells them; empty if that file cannot be read."""
     match = re.search(r"^(?:flags|Features)\s*: (.*)$", _cpuinfo(), re.MULTILINE)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ..hooks import hookimpl
 from ..installation import installed_version
 from .choice import KernelFactory, LoadedKernels
+from .devices import is_cpu
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +44,7 @@ class OneDnnKernelFactory(TorchKernelFactory):
     priority = 1
 
     def applies(self, device: str, dtype: torch.dtype) -> bool:
-        return device.partition(":")[0] == "cpu" and str(dtype) == "torch.bfloat16"
+        return is_cpu(device) and str(dtype) == "torch.bfloat16"
 
     def load(self, device: str) -> LoadedKernels:
         from .onednn import OneDnnKernels, unavailable_reason

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .choice import LoadedKernels
+from .devices import is_cpu
 from .factories import TorchKernelFactory
 from .quantization import Quantization
 from .torch_kernels import TorchKernels
@@ -75,7 +76,7 @@ class RecordingKernelFactory(TorchKernelFactory):
         self._recorder = recorder
 
     def applies(self, device: str, dtype: torch.dtype) -> bool:
-        return device.partition(":")[0] == "cpu"
+        return is_cpu(device)
 
     def identity(self) -> str:
         return self.name

@@ -7,6 +7,7 @@ import torch
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..kernels.choice import KernelSelector
+from ..kernels.devices import is_cpu
 from ..kernels.types import Kernels
 from .memory import MemoryEstimate, ModelSize, estimate_memory, memory_limit, weight_bytes
 from .spec import ModelSpec
@@ -90,5 +91,5 @@ def estimate_model(size: ModelSize, config: EngineConfig, kernels: KernelSelecto
         itemsize=dtype.itemsize,
         int8_vision=quantizes_vision_encoder(config, kernels.find(device, dtype).kernels),
     )
-    memory = memory_limit() if device.startswith("cpu") else None
+    memory = memory_limit() if is_cpu(device) else None
     return estimate_memory(size, config, weights, kernels=text_kernels, memory=memory)

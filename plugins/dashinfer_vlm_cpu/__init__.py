@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from dashinfer_vlm_core import hookimpl
+from dashinfer_vlm_core.kernels.devices import is_cpu
 
 from .build import VARIANTS, Variant
 from .package_digest import package_digest
@@ -37,7 +38,7 @@ class NativeKernelFactory:
         self._variant = variant
 
     def applies(self, device: str, dtype: torch.dtype) -> bool:
-        return device.partition(":")[0] == "cpu" and str(dtype) == "torch.bfloat16"
+        return is_cpu(device) and str(dtype) == "torch.bfloat16"
 
     def unsupported_reason(self, text: TextModelSpec) -> str:
         head_dim = text.attention.head_dim

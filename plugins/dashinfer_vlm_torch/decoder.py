@@ -16,6 +16,7 @@ from dashinfer_vlm_core.config import MIB, EngineConfig
 from dashinfer_vlm_core.decoders import DecodeRequest, DecoderStats, Pooled, Token, check_request
 from dashinfer_vlm_core.errors import ConfigError, EngineClosed, EngineError
 from dashinfer_vlm_core.kernels.choice import KernelSelector
+from dashinfer_vlm_core.kernels.devices import is_cpu
 from dashinfer_vlm_core.kernels.linears import supported_bits
 from dashinfer_vlm_core.kernels.quantization import INT4, INT8, Quantization
 from dashinfer_vlm_core.kernels.types import Int8CacheAttention, Kernels
@@ -202,7 +203,7 @@ class TorchDecoder:
         The memory that is free at the moment does not matter: the context would change from start to start.
         """
         configured = self._config.kv_cache_mib
-        memory = memory_limit() if self._device.startswith("cpu") else None
+        memory = memory_limit() if is_cpu(self._device) else None
         weights = weight_file_bytes(self._spec.folder)
         weights += weight_file_bytes(self._draft.folder) if self._draft else 0
         budget = kv_budget_mib(self._config, weights=weights, memory=memory)
@@ -321,7 +322,7 @@ def _text_quantization(config: EngineConfig, kernels: Kernels, device: str) -> Q
         return None
     if name == "int8" and kernels.supports_int8:
         return INT8
-    if name == "int8" or not device.startswith("cpu"):
+    if name == "int8" or not is_cpu(device):
         raise ConfigError(
             f"`quantization` {name!r} is not supported by the PyTorch decoder here: it supports int4 on a CPU, and int8"
             " for bfloat16 with the C kernels, on an x86 CPU with AVX2 and without `cpu_kernels` torch. Remove it, or"
