@@ -121,7 +121,7 @@ class VisionService:
         store: EmbeddingStoreClient | None = None,
     ) -> None:
         self._encoder = encoder
-        self._shared = store
+        self._store = store
         self._model_key = model_key
         self._batch_patches = batch_patches
         self._cache: LRUCache[bytes, torch.Tensor] = LRUCache(cache_bytes, getsizeof=size_of)
@@ -137,7 +137,7 @@ class VisionService:
 
     @property
     def stats(self) -> VisionStats:
-        store = self._shared.stats if self._shared else None
+        store = self._store.stats if self._store else None
         return VisionStats(**self._counts, bytes=int(self._cache.currsize), store=store)
 
     async def embed(
@@ -198,7 +198,7 @@ class VisionService:
             joined = self._joined.setdefault(key, await asyncio.to_thread(concatenate, units))
         return joined
 
-    def _store(self, key: bytes, embedding: torch.Tensor, item_bytes: int) -> None:
+    def _add_to_cache(self, key: bytes, embedding: torch.Tensor, item_bytes: int) -> None:
         if key not in self._cache and item_bytes <= self._cache.maxsize:
             self._cache[key] = embedding
 
@@ -212,8 +212,8 @@ class VisionService:
             self._finish(self._waiting.popitem(last=False)[1], engine_closed())
         if self._runner is not None:
             await self._runner
-        if self._shared is not None:
-            await self._shared.close()
+        if self._store is not None:
+            await self._store.close()
         self._thread.shutdown()
         self._cache.clear()
 
@@ -239,7 +239,7 @@ class VisionService:
         else:  # converted in the encoder's thread, between passes, and cached for later requests by uuid
             loop = asyncio.get_running_loop()
             embedding = await loop.run_in_executor(self._thread, self._encoder.adopt, item.rows)
-            self._store(self._key(salted, lora), embedding, size_of(embedding))
+            self._add_to_cache(self._key(salted, lora), embedding, size_of(embedding))
         return await self._prune(VisualTokens.of(item, embedding, digest=salted, units=self._units(item, lora)))
 
     async def _prune(self, item: VisualTokens) -> VisualTokens:
@@ -276,12 +276,12 @@ class VisionService:
     def _start(self, jobs: Sequence[UnitJob]) -> None:
         for job in jobs:
             job.started = True
-        if self._shared is None:
+        if self._store is None:
             for job in jobs:
                 self._enqueue(job)
         elif jobs:
             lookups = [Lookup(job.stored_digest, job.patches.tokens) for job in jobs]
-            task = asyncio.create_task(self._shared.get(lookups, budget=self._budget(jobs)), name="embedding-lookup")
+            task = asyncio.create_task(self._store.get(lookups, budget=self._budget(jobs)), name="embedding-lookup")
             self._lookups.add(task)
             task.add_done_callback(lambda task: self._looked_up(jobs, task))
 
@@ -303,7 +303,7 @@ class VisionService:
             if embedding is None:
                 self._enqueue(job)
             else:
-                self._store(job.key, embedding, job.item_bytes(embedding))
+                self._add_to_cache(job.key, embedding, job.item_bytes(embedding))
                 self._finish(job, embedding)
 
     def _enqueue(self, job: UnitJob) -> None:
@@ -355,10 +355,10 @@ class VisionService:
         self._counts["encoded"] += len(batch)
         self._measure(clock() - start, sum(job.size for job in batch))
         for job, embedding in zip(batch, embeddings, strict=True):
-            self._store(job.key, embedding, job.item_bytes(embedding))
+            self._add_to_cache(job.key, embedding, job.item_bytes(embedding))
             self._finish(job, embedding)
-            if self._shared is not None:
-                self._shared.put(job.stored_digest, embedding)
+            if self._store is not None:
+                self._store.put(job.stored_digest, embedding)
 
     def _measure(self, seconds: float, patches: int) -> None:
         last = seconds / patches

@@ -567,7 +567,7 @@ def test_bug_in_a_lookup_costs_only_time(caplog):
 
     async def scenario(store, new_service):
         _, service = new_service()
-        service._shared.get = broken
+        service._store.get = broken
         (tokens,) = await service.embed([A])
         assert same_bits(tokens.embedding, mean_of(A))
 
