@@ -42,8 +42,8 @@ BUDGET = 0.5
 FIRST_BUDGET = 0.25
 """Seconds of that budget before an item was encoded."""
 
-SMOOTHING = 0.2
-"""Weight of the last pass in the average time per patch."""
+DECAY = 0.8
+"""Weight of the earlier passes in the average time per patch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -363,7 +363,7 @@ class VisionService:
     def _measure(self, seconds: float, patches: int) -> None:
         last = seconds / patches
         average = last if self._seconds_per_patch is None else self._seconds_per_patch
-        self._seconds_per_patch = average + SMOOTHING * (last - average)
+        self._seconds_per_patch = DECAY * average + (1 - DECAY) * last
 
     async def _run_encoder(self, encoder: VisionEncoder, batch: list[Patches]) -> list[torch.Tensor]:
         embeddings = await asyncio.get_running_loop().run_in_executor(self._thread, encoder.encode, batch)

@@ -27,7 +27,7 @@ MIN_NGRAM = 2
 MAX_NGRAM = 5
 """An earlier occurrence of at least and at most this many of the last tokens predicts the next ones."""
 
-MEMORY = 0.9
+DECAY = 0.9
 """Weight of a sequence's earlier predictions in its acceptance rate, per prediction."""
 
 PRIOR_ACCEPTED = 0.3
@@ -192,8 +192,8 @@ class AcceptanceRate:
 
     def record(self, *, accepted: bool) -> None:
         """Record whether a token was predicted correctly, given that those before it were."""
-        self._accepted = MEMORY * self._accepted + accepted
-        self._predicted = MEMORY * self._predicted + 1
+        self._accepted = DECAY * self._accepted + accepted
+        self._predicted = DECAY * self._predicted + 1
 
     def num_drafts(self, threshold: float) -> int:
         """Return how many tokens to draft: the probability that all of them are accepted is at least `threshold`."""

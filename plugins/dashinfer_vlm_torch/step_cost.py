@@ -15,7 +15,7 @@ class StepCost:
     Only passes without a prefill are recorded. While their numbers of rows do not differ, a usual ratio is assumed.
     """
 
-    MEMORY = 0.98
+    DECAY = 0.98
     MIN_PASSES = 8.0
     MIN_VARIANCE = 0.5
     MAX_OUTLIER = 4.0
@@ -30,11 +30,11 @@ class StepCost:
         """Record a forward pass."""
         if self._weight >= self.MIN_PASSES:  # a pause of the process is not the cost of rows
             seconds = min(seconds, self.MAX_OUTLIER * self._seconds / self._weight)
-        self._weight = self.MEMORY * self._weight + 1
-        self._rows = self.MEMORY * self._rows + rows
-        self._seconds = self.MEMORY * self._seconds + seconds
-        self._rows_squared = self.MEMORY * self._rows_squared + rows * rows
-        self._product = self.MEMORY * self._product + rows * seconds
+        self._weight = self.DECAY * self._weight + 1
+        self._rows = self.DECAY * self._rows + rows
+        self._seconds = self.DECAY * self._seconds + seconds
+        self._rows_squared = self.DECAY * self._rows_squared + rows * rows
+        self._product = self.DECAY * self._product + rows * seconds
 
     @property
     def ratio(self) -> float:
@@ -68,7 +68,7 @@ class StepCost:
 class DrafterCost:
     """How long a drafter takes to predict a token for each sequence of a batch, in recent steps."""
 
-    MEMORY = 0.9
+    DECAY = 0.9
     MAX_OUTLIER = 4.0
 
     def __init__(self) -> None:
@@ -84,5 +84,5 @@ class DrafterCost:
         per_token = seconds / count
         if self.seconds is not None:
             per_token = min(per_token, self.MAX_OUTLIER * self.seconds)
-        self._weight = self.MEMORY * self._weight + 1
-        self._seconds = self.MEMORY * self._seconds + per_token
+        self._weight = self.DECAY * self._weight + 1
+        self._seconds = self.DECAY * self._seconds + per_token
