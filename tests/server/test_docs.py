@@ -70,9 +70,9 @@ def test_documented_commands_are_parsed(caplog):
     plugin.register_commands(group)
     pod = yaml.safe_load(fence("yaml"))["containers"][0]
     for command in (
-        shlex.split(fence("bash"))[2:],
+        shlex.split(fence("bash").partition("serve")[2]),
         pod["args"],
-        shlex.split(fence("bash", 2).partition("IMAGE")[2]),
+        shlex.split(fence("bash", 2).partition(pod["image"])[2]),
     ):
         result = CliRunner().invoke(group, ["serve", *command])
         assert "No such option" not in result.output
