@@ -219,7 +219,7 @@ print(*set(re.findall(r"/\\S*lib[a-z]*omp\\d*[-.]\\S*", maps)))
         (
             build_module.source_digest(),
             "0" * 64,
-            "compiled from other sources; run `python -m dashinfer_vlm_cpu.build`",
+            "compiled from other sources; run `python -m dashinfer_vlm_cpu`",
         ),
         ("GOMP_barrier ", "GOMP_carrier ", "has no OpenMP function that the C kernels use .*GOMP_carrier"),
         ("\x7fELF", "\x7fFLE", "cannot be loaded .*invalid ELF header"),
@@ -243,4 +243,4 @@ def test_missing_library_is_reported_with_the_command(tmp_path):
 @needs_library
 def test_library_of_this_checkout_is_current():
     """Otherwise, tests of the kernels would test other ones."""
-    assert is_current(LIBRARY), "run `python -m dashinfer_vlm_cpu.build`"
+    assert is_current(LIBRARY), "run `python -m dashinfer_vlm_cpu`"

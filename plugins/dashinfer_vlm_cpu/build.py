@@ -1,7 +1,7 @@
 """Compile the C kernels for all instruction sets into one library, next to their sources.
 
 `scripts/build_hook.py` calls this when the package is installed or a wheel is built. After a C file of an editable
-installation has changed, `scripts/env` or `python -m dashinfer_vlm_cpu.build` compiles the library again. This module
+installation has changed, `scripts/env` or `python -m dashinfer_vlm_cpu` compiles the library again. This module
 is run by its path in an environment without the package, so it imports only the standard library.
 
 Each variant is a separate object file, whose functions get the variant's name as a prefix. Linked together, they need

@@ -14,7 +14,7 @@ import torch
 
 from .build import Variant, is_current
 
-COMPILE = "run `python -m dashinfer_vlm_cpu.build`"
+COMPILE = "run `python -m dashinfer_vlm_cpu`"
 
 
 class LibraryError(Exception):

@@ -155,7 +155,7 @@ def test_missing_kernels_are_reported_with_cost_and_command(run, tmp_path, monke
         assert found["kernels"]["status"] == "slow"
         assert "1.5 to 2 times as long" in found["kernels"]["detail"]
         assert found["kernels"]["detail"].endswith(": the package was installed without a C compiler")
-        assert found["kernels"]["fix"] == "Install gcc (11 or newer), and run `python -m dashinfer_vlm_cpu.build`."
+        assert found["kernels"]["fix"] == "Install gcc (11 or newer), and run `python -m dashinfer_vlm_cpu`."
 
 
 def missing_library(folder, variant, path):
