@@ -222,7 +222,7 @@ def test_fields_without_effect_are_accepted_and_unknown_models_are_not(refusing)
 
 def test_documents_fill_at_most_half_of_a_batch(scripted):
     running = []
-    served = scripted(lambda _: running.append(served.script.running) or "Yes.", delay=0.001, max_batch_size=4)
+    served = scripted(lambda _: running.append(served.script.running) or "Yes.", delay=0.02, max_batch_size=4)
     assert len(post(served, document(*"abcdefgh", size=SIZE)).json()["pages"]) == 8
     assert max(running) == 1  # besides the page that is about to start
 
