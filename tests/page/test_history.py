@@ -134,6 +134,7 @@ REJECTED = [
     (changed(f"{FIRST}.calls", None), "conversations[0].exchanges[0].calls is missing"),
     (changed(f"{FIRST}.timings.usage", "many"), "conversations[0].exchanges[0].timings.usage is missing"),
     (changed(f"{FIRST}.attachments.0.url", "javascript:1"), "conversations[0].exchanges[0].attachments[0].url is"),
+    (changed(f"{FIRST}.attachments.0.type", "image/`date`"), "conversations[0].exchanges[0].attachments[0].type is"),
     (changed(f"{FIRST}.attachments.0.type", None), "conversations[0].exchanges[0].attachments[0].url is"),
     (
         changed("conversations", [{**FILE["conversations"][0], "id": str(number)} for number in range(101)]),

@@ -23,7 +23,7 @@ from dashinfer_vlm_server.api_keys import ApiKeys
 from dashinfer_vlm_server.endpoints.page import STATIC
 from dashinfer_vlm_server.settings import Settings
 from tests.core.test_reasoning import TEMPLATE
-from tests.page.conftest import IMAGES
+from tests.page.conftest import DROP, IMAGES
 from tests.pdfs import document
 from tests.waiting import HANG, until
 
@@ -722,6 +722,19 @@ def test_file_name_cannot_add_commands_to_generated_code(open_page, demo, tmp_pa
     tab.send("Describe the picture.")
     tab.finished()
     (tmp_path / hostile).rename(tmp_path / "a._JSON_touch added #")  # as the page names it
+    run_program(["bash", "-c", code_of(tab, "curl")], tmp_path)
+    assert not (tmp_path / "added").exists()
+
+
+def test_type_of_a_file_cannot_add_commands_to_generated_code(open_page, scripted, tmp_path):
+    server, *_ = scripted("Never.")
+    tab = open_page(server, expects_errors=True)
+    (tmp_path / "a.png").touch()
+    file = {"name": "a.png", "type": "image/`touch added`$(touch added)", "data": ""}
+    tab.page.evaluate(DROP, [[file], ["dragenter", "dragover", "drop"]])
+    tab.tile("a.png").wait_for()
+    tab.send("Describe the picture.")
+    tab.finished()
     run_program(["bash", "-c", code_of(tab, "curl")], tmp_path)
     assert not (tmp_path / "added").exists()
 

@@ -157,18 +157,19 @@ function curl(path, body) {
   const files = filesOf(body);
   const indexOf = (file) => files.findIndex(({ name }) => name === file.name);
   const marked = (_, value) => (value instanceof FileUrl ? `${MARK}${indexOf(value)}${MARK}` : value);
-  const inShell = JSON.stringify(body, marked, 2)
-    .replace(/[\\$`]/g, "\\$&")
-    .replace(MARKED, (_, index) => substitution(files[index]));
+  const inShell = escaped(JSON.stringify(body, marked, 2)).replace(MARKED, (_, index) => substitution(files[index]));
   const lines = [`curl ${shellQuoted(`${baseUrl()}/${path}`)}`, "-H 'Content-Type: application/json'"];
   if (key()) lines.push(`-H "Authorization: Bearer $${KEY}"`);
   return `${lines.join(" \\\n  ")} \\\n  -d @- <<JSON\n${inShell}\nJSON\n`;
 }
 
+/** Text in a here-document, where the shell expands nothing in it. */
+const escaped = (text) => text.replace(/[\\$`]/g, "\\$&");
+
 const shellQuoted = (text) => (/^[\w:/.-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
 
 const substitution = ({ name, type }) =>
-  `data:${type};base64,$(base64 < ${shellQuoted(name.startsWith("-") ? `./${name}` : name)} | tr -d '\\n')`;
+  `data:${escaped(type)};base64,$(base64 < ${shellQuoted(name.startsWith("-") ? `./${name}` : name)} | tr -d '\\n')`;
 
 // Python
 

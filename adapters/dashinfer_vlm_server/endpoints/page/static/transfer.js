@@ -6,6 +6,7 @@ const FORMAT = "dashinfer-vlm conversations";
 const VERSION = 1;
 const STATES = ["running", "done", "stopped", "failed"];
 const DATA_URL = /^data:[^,]*;base64,[\w+/]*=*$/;
+const MIME_TYPE = /^[\w.+-]+\/[\w.+-]+$/; // generated code contains it
 const KINDS = ["image", "video", "document"];
 
 /** A file with stored conversations. */
@@ -81,6 +82,6 @@ const checkFieldsOf = (checks) => (value, path) => checkFields(value, path, chec
 function checkAttachment(attachment, path) {
   checkFields(attachment, path, { name: isText, url: isText, pages: isOptionalText });
   check(KINDS.includes(attachment.kind), `${path}.kind`);
-  check(attachment.type === null || isText(attachment.type), `${path}.type`);
+  check(attachment.type === null || MIME_TYPE.test(attachment.type), `${path}.type`);
   check((attachment.type ? DATA_URL : /^https?:/).test(attachment.url), `${path}.url`);
 }
