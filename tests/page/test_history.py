@@ -108,6 +108,9 @@ def test_exported_conversations_can_be_imported(tab):
     dialog.locator(".history-open").click()
     expect(tab.response()).to_contain_text("A red circle.")
     expect(tab.page.locator(".exchange .tile")).to_contain_text("36 tokens · 168×168")
+    tab.page.get_by_role("button", name="Code", exact=True).click()
+    expect(tab.page.locator("#code")).to_contain_text("What is it?")
+    tab.page.keyboard.press("Escape")
     tab.send("Which shape?")
     expect(tab.finished()).to_contain_text("It is round.")
 

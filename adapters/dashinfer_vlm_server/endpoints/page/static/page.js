@@ -37,7 +37,10 @@ function buildRequest(exchange, earlier, urlOf) {
 }
 
 const previousExchanges = (exchange) => exchanges.slice(0, exchanges.indexOf(exchange));
-const codeRequest = (exchange) => buildRequest(exchange, previousExchanges(exchange), urlInCode);
+const newCodeRequest = (exchange) => buildRequest(exchange, previousExchanges(exchange), urlInCode);
+
+/** The request of an exchange for generated code: as it was sent, or for a stored exchange, as it would be sent now. */
+const codeRequest = (exchange) => (exchange.codeRequest ??= newCodeRequest(exchange));
 
 function submit() {
   if (running() || !checkSettings()) return;
@@ -64,7 +67,7 @@ function sendResults({ detail: results }) {
 
 function start(exchange) {
   const request = buildRequest(exchange, previousExchanges(exchange));
-  exchange.code = codeRequest(exchange);
+  exchange.codeRequest = newCodeRequest(exchange);
   conversationId ??= newId();
   exchange.send(request);
   isFollowing = true;
@@ -86,7 +89,7 @@ function addListeners(exchange) {
   });
   on("regenerate", () => checkSettings() && (start(exchange), focusPrompt()));
   on("edit", () => edit(exchange));
-  on("code", () => showCode((exchange.code ??= codeRequest(exchange))));
+  on("code", () => showCode(codeRequest(exchange)));
 }
 
 function edit(exchange) {
@@ -242,7 +245,7 @@ function listenToToolbar() {
 
 /** The request that would be sent now, or the last one if the composer is empty. */
 function draftRequest() {
-  if (isEmpty() && exchanges.length) return exchanges.at(-1).code;
+  if (isEmpty() && exchanges.length) return codeRequest(exchanges.at(-1));
   const { text: prompt, attachments } = draft();
   return buildRequest(new Exchange({ text: prompt || "Hello!", attachments }), exchanges, urlInCode);
 }
