@@ -159,6 +159,13 @@ def test_import_checks_the_file(open_page, scripted):
     expect(dialog.get_by_role("alert")).to_be_hidden()
 
 
+def test_opened_conversations_keep_their_order(tab):
+    open_history(tab).locator(".history-open").nth(1).click()
+    expect(tab.response()).to_contain_text("A red circle.")
+    tab.page.get_by_role("button", name="New chat").click()
+    expect(open_history(tab).locator(".history-title")).to_have_text(["Hi!", "What is it?"])
+
+
 OLD_SUMMARY = """() => new Promise((resolve, reject) => {
   const request = indexedDB.open("dashinfer-vlm /", 1);
   request.onsuccess = () => {

@@ -173,7 +173,7 @@ function titleOf({ text: prompt, attachments }) {
 }
 
 function showConversation({ id, exchanges: shown }) {
-  keepConversation();
+  if (running()) keepConversation(); // its end is not stored
   stop();
   exchanges = [];
   byId("exchanges").replaceChildren();
