@@ -190,6 +190,22 @@ def test_failed_stream_keeps_the_partial_response(open_page, scripted):
     expect(tab.response()).to_contain_text("It goes on and on.")
 
 
+LOSE_CONNECTIONS = """() => {
+  const { fetch } = window;
+  const body = () => new ReadableStream({ pull: (controller) => controller.error(new TypeError("network error")) });
+  window.fetch = async (path, options) =>
+    path === "v1/chat/completions" ? new Response(body()) : fetch(path, options);
+}"""
+
+
+def test_lost_connection_is_named(open_page, scripted):
+    server, *_ = scripted("Never.")
+    tab = open_page(server)
+    tab.page.evaluate(LOSE_CONNECTIONS)
+    tab.send("Go on.")
+    expect(tab.finished().get_by_role("alert")).to_contain_text("The connection was lost")
+
+
 def test_invalid_file_shows_an_error(open_page, scripted, tmp_path):
     server, *_ = scripted("Never.")
     tab = open_page(server)

@@ -105,13 +105,19 @@ async function* events(body) {
   let rest = "";
   try {
     for (;;) {
-      const { value, done } = await reader.read();
+      const { value, done } = await reader.read().catch(endUnlessAborted);
       if (done) return;
       const blocks = (rest + value).split("\n\n");
       rest = blocks.pop();
       yield* blocks;
     }
   } finally {
-    reader.cancel().catch(() => {}); // if the stream has failed, `read` has already thrown
+    reader.cancel().catch(() => {}); // if the stream has failed
   }
+}
+
+/** A lost connection ends a stream, as does a server that closes it too early. */
+function endUnlessAborted(error) {
+  if (error.name === "AbortError") throw error;
+  return { done: true };
 }
