@@ -810,6 +810,17 @@ def test_code_for_responses_converts_the_request(open_page, scripted):
     compile(code_of(tab, "openai", api="Responses"), "openai", "exec")
 
 
+def test_files_of_the_code_can_be_saved(open_page, scripted):
+    server, *_ = scripted("Never.")
+    tab = open_page(server)
+    tab.drop(IMAGES / "circle.png")
+    tab.page.get_by_role("button", name="Code", exact=True).click()
+    with tab.page.expect_download() as download:
+        tab.page.get_by_role("link", name="circle.png").click()
+    assert download.value.suggested_filename == "circle.png"
+    assert download.value.path().read_bytes() == (IMAGES / "circle.png").read_bytes()
+
+
 def test_code_can_be_copied(open_page, scripted):
     server, *_ = scripted("Never.")
     tab = open_page(server, permissions=["clipboard-read", "clipboard-write"])

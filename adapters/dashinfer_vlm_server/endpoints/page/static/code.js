@@ -36,8 +36,8 @@ const MARKED = new RegExp(`${MARK}(\\d+)${MARK}`, "g");
 
 /** Placeholder for the data URL of a file. */
 class FileUrl {
-  constructor({ name, file, local }) {
-    Object.assign(this, { name, type: file.type, local });
+  constructor({ name, file, url }) {
+    Object.assign(this, { name, type: file.type, url });
   }
 }
 
@@ -84,7 +84,7 @@ export function showCode(newRequest) {
   const tabs = [...byId("code-tabs").children];
   select(selectedTab(tabs), tabs);
   const files = filesOf(request);
-  const links = files.map(({ name, local }) => element("a", { href: local, download: name }, name));
+  const links = files.map(({ name, url }) => element("a", { href: url, download: name }, name));
   const reads = text("The code reads {files} from the current folder:", { files: counted(files.length, "file") });
   byId("code-files").replaceChildren(...(files.length ? [`${reads} `, ...separated(links)] : []));
   byId("code-dialog").showModal();

@@ -17,7 +17,6 @@ export class Attachment extends EventTarget {
   constructor({ kind, name, url, file = null, pages = "" }) {
     super();
     Object.assign(this, { kind, name: printable(name), url, file, pages });
-    this.local = file && URL.createObjectURL(file);
     this.previews = []; // one; of a document, one for each page
     this.error = "";
     this.loadPreview();
@@ -90,7 +89,7 @@ export class Attachment extends EventTarget {
 
   /** URL of a thumbnail; null for a video without a preview. */
   get thumbnail() {
-    return this.preview?.frames[0]?.url ?? (this.kind === "image" ? this.local : null);
+    return this.preview?.frames[0]?.url ?? (this.kind === "image" && this.file ? this.url : null);
   }
 
   #change(previews, error) {
