@@ -222,6 +222,16 @@ def test_invalid_file_shows_an_error(open_page, scripted, tmp_path):
     expect(tab.page.get_by_text("notes.txt is not")).to_be_hidden()
 
 
+def test_file_without_preview_is_not_loading(open_page, scripted):
+    server, *_ = scripted("Fine.")
+    tab = open_page(server, expects_errors=True)
+    error = {"message": "Previews are not supported.", "code": "not_supported"}
+    tab.page.route("**/v1/media/preview", lambda route: route.fulfill(status=501, json={"error": error}))
+    tab.drop(IMAGES / "circle.png")
+    expect(tab.tile("circle.png")).to_have_attribute("aria-busy", "false")
+    expect(tab.tile("circle.png").locator(".tile-cost")).to_be_empty()
+
+
 def test_document_shows_its_pages_and_sends_the_chosen_ones(open_page, scripted, tmp_path):
     server, script, _ = scripted("Fine.")
     tab = open_page(server)

@@ -17,7 +17,7 @@ export class Attachment extends EventTarget {
   constructor({ kind, name, url, file = null, pages = "" }) {
     super();
     Object.assign(this, { kind, name: printable(name), url, file, pages });
-    this.previews = []; // one; of a document, one for each page
+    this.previews = null; // until they are known: one; of a document, one for each page; none if unsupported
     this.error = "";
     this.loadPreview();
   }
@@ -62,7 +62,7 @@ export class Attachment extends EventTarget {
   async loadPreview() {
     this.model = modelName(); // empty until it is known: the server uses its first one
     const number = (this.#requests += 1);
-    this.#change([], "");
+    this.#change(null, "");
     const model = this.model ? { model: this.model } : {};
     try {
       const result = await fetchPreview({ ...model, messages: [{ role: "user", content: [this.part()] }] });
@@ -80,11 +80,11 @@ export class Attachment extends EventTarget {
   }
 
   get preview() {
-    return this.previews[0] ?? null;
+    return this.previews?.[0] ?? null;
   }
 
   get tokens() {
-    return this.previews.reduce((sum, { tokens }) => sum + tokens, 0);
+    return (this.previews ?? []).reduce((sum, { tokens }) => sum + tokens, 0);
   }
 
   /** URL of a thumbnail; null for a video without a preview. */
@@ -103,7 +103,7 @@ export function tile(attachment, onremove = null) {
   const item = element("li", { class: "tile" });
   const draw = () => {
     item.classList.toggle("failed", attachment.error !== "");
-    item.setAttribute("aria-busy", String(!attachment.preview && !attachment.error));
+    item.setAttribute("aria-busy", String(!attachment.previews));
     const focused = item.contains(document.activeElement) && document.activeElement.className;
     item.replaceChildren(
       element(
@@ -136,7 +136,8 @@ export function tile(attachment, onremove = null) {
 
 function cost(attachment) {
   if (attachment.error) return attachment.error;
-  if (!attachment.preview) return text("loading…");
+  if (!attachment.previews) return text("loading…");
+  if (!attachment.preview) return "";
   if (attachment.kind === "document") {
     return `${counted(attachment.tokens, "token")} · ${counted(attachment.previews.length, "page")}`;
   }
