@@ -84,9 +84,7 @@ function addListeners(exchange) {
   on("loading", refreshModels);
   on("results", sendResults);
   on("update", followResponse);
-  on("copy", async () => {
-    await copy(exchange.response, byId("announcer"), exchange.body);
-  });
+  on("copy", () => copy(exchange.response, byId("announcer"), exchange.body));
   on("regenerate", () => checkSettings() && (start(exchange), focusPrompt()));
   on("edit", () => edit(exchange));
   on("code", () => showCode(codeRequest(exchange)));

@@ -64,7 +64,7 @@ const SHAPES = {
   maxProperties: COUNT,
 };
 
-/** Parse the JSON text of a field. Throws an Error with a message for the user. */
+/** Parse JSON text. Throws an Error with a message for the user. */
 export function parseJson(json) {
   try {
     return JSON.parse(json);

@@ -1,5 +1,6 @@
 // Files with conversations: written by an export, and checked by an import.
 
+import { parseJson } from "./schema.js";
 import { text } from "./texts.js";
 
 const FORMAT = "dashinfer-vlm conversations";
@@ -18,7 +19,7 @@ export function exported(conversations) {
 
 /** The conversations of a file. Throws an Error with a message for the user if it does not have this format. */
 export function imported(content) {
-  const file = parsed(content);
+  const file = parseJson(content);
   if (file?.format !== FORMAT) throw new Error(text("This file was not exported by this page. Choose another one."));
   if (file.version !== VERSION) {
     const versions = { version: file.version, supported: VERSION };
@@ -27,14 +28,6 @@ export function imported(content) {
   check(Array.isArray(file.conversations), "conversations");
   file.conversations.forEach((conversation, index) => checkConversation(conversation, `conversations[${index}]`));
   return file.conversations;
-}
-
-function parsed(content) {
-  try {
-    return JSON.parse(content);
-  } catch (error) {
-    throw new Error(text("Not valid JSON: {problem}", { problem: error.message }));
-  }
 }
 
 function check(isValid, path) {
