@@ -118,6 +118,7 @@ class ChatDashInferVLM(EngineConnection, BaseChatModel):
         return {
             "model_name": self.model,
             **self._request({}, stop=None, stream=False),
+            "stop_sequences": self.stop,  # LangChain replaces `stop` by the argument of the call
             "engine": self._engine_id,
             "engine_options": self.engine_options,
         }

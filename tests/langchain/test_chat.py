@@ -271,11 +271,11 @@ def test_langchain_cache_distinguishes_parameters(scripted):
     from langchain_core.caches import InMemoryCache
 
     cache = InMemoryCache()
-    first = scripted("One.", "Two.", cache=cache, temperature=0)
+    first = scripted("One.", "Two.", "Three.", cache=cache, temperature=0)
     assert [first.chat.invoke("?").content for _ in range(2)] == ["One.", "One."]
-    other = first.chat.model_copy(update={"temperature": 1.0})
-    assert other.invoke("?").content == "Two."
-    assert len(first.script.requests) == 2
+    others = [first.chat.model_copy(update=change) for change in ({"temperature": 1.0}, {"stop": ["x"]})]
+    assert [other.invoke("?").content for other in others] == ["Two.", "Three."]
+    assert len(first.script.requests) == 3
 
 
 def test_cache_key_has_models_and_options_of_manager():
