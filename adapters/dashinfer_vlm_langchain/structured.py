@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from langchain_core.exceptions import OutputParserException
 from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
 from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
+from langchain_core.outputs import Generation
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.utils.function_calling import convert_to_openai_function, convert_to_openai_tool
-from langchain_core.utils.pydantic import is_basemodel_subclass
+from langchain_core.utils.json import parse_json_markdown
+from langchain_core.utils.pydantic import TBaseModel, is_basemodel_subclass
 
 from dashinfer_vlm_core.errors import InvalidParameter
 
@@ -23,6 +27,23 @@ Schema: TypeAlias = Any
 """A pydantic class (of version 1 too), a TypedDict, or a JSON schema with `title`."""
 
 OutputParser: TypeAlias = "Runnable[Any, Any]"
+
+
+class _JsonParser(JsonOutputParser):
+    """Rejects JSON that is not complete, except while it is streamed. LangChain's parser completes it."""
+
+    def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
+        if not partial:
+            text = result[0].text
+            try:
+                parse_json_markdown(text, parser=json.loads)
+            except json.JSONDecodeError as error:
+                raise OutputParserException(f"Invalid JSON: {text}", llm_output=text) from error
+        return super().parse_result(result, partial=partial)
+
+
+class _PydanticParser(PydanticOutputParser[TBaseModel], _JsonParser):
+    pass
 
 
 def bind_schema(method: str, schema: Schema | None, strict: bool | None) -> dict[str, Any]:
@@ -45,7 +66,7 @@ def output_parser(method: str, schema: Schema | None) -> OutputParser:
     """Return a parser for responses. It returns an instance of a pydantic schema, or else a dictionary."""
     pydantic = isinstance(schema, type) and is_basemodel_subclass(schema)
     if method != "function_calling":
-        return PydanticOutputParser(pydantic_object=schema) if pydantic else JsonOutputParser()
+        return _PydanticParser(pydantic_object=schema) if pydantic else _JsonParser()
     if pydantic:
         return PydanticToolsParser(tools=[schema], first_tool_only=True)
     return JsonOutputKeyToolsParser(key_name=_tool_name(schema), first_tool_only=True)

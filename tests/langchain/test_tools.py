@@ -9,6 +9,7 @@ import warnings
 from typing import Annotated, Literal
 
 import pytest
+from langchain_core.exceptions import OutputParserException
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_core.utils.function_calling import convert_to_openai_tool
@@ -86,6 +87,17 @@ def _name(schema):
 def test_json_mode_returns_any_object(scripted):
     chat = scripted('{"a": [1, 2]}').chat
     assert chat.with_structured_output(method="json_mode").invoke("?") == {"a": [1, 2]}
+
+
+class Note(BaseModel):
+    words: str
+
+
+def test_truncated_structured_output_is_rejected(scripted):
+    chat = scripted(json.dumps({"words": "red star " * 50}), max_tokens=40).chat
+    for schema in (Note, Note.model_json_schema()):
+        with pytest.raises(OutputParserException, match="Invalid JSON"):
+            chat.with_structured_output(schema).invoke("?")
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
