@@ -202,9 +202,7 @@ class ChatDashInferVLM(EngineConnection, BaseChatModel):
             UnsupportedParameter: a field that an engine in this process does not know, and would ignore.
         """
         own = {name: getattr(self, name) for name in _SAMPLING}
-        alias = {"max_tokens": given["max_completion_tokens"]} if "max_completion_tokens" in given else {}
-        fields = {**own, **self.model_kwargs, **alias, **given, "stop": self.stop if stop is None else stop}
-        fields.pop("max_completion_tokens", None)
+        fields = {**own, **_renamed(self.model_kwargs), **_renamed(given), "stop": self.stop if stop is None else stop}
         body = {**(self.extra_body or {}), **(fields.pop("extra_body", None) or {})}
         if not self._is_remote and (unknown := fields.keys() - KNOWN_FIELDS):
             raise unsupported(min(unknown), "is not a known request field. Check its spelling, or leave it out.")
@@ -293,6 +291,10 @@ class ChatDashInferVLM(EngineConnection, BaseChatModel):
         model: Runnable[LanguageModelInput, AIMessage] = bind(**bound, **kwargs)
         parser = output_parser(method, schema)
         return with_raw(model, parser) if include_raw else model | parser
+
+
+def _renamed(fields: dict[str, Any]) -> dict[str, Any]:
+    return {"max_tokens" if name == "max_completion_tokens" else name: value for name, value in fields.items()}
 
 
 def _tool_choice(choice: str | dict[str, Any] | bool | None) -> str | dict[str, Any] | None:

@@ -155,6 +155,9 @@ def test_parameters_reach_decoder_and_call_takes_precedence(scripted):
     provider.chat.bind(temperature=1.5).invoke("?", max_completion_tokens=5, top_k=3)
     sampling = provider.script.requests[-1].sampling
     assert (sampling.temperature, sampling.seed, sampling.max_tokens, sampling.top_k) == (1.5, 4, 5, 3)
+    aliased = provider.chat.model_copy(update={"max_tokens": None, "model_kwargs": {"max_completion_tokens": 3}})
+    aliased.invoke("?")
+    assert provider.script.requests[-1].sampling.max_tokens == 3
 
 
 def test_langchain_parameter_aliases_are_accepted(tiny_checkpoint):
