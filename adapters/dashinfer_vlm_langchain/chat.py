@@ -103,7 +103,7 @@ class ChatDashInferVLM(EngineConnection, BaseChatModel):
     def _check(self) -> Self:
         if self.engine is None and not self.base_url:
             placeholder = {"messages": [{"role": "user", "content": ""}]}
-            ChatRequest.parse({**self._request({}, stop=None, stream=False), **placeholder})
+            ChatRequest.parse({**self._request({}, stop=None, include_usage=False), **placeholder})
         return self
 
     # Model properties for LangChain
@@ -117,7 +117,7 @@ class ChatDashInferVLM(EngineConnection, BaseChatModel):
         """Everything that a response depends on. LangChain's caches use it as a key."""
         return {
             "model_name": self.model,
-            **self._request({}, stop=None, stream=False),
+            **self._request({}, stop=None, include_usage=False),
             "stop_sequences": self.stop,  # LangChain replaces `stop` by the argument of the call
             "engine": self._engine_id,
             "engine_options": self.engine_options,
@@ -183,7 +183,7 @@ class ChatDashInferVLM(EngineConnection, BaseChatModel):
         options = CallOptions(**{name: kwargs.get(name, getattr(self, name)) for name in CallOptions.model_fields})
         given = {key: value for key, value in kwargs.items() if key not in CallOptions.model_fields}
         model = given.pop("model", None) or given.pop("model_name", None)
-        request = self._request(given, stop=stop, stream=stream and options.stream_usage)
+        request = self._request(given, stop=stop, include_usage=stream and options.stream_usage)
         if stream and (request.get("n") or 1) > 1:
             raise unsupported("n", "must be 1 in a stream. Use `generate`.")
         name, engine = self._engine(model)
@@ -195,7 +195,7 @@ class ChatDashInferVLM(EngineConnection, BaseChatModel):
             max_retries=options.max_retries,
         )
 
-    def _request(self, given: dict[str, Any], *, stop: list[str] | None, stream: bool) -> dict[str, Any]:
+    def _request(self, given: dict[str, Any], *, stop: list[str] | None, include_usage: bool) -> dict[str, Any]:
         """Return the request fields except the messages. Those of the call take precedence over those of this object.
 
         Raises:
@@ -206,7 +206,7 @@ class ChatDashInferVLM(EngineConnection, BaseChatModel):
         body = {**(self.extra_body or {}), **(fields.pop("extra_body", None) or {})}
         if not self._is_remote and (unknown := fields.keys() - KNOWN_FIELDS):
             raise unsupported(min(unknown), "is not a known request field. Check its spelling, or leave it out.")
-        stream_options = {"stream_options": {"include_usage": True}} if stream else {}
+        stream_options = {"stream_options": {"include_usage": True}} if include_usage else {}
         return {key: value for key, value in {**fields, **body}.items() if value is not None} | stream_options
 
     # Token counts
@@ -235,7 +235,7 @@ class ChatDashInferVLM(EngineConnection, BaseChatModel):
         if not messages:
             return 0
         name, engine = self._engine(None)
-        fields = self._request({}, stop=None, stream=False)
+        fields = self._request({}, stop=None, include_usage=False)
         request = {key: value for key, value in fields.items() if key in PROMPT_FIELDS}
         if tools:
             request["tools"] = [convert_to_openai_tool(tool) for tool in tools]
