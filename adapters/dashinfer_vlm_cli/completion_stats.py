@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 MIN_SECONDS = 0.05
 """From the first token to the last one, for which a rate is meaningful: the same as on the server's page."""
 
+GENERATED = ("content", "reasoning_content", "tool_calls")
+"""Fields of a delta that have generated tokens."""
+
 STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 
 
@@ -28,11 +31,11 @@ class Completion:
     """A completion so far. Times are in seconds.
 
     Attributes:
-        text: the text so far.
+        text: the text so far, without reasoning.
         finish_reason: empty until the completion ends.
         usage: the engine's token counts; None until the end, or if the engine does not report them.
         started_at: when the request was sent.
-        chunk_times: when chunks with text arrived, each of one or more tokens.
+        chunk_times: when chunks with text, reasoning or tool calls arrived, each of one or more tokens.
     """
 
     text: str = ""
@@ -72,11 +75,13 @@ class Completion:
         """Add a chunk and return its text."""
         self.usage = chunk.usage or self.usage
         text = ""
+        has_tokens = False
         for choice in chunk.choices:
             self.finish_reason = choice.finish_reason or self.finish_reason
             text += choice.delta.content or ""
-        if text:
-            self.text += text
+            has_tokens |= any(getattr(choice.delta, name, None) for name in GENERATED)
+        self.text += text
+        if has_tokens:
             self.chunk_times.append(now)
         return text
 

@@ -10,6 +10,7 @@ import struct
 from pathlib import Path
 
 import pytest
+from openai.types.chat import ChatCompletionChunk
 from PIL import Image
 
 from dashinfer_vlm_cli.chat import chat
@@ -285,6 +286,17 @@ def test_rate_needs_50_milliseconds(chunk_times, text):
     completion = Completion(started_at=0.0, chunk_times=chunk_times)
     assert completion.as_text() == text
     assert (completion.as_json()["tokens_per_second"] is None) == ("tokens/s" not in text)
+
+
+def test_tokens_of_reasoning_and_calls_are_timed():
+    call = {"index": 0, "function": {"arguments": "{}"}}
+    deltas = [{"role": "assistant"}, {"reasoning_content": "Hm."}, {"content": "Yes."}, {"tool_calls": [call]}]
+    completion = Completion(started_at=0.0)
+    for now, delta in enumerate(deltas):
+        choice = {"index": 0, "delta": delta, "finish_reason": None}
+        chunk = {"id": "1", "choices": [choice], "created": 0, "model": "m", "object": "chat.completion.chunk"}
+        completion.add_chunk(ChatCompletionChunk.model_validate(chunk), now)
+    assert (completion.text, completion.chunk_times) == ("Yes.", [1, 2, 3])
 
 
 def test_repl_attaches_image_to_next_prompt(repl, images):
