@@ -98,7 +98,7 @@ class Measurement:
                 for completion in self.completions
                 for before, after in itertools.pairwise(completion.chunk_times)
             ],
-            "latency_ms": [completion.seconds for completion in self.completions],
+            "latency_ms": [completion.seconds_to_last_token for completion in self.completions],
         }
         return {name: summary([value for value in times if value is not None]) for name, times in values.items()}
 

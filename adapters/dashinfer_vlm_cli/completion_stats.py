@@ -49,8 +49,7 @@ class Completion:
         return self.usage.completion_tokens if self.usage else len(self.chunk_times)
 
     @property
-    def seconds(self) -> float | None:
-        """The time to the last chunk with text; None if there is no text."""
+    def seconds_to_last_token(self) -> float | None:
         return self.chunk_times[-1] - self.started_at if self.chunk_times else None
 
     @property
