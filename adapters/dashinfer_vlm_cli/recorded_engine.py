@@ -48,12 +48,12 @@ class Answer(NamedTuple):
     """The answer of a model to a request.
 
     Attributes:
-        text: the answer.
+        message: the answer, with its reasoning and tool calls.
         first: the index of its first token after the prompt.
         length: number of its tokens, with the one that ends it.
     """
 
-    text: str
+    message: Mapping[str, Any]
     first: int
     length: int
 
@@ -91,12 +91,12 @@ class RecordedEngine:
     def answer(self, request: Request) -> Answer:
         """Return the answer to a request."""
         generation = self.complete(request)
-        text = generation.completion.choices[0].message.content or ""
-        return Answer(text, len(generation.prompt_token_ids), len(generation.token_ids[0]))
+        message = generation.completion.choices[0].message.model_dump(exclude_none=True)
+        return Answer({"content": "", **message}, len(generation.prompt_token_ids), len(generation.token_ids[0]))
 
     def hidden(self, request: Request, answer: Answer) -> Tensor:
         """Return the hidden states that predict the tokens of an answer, [tokens, hidden], before the final norm."""
-        messages = [*request.body["messages"], {"role": "assistant", "content": answer.text}]
+        messages = [*request.body["messages"], answer.message]
         self.recorder.hidden.clear()
         self.recorder.keeps_hidden = True
         self.complete(request, messages=messages, max_tokens=1)

@@ -9,11 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dashinfer_vlm_cli.recorded_engine import RecordedEngine, Request
+from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import CheckpointError, ConfigError
 from dashinfer_vlm_core.kernels.quantization import quantize
 from dashinfer_vlm_core.models.weights import Weights
 from dashinfer_vlm_core.plugins import load_plugins
 from tests.cases import cases
+from tests.core.test_reasoning import TEMPLATE
 from tests.pictures_of_requests import picture_request
 from tests.tiny import to_bfloat16, write_checkpoint
 
@@ -69,6 +72,15 @@ def test_model_does_not_diverge_from_itself(run, original, data):
     output = run("divergence", original, "--original", original, "--data", data).stdout
     assert "100.0% of" in output
     assert "0.00e+00 nats on average" in output
+
+
+def test_reasoning_is_compared(original, tmp_path):
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    request = Request("first", {"messages": [{"role": "user", "content": "Why?"}]})
+    with RecordedEngine.open(EngineConfig(model=str(original), chat_template=tmp_path / "template.jinja")) as opened:
+        answer = opened.answer(request)
+        assert answer.message["reasoning_content"]
+        assert len(opened.hidden(request, answer)) == answer.length
 
 
 @cases(
