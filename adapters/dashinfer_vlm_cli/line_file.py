@@ -50,7 +50,8 @@ class LineFile:
         Raises:
             ConfigError: the disk is full, or not available.
         """
-        data = json.dumps(line, ensure_ascii=False).encode() + b"\n"
+        text = json.dumps(line, ensure_ascii=False)
+        data = text.encode(errors="backslashreplace") + b"\n"  # of lone surrogates, which JSON escapes in the same way
         try:
             while data:
                 data = data[os.write(self._file, data) :]

@@ -228,7 +228,7 @@ def test_output_in_missing_folder_is_rejected(tmp_path):
 
 def test_output_truncated_anywhere_loses_no_response(tmp_path):
     path = tmp_path / "out.jsonl"
-    entries = [Entry(custom_id=f"é{index}", offset=0, line_id=f"batch_req_{index}") for index in range(20)]
+    entries = [Entry(custom_id=f"é\udc80{index}", offset=0, line_id=f"batch_req_{index}") for index in range(20)]
     lines = [error_line(entry, QueueFull("Busy.")) for entry in entries]
     with BatchOutput(path) as batch_output:
         for item in lines:
