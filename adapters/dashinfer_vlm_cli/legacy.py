@@ -87,6 +87,7 @@ def _translate_tls(_: str) -> list[str]:
     return ["--ssl-keyfile", key, "--ssl-certfile", certificate]
 
 
+API_KEY = ("--api-key", "--api_key")
 GPTQ_IS_DETECTED = "no effect, GPTQ checkpoints are recognized from their config.json"
 QUANT_TYPES = "gptq|gptq_weight_only|a8w8|a16w4|a16w8|fp8"
 QUANTIZATIONS = (
@@ -174,7 +175,11 @@ def _show_note(flag: str, note: str) -> None:
 
 def _redact_keys(args: list[str]) -> Iterator[str]:
     for previous, arg in zip(["", *args], args, strict=False):
-        yield "..." if previous == "--api-key" else arg
+        name, equals, _ = arg.partition("=")
+        if name in API_KEY and equals:
+            yield f"{name}=..."
+        else:
+            yield "..." if previous in API_KEY else arg
 
 
 def _option(flag: OldFlag) -> click.Option:

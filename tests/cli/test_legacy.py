@@ -142,8 +142,10 @@ def test_server_starts_with_old_flags(tiny_checkpoint):
     assert (
         f"dashinfer_vlm_serve is now: dashinfer-vlm serve --model {tiny_checkpoint} --max-batch-size 0" in result.stderr
     )
-    result = run_process("--model", "demo", "--api-keys", "hush", "--port", "x", program=program)
-    assert "hush" not in result.stderr
+    for words in (("--api-keys", "hush"), ("--api-key=hush",)):
+        result = run_process("--model", "demo", *words, "--port", "x", program=program)
+        assert "..." in result.stderr
+        assert "hush" not in result.stderr
     result = run_process("--model", tiny_checkpoint, "--fp8", program=program)
     assert (result.returncode, result.stderr.startswith("dashinfer-vlm: Weights")) == (2, True)
 
