@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +21,8 @@ from .engines import log_warnings_only
 if TYPE_CHECKING:
     from dashinfer_vlm_core.models.quantizing.checkpoint_quantizer import Calibration
     from dashinfer_vlm_core.models.spec import ModelSpec
+
+    from .recorded_engine import Request
 
 GROUP_SIZES = ("32", "64", "128")
 
@@ -45,6 +47,8 @@ def quantize(*, output: Path, rotate: bool, calibrate: Path | None, group_size: 
     from dashinfer_vlm_core.models.quantizing.checkpoint_copy import check_output_folder, new_folder
     from dashinfer_vlm_core.models.quantizing.checkpoint_quantizer import CheckpointQuantizer, check_can_quantize
 
+    from .recorded_engine import read_requests
+
     log_warnings_only()
     if config.quantization != "none":
         raise ConfigError(
@@ -54,10 +58,11 @@ def quantize(*, output: Path, rotate: bool, calibrate: Path | None, group_size: 
     check_output_folder(output)  # before a download
     spec = load_spec(config)
     check_can_quantize(spec)
+    requests = read_requests(calibrate) if calibrate else None
     with (
         new_folder(output) as draft,
         _rotated(spec, config, draft.parent, rotate=rotate) as original,
-        _calibration(original, config, calibrate) as calibration,
+        _calibration(original, config, requests) as calibration,
     ):
         quantizer = CheckpointQuantizer(original, int(group_size), calibration)
         with Progress(total=quantizer.num_tensors, desc="Quantizing", unit=" tensors") as progress:
@@ -99,12 +104,13 @@ def _rotated(spec: ModelSpec, config: EngineConfig, parent: Path, *, rotate: boo
 
 
 @contextmanager
-def _calibration(spec: ModelSpec, config: EngineConfig, requests: Path | None) -> Iterator[Calibration | None]:
+def _calibration(
+    spec: ModelSpec, config: EngineConfig, requests: Sequence[Request] | None
+) -> Iterator[Calibration | None]:
     if requests is None:
         yield None
         return
-    from .recorded_engine import PromptCalibration, RecordedEngine, read_requests
+    from .recorded_engine import PromptCalibration, RecordedEngine
 
-    read = read_requests(requests)
     with RecordedEngine.open(config.model_copy(update={"model": str(spec.folder), "revision": None})) as opened:
-        yield PromptCalibration(opened, spec, read)
+        yield PromptCalibration(opened, spec, requests)

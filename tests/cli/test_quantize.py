@@ -13,6 +13,7 @@ from dashinfer_vlm_cli.recorded_engine import RecordedEngine, Request
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import CheckpointError, ConfigError
 from dashinfer_vlm_core.kernels.quantization import quantize
+from dashinfer_vlm_core.models.quantizing import rotation
 from dashinfer_vlm_core.models.weights import Weights
 from dashinfer_vlm_core.plugins import load_plugins
 from tests.cases import cases
@@ -116,6 +117,13 @@ def test_failed_request_is_named(run, original, tmp_path):
     with pytest.raises(ConfigError, match=r"request 'first' failed: .*repetition_penalty"):
         run("quantize", original, "-o", tmp_path / "out", "--calibrate", tmp_path / "data.jsonl")
     assert not (tmp_path / "out").exists()
+
+
+def test_requests_are_checked_before_the_rotation(run, original, tmp_path, monkeypatch):
+    monkeypatch.setattr(rotation, "CheckpointRotator", None)
+    (tmp_path / "data.jsonl").write_text("{")
+    with pytest.raises(ConfigError, match="line 1 is not valid JSON"):
+        run("quantize", original, "-o", tmp_path / "out", "--rotate", "--calibrate", tmp_path / "data.jsonl")
 
 
 def test_output_is_required(run, original):
