@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.config.folders import CACHE_FIX, write_error
-from dashinfer_vlm_core.errors import MissingDependency
+from dashinfer_vlm_core.errors import MissingDependency, SetupError
 from dashinfer_vlm_core.findings import Finding, Status
 from dashinfer_vlm_core.kernels.devices import cuda_devices
 
@@ -31,6 +31,8 @@ def check_environment(config: EngineConfig) -> Finding:
         environment = find_environment(config)
     except MissingDependency as error:
         return Finding(name="dashinfer", status=failed or "missing", detail="not installed", fix=error.message)
+    except SetupError as error:
+        return Finding(name="dashinfer", status=failed or "unusable", detail="cannot be used", fix=error.message)
     findings = examine(environment)
     if findings.problem:
         fix = _fix(environment, findings.problem)

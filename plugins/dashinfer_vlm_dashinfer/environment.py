@@ -18,7 +18,7 @@ from pathlib import Path
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.config.folders import CACHE_FIX, access_problem, cache_problem
-from dashinfer_vlm_core.errors import MissingDependency, SetupError
+from dashinfer_vlm_core.errors import ConfigError, MissingDependency, SetupError
 
 from . import worker
 from .settings import DashInferOptions
@@ -110,12 +110,14 @@ def find_environment(config: EngineConfig) -> Environment:
     This only checks that it exists; `examine` loads DashInfer.
 
     Raises:
-        MissingDependency: there is none, or other users can change it; the message contains the next step.
+        ConfigError: the configured one does not exist.
+        MissingDependency: there is none; the message contains the next step.
+        SetupError: other users can change it.
     """
     python = config.options_of(DashInferOptions).dashinfer_python
     if python is not None:
         if not python.is_file():
-            raise MissingDependency(
+            raise ConfigError(
                 f"`dashinfer_python` {python} is not a file. Set it to a Python interpreter that has DashInfer.",
                 param="dashinfer_python",
             )
@@ -130,7 +132,7 @@ def find_environment(config: EngineConfig) -> Environment:
             " driver)."
         )
     if problem := folder_problem(folder):
-        raise MissingDependency(problem)
+        raise SetupError(problem)
     return private
 
 

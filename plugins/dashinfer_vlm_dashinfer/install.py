@@ -103,7 +103,7 @@ def install(config: EngineConfig, *, python: Path | None, cpu: bool, report: Rep
 def _working_environment(config: EngineConfig, *, cpu: bool, report: Report) -> Environment | None:
     try:
         environment = find_environment(config)
-    except MissingDependency:
+    except SetupError:
         return None
     findings = examine(environment)
     if findings.problem and findings.python and cpu and not environment.cpu_only:

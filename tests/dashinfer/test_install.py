@@ -14,11 +14,13 @@ from click.testing import CliRunner
 
 from dashinfer_vlm_core.cli.main import cli
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.errors import MissingDependency
+from dashinfer_vlm_core.errors import ConfigError, MissingDependency
+from dashinfer_vlm_core.findings import Finding
 from dashinfer_vlm_core.kernels.devices import cuda_devices
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
 from dashinfer_vlm_core.plugins import add_commands
 from dashinfer_vlm_dashinfer import DashInferFactory
+from dashinfer_vlm_dashinfer.checks import check
 from dashinfer_vlm_dashinfer.environment import (
     Environment,
     disk_bytes,
@@ -71,9 +73,13 @@ def test_other_python_version_is_rejected(tmp_path):
 
 
 def test_configured_interpreter_must_exist(tmp_path):
-    with pytest.raises(MissingDependency, match="is not a file") as error:
-        find_environment(EngineConfig(dashinfer_python=tmp_path / "python"))
+    config = EngineConfig(dashinfer_python=tmp_path / "python")
+    with pytest.raises(ConfigError, match="is not a file") as error:
+        find_environment(config)
     assert error.value.param == "dashinfer_python"
+    assert next(check(config)) == Finding(
+        name="dashinfer", status="unusable", detail="cannot be used", fix=error.value.message
+    )
 
 
 def test_interpreter_without_dashinfer_reports_missing_module():

@@ -9,8 +9,9 @@ import sys
 import pytest
 
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.errors import MissingDependency, SetupError
+from dashinfer_vlm_core.errors import SetupError
 from dashinfer_vlm_dashinfer import convert
+from dashinfer_vlm_dashinfer.checks import check
 from dashinfer_vlm_dashinfer.convert import ConvertedModel
 from dashinfer_vlm_dashinfer.environment import (
     examine,
@@ -43,8 +44,9 @@ def installed(tmp_path):
 
 
 def assert_not_executed(config, reason):
-    with pytest.raises(MissingDependency, match=f"{reason}. Delete the folder and run") as error:
+    with pytest.raises(SetupError, match=f"{reason}. Delete the folder and run") as error:
         examine(find_environment(config))
+    assert next(check(config)).status == "unusable"
     assert str(config.cache_dir) not in error.value.message
     with pytest.raises(SetupError, match=f"{reason}. Delete the folder and run"):
         install(config, python=None, cpu=True, report=print)
