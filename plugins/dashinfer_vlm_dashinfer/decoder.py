@@ -62,13 +62,14 @@ class _ActiveRequest:
     """A request that the worker decodes.
 
     Attributes:
-        outputs: its tokens as (id, logprobs, cached prompt tokens), or the error that ends it.
+        outputs: its tokens as (id, logprobs, cached prompt tokens), the error that ends it, or None if the worker sends
+            no more of them.
         released: whether DashInfer has released it.
     """
 
     number: int
     request: DecodeRequest
-    outputs: asyncio.Queue[Step | EngineError] = field(default_factory=asyncio.Queue)
+    outputs: asyncio.Queue[Step | EngineError | None] = field(default_factory=asyncio.Queue)
     released: bool = False
 
 
@@ -204,6 +205,8 @@ class DashInferDecoder(Decoder):
             step = await active.outputs.get()
             if isinstance(step, EngineError):
                 raise step
+            if step is None:
+                raise DecoderFailed("The decoder failed on this request; see the engine's log for the cause.")
             token, logprobs, cached = step
             count += 1
             finish: FinishReason | None = (
@@ -231,11 +234,7 @@ class DashInferDecoder(Decoder):
         active = self._active[frame["id"]]
         if frame["is"] == "failed":
             logger.error("Request %s failed in DashInfer: %s", active.request.id, frame["why"])
-        # `released` also follows the last token of a completed request, whose reader has ended and ignores the error.
-        # For any other reader, the error ends its wait.
-        active.outputs.put_nowait(
-            DecoderFailed("The decoder failed on this request; see the engine's log for the cause.")
-        )
+        active.outputs.put_nowait(None)
         if frame["is"] == "released":
             self._release(active)
 
