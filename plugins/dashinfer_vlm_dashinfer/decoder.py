@@ -135,8 +135,7 @@ class DashInferDecoder(Decoder):
 
     async def decode(self, request: DecodeRequest) -> AsyncGenerator[Token, None]:
         self._check(request)
-        arrays = await asyncio.to_thread(_arrays, request) if request.spans else _arrays(request)
-        await self._acquire_slot()
+        arrays = await self._acquire_slot(request)
         active = self._submit(request, arrays)
         try:
             async for token in self._tokens(active):
@@ -162,17 +161,20 @@ class DashInferDecoder(Decoder):
 
     # Slots: admission to DashInfer
 
-    async def _acquire_slot(self) -> None:
+    async def _acquire_slot(self, request: DecodeRequest) -> list[Array]:
+        """Return the arrays of a request when a slot is free. A full queue rejects it before they are copied."""
         if self._slots.locked() and self._waiting >= self._config.max_waiting:
             raise QueueFull(f"{self._waiting} requests are already waiting. Try again in a second.")
         self._waiting += 1
         try:
+            arrays = await asyncio.to_thread(_arrays, request) if request.spans else _arrays(request)
             await self._slots.acquire()
         finally:
             self._waiting -= 1
         if self._worker is None:
             self._slots.release()
             raise RequestNotStarted if self.fatal_error else EngineClosed(_CLOSED)
+        return arrays
 
     def _submit(self, request: DecodeRequest, arrays: list[Array]) -> _ActiveRequest:
         # From here on, only `_release` releases the slot.
