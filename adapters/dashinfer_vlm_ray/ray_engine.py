@@ -184,6 +184,8 @@ class RayEngine(ChatEngine):
                 await self.refresh()
             except DashInferVLMError as error:
                 logger.debug("no replica reports: %s", error.message)
+            except Exception:  # the next report may arrive
+                logger.exception("The reports of the replicas could not be read.")
             await asyncio.sleep(REPORT_SECONDS if self._status.state == "ready" else NOT_READY_SECONDS)
 
     async def refresh(self) -> None:

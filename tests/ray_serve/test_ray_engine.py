@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import pytest
+
 from dashinfer_vlm_core.engine import ChatEngine
+from dashinfer_vlm_ray import ray_engine
 from dashinfer_vlm_ray.engine_replica import EngineReplica
 from dashinfer_vlm_ray.ray_engine import RayEngine
 
@@ -12,3 +17,16 @@ def test_replicas_serve_every_kind_of_request():
     assert "aembed_tokens" in requests
     assert requests <= vars(RayEngine).keys()
     assert {name[1:] for name in requests} <= vars(EngineReplica).keys()
+
+
+def test_unexpected_error_does_not_end_the_reports(monkeypatch, caplog):
+    errors = [KeyError("frame"), TypeError("frame"), asyncio.CancelledError()]
+
+    class FailingEngine(RayEngine):
+        async def refresh(self):
+            raise errors.pop(0)
+
+    monkeypatch.setattr(ray_engine, "NOT_READY_SECONDS", 0)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(FailingEngine(None, model="demo").watch())
+    assert [record.exc_info[0] for record in caplog.records] == [KeyError, TypeError]
