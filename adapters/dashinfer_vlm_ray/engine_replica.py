@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from dashinfer_vlm_core.engine import Engine
 from dashinfer_vlm_core.engine.observers import RequestObserver
 from dashinfer_vlm_core.errors import DecoderFailed
+from dashinfer_vlm_core.plugins.discovery import plugin_entries
 from dashinfer_vlm_core.protocol.client import current_client
 from dashinfer_vlm_server.metrics import Metrics
 
@@ -35,13 +36,15 @@ if TYPE_CHECKING:
     from dashinfer_vlm_core.protocol.ocr import OcrRequest
     from dashinfer_vlm_core.response.ocr import OcrChunk
 
-PACKAGES = tuple(f"dashinfer_vlm_{name}" for name in ("core", "server", "ray", "torch", "cpu", "dashinfer"))
-
 
 def log_to_serve() -> None:
-    """Write the logs of this process with Ray Serve's handlers, which add the replica and the request's ID."""
+    """Write the logs of this process with Ray Serve's handlers, which add the replica and the request's ID.
+
+    Those of other packages than this one and the plugins are left as they are.
+    """
     source = logging.getLogger("ray.serve")
-    for name in PACKAGES:
+    plugins = {entry.module.partition(".")[0] for entry in plugin_entries()}
+    for name in plugins | {"dashinfer_vlm_core", "dashinfer_vlm_ray"}:
         logger = logging.getLogger(name)
         logger.handlers = list(source.handlers)
         logger.setLevel(source.level)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import defaultdict
 
 import pytest
 
 from dashinfer_vlm_core.engine import ChatEngine
 from dashinfer_vlm_ray import ray_engine
-from dashinfer_vlm_ray.engine_replica import EngineReplica
+from dashinfer_vlm_ray.engine_replica import EngineReplica, log_to_serve
 from dashinfer_vlm_ray.ray_engine import RayEngine
 
 
@@ -30,3 +32,14 @@ def test_unexpected_error_does_not_end_the_reports(monkeypatch, caplog):
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(FailingEngine(None, model="demo").watch())
     assert [record.exc_info[0] for record in caplog.records] == [KeyError, TypeError]
+
+
+def test_plugins_log_with_the_handlers_of_serve(monkeypatch):
+    loggers = defaultdict(lambda: logging.Logger("any"))
+    handlers = [logging.NullHandler()]
+    loggers["ray.serve"].handlers = handlers
+    with monkeypatch.context() as patch:
+        patch.setattr(logging, "getLogger", loggers.__getitem__)
+        log_to_serve()
+    for name in ("core", "ray", "server", "torch", "qwen3_vl", "redis"):
+        assert loggers[f"dashinfer_vlm_{name}"].handlers == handlers
