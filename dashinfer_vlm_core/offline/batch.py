@@ -51,14 +51,20 @@ class OfflineBatch:
 
     def _collect(self, free_slots: int) -> None:
         while len(self._running) > self._limit - free_slots:
+            rejected: list[tuple[int, RequestFactory]] = []
+            seconds = 0.0
             for future in wait(self._running, return_when=FIRST_COMPLETED).done:
                 index, factory = self._running.pop(future)
                 error = future.exception()
                 if isinstance(error, QueueFull):  # other callers of the engine use its slots
-                    time.sleep(error.retry_after)
-                    self._submit(index, factory)
+                    rejected.append((index, factory))
+                    seconds = max(seconds, error.retry_after)
                 else:
                     self._finish(index, error if isinstance(error, DashInferVLMError) else future.result())
+            if rejected:
+                time.sleep(seconds)
+            for index, factory in rejected:
+                self._submit(index, factory)
 
     def _finish(self, index: int, result: BatchResult) -> None:
         self._results[index] = result

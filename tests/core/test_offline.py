@@ -7,7 +7,9 @@ import re
 import threading
 import time
 import weakref
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,6 +30,8 @@ from dashinfer_vlm_core.errors import (
     RequestError,
     UnsupportedParameter,
 )
+from dashinfer_vlm_core.offline import batch
+from dashinfer_vlm_core.offline.batch import OfflineBatch
 from dashinfer_vlm_core.testing import Script, scripted_engine, scripted_registry
 from dashinfer_vlm_demo import CHECKPOINT
 from tests.cases import cases
@@ -634,6 +638,24 @@ def test_full_queue_is_retried(scripted):
     vlm, script = scripted(QueueFull("Busy.", retry_after=0.01), QueueFull("Busy.", retry_after=0.01), "ok")
     assert texts(vlm.generate(["a", "b", "c"], GREEDY)) == ["ok"] * 3
     assert len(script.requests) == 5
+
+
+def test_rejected_requests_wait_together(monkeypatch):
+    delays = []
+    monkeypatch.setattr(batch, "time", SimpleNamespace(sleep=delays.append))
+    outcomes = [QueueFull("Busy.", retry_after=1.0), QueueFull("Busy.", retry_after=2.0), None, None]
+
+    def submit(_):
+        future = Future()
+        if error := outcomes.pop(0):
+            future.set_exception(error)
+        else:
+            future.set_result("ok")
+        return future
+
+    requests = OfflineBatch(SimpleNamespace(submit=submit), limit=2, on_done=lambda: None)
+    assert requests.run([lambda: None] * 2) == ["ok"] * 2
+    assert delays == [2.0]
 
 
 def test_threads_share_vlm(scripted):
