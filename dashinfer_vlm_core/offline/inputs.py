@@ -1,4 +1,4 @@
-"""Convert prompts and conversations of callers, with their images and videos, to `OfflineRequest`."""
+"""Convert prompts and conversations of callers, with their images and videos, to fields of `OfflineRequest`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from pydantic import ValidationError
 from ..errors import InvalidParameter, UnsupportedParameter
 from ..media.types import Kind
 from ..media.video_objects import has_metadata
-from ..protocol import EncodedEmbeddings, LoRARequest, MediaPart, OfflineRequest
+from ..protocol import EncodedEmbeddings, MediaPart, OfflineRequest
 from ..protocol.fields import NO_AUDIO
 from ..protocol.messages import Part
 from ..protocol.validation_errors import explain, invalid, show, unsupported
-from .params import SamplingParams
 
 _KINDS: tuple[Kind, ...] = ("image", "video")
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs")
@@ -88,16 +87,6 @@ def prompt_text(prompt: object) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def from_prompt(
-    prompt: object, sampling: SamplingParams, defaults: MediaDefaults, lora_request: LoRARequest | None = None
-) -> OfflineRequest:
-    """Create the request for one prompt of `VLM.generate`.
-
-    Raises the same errors as `prompt_fields`.
-    """
-    return _parse(sampling, lora_request=lora_request, **prompt_fields(prompt, defaults))
-
-
 def prompt_fields(prompt: object, defaults: MediaDefaults) -> dict[str, Any]:
     """Return the fields of the request for one rendered prompt.
 
@@ -116,19 +105,6 @@ def prompt_fields(prompt: object, defaults: MediaDefaults) -> dict[str, Any]:
     }
 
 
-def from_messages(
-    messages: object,
-    sampling: SamplingParams,
-    options: Mapping[str, Any],
-    lora_request: LoRARequest | None = None,
-) -> OfflineRequest:
-    """Create the request for one conversation of `VLM.chat`; `options` are other fields of the request.
-
-    Raises the same errors as `message_fields`.
-    """
-    return _parse(sampling, lora_request=lora_request, **message_fields(messages), **options)
-
-
 def message_fields(messages: object) -> dict[str, Any]:
     """Return the fields of the request for one conversation.
 
@@ -140,10 +116,6 @@ def message_fields(messages: object) -> dict[str, Any]:
     if isinstance(messages, (list, tuple)):
         messages = [_message(message, f"messages[{index}]", contents) for index, message in enumerate(messages)]
     return {"messages": messages, "contents": contents}
-
-
-def _parse(sampling: SamplingParams, **fields: Any) -> OfflineRequest:
-    return OfflineRequest.parse({**sampling.fields(), **fields})
 
 
 def _is_ids(value: object) -> bool:

@@ -18,7 +18,14 @@ from ..preprocessing.retrieval import IS_QUERY
 from ..protocol import LoRARequest, OfflineRequest, ScoreRequest
 from ..protocol.validation_errors import invalid, show
 from .batch import OfflineBatch, RequestFactory
-from .inputs import MediaDefaults, from_messages, from_prompt, is_single_conversation, is_single_prompt, prompt_text
+from .inputs import (
+    MediaDefaults,
+    is_single_conversation,
+    is_single_prompt,
+    message_fields,
+    prompt_fields,
+    prompt_text,
+)
 from .outputs import RequestOutput, to_request_output
 from .params import SamplingParams
 from .pooling import (
@@ -156,7 +163,8 @@ class VLM:
         check_call_arguments(others)
 
         def make(prompt: object, sampling: SamplingParams, lora: LoRARequest | None) -> OfflineRequest:
-            return from_prompt(prompt, sampling, self._media_defaults, lora)
+            fields = {**prompt_fields(prompt, self._media_defaults), "lora_request": lora}
+            return OfflineRequest.parse({**sampling.fields(), **fields})
 
         single = is_single_prompt(prompts)
         items = [prompts] if single else prompts
@@ -212,13 +220,15 @@ class VLM:
         check_call_arguments(others)
 
         def make(conversation: object, sampling: SamplingParams, lora: LoRARequest | None) -> OfflineRequest:
-            options = {
+            fields = {
+                **message_fields(conversation),
+                "lora_request": lora,
                 "chat_template_kwargs": dict(chat_template_kwargs or {}),
                 "tools": tools,
                 "coordinates": coordinates,
                 **self._media_defaults.fields(mm_processor_kwargs),
             }
-            return from_messages(conversation, sampling, options, lora)
+            return OfflineRequest.parse({**sampling.fields(), **fields})
 
         if isinstance(messages, (str, Mapping)):
             raise invalid(
