@@ -126,12 +126,11 @@ def _fields(
     return {**message_fields(messages), "chat_template_kwargs": dict(template_options), **defaults.fields(None)}
 
 
-def check_choices(**arguments: tuple[str, ...]) -> None:
-    """Check that the first entry of each argument, which is the given value, is one of the others.
+def check_choice(name: str, value: str, choices: list[str]) -> None:
+    """Check that the value of an argument is one of its choices.
 
     Raises:
         InvalidParameter: it is not; `param` is the name of the argument.
     """
-    for name, (given, *choices) in arguments.items():
-        if given not in choices:
-            raise invalid(name, f"must be {' or '.join(map(repr, choices))}, got {show(given)}.")
+    if value not in choices:
+        raise invalid(name, f"must be {' or '.join(map(repr, choices))}, got {show(value)}.")

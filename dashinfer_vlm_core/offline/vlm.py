@@ -35,7 +35,7 @@ from .pooling import (
     ScoringRequestOutput,
     TokenEmbeddingOutput,
     TokenEmbeddingRequestOutput,
-    check_choices,
+    check_choice,
     embedding_items,
 )
 from .vllm_arguments import check_call_arguments, to_engine_options
@@ -325,7 +325,8 @@ class VLM:
         Raises the same errors as `embed`.
         """
         pooling_of(self.engine.model_spec(), "token_embed", name=self.engine.config.name)
-        check_choices(pooling_task=(pooling_task, "token_embed"), input_type=(input_type, "query", "document"))
+        check_choice("pooling_task", pooling_task, ["token_embed"])
+        check_choice("input_type", input_type, ["query", "document"])
         single = is_single_prompt(prompts) or is_single_conversation(prompts)
         items = embedding_items(
             [prompts] if single else prompts,
