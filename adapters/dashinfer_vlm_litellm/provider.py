@@ -199,13 +199,12 @@ async def stream_chunks(
     LiteLLM inspects only that.
     """
     usage: dict[str, Any] | None = None
-    reason = "stop"
+    finish_reason = "stop"
     async for chunk in chunks:
         data = chunk.model_dump(exclude_unset=True)
         usage = data.pop("usage", None) or usage
-        reasons = {choice["index"]: choice.get("finish_reason") for choice in data["choices"]}
-        finished = {index: found for index, found in reasons.items() if found}
-        reason = finished.pop(0, reason)
+        finished = {each["index"]: each["finish_reason"] for each in data["choices"] if each.get("finish_reason")}
+        finish_reason = finished.pop(0, finish_reason)
         for choice in data["choices"]:
             choice["finish_reason"] = None
         if any(_has_content(choice["delta"]) for choice in data["choices"]):
@@ -213,8 +212,8 @@ async def stream_chunks(
         for index, other in finished.items():
             choices = [{"index": 0, "delta": {}}, {"index": index, "delta": {}, "finish_reason": other}]
             yield ModelResponseStream(**{**data, "choices": choices})
-    last = {"text": "", "is_finished": True, "finish_reason": reason, "usage": usage, "index": 0, "tool_use": None}
-    yield cast("GenericStreamingChunk", last)
+    last = {"text": "", "is_finished": True, "finish_reason": finish_reason, "usage": usage}
+    yield cast("GenericStreamingChunk", {**last, "index": 0, "tool_use": None})
 
 
 def _has_content(delta: dict[str, Any]) -> bool:
