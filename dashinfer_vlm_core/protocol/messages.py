@@ -157,7 +157,7 @@ class ToolCall(RequestModel):
 
 
 class Message(RequestModel):
-    """A message. `content` is optional for assistant messages with tool calls or a refusal."""
+    """A message. `content` is optional for assistant messages with tool calls, reasoning or a refusal."""
 
     _accepted_fields: ClassVar[Collection[str]] = RETURNED_FIELDS | REJECTED_IN_MESSAGES.keys()
     _unknown_media: ClassVar[UnknownMedia | None] = _UNKNOWN_MEDIA
@@ -177,7 +177,7 @@ class Message(RequestModel):
         for name in ("tool_calls", "refusal", "reasoning_content"):
             if self.role != "assistant" and getattr(self, name):
                 raise invalid(f"{path}.{name}", "is allowed in messages of the assistant only.")
-        if self.content is None and not self.tool_calls and self.refusal is None:
+        if self.content is None and not (self.tool_calls or self.reasoning_content) and self.refusal is None:
             raise invalid(f"{path}.content", "is required. Pass a string or an array of parts.")
         for part_path, part in self.parts(path):
             part.check(self.role, part_path)

@@ -219,7 +219,7 @@ class ResponseBuilder:
         self._flush()
         finish = self._finish_reason()
         text = "".join(self._text)
-        has_other = self._must_call or self._tool_calls or self._reasoning
+        has_other = self._tool_calls or self._reasoning
         message = ChatCompletionMessage(role="assistant", content=text or (None if has_other else ""), refusal=None)
         if self._reasoning:
             message.reasoning_content = "".join(self._reasoning)  # type: ignore[attr-defined]  # as vLLM and LiteLLM name it

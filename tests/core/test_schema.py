@@ -232,6 +232,7 @@ def test_conversation_keeps_order_and_texts():
                     "content": [{"type": "refusal", "refusal": "No."}, {"type": "text", "text": "!"}],
                 },
                 {"role": "assistant", "refusal": "I cannot."},
+                {"role": "assistant", "content": None, "reasoning_content": "It is red."},
                 {"role": "user", "content": ""},
             ]
         }
@@ -248,6 +249,7 @@ def test_conversation_keeps_order_and_texts():
         {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "It is"}, {"type": "image"}]},
         {"role": "assistant", "content": [{"type": "text", "text": "No."}, {"type": "text", "text": "!"}]},
         {"role": "assistant", "content": "I cannot."},
+        {"role": "assistant", "content": "", "reasoning_content": "It is red."},
         {"role": "user", "content": ""},
     ]
     assert [(part.kind, part.path) for part in parsed.media()] == [
@@ -640,6 +642,7 @@ BAD = [
     (message(content="a", tool_calls=[CALL]), "messages[0].tool_calls"),
     (message(content="a", refusal="no"), "messages[0].refusal"),
     (message("assistant"), "messages[0].content"),
+    (message("assistant", reasoning_content=""), "messages[0].content"),
     (message("assistant", content="a", tool_calls=CALL), "messages[0].tool_calls"),
     (message("assistant", tool_calls=[{**CALL, "type": "custom"}]), "messages[0].tool_calls[0].type"),
     (message("assistant", tool_calls=[{"id": "a"}]), "messages[0].tool_calls[0].function"),

@@ -186,6 +186,12 @@ def test_truncated_call_is_no_content(fields):
     assert {None, ("weather", ""), ("weather", '{"')} < found
 
 
+def test_truncated_response_can_be_sent_back():
+    choice, _ = play(CALL, max_tokens=1, tool_choice="required")
+    assert (choice.message.content, choice.message.tool_calls) == ("", None)
+    play("Hello", messages=[*ASKED, choice.message.to_dict(), *ASKED])
+
+
 def test_second_call_is_truncated():
     first, second = calls_of(play(f"{CALL}\n{OTHER}", tool_choice="required")[0])
     tokens = len(TOKENIZER.encode(f"{CALL}\n<tool_call>", add_special_tokens=False).ids)
