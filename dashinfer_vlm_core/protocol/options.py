@@ -9,11 +9,10 @@ from typing import Annotated
 
 from pydantic import Field, Strict
 
-from ..errors import InvalidParameter
 from .base import Array, ClosedModel, Count, NumberOrArray
 from .media_part import MediaPart
 from .messages import MAX_PARTS
-from .sources import Rate
+from .sources import Rate, check_bounds
 from .validation_errors import invalid
 
 _Level = Annotated[int, Field(ge=0, le=255)]
@@ -94,19 +93,15 @@ class MediaOptions:
             raise invalid(name, "cannot be combined with `fps`. Pass one of them.")
         if processing.align and self._num_frames is not None:
             raise invalid("mm_processor_kwargs.align", "cannot be combined with `num_frames`. Set `fps` instead of it.")
-        if self._min_pixels is not None and self._max_pixels is not None and self._min_pixels > self._max_pixels:
-            raise InvalidParameter(
-                f"`mm_processor_kwargs` sets a minimum of {self._min_pixels} pixels, more than its maximum,"
-                f" {self._max_pixels}.",
-                param="mm_processor_kwargs.min_pixels" if processing.min_pixels else "mm_processor_kwargs.size",
-            )
+        name = "min_pixels" if processing.min_pixels else "size"
+        check_bounds(f"mm_processor_kwargs.{name}", self._min_pixels, self._max_pixels)
 
     def apply_to(self, parts: Iterable[MediaPart]) -> tuple[MediaPart, ...]:
         """Return the parts with these options, except for those that a part sets itself.
 
         Raises:
-            InvalidParameter: `fps` is a list of another length than that of the videos, or `do_sample_frames` does not
-                match a video.
+            InvalidParameter: `fps` is a list of another length than that of the videos, `do_sample_frames` does not
+                match a video, or a minimum number of pixels is above the maximum.
         """
         given = tuple(parts)
         videos = [part for part in given if part.kind == "video"]
@@ -122,6 +117,7 @@ class MediaOptions:
             max_pixels=part.max_pixels or self._max_pixels,
             background=self._reading.image.rgba_background_color,
         )
+        check_bounds(part.options_path, part.min_pixels, part.max_pixels)
         if part.kind != "video":
             return part
         part = replace(part, total_pixels=part.total_pixels or self._processing.total_pixels)

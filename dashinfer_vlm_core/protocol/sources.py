@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import mimetypes
 import re
 from abc import ABC, abstractmethod
@@ -118,12 +117,7 @@ class URLSource(MediaSource):
         for old, new in (("min_pixel", "min_pixels"), ("max_pixel", "max_pixels")):
             if len({getattr(self, old), getattr(self, new)} - {None}) > 1:
                 raise invalid(f"{path}.{old}", f"and `{new}` are synonyms but have different values. Pass one of them.")
-        if (self.lower_bound or 0) > (self.upper_bound or math.inf):
-            name = "min_pixels" if self.min_pixels else "min_pixel"
-            raise invalid(
-                f"{path}.{name}",
-                f"is {self.lower_bound}, more than the maximum number of pixels, {self.upper_bound}.",
-            )
+        check_bounds(f"{path}.{'min_pixels' if self.min_pixels else 'min_pixel'}", self.lower_bound, self.upper_bound)
 
     def media(self, path: str, content_field: str, uuid: str | None) -> MediaPart:
         return MediaPart(
@@ -213,10 +207,9 @@ class VideoURL(URLSource):
             raise invalid(f"{path}.align", "cannot be combined with `num_frames`. Set `fps` instead of it.")
         if not isinstance(self.url, tuple):
             check_url(self.url, content_path, optional=optional)
-            return
-        if self.num_frames is not None:
+        if self.num_frames is not None and isinstance(self.urls(), tuple):
             raise invalid(f"{path}.num_frames", "applies to video files only, not to lists of frames. Remove it.")
-        for index, frame in enumerate(self.url):
+        for index, frame in enumerate(self.url if isinstance(self.url, tuple) else ()):
             if isinstance(frame, str):
                 check_url(frame, f"{content_path}[{index}]")
             else:
@@ -389,6 +382,12 @@ class FileSource(MediaSource):
             guessed = declared[1]
         # The Responses API fetches documents from URLs, which often have no suffix.
         return (self.format or guessed or (_PDF if self.content_field == "file_url" else "")).lower()
+
+
+def check_bounds(path: str, minimum: int | None, maximum: int | None) -> None:
+    """Raise InvalidParameter if a minimum number of pixels is above the maximum."""
+    if minimum is not None and maximum is not None and minimum > maximum:
+        raise invalid(path, f"allows no size: at least {minimum} pixels, but at most {maximum}. Change one of them.")
 
 
 def check_url(url: str | None, path: str, *, optional: bool = False) -> None:

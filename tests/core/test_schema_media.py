@@ -15,6 +15,10 @@ VIDEO = {"type": "video_url", "video_url": {"url": "https://example.com/a.mp4"}}
 PART = "messages[0].content[0]"
 
 
+def image(**options):
+    return {"type": "image_url", "image_url": {"url": URL, **options}}
+
+
 def media(*parts, **fields):
     return ChatRequest.parse({"messages": [{"role": "user", "content": list(parts)}], **fields}).media()
 
@@ -187,6 +191,25 @@ def test_align_with_number_of_frames_is_rejected():
 
 FRAMES = {"type": "video_url", "video_url": {"url": [URL, URL]}}
 JPEG_FRAMES = {"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,AAAA,BBBB"}}
+
+
+def test_frames_have_no_number_to_sample():
+    for part in (FRAMES, JPEG_FRAMES):
+        error = rejection({**part, "video_url": {**part["video_url"], "num_frames": 2}})
+        assert error.param == f"{PART}.video_url.num_frames"
+
+
+@cases(
+    ("part", "options", "param"),
+    [
+        (image(max_pixels=784), {"min_pixels": 7840}, f"{PART}.image_url"),
+        (image(min_pixels=7840), {"size": {"longest_edge": 784}}, f"{PART}.image_url"),
+        (image(detail="low"), {"min_pixels": 10**6}, f"{PART}.image_url"),
+        (VIDEO, {"size": {"shortest_edge": 2}, "max_pixels": 1}, "mm_processor_kwargs.size"),
+    ],
+)
+def test_minimum_above_maximum_of_pixels_is_rejected(part, options, param):
+    assert rejection(part, mm_processor_kwargs=options).param == param
 
 
 def test_sampling_options_apply_only_to_video_files():
