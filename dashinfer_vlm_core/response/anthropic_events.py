@@ -147,7 +147,8 @@ def _content(message: ChatCompletionMessage, *, shows_thinking: bool) -> list[di
 
 
 def _stop(choice: Choice | ChunkChoice) -> dict[str, Any]:
-    stop_string = (choice.model_extra or {}).get("stop_reason")
+    # A client runs tools only if that is the reason.
+    stop_string = None if choice.finish_reason == "tool_calls" else (choice.model_extra or {}).get("stop_reason")
     reason = "stop_sequence" if stop_string else _STOP_REASONS.get(choice.finish_reason or "", "end_turn")
     return {"stop_reason": reason, "stop_sequence": stop_string}
 

@@ -260,9 +260,9 @@ class ResponseBuilder:
     def _finish_reason(self) -> ChoiceFinishReason:
         if not self.finished:
             raise DecoderFailed("The decoder ended the completion without a finish reason. Try again.")
-        if self._single_call_complete or (self._reason == "stop" and self._tool_parser.complete):
-            return "tool_calls"
-        return "stop" if self._stop_strings.matched else self._reason or "stop"
+        if self._reason == "length" and not (self._stop_strings.matched or self._single_call_complete):
+            return "length"
+        return "tool_calls" if self._tool_parser.complete else "stop"
 
     def _flush(self) -> list[ChatCompletionChunk]:
         reasoning = [*self._reasoning_parser.feed(self._detokenizer.flush()), *self._reasoning_parser.flush()]

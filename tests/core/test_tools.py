@@ -275,7 +275,7 @@ def test_stop_strings_do_not_match_calls(stop):
 def test_stop_string_in_the_text_after_a_call():
     plain, _ = play(f"{CALL}Done. Well done.", stop=[" Well"], guided=False)
     assert len(calls_of(plain)) == 1
-    assert plain.message.content == "Done."
+    assert (plain.message.content, plain.finish_reason) == ("Done.", "tool_calls")
 
 
 def allowed(mode, *names):

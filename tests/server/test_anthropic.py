@@ -148,6 +148,12 @@ def test_stream_equals_the_complete_message(scripted, script, fields, kinds, sto
     assert stream[0]["message"]["usage"]["input_tokens"] == message["usage"]["input_tokens"]
 
 
+def test_stop_sequence_after_a_call_is_not_the_reason(scripted):
+    message = post(scripted(f"{CALL}left"), tools=[TOOL], **STOPPED).json()
+    assert [block["type"] for block in message["content"]] == ["tool_use"]
+    assert (message["stop_reason"], message["stop_sequence"]) == ("tool_use", None)
+
+
 def test_truncated_call_has_what_can_be_parsed(scripted):
     served = scripted(CALL, supported_params=EVERYTHING)
     length = post(served, tools=[TOOL]).json()["usage"]["output_tokens"]
