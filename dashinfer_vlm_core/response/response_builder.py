@@ -118,6 +118,8 @@ class ResponseBuilder:
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=request.skip_special_tokens)
         self._includes_stop = request.include_stop_str_in_output
         self._stop_strings = StopStringMatcher(request.stop_strings, include=self._includes_stop)
+        self._min_tokens = request.min_tokens
+        self._min_text_end = 0  # index of the first character after `min_tokens` tokens; stop strings end after it
         functions = [tool.function for tool in request.callable_tools] if request.parses_tool_calls else []
         tools = {function.name: function.parameters for function in functions}
         self._must_call = bool(tools) and request.must_call
@@ -186,6 +188,8 @@ class ResponseBuilder:
         self.reasoning_tokens += self._reasoning_parser.reasoning
         begin = self._detokenizer.position
         text = self._detokenizer.feed(token.id)
+        if self.completion_tokens <= self._min_tokens:
+            self._min_text_end = self._detokenizer.position
         if self._wants_logprobs and self._detokenizer.is_visible(token.id):
             self._pending_logprobs.append(_TokenLogprob(begin, self._logprob(token)))
         return self._chunks_for_reasoning(self._reasoning_parser.feed(text))
@@ -281,7 +285,8 @@ class ResponseBuilder:
                 return
             if isinstance(event, ContentDelta):
                 begin = event.begin - self._stop_strings.num_held
-                if text := self._stop_strings.feed(event.text):
+                ignored = max(self._min_text_end - (self._text_begin or 0) - event.begin, 0)
+                if text := self._stop_strings.feed(event.text, ignored=ignored):
                     yield ContentDelta(begin=begin, text=text)
                 self._content_end = event.begin + len(event.text)
             else:

@@ -27,12 +27,19 @@ class StopStringMatcher:
         self._include = include
         self._held = ""
 
-    def feed(self, text: str) -> str:
-        """Add text; return what can be output, which excludes a possible beginning of a stop string."""
+    def feed(self, text: str, *, ignored: int = 0) -> str:
+        """Add text; return what can be output, which excludes a possible beginning of a stop string.
+
+        Args:
+            text: the text.
+            ignored: the number of its first characters at which no stop string ends.
+        """
         if self.matched:
             return ""
+        begin = len(self._held) + ignored
         text = self._held + text
-        found = [(text.index(string) + len(string), string) for string in self._strings if string in text]
+        starts = {string: text.find(string, max(begin - len(string) + 1, 0)) for string in self._strings}
+        found = [(start + len(string), string) for string, start in starts.items() if start >= 0]
         if found:
             end, self.match = min(found, key=lambda match: (match[0], -len(match[1])))
             self.matched = True
@@ -55,7 +62,7 @@ class StopStringMatcher:
 
 
 def length_held(text: str, strings: Sequence[str]) -> int:
-    """Return the length of the longest end of `text` that begins one of `strings`, none of which is in it."""
+    """Return the length of the longest end of `text` that begins one of `strings` and is shorter than the longest."""
     longest = max(map(len, strings), default=1) - 1
     for length in range(min(longest, len(text)), 0, -1):
         end = text[-length:]

@@ -102,6 +102,14 @@ def test_reasoning_is_returned_separately_and_counted(engine):
     assert 0 < counts.completion_tokens_details.reasoning_tokens < counts.completion_tokens
 
 
+def test_tokens_of_reasoning_count_toward_the_minimum(engine):
+    running = engine(f"{THOUGHT}\n</think>\n\nA car. A car.")
+    total = running.chat({"messages": QUESTION}).usage.completion_tokens
+    for min_tokens, content in ((5, "A"), (total - 3, "A car. A"), (total, "A car. A car.")):
+        choice = running.chat({"messages": QUESTION, "min_tokens": min_tokens, "stop": " car"}).choices[0]
+        assert choice.message.content == content
+
+
 def test_streamed_reasoning_equals_plain(engine):
     running = engine(f"{THOUGHT}\n</think>\n\n{CALL}")
     request = {"messages": QUESTION, "tools": [TOOL], "stream_options": {"include_usage": True}}

@@ -291,6 +291,26 @@ def test_end_is_part_of_the_text_on_request(skip, stop, end, answer):
     assert "".join(entry.token for entry in choice.logprobs.content).startswith(answer)
 
 
+@cases(
+    ("min_tokens", "stop", "answer"),
+    [
+        (0, "a", ""),
+        (3, "a", "aaa"),
+        (3, "aa", "aa"),  # it begins before the third token, but ends after it
+        (3, ["aa", "aaab"], "aa"),
+        (3, ["aab", "ab"], "aa"),
+        (4, "a", "aaaab"),
+        (4, "aab", "aa"),
+        (5, "b", "aaaab"),
+    ],
+)
+def test_stop_string_ends_after_the_minimum_of_tokens(min_tokens, stop, answer):
+    """As in vLLM."""
+    tokens = tokens_of(ids_of("aaaab"), "length")
+    assert whole(tokens, min_tokens=min_tokens, stop=stop).choices[0].message.content == answer
+    assert "".join(deltas(stream(tokens, min_tokens=min_tokens, stop=stop))) == answer
+
+
 def test_stop_string_ends_generation():
     builder = make_builder(stop="lo")
     add_tokens(builder, tokens_of(ids_of("hello world")))
