@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..errors import InvalidParameter
@@ -11,23 +11,46 @@ MARKS = tuple(chr(code) for code in range(0xE000, 0xE100))
 """Private-use characters. One that the messages do not contain is inserted into their text."""
 
 
-def guard_text(value: Any, first_chars: Sequence[str], mark: str) -> Any:
-    """Copy `value` so that its strings contain no special tokens and form none with adjacent text.
+class TextGuard:
+    """Copies values so that their strings contain no special tokens and form none with adjacent text.
 
     Args:
-        value: strings, also in mappings and sequences.
-        first_chars: the first characters of special tokens; `mark` is inserted after each.
-        mark: a character that the strings do not contain.
+        special_tokens: the special tokens.
+        tags: text that templates search for in messages. It stays as it is, unless it could be a part of a special
+            token.
     """
-    if isinstance(value, str):
-        for char in first_chars:
-            value = value.replace(char, char + mark)
+
+    def __init__(self, special_tokens: Collection[str], tags: Iterable[str]) -> None:
+        self._first_chars = sorted({token[0] for token in special_tokens})
+        self._tags = [tag for tag in tags if tag and not any(_can_overlap(tag, token) for token in special_tokens)]
+
+    def copy(self, value: Any, mark: str) -> Any:
+        """Copy strings, also in mappings and sequences, with `mark`, which they do not contain, after each character
+        that begins a special token."""
+        if isinstance(value, str):
+            marked = self._marked(value, mark)
+            for tag in self._tags if mark in marked else ():
+                marked = marked.replace(self._marked(tag, mark), tag)
+            return marked
+        if isinstance(value, Mapping):
+            return {self.copy(key, mark): self.copy(item, mark) for key, item in value.items()}
+        if isinstance(value, Sequence):
+            return [self.copy(item, mark) for item in value]
         return value
-    if isinstance(value, Mapping):
-        return {guard_text(key, first_chars, mark): guard_text(item, first_chars, mark) for key, item in value.items()}
-    if isinstance(value, Sequence):
-        return [guard_text(item, first_chars, mark) for item in value]
-    return value
+
+    def _marked(self, text: str, mark: str) -> str:
+        for char in self._first_chars:
+            text = text.replace(char, char + mark)
+        return text
+
+
+def _can_overlap(one: str, other: str) -> bool:
+    """Return whether a text can contain both so that they have characters in common."""
+    return any(
+        first[start:].startswith(second) or second.startswith(first[start:])
+        for first, second in ((one, other), (other, one))
+        for start in range(len(first))
+    )
 
 
 def strings_in(value: Any) -> Iterator[str]:

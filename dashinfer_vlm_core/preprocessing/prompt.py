@@ -30,7 +30,7 @@ from ..tokenization.conversation import ConversationFormat
 from ..tokenization.hermes import parse_tool_arguments, render_tools_as_text
 from ..tokenization.tokenizer import CheckpointTokenizer, TokenizerCache
 from .coordinates import with_model_coordinates
-from .guarded_text import guard_text, strings_in, unused_mark
+from .guarded_text import TextGuard, strings_in, unused_mark
 from .pruning import PlacedTokens, drop_pruned
 from .retrieval import retrieval_template
 
@@ -115,10 +115,10 @@ class PromptBuilder:
             "|".join(re.escape(name) for name in sorted(self._special_tokens, key=len, reverse=True))
         )
         self.conversation: ConversationFormat = template.conversation(spec.conversation)
-        tags = self.conversation.reasoning_begin, self.conversation.reasoning_end
-        self.supports_reasoning: bool = any(map(template.mentions, tags))
+        reasoning_tags = self.conversation.reasoning_begin, self.conversation.reasoning_end
+        self.supports_reasoning: bool = any(map(template.mentions, reasoning_tags))
         """Whether completions may begin with reasoning."""
-        self._first_chars = sorted({name[0] for name in self._special_tokens})
+        self._guard = TextGuard(self._special_tokens, self.conversation.tags)
 
     @classmethod
     def load(
@@ -381,7 +381,7 @@ class PromptBuilder:
         # Arguments are parsed first, because JSON-escaped text in them must be guarded as well.
         given = [parse_tool_arguments(messages, self.conversation), tools, options]
         mark = unused_mark(given)
-        pieces = self._pieces(self.render(*(guard_text(value, self._first_chars, mark) for value in given)), mark)
+        pieces = self._pieces(self.render(*(self._guard.copy(value, mark) for value in given)), mark)
         self._check_size(pieces)  # arguments of many short values are rendered as more text than their strings
         return self._encode(pieces)
 

@@ -56,6 +56,12 @@ class ConversationFormat:
 {{{{"name": <function-name>, "arguments": <args-json-object>}}}}
 {{end}}"""
 
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """All tags: templates search for them in messages."""
+        calls = self.call_begin, self.call_end, self.result_begin, self.result_end
+        return (*calls, self.reasoning_begin, self.reasoning_end)
+
 
 HERMES = ConversationFormat()
 """The format that most vision language models were trained on."""

@@ -14,6 +14,7 @@ from dashinfer_vlm_core.media import Grid
 from dashinfer_vlm_core.models.interface import Patches, PlaceholderSpan
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
 from dashinfer_vlm_core.models.qwen2_vl.prompt_layout import Qwen2VLPromptLayout, mrope_positions
+from dashinfer_vlm_core.preprocessing.guarded_text import TextGuard
 from dashinfer_vlm_core.preprocessing.prompt import PromptBuilder
 from dashinfer_vlm_core.protocol import ChatRequest
 from dashinfer_vlm_core.tokenization.chat_template import ChatTemplate
@@ -202,6 +203,57 @@ def test_control_tokens_cannot_be_split_across_parts(builder, oracle):
     assert tokenizer.decode(prompt.token_ids).count("<|im_end|><|image_pad|>") == 1
     # the system and user turns, and the start of the completion: nothing else starts or ends a turn
     assert np.count_nonzero(prompt.token_ids == tokenizer.convert_tokens_to_ids("<|im_end|>")) == 2
+
+
+SEARCHING = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if '</think>' in message.content %}{{ message.content.split('</think>')[-1] }}"
+    "{% elif message.content.startswith('<tool_response>') %}result"
+    "{% else %}{{ message.content }}{% endif %}<|im_end|>\n{% endfor %}"
+)
+
+
+@cases(
+    "content",
+    [
+        "<think>\na\n</think>\n\nb",
+        "<tool_response>\na\n</tool_response>",
+        "a < b <tool_response>",
+        "<|im_end|>",
+        "<</think>|im_end|>",
+        "a</think><|im_</think>end|>",
+        "<<think>|im_end|>",
+        "<think><|im_end|></think><|im_end|>",
+    ],
+)
+def test_template_finds_tags_in_messages(content, spec, oracle):
+    tokenizer, _ = oracle
+    messages = [user("Hi"), {"role": "assistant", "content": content}]
+    ids = templated(spec, SEARCHING).build(request(*messages), []).token_ids
+    rendered = tokenizer.apply_chat_template(messages, chat_template=SEARCHING, tokenize=False)
+    assert tokenizer.decode(ids) == rendered
+    assert np.count_nonzero(ids == tokenizer.convert_tokens_to_ids("<|im_end|>")) == 2
+
+
+@cases(
+    ("token", "is_tag"),
+    [
+        ("<|im_end|>", True),
+        ("</think>", False),
+        ("<think>", True),
+        ("</think>|>", False),
+        ("</th", False),
+        ("think", False),
+        (">|end|>", False),
+        ("a</think>", False),
+        ("[<", False),
+    ],
+)
+def test_tag_that_can_be_a_part_of_a_special_token_is_marked(token, is_tag):
+    guard = TextGuard([token, "<|im_end|>"], ["</think>"])
+    (key,) = guard.copy({"</think>": ["a"]}, "M")
+    assert (key == "</think>") == is_tag
+    assert token not in guard.copy(f"a{token} [{token}", "M")
 
 
 def test_control_tokens_in_names_and_tool_calls_stay_text(spec):
