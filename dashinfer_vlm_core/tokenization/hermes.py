@@ -20,8 +20,8 @@ Message: TypeAlias = dict[str, Any]
 def parse_tool_arguments(messages: list[Message], conversation: ConversationFormat = HERMES) -> list[Message]:
     """Parse the arguments of tool calls to objects, because templates would encode a string as JSON a second time.
 
-    Arguments that are not valid JSON stay strings. Since templates with calls in XML accept only objects, others become
-    the argument `arguments` there.
+    Empty arguments are an empty object, and those that are not valid JSON stay strings. Since templates with calls in
+    XML accept only objects, others become the argument `arguments` there.
     """
     return [
         message | {"tool_calls": [_parse_arguments(call, conversation) for call in message["tool_calls"]]}
@@ -62,7 +62,7 @@ def _parse_arguments(call: dict[str, Any], conversation: ConversationFormat) -> 
     function = call["function"]
     arguments = function["arguments"]
     try:
-        parsed = json.loads(arguments)
+        parsed = json.loads(arguments or "{}")
         if r"\u" in arguments:  # half of a surrogate pair in an escape sequence is no text
             json.dumps(parsed, ensure_ascii=False).encode()
         arguments = parsed

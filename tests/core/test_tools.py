@@ -22,6 +22,7 @@ from dashinfer_vlm_core.structured_output.tool_parser import (
     ToolCallStart,
 )
 from dashinfer_vlm_core.testing import EVERYTHING, Script, scripted_engine, scripted_registry
+from dashinfer_vlm_core.tokenization.hermes import parse_tool_arguments
 from tests.cases import cases
 from tests.waiting import until
 
@@ -481,6 +482,12 @@ def test_template_with_tool_support_gets_tools(tmp_path):
         text, _ = prompt_of(engine, messages=HISTORY[:3], tools=[PING])
     reported = json.dumps([{**PING, "function": {"name": "ping", "parameters": {"type": "object", "properties": {}}}}])
     assert text == f'{reported}user: How is it in Rome?;assistant: {{"city": "Rome"}}{{"city": "Köln"}};tool: sunny;'
+
+
+def test_empty_arguments_of_a_call_are_an_object():
+    call = {"id": "c", "type": "function", "function": {"name": "ping", "arguments": ""}}
+    (message,) = parse_tool_arguments([{"role": "assistant", "content": "", "tool_calls": [call]}])
+    assert message["tool_calls"][0]["function"]["arguments"] == {}
 
 
 @pytest.mark.parametrize(
