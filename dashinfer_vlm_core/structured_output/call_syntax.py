@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from ..tokenization.conversation import ConversationFormat
 from ..tokenization.stop_strings import length_held
-from .grammar.parameters import PARAMETER_END, STRING, parameter_json, parameter_types
+from .grammar.parameters import PARAMETER_END, STRING, parameter_json, parameter_types, reject_constant
 from .grammar.rules import Steps
 
 Tools: TypeAlias = Mapping[str, Mapping[str, Any] | None]
@@ -215,6 +215,6 @@ def _escaped(text: str) -> str:
 
 def _parse(text: str) -> object:
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=reject_constant)
     except (ValueError, RecursionError):
         return None

@@ -143,6 +143,7 @@ BROKEN = [
     'a\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"',
     '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
     '<tool_call>{"name": "weather", "arguments": "Rome"}</tool_call>',
+    '<tool_call>{"name": "weather", "arguments": {"days": NaN}}</tool_call>',
     '<tool_call>["weather"]</tool_call>',
     '<tool_call>{"name": ["weather"], "arguments": {}}</tool_call>',
     "<tool_call>" + "[" * 3000 + "</tool_call>",

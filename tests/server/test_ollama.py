@@ -123,7 +123,7 @@ def test_stream_equals_the_complete_response(scripted, path, script, fields, exp
     assert ("logprobs" in response) == ("logprobs" in fields)
 
 
-@pytest.mark.parametrize(("value", "expected"), [("NaN", {}), ("1e999", {}), ('"\\ud800"', {"city": "?"})])
+@pytest.mark.parametrize(("value", "expected"), [("1e999", {}), ('"\\ud800"', {"city": "?"})])
 def test_arguments_that_json_cannot_express_are_left_out(scripted, value, expected):
     """Decoders without guided decoding write what they like."""
     served = scripted(CALL.replace('"Rome"', value))

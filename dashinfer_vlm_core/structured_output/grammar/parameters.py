@@ -55,13 +55,14 @@ def parameter_json(text: str, types: Collection[str]) -> str:
 
 def _is_value(text: str, types: Collection[str]) -> bool:
     try:
-        value = json.loads(text, parse_constant=_reject)
+        value = json.loads(text, parse_constant=reject_constant)
     except (ValueError, RecursionError):
         return False
     return not isinstance(value, str) and ("string" not in types or is_one_of(value, types))
 
 
-def _reject(constant: str) -> NoReturn:
+def reject_constant(constant: str) -> NoReturn:
+    """Raise ValueError for NaN and infinities, which `json.loads` accepts."""
     raise ValueError(f"{constant} is not JSON")
 
 
