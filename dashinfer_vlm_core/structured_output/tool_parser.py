@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from ..tokenization.conversation import HERMES, ConversationFormat
 from ..tokenization.stop_strings import length_held
@@ -51,6 +50,9 @@ class ToolCallArgumentsDelta:
 
 ParserEvent: TypeAlias = ContentDelta | ToolCallStart | ToolCallArgumentsDelta
 
+_State: TypeAlias = Literal["text", "call", "arguments"]
+"""What is read: content, a call up to its arguments, or the arguments of a guided call."""
+
 
 class ToolCallParser:
     """Splits generated text into content and tool calls.
@@ -88,7 +90,7 @@ class ToolCallParser:
         self._tools = tools
         self._guided = guided
         self._must_call = must_call
-        self._state: Callable[[], list[ParserEvent]] = self._read_text
+        self._state: _State = "text"
         self._consumed = 0  # characters emitted as content or parsed as part of a call
         self._pending = ""  # the text after them
         self._arguments: ArgumentsReader | None = None  # of the call that is being read
@@ -104,17 +106,17 @@ class ToolCallParser:
         if not self._tools:
             return self._emit_content(len(text))
         events: list[ParserEvent] = []
-        state = None
+        state: _State | None = None
         while state != self._state:
             state = self._state
-            events += state()
+            events += self._read()
         return events
 
     def flush(self) -> list[ParserEvent]:
         """End the text; return the events for what was held back."""
         if self._arguments:
             return self._emit_arguments(self._arguments.flush(self._pending))
-        is_call = self._state == self._read_call
+        is_call = self._state == "call"
         if self._guided and (self._must_call or self.calls or is_call):
             # The beginning of a truncated call is not content.
             head = self._syntax.named.match(self._pending)
@@ -123,12 +125,17 @@ class ToolCallParser:
             return self._parse_call(len(self._pending))
         return self._emit_content(len(self._pending))
 
+    def _read(self) -> list[ParserEvent]:
+        if self._state == "text":
+            return self._read_text()
+        return self._read_call() if self._state == "call" else self._read_arguments()
+
     def _read_text(self) -> list[ParserEvent]:
         begin = self._begin.search(self._pending)
         if begin is None:
             held = length_held(self._pending, self._beginnings)
             return self._emit_content(len(self._pending) - held)
-        self._state = self._read_call
+        self._state = "call"
         return self._emit_content(begin.start())
 
     def _read_call(self) -> list[ParserEvent]:
@@ -137,7 +144,7 @@ class ToolCallParser:
         head = self._syntax.head.match(self._pending, 0, limit) if self._guided else None
         if head and head[1] in self._tools:
             self._consume(head.end())
-            self._state = self._read_arguments
+            self._state = "arguments"
             self._arguments = self._syntax.arguments(head[1])
             return [self._start_call(head[1])]
         return [] if end < 0 else self._parse_call(end + len(self._call_end))
@@ -148,12 +155,12 @@ class ToolCallParser:
         self._consume(piece.length)
         if piece.is_last:
             self.complete += 1
-            self._state = self._read_text
+            self._state = "text"
             self._arguments = None
         return self._emit_arguments(piece.arguments)
 
     def _parse_call(self, length: int) -> list[ParserEvent]:
-        self._state = self._read_text
+        self._state = "text"
         call = self._syntax.parse(self._pending[:length].partition(self._call_begin)[2].removesuffix(self._call_end))
         if call is None:
             return self._emit_content(length)
