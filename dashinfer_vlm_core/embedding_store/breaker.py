@@ -35,7 +35,6 @@ class CircuitBreaker:
         self._clock = clock
         self._failures = 0
         self._until = -math.inf
-        self._probing = False
         self._next_log = -math.inf
 
     @property
@@ -44,34 +43,30 @@ class CircuitBreaker:
         return self._failures >= FAILURES
 
     def allows(self) -> bool:
-        """Return whether to attempt an operation; then call `succeeded` or `failed`."""
+        """Return whether to attempt an operation; then call `succeeded` or `failed`, unless it is canceled."""
         if not self.is_open:
             return True
         if self._clock() < self._until:
             return False
-        self._start_pause()  # other operations wait for the result of this one
-        self._probing = True
+        self._count_failure()  # until this one succeeds, the others wait
         return True
 
     def succeeded(self) -> None:
         if self.is_open:
             logger.info("%s work again.", self._name)
         self._failures = 0
-        self._probing = False
 
     def failed(self, reason: str) -> None:
         """Count a failure; `reason` is for the log, human-readable."""
-        if self.is_open and not self._probing:
-            return  # it started before the pause
-        self._probing = False
-        self._failures += 1
-        if not self.is_open:
-            return
-        self._start_pause()
+        if self.is_open:
+            return  # it started before the pause, or was counted when it started
+        self._count_failure()
         if self._failures == FAILURES and self._clock() >= self._next_log:
             logger.warning("%s fail: %s. They pause, and requests continue without them.", self._name, reason)
             self._next_log = self._clock() + LOG_INTERVAL
 
-    def _start_pause(self) -> None:
-        doublings = min(self._failures - FAILURES, 10)
-        self._until = self._clock() + min(MIN_PAUSE * 2**doublings, MAX_PAUSE)
+    def _count_failure(self) -> None:
+        self._failures += 1
+        if self.is_open:
+            doublings = min(self._failures - FAILURES, 10)
+            self._until = self._clock() + min(MIN_PAUSE * 2**doublings, MAX_PAUSE)

@@ -26,6 +26,7 @@ from dashinfer_vlm_core.embedding_store import (
 )
 from dashinfer_vlm_core.embedding_store import client as client_module
 from dashinfer_vlm_core.embedding_store import file_store as file_store_module
+from dashinfer_vlm_core.embedding_store.breaker import CircuitBreaker
 from dashinfer_vlm_core.embedding_store.client import CLOSE_TIMEOUT, WRITE_TIMEOUT, EmbeddingStoreClient, Lookup
 from dashinfer_vlm_core.embedding_store.codec import EmbeddingCodec
 from dashinfer_vlm_core.embedding_store.file_store import BLOCK, LOCK_FILE, SIZE_FILE, FileStore
@@ -297,6 +298,21 @@ def test_one_lookup_at_a_time_is_attempted_after_a_pause():
         assert client.stats.available
 
     run_skippable(scenario())
+
+
+def test_late_failure_after_a_canceled_attempt_does_not_prolong_the_pause():
+    now = 0.0
+    breaker = CircuitBreaker("Lookups", lambda: now)
+    for _ in range(3):
+        assert breaker.allows()
+        breaker.failed("refused")
+    now = 1.01
+    assert breaker.allows()  # this one is canceled
+    now = 2.5
+    assert not breaker.allows()
+    breaker.failed("no response")  # of an operation that started before the first pause
+    now = 3.02
+    assert breaker.allows()
 
 
 def test_wrong_number_of_values_is_an_error():
