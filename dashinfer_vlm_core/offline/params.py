@@ -79,7 +79,7 @@ class SamplingParams:
         max_tokens: maximum number of tokens of the completion. vLLM's default of 16 truncates most completions; here
             None means 4096, or what remains of the context.
         min_tokens: minimum number of tokens before the completion can end.
-        stop: up to 4 strings that end the completion.
+        stop: up to 16 strings that end the completion.
         stop_token_ids: token IDs that end the completion, in addition to the model's own.
         seed: the same seed and request give the same completion.
         presence_penalty: -2 to 2.

@@ -44,6 +44,7 @@ DEFAULT_MAX_TOKENS = 4096
 
 MAX_COMPLETIONS = 16
 MAX_MESSAGES = 4096
+MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_TEMPLATE_OPTIONS = 32
 
@@ -125,7 +126,7 @@ class ChatRequest(CheckedBody):
     no_repeat_ngram_size: NgramSize = 0
     vllm_xargs: VllmXargs = VllmXargs()
     logit_bias: Annotated[dict[_TokenKey, _Bias], Field(max_length=MAX_LISTED_TOKENS)] = Field(default_factory=dict)
-    stop: StringOrArray[_Stop, Annotated[Array[_Stop], Field(max_length=4)]] | None = None
+    stop: StringOrArray[_Stop, Annotated[Array[_Stop], Field(max_length=MAX_STOP_STRINGS)]] | None = None
     stop_token_ids: Annotated[Array[TokenId], Field(max_length=MAX_LISTED_TOKENS)] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True

@@ -184,7 +184,7 @@ def test_stop_string_ends_response(scripted):
         ({"model_kwargs": {"topk": 1}}, UnsupportedParameter, "topk"),
         ({"temperature": 3}, InvalidParameter, "temperature"),
         ({"best_of": 2}, UnsupportedParameter, "best_of"),
-        ({"stop": ["a"] * 5}, InvalidParameter, "stop"),
+        ({"stop": ["a"] * 17}, InvalidParameter, "stop"),
         ({"engine_options": {"max_batch": 1}}, ConfigError, "max_batch"),
         ({"base_url": "localhost"}, ConfigError, "api_base"),
         ({"base_url": NOWHERE, "engine_options": {"max_batch_size": 1}}, InvalidParameter, "engine_options"),

@@ -401,7 +401,7 @@ BAD = [
     ({"messages": [{"role": "tool", "content": "A"}]}, "messages[0].role", "must be"),
     ({"temperature": 1.5}, "temperature", "at most 1"),
     ({"top_k": "a"}, "top_k", "integer"),
-    ({"stop_sequences": ["a"] * 5}, "stop_sequences", "at most 4"),
+    ({"stop_sequences": ["a"] * 17}, "stop_sequences", "at most 16"),
     ({"system": [image()]}, "system[0].type", "must be one of text here"),
     (with_blocks(image("AAAA")), FIRST, "not a complete PNG"),
     (with_blocks(image(media_type="application/pdf")), f"{FIRST}.source.media_type", "must begin with 'image/'"),

@@ -140,7 +140,7 @@ BAD = {
     "logit_bias beyond the vocabulary": ({"logit_bias": {"320": 1}}, "logit_bias"),
     "stop_token_ids beyond the vocabulary": ({"stop_token_ids": [320]}, "stop_token_ids"),
     "stop empty": ({"stop": ""}, "stop"),
-    "stop too many": ({"stop": list("abcde")}, "stop"),
+    "stop too many": ({"stop": ["a"] * 17}, "stop"),
     "stop a number": ({"stop": 1}, "stop"),
     "stream a string": ({"stream": "yes"}, "stream"),
     "stream_options alone": ({"stream_options": {"include_usage": True}}, "stream_options"),

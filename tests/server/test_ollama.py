@@ -289,7 +289,7 @@ BAD = [
     (CHAT, {"options": {"temperature": 3}}, "options.temperature", "at most 2"),
     (CHAT, {"options": {"num_predict": 0}}, "options.num_predict", "at least 1"),
     (CHAT, {"options": {"num_predict": 999}}, "options.num_predict", "Request at most"),
-    (CHAT, {"options": {"stop": ["a"] * 5}}, "options.stop", "at most 4"),
+    (CHAT, {"options": {"stop": ["a"] * 17}}, "options.stop", "at most 16"),
     (CHAT, {"options": {"repeat_last_n": 5}}, "options.repeat_last_n", "consider all tokens"),
     (CHAT, {"options": {"typical_p": 0.5}}, "options.typical_p", "Use `options.min_p`"),
     (CHAT, {"options": {"temprature": 0.5}}, "options.temprature", "Did you mean `temperature`?"),
