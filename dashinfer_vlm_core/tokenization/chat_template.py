@@ -96,8 +96,7 @@ class ChatTemplate:
         try:
             return self._templates[name].code.render(
                 **{**options, **self._variables},
-                # Templates test whether a key is present, and render a value of None as "None".
-                messages=[{key: value for key, value in message.items() if value is not None} for message in messages],
+                messages=messages,
                 tools=list(tools) or None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,

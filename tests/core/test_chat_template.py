@@ -20,10 +20,10 @@ CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments":
 CONVERSATIONS = {
     "plain": [{"role": "user", "content": "Hi"}],
     "system": [SYSTEM, USER],
-    "turns": [USER, {"role": "assistant", "content": "A star.", "name": None}, USER],
+    "turns": [USER, {"role": "assistant", "content": "A star."}, USER],
     "calls": [
         USER,
-        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
         {"role": "tool", "tool_call_id": "1", "content": "red"},
     ],
 }
