@@ -117,7 +117,7 @@ class DraftProposer:
         self._repeated = Predictions(PRIOR_ACCEPTED)
         self._drafted = Predictions(DRAFTER_PRIOR_ACCEPTED)
         self._num_without_drafter = 0
-        self._looked_up = -1
+        self._looked_up: int | None = None  # the number of tokens whose repetitions are `_repeated`
 
     def propose(self, tokens: npt.NDArray[np.int64], limit: int, threshold: float) -> Draft:
         """Propose tokens.
@@ -129,7 +129,7 @@ class DraftProposer:
         """
         if self._matcher and (forced := self._matcher.forced_tokens()):
             self._repeated.tokens = self._drafted.tokens = ()
-            self._looked_up = -1
+            self._looked_up = None
             certain = tuple(forced[: min(limit, MAX_FORCED_TOKENS)])
             return Draft(certain, len(certain))
         self._look_up(tokens)

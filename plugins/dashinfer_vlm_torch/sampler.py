@@ -316,10 +316,11 @@ def _wide_nucleus_thresholds(weights: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _last_within(weights: Tensor, digits: Tensor, count: int, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest digit for which the total weight of larger digits is below `target`, and that total; both [rows,
-    1]."""
+    """Return the smallest digit for which the total weight of larger digits is below `target`, and that total; both
+    [rows, 1]."""
     totals = torch.zeros(len(weights), count, dtype=torch.float64, device=weights.device)
     totals.scatter_add_(1, digits.long(), weights.double())
+    # Of each digit, without its own weight: sums from the largest digit on, each moved to the next smaller digit.
     larger = totals.flip(1).cumsum(1).roll(1, dims=1)
     larger[:, 0] = 0
     larger = larger.flip(1)
