@@ -9,7 +9,7 @@ from typing import ClassVar
 from pydantic import ValidationError, model_validator
 from typing_extensions import Self
 
-from .base import RequestModel
+from .base import Name, RequestModel
 from .fields import RejectedFields, reject_fields
 from .name_log import NameLog
 from .validation_errors import explain
@@ -44,6 +44,12 @@ class RequestBody(RequestModel):
             raise explain(error) from None
         _LOG.log(unknown)
         return request
+
+
+class ModelRequest(RequestBody):
+    """A request to load or to unload a model, by its name or an alias."""
+
+    model: Name
 
 
 class CheckedBody(RequestBody):

@@ -14,7 +14,7 @@ from openai.types import Model
 from pydantic import BaseModel, Field
 
 from dashinfer_vlm_core.errors import ModelNotFound
-from dashinfer_vlm_core.protocol.model import ModelRequest
+from dashinfer_vlm_core.protocol.body import ModelRequest
 
 from ...endpoint import PLAIN_STATUSES, Endpoint, json_response, post
 
