@@ -11,7 +11,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from .base import Array, Count, Name, Text
 from .body import CheckedBody
 from .fields import IGNORED_FIELDS, REJECTED_FIELDS, RejectedFields
-from .request import DEFAULT_MODEL, MAX_COMPLETIONS, ChatRequest, OfflineRequest, StreamOptions
+from .request import DEFAULT_MODEL, MAX_COMPLETIONS, ChatRequest, OfflineRequest, StreamOptions, check_stream_options
 from .validation_errors import invalid, renamed_errors, unsupported
 from .vllm_xargs import TokenId
 
@@ -116,8 +116,7 @@ class CompletionRequest(CheckedBody):
             raise invalid(
                 "n", f"times the number of prompts is {count}, but the limit is {MAX_PROMPTS}. Send several requests."
             )
-        if self.stream_options and not self.stream:
-            raise invalid("stream_options", "requires `stream`. Set `stream` to true, or remove `stream_options`.")
+        check_stream_options(self.stream_options, stream=self.stream)
         if self.stream_options and self.stream_options.include_initial_usage:
             raise unsupported(
                 "stream_options.include_initial_usage", "is not supported. Use `stream_options.include_usage`."

@@ -88,6 +88,12 @@ class StreamOptions(RequestModel):
     include_obfuscation: bool = False
 
 
+def check_stream_options(options: StreamOptions | None, *, stream: bool) -> None:
+    """Raise InvalidParameter if a request that is not streamed has options of a stream."""
+    if options and not stream:
+        raise invalid("stream_options", "requires `stream`. Set `stream` to true, or remove `stream_options`.")
+
+
 class ChatRequest(CheckedBody):
     """A chat completion request. All validation happens on creation, so an instance is always valid.
 
@@ -185,8 +191,7 @@ class ChatRequest(CheckedBody):
             )
         if self.top_logprobs is not None and not self.logprobs:
             raise invalid("top_logprobs", "requires `logprobs`. Set `logprobs` to true, or remove `top_logprobs`.")
-        if self.stream_options and not self.stream:
-            raise invalid("stream_options", "requires `stream`. Set `stream` to true, or remove `stream_options`.")
+        check_stream_options(self.stream_options, stream=self.stream)
 
     @property
     def _token_limit(self) -> int | None:

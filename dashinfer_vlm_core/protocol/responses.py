@@ -17,7 +17,7 @@ from .body import CheckedBody, RequestBody
 from .converted import ChatCall, ConvertedMessage, message_renames, rename_prefix
 from .fields import IGNORED_FIELDS, REJECTED_FIELDS, RejectedFields, reject_fields
 from .output import MAX_TOOLS, JsonSchema
-from .request import DEFAULT_MODEL, MAX_MESSAGES, ChatRequest, StreamOptions
+from .request import DEFAULT_MODEL, MAX_MESSAGES, ChatRequest, StreamOptions, check_stream_options
 from .response_items import FILE_FIELDS, InputItem, ItemConverter
 from .validation_errors import invalid, renamed_errors
 
@@ -187,8 +187,7 @@ class ResponsesRequest(CheckedBody):
                 raise invalid("tool_choice.name", "is required.")
         reject_fields(vars(self.text), _REJECTED_IN_TEXT, prefix="text.")
         reject_fields(vars(self.reasoning), _REJECTED_IN_REASONING, prefix="reasoning.")
-        if self.stream_options and not self.stream:
-            raise invalid("stream_options", "requires `stream`. Set `stream` to true, or remove `stream_options`.")
+        check_stream_options(self.stream_options, stream=self.stream)
         if self.background and not self.store:
             raise invalid("background", "requires `store`, since the response is retrieved later. Remove one of them.")
         return self
