@@ -20,7 +20,7 @@ from .validation_errors import invalid, show, unsupported
 MAX_PARTS = 1024
 MAX_TOOL_CALLS = 128
 
-_UNKNOWN_MEDIA = UnknownMedia(
+UNKNOWN_MEDIA = UnknownMedia(
     image='{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}',
     video='{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,..."}}',
 )
@@ -48,7 +48,7 @@ class Part(RequestModel):
     """
 
     _accepted_fields: ClassVar[Collection[str]] = RETURNED_FIELDS | REJECTED_PARTS.keys()
-    _unknown_media: ClassVar[UnknownMedia | None] = replace(_UNKNOWN_MEDIA, by_value=True)
+    _unknown_media: ClassVar[UnknownMedia | None] = replace(UNKNOWN_MEDIA, by_value=True)
 
     type: Text
     text: Text | None = None
@@ -160,7 +160,7 @@ class Message(RequestModel):
     """A message. `content` is optional for assistant messages with tool calls, reasoning or a refusal."""
 
     _accepted_fields: ClassVar[Collection[str]] = RETURNED_FIELDS | REJECTED_IN_MESSAGES.keys()
-    _unknown_media: ClassVar[UnknownMedia | None] = _UNKNOWN_MEDIA
+    _unknown_media: ClassVar[UnknownMedia | None] = UNKNOWN_MEDIA
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: StringOrArray[Text, Annotated[Array[Part], Field(min_length=1, max_length=MAX_PARTS)]] | None = None

@@ -13,7 +13,7 @@ from .base import LARGEST, Array, Count, Label, Name, RequestModel, StringOrArra
 from .body import CheckedBody
 from .field_names import UnknownMedia
 from .fields import IGNORED_FIELDS, REJECTED_FIELDS, RejectedFields
-from .messages import MAX_PARTS, Message, Part
+from .messages import MAX_PARTS, UNKNOWN_MEDIA, Message, Part
 from .options import MediaIO, MediaOptions, ProcessorOptions
 from .request import DEFAULT_MODEL, MAX_MESSAGES, LoRARequest, OfflineRequest
 from .validation_errors import invalid
@@ -21,8 +21,10 @@ from .vllm_xargs import TokenId
 
 _REJECTED: RejectedFields = {
     "chat_template": REJECTED_FIELDS["chat_template"],
-    "use_activation": ((True,), "Scores are probabilities, and embeddings are normalized as the model's files say."),
-    "activation": ((True,), "Scores are probabilities, and embeddings are normalized as the model's files say."),
+    **dict.fromkeys(
+        ("use_activation", "activation"),
+        ((True,), "Scores are probabilities, and embeddings are normalized as the model's files say."),
+    ),
     "softmax": ((True,), "Scores are probabilities. Remove it."),
     "normalize": ((True,), "Embeddings are normalized as the model's files say. Remove it."),
     "rank_fields": ((), "Documents have `text`, `image`, `video` or `content`. Remove it."),
@@ -30,10 +32,6 @@ _REJECTED: RejectedFields = {
     "max_tokens_per_doc": ((), "Set `truncate_prompt_tokens`, which counts the query and the document."),
     "priority": ((0,), "Requests have no priority. Remove it."),
 }
-_MEDIA_NAMES = UnknownMedia(
-    image='{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}',
-    video='{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,..."}}',
-)
 
 NonEmptyText = Annotated[str, Field(min_length=1), AfterValidator(encodable)]
 TokenIds = Annotated[Array[TokenId], Field(min_length=1)]
@@ -115,7 +113,7 @@ class EmbeddingRequest(PoolingBody):
     effect: prompts end with the beginning of a response in any case.
     """
 
-    _unknown_media: ClassVar[UnknownMedia | None] = _MEDIA_NAMES
+    _unknown_media: ClassVar[UnknownMedia | None] = UNKNOWN_MEDIA
 
     input: _Input | None = None
     messages: Annotated[Array[Message], Field(max_length=MAX_MESSAGES)] | None = None
@@ -176,7 +174,7 @@ class Document(RequestModel):
     """A query or a document: a text, an image, a video or several of them in the order video, image, text, or content
     parts as of a message."""
 
-    _unknown_media: ClassVar[UnknownMedia | None] = _MEDIA_NAMES
+    _unknown_media: ClassVar[UnknownMedia | None] = UNKNOWN_MEDIA
 
     text: NonEmptyText | None = None
     image: NonEmptyText | None = None
