@@ -191,7 +191,7 @@ def _chat_options(chat: ChatPipeline, prompt: OcrPrompt) -> dict[str, Any]:
         options["max_tokens"] = PAGE_TOKENS
     no_reasoning = {"reasoning_effort": "none"}
     try:
-        chat.inputs.prompts.check_options(
+        chat.inputs.prompts.options.check(
             ChatRequest.parse({"messages": [{"role": "user", "content": ""}], **no_reasoning})
         )
     except UnsupportedParameter:  # the model always reasons

@@ -71,7 +71,7 @@ def check_item(item: PoolingItem, decoder: Supervisor, prompts: PromptBuilder) -
         InvalidParameter: the chat template does not use an option.
     """
     _check_media(item, decoder)
-    prompts.check_options(item)
+    prompts.options.check(item)
 
 
 def check_request(request: ChatRequest, spec: ModelSpec, decoder: Supervisor, prompts: PromptBuilder) -> Sampling:
@@ -82,7 +82,7 @@ def check_request(request: ChatRequest, spec: ModelSpec, decoder: Supervisor, pr
         InvalidParameter: a token id does not exist.
     """
     _check_media(request, decoder)
-    prompts.check_options(request)
+    prompts.options.check(request)
     if request.coordinates == "original" and spec.coordinates is None:
         raise UnsupportedParameter(
             f"`coordinates` is not supported, got 'original': it is not known how models of the type"

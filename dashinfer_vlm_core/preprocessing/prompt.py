@@ -18,13 +18,12 @@ import numpy.typing as npt
 import tokenizers
 
 from ..config import EngineConfig
-from ..errors import ContextLengthExceeded, InvalidParameter, UnsupportedParameter
+from ..errors import ContextLengthExceeded, InvalidParameter
 from ..media.types import TokenCount, VisualInput
 from ..models.coordinates import ImageCoordinates
 from ..models.interface import Placeholder, PlaceholderSpan, PromptLayout
 from ..models.spec import ModelSpec
 from ..protocol import ChatRequest
-from ..protocol.thinking import Thinking
 from ..tokenization.chat_template import ChatTemplate, read_chat_template, template_config_error
 from ..tokenization.conversation import ConversationFormat
 from ..tokenization.hermes import parse_tool_arguments, render_tools_as_text
@@ -33,6 +32,7 @@ from .coordinates import with_model_coordinates
 from .guarded_text import TextGuard, strings_in, unused_mark
 from .pruning import PlacedTokens, drop_pruned
 from .retrieval import retrieval_template
+from .template_options import TemplateOptions
 
 MAX_TAG_TOKENS = 16
 """More than the tokens of a tag and the white space after it."""
@@ -118,6 +118,7 @@ class PromptBuilder:
         reasoning_tags = self.conversation.reasoning_begin, self.conversation.reasoning_end
         self.supports_reasoning: bool = any(map(template.mentions, reasoning_tags))
         """Whether completions may begin with reasoning."""
+        self.options: TemplateOptions = TemplateOptions(template, supports_reasoning=self.supports_reasoning)
         self._guard = TextGuard(self._special_tokens, self.conversation.tags)
 
     @classmethod
@@ -197,7 +198,8 @@ class PromptBuilder:
         """Return the number of tokens that the template writes after the last message of the user."""
         text = "\x00"
         parts = [{"type": "image"}, {"type": "text", "text": text}]
-        rendered = self.render([{"role": "user", "content": parts if has_media else text}], (), self._options(request))
+        messages = [{"role": "user", "content": parts if has_media else text}]
+        rendered = self.render(messages, (), self.options.of(request))
         return sum(len(segment.ids) for segment in self._encode(self._pieces(rendered.rpartition(text)[2], mark="")))
 
     def _cut(
@@ -252,59 +254,13 @@ class PromptBuilder:
         """Return the vocabulary's tokens; empty for ids that the model has but the tokenizer does not."""
         return [self.tokenizer.id_to_token(index) or "" for index in ids]
 
-    def check_options(self, request: ChatRequest) -> None:
-        """Check that the chat template uses the options that a request sets.
-
-        Raises:
-            InvalidParameter: it does not use an option.
-        """
-        for name in request.chat_template_kwargs:
-            if name not in self._template.options:
-                known = ", ".join(sorted(self._template.options)) or "none"
-                raise InvalidParameter(
-                    f"`chat_template_kwargs.{name}` is not a variable of the model's chat template. Remove it."
-                    f" Variables of the template: {known}.",
-                    param=f"chat_template_kwargs.{name}",
-                )
-        effort = request.reasoning_effort
-        if effort is not None and not self._effort_options(effort) and (effort != "none" or self.supports_reasoning):
-            raise self._cannot_reason("reasoning_effort")
-        thinking = request.thinking
-        if thinking and thinking.type == "enabled" and not self.supports_reasoning:
-            raise self._cannot_reason("thinking")
-        if thinking and thinking.type == "disabled" and self.supports_reasoning and not self._effort_options("none"):
-            raise self._cannot_reason("thinking")
-
-    def _cannot_reason(self, name: str) -> UnsupportedParameter:
-        reason = "the model does not have a reasoning phase"
-        if self.supports_reasoning:
-            reason = "the model's chat template cannot change how much the model reasons"
-        return UnsupportedParameter(f"`{name}` is not supported: {reason}. Remove it.", param=name)
-
-    def _effort_options(self, effort: str | None) -> dict[str, Any]:
-        if effort is not None and "reasoning_effort" in self._template.options:
-            return {"reasoning_effort": effort}
-        if effort == "none" and "enable_thinking" in self._template.options:
-            return {"enable_thinking": False}
-        return {}
-
-    def _thinking_options(self, thinking: Thinking | None) -> dict[str, Any]:
-        if thinking and thinking.type == "disabled":
-            return self._effort_options("none")
-        is_enabled = thinking is not None and thinking.type == "enabled"
-        return {"enable_thinking": True} if is_enabled and "enable_thinking" in self._template.options else {}
-
     def opens_reasoning(self, request: ChatRequest) -> bool:
         """Return whether the prompt of a request will end with the tag that begins reasoning, without its media."""
         if not self.supports_reasoning or request.raw_prompt is not None:
             return False
         tools = [tool.for_template() for tool in request.offered_tools]
-        text = self.render(GREETING, tools, self._options(request))
+        text = self.render(GREETING, tools, self.options.of(request))
         return text.rstrip().endswith(self.conversation.reasoning_begin)
-
-    def _options(self, request: ChatRequest) -> dict[str, Any]:
-        options = self._effort_options(request.reasoning_effort) | self._thinking_options(request.thinking)
-        return options | request.chat_template_kwargs
 
     @functools.cached_property
     def _response_frame(self) -> tuple[list[int], list[int]]:
@@ -374,7 +330,7 @@ class PromptBuilder:
             return self._encode(self._pieces(prompt, mark=""))
         messages = request.template_messages()
         tools = [tool.for_template() for tool in request.offered_tools]
-        options = self._options(request)
+        options = self.options.of(request)
         self._check_size([messages, tools, options])  # before the texts are searched and parsed
         if coordinates:
             messages = with_model_coordinates(messages, coordinates)
