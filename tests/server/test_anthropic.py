@@ -166,10 +166,9 @@ def test_truncated_call_has_what_can_be_parsed(scripted):
     assert {"city": "Rome"} in inputs
 
 
-@pytest.mark.parametrize("value", ["NaN", "1e999"])
-def test_input_that_json_cannot_express_is_left_out(scripted, value):
+def test_input_that_json_cannot_express_is_left_out(scripted):
     """Decoders without guided decoding write what they like."""
-    message = post(scripted(CALL.replace('"Rome"', value)), tools=[TOOL]).json()
+    message = post(scripted(CALL.replace('"Rome"', "1e999")), tools=[TOOL]).json()
     assert [block["input"] for block in message["content"]] == [{}]
 
 
