@@ -73,6 +73,8 @@ ROUTES = [
     ("/health/ready", "GET"),
     ("/version", "GET"),
 ]
+ALIASES = ("/v2/rerank", "/rerank", "/score")
+"""Further URLs of a handler."""
 WITHOUT_BODY = ("/cancel", "/api/create", "/api/copy", "/api/push")
 
 
@@ -82,6 +84,7 @@ WITHOUT_BODY = ("/cancel", "/api/create", "/api/copy", "/api/push")
     [
         (path, method, mode)
         for path, method in ROUTES
+        if path not in ALIASES
         for mode in ("positive", "negative")
         if (method == "POST" and not path.endswith(WITHOUT_BODY)) or mode == "positive"
     ],

@@ -573,6 +573,7 @@ def test_security_43_message_after_the_end_of_its_connection_gets_no_memory(scri
             connection.sendall(frame(TEXT, b"x" * LARGE, fin=False))
             until(lambda: any(protocol._reservation for protocol in served.server.protocols))
             served.server.loop.skip(0)
+        served.server.loop.skip(10)  # the time for the other end to close
         until(lambda: served.server.connections == 0)
     with connected(served.server) as websocket:
         assert error(websocket, "a " * (LARGE // 2 + 1000))[1] == "context_length_exceeded"
