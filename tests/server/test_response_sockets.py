@@ -35,7 +35,7 @@ TERMINAL = {"response.completed", "response.incomplete", "response.failed", "err
 @contextlib.contextmanager
 def connected(server, *, headers=None, **options):
     url = f"ws://127.0.0.1:{server.port}/v1/responses"
-    limits = {"open_timeout": HANG, "close_timeout": 5, "proxy": None, "max_size": None}
+    limits = {"open_timeout": HANG, "close_timeout": 1, "proxy": None, "max_size": None}
     with connect(url, additional_headers=headers, **limits, **options) as websocket:
         yield websocket
 
