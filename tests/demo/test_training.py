@@ -177,7 +177,7 @@ def average(out: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop", [1, 2, 3, 5])
+@pytest.mark.parametrize("stop", [2, 5])  # between two stages, and within the last
 def test_resumed_run_equals_uninterrupted_run(
     stop: int, tmp_path: Path, whole_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
