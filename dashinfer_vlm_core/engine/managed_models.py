@@ -123,15 +123,19 @@ def check_names(models: Iterable[ManagedModel]) -> None:
     for model in models:
         for name in model.names:
             if name in owners:
-                other = owners[name].config.name
-                users = f"by {other!r} and {model.config.name!r}" if other != model.config.name else "by two models"
-                users = "by one model" if owners[name] is model else users
                 raise ConfigError(
-                    f"The name {name!r} is used twice, {users}: names, aliases"
+                    f"The name {name!r} is used twice, {_users(owners[name], model)}: names, aliases"
                     " and LoRA adapters of all models must differ. Write NAME=FOLDER, or choose another name.",
                     param="models",
                 )
             owners[name] = model
+
+
+def _users(first: ManagedModel, second: ManagedModel) -> str:
+    if first is second:
+        return "by one model"
+    names = first.config.name, second.config.name
+    return "by two models" if names[0] == names[1] else f"by {names[0]!r} and {names[1]!r}"
 
 
 def check_memory(models: Sequence[ManagedModel], sizes: Mapping[str, int], limit: int) -> None:
