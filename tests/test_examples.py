@@ -12,6 +12,7 @@ import pytest
 from dashinfer_vlm_core import EngineConfig
 from dashinfer_vlm_core.engine.shared import SHARED, close_shared
 from tests.pages import ROOT, read_page
+from tests.pdfs import document
 from tests.server.conftest import serving
 
 COMMAND = re.compile(r"^\$ python (examples/\S+)(.*)\n((?:(?!\$ |```).*\n)*)", re.MULTILINE)
@@ -46,6 +47,19 @@ def test_each_program_is_shown_without_arguments():
     programs = {str(path.relative_to(ROOT)) for path in (ROOT / "examples").rglob("*.py")}
     shown = {program for program, arguments, _ in COMMANDS if not arguments}
     assert programs - shown == {"examples/write_a_plugin/slideshow_plugin.py"}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("server")  # closes the engines
+def test_pages_of_pdf_files_with_the_same_name_are_indexed(monkeypatch, capsys, tmp_path):
+    files = [tmp_path / folder / "report.pdf" for folder in "ab"]
+    for file in files:
+        file.parent.mkdir()
+        file.write_bytes(document(file.parent.name))
+    monkeypatch.setattr(sys, "argv", ["pages.py", *map(str, files), "Describe the pictures."])
+    found = runpy.run_path(str(ROOT / "examples/langchain/pages.py"), run_name="__main__")["found"]
+    assert len({page.page_content for page in found}) == 2
+    assert capsys.readouterr().out.endswith(" (report.pdf, page 1; report.pdf, page 1)\n")
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,10 @@ def pages(path: Path, folder: Path) -> Iterator[Document]:
     if path.suffix.lower() != ".pdf":
         yield Document(str(path), metadata={"source": path.name})
         return
+    images = Path(tempfile.mkdtemp(dir=folder))  # files in different folders can have the same name
     with pdfium.PdfDocument(path) as pdf:
         for number, page in enumerate(pdf, 1):
-            image = folder / f"{path.stem}-{number}.png"
+            image = images / f"{number}.png"
             page.render(scale=DPI / 72).to_pil().save(image)
             yield Document(str(image), metadata={"source": f"{path.name}, page {number}"})
 
