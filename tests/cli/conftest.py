@@ -23,6 +23,7 @@ from click.testing import CliRunner, Result
 from dashinfer_vlm_cli import plugin
 from dashinfer_vlm_core.cli.main import CommandLine, cli
 from dashinfer_vlm_core.testing import ScriptedResponse, scripted_engine
+from tests.forked import forked
 from tests.hub import serve_hub
 from tests.server.conftest import serving
 from tests.waiting import HANG
@@ -135,10 +136,10 @@ def terminal(tmp_path) -> Iterator:
         yield start
 
 
-def run_process(*args, input="", program=MAIN, **environment) -> subprocess.CompletedProcess[str]:  # noqa: A002 - click's word
-    """Run the command line in a subprocess without a terminal."""
+def run_process(*args, input="", program=MAIN, fork=True, **environment) -> subprocess.CompletedProcess[str]:  # noqa: A002 - click's word
+    """Run the command line in a subprocess without a terminal; without `fork`, in a new interpreter."""
     variables = {**os.environ, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", **environment}
-    command = [sys.executable, "-c", program, *map(str, args)]
+    command = [*(forked() if fork else [sys.executable]), "-c", program, *map(str, args)]
     return subprocess.run(
         command, input=input, env=variables, capture_output=True, text=True, timeout=HANG, check=False
     )

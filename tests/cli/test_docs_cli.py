@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from dashinfer_vlm_cli.plugin import COMMANDS
 from dashinfer_vlm_cli.repl import COMMANDS as REPL_COMMANDS
 from tests.cases import cases
+from tests.forked import forked
 from tests.pages import ROOT, page_text
 from tests.waiting import HANG
 
@@ -42,8 +44,15 @@ def shell(tmp_path, images):
         if command.startswith("cat "):
             (tmp_path / command.split()[1]).write_text(printed)
 
+    scripts = Path(sys.executable).parent
+    script = tmp_path / "bin" / "dashinfer-vlm"
+    script.parent.mkdir()
+    program = shlex.join([*forked(), str(scripts / "dashinfer-vlm")])
+    script.write_text(f'#!/bin/sh\nexec {program} "$@"\n')
+    script.chmod(0o755)
+
     def shell(command):
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        path = f"{script.parent}:{scripts}:{os.environ['PATH']}"
         environment = {**os.environ, "PATH": path, "HF_HUB_CACHE": str(tmp_path / "hub")}
         result = subprocess.run(
             ["bash", "-c", command],

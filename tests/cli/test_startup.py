@@ -35,7 +35,7 @@ for words in {HELPED!r}:
 @pytest.mark.slow
 def test_help_imports_nothing_heavy():
     """In one process: a command whose help imports something heavy fails, and so may those after it."""
-    result = run_process(program=PROGRAM)
+    result = run_process(program=PROGRAM, fork=False)
     ends = [line for line in result.stdout.splitlines() if line.startswith("EXIT ")]
     assert ends == [f"EXIT 0 {words} []" for words in HELPED]
     assert result.stdout.count("Usage: ") == len(HELPED)

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from dashinfer_vlm_server.api_keys import ApiKeys
 from dashinfer_vlm_server.endpoints.page import STATIC
 from dashinfer_vlm_server.settings import Settings
 from tests.core.test_reasoning import TEMPLATE
+from tests.forked import forked
 from tests.page.conftest import DROP, IMAGES
 from tests.pdfs import document
 from tests.waiting import HANG, until
@@ -714,7 +714,8 @@ def test_response_is_announced_once(open_page, scripted):
     assert announced.startswith("Response: A star. A star.")
 
 
-PROGRAMS = {"curl": ["bash", "-c"], "openai": [sys.executable, "-c"], "LangChain": [sys.executable, "-c"]}
+PROGRAMS = {"curl": lambda: ["bash"], "openai": forked, "LangChain": forked}
+"""The interpreters of generated code."""
 
 
 @pytest.mark.parametrize("language", PROGRAMS)
@@ -733,7 +734,7 @@ def test_generated_code_returns_the_same_response(open_page, demo, tmp_path, lan
     tab.send("And now?")
     expected = tab.finished().locator(".response-text").inner_text()
     program = code_of(tab, language)
-    output = run_program([*PROGRAMS[language], program], tmp_path)
+    output = run_program(language, program, tmp_path)
     if language == "curl":
         output = json.loads(output)["choices"][0]["message"]["content"]
     assert " ".join(output.split()) == " ".join(expected.split())
@@ -748,7 +749,7 @@ def test_file_name_cannot_add_commands_to_generated_code(open_page, demo, tmp_pa
     tab.send("Describe the picture.")
     tab.finished()
     (tmp_path / hostile).rename(tmp_path / "a._JSON_touch added #")  # as the page names it
-    run_program(["bash", "-c", code_of(tab, "curl")], tmp_path)
+    run_program("curl", code_of(tab, "curl"), tmp_path)
     assert not (tmp_path / "added").exists()
 
 
@@ -761,14 +762,11 @@ def test_type_of_a_file_cannot_add_commands_to_generated_code(open_page, scripte
     tab.tile("a.png").wait_for()
     tab.send("Describe the picture.")
     tab.finished()
-    run_program(["bash", "-c", code_of(tab, "curl")], tmp_path)
+    run_program("curl", code_of(tab, "curl"), tmp_path)
     assert not (tmp_path / "added").exists()
 
 
-RESPONSES_PROGRAMS = {"curl": ["bash", "-c"], "openai": [sys.executable, "-c"]}
-
-
-@pytest.mark.parametrize("language", RESPONSES_PROGRAMS)
+@pytest.mark.parametrize("language", ["curl", "openai"])
 def test_generated_code_for_the_responses_api(open_page, demo, tmp_path, language):
     with demo.http() as client:
         if "/v1/responses" not in client.get("/openapi.json").json()["paths"]:
@@ -785,7 +783,7 @@ def test_generated_code_for_the_responses_api(open_page, demo, tmp_path, languag
     tab.finished()
     tab.send("And now?")
     expected = tab.finished().locator(".response-text").inner_text()
-    output = run_program([*RESPONSES_PROGRAMS[language], code_of(tab, language, api="Responses")], tmp_path)
+    output = run_program(language, code_of(tab, language, api="Responses"), tmp_path)
     if language == "curl":
         (message,) = json.loads(output)["output"]
         output = message["content"][0]["text"]
@@ -840,7 +838,8 @@ def test_code_can_be_copied(open_page, scripted):
     assert tab.page.evaluate("navigator.clipboard.readText()").startswith("curl http://127.0.0.1")
 
 
-def run_program(command, folder):
+def run_program(language, code, folder):
+    command = [*PROGRAMS[language](), "-c", code]
     environment = os.environ | {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
     completed = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG, check=False

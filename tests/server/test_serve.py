@@ -28,6 +28,7 @@ from dashinfer_vlm_server import create_app, plugin
 from dashinfer_vlm_server.serving import Server, uvicorn_config
 from dashinfer_vlm_server.settings import DrainState
 from dashinfer_vlm_server.sockets import Address
+from tests.forked import forked
 from tests.waiting import HANG, until
 
 MAIN = "from dashinfer_vlm_core.cli.main import main; main()"
@@ -35,17 +36,21 @@ HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 SERVES = re.compile(r"^Serving tiny \(decoder torch\) at (http://127\.0\.0\.1:\d+)/v1$", re.MULTILINE)
 
 
-def command(*options, program=MAIN):
-    return [sys.executable, "-c", program, "serve", *map(str, options)]
+def command(*options, program=MAIN, interpreter=forked):
+    return [*interpreter(), "-c", program, "serve", *map(str, options)]
+
+
+def started():
+    """The command of an interpreter that is not forked: for its options, variables and what it collects."""
+    return [sys.executable]
 
 
 @contextlib.contextmanager
-def process(log, *options, environment=MappingProxyType({}), program=MAIN):
+def process(log, *options, environment=MappingProxyType({}), **how):
+    variables = {**os.environ, **environment}
     with (
         log.open("w") as file,
-        subprocess.Popen(
-            command(*options, program=program), stderr=file, stdout=subprocess.PIPE, env={**os.environ, **environment}
-        ) as server,
+        subprocess.Popen(command(*options, **how), stderr=file, stdout=subprocess.PIPE, env=variables) as server,
     ):
         try:
             yield server
@@ -95,7 +100,7 @@ atexit.register(lambda: print(sorted(seen)))
 def test_gc_is_frozen_after_loading(tiny_checkpoint, tmp_path):
     log = tmp_path / "log"
     options = ("--model", tiny_checkpoint, "--served-model-name", "tiny", "--port", 0)
-    with process(log, *options, program=COLLECTING) as server:
+    with process(log, *options, program=COLLECTING, interpreter=started) as server:
         with httpx.Client(base_url=wait_until_ready(server, log), trust_env=False, timeout=HANG) as client:
             for _ in range(20):
                 assert client.post("/v1/chat/completions", json=HELLO).status_code == 200
@@ -470,7 +475,7 @@ def test_last_line_of_an_immediate_exit_is_json():
     )
     stderr = {
         kind: subprocess.run(
-            [sys.executable, "-c", code, kind], capture_output=True, text=True, timeout=HANG, check=False
+            [*forked(), "-c", code, kind], capture_output=True, text=True, timeout=HANG, check=False
         ).stderr
         for kind in ("json", "text")
     }
@@ -562,7 +567,7 @@ def test_lost_decoder_exits_with_code_3(tiny_checkpoint, tmp_path):
     (information / "entry_points.txt").write_text("[dashinfer_vlm]\nlost = lost:plugin\n")
     log, path = tmp_path / "log", {"PYTHONPATH": str(tmp_path)}
     options = ["--model", tiny_checkpoint, "--served-model-name", "tiny", "--port", 0]
-    with process(log, *options, environment=path) as server:
+    with process(log, *options, environment=path, interpreter=started) as server:
         served = re.compile(r"^Serving tiny \(decoder dying\) at (\S+)/v1$", re.MULTILINE)
         until(lambda: served.search(log.read_text()) or server.poll() is not None)
         url = served.search(log.read_text())[1]

@@ -12,6 +12,7 @@ import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.errors import SetupError
+from tests.forked import forked
 from tests.server.test_serve import MAIN, startup_error
 from tests.tiny import write_checkpoint
 from tests.waiting import HANG
@@ -69,7 +70,7 @@ def test_unwritable_cache_folder_is_named(tmp_path, where):
     """The folder for DashInfer's environment. root can write anywhere, so a file and devices replace the folder."""
     folder = tmp_path / where
     (tmp_path / "file").write_text("precious")
-    command = [sys.executable, "-c", MAIN, "dashinfer", "install", "--cpu", "--cache-dir", str(folder)]
+    command = [*forked(), "-c", MAIN, "dashinfer", "install", "--cpu", "--cache-dir", str(folder)]
     completed = subprocess.run(command, capture_output=True, text=True, timeout=HANG, check=False)
     assert completed.returncode == 2, completed.stderr
     assert "Traceback" not in completed.stderr
