@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import forked
 from tests.waiting import HANG
 
 ROOT = Path(__file__).parents[1]
@@ -89,7 +90,7 @@ def test_server_and_curl(server):
 
 @pytest.mark.parametrize("code", [code for language, code in BLOCKS if language == "python"])
 def test_python_examples_run(server, code):
-    output = run([sys.executable, "-c", code.replace(SERVER, server)])
+    output = run([*forked(), "-c", code.replace(SERVER, server)])
     assert re.search(r"circles, squares, triangles, stars and crosses|circle|square|triangle|star|cross", output)
 
 

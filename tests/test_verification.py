@@ -65,7 +65,8 @@ class NeverCanceled(TorchDecoder):
         queue = asyncio.Queue()
 
         async def run():
-            slow = replace(request, sampling=replace(request.sampling, max_tokens=150))
+            longer = max(60, request.sampling.max_tokens)
+            slow = replace(request, sampling=replace(request.sampling, max_tokens=longer))
             async for token in super(NeverCanceled, self).decode(slow):
                 queue.put_nowait(token)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ CANCEL_AFTER = 3
 LONG_COMPLETION = 100
 NUM_LONG = 8  # sequences that begin in a KV cache of 1 MiB, and do not fit into it until the end of a long completion
 IDLE_POLLS = 1000  # the decoder frees what canceled requests used at the end of a step
-ENCODER_PASSES = 4  # on CUDA, the third pass over images of the same sizes is recorded as a graph
+CUDA_PASSES = 4  # of the encoder: the third pass over images of the same sizes is recorded as a graph
 FLOAT32_BOUND = 1e-3  # of the largest visual token's value, and of a log probability: another order of summation
 BFLOAT16_FACTOR = 2.0  # of the error that transformers itself has in bfloat16
 OPTIONS: dict[str, Any] = {"kv_cache_mib": 64, "prefill_chunk": 64}  # a long text takes several chunks
@@ -45,6 +45,7 @@ class Session:
         self.half = half
         self.decoder = decoder
         self.encoder = checkpoint.load_encoder(checkpoint.config(dtype, **OPTIONS))
+        self._encoded: dict[str, list[Tensor]] = {}
         build = PromptBuilder(checkpoint)
         text = build.text(9)
         image = build.image(288, 320)
@@ -72,8 +73,9 @@ class Session:
         return await asyncio.gather(*(read(decoder or self.decoder, request) for request in requests))
 
     def request(self, prompt: Prompt, salt: str, **sampling: Any) -> DecodeRequest:
-        visual = self.encoder.encode(prompt.items) if prompt.items else []
-        return replace(prompt.request(visual, replace(GREEDY, **sampling)), cache_salt=salt)
+        if prompt.name not in self._encoded:
+            self._encoded[prompt.name] = self.encoder.encode(prompt.items) if prompt.items else []
+        return replace(prompt.request(self._encoded[prompt.name], replace(GREEDY, **sampling)), cache_salt=salt)
 
     def bound(self, error_of_half: Callable[[], float]) -> tuple[float, str]:
         """Return the largest error that passes, as a number and in words."""
@@ -83,6 +85,7 @@ class Session:
         bound = BFLOAT16_FACTOR * theirs
         return bound, f"at most {bound:.2g} ({BFLOAT16_FACTOR:g} times transformers' {theirs:.2g})"
 
+    @functools.cached_property
     def logprob_bound(self) -> tuple[float, str]:
         """Return the bound of the log probabilities of the most likely tokens."""
         completion = range(COMPLETION)  # any one has such errors
@@ -106,7 +109,7 @@ class Session:
         if self.dtype == "float32":
             return Check(not wrong, figure, "all equal")
         largest = max(float(gap.max()) for gap in gaps)
-        allowed = 2 * self.logprob_bound()[0]  # the best token and another one can both have the largest error
+        allowed = 2 * self.logprob_bound[0]  # the best token and another one can both have the largest error
         below = f"at most {largest:.2g} below the best"
         return Check(largest <= allowed, f"{figure}; {below}", f"at most {allowed:.2g} below the best")
 
@@ -125,12 +128,13 @@ async def _vision(session: Session) -> Check:
         return float((rows.float() - truth).abs().max() / truth.abs().max())
 
     bound, criterion = session.bound(lambda: error(session.half.vision_tokens(items)))
-    found = max(error(torch.cat(session.encoder.encode(items))) for _ in range(ENCODER_PASSES))
+    passes = CUDA_PASSES if session.checkpoint.is_on_cuda else 1
+    found = max(error(torch.cat(session.encoder.encode(items))) for _ in range(passes))
     return Check(found <= bound, f"largest difference {found:.2g} of the largest value", criterion)
 
 
 async def _logprobs(session: Session) -> Check:
-    bound, criterion = session.logprob_bound()
+    bound, criterion = session.logprob_bound
     completions = await session.complete(session.batch, "logprobs", logprobs=LISTED)
     found = 0.0
     for prompt, tokens in zip(session.batch, completions, strict=True):
@@ -170,7 +174,7 @@ async def _other_image(session: Session) -> Check:
 async def _canceled(session: Session) -> Check:
     requests = [session.request(prompt, "canceled") for prompt in session.batch]
     limits = [CANCEL_AFTER if index % 2 else COMPLETION for index in range(len(requests))]
-    completions = await asyncio.gather(*map(partial(read, session.decoder), requests, limits))
+    completions = await asyncio.gather(*map(functools.partial(read, session.decoder), requests, limits))
     for _ in range(IDLE_POLLS):
         stats = session.decoder.snapshot()
         used = stats.running + stats.waiting + stats.kv_used + stats.states_used
@@ -219,12 +223,14 @@ async def check_family(results: Results, checkpoint: Checkpoint, family: str) ->
     checks = {"float32": dict(CHECKS), "bfloat16": dict(CHECKS)}
     if checkpoint.is_on_cuda:
         for table in checks.values():
-            table["without CUDA graphs"] = partial(compare_decoder, **OPTIONS, cuda_graphs=False)
+            table["without CUDA graphs"] = functools.partial(compare_decoder, **OPTIONS, cuda_graphs=False)
     for name, reason in checkpoint.other_decoders().items():
         if reason:
             results.skipped[f"{family}: {name}"] = reason
         else:
-            checks["float32"][f"greedy tokens of {name}"] = partial(compare_decoder, decoder=name, max_model_len=1024)
+            checks["float32"][f"greedy tokens of {name}"] = functools.partial(
+                compare_decoder, decoder=name, max_model_len=1024
+            )
     # cuDNN rounds to TF32 by default, also in transformers' patch embedding, a convolution.
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         for dtype, table in checks.items():
