@@ -26,6 +26,9 @@ import types
 from typing import NoReturn
 
 PRELOADED = ("torch", "openai", "fastapi", "uvicorn", "dashinfer_vlm_core.engine", "dashinfer_vlm_core.cli.main")
+LOST = 70
+"""The exit code if the server could not run the program."""
+
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -38,7 +41,9 @@ def forked() -> tuple[str, ...]:
 
     folder = tempfile.mkdtemp()
     path = f"{folder}/socket"
-    server = subprocess.Popen([sys.executable, "-m", __name__, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    command = [sys.executable, "-m", __name__, path]
+    root = os.path.dirname(os.path.dirname(__file__))  # noqa: PTH120 - as below
+    server = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert server.stdout is not None
     assert server.stdout.readline() == b"ready\n", "the server of tests/forked.py has ended"
     atexit.register(shutil.rmtree, folder)
@@ -55,7 +60,7 @@ def request(path: str, arguments: list[str]) -> int:
         signal.signal(number, lambda *_: None)
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(path)
-        folder = os.getcwd()  # noqa: PTH109 - pathlib takes longer to import than the rest of a client
+        folder = os.getcwd()  # noqa: PTH109 - to import pathlib takes longer than the rest of a client
         call = json.dumps({"arguments": arguments, "environment": dict(os.environ), "folder": folder}).encode()
         socket.send_fds(server, [len(call).to_bytes(8, "little")], [0, 1, 2])
         server.sendall(call)
@@ -63,9 +68,11 @@ def request(path: str, arguments: list[str]) -> int:
             os.close(number)  # a pipe ends with the program, and not with this process
         while server not in select.select([server, signals], [], [])[0]:
             server.sendall(os.read(signals, 64))
-        code = int.from_bytes(server.recv(8), "little", signed=True)
+        answer = server.recv(8)
+    code = int.from_bytes(answer, "little", signed=True) if answer else LOST
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL)
+        with contextlib.suppress(OSError):  # SIGKILL has no handler
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     return code
 
@@ -74,6 +81,7 @@ def serve(path: str) -> list[str]:
     """Import libraries and fork for each request. Return the program's arguments, in its process only."""
     for name in PRELOADED:
         __import__(name)
+    assert "huggingface_hub" not in sys.modules, "it would not read the variables of the programs"
     gc.freeze()  # an exit, which collects garbage, takes 0.3 s instead of 0.8
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended forks are not waited for
     with socket.socket(socket.AF_UNIX) as listener:

@@ -13,6 +13,9 @@ from typing import Any
 HANG = 120.0
 """Seconds. Waits of this length are reached only where something is broken, also on a machine that is busy."""
 
+NEVER = 10 * HANG
+"""Seconds. The delay of a response that must not end by itself while a test waits."""
+
 MAX_SHOWN = 2000
 """How many characters of a value a failed wait shows: the last ones, since logs end with the error."""
 

@@ -73,7 +73,7 @@ def test_missing_extra_is_optional_and_missing_library_is_broken():
         "u.find_spec = lambda name, *a: None if name == 'av' else find(name, *a)\n"
         f"sys.modules['llguidance'] = None\n{MAIN}"
     )
-    result = run_process("doctor", "--json", program=program)
+    result = run_process("doctor", "--json", program=program, fork=False)
     found = findings(result)
     assert result.returncode == 1
     assert found["extra video"]["status"] == "missing"
@@ -84,7 +84,7 @@ def test_missing_extra_is_optional_and_missing_library_is_broken():
 
 @pytest.mark.slow
 def test_other_checks_run_without_torch():
-    result = run_process("doctor", "--json", program=f"import sys\nsys.modules['torch'] = None\n{MAIN}")
+    result = run_process("doctor", "--json", program=f"import sys\nsys.modules['torch'] = None\n{MAIN}", fork=False)
     found = findings(result)
     assert result.returncode == 1
     assert found["torch"]["status"] == "broken"

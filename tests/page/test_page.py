@@ -25,7 +25,7 @@ from tests.core.test_reasoning import TEMPLATE
 from tests.forked import forked
 from tests.page.conftest import DROP, IMAGES
 from tests.pdfs import document
-from tests.waiting import HANG, until
+from tests.waiting import HANG, NEVER, until
 
 pytestmark = pytest.mark.slow
 expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed").expect
@@ -74,10 +74,12 @@ def test_drop_images_send_stop_and_regenerate(open_page, scripted):
     tab.send("Compare them.")
     expect(tab.response()).to_contain_text("It goes on and on. It")
     tab.screenshot("2-streaming")
+    script.delay = NEVER
     assert script.running == 1
     tab.page.get_by_role("button", name="Stop").click()
     expect(tab.response()).to_contain_text("You stopped the response here.")
     until(lambda: script.running == 0)
+    script.delay = 0.02
     assert len(tab.response().inner_text()) < len(LONG)
     tab.screenshot("3-stopped")
 

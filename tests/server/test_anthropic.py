@@ -21,7 +21,7 @@ from tests.pdfs import document
 from tests.samples import data_url, encode, image_url, noise
 from tests.server.conftest import serving
 from tests.server.test_disconnect import LONG
-from tests.waiting import HANG, until
+from tests.waiting import HANG, NEVER, until
 
 PATH = "/v1/messages"
 RESPONSE = "A red circle to the left of a blue square."
@@ -540,7 +540,7 @@ def test_stalled_body_times_out(scripted):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_disconnect_cancels_the_message(scripted, stream):
-    served = scripted(LONG, delay=0.1)
+    served = scripted(LONG, delay=NEVER)
     body = json.dumps({"max_tokens": 300, "messages": HELLO, "stream": stream}).encode()
     with socket.create_connection(("127.0.0.1", served.server.port)) as connection:
         connection.sendall(HEAD % len(body) + body)

@@ -26,7 +26,7 @@ from tests.clock import ManualClock
 from tests.server.conftest import serving
 from tests.server.test_responses import CALL, RESPONSE, TOOL, comparable, create, post
 from tests.server.test_serve import StoppableServer
-from tests.waiting import HANG, until
+from tests.waiting import HANG, NEVER, until
 
 LONG = RESPONSE * 50
 ENDED = {"completed", "incomplete", "failed", "cancelled"}
@@ -280,7 +280,7 @@ def test_events_are_read_in_parts_until_they_are_discarded(tiny_checkpoint):
 
 
 def test_deleting_it_ends_it_and_its_readers(scripted):
-    served = scripted(LONG, delay=0.01)
+    served = scripted(LONG, delay=NEVER)
     with served.server.openai() as client, start(client, stream=True) as events:
         response_id = next(iter(events)).response.id
         until(lambda: served.script.running == 1)
@@ -377,7 +377,7 @@ def test_closing_the_engine_makes_it_fail(scripted):
         assert client.get(f"/v1/responses/{response_id}").json() == failed["response"]
 
 
-@pytest.mark.parametrize(("grace", "status"), [(0.0, "failed"), (HANG, "completed")])
+@pytest.mark.parametrize(("grace", "status"), [(0.0, "failed"), (NEVER, "completed")])
 def test_shutdown_waits_for_it_and_then_makes_it_fail(tiny_checkpoint, grace, status):
     script = Script(LONG, delay=0.01)
     config = EngineConfig(model=str(tiny_checkpoint), decoder="scripted")
@@ -400,7 +400,7 @@ def test_shutdown_waits_without_a_reader(tiny_checkpoint):
     script = Script(LONG, delay=60)
     config = EngineConfig(model=str(tiny_checkpoint), decoder="scripted")
     with Engine(config, registry=scripted_registry(script)) as engine:
-        stoppable = StoppableServer.start(engine, grace=HANG)
+        stoppable = StoppableServer.start(engine, grace=NEVER)
         with httpx.Client(base_url=f"http://127.0.0.1:{stoppable.port}", trust_env=False, timeout=HANG) as client:
             created = client.post("/v1/responses", json={"input": "Hello", "background": True}).json()
             stoppable.stop()

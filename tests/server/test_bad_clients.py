@@ -14,7 +14,7 @@ from dashinfer_vlm_core.protocol.json_limits import MAX_DEPTH, MAX_VALUES
 from dashinfer_vlm_core.testing import Script, scripted_registry
 from dashinfer_vlm_server.http_protocol import TimeoutH11Protocol, detect_lost_peers
 from tests.server.conftest import Scripted, serving
-from tests.waiting import HANG, until
+from tests.waiting import HANG, NEVER, until
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
 BODY = json.dumps(HELLO).encode()
@@ -275,12 +275,14 @@ STAGES = {
 @pytest.mark.parametrize("reset", [False, True], ids=["closed", "reset"])
 @pytest.mark.parametrize("sent", STAGES.values(), ids=STAGES)
 def test_disconnect_at_any_stage_frees_the_request(scripted, sent, reset):
-    served = scripted("A long answer. " * 50, delay=0.2)
+    served = scripted("A long answer. " * 50, delay=0.01)
     for _ in range(5):
         with connected(served) as connection:
+            served.script.delay = 0.01 if sent == request(STREAM) else NEVER
             connection.sendall(sent)
             if sent == request(STREAM):
                 assert connection.recv(100).startswith(b"HTTP/1.1 200")
+                served.script.delay = NEVER
             if reset:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     until(lambda: served.engine.stats().active_requests == 0)

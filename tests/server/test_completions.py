@@ -24,7 +24,7 @@ from dashinfer_vlm_core.testing import EVERYTHING
 from dashinfer_vlm_server.endpoint import completion_response
 from tests.core.test_reasoning import TEMPLATE
 from tests.server.conftest import serving
-from tests.waiting import until
+from tests.waiting import NEVER, until
 
 PROMPT = "The shapes are"
 TEXT = " a red circle and a blué 🙂 square."
@@ -237,7 +237,7 @@ def test_rejected_requests_name_the_field(scripted):
 
 
 def test_failure_of_a_prompt_cancels_the_others(scripted):
-    served = scripted(TEXT * 50, RuntimeError("broken"), delay=0.01)
+    served = scripted(TEXT * 50, RuntimeError("broken"), delay=NEVER)
     with pytest.raises(openai.InternalServerError):
         complete(served, ["One", "Two"], max_tokens=999)
     until(lambda: served.script.running == 0)
@@ -249,6 +249,7 @@ def test_closing_a_stream_cancels_all_prompts(scripted):
     with served.server.openai() as client, client.completions.create(**options) as chunks:
         next(iter(chunks))
         until(lambda: served.script.running == 2)
+        served.script.delay = NEVER
     until(lambda: served.script.running == 0)
 
 

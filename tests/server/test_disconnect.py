@@ -1,14 +1,11 @@
-"""A disconnect frees the resources of a request long before its response would end, and the server continues.
-
-The responses would take more than a minute.
-"""
+"""A disconnect frees the resources of a request whose response would never end, and the server continues."""
 
 from __future__ import annotations
 
 import json
 import socket
 
-from tests.waiting import HANG, until
+from tests.waiting import HANG, NEVER, until
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
 LONG = "A long answer that goes on and on and on. " * 20
@@ -31,7 +28,7 @@ def assert_responds(served):
 
 
 def test_disconnect_before_a_completion(scripted):
-    served = scripted(LONG, "Fine.", delay=0.1)
+    served = scripted(LONG, "Fine.", delay=NEVER)
     connection = connect(served.server, HELLO)
     until(lambda: served.script.running == 1)
     connection.close()
@@ -43,6 +40,7 @@ def test_disconnect_during_a_stream(scripted):
     served = scripted(LONG, "Fine.", delay=0.1)
     connection = connect(served.server, HELLO | {"stream": True})
     assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+    served.script.delay = NEVER
     assert served.script.running == 1
     connection.close()
     until(lambda: served.script.running == 0)
@@ -50,7 +48,7 @@ def test_disconnect_during_a_stream(scripted):
 
 
 def test_disconnect_before_the_first_chunk(scripted):
-    served = scripted(LONG, "Fine.", delay=60)
+    served = scripted(LONG, "Fine.", delay=NEVER)
     connection = connect(served.server, HELLO | {"stream": True})
     until(lambda: served.script.running == 1)
     connection.close()

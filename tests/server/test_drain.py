@@ -11,7 +11,7 @@ import pytest
 
 from tests.samples import image_url
 from tests.server.test_serve import MAIN, process, wait_until_ready
-from tests.waiting import HANG, until
+from tests.waiting import HANG, NEVER, until
 
 STREAMS = 16
 
@@ -104,7 +104,7 @@ def is_draining(url):
 @pytest.mark.timeout(600)
 def test_second_signal_exits_immediately(tiny_checkpoint, tmp_path):
     log = tmp_path / "log"
-    options = ["--model", tiny_checkpoint, "--served-model-name", "tiny", "--port", 0, "--grace", 100]
+    options = ["--model", tiny_checkpoint, "--served-model-name", "tiny", "--port", 0, "--grace", NEVER]
     with process(log, *options, program=SLOW + MAIN) as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
         url, started = wait_until_ready(server, log), set()
         stream = pool.submit(streamed, url, 1500, started)

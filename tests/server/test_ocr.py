@@ -21,7 +21,7 @@ from tests.pdfs import document, encrypted, rendered
 from tests.samples import data_url, encode, noise
 from tests.server.conftest import Scripted, serving
 from tests.server.test_disconnect import LONG
-from tests.waiting import until
+from tests.waiting import NEVER, until
 
 PDF = "application/pdf"
 SIZE = (84, 84)
@@ -239,7 +239,7 @@ def test_page_waits_while_the_queue_is_full(scripted):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_disconnect_cancels_all_pages(scripted, stream):
-    served = scripted(LONG, delay=0.1, max_batch_size=6)
+    served = scripted(LONG, delay=NEVER, max_batch_size=6)
     body = json.dumps({"document": {"document_url": data_url(THREE, PDF)}, "stream": stream}).encode()
     head = b"POST /v1/ocr HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
     with socket.create_connection(("127.0.0.1", served.server.port)) as connection:

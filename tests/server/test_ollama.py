@@ -18,7 +18,7 @@ from tests.core.test_reasoning import TEMPLATE
 from tests.samples import data_url, encode, image_url, noise
 from tests.server.conftest import serving
 from tests.server.test_disconnect import LONG
-from tests.waiting import until
+from tests.waiting import NEVER, until
 
 CHAT = "/api/chat"
 GENERATE = "/api/generate"
@@ -380,7 +380,7 @@ HEAD = b"POST /api/chat HTTP/1.1\r\nHost: localhost\r\nContent-Type: application
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_disconnect_cancels_the_response(scripted, stream):
-    served = scripted(LONG, delay=0.1)
+    served = scripted(LONG, delay=NEVER)
     body = json.dumps({"model": "tiny", "messages": HELLO, "stream": stream}).encode()
     with socket.create_connection(("127.0.0.1", served.server.port)) as connection:
         connection.sendall(HEAD % len(body) + body)

@@ -28,7 +28,7 @@ from tests.cases import cases
 from tests.pdfs import document
 from tests.samples import data_url, image_url
 from tests.server.conftest import RunningServer, create_app
-from tests.waiting import HANG, until
+from tests.waiting import HANG, NEVER, until
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
 CHAT = "/v1/chat/completions"
@@ -395,6 +395,7 @@ def test_response_times_out(scripted, stream):
         started = threading.Event()
         response = pool.submit(read, client, HELLO | {"stream": stream}, started)
         until(lambda: started.is_set() if stream else served.script.running)
+        served.script.delay = NEVER
         served.server.loop.skip(11 * HANG)
         status, text = response.result(timeout=HANG)
         until(lambda: served.script.running == 0)

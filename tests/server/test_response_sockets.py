@@ -26,7 +26,7 @@ from tests.samples import image_url
 from tests.server.conftest import serving
 from tests.server.test_responses import CALL, RESPONSE, TOOL, comparable, create
 from tests.server.test_serve import StoppableServer
-from tests.waiting import HANG, until
+from tests.waiting import HANG, NEVER, until
 
 LONG = RESPONSE * 50
 TERMINAL = {"response.completed", "response.incomplete", "response.failed", "error"}
@@ -265,11 +265,14 @@ def test_disconnect_cancels_the_response(scripted):
     with connected(served.server) as websocket:
         websocket.send(json.dumps({"type": "response.create", "input": "Hello"}))
         receive(websocket)
+        served.script.delay = NEVER
         assert served.script.running == 1
     until(lambda: served.script.running == 0)
+    served.script.delay = 0.01
     with connected(served.server) as websocket:
         websocket.send(json.dumps({"type": "response.create", "input": "Hello"}))
         receive(websocket)
+        served.script.delay = NEVER
         websocket.socket.shutdown(socket.SHUT_RDWR)
         until(lambda: served.script.running == 0)
 

@@ -20,7 +20,7 @@ from tests.core.test_reasoning import TEMPLATE
 from tests.pdfs import document
 from tests.samples import data_url, encode_video, image_url
 from tests.server.conftest import serving
-from tests.waiting import until
+from tests.waiting import NEVER, until
 
 RESPONSE = "A red circle to the left of a blue square."
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
@@ -326,6 +326,7 @@ def test_closing_a_stream_cancels_the_response(scripted):
     served = scripted(RESPONSE * 50, delay=0.01)
     with served.server.openai() as client, client.responses.create(model="tiny", input="?", stream=True) as events:
         next(iter(events))
+        served.script.delay = NEVER
         assert served.script.running == 1
     until(lambda: served.script.running == 0)
 
