@@ -24,7 +24,7 @@ import anyio
 import click
 import uvicorn
 
-from dashinfer_vlm_core.concurrency.abandoned_threads import ABANDONED_THREADS
+from dashinfer_vlm_core.concurrency.abandoned_threads import ABANDONED_THREADS, CLOSE_THREAD
 from dashinfer_vlm_core.errors import ConfigError, DecoderFailed
 
 from .api_keys import KEY_VARIABLE
@@ -48,6 +48,9 @@ logger: logging.Logger = logging.getLogger(__name__)
 KEEP_ALIVE_SECONDS = 65
 """Longer than clients and proxies keep idle connections (5 to 60 s), so that the server does not close one while the
 client sends a request."""
+
+STOP_SECONDS = 10.0
+"""How long the engine may take to close after the grace period: it waits for the current step of the decoder."""
 
 CLOSE_SECONDS = 0.5
 """Time after that for clients to read why their requests ended, before their connections are aborted."""
@@ -165,6 +168,7 @@ class Server(uvicorn.Server):
         self._on_ready = on_ready
         self._grace = grace
         self._loading: asyncio.Task[None] | None = None
+        self._closing: threading.Thread | None = None
         self.signal: int | None = None
         self.error: Exception | None = None
         self.decoder_failed: bool = False
@@ -191,10 +195,20 @@ class Server(uvicorn.Server):
             await self._wait_for_requests()
         if self._num_running and not _is_loading(self._engine):
             logger.warning("%d requests exceeded the grace period and are terminated.", self._num_running)
-            await asyncio.to_thread(_close, self._engine)
+            await asyncio.to_thread(self.close_engine)
         ending = asyncio.create_task(self._abort_connections())
         await super().shutdown(sockets)
         ending.cancel()
+
+    def close_engine(self) -> None:
+        """Close the engine, once; logs an error if it does not close in time."""
+        if self._closing is not None:
+            return
+        self._closing = threading.Thread(target=_close, args=(self._engine,), name=CLOSE_THREAD, daemon=True)
+        self._closing.start()
+        self._closing.join(STOP_SECONDS)
+        if self._closing.is_alive():
+            logger.error("A step of the decoder has not ended within %g seconds.", STOP_SECONDS)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -249,14 +263,14 @@ def exit_immediately(number: int, _frame: FrameType | None) -> None:
 
 
 def _abandon_threads(code: int) -> None:
-    """Exit now if threads still decode media or store weights: they cannot be stopped, and the interpreter would wait
-    for them."""
+    """Exit now if threads still decode media, store weights or run a step of the decoder: they cannot be stopped, and
+    the interpreter would wait for them."""
     threads = [thread for thread in threading.enumerate() if thread.name.startswith(ABANDONED_THREADS)]
     end = time.monotonic() + THREAD_SECONDS
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
     if any(thread.is_alive() for thread in threads):
-        logger.warning("The process exits, although threads still decode media or store weights.")
+        logger.warning("The process exits, although threads still decode media, store weights or run a step.")
         logging.shutdown()
         os._exit(code)
 
@@ -270,7 +284,7 @@ def _finish(engine: LocalEngine, server: Server) -> int:
         )
         logging.shutdown()
         os._exit(DECODER_FAILED)  # a hung decoder step would block a normal exit
-    _close(engine)
+    server.close_engine()
     return 0
 
 

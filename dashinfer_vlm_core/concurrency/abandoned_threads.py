@@ -6,4 +6,7 @@ MEDIA_THREADS = "dashinfer-vlm-media"
 STORE_THREAD = "dashinfer-vlm-store-weights"
 """It writes a file of converted weights. The next one removes what it leaves."""
 
-ABANDONED_THREADS = (MEDIA_THREADS, STORE_THREAD)
+CLOSE_THREAD = "dashinfer-vlm-close"
+"""It closes an engine, which waits for the current step of the decoder."""
+
+ABANDONED_THREADS = (MEDIA_THREADS, STORE_THREAD, CLOSE_THREAD)

@@ -10,7 +10,7 @@ import math
 import re
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from ..concurrency.loop import engine_closed
@@ -126,9 +126,11 @@ class ModelLoader:
             self._waiting.clear()
             self._changed.notify_all()
         self._timer.join()
-        with contextlib.ExitStack() as stack:  # an engine that cannot be closed must not prevent closing the others
-            for engine in self._engines.values():
-                stack.callback(engine.close)
+        # A step of one must not delay closing the others.
+        with ThreadPoolExecutor(len(self._engines), thread_name_prefix="dashinfer-vlm-unload") as threads:
+            closing = [threads.submit(engine.close) for engine in self._engines.values()]
+        for closed in closing:
+            closed.result()
 
     def _request(self, name: str, max_wait: float | None) -> tuple[int, Future[None]]:
         request = next(self._ids)

@@ -24,9 +24,6 @@ logger: logging.Logger = logging.getLogger(__name__)
 Output: TypeAlias = Token | Pooled | EngineError
 OutputQueue: TypeAlias = asyncio.Queue[Output]
 
-STOP_SECONDS = 10.0
-"""How long the current step may take after the worker is stopped."""
-
 
 class RunningStep(NamedTuple):
     """A step whose tokens have not been read.
@@ -115,22 +112,23 @@ class Worker:
             self._scheduler.forget(cache_salt)
 
     def stop(self) -> None:
-        """End all sequences with EngineClosed after the current step.
+        """End all sequences with EngineClosed after the current step, or that of another model that it waits for.
 
         Raises:
-            DecoderFailed: the current step does not end in time.
+            DecoderFailed: the step hangs.
         """
         with self._lock:
             self._end_error = self._end_error or EngineClosed
             self._lock.notify()
-        seconds = min(STOP_SECONDS, self._step_timeout)
-        self._thread.join(timeout=seconds)
+            now = time.monotonic()
+            seconds = min(self._step_started, now) + self._step_timeout - now
+        self._thread.join(timeout=max(seconds, 0.0))
         if self._thread.is_alive():
             self._runner.executor.abandon(self._thread.ident)  # lets a waiting vision encoder continue
             self._end_all()
             raise DecoderFailed(
-                f"A step of the decoder has not ended within {seconds:g} seconds. Only the end of the process stops it:"
-                " restart the process."
+                f"A step of the decoder has not ended within {self._step_timeout:g} seconds. Only the end of the"
+                " process stops it: restart the process."
             )
 
     def _work(self) -> None:

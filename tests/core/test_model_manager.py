@@ -28,7 +28,7 @@ from dashinfer_vlm_core.errors import (
 )
 from dashinfer_vlm_core.testing import Script, scripted_registry
 from tests.lora_folders import write_lora
-from tests.waiting import auntil, until
+from tests.waiting import HANG, auntil, until
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
 
@@ -322,6 +322,18 @@ def test_close_rejects_what_waits(manage):
         list(running)
     with pytest.raises(EngineClosed):
         ask(manager, "a")
+
+
+def test_models_are_closed_at_the_same_time(manage):
+    manager, both = manage(memory_limit=None), threading.Barrier(2, timeout=HANG)
+
+    async def close():
+        await asyncio.to_thread(both.wait)
+
+    for name in "ab":
+        manager._engines[name]._engine._running.pipeline.decoder._decoder.close = close
+    manager.close()
+    assert states(manager) == {"a": "closed", "b": "closed"}
 
 
 # Configuration

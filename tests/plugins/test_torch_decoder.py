@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import shutil
 import threading
+import time
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -201,6 +203,22 @@ def test_close_ends_running_and_waiting_requests(oracle):
     ends, again = asyncio.run(run())
     assert all(isinstance(end, EngineClosed) for end in ends)
     assert ids(again) == oracle.greedy(prompt(1, 5))
+
+
+def test_stop_waits_for_a_step_until_it_counts_as_hung(oracle):
+    """Without one, it may wait for a step of another model."""
+    decoder, waits = oracle.decoder(), []
+    asyncio.run(decoder.start())
+    worker = decoder._worker
+    join = worker._thread.join
+    worker._thread.join = lambda timeout: waits.append(timeout) or join()
+    for seconds in (-math.inf, 12, 700):
+        worker._step_started = time.monotonic() - seconds
+        worker.stop()
+    idle, slow, hung = waits
+    assert (idle, hung) == (pytest.approx(600), 0)
+    assert 588 - HANG < slow < 589
+    asyncio.run(decoder.close())
 
 
 def test_decoder_that_was_not_started_reports_it(oracle):
