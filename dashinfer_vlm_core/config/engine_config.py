@@ -183,8 +183,8 @@ class EngineConfig(Options):
     """Maximum number of completions that wait for a slot in the batch; further requests are rejected."""
 
     prefill_chunk: int = Field(512, ge=1)
-    """Maximum number of prompt tokens per step. While other requests are decoded, at most half as many, and about as
-    many as take 0.1 seconds."""
+    """Maximum number of prompt tokens per step, which are about as many as take 2 seconds. While other requests are
+    decoded, at most half as many, and about as many as take 0.1 seconds."""
 
     kv_cache_mib: int = Field(4096, ge=1)
     """Size of the KV cache and of recurrent states, for running requests and earlier prompts, in MiB. On a CPU, the

@@ -8,6 +8,9 @@ from collections import deque
 STEP_SECONDS = 0.1
 """The duration of a step that a running sequence should wait for its next token at most."""
 
+PREFILL_SECONDS = 2.0
+"""The duration of a step without running sequences, for which canceled requests and other models have to wait."""
+
 MIN_TOKENS = 80
 """With fewer rows, matrix products take more time per row, so that all requests would take longer."""
 
@@ -22,7 +25,7 @@ class PrefillBudget:
     """The number of prompt tokens per step.
 
     A step that also continues running sequences delays their next tokens. It computes at most half a chunk, and no
-    more than takes about `STEP_SECONDS`, as measured in recent steps.
+    more than takes about `STEP_SECONDS`, as measured in recent steps. Other steps may take `PREFILL_SECONDS`.
 
     Args:
         prefill_chunk: maximum number of prompt tokens of a step.
@@ -43,10 +46,9 @@ class PrefillBudget:
         Args:
             has_decodes: whether the step also continues running sequences.
         """
-        if not has_decodes:
-            return self._prefill_chunk
-        half = (self._prefill_chunk + 1) // 2
+        limit = (self._prefill_chunk + 1) // 2 if has_decodes else self._prefill_chunk
         if not self._seconds_per_token:
-            return half
-        tokens = int(STEP_SECONDS / max(statistics.median(self._seconds_per_token), 1e-9))
-        return min(max(tokens, MIN_TOKENS), half)
+            return limit
+        seconds = STEP_SECONDS if has_decodes else PREFILL_SECONDS
+        tokens = int(seconds / max(statistics.median(self._seconds_per_token), 1e-9))
+        return min(max(tokens, MIN_TOKENS), limit)

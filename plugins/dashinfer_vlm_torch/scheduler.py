@@ -141,8 +141,8 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Schedule the next step: one token of every decoding sequence, and up to `prefill_chunk` tokens of the others.
 
-        If any sequence is decoding, there are fewer of them, since each one delays the next output tokens: see
-        `PrefillBudget`.
+        There are fewer of them if they take long, and if any sequence is decoding, since each one delays the next
+        output tokens: see `PrefillBudget`.
         """
         self._reserve_rows()
         num_scheduled_tokens = self._divide_budget([sequence for sequence in self._running if not sequence.is_decoding])

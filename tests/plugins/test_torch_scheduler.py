@@ -60,7 +60,7 @@ def test_decoding_continues_during_long_prefill():
     assert [one for one, _ in outputs] == [short]
 
 
-def test_prefill_beside_decodes_is_limited_by_recent_seconds():
+def test_prefill_is_limited_by_recent_seconds():
     running, long = sequence(4, max_tokens=9), sequence(1200, content=1)
     queue = scheduler(kv_tokens=2000, prefill_chunk=512, prefix_cache=False)
     queue.add(running)
@@ -78,7 +78,11 @@ def test_prefill_beside_decodes_is_limited_by_recent_seconds():
         queue.record_seconds([ScheduledChunk(long, 0, 256)], 25.6)
     assert scheduled() == 80
     queue.remove(running)
-    assert scheduled() == 512
+    assert scheduled() == 80
+    for seconds, expected in ((2.56, 200), (0.256, 512)):
+        for _ in range(5):
+            queue.record_seconds([ScheduledChunk(long, 0, 256)], seconds)
+        assert scheduled() == expected
 
 
 def test_short_steps_do_not_change_prefill_budget():
