@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dashinfer_vlm_cli.quantize import load_spec
 from dashinfer_vlm_cli.recorded_engine import RecordedEngine, Request
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import CheckpointError, ConfigError
@@ -19,6 +20,7 @@ from dashinfer_vlm_core.plugins import load_plugins
 from tests.cases import cases
 from tests.core.test_reasoning import TEMPLATE
 from tests.pictures_of_requests import picture_request
+from tests.pooling.checkpoints import write_embedding, write_reranker
 from tests.tiny import to_bfloat16, write_checkpoint
 
 NAME = "model.layers.1.mlp.down_proj"
@@ -57,6 +59,15 @@ def test_written_weights_are_those_of_int4_at_start(run, original, tmp_path):
     assert torch.equal(found.codes, expected.codes)
     assert torch.equal(found.dequantize(torch.float32), expected.dequantize(torch.float32))
     assert weight_of(target, "model.layers.0.mlp.down_proj", weight.shape).bits == 8
+
+
+@pytest.mark.parametrize("write", [write_embedding, write_reranker])
+def test_pooling_model_stays_one(run, original, tmp_path, write):
+    source = write(original, tmp_path / "source")
+    run("quantize", source, "-o", tmp_path / "out")
+    expected, found = (load_spec(EngineConfig(model=str(tmp_path / name))).pooling for name in ("source", "out"))
+    assert expected is not None
+    assert found == expected
 
 
 def test_calibration_and_rotation_reduce_divergence(run, original, data, tmp_path):

@@ -141,9 +141,12 @@ def _check_free_space(folder: Path, size: int) -> None:
 
 
 def _copy_other_files(source: Path, target: Path) -> None:
-    for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix not in WEIGHT_SUFFIXES and not (target / path.name).exists():
-            shutil.copyfile(path, target / path.name)
+    """Copy what was not written, also the configurations of the modules of sentence-transformers, in folders."""
+    for path in sorted([*source.iterdir(), *source.glob(f"*/{CONFIG}")]):
+        copy = target / path.relative_to(source)
+        if path.is_file() and path.suffix not in WEIGHT_SUFFIXES and not copy.exists():
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
