@@ -228,7 +228,7 @@ class Decoder(Protocol):
         salt, until `forget`, unless all tokens are pooled.
 
         Raises:
-            QueueFull, ContextLengthExceeded, DecoderFailed, EngineClosed: as `decode`.
+            QueueFull, ContextLengthExceeded, DecoderFailed, RequestNotStarted, EngineClosed: as `decode`.
             UnsupportedParameter: the decoder does not support `POOLING`, which is the default.
         """
         raise UnsupportedParameter(f"The decoder {self.name!r} does not pool hidden states.", param="task")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..concurrency.loop import engine_closed
@@ -91,13 +91,10 @@ class Supervisor:
         await (await self._wait_until_healthy()).load_lora(lora)
 
     async def pool(self, request: DecodeRequest) -> Pooled:
-        decoder = await self._wait_until_healthy()
-        try:
-            return await decoder.pool(request)
-        except (EngineClosed, DecoderFailed):
-            if self._closed or self._is_healthy(decoder):
-                raise
-            raise DecoderFailed(_DIED) from None
+        while True:
+            decoder = await self._wait_until_healthy()
+            with self._errors_of(decoder):
+                return await decoder.pool(request)
 
     def forget(self, cache_salt: str) -> None:
         self._decoder.forget(cache_salt)
@@ -105,19 +102,24 @@ class Supervisor:
     async def decode(self, request: DecodeRequest) -> AsyncGenerator[Token, None]:
         while True:
             decoder = await self._wait_until_healthy()
-            try:
+            with self._errors_of(decoder):
                 async with contextlib.aclosing(decoder.decode(request)) as tokens:
                     async for token in tokens:
                         yield token
-            except RequestNotStarted:
-                if self._closed:
-                    raise engine_closed() from None
-            except (EngineClosed, DecoderFailed):
-                if self._closed or self._is_healthy(decoder):
-                    raise
-                raise DecoderFailed(_DIED) from None
-            else:
                 return
+
+    @contextlib.contextmanager
+    def _errors_of(self, decoder: Decoder) -> Iterator[None]:
+        """Raise the errors of a request. Returns if the decoder died before it started the request."""
+        try:
+            yield
+        except RequestNotStarted:
+            if self._closed:
+                raise engine_closed() from None
+        except (EngineClosed, DecoderFailed):
+            if self._closed or self._is_healthy(decoder):
+                raise
+            raise DecoderFailed(_DIED) from None
 
     def _is_healthy(self, decoder: Decoder) -> bool:
         """Whether `decoder` is in use and works, so that its errors concern one request only."""

@@ -14,7 +14,7 @@ import torch
 
 from dashinfer_vlm_core.config import MIB, EngineConfig
 from dashinfer_vlm_core.decoders import DecodeRequest, DecoderStats, Pooled, Token, check_request
-from dashinfer_vlm_core.errors import ConfigError, EngineClosed, EngineError
+from dashinfer_vlm_core.errors import ConfigError, EngineClosed
 from dashinfer_vlm_core.kernels.choice import KernelSelector
 from dashinfer_vlm_core.kernels.devices import is_cpu
 from dashinfer_vlm_core.kernels.linears import supported_bits
@@ -147,7 +147,7 @@ class TorchDecoder:
         try:
             while True:
                 output = await output_queue.get()
-                if isinstance(output, EngineError):
+                if isinstance(output, Exception):
                     raise output
                 yield output
         finally:

@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 from dashinfer_vlm_core.concurrency.loop import put_all
 from dashinfer_vlm_core.decoders import DecoderStats, Pooled, Token
+from dashinfer_vlm_core.decoders.interface import RequestNotStarted
 from dashinfer_vlm_core.errors import DecoderFailed, EngineClosed, EngineError
 
 from .runner import LaunchedStep, ModelRunner
@@ -21,7 +22,7 @@ from .sequence import ScheduledChunk, SequenceState
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-Output: TypeAlias = Token | Pooled | EngineError
+Output: TypeAlias = Token | Pooled | EngineError | RequestNotStarted
 OutputQueue: TypeAlias = asyncio.Queue[Output]
 
 
@@ -90,14 +91,14 @@ class Worker:
         Raises:
             QueueFull: `max_waiting` requests are already waiting.
             EngineClosed: the worker was stopped.
-            DecoderFailed: the worker died.
+            RequestNotStarted: the worker died.
         """
         with self._lock:
+            sequence.waiting_since = time.monotonic()
             if self._end_error:
-                raise self._end_error(_ENDED)
+                raise _end_of(sequence, self._end_error)
             self._scheduler.add(sequence)
             self._outputs[sequence] = output_queue
-            sequence.waiting_since = time.monotonic()
             self._lock.notify()
 
     def cancel(self, sequence: SequenceState) -> None:
@@ -278,10 +279,10 @@ class Worker:
     def _end_all(self) -> None:
         with self._lock:
             self._end_error = error = self._end_error or DecoderFailed
-            self._scheduler.clear()
             deliveries: list[tuple[OutputQueue, Output]] = [
-                (output_queue, error(_ENDED)) for output_queue in self._outputs.values()
+                (output_queue, _end_of(sequence, error)) for sequence, output_queue in self._outputs.items()
             ]
+            self._scheduler.clear()
             self._outputs.clear()
         self._deliver(deliveries)
 
@@ -294,6 +295,12 @@ class Worker:
             with self._lock:
                 for sequence in list(self._outputs):
                     self.cancel(sequence)
+
+
+def _end_of(sequence: SequenceState, error: type[EngineError]) -> EngineError | RequestNotStarted:
+    """Return why a sequence ends with the worker. If the worker died, a sequence that has memory may be the cause."""
+    is_started = sequence.waiting_since is None or sequence.allocation is not None
+    return RequestNotStarted() if error is DecoderFailed and not is_started else error(_ENDED)
 
 
 _ENDED = "The decoder has stopped. Start the engine again."

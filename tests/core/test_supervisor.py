@@ -7,10 +7,13 @@ import gc
 import threading
 import weakref
 
+import numpy as np
 import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig, hookimpl
 from dashinfer_vlm_core.concurrency.compute import CPU_EXECUTOR
+from dashinfer_vlm_core.decoders import Pooled
+from dashinfer_vlm_core.decoders.interface import RequestNotStarted
 from dashinfer_vlm_core.decoders.supervisor import Supervisor
 from dashinfer_vlm_core.errors import DecoderFailed, EngineClosed, SetupError
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
@@ -245,6 +248,46 @@ def test_request_during_restart_waits(start, injector):
     until(lambda: injector.decoders[0].fatal_error or len(injector.decoders) > 1)
     assert engine.chat(HELLO).usage.completion_tokens == 4
     stream.close()
+
+
+def test_request_that_was_not_started_waits_for_the_restart(start, injector):
+    engine = start(max_batch_size=1)
+    pause = DecoderPause(injector.decoders[-1], steps=2)
+    stream = engine.stream(LONG)
+    next(stream)
+    waiting = engine.submit(HELLO)
+    until(lambda: engine.stats().decoder.waiting == 1)
+    injector.kill()
+    pause.release()
+    with pytest.raises(DecoderFailed, match="failed while the request ran"):
+        list(stream)
+    assert waiting.result(timeout=HANG).completion.usage.completion_tokens == 4
+    assert engine.stats().restarts == 1
+
+
+def test_prompt_whose_pooling_was_not_started_waits_for_the_restart(tiny_checkpoint):
+    pooled, decoders = Pooled(vector=np.zeros(1, np.float32)), []
+
+    class PoolingDecoder(ScriptedDecoder):
+        async def pool(self, request):
+            if self is not decoders[0]:
+                return pooled
+            self.fatal_error = "It died."
+            raise RequestNotStarted
+
+    def make():
+        decoders.append(PoolingDecoder(Script("Yes."), spec=read_spec(tiny_checkpoint), config=EngineConfig()))
+        return decoders[-1]
+
+    async def pool():
+        supervisor = Supervisor(make, restarts=1)
+        await supervisor.start()
+        found = await asyncio.wait_for(supervisor.pool(None), timeout=HANG)
+        await supervisor.close()
+        return found
+
+    assert asyncio.run(pool()) is pooled
+    assert len(decoders) == 2
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ import torch
 from dashinfer_vlm_core.concurrency.compute import CPU_EXECUTOR
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.decoders import DRAFT_MODEL, GUIDED_DECODING, LORA, POOLING, PREFIX_CACHE, SAMPLING_PARAMETERS
+from dashinfer_vlm_core.decoders.interface import RequestNotStarted
 from dashinfer_vlm_core.errors import (
     CheckpointError,
     ConfigError,
@@ -314,7 +315,8 @@ def test_lost_device_ends_decoder(oracle):
         return ends, fatal_error
 
     ends, fatal_error = asyncio.run(run())
-    assert [type(end) for end in ends] == [DecoderFailed] * 3
+    assert isinstance(ends[0], DecoderFailed)
+    assert {type(end) for end in ends} <= {DecoderFailed, RequestNotStarted}  # which ones were started may vary
     assert fatal_error == "The decoder has stopped. Start the engine again."
 
 
