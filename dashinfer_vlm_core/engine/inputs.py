@@ -85,7 +85,7 @@ class InputPipeline:
         """Encode the images and videos of a prompt, or find them in a cache.
 
         Returns:
-            the inputs, whose prompt has the visual tokens that are kept, and these.
+            the inputs, without pixels, whose prompt has the visual tokens that are kept, and these.
         """
         self.observer.prompt_built(len(inputs.prompt))
         with self.observer.stage("vision"):
@@ -93,9 +93,10 @@ class InputPipeline:
             visual = await self.vision.embed(
                 inputs.items, cache_salt=request.cache_salt or "", lora=vision, progress=self.observer.units_encoded
             )
+        inputs = inputs._replace(items=visual)  # the pixels are not needed any more
         if any(item.kept_rows is not None for item in visual):
             prompt = await asyncio.to_thread(self.prompts.build, inputs.request, visual, inputs.coordinates)
-            inputs = inputs._replace(items=visual, prompt=prompt)
+            inputs = inputs._replace(prompt=prompt)
         return inputs, place_visual_tokens(inputs.prompt, dict(enumerate(visual)))
 
     async def preview(self, request: ChatRequest) -> Preview:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import threading
 from types import MappingProxyType
@@ -25,10 +26,12 @@ from dashinfer_vlm_core.errors import (
     UnsupportedParameter,
 )
 from dashinfer_vlm_core.media.image import decode_image
+from dashinfer_vlm_core.models.interface import Patches
 from dashinfer_vlm_core.plugins import Registry, load_plugins
 from dashinfer_vlm_core.protocol.sampling import SAMPLING_PARAMETERS
 from dashinfer_vlm_core.testing import Script, scripted_engine, scripted_registry
 from tests.conversations import as_openai, blurred_image, data_url, user
+from tests.samples import image_url
 from tests.waiting import HANG, until
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
@@ -104,6 +107,17 @@ def test_decoder_gets_visual_tokens_positions_and_limit(scripted):
     assert span.stop - span.start == len(span.tokens.embedding) == 16
     assert request.positions.shape == (3, len(request.token_ids))
     assert request.sampling.max_tokens == 7
+
+
+def test_pixels_are_freed_before_decoding(scripted):
+    def count_pixels(request):
+        grid = request.spans[0].tokens.grid
+        return str(sum(type(each) is Patches and each.grid == grid for each in gc.get_objects()))
+
+    engine, _ = scripted(count_pixels)
+    picture = {"type": "image_url", "image_url": {"url": image_url(56, 532)}}  # no other test has this size
+    answer = engine.chat({"messages": [{"role": "user", "content": [picture]}]})
+    assert answer.choices[0].message.content == "0"
 
 
 def test_default_max_tokens_is_remaining_context(scripted):
