@@ -152,37 +152,37 @@ class LoraManager:
 
     async def _load(self, name: str, path: str) -> ActiveLora:
         async with self._loading:
-            active = self._loaded.get(name)
-            if active is None:
-                if not path:
-                    raise InvalidParameter(
-                        f"No LoRA adapter {name!r} is loaded. Set `lora_path`.", param="lora_request"
-                    )
-                self._unload_idle()
-                active = await self._read(name, path)
-            elif path not in {"", active.path}:
-                raise InvalidParameter(
-                    f"The LoRA adapter {name!r} was loaded from {active.path!r}. Use another `lora_name` for {path!r}.",
-                    param="lora_request",
-                )
-            self._loaded.pop(name, None)
-            self._loaded[name] = active
-            return active
+            if name not in self._loaded:
+                self._loaded[name] = await self._read(name, path)
+        active = self._loaded[name]
+        if path not in {"", active.path}:
+            raise InvalidParameter(
+                f"The LoRA adapter {name!r} was loaded from {active.path!r}. Use another `lora_name` for {path!r}.",
+                param="lora_request",
+            )
+        self._loaded[name] = self._loaded.pop(name)
+        return active
 
-    def _unload_idle(self) -> None:
+    def _find_idle(self) -> str | None:
+        """Return the adapter to unload for another one; None if none needs to be."""
         limit = max(self.config.limits.max_loras, len(self.config.lora))
         if len(self._loaded) < limit:
-            return
+            return None
         idle = (name for name, active in self._loaded.items() if not active.num_requests and not active.permanent)
         if (name := next(idle, None)) is None:
             raise QueueFull(
                 f"{limit} LoRA adapters are loaded and in use. Try again later, or increase `limits.max_loras`."
             )
-        logger.info("LoRA adapter %r is unloaded.", name)
-        del self._loaded[name]
+        return name
 
     async def _read(self, name: str, path: str) -> ActiveLora:
+        if not path:
+            raise InvalidParameter(f"No LoRA adapter {name!r} is loaded. Set `lora_path`.", param="lora_request")
+        self._find_idle()  # rejects the request before a download
         lora = await asyncio.to_thread(read_lora, name, path, self.spec)
+        if (idle := self._find_idle()) is not None:
+            logger.info("LoRA adapter %r is unloaded.", idle)
+            del self._loaded[idle]
         vision = None
         if lora.changes_vision:
             logger.info("LoRA adapter %r changes the vision encoder: it needs the memory of another one.", name)

@@ -160,29 +160,58 @@ def test_least_recently_used_lora_is_unloaded(tiny_checkpoint, tmp_path, caplog)
     assert len(sizes) == 4
 
 
-def test_loras_in_use_are_not_unloaded(tiny_checkpoint, tmp_path):
-    spec, script = read_spec(tiny_checkpoint), Script("Yes.", supported_params=EVERYTHING)
+def with_manager(checkpoint, folder, scenario, *, max_loras):
+    """Run `scenario(manager, request)`; `request` returns a request with an adapter of this name, which it writes."""
+    spec, script = read_spec(checkpoint), Script("Yes.", supported_params=EVERYTHING)
 
     def request(name):
-        path = tmp_path / name
+        path = folder / name
         if not path.exists():
-            write_lora(path, tiny_checkpoint, ("q_proj",))
-        return OfflineRequest.parse({"prompt": "x", "lora_request": LoRARequest(name, 1, str(path))})
+            write_lora(path, checkpoint, ("q_proj",))
+        return request_with(LoRARequest(name, 1, str(path)))
 
-    async def use():
+    async def run():
         decoder = Supervisor(lambda: ScriptedDecoder(script, spec=spec, config=EngineConfig()), restarts=0)
         await decoder.start()
-        config = EngineConfig(model="m", limits={"max_loras": 1})
-        manager = LoraManager(config, spec, decoder, load_encoder=lambda lora: None)
+        config = EngineConfig(model="m", limits={"max_loras": max_loras})
+        await scenario(LoraManager(config, spec, decoder, load_encoder=lambda lora: None), request)
+        await decoder.close()
+
+    asyncio.run(run())
+
+
+def request_with(lora_request):
+    return OfflineRequest.parse({"prompt": "x", "lora_request": lora_request})
+
+
+async def use(manager, request):
+    """Return the name of the adapter of a request."""
+    async with manager.use(request) as active:
+        return active.weights.name
+
+
+def test_loras_in_use_are_not_unloaded(tiny_checkpoint, tmp_path):
+    async def scenario(manager, request):
         async with manager.use(request("a")) as first, manager.use(request("a")) as second:
             assert first is second
             with pytest.raises(QueueFull, match="1 LoRA adapters are loaded and in use"):
-                await manager.use(request("b")).__aenter__()
-        async with manager.use(request("b")) as other:
-            assert other.weights.name == "b"
-        await decoder.close()
+                await use(manager, request("b"))
+        assert await use(manager, request("b")) == "b"
 
-    asyncio.run(use())
+    with_manager(tiny_checkpoint, tmp_path, scenario, max_loras=1)
+
+
+def test_lora_that_cannot_be_loaded_unloads_no_other(tiny_checkpoint, tmp_path, caplog):
+    caplog.set_level("INFO")
+
+    async def scenario(manager, request):
+        await use(manager, request("a"))
+        with pytest.raises(CheckpointError, match="There is no LoRA adapter"):
+            await use(manager, request_with(LoRARequest("b", 1, "/none")))
+        assert await use(manager, request_with(LoRARequest("a"))) == "a"
+
+    with_manager(tiny_checkpoint, tmp_path, scenario, max_loras=1)
+    assert "is unloaded" not in caplog.text
 
 
 def test_damaged_lora_fails_start(tiny_checkpoint, tmp_path):
