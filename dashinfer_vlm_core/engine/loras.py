@@ -151,10 +151,11 @@ class LoraManager:
         return active
 
     async def _load(self, name: str, path: str) -> ActiveLora:
-        async with self._loading:
-            if name not in self._loaded:
-                self._loaded[name] = await self._read(name, path)
-        active = self._loaded[name]
+        if name not in self._loaded:
+            async with self._loading:
+                if name not in self._loaded:  # it was not loaded in the meantime
+                    self._loaded[name] = await self._read(name, path)
+        active = self._loaded[name]  # until `use` counts the request, nothing else runs
         if path not in {"", active.path}:
             raise InvalidParameter(
                 f"The LoRA adapter {name!r} was loaded from {active.path!r}. Use another `lora_name` for {path!r}.",

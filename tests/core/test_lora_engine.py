@@ -31,6 +31,7 @@ from dashinfer_vlm_core.protocol import OfflineRequest
 from dashinfer_vlm_core.testing import EVERYTHING, Script, ScriptedDecoder, scripted_registry
 from tests.lora_folders import ATTENTION, MLP, merge_lora, write_lora
 from tests.tiny import write_qwen2_5_vl
+from tests.waiting import HANG, auntil
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 PROMPT = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Describe it.<|im_end|>\n<|im_start|>assistant\n"
@@ -212,6 +213,21 @@ def test_lora_that_cannot_be_loaded_unloads_no_other(tiny_checkpoint, tmp_path, 
 
     with_manager(tiny_checkpoint, tmp_path, scenario, max_loras=1)
     assert "is unloaded" not in caplog.text
+
+
+def test_loaded_lora_does_not_wait_for_another(tiny_checkpoint, tmp_path):
+    async def scenario(manager, request):
+        await use(manager, request("a"))
+        go = asyncio.Event()
+        manager.decoder.load_lora = lambda lora: go.wait()
+        loading = asyncio.create_task(use(manager, request("b")))
+        await auntil(manager._loading.locked)
+        assert await asyncio.wait_for(use(manager, request("a")), timeout=HANG) == "a"
+        assert not loading.done()
+        go.set()
+        assert await loading == "b"
+
+    with_manager(tiny_checkpoint, tmp_path, scenario, max_loras=2)
 
 
 def test_damaged_lora_fails_start(tiny_checkpoint, tmp_path):
