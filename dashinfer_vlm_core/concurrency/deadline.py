@@ -26,13 +26,11 @@ async def with_timeout(work: Awaitable[T], seconds: float | None) -> T:
     Raises:
         DeadlineExceeded: it took longer.
     """
-    try:
-        with anyio.fail_after(seconds):
-            return await work
-    except TimeoutError:
-        raise DeadlineExceeded(
-            f"The response was not complete within {seconds:g} seconds. Request fewer tokens, or set a longer timeout."
-        ) from None
+    with anyio.move_on_after(seconds):
+        return await work
+    raise DeadlineExceeded(
+        f"The response was not complete within {seconds:g} seconds. Request fewer tokens, or set a longer timeout."
+    )
 
 
 async def stream_with_timeout(
@@ -61,10 +59,6 @@ async def stream_with_timeout(
 async def _next(items: AsyncGenerator[T, None], seconds: float) -> T | object:
     if seconds == math.inf:  # avoids the cost of a timer per token
         return await anext(items, _END)
-    try:
-        with anyio.fail_after(max(seconds, 0.0)):
-            return await anext(items, _END)
-    except TimeoutError:
-        raise DeadlineExceeded(
-            "The stream exceeded its timeout. Request fewer tokens, or set a longer timeout."
-        ) from None
+    with anyio.move_on_after(max(seconds, 0.0)):
+        return await anext(items, _END)
+    raise DeadlineExceeded("The stream exceeded its timeout. Request fewer tokens, or set a longer timeout.")

@@ -80,14 +80,13 @@ class RequestGrammars:
             return None
         work = _Compilation(request, self._spec, self._compiler, opens_reasoning)
         try:
-            with anyio.fail_after(COMPILE_SECONDS):
+            with anyio.move_on_after(COMPILE_SECONDS):
                 async with self._slots.slot(current_client.get().id, limit=THREADS):
                     return await asyncio.get_running_loop().run_in_executor(self._threads, work.run)
-        except TimeoutError:
             raise DeadlineExceeded(
                 f"The output format was not compiled within {COMPILE_SECONDS:g} seconds. Make its schemas simpler, or"
                 " try again later."
-            ) from None
+            )
         finally:
             work.canceled.set()
 

@@ -84,13 +84,20 @@ def test_stream_is_closed_at_deadline(pauses, limits, expected):
     run(main())
 
 
-def test_errors_are_propagated():
+@cases("error", [QueueFull("Busy."), TimeoutError("The disk does not respond.")])
+def test_errors_are_propagated(error):
     async def fail():
-        raise QueueFull("Busy.")
+        raise error
+
+    async def stream():
+        yield await fail()
 
     async def main():
-        with pytest.raises(QueueFull):
-            await with_timeout(fail(), HANG)
+        for seconds in (None, HANG):
+            limited = stream_with_timeout(stream(), seconds=seconds, first=None)
+            for work in (with_timeout(fail(), seconds), collect(limited)):
+                with pytest.raises(type(error), match=str(error)):
+                    await work
 
     asyncio.run(main())
 
