@@ -15,7 +15,7 @@ from dashinfer_vlm_cli.plugin import COMMANDS
 from dashinfer_vlm_cli.repl import COMMANDS as REPL_COMMANDS
 from tests.cases import cases
 from tests.forked import forked
-from tests.pages import ROOT, page_text
+from tests.pages import page_text
 from tests.waiting import HANG
 
 TEXT = page_text("cli.md")
@@ -99,7 +99,3 @@ def test_repl_command_has_row(name):
     command = REPL_COMMANDS[name]
     written = f"/{name} {command.arguments}".rstrip().replace("|", "\\|")
     assert f"| `{written}` | {command.summary} |" in TEXT
-
-
-def test_page_exists():
-    assert (ROOT / "docs" / "cli.md").is_file()

@@ -1,12 +1,12 @@
 """Random requests and random files: each succeeds or is rejected, in bounded time and memory.
 
-`scripts/test` runs 2,100 cases, always the same ones. 70,000 others, different in each run, are run by
+`scripts/test` runs 2,600 cases, always the same ones. 86,000 others, different in each run, are run by
 
     scripts/test tests/fuzz --hypothesis-profile=nightly
 
 and `--hypothesis-show-statistics` reports how many of them each property ran, with which outcomes. tests/conftest.py
 defines both profiles: their `max_examples` is a share of 60 or 2,000 cases. The properties of requests and of random
-damage use ten shares together; test_fuzz_structures.py, whose cases are ended by a deadline, uses 25.
+damage use ten shares together, those of documents 13, and test_fuzz_structures.py, with a deadline per case, 20.
 """
 
 from __future__ import annotations

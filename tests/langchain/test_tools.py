@@ -131,7 +131,7 @@ def test_invalid_structured_output_method_is_rejected(demo, arguments, param):
 
 def test_unsupported_schema_keyword_is_rejected(demo):
     schema = {"title": "s", "type": "object", "properties": {"a": {"not": {"type": "string"}}}}
-    with pytest.raises((InvalidParameter, UnsupportedParameter), match="not"):
+    with pytest.raises((InvalidParameter, UnsupportedParameter), match=r"properties\.a\.not"):
         demo.with_structured_output(schema, strict=True).invoke("?")
     assert demo.with_structured_output(schema).invoke("?") is not None
 

@@ -289,10 +289,16 @@ def has_free_slot(client, model):
 def test_client_disconnect_cancels_request(proxy, remote, streamed):
     _, script = remote
     script.delay = 0.5
+    try:
+        disconnect(int(proxy.rpartition(":")[2]), script, streamed=streamed)
+    finally:
+        script.delay = 0.0
+
+
+def disconnect(port, script, *, streamed):
     body = json.dumps({"model": "remote", "messages": HELLO, "stream": streamed}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: test\r\nAuthorization: Bearer {KEY}\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    port = int(proxy.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port), timeout=HANG) as connection:
         connection.sendall(head.encode() + body)
         until(lambda: script.running == 1)

@@ -8,6 +8,7 @@ from benchmarks.hostile_documents import CATALOG, inflating, nested_forms, pdf, 
 from dashinfer_vlm_core.errors import InvalidParameter, MediaTooLarge, MediaUndecodable
 from dashinfer_vlm_core.media_workers.pool import is_supported
 from dashinfer_vlm_core.testing import scripted_engine
+from tests.core.test_preview import decode_png
 from tests.pdfs import document, looping
 from tests.samples import data_url, image_url
 from tests.security.conftest import image
@@ -82,7 +83,9 @@ def test_security_41_form_that_needs_another_program_shows_its_fallback_page(eng
         ]
     )
     (item,) = engine.preview(request(file(xfa))).items
-    assert item.frames
+    red = decode_png(item.frames[0])
+    assert red[..., 0].min() > 250
+    assert red[..., 1:].max() < 5
 
 
 def test_security_41_page_cannot_show_files_of_this_machine(engine, tmp_path):

@@ -69,8 +69,10 @@ def limited_memory():
     before = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MAX_THREAD_MEMORY, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_AS, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 pytestmark = pytest.mark.slow

@@ -341,6 +341,21 @@ def parsed(*words):
         return {name: value for name, value in context.params.items() if name not in engine}
 
 
+@pytest.mark.parametrize(
+    ("words", "variables", "expected"),
+    [
+        ((), {"DASHINFER_VLM_API_KEYS": "sk-a sk-b", "DASHINFER_VLM_API_KEY": "sk-c"}, ("sk-a", "sk-b")),
+        ((), {"DASHINFER_VLM_API_KEY": "sk-c"}, ("sk-c",)),
+        (("--api-key", "sk-d"), {"DASHINFER_VLM_API_KEYS": "sk-a"}, ("sk-d",)),
+        (("--api-key", "sk-d"), {"DASHINFER_VLM_API_KEY": "sk-c"}, ("sk-d",)),
+    ],
+)
+def test_api_keys_of_the_command_override_variables(monkeypatch, words, variables, expected):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert parsed(*words)["api_keys"] == expected
+
+
 def test_environment_sets_every_option():
     defaults = parsed()
     assert VALUES.keys() == defaults.keys() - {"api_keys"}  # which has other variables

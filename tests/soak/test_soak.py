@@ -66,12 +66,10 @@ def test_mixed_traffic_with_faults_has_one_outcome_per_request(tiny_checkpoint, 
     engine = Engine(config, registry=registry)
     with engine, serving(engine) as server, serve(dict(images)) as web, server.http() as client:
         idle = _descriptors()
-        clients = Clients(server.url, web.url(""), ledger)
-        clients.start(CLIENTS)
-        faults = _faults(ledger, injector, web, images)
-        warm = _run_faults(faults, lambda count: soak_lasts(count, WARM_UP))
-        end = _run_faults(faults, lambda count: soak_lasts(count, 1))
-        clients.stop()
+        with Clients(server.url, web.url(""), ledger).running(CLIENTS):
+            faults = _faults(ledger, injector, web, images)
+            warm = _run_faults(faults, lambda count: soak_lasts(count, WARM_UP))
+            end = _run_faults(faults, lambda count: soak_lasts(count, 1))
         assert not ledger.unexpected, ledger.unexpected[:3]
         until(lambda: engine.stats().active_requests == 0)
         until(lambda: counted(client, "requests_total", CHAT) == sum(ledger.outcomes.values()))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import email.parser
 import json
 import random
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,7 +53,7 @@ class Ledger:
 
 
 class Clients:
-    """Threads that send requests until `stop` is called.
+    """Threads that send requests, in a `with` block.
 
     Args:
         url: the server's base URL.
@@ -65,17 +66,19 @@ class Clients:
         self._web = web
         self._ledger = ledger
         self._stop = threading.Event()
-        self._threads: list[threading.Thread] = []
 
-    def start(self, number: int) -> None:
-        for seed in range(number):
-            thread = threading.Thread(target=self._run, args=[random.Random(seed)])
-            self._threads.append(thread)
+    @contextlib.contextmanager
+    def running(self, number: int) -> Iterator[None]:
+        threads = [
+            threading.Thread(target=self._run, args=[random.Random(seed)], daemon=True) for seed in range(number)
+        ]
+        for thread in threads:
             thread.start()
-
-    def stop(self) -> None:
-        self._stop.set()
-        for thread in self._threads:
+        try:
+            yield
+        finally:
+            self._stop.set()
+        for thread in threads:
             thread.join(timeout=HANG)
             assert not thread.is_alive(), "a client never got its response"
 
