@@ -133,6 +133,8 @@ class NativeLinear:
         return self.inputs, self.matrix.scales is None, self.matrix.group
 
     def _run(self, x: Tensor, out: Tensor, row_bias: Tensor | None, *, add: bool) -> None:
+        if not len(x):
+            return  # the address of an empty tensor is 0
         assert x.stride(1) == 1
         assert row_bias is None or (row_bias.is_contiguous() and row_bias.shape[1] == self.matrix.outputs)
         workspace = torch.empty(self.workspace_bytes(len(x)), dtype=torch.uint8)

@@ -13,6 +13,7 @@ from transformers import Qwen2VLForConditionalGeneration
 
 from dashinfer_vlm_core.models.lora import read_lora
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
+from tests.kernels import needs_native
 from tests.lora_folders import ATTENTION, MLP, merge_lora, write_lora
 
 from .oracle import Oracle, collect, decoding, ids, prompt, visual
@@ -94,6 +95,17 @@ def test_loras_and_model_share_a_batch(base, adapted, options):
     mixed = [(request, lora) for request in given for lora in (*adapted.values(), (None, base))]
     found = run(base.decoder(**options), [replace(request, lora=lora) for request, (lora, _) in mixed])
     assert [ids(tokens) for tokens in found] == [oracle.greedy(request) for request, (_, oracle) in mixed]
+
+
+@needs_native
+@pytest.mark.parametrize("name", ["layer of the head", "saved modules"])
+def test_chunk_of_a_lora_without_logits_in_a_step_with_logits(base, adapted, name):
+    given = [prompt(1, 2), replace(prompt(2, 40), lora=adapted[name][0])]
+    options = {"dtype": "bfloat16", "prefill_chunk": 8}
+    together = run(base.decoder(**options), given)
+    assert [ids(tokens) for tokens in together] == [
+        ids(run(base.decoder(**options), [request])[0]) for request in given
+    ]
 
 
 def test_prefixes_are_shared_only_within_a_lora(base, adapted):
