@@ -140,14 +140,14 @@ INLINE float update_largest(const float *scores, ptrdiff_t count, float *largest
         high = _mm512_mask_max_ps(high, first(count - i), high, _mm512_loadu_ps(scores + i));
     float before = *largest;
     *largest = _mm512_reduce_max_ps(high);
-    return _mm512_cvtss_f32(exp2_(_mm512_set1_ps(before - *largest)));
+    return _mm512_cvtss_f32(exp2_(_mm512_set1_ps(before - *largest), 1));
 }
 
 /* Unnormalized softmax probabilities (probs) of 16 keys, from key i of `count` on. */
 INLINE __m512 probs_at(const float *scores, ptrdiff_t i, ptrdiff_t count, float largest)
 {
     __m512 score = _mm512_sub_ps(_mm512_loadu_ps(scores + i), _mm512_set1_ps(largest));
-    return _mm512_maskz_mov_ps(first(count - i), exp2_(score));
+    return _mm512_maskz_mov_ps(first(count - i), exp2_(score, 1));
 }
 
 /* Compute the probs of one row over a chunk, relative to the largest score so far; returns the factor by which the

@@ -30,7 +30,7 @@ INLINE void put_bf16(bf16 *out, ptrdiff_t count, Floats x) { store(out, first(co
 
 INLINE float sum(Floats x) { return _mm512_reduce_add_ps(x); }
 
-INLINE Floats exponential(Floats x) { return exp2_(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f))); }
+INLINE Floats exponential(Floats x) { return exp2_(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0); }
 
 INLINE void transpose_floats(Floats x[LANES])
 {

@@ -26,7 +26,8 @@ INLINE __m512bh pair(const bf16 *x)
     return (__m512bh)_mm512_set1_epi32(both);
 }
 
-/* 2^x with a polynomial on [-1/2, 1/2], whose coefficients begin with that of the highest power; 0 below -126. */
+/* 2^x with a polynomial on [-1/2, 1/2], whose coefficients begin with that of the highest power; 0 below -126.
+ * x is finite, -infinity or NaN. */
 INLINE __m512 exp2_by(const float *coefficients, const int degree, __m512 x)
 {
     __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
@@ -36,18 +37,19 @@ INLINE __m512 exp2_by(const float *coefficients, const int degree, __m512 x)
     return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ), y, whole);
 }
 
-/* 2^x with an error of 2e-7. */
-INLINE __m512 exp2_(__m512 x)
+/* 2^x with an error of 2e-7. `bounded` promises x < 128, or NaN. */
+INLINE __m512 exp2_(__m512 x, const int bounded)
 {
     static const float coefficients[] = {
         1.535336188e-4f, 1.339887440e-3f, 9.618437357e-3f, 5.550332548e-2f, 2.402264791e-1f, 6.931472028e-1f, 1.0f};
+    if (!bounded) x = _mm512_min_ps(_mm512_set1_ps(130.0f), x); /* NaN if x is NaN */
     return exp2_by(coefficients, 6, x);
 }
 
 /* x * sigmoid(slope * x) */
 INLINE __m512 swish(__m512 x, float slope)
 {
-    __m512 e = exp2_(_mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f * slope)));
+    __m512 e = exp2_(_mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f * slope)), 0);
     return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), e));
 }
 
@@ -55,7 +57,7 @@ INLINE __m512 swish(__m512 x, float slope)
 INLINE __m512 gelu_tanh(__m512 x)
 {
     __m512 cubic = _mm512_fmadd_ps(_mm512_mul_ps(x, x), _mm512_set1_ps(0.044715f), _mm512_set1_ps(1.0f));
-    __m512 e = exp2_(_mm512_mul_ps(_mm512_mul_ps(x, cubic), _mm512_set1_ps(-1.44269504f * 1.59576912f)));
+    __m512 e = exp2_(_mm512_mul_ps(_mm512_mul_ps(x, cubic), _mm512_set1_ps(-1.44269504f * 1.59576912f)), 0);
     return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), e));
 }
 

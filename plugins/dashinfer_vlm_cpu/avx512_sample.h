@@ -20,7 +20,7 @@ static void compute_weights(const float *logits, ptrdiff_t count, const SampleSc
     for (ptrdiff_t k = 0; k < SAMPLE_BLOCK; k += LANES) {
         __m512 x = _mm512_div_ps(_mm512_mask_loadu_ps(least, first(count - k), logits + k), temperature);
         __mmask16 kept = _mm512_cmp_ps_mask(x, lower_bound, _CMP_NLT_UQ);
-        x = exp2_(_mm512_mul_ps(_mm512_sub_ps(x, largest), log2_e));
+        x = exp2_(_mm512_mul_ps(_mm512_sub_ps(x, largest), log2_e), 1);
         _mm512_store_ps(weights + k, _mm512_maskz_mov_ps(kept, x));
     }
 }

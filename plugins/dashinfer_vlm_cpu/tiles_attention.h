@@ -130,7 +130,7 @@ INLINE float softmax_chunk(const int is_int8, const float *scores, float scale, 
 {
     float high = count > 0 ? scale * largest_score(is_int8, scores, keys, count) : -INFINITY;
     float now = high > *largest ? high : *largest;
-    float shrink = _mm512_cvtss_f32(exp2_(_mm512_set1_ps(*largest - now)));
+    float shrink = _mm512_cvtss_f32(exp2_(_mm512_set1_ps(*largest - now), 1));
     __m512 minus = _mm512_set1_ps(-now), by = _mm512_set1_ps(scale), sum = _mm512_setzero_ps();
     for (ptrdiff_t i = 0; i < padded; i += STEP_INPUTS, probs += step) {
         __m512 low = _mm512_load_ps(scores + i), upper = _mm512_load_ps(scores + i + LANES);

@@ -126,6 +126,14 @@ def test_gated_linear(kernels, with_bias, outputs, rows):
     assert error(layer(x), F.silu(gate) * up) < 1e-2
 
 
+@needs_native
+@cases("activation", [Activation.QUICK_GELU, Activation.GELU_TANH, Activation.SILU_GATE])
+@cases("value", [-1e14, -3e38])
+def test_activation_of_very_negative_numbers_is_zero(native, activation, value):
+    layer = native.linear(torch.eye(64).bfloat16(), activation=activation)
+    assert not layer(torch.full((3, 64), value).bfloat16()).any()
+
+
 @cases("activation", [Activation.NONE, Activation.SILU_GATE])
 @cases("biased", [1, 3, 13, 40])
 def test_row_bias_is_added_before_activation(kernels, activation, biased):
