@@ -49,7 +49,9 @@ static void quantize_head(const bf16 *x, ptrdiff_t width, int8_t *bytes, float *
     *scale = max_abs(x, width) / 127.0f;
     __m256 inverse = _mm256_set1_ps(*scale >= 0x1p-126f ? 1.0f / *scale : 0.0f);
     for (ptrdiff_t i = 0; i < width; i += LANES) {
-        __m256i whole = _mm256_cvtps_epi32(_mm256_mul_ps(load(x + i, width - i), inverse));
+        __m256 quotient = _mm256_mul_ps(load(x + i, width - i), inverse);
+        __m256 ordered = _mm256_cmp_ps(quotient, quotient, _CMP_ORD_Q); /* NaN is stored as 0 */
+        __m256i whole = _mm256_cvtps_epi32(_mm256_and_ps(quotient, ordered));
         __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
         int64_t packed = _mm_cvtsi128_si64(_mm_packs_epi16(words, words));
         memcpy(bytes + i, &packed, least(LANES, width - i));

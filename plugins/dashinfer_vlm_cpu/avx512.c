@@ -67,7 +67,9 @@ static void quantize_head(const bf16 *x, ptrdiff_t width, int8_t *bytes, float *
     __m512 inverse = _mm512_set1_ps(inverse_scale(*scale));
     for (ptrdiff_t i = 0; i < width; i += LANES) {
         __mmask16 lanes = first(width - i);
-        __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(load(x + i, lanes), inverse));
+        __m512 quotient = _mm512_mul_ps(load(x + i, lanes), inverse);
+        __mmask16 ordered = _mm512_cmp_ps_mask(quotient, quotient, _CMP_ORD_Q); /* NaN is stored as 0 */
+        __m512i whole = _mm512_maskz_cvtps_epi32(ordered, quotient);
         _mm_mask_storeu_epi8(bytes + i, lanes, _mm512_cvtsepi32_epi8(whole));
     }
 }

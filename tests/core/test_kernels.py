@@ -803,15 +803,18 @@ def int8_batch():
 
 
 @needs_native
-def test_fused_layers_with_int8_cache_are_bit_exact_with_reference_layers(native):
+@cases("value", [1, math.nan])
+def test_fused_layers_with_int8_cache_are_bit_exact_with_reference_layers(native, value):
     """The C kernels also quantize keys and values like PyTorch."""
     layers = [decoder_layer(native, number) for number in range(3)]
     batches = [int8_batch(), int8_batch()]
     whole, parts = native.decoder_layers(layers, SHAPE), ReferenceDecoderLayers(native, layers, SHAPE)
-    found, expected = (run(numbers(251, HIDDEN), batch) for run, batch in zip((whole, parts), batches, strict=True))
-    assert torch.equal(found, expected)
+    x = numbers(251, HIDDEN)
+    x[3, 0] = value
+    found, expected = (run(x.clone(), batch) for run, batch in zip((whole, parts), batches, strict=True))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(*(batch.cache for batch in batches))
-    assert torch.equal(*(batch.cache_scales for batch in batches))
+    torch.testing.assert_close(*(batch.cache_scales for batch in batches), rtol=0, atol=0, equal_nan=True)
     assert not torch.equal(batches[0].cache, int8_batch().cache)
 
 
