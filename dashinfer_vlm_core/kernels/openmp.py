@@ -7,6 +7,7 @@ thread that computes to the first CPU, with all processes that it starts.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ def environment_binding() -> str:
     return next((name for name in OPENMP_BINDING if os.environ.get(name)), "")
 
 
-def bind_threads(cpus: Sequence[int]) -> bool:
+def bind_threads(cpus: Sequence[int]) -> None:
     """Restrict the calling thread to these CPUs, and each thread of its OpenMP team but itself to one of them.
 
     Threads that OpenMP starts later, because a library computed with fewer ones in between, inherit the restriction.
@@ -36,23 +37,26 @@ def bind_threads(cpus: Sequence[int]) -> bool:
     Args:
         cpus: as many as torch has threads in this one.
 
-    Returns:
-        Whether each thread has its own CPU: false where torch's OpenMP is not GNU's or compatible with it, or the
-        system has no affinity of threads.
+    Raises:
+        OSError: a thread does not have its own CPU, because the system did not permit it, or because torch's OpenMP is
+            not GNU's or compatible with it.
     """
-    if not hasattr(os, "sched_setaffinity"):
-        return False
     os.sched_setaffinity(0, cpus)
     torch_libraries = ctypes.CDLL(sys.modules["torch._C"].__file__)
     try:
         parallel = torch_libraries.GOMP_parallel
         thread_number = torch_libraries.omp_get_thread_num
     except AttributeError:
-        return False
+        raise OSError(errno.ENOTSUP, "torch's OpenMP is not compatible with GNU's") from None
+    errors: list[OSError] = []
 
     def bind(_: int | None) -> None:
         if number := thread_number():
-            os.sched_setaffinity(0, cpus[number : number + 1])
+            try:
+                os.sched_setaffinity(0, cpus[number : number + 1])
+            except OSError as error:
+                errors.append(error)  # C code that calls this function would ignore it
 
     parallel(_REGION(bind), None, ctypes.c_uint(len(cpus)), ctypes.c_uint(0))
-    return True
+    if errors:
+        raise errors[0]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -136,7 +137,8 @@ def plan_threads(machine: Machine, *, requested: int | None = None, tuned: int |
     binding = environment_binding()
     if binding:
         reason += f", where {binding} says"
-    cpus = machine.cpus(count) if cores <= count <= machine.num_cpus and not binding else ()
+    can_pin = not binding and hasattr(os, "sched_setaffinity")
+    cpus = machine.cpus(count) if can_pin and cores <= count <= machine.num_cpus else ()
     return ThreadPlan(count=count, cpus=cpus, reason=reason)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import json
 import logging
 import os
@@ -13,7 +15,7 @@ import pytest
 from dashinfer_vlm_cli.cpu_checks import threads_finding
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import ConfigError
-from dashinfer_vlm_core.kernels.openmp import OPENMP_BINDING, OPENMP_NUMBER
+from dashinfer_vlm_core.kernels.openmp import OPENMP_BINDING, OPENMP_NUMBER, bind_threads
 from dashinfer_vlm_core.kernels.threads import configure_threads, find_threads, plan_threads
 from dashinfer_vlm_core.kernels.topology import allowed_cpus, parse_cpus
 from dashinfer_vlm_core.kernels.tuned import ThreadConditions, TunedThreads, store_tuned
@@ -177,6 +179,27 @@ def test_threads_are_pinned_unless_a_program_has_torch(before):
     else:
         assert set(compute) <= set(cpus)
         assert len([mask for mask in masks if len(mask) == 1]) >= number - 1
+
+
+def test_threads_are_not_pinned_on_a_system_without_affinity(tmp_path, monkeypatch):
+    monkeypatch.delattr(os, "sched_setaffinity", raising=False)
+    assert plan_threads(EPYC_ADJACENT.read(tmp_path)).describe().startswith("16 threads, not pinned, one per physical")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Threads are pinned on Linux.")
+def test_thread_that_cannot_be_pinned_is_an_error(monkeypatch):
+    import torch  # noqa: F401 - loads OpenMP
+
+    def refuse_one_cpu(_, cpus):
+        if len(cpus) == 1:
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse_one_cpu)
+    with pytest.raises(OSError, match="Operation not permitted"):
+        bind_threads((0, 1))
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
+    with pytest.raises(OSError, match="torch's OpenMP is not compatible with GNU's"):
+        bind_threads((0, 1))
 
 
 @pytest.fixture
