@@ -121,6 +121,9 @@ class NativeLinear:
         return F.gelu(out) if self.matrix.activation == Activation.GELU else out
 
     def add_to(self, total: Tensor, x: Tensor, row_bias: Tensor | None = None) -> None:
+        assert total.dtype == torch.bfloat16
+        assert total.stride(1) == 1
+        assert not self.matrix.fp32_output
         self._run(x, total, row_bias, add=True)
 
     def workspace_bytes(self, rows: int) -> int:

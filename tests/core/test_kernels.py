@@ -115,6 +115,14 @@ def test_linear_add_to(kernels):
     assert error(total, expected) < 5e-3
 
 
+@needs_native
+@cases(("fp32_output", "dtype"), [(True, torch.float32), (True, torch.bfloat16), (False, torch.float32)])
+def test_adding_to_float32_is_rejected(native, fp32_output, dtype):
+    layer = native.linear(numbers(70, 64), fp32_output=fp32_output)
+    with pytest.raises(AssertionError):
+        layer.add_to(torch.zeros(3, 70, dtype=dtype), numbers(3, 64))
+
+
 @cases("rows", ROWS)
 @cases("outputs", [192, 140])  # whole panels, a partial panel
 @cases("with_bias", [False, True])
