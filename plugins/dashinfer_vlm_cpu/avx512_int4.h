@@ -30,21 +30,11 @@ INLINE __m512i zeros_of(const uint8_t *zeros) { return _mm512_cvtepu8_epi32(_mm_
 INLINE __m512 scales_of(const char *scales) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)scales)); }
 
 /* With this number of rows, all sums stay in registers. */
-#ifndef TILE_ROWS_INT4
-#define TILE_ROWS_INT4 4
-#endif
-#define CASES_TO_4(BODY) CASE(1, BODY) CASE(2, BODY) CASE(3, BODY) CASE(4, BODY)
-#if TILE_ROWS_INT4 > 4
+enum { TILE_ROWS_INT4 = 4 };
 #define WITH_FEW_ROWS(count, BODY) \
     switch (count) { \
-        CASES_TO_4(BODY) CASE(5, BODY) CASE(6, BODY) CASE(7, BODY) CASE(8, BODY) \
+        CASE(1, BODY) CASE(2, BODY) CASE(3, BODY) CASE(4, BODY) \
     }
-#else
-#define WITH_FEW_ROWS(count, BODY) \
-    switch (count) { \
-        CASES_TO_4(BODY) \
-    }
-#endif
 
 /* The sums for columns 16 to 31 of a panel are computed from whole bytes, which are 16 times their codes plus the codes
  * of columns 0 to 15: that is cheaper than shifting the codes, and as exact, since all sums are integers. */
