@@ -1,4 +1,4 @@
-/* Structures that native*.py pass to the kernels of all instruction sets. */
+/* Structures that native*.py pass to the kernels of all instruction sets, and those that are made of them. */
 #pragma once
 
 #include "base.h"
@@ -23,6 +23,15 @@ typedef struct {
     const float *values; /* [rows from `first` on, outputs] */
     int64_t first;       /* the first of these rows; the number of rows if there are none */
 } RowBias;
+
+/* What to do with the sums of a linear layer: activation, bias, and where to store them. */
+typedef struct {
+    const Matrix *m;
+    void *out;      /* [rows, columns] */
+    int64_t stride; /* of the rows of `out` */
+    int32_t add;    /* add to `out` instead of overwriting it */
+    RowBias bias;
+} Epilogue;
 
 /* A matrix in its original form and in 8 bits, and bounds of their difference. */
 typedef struct {

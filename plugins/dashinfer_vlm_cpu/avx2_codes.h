@@ -4,37 +4,9 @@
 #include "arguments.h"
 #include "avx2_tile.h"
 
-/* The upper eight bits of a bf16 weight (its sign, and its exponent except for one bit) almost always have one of a few
- * values. The 16 most frequent ones of each panel get a code of 4 bits; all others, the outliers, are stored in a list.
- * The idea is that of DFloat11 (arXiv:2504.11651); codes of a fixed length are unpacked with one shuffle.
- *
- * A group is four inputs of a panel, which are 128 weights: their lower bytes, then two codes per byte. A pair of
- * inputs is in four vectors of eight columns. The bytes of the vectors z and z + 2 are packed into one, so that
- * `unpack_bytes` restores both: bytes 0 to 31 are from the vectors 0 and 2, the next 32 from 1 and 3. */
-enum { GROUP = 4, GROUP_BYTES = 3 * 64, SAMPLE = 64, WEIGHTS_PER_OUTLIER = 256, CODES = 16 };
-
-typedef struct {
-    uint32_t group;
-    uint8_t index; /* in the group */
-    uint8_t high;
-} Outlier;
-
-typedef struct {
-    uint8_t high[CODES]; /* the byte of each code */
-    Outlier outliers[];  /* in order, terminated by one with an invalid group */
-} Codes;
-
-static ptrdiff_t max_outliers(ptrdiff_t inputs) { return ceil_div(inputs * PANEL, WEIGHTS_PER_OUTLIER); }
-
-/* Size of a panel's code table in bytes. */
-int64_t codes_size(int64_t inputs) { return sizeof(Codes) + (max_outliers(inputs) + 1) * sizeof(Outlier); }
-
-INLINE const Codes *codes_of(const char *codes, ptrdiff_t panel, ptrdiff_t inputs)
-{
-    return (const Codes *)(codes + panel * codes_size(inputs));
-}
-
-/* Split a group into its 128 lower and 128 upper bytes. */
+/* Split a group into its 128 lower and 128 upper bytes. A pair of inputs is in four vectors of eight columns. The bytes
+ * of the vectors z and z + 2 are packed into one, from which `read_group` unpacks both: bytes 0 to 31 are from the
+ * vectors 0 and 2, the next 32 from 1 and 3. */
 static void split_bytes(const __m256i w[2 * VECTORS], uint8_t lower[128], uint8_t upper[128])
 {
     __m256i byte = _mm256_set1_epi16(0xff);
@@ -56,12 +28,7 @@ static void choose_codes(const __m256i *panel, ptrdiff_t groups, uint8_t high[CO
         split_bytes(panel + 2 * VECTORS * (groups * i / SAMPLE), lower, upper);
         for (int k = 0; k < 128; k++) counts[upper[k]]++;
     }
-    for (int code = 0; code < CODES; code++) {
-        int best = 0;
-        for (int byte = 1; byte < 256; byte++) best = counts[byte] > counts[best] ? byte : best;
-        high[code] = best;
-        counts[best] = 0;
-    }
+    choose_most_frequent(counts, high);
 }
 
 INLINE __m256i at(const char *memory, int vector) { return _mm256_loadu_si256((const __m256i *)memory + vector); }
@@ -79,9 +46,9 @@ static uint32_t encode(const uint8_t upper[32], const uint8_t high[CODES], uint8
     return ~(uint32_t)_mm256_movemask_epi8(found);
 }
 
-/* Encode a panel; returns 0 if there are too many outliers. */
-static int code_panel(const __m256i *panel, ptrdiff_t inputs, uint8_t *packed, Codes *codes)
+static int code_panel(const bf16 *weights, ptrdiff_t inputs, uint8_t *packed, Codes *codes)
 {
+    const __m256i *panel = (const __m256i *)weights;
     ptrdiff_t groups = inputs / GROUP, count = 0, limit = max_outliers(inputs);
     choose_codes(panel, groups, codes->high);
     for (ptrdiff_t group = 0; group < groups; group++, panel += 2 * VECTORS, packed += GROUP_BYTES) {
@@ -97,22 +64,6 @@ static int code_panel(const __m256i *panel, ptrdiff_t inputs, uint8_t *packed, C
     }
     codes->outliers[count].group = UINT32_MAX;
     return 1;
-}
-
-/* Pack weights as `pack_bf16` does, and compress the panels to 12 bits; returns 0 if there are too many outliers.
- * `panels` has space for a panel of each thread, aligned to 32 bytes. */
-int32_t pack_codes(const uint32_t *weight, int64_t outputs, int64_t inputs, int32_t gated, bf16 *panels,
-                   uint8_t *packed, char *codes, int64_t first, int64_t end, int32_t threads)
-{
-    int good = 1;
-#pragma omp parallel for num_threads(threads) reduction(& : good)
-    for (ptrdiff_t panel = first; panel < end; panel++) {
-        bf16 *own = panels + omp_get_thread_num() * inputs * PANEL;
-        interleave_panel(weight, panel, outputs, inputs, gated, (uint32_t *)own);
-        good &= code_panel((const __m256i *)own, inputs, packed + panel * (inputs / GROUP) * GROUP_BYTES,
-                           (Codes *)codes_of(codes, panel, inputs));
-    }
-    return good;
 }
 
 /* Reads a panel of 12-bit or 16-bit weights sequentially, a group at a time. */

@@ -32,31 +32,6 @@ static float max_abs(const bf16 *x, ptrdiff_t count)
     return value;
 }
 
-INLINE float inverse_of(float scale) { return scale > 0 ? 1.0f / scale : 0.0f; }
-
-/* Quantize weights to unsigned bytes with an offset of 128: row r is (byte - 128) * scales[r]. Scales are stored in the
- * order of the packed rows. */
-void pack_int8(const bf16 *weight, int64_t outputs, int64_t inputs, int32_t gated, uint8_t *packed, float *scales,
-               int64_t first, int64_t end, int32_t threads)
-{
-#pragma omp parallel for num_threads(threads)
-    for (ptrdiff_t panel = first; panel < end; panel++) {
-        uint8_t *to = packed + panel * inputs * PANEL;
-        for (int j = 0; j < PANEL; j++) {
-            ptrdiff_t row = source_row(panel, j, outputs, gated);
-            const bf16 *from = weight + row * inputs;
-            float scale = row < outputs ? max_abs(from, inputs) / 127.0f : 0.0f, inverse = inverse_of(scale);
-            scales[panel * PANEL + j] = scale;
-            for (ptrdiff_t k = 0; k < inputs; k++) {
-                uint32_t bits = row < outputs ? (uint32_t)from[k] << 16 : 0;
-                float value;
-                memcpy(&value, &bits, sizeof value);
-                to[(k / 4 * PANEL + j) * 4 + k % 4] = (uint8_t)(128 + (int)__builtin_rintf(value * inverse));
-            }
-        }
-    }
-}
-
 /* Rows of activations in 8 bits. Each block of inputs has a scale and -128 times the sum of its values, which
  * compensates for the offset of the weights. Blocks are used because these models have outlier activations: a few
  * inputs are hundreds of times larger than the others. */

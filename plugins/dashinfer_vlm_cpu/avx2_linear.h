@@ -7,15 +7,6 @@
  * weights. More than FEW_ROWS rows of activations are widened before, WIDE_ROWS at a time. */
 enum { FEW_ROWS = 2, DIRECT_ROWS = 5, WIDE_ROWS = 768 };
 
-/* What to do with the sums: activation, bias, and where to store them. */
-typedef struct {
-    const Matrix *m;
-    void *out;      /* [rows, columns] */
-    int64_t stride; /* of the rows of `out` */
-    int32_t add;    /* add to `out` instead of overwriting it */
-    RowBias bias;
-} Epilogue;
-
 INLINE void store_output(const Epilogue *ep, ptrdiff_t row, ptrdiff_t column, __m256 x)
 {
     ptrdiff_t count = ep->m->columns - column;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "avx2_numbers.h"
+#include "panels.h"
 
 /* BLOCK is the number of inputs that are unpacked at a time: 16 KB of floats. */
 enum { BLOCK = QUANT_BLOCK, MAX_TILE_ROWS = 6 };
@@ -74,7 +75,6 @@ static void add_product(ptrdiff_t rows, ptrdiff_t vectors, const Product *p)
     }
 }
 
-/* Interleave the rows of a panel: pairs of inputs of 32 outputs. */
 static void interleave_panel(const uint32_t *weight, ptrdiff_t panel, int64_t outputs, int64_t inputs, int32_t gated,
                        uint32_t *packed)
 {
@@ -92,12 +92,4 @@ static void interleave_panel(const uint32_t *weight, ptrdiff_t panel, int64_t ou
             for (int i = 0; i < LANES && p + i < pairs; i++)
                 _mm256_storeu_si256((__m256i *)(packed + (p + i) * PANEL + column), rows[i]);
         }
-}
-
-void pack_bf16(const uint32_t *weight, int64_t outputs, int64_t inputs, int32_t gated, uint32_t *packed,
-               int64_t first, int64_t end, int32_t threads)
-{
-#pragma omp parallel for num_threads(threads)
-    for (ptrdiff_t panel = first; panel < end; panel++)
-        interleave_panel(weight, panel, outputs, inputs, gated, packed + panel * (inputs / 2) * PANEL);
 }

@@ -12,8 +12,7 @@ void compute_argmax_bounds(const bf16 *weight, int64_t outputs, int64_t inputs, 
 {
 #pragma omp parallel for num_threads(threads)
     for (ptrdiff_t row = 0; row < outputs; row++) {
-        __m512 scale = _mm512_set1_ps(scales[row]),
-               inverse = _mm512_set1_ps(scales[row] > 0 ? 1.0f / scales[row] : 0.0f);
+        __m512 scale = _mm512_set1_ps(scales[row]), inverse = _mm512_set1_ps(inverse_of(scales[row]));
         __m512 whole = _mm512_setzero_ps(), lost = _mm512_setzero_ps();
         for (ptrdiff_t k = 0; k < inputs; k += LANES) {
             __m512 x = load(weight + row * inputs + k, first(inputs - k));

@@ -3,37 +3,6 @@
 
 #include "avx512_tile.h"
 
-/* The upper eight bits of a bf16 weight (its sign, and its exponent except for one bit) almost always have one of a few
- * values. The 16 most frequent ones of each panel get a code of 4 bits; all others, the outliers, are stored in a list.
- * The idea is that of DFloat11 (arXiv:2504.11651); codes of a fixed length are unpacked with one shuffle.
- *
- * A group is four inputs of a panel, which are 128 weights: their lower bytes, then two codes per byte. */
-enum { GROUP = 4, GROUP_BYTES = 3 * 64, SAMPLE = 64, WEIGHTS_PER_OUTLIER = 256 };
-
-typedef struct {
-    uint32_t group;
-    uint8_t index; /* in the group */
-    uint8_t high;
-} Outlier;
-
-typedef struct {
-    uint8_t high[LANES]; /* the byte of each code */
-    Outlier outliers[];  /* in order, terminated by one with an invalid group */
-} Codes;
-
-static ptrdiff_t max_outliers(ptrdiff_t inputs)
-{
-    return (inputs * PANEL + WEIGHTS_PER_OUTLIER - 1) / WEIGHTS_PER_OUTLIER;
-}
-
-/* Size of a panel's code table in bytes. */
-int64_t codes_size(int64_t inputs) { return sizeof(Codes) + (max_outliers(inputs) + 1) * sizeof(Outlier); }
-
-INLINE const Codes *codes_of(const char *codes, ptrdiff_t panel, ptrdiff_t inputs)
-{
-    return (const Codes *)(codes + panel * codes_size(inputs));
-}
-
 /* Lower and upper bytes of 64 weights, in the order that `both_bytes` expects. */
 INLINE __m512i lower_bytes(const __m512i w[2])
 {
@@ -53,7 +22,7 @@ INLINE void both_bytes(__m512i lower, __m512i upper, __m512bh w[2])
 }
 
 /* Choose the 16 most frequent upper bytes of a panel, estimated from a sample. */
-static void choose_codes(const __m512i *panel, ptrdiff_t groups, uint8_t high[LANES])
+static void choose_codes(const __m512i *panel, ptrdiff_t groups, uint8_t high[CODES])
 {
     uint32_t counts[256] = {0};
     uint8_t bytes[64];
@@ -64,20 +33,15 @@ static void choose_codes(const __m512i *panel, ptrdiff_t groups, uint8_t high[LA
             for (int k = 0; k < 64; k++) counts[bytes[k]]++;
         }
     }
-    for (int code = 0; code < LANES; code++) {
-        int best = 0;
-        for (int byte = 1; byte < 256; byte++) best = counts[byte] > counts[best] ? byte : best;
-        high[code] = best;
-        counts[best] = 0;
-    }
+    choose_most_frequent(counts, high);
 }
 
 /* Encode 64 upper bytes; also returns which of them have no code. */
-static __m512i coded(__m512i upper, const uint8_t high[LANES], __mmask64 *outliers)
+static __m512i coded(__m512i upper, const uint8_t high[CODES], __mmask64 *outliers)
 {
     __m512i codes = _mm512_setzero_si512();
     *outliers = ~(__mmask64)0;
-    for (int code = 0; code < LANES; code++) {
+    for (int code = 0; code < CODES; code++) {
         __mmask64 equal = _mm512_cmpeq_epi8_mask(upper, _mm512_set1_epi8(high[code])) & *outliers;
         codes = _mm512_mask_mov_epi8(codes, equal, _mm512_set1_epi8(code));
         *outliers &= ~equal;
@@ -85,9 +49,9 @@ static __m512i coded(__m512i upper, const uint8_t high[LANES], __mmask64 *outlie
     return codes;
 }
 
-/* Encode a panel; returns 0 if there are too many outliers. */
-static int code_panel(const __m512i *panel, ptrdiff_t inputs, uint8_t *packed, Codes *codes)
+static int code_panel(const bf16 *weights, ptrdiff_t inputs, uint8_t *packed, Codes *codes)
 {
+    const __m512i *panel = (const __m512i *)weights;
     ptrdiff_t groups = inputs / GROUP, count = 0, limit = max_outliers(inputs);
     choose_codes(panel, groups, codes->high);
     for (ptrdiff_t group = 0; group < groups; group++, panel += 4, packed += GROUP_BYTES) {
@@ -109,22 +73,6 @@ static int code_panel(const __m512i *panel, ptrdiff_t inputs, uint8_t *packed, C
     }
     codes->outliers[count].group = UINT32_MAX;
     return 1;
-}
-
-/* Pack weights as `pack_bf16` does, and compress the panels to 12 bits; returns 0 if there are too many outliers.
- * `panels` has space for a panel of each thread, aligned to 64 bytes. */
-int32_t pack_codes(const uint32_t *weight, int64_t outputs, int64_t inputs, int32_t gated, bf16 *panels,
-                   uint8_t *packed, char *codes, int64_t first, int64_t end, int32_t threads)
-{
-    int good = 1;
-#pragma omp parallel for num_threads(threads) reduction(& : good)
-    for (ptrdiff_t panel = first; panel < end; panel++) {
-        bf16 *own = panels + omp_get_thread_num() * inputs * PANEL;
-        interleave_panel(weight, panel, outputs, inputs, gated, (uint32_t *)own);
-        good &= code_panel((const __m512i *)own, inputs, packed + panel * (inputs / GROUP) * GROUP_BYTES,
-                           (Codes *)codes_of(codes, panel, inputs));
-    }
-    return good;
 }
 
 /* Reads a panel's groups sequentially. */

@@ -3,7 +3,6 @@
 
 #include "avx512_int8.h"
 #include "int4.h"
-#include "int8.h"
 
 /* Sum the bytes of each group of one row, negated, which compensates for the zero points of the weights. */
 static void sum_groups(const int8_t *bytes, ptrdiff_t count, ptrdiff_t group, int32_t *offsets)

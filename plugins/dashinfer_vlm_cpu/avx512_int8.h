@@ -2,32 +2,9 @@
 #pragma once
 
 #include "avx512_tile.h"
+#include "int8.h"
 
 enum { TILE_ROWS_INT8 = 8 };
-
-/* Quantize weights to unsigned bytes with an offset of 128: row r is (byte - 128) * scales[r]. Scales are stored in the
- * order of the packed rows. */
-void pack_int8(const bf16 *weight, int64_t outputs, int64_t inputs, int32_t gated, uint8_t *packed, float *scales,
-               int64_t first, int64_t end, int32_t threads)
-{
-#pragma omp parallel for num_threads(threads)
-    for (ptrdiff_t panel = first; panel < end; panel++) {
-        uint8_t *to = packed + panel * inputs * PANEL;
-        for (int j = 0; j < PANEL; j++) {
-            ptrdiff_t row = source_row(panel, j, outputs, gated);
-            const bf16 *from = weight + row * inputs;
-            float scale = row < outputs ? max_abs(from, inputs) / 127.0f : 0.0f,
-                  inverse = scale > 0 ? 1.0f / scale : 0.0f;
-            scales[panel * PANEL + j] = scale;
-            for (ptrdiff_t k = 0; k < inputs; k++) {
-                uint32_t bits = row < outputs ? (uint32_t)from[k] << 16 : 0;
-                float value;
-                memcpy(&value, &bits, sizeof value);
-                to[(k / 4 * PANEL + j) * 4 + k % 4] = (uint8_t)(128 + (int)__builtin_rintf(value * inverse));
-            }
-        }
-    }
-}
 
 /* Quantize the activations of one row to bytes, stored 64 at a time, `step` bytes apart. Each block of inputs has a
  * scale and -128 times the sum of its bytes, which compensates for the offset of the weights. Blocks are used because
@@ -38,7 +15,7 @@ static void quantize_row(const bf16 *x, ptrdiff_t inputs, int8_t *bytes, ptrdiff
     for (ptrdiff_t k = 0, block = 0; k < inputs; k += QUANT_BLOCK, block++) {
         ptrdiff_t count = inputs - k < QUANT_BLOCK ? inputs - k : QUANT_BLOCK;
         float scale = max_abs(x + k, count) / 127.0f;
-        __m512 inverse = _mm512_set1_ps(scale > 0 ? 1.0f / scale : 0.0f);
+        __m512 inverse = _mm512_set1_ps(inverse_of(scale));
         __m512i sum = _mm512_setzero_si512();
         for (ptrdiff_t i = 0; i < count; i += LANES) {
             __mmask16 lanes = first(count - i);

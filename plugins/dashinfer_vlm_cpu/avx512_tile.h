@@ -3,6 +3,7 @@
 
 #include "arguments.h"
 #include "avx512_numbers.h"
+#include "panels.h"
 
 enum { TILE_ROWS = 12 };
 /* Prefetch distances of weights in bytes, as measured, with a shorter one for weights of 8 and 16 bits if there are few
@@ -48,15 +49,6 @@ INLINE void tile(const int rows, const int vectors, const char *next, const bf16
 #define WITH_ROWS(count, BODY) switch (count) { CASES_TO_12(BODY) }
 /* clang-format on */
 
-/* What to do with the sums: activation, bias, and where to store them. */
-typedef struct {
-    const Matrix *m;
-    void *out;      /* [rows, columns] */
-    int64_t stride; /* of the rows of `out` */
-    int32_t add;    /* add to `out` instead of overwriting it */
-    RowBias bias;
-} Epilogue;
-
 INLINE void store_output(const Epilogue *ep, ptrdiff_t row, ptrdiff_t column, __m512 x)
 {
     __mmask16 lanes = first(ep->m->columns - column);
@@ -94,7 +86,6 @@ INLINE void finish(const Epilogue *ep, ptrdiff_t row, ptrdiff_t panel, __m512 le
     store_output(ep, row, column + LANES, right);
 }
 
-/* Interleave the rows of a panel: pairs of inputs of 32 outputs. */
 static void interleave_panel(const uint32_t *weight, ptrdiff_t panel, int64_t outputs, int64_t inputs, int32_t gated,
                        uint32_t *packed)
 {
@@ -110,12 +101,4 @@ static void interleave_panel(const uint32_t *weight, ptrdiff_t panel, int64_t ou
             for (int i = 0; i < LANES && p + i < pairs; i++)
                 _mm512_storeu_si512(packed + (p + i) * PANEL + half, rows[i]);
         }
-}
-
-void pack_bf16(const uint32_t *weight, int64_t outputs, int64_t inputs, int32_t gated, uint32_t *packed,
-               int64_t first, int64_t end, int32_t threads)
-{
-#pragma omp parallel for num_threads(threads)
-    for (ptrdiff_t panel = first; panel < end; panel++)
-        interleave_panel(weight, panel, outputs, inputs, gated, packed + panel * (inputs / 2) * PANEL);
 }
