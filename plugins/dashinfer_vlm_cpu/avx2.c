@@ -15,6 +15,7 @@
 #include "avx2_sample.h"
 #include "avx2_norms.h"
 #include "avx2_attention.h"
+#include "gelu.h"
 #include "decoder_layers.h"
 
 /* Workspace size of `linear` in bytes; the same for all weights of this shape that have 8 bits, or that have more. */
@@ -34,6 +35,7 @@ void linear_biased(const Matrix *m, const bf16 *x, int64_t stride, int64_t rows,
     if (!m->scales) linear_bf16(x, stride, rows, &ep, workspace, threads);
     else if (m->group) linear_int4(x, stride, rows, &ep, workspace, threads);
     else linear_int8(x, stride, rows, &ep, workspace, threads);
+    if (m->activation == GELU) apply_gelu(&ep, rows, threads);
 }
 
 /* Add y to x, both [count]. */

@@ -1,4 +1,4 @@
-/* Vectors of floats, see delta_net.h. */
+/* Vectors of floats, see floats.h. */
 #pragma once
 
 #include "avx2_numbers.h"
@@ -11,6 +11,11 @@ typedef __m256 Floats;
 INLINE Floats splat(float x) { return _mm256_set1_ps(x); }
 
 INLINE Floats times(Floats x, Floats y) { return x * y; }
+
+INLINE Floats magnitude(Floats x) { return _mm256_andnot_ps(splat(-0.0f), x); }
+
+/* The larger one of 0 and x; NaN if x is NaN. */
+INLINE Floats positive(Floats x) { return _mm256_max_ps(splat(0), x); }
 
 INLINE Floats multiply_add(Floats x, Floats y, Floats z) { return _mm256_fmadd_ps(x, y, z); }
 

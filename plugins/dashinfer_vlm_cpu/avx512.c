@@ -18,6 +18,7 @@
 #include "avx512_sample.h"
 #include "avx512_norms.h"
 #include "avx512_attend.h"
+#include "gelu.h"
 #include "decoder_layers.h"
 
 /* Workspace size of `linear` in bytes; the same for all weights of this shape that have 4 bits and the same groups,
@@ -49,6 +50,7 @@ void linear_biased(const Matrix *m, const bf16 *x, int64_t stride, int64_t rows,
     else if (rows > FEW_ROWS_INT8) linear_tiles_int8(x, stride, rows, &ep, workspace, threads);
 #endif
     else linear_int8(x, stride, rows, &ep, workspace, threads);
+    if (m->activation == GELU) apply_gelu(&ep, rows, threads);
 }
 
 /* Add y to x, both [count]. */

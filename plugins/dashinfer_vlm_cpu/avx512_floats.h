@@ -1,4 +1,4 @@
-/* Vectors of floats, see delta_net.h. */
+/* Vectors of floats, see floats.h. */
 #pragma once
 
 #include "avx512_numbers.h"
@@ -11,6 +11,11 @@ typedef __m512 Floats;
 INLINE Floats splat(float x) { return _mm512_set1_ps(x); }
 
 INLINE Floats times(Floats x, Floats y) { return x * y; }
+
+INLINE Floats magnitude(Floats x) { return _mm512_abs_ps(x); }
+
+/* The larger one of 0 and x; NaN if x is NaN. */
+INLINE Floats positive(Floats x) { return _mm512_max_ps(splat(0), x); }
 
 INLINE Floats multiply_add(Floats x, Floats y, Floats z) { return _mm512_fmadd_ps(x, y, z); }
 

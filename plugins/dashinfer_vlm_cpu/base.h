@@ -13,7 +13,7 @@ typedef uint16_t bf16;
 /* Weights are packed into panels of PANEL output columns. QUANT_BLOCK is the number of inputs that share a scale of
  * 8-bit activations, and ROW_GROUP the largest number of rows that one task multiplies by a panel. */
 enum { PANEL = 32, QUANT_BLOCK = 128, ROW_GROUP = 192 };
-enum { NONE = 0, QUICK_GELU = 1, SILU_GATE = 2, GELU_TANH = 4 }; /* native_linear.py applies GELU */
+enum { NONE = 0, QUICK_GELU = 1, SILU_GATE = 2, GELU = 3, GELU_TANH = 4 };
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL_FOR _Pragma("GCC unroll 12") for

@@ -1,11 +1,7 @@
 /* The inputs of a head of a gated delta net: convolution, norms of queries and keys, and gates. */
 #pragma once
 
-#ifdef __AVX512BF16__
-#include "avx512_floats.h"
-#else
-#include "avx2_floats.h"
-#endif
+#include "floats.h"
 
 enum { DELTA_CHUNK = 64, DELTA_COLUMNS = DELTA_VECTORS * LANES };
 

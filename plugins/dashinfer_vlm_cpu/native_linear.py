@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dashinfer_vlm_core.concurrency.compute import CPU_EXECUTOR
@@ -118,12 +117,13 @@ class NativeLinear:
     def __call__(self, x: Tensor, row_bias: Tensor | None = None) -> Tensor:
         out = torch.empty(len(x), self.columns, dtype=torch.float32 if self.matrix.fp32_output else torch.bfloat16)
         self._run(x, out, row_bias, add=False)
-        return F.gelu(out) if self.matrix.activation == Activation.GELU else out
+        return out
 
     def add_to(self, total: Tensor, x: Tensor, row_bias: Tensor | None = None) -> None:
         assert total.dtype == torch.bfloat16
         assert total.stride(1) == 1
         assert not self.matrix.fp32_output
+        assert self.matrix.activation == Activation.NONE
         self._run(x, total, row_bias, add=True)
 
     def workspace_bytes(self, rows: int) -> int:

@@ -135,11 +135,19 @@ def test_gated_linear(kernels, with_bias, outputs, rows):
 
 
 @needs_native
-@cases("activation", [Activation.QUICK_GELU, Activation.GELU_TANH, Activation.SILU_GATE])
+@cases("activation", [Activation.QUICK_GELU, Activation.GELU, Activation.GELU_TANH, Activation.SILU_GATE])
 @cases("value", [-1e14, -3e38])
 def test_activation_of_very_negative_numbers_is_zero(native, activation, value):
     layer = native.linear(torch.eye(64).bfloat16(), activation=activation)
     assert not layer(torch.full((3, 64), value).bfloat16()).any()
+
+
+@needs_native
+def test_gelu_of_negative_numbers_is_accurate(native):
+    x = torch.linspace(-9, 9, 2560).bfloat16().view(40, 64)
+    found = native.linear(torch.eye(64).bfloat16(), activation=Activation.GELU, fp32_output=True)(x)
+    expected = x.double() * torch.erfc(-x.double() / math.sqrt(2)) / 2
+    assert ((found - expected).abs() <= 1e-5 * expected.abs()).all()
 
 
 @cases("activation", [Activation.NONE, Activation.SILU_GATE])
@@ -414,8 +422,10 @@ def test_head_without_screening_has_no_argmax(kernels):
 
 @needs_native
 @cases(("quantization", "inputs"), [(None, 260), (None, 1380), (INT8, 260), (INT4, 260)])
-def test_row_is_bit_exact_in_any_batch(native, quantization, inputs):
-    layer, x = native.linear(numbers(96, inputs) / 8, quantization=quantization), numbers(200, inputs, seed=1)
+@cases("activation", [Activation.NONE, Activation.GELU])
+def test_row_is_bit_exact_in_any_batch(native, activation, quantization, inputs):
+    layer = native.linear(numbers(70, inputs) / 4, activation=activation, quantization=quantization)
+    x = numbers(200, inputs, seed=1)
     whole = layer(x)
     for rows in (0, 1, 2, 7, 12, 13, 30, 33, 48, 100, 130, 199):
         assert torch.equal(layer(x[:rows]), whole[:rows])

@@ -34,7 +34,7 @@ class Linear(Protocol):
     def add_to(self, total: Tensor, x: Tensor, row_bias: Tensor | None = None) -> None:
         """Add the result for x [rows, inputs] to `total` [rows, outputs], in place; `row_bias` as above.
 
-        `total` has the dtype of x; the layer has no `fp32_output`.
+        `total` has the dtype of x; the layer has no activation and no `fp32_output`.
         """
 
 
