@@ -68,7 +68,6 @@ class Plan:
         engines: built-in names, and NAME=COMMAND; the others are compared with the first one.
         workloads: the workloads by name.
         rounds: number of measurements of everything.
-        ready: whether to measure the time to ready in each round.
         other_engines: their environments.
         out: folder for the results.
     """
@@ -78,7 +77,6 @@ class Plan:
     engines: tuple[str, ...]
     workloads: dict[str, Workload]
     rounds: int
-    ready: bool
     other_engines: OtherEngines
     out: Path
     avx2: bool
@@ -134,9 +132,6 @@ def _round(plan: Plan, contenders: list[Contender], results: Results, number: in
                 continue
             _measure(contender, name, plan.workloads[name], results, number)
     _note_limits(plan, results, number)
-    if plan.ready:
-        for name, model in {plan.name: str(plan.model), "demo": "demo"}.items():
-            results.add(_ready_row(name), results.base, number, _ready_seconds(plan, model))
 
 
 def _measure(contender: Contender, name: str, workload: Workload, results: Results, number: int) -> None:
@@ -175,7 +170,8 @@ def _start(plan: Plan, results: Results, stack: contextlib.ExitStack) -> list[Co
         asyncio.run(_warm_up(contender))
         contender.pause()
         if isinstance(contender, Server):
-            results.add(_ready_row(plan.name), contender.name, 0, contender.ready_seconds)
+            row = Row("ready", f"from process start, {plan.name}", "s")
+            results.add(row, contender.name, 0, contender.ready_seconds)
         contenders.append(contender)
     return contenders
 
@@ -205,17 +201,6 @@ async def _warm_up(contender: Contender) -> None:
             done = await run(target, workloads(quick=True)[name], f"warm {name}")
             for fault in dict.fromkeys(sample.fault for sample in done.samples if sample.fault):
                 _say(f"during warm-up with {name}: {fault}")
-
-
-def _ready_row(model: str) -> Row:
-    return Row("ready", f"from process start, {model}", "s")
-
-
-def _ready_seconds(plan: Plan, model: str) -> float:
-    _say(f"starting this engine again, {model}")
-    server = Server(ours("ready", model), plan.out / "logs" / "ready.log")
-    server.stop()
-    return server.ready_seconds
 
 
 def _note_limits(plan: Plan, results: Results, number: int) -> None:
@@ -263,7 +248,6 @@ def _parser() -> argparse.ArgumentParser:
         "--quick", action="store_true", help="fewer and shorter responses, to check that everything works"
     )
     parser.add_argument("--max-isa", choices=("avx2",), help="do not use newer instructions, as far as engines permit")
-    parser.add_argument("--no-ready", action="store_true", help="do not restart this engine in each round")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="(%(default)s)")
     return parser
 
@@ -283,7 +267,6 @@ def _plan(given: argparse.Namespace) -> Plan:
         engines=(*engines, *given.engine),
         workloads={name: known[name] for name in names},
         rounds=given.rounds,
-        ready=not given.no_ready,
         other_engines=OtherEngines(given.other_engines.expanduser()),
         out=given.out,
         avx2=given.max_isa == "avx2",
