@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import aiohttp
 
 from dashinfer_vlm_core.engine import ChatEngine
+from dashinfer_vlm_core.errors import DashInferVLMError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -92,6 +93,8 @@ class Sample:
 class HTTPTarget:
     """A server at `base`, such as `http://127.0.0.1:8000/v1`. Its connections are closed when the context ends.
 
+    Entering the context raises RuntimeError if the server does not respond.
+
     Uses aiohttp, which parses in C: the client's work takes CPU time from the engine on the same cores.
 
     Args:
@@ -112,9 +115,13 @@ class HTTPTarget:
         timeout = aiohttp.ClientTimeout(total=None, sock_read=READ_TIMEOUT)
         connector = aiohttp.TCPConnector(limit=0, force_close=not self._reuses_connections)
         self._client = aiohttp.ClientSession(timeout=timeout, connector=connector, headers=self._headers)
-        if not self._model:
-            async with self._client.get(f"{self._base}/models", raise_for_status=True) as models:
-                self._model = (await models.json())["data"][0]["id"]
+        try:
+            if not self._model:
+                async with self._client.get(f"{self._base}/models", raise_for_status=True) as models:
+                    self._model = (await models.json())["data"][0]["id"]
+        except (aiohttp.ClientError, OSError) as error:
+            await self._client.close()
+            raise RuntimeError(f"no response from {self._base}: {error}") from error
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -231,7 +238,7 @@ async def _ask(target: Target, body: Body, first: Callable[[], None]) -> tuple[S
                         first()
                 sample.tokens = piece.completion_tokens or sample.tokens
                 sample.prompt_tokens = piece.prompt_tokens or sample.prompt_tokens
-    except (aiohttp.ClientError, RuntimeError, OSError) as error:
+    except (aiohttp.ClientError, DashInferVLMError, RuntimeError, OSError) as error:
         sample.fault = f"{type(error).__name__}: {error}"
     sample.tokens = sample.tokens or len(text)
     if not sample.fault and (sample.tokens != sample.requested_tokens or not text):

@@ -25,11 +25,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dashinfer_vlm_core.errors import DashInferVLMError
 from dashinfer_vlm_core.installation import pip_step
 from dashinfer_vlm_core.models.memory import weight_file_bytes
 
 from .engines import AVX2, Contender, InProcess, Launch, Server, custom, end_with_us, other_engine, ours
-from .environments import OTHER_ENGINES_FOLDER, OtherEngines, SetupMissing
+from .environments import OTHER_ENGINES_FOLDER, OtherEngines
 from .limits import image_seconds, measure_rates, step_seconds
 from .models import CACHE, checkpoint, model_names
 from .report import LIMIT, Results, Row, markdown, raw
@@ -123,6 +124,7 @@ def _write(results: Results, folder: Path) -> str:
 
 
 def _round(plan: Plan, contenders: list[Contender], results: Results, number: int) -> None:
+    """Measure everything once; engines that have ended are noted, and removed from `contenders`."""
     order = random.Random(f"order {number}")
     rates = measure_rates()
     results.rates.append(rates)
@@ -130,7 +132,11 @@ def _round(plan: Plan, contenders: list[Contender], results: Results, number: in
         for contender in order.sample(contenders, len(contenders)):
             if isinstance(contender, InProcess) and name not in OVERHEAD:
                 continue
-            _measure(contender, name, plan.workloads[name], results, number)
+            try:
+                _measure(contender, name, plan.workloads[name], results, number)
+            except RuntimeError as error:
+                contenders.remove(contender)
+                results.notes.append(f"{contender.name} ended before {name} of round {number + 1}: {error}")
     _note_limits(plan, results, number)
 
 
@@ -162,7 +168,7 @@ def _start(plan: Plan, results: Results, stack: contextlib.ExitStack) -> list[Co
         _say(f"starting {name}")
         try:
             contender = _open(given, plan, results)
-        except (SetupMissing, RuntimeError) as error:
+        except (DashInferVLMError, RuntimeError) as error:
             _say(f"{name} is skipped:  {error}")
             results.notes.append(f"{name} is skipped:  {str(error).splitlines()[0]}")
             continue

@@ -29,7 +29,7 @@ from PIL import Image, ImageDraw
 from .client import Sample, Talk, load
 from .compare import IN_PROCESS, OPTIONAL_ENGINES, OTHER_ENGINES, OURS
 from .engines import MAX_PIXELS, Launch, Server, end_with_us, other_engine, ours
-from .environments import OTHER_ENGINES_FOLDER, OtherEngines, SetupMissing
+from .environments import OTHER_ENGINES_FOLDER, OtherEngines
 from .models import CACHE, checkpoint
 from .workloads import words
 
@@ -173,7 +173,7 @@ def _run(options: argparse.Namespace, table: Table) -> None:
                 _say(f"{model}, round {number + 1}: {name}")
                 try:
                     reading = _measure(name, model, folder, number, options)
-                except (SetupMissing, RuntimeError) as error:
+                except RuntimeError as error:
                     table.notes.append(f"* {model}, {name}: {str(error).splitlines()[0]}")
                     continue
                 _say(f"  {reading.seconds_per_page:.1f} s per page, {reading.prompt_tokens} tokens of a prompt")

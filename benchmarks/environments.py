@@ -48,7 +48,7 @@ sys.meta_path.insert(0, Declare())
 """
 
 
-class SetupMissing(Exception):
+class SetupMissing(RuntimeError):
     """Another engine is not available here; the message gives the reason."""
 
 

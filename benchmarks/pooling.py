@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .engines import Server, end_with_us
-from .environments import OTHER_ENGINES_FOLDER, OtherEngines, SetupMissing
+from .environments import OTHER_ENGINES_FOLDER, OtherEngines
 from .limits import measure_rates
 from .models import CACHE
 from .pooling_engines import DEFAULT, ENGINES, embedding_checkpoint, embedding_launch
@@ -56,7 +56,7 @@ def _round(model: Path, number: int, options: argparse.Namespace, table: Table) 
         _say(f"{model.name}, round {number + 1}: {name}")
         try:
             found[name] = _measure(name, model, number, options, table)
-        except (SetupMissing, RuntimeError) as error:
+        except RuntimeError as error:
             table.note(f"{model.name}, {name}: {' '.join(str(error).split())[:400]}")
     for name, results in found.items():
         for workload, embedded in results.items():

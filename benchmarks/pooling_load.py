@@ -7,6 +7,7 @@ import base64
 import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,10 +121,10 @@ async def embed(base: str, bodies: Sequence[dict[str, Any]]) -> Embedded:
         RuntimeError: a request failed; the message has the response.
     """
     async with aiohttp.ClientSession(timeout=TIMEOUT, connector=aiohttp.TCPConnector(limit=0)) as client:
-        async with client.get(f"{base}/models", raise_for_status=True) as models:
-            model = (await models.json())["data"][0]["id"]
+        model = (await _receive(client.get(f"{base}/models")))["data"][0]["id"]
+        url = f"{base}/embeddings"
         begin = time.perf_counter()
-        answers = await asyncio.gather(*(_post(client, base, {**body, "model": model}) for body in bodies))
+        answers = await asyncio.gather(*(_receive(client.post(url, json={**body, "model": model})) for body in bodies))
         seconds = time.perf_counter() - begin
     return Embedded(
         seconds=seconds,
@@ -132,9 +133,9 @@ async def embed(base: str, bodies: Sequence[dict[str, Any]]) -> Embedded:
     )
 
 
-async def _post(client: aiohttp.ClientSession, base: str, body: dict[str, Any]) -> dict[str, Any]:
+async def _receive(request: AbstractAsyncContextManager[aiohttp.ClientResponse]) -> dict[str, Any]:
     try:
-        async with client.post(f"{base}/embeddings", json=body) as response:
+        async with request as response:
             if not response.ok:
                 raise RuntimeError(f"HTTP {response.status}: {(await response.text())[:300]}")
             found: dict[str, Any] = await response.json()

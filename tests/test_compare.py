@@ -2,32 +2,50 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 
 import pytest
 
 from benchmarks import compare
+from benchmarks.client import EngineTarget, HTTPTarget, Talk, load
+from benchmarks.engines import free_port
 from benchmarks.environments import OtherEngines
 from benchmarks.limits import Rates
+from benchmarks.pooling_load import embed
+from benchmarks.report import LIMIT
+from dashinfer_vlm_core.testing import scripted_engine
 
 SERVER = f"""
+import itertools
+import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, {str(OtherEngines.script("."))!r})
 from wire import serve
 
-serve(lambda chat: ["a"] * chat.max_tokens, model=Path(sys.argv[1]), port=int(sys.argv[2]))
+requests = itertools.count()
+
+def generate(chat):
+    if next(requests) == int(sys.argv[3]):
+        os._exit(1)
+    return ["a"] * chat.max_tokens
+
+serve(generate, model=Path(sys.argv[1]), port=int(sys.argv[2]))
 """
+"""It ends at a request, of which the first 16 are those of the warm-up."""
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory, tiny_checkpoint):
-    """Compare two engines in one round."""
+    """Compare three engines, of which one ends, in one round."""
     folder = tmp_path_factory.mktemp("compare")
     (folder / "server.py").write_text(SERVER)
     command = f"{sys.executable} {folder / 'server.py'} {{model}} {{port}}"
-    engines = ["--engines", "", "--engine", f"steady={command}", "--engine", f"other={command}"]
+    engines = ["--engines", ""]
+    for name, requests in (("steady", -1), ("other", -1), ("ending", 16)):
+        engines += ["--engine", f"{name}={command} {requests}"]
     work = ["--workloads", "text-8,decode-1", "--quick", "--rounds", "1"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compare, "measure_rates", lambda: Rates(read_gb_s=1.0, bf16_gflop_s=1.0, kernels="torch"))
@@ -36,4 +54,30 @@ def results(tmp_path_factory, tiny_checkpoint):
 
 def test_time_to_ready_is_that_of_each_engine(results):
     (row,) = [row for row in results.rows if row.workload == "ready"]
-    assert results.figures[row].keys() == {"steady", "other"}
+    assert results.figures[row].keys() == {"steady", "other", "ending"}
+
+
+def test_engine_that_ends_is_noted_and_the_others_are_measured(results):
+    measured = {name for row in results.rows if row.workload != "ready" for name in results.figures[row]}
+    assert measured == {"steady", "other", LIMIT}
+    assert [note for note in results.notes if note.startswith("ending ended before ")]
+
+
+def test_missing_server_is_a_runtime_error():
+    base = f"http://127.0.0.1:{free_port()}/v1"
+    with pytest.raises(RuntimeError, match="Cannot connect"):
+        asyncio.run(embed(base, []))
+
+    async def connect():
+        async with HTTPTarget(base):
+            raise AssertionError
+
+    with pytest.raises(RuntimeError, match=f"no response from {base}: Cannot connect"):
+        asyncio.run(connect())
+
+
+def test_error_of_an_engine_in_process_is_a_fault(tiny_checkpoint):
+    with scripted_engine("a", model=str(tiny_checkpoint)) as engine:
+        talk = Talk(turns=("a",), tokens=1 << 20)
+        (sample,) = asyncio.run(load(EngineTarget(engine), [talk], users=1))
+    assert sample.fault.startswith("ContextLengthExceeded: ")
