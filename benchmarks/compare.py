@@ -27,7 +27,6 @@ from pathlib import Path
 
 from dashinfer_vlm_core.errors import DashInferVLMError
 from dashinfer_vlm_core.installation import pip_step
-from dashinfer_vlm_core.models.memory import weight_file_bytes
 
 from .engines import AVX2, Contender, InProcess, Launch, Server, custom, end_with_us, other_engine, ours
 from .environments import OTHER_ENGINES_FOLDER, OtherEngines
@@ -106,7 +105,7 @@ def compare(plan: Plan, results: Results) -> None:
         results.base = contenders[0].name
         for number in range(plan.rounds):
             _round(plan, contenders, results, number)
-        _note_memory(contenders, results, weight_file_bytes(plan.model))
+        _note_memory(contenders, results)
 
 
 def _write(results: Results, folder: Path) -> str:
@@ -222,11 +221,11 @@ def _note_limits(plan: Plan, results: Results, number: int) -> None:
         results.add(row, LIMIT, number, image_seconds(plan.model, rates, prompt=prompt))
 
 
-def _note_memory(contenders: list[Contender], results: Results, weights: int) -> None:
-    row = Row("memory", "peak of all processes minus the size of the weights", "GB")
+def _note_memory(contenders: list[Contender], results: Results) -> None:
+    row = Row("memory", "peak of all processes", "GB")
     for contender in contenders:
         if isinstance(contender, Server):
-            results.add(row, contender.name, 0, (contender.peak_bytes() - weights) / 1e9)
+            results.add(row, contender.name, 0, contender.peak_bytes() / 1e9)
 
 
 def _say(what: str) -> None:

@@ -16,8 +16,8 @@ from dashinfer_vlm_core import __version__
 from .limits import Rates, cores
 from .workloads import Run, workloads
 
-LIMIT = "limit"
-"""The machine's limit, shown as another engine in the table."""
+LIMIT = "limit, 16 bits"
+"""The machine's limit with weights of 16 bits, shown as another engine in the table."""
 
 
 @dataclass(frozen=True, slots=True)

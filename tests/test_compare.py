@@ -81,3 +81,9 @@ def test_error_of_an_engine_in_process_is_a_fault(tiny_checkpoint):
         talk = Talk(turns=("a",), tokens=1 << 20)
         (sample,) = asyncio.run(load(EngineTarget(engine), [talk], users=1))
     assert sample.fault.startswith("ContextLengthExceeded: ")
+
+
+def test_memory_includes_the_weights(results):
+    (row,) = [row for row in results.rows if row.workload == "memory"]
+    assert row.title == "peak of all processes"
+    assert results.figures[row]["steady"][0] > 0
