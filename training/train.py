@@ -68,6 +68,7 @@ class Stage:
 class Plan:
     """Everything that the result of training depends on."""
 
+    name: str
     stages: tuple[Stage, ...]
     sizes: Architecture = field(default_factory=Architecture)
     seed: int = 0
@@ -83,6 +84,11 @@ class Plan:
     cells: tuple[int, ...] = labels.CELLS
     places: tuple[int, ...] = labels.PLACES
     """Number of values of the auxiliary labels of vision tokens, in the vision encoder and in the text model."""
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """What a run has in common with the earlier one that it resumes."""
+        return {"plan": self.name, "start": str(self.start and self.start.resolve())}
 
     @property
     def steps(self) -> int:
@@ -117,13 +123,14 @@ SETTLE = making.Mix(
     },
 )  # fmt: skip
 PLAN = Plan(
+    name="scratch",
     stages=(
         Stage(name="see", steps=2600, rate=1.5e-3, warmup=100, cooldown=0.3, final=0.4, batches=2, sight_only=True),
         Stage(name="start", steps=500, rate=1.0e-3, warmup=150, batches=2, pointing=0.3),
         Stage(name="find", steps=1000, rate=1.0e-3, batches=2, mix=FIND, pointing=0.3),
         Stage(name="learn", steps=2600, rate=1.0e-3, batches=2, mix=LEARN, pointing=0.2),
         Stage(name="settle", steps=3400, rate=1.0e-3, cooldown=1.0, batches=2, mix=SETTLE, pointing=0.2),
-    )
+    ),
 )
 
 # Three fifths of the questions are those of SETTLE, so that nothing is forgotten.
@@ -131,6 +138,7 @@ WIDEN = replace(SETTLE, text=3, also=out_of_scope.GENERATORS, also_share=0.4, ph
 RECOVER = replace(WIDEN, text=2, also_share=0.25, photos=0.08, tools=0.15)
 _tuning = functools.partial(Stage, batches=1, mix=WIDEN, pointing=0.2, text_only=True)
 TUNE = Plan(
+    name="tune",
     stages=(
         _tuning(name="widen", steps=120, rate=5e-4, warmup=20),
         _tuning(name="close", steps=80, rate=5e-4, cooldown=1.0),
@@ -173,6 +181,7 @@ CORNERS = replace(PHRASES, unknown=0.26, extremes=Extremes(0.6, small=0.8), kind
 MIDDLE = replace(CORNERS, drawn=0.75, unknown=0.28, extremes=Extremes(0.4, small=0.7))
 _drawing = functools.partial(Stage, batches=2, pointing=0.2)
 DRAW = Plan(
+    name="draw",
     stages=(
         _drawing(name="draw", steps=2250, rate=7e-4, warmup=200, cooldown=0.6, final=0.74, mix=DRAWN),
         _drawing(name="extremes", steps=1500, rate=5.2e-4, cooldown=1.0, final=0.67, mix=EXTREMES),
@@ -187,7 +196,7 @@ DRAW = Plan(
     seed=2,
 )
 """Continue from a checkpoint, the vision encoder included, with images as users draw them."""
-PLANS = {"scratch": PLAN, "tune": TUNE, "draw": DRAW}
+PLANS = {plan.name: plan for plan in (PLAN, TUNE, DRAW)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,8 +212,13 @@ class Conduct:
 
 
 def run(plan: Plan, conduct: Conduct) -> None:
-    """Train; resumes an earlier run in the same folder."""
+    """Train; resumes an earlier run in the same folder.
+
+    Raises:
+        SystemExit: the earlier run had another plan, or started from another checkpoint.
+    """
     conduct.out.mkdir(parents=True, exist_ok=True)
+    _check_progress(plan, conduct.out)
     if conduct.processes == 1:
         _work(0, plan, conduct, 0)
         return
@@ -254,8 +268,16 @@ def _train(rank: int, plan: Plan, conduct: Conduct) -> None:
             if rank == 0:
                 reporter.tick(stage.name, step + 1, rate)
             if rank == 0 and ((step + 1) % conduct.save_every == 0 or step + 1 == end):
-                _save(conduct.out / PROGRESS, {"step": step + 1, "learner": learner.state()})
+                _save(conduct.out / PROGRESS, {**plan.identity, "step": step + 1, "learner": learner.state()})
         first += stage.steps
+
+
+def _check_progress(plan: Plan, out: Path) -> None:
+    if (out / PROGRESS).exists():
+        progress = torch.load(out / PROGRESS, weights_only=True, mmap=True)
+        if any(progress.get(name) != value for name, value in plan.identity.items()):
+            earlier = f"plan {progress.get('plan')}, start {progress.get('start')}"
+            raise SystemExit(f"{out} has the progress of another run ({earlier}): pass another --out")
 
 
 def _resume(learner: Learner, plan: Plan, out: Path) -> int:
@@ -322,8 +344,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="compute in float32, which is three times as fast on processors without bfloat16 instructions",
     )
     options = parser.parse_args(arguments)
-    if (options.plan == "scratch") == bool(options.start):
-        parser.error("--start is required by all plans except scratch")
+    if options.plan == "scratch" and options.start:
+        parser.error("--start: the plan scratch starts at random; choose another one by --plan")
+    if options.plan != "scratch" and not options.start:
+        parser.error(f"--plan {options.plan} continues from a checkpoint: pass --start")
     plan = replace(PLANS[options.plan], start=options.start)
     plan = replace(plan, dtype=torch.float32) if options.float32 else plan
     run(plan, Conduct(out=options.out, processes=options.processes))

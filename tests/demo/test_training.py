@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.cases import cases
 from tests.transformers_engine import TransformersEngine
 from training import batches, compose, interpolate, labels, published, questions, tokenizer, train
 from training.batches import Row, Story, Visual
@@ -174,7 +176,7 @@ def tiny_plan() -> train.Plan:
         train.Stage(name="settle", steps=2, rate=1e-3, cooldown=1.0, batches=2, pointing=0.1),
     )
     # Without bfloat16 instructions, the default takes three times as long.
-    return train.Plan(stages=stages, sizes=SMALL, rows=2, sights=2, dtype=torch.float32)
+    return train.Plan(name="tiny", stages=stages, sizes=SMALL, rows=2, sights=2, dtype=torch.float32)
 
 
 def average(out: Path) -> dict[str, Tensor]:
@@ -199,6 +201,28 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("whole")
     train.run(tiny_plan(), train.Conduct(out=out, processes=1))
     return out
+
+
+@pytest.mark.parametrize("other", [{"name": "other"}, {"start": Path("checkpoint")}])
+def test_run_of_another_plan_is_not_resumed(other: dict[str, Any], tmp_path: Path) -> None:
+    torch.save({**tiny_plan().identity, "step": 6}, tmp_path / train.PROGRESS)
+    with pytest.raises(SystemExit, match=r"another run \(plan tiny, start None\): pass another --out"):
+        train.run(replace(tiny_plan(), **other), train.Conduct(out=tmp_path, processes=1))
+
+
+@cases(
+    ("options", "message"),
+    [
+        (["--start", "checkpoint"], "--start: the plan scratch starts at random"),
+        (["--plan", "tune"], "--plan tune continues from a checkpoint: pass --start"),
+    ],
+)
+def test_plan_and_start_have_to_match(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        train.main(["--out", str(tmp_path), *options])
+    assert message in capsys.readouterr().err
 
 
 def test_checkpoint_is_read_as_exported(learner: Learner, tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ PARTS = Pages(grids={**LINE_GRIDS, **PART_GRIDS})
 MANY = Pages(grids={**LINE_GRIDS, **PART_GRIDS, **PAGE_GRIDS}, totals=0.1, unreadable=0.06)
 WHOLE = Pages(grids={**PART_GRIDS, **PAGE_GRIDS}, receipts=0.5, totals=0.12, unreadable=0.06)
 PLAN = Plan(
+    name="reading",
     stages=(
         Stage(name="see", steps=2200, rate=1.5e-3, warmup=100, cooldown=0.3, final=0.4, batches=2, sight_only=True),
         Stage(
@@ -61,6 +62,7 @@ PLAN = Plan(
 )  # fmt: skip
 SEVERAL_LINES = Pages(grids={**PART_GRIDS, **PAGE_GRIDS}, receipts=0.5, unreadable=0.04)
 REFINE = Plan(
+    name="refine",
     stages=(
         Stage(name="parts", steps=1000, rate=6e-4, warmup=150, batches=2, pages=PARTS, pointing=0.3),
         Stage(name="pages", steps=2000, rate=6e-4, batches=2, pages=SEVERAL_LINES, pointing=0.3),
