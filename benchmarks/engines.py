@@ -14,6 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import IO
 
@@ -22,7 +23,7 @@ import httpx
 from dashinfer_vlm_core import EngineConfig
 
 from .client import EngineTarget, HTTPTarget, authorization
-from .environments import OtherEngines, SetupMissing, vllm_environment
+from .environments import MNN, OPENVINO, VLLM, OtherEngines, SetupMissing, vllm_environment
 from .limits import cores
 from .llama_cpp import PRECISIONS, SLOTS, SOURCES, LlamaCpp
 
@@ -263,7 +264,10 @@ def other_engine(
         return _vllm(name, model, other_engines, avx2=avx2, max_pixels=max_pixels)
     if name == "transformers":
         script = str(other_engines.script("transformers_server.py"))
-        note = "generate() over the waiting requests, up to 16 at once; the next batch starts when the last has ended"
+        note = (
+            f"transformers {version('transformers')}, generate() over the waiting requests, up to 16 at once; the next"
+            " batch starts when the last has ended"
+        )
         return Launch(name=name, command=(sys.executable, script, str(model), "{port}"), note=note)
     if name.startswith(("llama-", "ik-llama-")):
         return _llama_cpp(name, model, other_engines, avx2=avx2, slots=slots)
@@ -279,8 +283,8 @@ def other_engine(
     hint = ("f32",) if avx2 else ()
     command = (str(python), script, str(exported), "{port}", str(cores()), *hint)
     note = (
-        "VLMPipeline for 1 user, ContinuousBatchingPipeline with prefix cache for more, behind a plain HTTP server;"
-        " both are loaded at once, so that its memory holds the weights twice"
+        f"{OPENVINO[0]}, VLMPipeline for 1 user, ContinuousBatchingPipeline with prefix cache for more, behind a plain"
+        " HTTP server; both are loaded at once, so that its memory holds the weights twice"
     )
     if avx2:
         note += "; oneDNN is restricted to AVX2, MLAS in it is not"
@@ -300,7 +304,7 @@ def _vllm(name: str, model: Path, other_engines: OtherEngines, *, avx2: bool, ma
     environment = vllm_environment(python)
     if avx2:
         environment = {**environment, "PYTHONPATH": str(other_engines.script("avx2"))}
-    note = f"{VLLM_PRECISIONS[name]}, prefix cache on"
+    note = f"{VLLM[0]}, {VLLM_PRECISIONS[name]}, prefix cache on"
     return Launch(name=name, command=command, environment=environment, note=note)
 
 
@@ -310,16 +314,17 @@ def _llama_cpp(name: str, model: Path, other_engines: OtherEngines, *, avx2: boo
     return Launch(
         name=name,
         command=LlamaCpp(other_engines, program, avx2=avx2).command(model, precision, cores(), slots),
-        note=f"{SOURCES[program].title}, text model in {text}, vision encoder in bfloat16",
+        note=f"{SOURCES[program].package}, text model in {text}, vision encoder in bfloat16",
         reuses_connections=False,
     )
 
 
 def _mnn(name: str, model: Path, other_engines: OtherEngines) -> Launch:
     bits = int(name.removeprefix("mnn-int"))
+    python = str(other_engines.mnn())  # creating the environment deletes what is in its folder
     arguments = (str(other_engines.script("mnn_server.py")), str(other_engines.exported_for_mnn(model, bits)), "{port}")
-    command = (str(other_engines.mnn()), *arguments, str(cores()), str(model))
-    note = f"text model in {bits} bits, vision encoder in its exporter's default format, one request at a time"
+    command = (python, *arguments, str(cores()), str(model))
+    note = f"{MNN[0]}, text model in {bits} bits, encoder in its exporter's default format, one request at a time"
     return Launch(name=name, command=command, note=note)
 
 

@@ -82,12 +82,7 @@ class OtherEngines:
         Raises:
             SetupMissing: it cannot be installed.
         """
-        python, made = self.environment("vllm", VLLM)
-        if made:
-            _rename_distribution(packages_folder(python))
-            _repair_torchvision(python)
-            finish(python)
-        return python
+        return self.environment("vllm", VLLM, _repair_vllm)
 
     def quantized_for_vllm(self, model: Path, precision: str) -> Path:
         """Return a copy of a checkpoint that vLLM's CPU build runs with weights of `precision` (int8 or int4).
@@ -104,22 +99,15 @@ class OtherEngines:
 
     def openvino(self) -> Path:
         """Return the interpreter of OpenVINO GenAI; raises like `vllm`."""
-        return self._repaired("openvino", OPENVINO)
+        return self.environment("openvino", OPENVINO, _repair_torchvision)
 
     def mnn(self) -> Path:
         """Return the interpreter of MNN and its exporter; raises like `vllm`."""
-        return self._repaired("mnn", MNN)
+        return self.environment("mnn", MNN, _repair_torchvision)
 
     def sentence_transformers(self) -> Path:
         """Return the interpreter of sentence-transformers; raises like `vllm`."""
-        return self._repaired("sentence-transformers", SENTENCE_TRANSFORMERS)
-
-    def _repaired(self, name: str, packages: tuple[str, ...]) -> Path:
-        python, made = self.environment(name, packages)
-        if made:
-            _repair_torchvision(python)
-            finish(python)
-        return python
+        return self.environment("sentence-transformers", SENTENCE_TRANSFORMERS, _repair_torchvision)
 
     def exported_for_mnn(self, model: Path, bits: int) -> Path:
         """Return a checkpoint converted for MNN, with weights of `bits` bits.
@@ -184,21 +172,29 @@ class OtherEngines:
         """Return a script to be run by another engine's interpreter."""
         return Path(__file__).parent / "other_engines" / name
 
-    def environment(self, name: str, packages: tuple[str, ...]) -> tuple[Path, bool]:
-        """Return the interpreter of an environment, and whether it was just created and `finish` has to be called.
+    def environment(self, name: str, packages: tuple[str, ...], repair: Callable[[Path], None] | None = None) -> Path:
+        """Return the interpreter of an environment with these packages, which replaces one with others.
+
+        Args:
+            name: the name of its folder.
+            packages: their requirements.
+            repair: called with its interpreter after the installation.
 
         Raises:
             SetupMissing: it cannot be created.
         """
         folder = self.folder / name
-        python = folder / "bin" / "python"
-        if (folder / "ready").exists():
-            return python, False
+        python, ready = folder / "bin" / "python", folder / "ready"
+        if ready.exists() and ready.read_text().splitlines() == list(packages):
+            return python
         print(f"installing {name} in {folder} (some GB) ...", flush=True)
         shutil.rmtree(folder, ignore_errors=True)
         run(_python_311(), "-m", "venv", str(folder))
         run(str(python), "-m", "pip", "install", "-q", *packages)
-        return python, True
+        if repair:
+            repair(python)
+        ready.write_text("\n".join(packages))
+        return python
 
 
 def _python_311() -> str:
@@ -206,6 +202,11 @@ def _python_311() -> str:
     if found is None:
         raise SetupMissing("needs Python 3.11, which is not installed here")
     return found
+
+
+def _repair_vllm(python: Path) -> None:
+    _rename_distribution(packages_folder(python))
+    _repair_torchvision(python)
 
 
 def _rename_distribution(packages: Path) -> None:
@@ -229,11 +230,6 @@ def _remove_prefix(model: Path, folder: Path) -> None:
             save_file(tensors, folder / file.name, metadata={"format": "pt"})
         else:
             (folder / file.name).symlink_to(file.resolve())
-
-
-def finish(python: Path) -> None:
-    """Mark an environment as complete."""
-    (python.parent.parent / "ready").touch()
 
 
 def _repair_torchvision(python: Path) -> None:

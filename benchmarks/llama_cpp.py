@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from dashinfer_vlm_core.kernels.devices import cpu_flags
 
-from .environments import OtherEngines, finish, packages_folder, run
+from .environments import OtherEngines, packages_folder, run
 
 TOOLS = ("cmake==4.1.2", "ninja==1.13.0", "sentencepiece==0.2.1")
 CMAKE_OPTIONS = (
@@ -69,7 +69,7 @@ SOURCES = {
         options=("--jinja", "--run-time-repack"),
     ),
 }
-"""By the first part of an engine's name, which is also the folder of its builds."""
+"""By the first part of an engine's name. The package is also the folder of its builds and of converted checkpoints."""
 
 
 class Gguf(NamedTuple):
@@ -102,7 +102,7 @@ class LlamaCpp:
         self._other_engines = other_engines
         self._build_name, self._instructions = ("build-avx2", AVX2) if avx2 else _native_build()
         self._sources = SOURCES[name]
-        self._folder = other_engines.folder / name
+        self._folder = other_engines.folder / self._sources.package.replace("==", "-")
         # The fork reads the original's files.
         self._converter = self if name == "llama" else LlamaCpp(other_engines, "llama", avx2=avx2)
 
@@ -156,10 +156,7 @@ class LlamaCpp:
 
     def _tools(self) -> Path:
         """Return the interpreter of the environment with the build tools."""
-        python, created = self._other_engines.environment("llama-tools", TOOLS)
-        if created:
-            finish(python)
-        return python
+        return self._other_engines.environment("llama-tools", TOOLS)
 
     def _source_folder(self) -> Path:
         return self._folder / "sources" / self._sources.folder

@@ -10,7 +10,7 @@ from pathlib import Path
 from .checkpoint_files import write_json
 from .compare import IN_PROCESS, OURS
 from .engines import Launch, other_engine, ours
-from .environments import OtherEngines
+from .environments import OPENVINO, SENTENCE_TRANSFORMERS, VLLM, OtherEngines
 from .limits import cores
 from .models import checkpoint
 
@@ -46,17 +46,18 @@ def embedding_launch(name: str, model: Path, other_engines: OtherEngines, max_pi
         launch = other_engine(name, model, other_engines, max_pixels=max_pixels)
         # The last option counts: with 2,048 tokens in a step, a page would take two.
         pooling = ("--runner", "pooling", "--convert", "embed", "--max-num-batched-tokens", "4096")
-        return replace(launch, command=(*launch.command, *pooling), note="pooling runner, bfloat16")
+        return replace(launch, command=(*launch.command, *pooling), note=f"{VLLM[0]}, pooling runner, bfloat16")
     if name == "openvino":
         python = other_engines.openvino()
         exported = other_engines.exported_for_embeddings(model)
         script = str(other_engines.script("openvino_embedding_server.py"))
         command = (str(python), script, str(exported), "{port}", str(cores()))
-        return Launch(name=name, command=command, note="GenAI's EmbeddingPipeline, texts in batches")
+        return Launch(name=name, command=command, note=f"{OPENVINO[0]}, EmbeddingPipeline, texts in batches")
     python = other_engines.sentence_transformers()
     script = str(other_engines.script("sentence_transformers_server.py"))
     command = (str(python), script, str(model), "{port}", str(max_pixels))
-    return Launch(name=name, command=command, note="encode() over the waiting requests, bfloat16")
+    note = f"{SENTENCE_TRANSFORMERS[0]}, encode() over the waiting requests, bfloat16"
+    return Launch(name=name, command=command, note=note)
 
 
 def embedding_checkpoint(name: str, folder: Path) -> Path:

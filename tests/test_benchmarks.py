@@ -17,6 +17,7 @@ from benchmarks import (
     attacks,
     camera_day,
     documents,
+    environments,
     formats,
     limits,
     models,
@@ -175,6 +176,21 @@ def test_documents_measures_a_page(tiny_checkpoint, tmp_path, capsys):
     assert reading.peak_bytes > 0
     assert json.loads((tmp_path / "raw.json").read_text())[0]["seconds"] == reading.seconds
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"| {tiny_checkpoint.name} | ours | ")
+
+
+def test_environment_is_replaced_when_its_packages_change(monkeypatch, tmp_path):
+    ran = []
+
+    def run(*command):
+        ran.append(command[-1])
+        (tmp_path / "name").mkdir(exist_ok=True)
+
+    monkeypatch.setattr(environments, "run", run)
+    monkeypatch.setattr(environments, "_python_311", lambda: "python3.11")
+    engines = environments.OtherEngines(tmp_path)
+    for version in (1, 1, 2):
+        engines.environment("name", (f"package=={version}",))
+    assert ran == [str(tmp_path / "name"), "package==1", str(tmp_path / "name"), "package==2"]
 
 
 def test_pooling_compares_with_the_best_other_engine():
