@@ -20,7 +20,6 @@ import contextlib
 import json
 import os
 import random
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +32,7 @@ from .environments import OTHER_ENGINES_FOLDER, OtherEngines
 from .limits import image_seconds, measure_rates, step_seconds
 from .models import CACHE, checkpoint, model_names
 from .report import LIMIT, Results, Row, markdown, raw
+from .rounds import describe, say
 from .workloads import TPOT, TTFT, Run, Workload, run, workloads
 
 IN_PROCESS = "in-process"
@@ -123,7 +123,7 @@ def _write(results: Results, folder: Path) -> str:
 
 
 def _round(plan: Plan, contenders: list[Contender], results: Results, number: int) -> None:
-    """Measure everything once; engines that have ended are noted, and removed from `contenders`."""
+    """Measure everything once; engines that do not respond are noted, and removed from `contenders`."""
     order = random.Random(f"order {number}")
     rates = measure_rates()
     results.rates.append(rates)
@@ -135,12 +135,13 @@ def _round(plan: Plan, contenders: list[Contender], results: Results, number: in
                 _measure(contender, name, plan.workloads[name], results, number)
             except RuntimeError as error:
                 contenders.remove(contender)
-                results.notes.append(f"{contender.name} ended before {name} of round {number + 1}: {error}")
+                left_out = f"{contender.name} is left out from {name} of round {number + 1} on"
+                results.notes.append(f"{left_out}: {describe(error)}")
     _note_limits(plan, results, number)
 
 
 def _measure(contender: Contender, name: str, workload: Workload, results: Results, number: int) -> None:
-    _say(f"round {number + 1}: {name} on {contender.name}")
+    say(f"round {number + 1}: {name} on {contender.name}")
     contender.resume()
     try:
         done = asyncio.run(_run(contender, workload, f"{number} {name}"))
@@ -164,12 +165,12 @@ def _start(plan: Plan, results: Results, stack: contextlib.ExitStack) -> list[Co
     contenders: list[Contender] = []
     for given in plan.engines:
         name = given.partition("=")[0]
-        _say(f"starting {name}")
+        say(f"starting {name}")
         try:
             contender = _open(given, plan, results)
         except (DashInferVLMError, RuntimeError) as error:
-            _say(f"{name} is skipped:  {error}")
-            results.notes.append(f"{name} is skipped:  {str(error).splitlines()[0]}")
+            say(f"{name} is skipped:  {error}")
+            results.notes.append(f"{name} is skipped: {describe(error)}")
             continue
         stack.callback(contender.stop)
         asyncio.run(_warm_up(contender))
@@ -205,7 +206,7 @@ async def _warm_up(contender: Contender) -> None:
         for name in WARM_UP:
             done = await run(target, workloads(quick=True)[name], f"warm {name}")
             for fault in dict.fromkeys(sample.fault for sample in done.samples if sample.fault):
-                _say(f"during warm-up with {name}: {fault}")
+                say(f"during warm-up with {name}: {fault}")
 
 
 def _note_limits(plan: Plan, results: Results, number: int) -> None:
@@ -226,10 +227,6 @@ def _note_memory(contenders: list[Contender], results: Results) -> None:
     for contender in contenders:
         if isinstance(contender, Server):
             results.add(row, contender.name, 0, contender.peak_bytes() / 1e9)
-
-
-def _say(what: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')}  {what}", flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:

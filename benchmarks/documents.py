@@ -31,6 +31,7 @@ from .compare import IN_PROCESS, OPTIONAL_ENGINES, OTHER_ENGINES, OURS
 from .engines import MAX_PIXELS, Launch, Server, end_with_us, other_engine, ours
 from .environments import OTHER_ENGINES_FOLDER, OtherEngines
 from .models import CACHE, checkpoint
+from .rounds import describe, say
 from .workloads import words
 
 WIDTH, HEIGHT = 1240, 1754
@@ -69,10 +70,14 @@ class Reading:
 
 @dataclass(kw_only=True)
 class Table:
-    """The readings by model and engine, and notes on engines that could not run."""
+    """The readings by model and engine, and notes on engines."""
 
     readings: dict[tuple[str, str], list[Reading]] = field(default_factory=lambda: defaultdict(list))
     notes: list[str] = field(default_factory=list)
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
 
     def lines(self) -> Iterator[str]:
         """Yield the rows of a Markdown table, with the medians of the rounds."""
@@ -91,7 +96,7 @@ class Table:
                 f"| {model} | {engine} | {middle:.1f} | {seconds[0]:.1f} to {seconds[-1]:.1f} | {3600 / middle:.0f} "
                 f"| {found[0].prompt_tokens} | {ttft:.1f} | {1000 * tpot:.1f} | {memory:.2f} |"
             )
-        yield from self.notes
+        yield from (f"* {note}" for note in self.notes)
 
 
 def main(arguments: Sequence[str] | None = None) -> Table:
@@ -168,22 +173,24 @@ def _run(options: argparse.Namespace, table: Table) -> None:
         for number in range(options.rounds):
             names = options.engines.split(",")
             for name in random.Random(f"order {number}").sample(names, len(names)):
-                if any(note.startswith(f"* {model}, {name}:") for note in table.notes):
+                if any(note.startswith(f"{model}, {name}:") for note in table.notes):
                     continue
-                _say(f"{model}, round {number + 1}: {name}")
+                say(f"{model}, round {number + 1}: {name}")
                 try:
-                    reading = _measure(name, model, folder, number, options)
+                    reading = _measure(name, model, folder, number, options, table)
                 except RuntimeError as error:
-                    table.notes.append(f"* {model}, {name}: {str(error).splitlines()[0]}")
+                    table.note(f"{model}, {name}: {describe(error)}")
                     continue
-                _say(f"  {reading.seconds_per_page:.1f} s per page, {reading.prompt_tokens} tokens of a prompt")
+                say(f"  {reading.seconds_per_page:.1f} s per page, {reading.prompt_tokens} tokens of a prompt")
                 table.readings[model, name].append(reading)
 
 
-def _measure(name: str, model: str, folder: Path, number: int, options: argparse.Namespace) -> Reading:
+def _measure(name: str, model: str, folder: Path, number: int, options: argparse.Namespace, table: Table) -> Reading:
     size = (options.width, options.height)
     users = options.documents or 1
     launch = _launch(name, folder, OtherEngines(options.other_engines.expanduser()), size, users)
+    if launch.note:
+        table.note(f"{name}: {launch.note}")
     pages = talks(f"{model} {number}", options.documents, tokens=options.tokens, size=size)
     warm = talks(f"warm {model} {number}", 0, tokens=8, size=(size[0] // 4, size[1] // 4))
     return read(launch, options.logs / f"{model}-{name}.log", pages, warm, users)
@@ -222,10 +229,6 @@ def _raw(table: Table) -> list[dict[str, Any]]:
         for (model, engine), readings in table.readings.items()
         for reading in readings
     ]
-
-
-def _say(what: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')}  {what}", flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:

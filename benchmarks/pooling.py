@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import json
 import random
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from .pooling_engines import DEFAULT, ENGINES, embedding_checkpoint, embedding_l
 from .pooling_load import MAX_PIXELS, WORKLOADS, Embedded, embed
 from .pooling_table import Table
 from .report import LIMIT
+from .rounds import describe, say
 
 
 def main(arguments: Sequence[str] | None = None) -> Table:
@@ -53,11 +53,11 @@ def _round(model: Path, number: int, options: argparse.Namespace, table: Table) 
     names = options.engines.split(",")
     found: dict[str, dict[str, Embedded]] = {}
     for name in random.Random(f"order {number}").sample(names, len(names)):
-        _say(f"{model.name}, round {number + 1}: {name}")
+        say(f"{model.name}, round {number + 1}: {name}")
         try:
             found[name] = _measure(name, model, number, options, table)
         except RuntimeError as error:
-            table.note(f"{model.name}, {name}: {' '.join(str(error).split())[:400]}")
+            table.note(f"{model.name}, {name}: {describe(error)}")
     for name, results in found.items():
         for workload, embedded in results.items():
             table.rates[model.name, name, workload][number] = embedded.items_per_second
@@ -84,18 +84,14 @@ def _measure(name: str, model: Path, number: int, options: argparse.Namespace, t
                 asyncio.run(embed(server.base, load.bodies(f"warm {number} {workload}", 1)))
                 results[workload] = asyncio.run(embed(server.base, load.bodies(f"{number} {workload}", count)))
             except RuntimeError as error:
-                table.note(f"{model.name}, {name}, {workload}: {' '.join(str(error).split())[:400]}")
+                table.note(f"{model.name}, {name}, {workload}: {describe(error)}")
                 continue
-            _say(f"  {workload}: {results[workload].items_per_second:.3g} per s")
+            say(f"  {workload}: {results[workload].items_per_second:.3g} per s")
         peak = server.peak_bytes()
     finally:
         server.stop()
     table.peaks[model.name, name] = max(peak, table.peaks.get((model.name, name), 0))
     return results
-
-
-def _say(what: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')}  {what}", flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:

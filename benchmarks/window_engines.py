@@ -17,6 +17,7 @@ from .client import HTTPTarget, Sample, Talk, load
 from .compare import OURS
 from .engines import Launch, Server, configured, other_engine
 from .environments import OtherEngines
+from .rounds import describe
 from .workloads import jpeg, question_part
 
 VLLM_OPTIONS = (
@@ -123,7 +124,7 @@ def compare(
             launch = _launch(name, config, other_engines, logs)
             responses = _measure(launch, logs / f"windows-{name}.log", encode, requested)
         except RuntimeError as error:
-            notes.append(f"* {name}: {' '.join(str(error).split())[:400]}")
+            notes.append(f"* {name}: {describe(error)}")
             continue
         yield from _rows(name, responses)
         remarks = filter(None, (launch.note, "frames as images" if encode is images else ""))

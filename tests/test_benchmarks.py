@@ -32,6 +32,7 @@ from benchmarks import (
     workloads,
 )
 from benchmarks.client import Sample
+from benchmarks.engines import Launch
 from benchmarks.estimates import Measurement
 from benchmarks.model_table import FORMATS, MODELS, disk_bytes, model_table
 from benchmarks.pooling_table import Table
@@ -191,6 +192,16 @@ def test_environment_is_replaced_when_its_packages_change(monkeypatch, tmp_path)
     for version in (1, 1, 2):
         engines.environment("name", (f"package=={version}",))
     assert ran == [str(tmp_path / "name"), "package==1", str(tmp_path / "name"), "package==2"]
+
+
+def test_documents_notes_why_an_engine_ended(monkeypatch, tiny_checkpoint, tmp_path):
+    command = (sys.executable, "-c", "import sys; sys.exit('loading\\nout of memory')")
+    launch = Launch(name="ours", command=command, note="loads twice")
+    monkeypatch.setattr(documents, "_launch", lambda *_: launch)
+    arguments = ["--models", str(tiny_checkpoint), "--engines", "ours", "--rounds", "2", "--logs", str(tmp_path)]
+    table = documents.main([*arguments, "--width", "112", "--height", "168"])
+    failure = f"{tiny_checkpoint.name}, ours: ours ended with 1: loading out of memory"
+    assert list(table.lines())[2:] == ["* ours: loads twice", f"* {failure}"]
 
 
 def test_pooling_compares_with_the_best_other_engine():

@@ -60,7 +60,7 @@ def test_time_to_ready_is_that_of_each_engine(results):
 def test_engine_that_ends_is_noted_and_the_others_are_measured(results):
     measured = {name for row in results.rows if row.workload != "ready" for name in results.figures[row]}
     assert measured == {"steady", "other", LIMIT}
-    assert [note for note in results.notes if note.startswith("ending ended before ")]
+    assert [note for note in results.notes if note.startswith("ending is left out from ")]
 
 
 def test_missing_server_is_a_runtime_error():
