@@ -32,7 +32,7 @@ from .environments import OTHER_ENGINES_FOLDER, OtherEngines
 from .limits import image_seconds, measure_rates, step_seconds
 from .models import CACHE, checkpoint, model_names
 from .report import LIMIT, Results, Row, markdown, raw
-from .rounds import describe, say
+from .rounds import describe, names_of, say
 from .workloads import TPOT, TTFT, Run, Workload, run, workloads
 
 IN_PROCESS = "in-process"
@@ -49,6 +49,7 @@ OPTIONAL_ENGINES = (
     "ik-llama-q4", "mnn-int8", "mnn-int4",
 )  # fmt: skip
 """Other engines that are compared only if they are named: they take long to build, or serve one request at a time."""
+ENGINES = (*OURS, *OTHER_ENGINES, *OPTIONAL_ENGINES)
 DEFAULT = ("ours", IN_PROCESS, *OTHER_ENGINES)
 OVERHEAD = ("fresh-1", "fresh-4", "decode-1", "decode-8")
 """Workloads that are also measured without the server: one image, several, and decode steps only."""
@@ -238,13 +239,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--engines",
+        type=names_of(ENGINES, optional=True),
         default=",".join(DEFAULT),
-        help=f"of {', '.join((*OURS, *OTHER_ENGINES, *OPTIONAL_ENGINES))} (%(default)s); first is the base",
+        help=f"of {', '.join(ENGINES)} (%(default)s); first is the base",
     )
     parser.add_argument(
-        "--engine", action="append", default=[], metavar="NAME=COMMAND", help="an additional engine; see above"
+        "--engine",
+        type=_engine,
+        action="append",
+        default=[],
+        metavar="NAME=COMMAND",
+        help="an additional engine; see above",
     )
-    parser.add_argument("--workloads", help=f"of {', '.join(workloads())}; all by default")
+    names = ",".join(workloads())
+    parser.add_argument("--workloads", type=names_of(workloads()), default=names, help="(%(default)s)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--quick", action="store_true", help="fewer and shorter responses, to check that everything works"
@@ -254,20 +262,23 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _engine(value: str) -> str:
+    name, found, _ = value.partition("=")
+    if not name or not (found or name in ENGINES):
+        raise argparse.ArgumentTypeError(f"{value!r} is neither NAME=COMMAND nor one of {', '.join(ENGINES)}")
+    return value
+
+
 def _plan(given: argparse.Namespace) -> Plan:
     known = workloads(quick=given.quick)
-    names = given.workloads.split(",") if given.workloads else list(known)
-    engines = [name for name in given.engines.split(",") if name]
-    unknown = [name for name in engines if name not in (*OURS, *OTHER_ENGINES, *OPTIONAL_ENGINES)] + [
-        name for name in names if name not in known
-    ]
-    if unknown:
-        raise SystemExit(f"Unknown names: {', '.join(unknown)}. See --help for the names.")
+    engines = (*given.engines, *given.engine)
+    if len({engine.partition("=")[0] for engine in engines}) < len(engines):
+        raise SystemExit("--engine: two engines have the same name.")
     return Plan(
         name=Path(given.model).name,
         model=checkpoint(given.model, given.models),
-        engines=(*engines, *given.engine),
-        workloads={name: known[name] for name in names},
+        engines=engines,
+        workloads={name: known[name] for name in given.workloads},
         rounds=given.rounds,
         other_engines=OtherEngines(given.other_engines.expanduser()),
         out=given.out,

@@ -31,7 +31,7 @@ from .compare import IN_PROCESS, OPTIONAL_ENGINES, OTHER_ENGINES, OURS
 from .engines import MAX_PIXELS, Launch, Server, end_with_us, other_engine, ours
 from .environments import OTHER_ENGINES_FOLDER, OtherEngines
 from .models import CACHE, checkpoint
-from .rounds import describe, say
+from .rounds import describe, names_of, say
 from .workloads import words
 
 WIDTH, HEIGHT = 1240, 1754
@@ -101,8 +101,6 @@ class Table:
 
 def main(arguments: Sequence[str] | None = None) -> Table:
     options = _parser().parse_args(arguments)
-    if unknown := set(options.engines.split(",")) - set(ENGINES):
-        raise SystemExit(f"Unknown engines: {', '.join(sorted(unknown))}. Known are: {', '.join(ENGINES)}.")
     table = Table()
     try:
         with end_with_us():
@@ -168,11 +166,10 @@ def read(launch: Launch, log: Path, pages: Sequence[Talk], warm: Sequence[Talk],
 
 
 def _run(options: argparse.Namespace, table: Table) -> None:
-    for given in options.models.split(","):
-        folder, model = checkpoint(given, options.model_folder), Path(given).name
+    models = {Path(name).name: checkpoint(name, options.model_folder) for name in options.models.split(",")}
+    for model, folder in models.items():
         for number in range(options.rounds):
-            names = options.engines.split(",")
-            for name in random.Random(f"order {number}").sample(names, len(names)):
+            for name in random.Random(f"order {number}").sample(options.engines, len(options.engines)):
                 if any(note.startswith(f"{model}, {name}:") for note in table.notes):
                     continue
                 say(f"{model}, round {number + 1}: {name}")
@@ -234,7 +231,9 @@ def _raw(table: Table) -> list[dict[str, Any]]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="mineru2.5,qwen3.5-0.8b", help="names of models (%(default)s)")
-    parser.add_argument("--engines", default=",".join(DEFAULT), help=f"of {', '.join(ENGINES)} (%(default)s)")
+    parser.add_argument(
+        "--engines", type=names_of(ENGINES), default=",".join(DEFAULT), help=f"of {', '.join(ENGINES)} (%(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--documents", type=int, default=0, help=f"users with {PAGES} pages each; by default, one with one page"

@@ -224,14 +224,8 @@ def configured(name: str, config: EngineConfig, folder: Path, *options: str) -> 
 
 
 def custom(given: str, model: str) -> Launch:
-    """Parse NAME=COMMAND, with {model} and {port} in the command, or NAME=--OPTION ... for this project's server.
-
-    Raises:
-        ValueError: the name is missing.
-    """
-    name, found, command = given.partition("=")
-    if not found or not name:
-        raise ValueError(f"{given!r} is not NAME=COMMAND")
+    """Parse NAME=COMMAND, with {model} and {port} in the command, or NAME=--OPTION ... for this project's server."""
+    name, _, command = given.partition("=")
     parts = shlex.split(command)
     if not parts or parts[0].startswith("--"):
         return ours(name, model, *parts)
@@ -259,6 +253,7 @@ def other_engine(
 
     Raises:
         SetupMissing: it cannot be installed here, or it cannot be restricted.
+        ValueError: there is no such engine.
     """
     if name in VLLM_PRECISIONS:
         return _vllm(name, model, other_engines, avx2=avx2, max_pixels=max_pixels)
@@ -275,6 +270,8 @@ def other_engine(
         if avx2:
             raise SetupMissing("it chooses instructions by the processor alone")
         return _mnn(name, model, other_engines)
+    if not name.startswith("openvino-"):
+        raise ValueError(f"there is no engine {name!r}")
     precision = name.removeprefix("openvino-")
     python = other_engines.openvino()
     exported = other_engines.exported(model, precision)

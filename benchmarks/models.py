@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from benchmarks.checkpoint_files import IDS, PIXELS, vision_token_ids, write_json, write_tokenizer
 from dashinfer_vlm_core import EngineConfig
+from dashinfer_vlm_core.errors import CheckpointError
 from dashinfer_vlm_core.models.checkpoint import find_model
 from dashinfer_vlm_core.plugins import load_plugins
 
@@ -68,10 +69,17 @@ SHAPES = {
 
 
 def checkpoint(name: str, folder: Path = CACHE) -> Path:
-    """Return the folder of a model: one of `model_names()`, created in `folder` on demand, or any loadable model."""
+    """Return the folder of a model: one of `model_names()`, created in `folder` on demand, or any loadable model.
+
+    Raises:
+        SystemExit: there is no such model.
+    """
     if name in model_names():
         return ensure_model(name, folder.expanduser())
-    return find_model(name, registered=load_plugins().models, revision=None)
+    try:
+        return find_model(name, registered=load_plugins().models, revision=None)
+    except CheckpointError as error:
+        raise SystemExit(f"{error.message} Benchmarks also create {', '.join(model_names())}.") from error
 
 
 def model_names() -> tuple[str, ...]:

@@ -26,19 +26,16 @@ from .pooling_engines import DEFAULT, ENGINES, embedding_checkpoint, embedding_l
 from .pooling_load import MAX_PIXELS, WORKLOADS, Embedded, embed
 from .pooling_table import Table
 from .report import LIMIT
-from .rounds import describe, say
+from .rounds import describe, names_of, say
 
 
 def main(arguments: Sequence[str] | None = None) -> Table:
     options = _parser().parse_args(arguments)
-    for names, known in ((options.engines, ENGINES), (options.workloads, tuple(WORKLOADS))):
-        if unknown := [name for name in names.split(",") if name not in known]:
-            raise SystemExit(f"Unknown names: {', '.join(unknown)}. Known are: {', '.join(known)}.")
-    table = Table(base=options.engines.split(",")[0])
+    models = [embedding_checkpoint(name, options.model_folder) for name in options.models.split(",")]
+    table = Table(base=options.engines[0])
     try:
         with end_with_us():
-            for given in options.models.split(","):
-                model = embedding_checkpoint(given, options.model_folder)
+            for model in models:
                 for number in range(options.rounds):
                     _round(model, number, options, table)
     finally:  # print partial results of an interrupted run too
@@ -50,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> Table:
 
 def _round(model: Path, number: int, options: argparse.Namespace, table: Table) -> None:
     gflop_s = measure_rates().bf16_gflop_s
-    names = options.engines.split(",")
+    names = options.engines
     found: dict[str, dict[str, Embedded]] = {}
     for name in random.Random(f"order {number}").sample(names, len(names)):
         say(f"{model.name}, round {number + 1}: {name}")
@@ -77,7 +74,7 @@ def _measure(name: str, model: Path, number: int, options: argparse.Namespace, t
     results: dict[str, Embedded] = {}
     server = Server(launch, options.logs / f"{model.name}-{name}.log")
     try:
-        for workload in options.workloads.split(","):
+        for workload in options.workloads:
             load = WORKLOADS[workload]
             count = load.quick if options.quick else load.count
             try:
@@ -98,9 +95,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="small,qwen3-vl-2b", help="names or folders of models (%(default)s)")
     parser.add_argument(
-        "--engines", default=",".join(DEFAULT), help=f"of {', '.join(ENGINES)} (%(default)s); first is the base"
+        "--engines",
+        type=names_of(ENGINES),
+        default=",".join(DEFAULT),
+        help=f"of {', '.join(ENGINES)} (%(default)s); first is the base",
     )
-    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="(%(default)s)")
+    parser.add_argument("--workloads", type=names_of(WORKLOADS), default=",".join(WORKLOADS), help="(%(default)s)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="fewer inputs, to check that everything works")
     parser.add_argument("--model-folder", type=Path, default=CACHE, help="where models are created (%(default)s)")

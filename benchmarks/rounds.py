@@ -3,6 +3,22 @@
 from __future__ import annotations
 
 import time
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Collection
+
+
+def names_of(known: Collection[str], *, optional: bool = False) -> Callable[[str], list[str]]:
+    """Return the type of an option whose value is NAME,NAME, without repetitions; an empty one has to be `optional`."""
+
+    def parse(value: str) -> list[str]:
+        names = value.split(",") if value or not optional else []
+        if unknown := [name for name in names if name not in known]:
+            raise ArgumentTypeError(f"unknown: {', '.join(unknown)}; choose from {', '.join(known)}")
+        if len(set(names)) < len(names):
+            raise ArgumentTypeError("a name is repeated")
+        return names
+
+    return parse
 
 
 def say(what: str) -> None:

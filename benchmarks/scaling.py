@@ -21,7 +21,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from dashinfer_vlm_core.errors import CheckpointError
 from dashinfer_vlm_core.kernels.devices import cpu_model
 from dashinfer_vlm_core.kernels.threads import Machine
 
@@ -130,10 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="small", help="(%(default)s)")
     parser.add_argument("--rounds", type=int, default=3)
     given, options = parser.parse_known_args(arguments)
-    try:
-        model = checkpoint(given.model)
-    except CheckpointError as error:
-        parser.error(error.message)
+    model = checkpoint(given.model)
     counts = core_counts(len(Machine.read().fast_cores()))
     with end_with_us(), tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         servers = {}

@@ -22,7 +22,6 @@ import aiohttp
 
 from dashinfer_vlm_core import EngineConfig
 from dashinfer_vlm_core.engine.managed_models import estimate_bytes
-from dashinfer_vlm_core.errors import CheckpointError
 
 from .client import HTTPTarget, Sample, Talk, load
 from .engines import Server, end_with_us, ours
@@ -163,10 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="small", help="(%(default)s)")
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args(arguments)
-    try:
-        model = checkpoint(given.model)
-    except CheckpointError as error:
-        parser.error(error.message)
+    model = checkpoint(given.model)
     with end_with_us(), tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
 
         def start(name: str, *options: str) -> Server:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from benchmarks import (
     attacks,
     camera_day,
+    compare,
     documents,
     environments,
     formats,
@@ -32,7 +33,7 @@ from benchmarks import (
     workloads,
 )
 from benchmarks.client import Sample
-from benchmarks.engines import Launch
+from benchmarks.engines import Launch, other_engine
 from benchmarks.estimates import Measurement
 from benchmarks.model_table import FORMATS, MODELS, disk_bytes, model_table
 from benchmarks.pooling_table import Table
@@ -211,8 +212,6 @@ def test_pooling_compares_with_the_best_other_engine():
             table.rates["m", engine, "images"][number] = rate
     assert "* m, images: ours over openvino: 2.00 (0.50 to 3.00)" in list(table.lines())
     assert "| m | vllm | 2, 1 to 3 |  |" in list(table.lines())
-    with pytest.raises(SystemExit, match="Unknown names: videos"):
-        pooling.main(["--workloads", "videos"])
 
 
 @cases(
@@ -223,6 +222,30 @@ def test_unknown_names_are_reported(command, option, known):
     done = CliRunner().invoke(command, [option, "nf4"])
     assert done.exit_code == 2
     assert f"unknown: nf4; choose from {known}" in " ".join(done.output.split())
+
+
+@cases(
+    ("main", "options", "message"),
+    [
+        (pooling.main, ["--workloads", "videos"], "unknown: videos; choose from texts, images, pages"),
+        (documents.main, ["--engines", "vlm"], "unknown: vlm; choose from ours, "),
+        (documents.main, ["--models", "demo,typo"], "There is no model 'typo'."),
+        (compare.main, ["--model", "typo"], "There is no model 'typo'."),
+        (compare.main, ["--engines", "ours,ours"], "a name is repeated"),
+        (compare.main, ["--engine", "vlm"], "'vlm' is neither NAME=COMMAND nor one of ours, "),
+        (compare.main, ["--engine", "=--prefill-chunk 64"], " is neither NAME=COMMAND nor one of ours, "),
+        (compare.main, ["--engine", "ours=--prefill-chunk 64"], "two engines have the same name"),
+    ],
+)
+def test_names_are_checked_before_the_first_engine_starts(main, options, message, capsys):
+    with pytest.raises(SystemExit) as raised:
+        main(options)
+    assert message in f"{capsys.readouterr().err} {raised.value}"
+
+
+def test_unknown_engine_is_not_taken_for_another(tmp_path):
+    with pytest.raises(ValueError, match="there is no engine 'vlm'"):
+        other_engine("vlm", tmp_path, environments.OtherEngines(tmp_path))
 
 
 def image_tokens(folder, side):
