@@ -14,13 +14,13 @@ import argparse
 import asyncio
 import base64
 import io
-import json
 import random
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,10 @@ from PIL import Image, ImageDraw
 
 from .client import Sample, Talk, load
 from .compare import IN_PROCESS, OPTIONAL_ENGINES, OTHER_ENGINES, OURS
-from .engines import MAX_PIXELS, Launch, Server, end_with_us, other_engine, ours
-from .environments import OTHER_ENGINES_FOLDER, OtherEngines
-from .models import CACHE, checkpoint
-from .rounds import describe, names_of, say
+from .engines import MAX_PIXELS, Launch, Server, other_engine, ours
+from .environments import OtherEngines
+from .models import checkpoint
+from .rounds import add_options, reporting, run_round, say
 from .workloads import words
 
 WIDTH, HEIGHT = 1240, 1754
@@ -98,17 +98,24 @@ class Table:
             )
         yield from (f"* {note}" for note in self.notes)
 
+    def raw(self) -> list[dict[str, Any]]:
+        return [
+            {"model": model, "engine": engine, **asdict(reading)}
+            for (model, engine), readings in self.readings.items()
+            for reading in readings
+        ]
+
 
 def main(arguments: Sequence[str] | None = None) -> Table:
     options = _parser().parse_args(arguments)
+    models = {Path(name).name: checkpoint(name, options.model_folder) for name in options.models.split(",")}
     table = Table()
-    try:
-        with end_with_us():
-            _run(options, table)
-    finally:  # print partial results of an interrupted run too
-        print("\n".join(table.lines()))
-        if options.json and table.readings:
-            options.json.write_text(json.dumps(_raw(table), indent=1))
+    with reporting(table, options.json):
+        for model, folder in models.items():
+            engines = options.engines
+            for number in range(options.rounds):
+                measure = partial(_measure, model=model, folder=folder, number=number, options=options, table=table)
+                engines = list(run_round(model, number, engines, table.note, measure))
     return table
 
 
@@ -165,24 +172,7 @@ def read(launch: Launch, log: Path, pages: Sequence[Talk], warm: Sequence[Talk],
     )
 
 
-def _run(options: argparse.Namespace, table: Table) -> None:
-    models = {Path(name).name: checkpoint(name, options.model_folder) for name in options.models.split(",")}
-    for model, folder in models.items():
-        for number in range(options.rounds):
-            for name in random.Random(f"order {number}").sample(options.engines, len(options.engines)):
-                if any(note.startswith(f"{model}, {name}:") for note in table.notes):
-                    continue
-                say(f"{model}, round {number + 1}: {name}")
-                try:
-                    reading = _measure(name, model, folder, number, options, table)
-                except RuntimeError as error:
-                    table.note(f"{model}, {name}: {describe(error)}")
-                    continue
-                say(f"  {reading.seconds_per_page:.1f} s per page, {reading.prompt_tokens} tokens of a prompt")
-                table.readings[model, name].append(reading)
-
-
-def _measure(name: str, model: str, folder: Path, number: int, options: argparse.Namespace, table: Table) -> Reading:
+def _measure(name: str, *, model: str, folder: Path, number: int, options: argparse.Namespace, table: Table) -> None:
     size = (options.width, options.height)
     users = options.documents or 1
     launch = _launch(name, folder, OtherEngines(options.other_engines.expanduser()), size, users)
@@ -190,7 +180,9 @@ def _measure(name: str, model: str, folder: Path, number: int, options: argparse
         table.note(f"{name}: {launch.note}")
     pages = talks(f"{model} {number}", options.documents, tokens=options.tokens, size=size)
     warm = talks(f"warm {model} {number}", 0, tokens=8, size=(size[0] // 4, size[1] // 4))
-    return read(launch, options.logs / f"{model}-{name}.log", pages, warm, users)
+    reading = read(launch, options.logs / f"{model}-{name}.log", pages, warm, users)
+    say(f"  {reading.seconds_per_page:.1f} s per page, {reading.prompt_tokens} tokens of a prompt")
+    table.readings[model, name].append(reading)
 
 
 def _launch(name: str, model: Path, other_engines: OtherEngines, size: tuple[int, int], users: int) -> Launch:
@@ -211,40 +203,15 @@ def _content(png: bytes) -> list[dict[str, Any]]:
     return [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": PROMPT}]
 
 
-def _raw(table: Table) -> list[dict[str, Any]]:
-    return [
-        {
-            "model": model,
-            "engine": engine,
-            "seconds": reading.seconds,
-            "pages": reading.pages,
-            "ttft": reading.ttft,
-            "tpot": reading.tpot,
-            "prompt_tokens": reading.prompt_tokens,
-            "peak_bytes": reading.peak_bytes,
-        }
-        for (model, engine), readings in table.readings.items()
-        for reading in readings
-    ]
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="mineru2.5,qwen3.5-0.8b", help="names of models (%(default)s)")
-    parser.add_argument(
-        "--engines", type=names_of(ENGINES), default=",".join(DEFAULT), help=f"of {', '.join(ENGINES)} (%(default)s)"
-    )
-    parser.add_argument("--rounds", type=int, default=3)
+    add_options(parser, models="mineru2.5,qwen3.5-0.8b", engines=ENGINES, default=DEFAULT)
     parser.add_argument(
         "--documents", type=int, default=0, help=f"users with {PAGES} pages each; by default, one with one page"
     )
     parser.add_argument("--tokens", type=int, default=TOKENS, help="generated tokens of a page (%(default)s)")
     parser.add_argument("--width", type=int, default=WIDTH)
     parser.add_argument("--height", type=int, default=HEIGHT)
-    parser.add_argument("--model-folder", type=Path, default=CACHE, help="where models are created (%(default)s)")
-    parser.add_argument("--other-engines", type=Path, default=OTHER_ENGINES_FOLDER, help="(%(default)s)")
-    parser.add_argument("--logs", type=Path, default=Path(__file__).parent / "results" / "logs", help="(%(default)s)")
-    parser.add_argument("--json", type=Path, help="file for the raw figures")
     return parser
 
 

@@ -13,48 +13,35 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import random
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from .engines import Server, end_with_us
-from .environments import OTHER_ENGINES_FOLDER, OtherEngines
+from .engines import Server
+from .environments import OtherEngines
 from .limits import measure_rates
-from .models import CACHE
 from .pooling_engines import DEFAULT, ENGINES, embedding_checkpoint, embedding_launch
 from .pooling_load import MAX_PIXELS, WORKLOADS, Embedded, embed
 from .pooling_table import Table
 from .report import LIMIT
-from .rounds import describe, names_of, say
+from .rounds import add_options, describe, names_of, reporting, run_round, say
 
 
 def main(arguments: Sequence[str] | None = None) -> Table:
     options = _parser().parse_args(arguments)
     models = [embedding_checkpoint(name, options.model_folder) for name in options.models.split(",")]
     table = Table(base=options.engines[0])
-    try:
-        with end_with_us():
-            for model in models:
-                for number in range(options.rounds):
-                    _round(model, number, options, table)
-    finally:  # print partial results of an interrupted run too
-        print("\n".join(table.lines()))
-        if options.json and table.rates:
-            options.json.write_text(json.dumps(table.raw(), indent=1))
+    with reporting(table, options.json):
+        for model in models:
+            for number in range(options.rounds):
+                _round(model, number, options, table)
     return table
 
 
 def _round(model: Path, number: int, options: argparse.Namespace, table: Table) -> None:
     gflop_s = measure_rates().bf16_gflop_s
-    names = options.engines
-    found: dict[str, dict[str, Embedded]] = {}
-    for name in random.Random(f"order {number}").sample(names, len(names)):
-        say(f"{model.name}, round {number + 1}: {name}")
-        try:
-            found[name] = _measure(name, model, number, options, table)
-        except RuntimeError as error:
-            table.note(f"{model.name}, {name}: {describe(error)}")
+    measure = partial(_measure, model=model, number=number, options=options, table=table)
+    found = run_round(model.name, number, options.engines, table.note, measure)
     for name, results in found.items():
         for workload, embedded in results.items():
             table.rates[model.name, name, workload][number] = embedded.items_per_second
@@ -66,7 +53,7 @@ def _round(model: Path, number: int, options: argparse.Namespace, table: Table) 
                 table.rates[model.name, LIMIT, workload][number] = 1e9 * gflop_s / flop
 
 
-def _measure(name: str, model: Path, number: int, options: argparse.Namespace, table: Table) -> dict[str, Embedded]:
+def _measure(name: str, *, model: Path, number: int, options: argparse.Namespace, table: Table) -> dict[str, Embedded]:
     """Start an engine, compute the embeddings of the workloads, and stop it; what fails is noted."""
     launch = embedding_launch(name, model, OtherEngines(options.other_engines.expanduser()), MAX_PIXELS)
     if launch.note:
@@ -93,20 +80,9 @@ def _measure(name: str, model: Path, number: int, options: argparse.Namespace, t
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="small,qwen3-vl-2b", help="names or folders of models (%(default)s)")
-    parser.add_argument(
-        "--engines",
-        type=names_of(ENGINES),
-        default=",".join(DEFAULT),
-        help=f"of {', '.join(ENGINES)} (%(default)s); first is the base",
-    )
+    add_options(parser, models="small,qwen3-vl-2b", engines=ENGINES, default=DEFAULT)
     parser.add_argument("--workloads", type=names_of(WORKLOADS), default=",".join(WORKLOADS), help="(%(default)s)")
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="fewer inputs, to check that everything works")
-    parser.add_argument("--model-folder", type=Path, default=CACHE, help="where models are created (%(default)s)")
-    parser.add_argument("--other-engines", type=Path, default=OTHER_ENGINES_FOLDER, help="(%(default)s)")
-    parser.add_argument("--logs", type=Path, default=Path(__file__).parent / "results" / "logs", help="(%(default)s)")
-    parser.add_argument("--json", type=Path, help="file for the raw figures")
     return parser
 
 

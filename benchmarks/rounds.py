@@ -1,10 +1,21 @@
-"""What the comparisons of engines have in common."""
+"""What the comparisons of engines have in common: their options, rounds and messages."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import random
 import time
-from argparse import ArgumentTypeError
-from collections.abc import Callable, Collection
+from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .engines import end_with_us
+from .environments import OTHER_ENGINES_FOLDER
+from .models import CACHE
+
+Measured = TypeVar("Measured")
 
 
 def names_of(known: Collection[str], *, optional: bool = False) -> Callable[[str], list[str]]:
@@ -19,6 +30,48 @@ def names_of(known: Collection[str], *, optional: bool = False) -> Callable[[str
         return names
 
     return parse
+
+
+def add_options(parser: ArgumentParser, *, models: str, engines: Collection[str], default: Sequence[str]) -> None:
+    """Add the options of a comparison that loads one engine at a time."""
+    parser.add_argument("--models", default=models, help="names or folders of models (%(default)s)")
+    parser.add_argument(
+        "--engines",
+        type=names_of(engines),
+        default=",".join(default),
+        help=f"of {', '.join(engines)} (%(default)s)",
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model-folder", type=Path, default=CACHE, help="where models are created (%(default)s)")
+    parser.add_argument("--other-engines", type=Path, default=OTHER_ENGINES_FOLDER, help="(%(default)s)")
+    parser.add_argument("--logs", type=Path, default=Path(__file__).parent / "results" / "logs", help="(%(default)s)")
+    parser.add_argument("--json", type=Path, help="file for the raw figures")
+
+
+@contextlib.contextmanager
+def reporting(table: Any, file: Path | None) -> Iterator[None]:
+    """Print the `lines` of a table at the end, also after an interruption, and write its `raw` figures to a file."""
+    try:
+        with end_with_us():
+            yield
+    finally:
+        print("\n".join(table.lines()))
+        if file and (figures := table.raw()):
+            file.write_text(json.dumps(figures, indent=1))
+
+
+def run_round(
+    model: str, number: int, names: Sequence[str], note: Callable[[str], None], measure: Callable[[str], Measured]
+) -> dict[str, Measured]:
+    """Measure engines in random order, and note those that fail."""
+    found = {}
+    for name in random.Random(f"order {number}").sample(names, len(names)):
+        say(f"{model}, round {number + 1}: {name}")
+        try:
+            found[name] = measure(name)
+        except RuntimeError as error:
+            note(f"{model}, {name}: {describe(error)}")
+    return found
 
 
 def say(what: str) -> None:
