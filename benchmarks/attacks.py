@@ -33,7 +33,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
-from .engines import free_port
+from .engines import end_with_us, free_port
 from .hostile_media import HOSTILE, HostileFile
 
 HOST = "127.0.0.1"
@@ -565,7 +565,7 @@ def main(arguments: Sequence[str] | None = None) -> list[str]:
     if not work:
         parser.error(f"--only: no attack contains {options.only!r}. The names are: {[a.name for a in attacks()]}")
     report = Report()
-    with tempfile.TemporaryDirectory() as folder:
+    with end_with_us(), tempfile.TemporaryDirectory() as folder:
         run(options.engine_command, work, seconds=options.seconds, report=report, folder=Path(folder))
     if options.out:
         options.out.write_text("\n".join(report.lines) + "\n")

@@ -135,14 +135,15 @@ class Server:
         return found
 
     def stop(self) -> None:
-        for number in (signal.SIGCONT, signal.SIGTERM):
-            self._signal(number)
         try:
+            for number in (signal.SIGCONT, signal.SIGTERM):
+                self._signal(number)
             self._process.wait(SHUTDOWN_SECONDS)
         except subprocess.TimeoutExpired:
             print(f"{self.name} does not exit and is killed", flush=True)
-        self._signal(signal.SIGKILL)  # also remaining child processes
-        self._process.wait()
+        finally:  # also after an interruption
+            self._signal(signal.SIGKILL)  # also remaining child processes
+            self._process.wait()
 
     def _signal(self, number: signal.Signals) -> None:
         for process in _members(self._process.pid):
@@ -332,16 +333,20 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def end_with_us() -> Iterator[None]:
-    """Turn SIGTERM (for example of `timeout`) into SystemExit, so that no paused engine is left behind."""
+    """Turn SIGTERM (for example of `timeout`) and SIGHUP into SystemExit, so that no paused engine is left behind."""
 
-    def leave(*_: object) -> None:
-        sys.exit(143)
+    def leave(number: int, _frame: object) -> None:
+        sys.exit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, leave)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # as SIGHUP by `nohup`
+            signal.signal(number, leave)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _spawn(command: list[str], environment: dict[str, str], output: IO[bytes]) -> subprocess.Popen[bytes]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import base64
 import contextlib
+import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 FOLDER = Path("examples/pictures")
 READY = re.compile(r"^Serving \S+ \(decoder \S+\) at (\S+)$", re.MULTILINE)
 READY_TIMEOUT = 300.0
+STOP_TIMEOUT = 30.0
 PROGRESS_SECONDS = 4.0
 CURL = """curl {url}/chat/completions -H 'Content-Type: application/json' \\
   -d '{{"messages": [{{"role": "user", "content": [
@@ -74,6 +77,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--keep", action="store_true", help="leave the server running and print a curl command")
     keep = parser.parse_args().keep
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stop the server, too
     with serving(keep=keep) as url:
         client = openai.OpenAI(
             base_url=url, api_key="not needed", http_client=openai.DefaultHttpxClient(trust_env=False)
@@ -179,7 +183,11 @@ def _wait(server: subprocess.Popen[bytes], log: Path) -> str:
 
 def _stop(server: subprocess.Popen[bytes]) -> None:
     server.terminate()
-    server.wait(timeout=30)
+    try:
+        server.wait(timeout=STOP_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
 
 
 def _tail(log: Path, lines: int = 30) -> str:

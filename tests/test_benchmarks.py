@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import shlex
+import signal
 import sys
 from dataclasses import dataclass, replace
 
@@ -33,7 +34,7 @@ from benchmarks import (
     workloads,
 )
 from benchmarks.client import Sample
-from benchmarks.engines import Launch, other_engine
+from benchmarks.engines import Launch, Server, end_with_us, other_engine
 from benchmarks.estimates import Measurement
 from benchmarks.model_table import FORMATS, MODELS, disk_bytes, model_table
 from benchmarks.pooling_table import Table
@@ -212,6 +213,55 @@ def test_pooling_compares_with_the_best_other_engine():
             table.rates["m", engine, "images"][number] = rate
     assert "* m, images: ours over openvino: 2.00 (0.50 to 3.00)" in list(table.lines())
     assert "| m | vllm | 2, 1 to 3 |  |" in list(table.lines())
+
+
+STUBBORN = """
+import http.server
+import os
+import signal
+import sys
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getppid(), signal.SIGUSR1))
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+"""A server that does not end at SIGTERM, at which it interrupts its parent."""
+
+
+def test_server_is_killed_if_its_stop_is_interrupted(tmp_path):
+    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    try:
+        launch = Launch(name="stubborn", command=(sys.executable, "-c", STUBBORN, "{port}"))
+        server = Server(launch, tmp_path / "log")
+        with pytest.raises(KeyboardInterrupt):
+            server.stop()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert server.resident_bytes() == 0
+
+
+@cases("number", [signal.SIGTERM, signal.SIGHUP])
+def test_engines_end_with_the_benchmark(number):
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        with end_with_us():
+            assert callable(signal.getsignal(number))
+            with pytest.raises(SystemExit):
+                signal.raise_signal(number)
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
+
+
+def test_attacked_server_ends_with_the_benchmark(monkeypatch):
+    handlers = []
+    monkeypatch.setattr(attacks, "run", lambda *_, **__: handlers.append(signal.getsignal(signal.SIGTERM)))
+    attacks.main(["--only", "JSON"])
+    assert handlers != [signal.getsignal(signal.SIGTERM)]
 
 
 @cases(
