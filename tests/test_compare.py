@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import sys
 
 import pytest
@@ -16,13 +17,14 @@ from benchmarks.pooling_load import embed
 from benchmarks.report import LIMIT
 from dashinfer_vlm_core.testing import scripted_engine
 
+WIRE = str(OtherEngines.script("."))
 SERVER = f"""
 import itertools
 import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, {str(OtherEngines.script("."))!r})
+sys.path.insert(0, {WIRE!r})
 from wire import serve
 
 requests = itertools.count()
@@ -87,3 +89,10 @@ def test_memory_includes_the_weights(results):
     (row,) = [row for row in results.rows if row.workload == "memory"]
     assert row.title == "peak of all processes"
     assert results.figures[row]["steady"][0] > 0
+
+
+def test_engine_ends_with_its_thread():
+    program = f"import sys, time; sys.path.insert(0, {WIRE!r}); import wire; wire.start(lambda: 1 / 0); time.sleep(60)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert done.returncode == 1
+    assert b"ZeroDivisionError" in done.stderr

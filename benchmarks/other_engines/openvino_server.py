@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import openvino
 import openvino_genai as genai
-from wire import Chat, serve
+from wire import Chat, serve, start
 
 CACHE_GIB = 2
 Tokens = queue.Queue[int | None]
@@ -36,7 +36,7 @@ class Batched:
         self._numbers = itertools.count()
         self._arrived: queue.Queue[tuple[Chat, Tokens]] = queue.Queue()
         self._running: list[tuple[genai.GenerationHandle, Tokens]] = []
-        threading.Thread(target=self._work, daemon=True).start()
+        start(self._work)
 
     def generate(self, chat: Chat) -> Iterator[str]:
         tokens: Tokens = queue.Queue()

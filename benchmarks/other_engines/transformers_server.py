@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import queue
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, GenerationConfig, Qwen2VLForConditionalGeneration, StoppingCriteria
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-from wire import Chat, serve
+from wire import Chat, serve, start
 
 BATCH = 16
 Job = tuple[Chat, "queue.Queue[int | None]"]
@@ -46,7 +45,7 @@ class Batches:
         self._processor = Qwen2VLImageProcessorPil.from_pretrained(model)
         self._model = Qwen2VLForConditionalGeneration.from_pretrained(model, dtype="auto").eval()
         self._waiting: queue.Queue[Job] = queue.Queue()
-        threading.Thread(target=self._work, daemon=True).start()
+        start(self._work)
 
     def generate(self, chat: Chat) -> Iterator[str]:
         tokens: queue.Queue[int | None] = queue.Queue()

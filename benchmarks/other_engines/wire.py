@@ -8,6 +8,9 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
+import threading
+import traceback
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -35,6 +38,19 @@ class Chat(NamedTuple):
 
 Generate = Callable[[Chat], Iterator[str]]
 """The text of each token, as it is decoded."""
+
+
+def start(work: Callable[[], None]) -> None:
+    """Run a thread that does not return. If it fails, the process ends, so that no request waits for it."""
+
+    def run() -> None:
+        try:
+            work()
+        finally:
+            traceback.print_exc()
+            os._exit(1)
+
+    threading.Thread(target=run, daemon=True).start()
 
 
 def serve(generate: Generate, *, model: Path, port: int, mark: Callable[[int], str] | None = None) -> None:
