@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> Results:
         with end_with_us():
             compare(plan, results)
     finally:  # write partial results of an interrupted run too
-        if results.figures:
+        if results.rates:
             print(_write(results, plan.out))
     return results
 

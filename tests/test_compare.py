@@ -40,18 +40,25 @@ serve(generate, model=Path(sys.argv[1]), port=int(sys.argv[2]))
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory, tiny_checkpoint):
-    """Compare three engines, of which one ends, in one round."""
+def run(tmp_path_factory, tiny_checkpoint):
+    """Compare servers in one round, each given the number of the request at which it ends."""
     folder = tmp_path_factory.mktemp("compare")
     (folder / "server.py").write_text(SERVER)
     command = f"{sys.executable} {folder / 'server.py'} {{model}} {{port}}"
-    engines = ["--engines", ""]
-    for name, requests in (("steady", -1), ("other", -1), ("ending", 16)):
-        engines += ["--engine", f"{name}={command} {requests}"]
-    work = ["--workloads", "text-8,decode-1", "--quick", "--rounds", "1"]
+
+    def run(**requests):
+        engines = [each for name, number in requests.items() for each in ("--engine", f"{name}={command} {number}")]
+        work = ["--workloads", "text-8,decode-1", "--quick", "--rounds", "1", "--out", str(folder)]
+        return compare.main(["--model", str(tiny_checkpoint), "--engines", "", *engines, *work])
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def results(run):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compare, "measure_rates", lambda: Rates(read_gb_s=1.0, bf16_gflop_s=1.0, kernels="torch"))
-        return compare.main(["--model", str(tiny_checkpoint), *engines, *work, "--out", str(folder)])
+        return run(steady=-1, other=-1, ending=16)
 
 
 def test_time_to_ready_is_that_of_each_engine(results):
@@ -96,3 +103,12 @@ def test_engine_ends_with_its_thread():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
     assert done.returncode == 1
     assert b"ZeroDivisionError" in done.stderr
+
+
+def test_error_before_the_first_round_is_not_replaced(monkeypatch, run):
+    def fail():
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(compare, "measure_rates", fail)
+    with pytest.raises(ZeroDivisionError):
+        run(steady=-1)
