@@ -120,3 +120,8 @@ def test_window_drops_the_oldest_frames():
         for second in seconds:
             window.ask([second])
     assert sent == [frames_of(seconds[max(0, end - 2) : end]) for end in (1, 2, 3, 4)]
+
+
+def test_simulation_needs_no_source(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["camera.py", "missing", "--simulate", "24"])
+    assert CAMERA.parse_arguments().simulate == 24

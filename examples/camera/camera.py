@@ -224,6 +224,13 @@ def _hours(text: str) -> float:
     return hours
 
 
+def _check_source(parser: argparse.ArgumentParser, source: str) -> None:
+    if "://" not in source and not Path(source).exists():
+        parser.error(f"there is no file or folder {source}: pass one, or an address such as rtsp://")
+    if not Path(source).is_dir() and not importlib.util.find_spec("av"):
+        parser.error("videos need PyAV: run pip install av, or pass a folder of images")
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Ask about the last seconds of a camera, once a second.")
     parser.add_argument("source", nargs="?", default=str(VIDEO), help="images, a video, or an address such as rtsp://")
@@ -233,11 +240,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("camera.html"), help="default: camera.html")
     parser.add_argument("--simulate", type=_hours, metavar="HOURS", help="draw the frames, and do not wait")
     arguments = parser.parse_args()
-    is_stream = "://" in arguments.source
-    if not is_stream and not Path(arguments.source).exists():
-        parser.error(f"there is no file or folder {arguments.source}: pass one, or an address such as rtsp://")
-    if not Path(arguments.source).is_dir() and not importlib.util.find_spec("av"):
-        parser.error("videos need PyAV: run pip install av, or pass a folder of images")
+    if not arguments.simulate:
+        _check_source(parser, arguments.source)
     if arguments.output.is_dir():
         parser.error(f"--output: {arguments.output} is a folder: pass the name of a file")
     return arguments
