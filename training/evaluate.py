@@ -46,6 +46,7 @@ MIXTURES = {
     "centered, any radius": Mixture(scenes.CENTERED_TASKS),
     "unknown, any kind": Mixture(scenes.UNKNOWN_TASKS),
 }
+NAMES = (*scenes.TASKS, *scenes.USER_TASKS, *MIXTURES)
 NAMELESS = (vocabulary.NOT_KNOWN, vocabulary.NO_SHAPES, vocabulary.OUTSIDE)
 """Responses that count as correct if the image shows nothing that the model knows: they name no shape."""
 FIRST_SEED = 1_000_000
@@ -75,7 +76,7 @@ class Result:
 
 def evaluate(answer: Answer, count: int = 300, names: Sequence[str] | None = None) -> Iterator[Result]:
     """Yield the result of each task and then of each mixture; `names` selects some of them."""
-    for name in names or (*scenes.TASKS, *scenes.USER_TASKS, *MIXTURES):
+    for name in names or NAMES:
         samples = [_sample(name, index) for index in range(count)]
         responses = answer(samples)
         wrong = [
@@ -122,12 +123,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m training.evaluate", description=__doc__)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--n", type=int, default=300, help="samples per task")
-    parser.add_argument("--task", action="append", help="only this task; may be given more than once")
+    parser.add_argument(
+        "--task", action="append", choices=NAMES, metavar="NAME", help="only this task; may be given more than once"
+    )
     parser.add_argument("--wrong", type=int, default=0, help="number of wrong responses to show per task")
     parser.add_argument(
         "--engine", choices=("transformers", *OWN_ENGINES), default="transformers", help="engine to run"
     )
     options = parser.parse_args(arguments)
+    if options.n < 1:
+        parser.error("--n: at least one sample")
     results = []
     for result in evaluate(_engine(options.engine, options.checkpoint), options.n, options.task):
         results.append(result)

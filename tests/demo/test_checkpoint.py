@@ -88,6 +88,18 @@ def test_any_engine_can_be_evaluated() -> None:
     assert "| empty | 100.0% | 95% |" in evaluate.table([empty, count])
 
 
+@cases(
+    ("options", "message"),
+    [(["--task", "color"], "invalid choice: 'color'"), (["--n", "0"], "--n: at least one sample")],
+)
+def test_options_of_evaluation_are_checked(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        evaluate.main([str(CHECKPOINT), *options])
+    assert message in capsys.readouterr().err
+
+
 def test_frozen_prompts_cover_every_kind() -> None:
     found = frozen.prompts()
     assert len(found) >= 40

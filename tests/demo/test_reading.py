@@ -131,3 +131,9 @@ def test_results_count_characters_and_lines() -> None:
     )
     assert evaluate.distance("kitten", "sitting") == 3
     assert "| row | 85.7% | 66.7% | 50.0% |" in evaluate.table([result])
+
+
+def test_evaluation_needs_a_page(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        evaluate.main(["checkpoint", "--n", "0"])
+    assert "--n: at least one page" in capsys.readouterr().err

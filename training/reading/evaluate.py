@@ -122,6 +122,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--row", action="append", choices=ROWS, help="only this row; may be given more than once")
     parser.add_argument("--wrong", type=int, default=0, help="number of wrong responses to show per row")
     options = parser.parse_args(arguments)
+    if options.n < 1:
+        parser.error("--n: at least one page")
     results = []
     for result in evaluate(options.checkpoint, options.n, options.row or ()):
         results.append(result)
