@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import re
 import statistics
 import sys
 import tempfile
@@ -26,13 +27,17 @@ import aiohttp
 
 from .client import READ_TIMEOUT
 from .engines import Launch, Server, end_with_us
-from .scripted_server import CALL_TOKENS
+from .scripted_server import CALL_TOP_P, TEXT_TOKENS
 
 QUESTION = "What is there to see?"
 MESSAGES = [{"role": "user", "content": QUESTION}]
 PARAMETERS = {"type": "object", "properties": {"color": {"type": "string"}}, "required": ["color"]}
 TOOL = {"type": "function", "name": "count", "parameters": PARAMETERS}
 CALLS = 20
+CALL_TOKENS = 99
+"""More than a call has."""
+ERROR = re.compile(rb'"error": ?[{"]')
+"""An error within a stream, which is an object, or a string in Ollama's format."""
 
 Body = dict[str, Any]
 
@@ -117,7 +122,7 @@ class Client:
     async def post(self, path: str, body: Body) -> bytes:
         async with self._session.post(self._address + path, json=body) as response:
             content = await response.read()
-            if not response.ok or b'"error":{' in content:
+            if not response.ok or ERROR.search(content):
                 raise RuntimeError(f"{path}: HTTP {response.status}: {content[:500]!r}")
             return content
 
@@ -172,7 +177,7 @@ async def calls_by_socket(client: Client) -> None:
 async def _calls(create: Callable[[Body], Awaitable[Body]]) -> None:
     body: Body = {"input": QUESTION}
     for _ in range(CALLS):
-        response = await create({**body, "tools": [TOOL], "max_output_tokens": CALL_TOKENS})
+        response = await create({**body, "tools": [TOOL], "top_p": CALL_TOP_P, "max_output_tokens": CALL_TOKENS})
         (call,) = response["output"]
         result = {"type": "function_call_output", "call_id": call["call_id"], "output": "3"}
         body = {"input": [result], "previous_response_id": response["id"]}
@@ -218,8 +223,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--requests", type=int, default=5, help="requests of each length in a round (%(default)s)")
     parser.add_argument("--tokens", type=int, default=600, help="tokens of a long response (%(default)s)")
     given = parser.parse_args(arguments)
-    if min(given.rounds, given.requests, given.tokens - 1) < 1:
-        parser.error("at least one round, one request, and two tokens")
+    if min(given.rounds, given.requests) < 1 or not 2 <= given.tokens <= TEXT_TOKENS:
+        parser.error(f"at least one round and one request, and 2 to {TEXT_TOKENS} tokens")
     launch = Launch(name="scripted", command=(sys.executable, "-m", "benchmarks.scripted_server", "{port}"))
     with end_with_us(), tempfile.TemporaryDirectory() as folder:
         server = Server(launch, Path(folder) / "server.log")

@@ -2,8 +2,8 @@
 
     python -m benchmarks.scripted_server PORT
 
-It has the bundled checkpoint's tokenizer and chat template. A response has as many tokens as the request allows; to a
-request of `CALL_TOKENS`, it is a tool call.
+It has the bundled checkpoint's tokenizer and chat template. A response has as many tokens as the request allows, at
+most those of `TEXT`; to a request with `CALL_TOP_P`, it is a tool call.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from dashinfer_vlm_server.serving import uvicorn_config
 from dashinfer_vlm_server.settings import Settings
 from dashinfer_vlm_server.sockets import Address
 
-CALL_TOKENS = 99
+CALL_TOP_P = 0.5
 TEXT = "A red circle is left of a blue square. " * 200
+TEXT_TOKENS = len(TEXT.split())
+"""A lower bound: each word has at least one token."""
 CALL = '<tool_call>\n{"name": "count", "arguments": {"color": "red"}}\n</tool_call>'
 
 
 def respond(request: DecodeRequest) -> str:
     """Return the text of a response."""
-    return CALL if request.sampling.max_tokens == CALL_TOKENS else TEXT
+    return CALL if request.sampling.top_p == CALL_TOP_P else TEXT
 
 
 def main() -> None:
