@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,3 +109,22 @@ def _merges() -> Iterator[tuple[str, str]]:
 def write_json(file: Path, content: Any) -> None:
     """Write a JSON file."""
     file.write_text(json.dumps(content, indent=1))
+
+
+def linked_copy(checkpoint: Path, folder: Path, add_files: Callable[[Path], None]) -> Path:
+    """Return `folder` with links to a checkpoint's files, and other files; it is created if it is missing.
+
+    Args:
+        checkpoint: the checkpoint.
+        folder: the folder; no incomplete one is left behind.
+        add_files: adds the other files to the folder that it is called with.
+    """
+    if not folder.exists():
+        draft = folder.with_name(f"{folder.name}.part")
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        for file in checkpoint.iterdir():
+            (draft / file.name).symlink_to(file.resolve())
+        add_files(draft)
+        draft.rename(folder)
+    return folder

@@ -69,15 +69,15 @@ SHAPES = {
 
 
 def checkpoint(name: str, folder: Path = CACHE) -> Path:
-    """Return the folder of a model: one of `model_names()`, created in `folder` on demand, or any loadable model.
+    """Return the absolute path of a model: one of `model_names()`, created in `folder`, or any loadable model.
 
     Raises:
         SystemExit: there is no such model.
     """
     if name in model_names():
-        return ensure_model(name, folder.expanduser())
+        return ensure_model(name, folder.expanduser()).absolute()
     try:
-        return find_model(name, registered=load_plugins().models, revision=None)
+        return find_model(name, registered=load_plugins().models, revision=None).absolute()
     except CheckpointError as error:
         raise SystemExit(f"{error.message} Benchmarks also create {', '.join(model_names())}.") from error
 

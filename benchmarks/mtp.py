@@ -34,7 +34,7 @@ from dashinfer_vlm_torch.drafter import Drafted, Drafter, HiddenStates
 from dashinfer_vlm_torch.kv_cache import KVCache
 from dashinfer_vlm_torch.sequence import ScheduledChunk, SequenceState
 
-from .checkpoint_files import write_json
+from .checkpoint_files import linked_copy, write_json
 from .models import checkpoint
 from .speculation import COPIED, ScriptedMatcher, prompt, request, timed
 
@@ -70,15 +70,13 @@ def with_head(folder: Path) -> Path:
     """Return a checkpoint of Qwen3.5 in one file with a random head; one that has a head is returned itself."""
     if load_plugins().load_spec(folder).text.mtp_layer:
         return folder
-    made = folder.with_name(f"{folder.name}-mtp")
-    made.mkdir(exist_ok=True)
-    for file in folder.iterdir():
-        if not (made / file.name).exists():
-            (made / file.name).symlink_to(file)
-    save_file(random_head(folder / SINGLE), made / HEAD, {"format": "pt"})
-    files = {name: file for file in (SINGLE, HEAD) for name in tensor_names(made / file)}
-    write_json(made / INDEX, {"metadata": {}, "weight_map": files})
-    return made
+    return linked_copy(folder, folder.with_name(f"{folder.name}-mtp"), _add_head)
+
+
+def _add_head(folder: Path) -> None:
+    save_file(random_head(folder / SINGLE), folder / HEAD, {"format": "pt"})
+    files = {name: file for file in (SINGLE, HEAD) for name in tensor_names(folder / file)}
+    write_json(folder / INDEX, {"metadata": {}, "weight_map": files})
 
 
 def random_head(file: Path) -> dict[str, Tensor]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from .checkpoint_files import write_json
+from .checkpoint_files import linked_copy, write_json
 from .compare import IN_PROCESS, OURS
 from .engines import Launch, other_engine, ours
 from .environments import OPENVINO, SENTENCE_TRANSFORMERS, VLLM, OtherEngines
@@ -65,16 +64,7 @@ def embedding_checkpoint(name: str, folder: Path) -> Path:
     base = checkpoint(name, folder)
     if (base / "modules.json").exists():
         return base
-    made = folder.expanduser() / f"{base.name}-embedding"
-    if not made.exists():
-        draft = made.with_name(f"{made.name}.part")
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
-        for file in base.iterdir():
-            (draft / file.name).symlink_to(file.resolve())
-        _write_modules(draft)
-        draft.rename(made)
-    return made
+    return linked_copy(base, folder.expanduser() / f"{base.name}-embedding", _write_modules)
 
 
 def _write_modules(folder: Path) -> None:

@@ -9,6 +9,7 @@ import shlex
 import signal
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -33,6 +34,7 @@ from benchmarks import (
     windows,
     workloads,
 )
+from benchmarks.checkpoint_files import linked_copy
 from benchmarks.client import Sample
 from benchmarks.engines import Launch, Server, end_with_us, other_engine
 from benchmarks.estimates import Measurement
@@ -146,6 +148,26 @@ def test_random_weights_qwen3_vl_generates(tmp_path):
     )  # fmt: skip
     qwen3_vl.write_model(shape, tmp_path)
     assert image_tokens(tmp_path, 256) == 64
+
+
+def test_path_of_a_model_is_absolute(tmp_path, monkeypatch):
+    """Other engines run in other folders."""
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert models.checkpoint("model") == tmp_path / "model"
+
+
+def test_copy_of_a_checkpoint_is_complete_or_missing(tmp_path, monkeypatch):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    copy = Path("copy")
+    with pytest.raises(AttributeError):
+        linked_copy(Path("model"), copy, lambda folder: folder.no_such_attribute)
+    assert not copy.exists()
+    assert linked_copy(Path("model"), copy, lambda folder: (folder / "more").touch()) == copy
+    assert sorted(file.name for file in copy.iterdir()) == ["config.json", "more"]
+    assert (copy / "config.json").read_text() == "{}"
 
 
 @pytest.mark.slow
