@@ -12,6 +12,7 @@ import argparse
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -72,7 +73,7 @@ def make(folder: Path, python: str, machine: str, extras: str, max_mib: float) -
     """Fill the folder, and return its size in MiB.
 
     Raises:
-        WheelhouseFailed: a wheel is missing, or the folder is too large, or not empty.
+        WheelhouseFailed: the folder is not empty; or a wheel is missing or the folder too large, and it was removed.
     """
     if not re.fullmatch(r"3\.\d+", python):
         raise WheelhouseFailed(f"{python!r} is not a version of Python such as 3.12")
@@ -82,6 +83,15 @@ def make(folder: Path, python: str, machine: str, extras: str, max_mib: float) -
         fix = f"{sys.executable} -m pip install hatchling"
         raise WheelhouseFailed(f"hatchling, which builds this package's wheel, is not installed. Run: {fix}")
     folder.mkdir(parents=True, exist_ok=True)
+    try:
+        return fill(folder, python, machine, extras, max_mib)
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
+
+
+def fill(folder: Path, python: str, machine: str, extras: str, max_mib: float) -> float:
+    """Do the work of `make` in an empty folder."""
     environment = target_environment(python, machine)
     pins = read_pins((ROOT / "constraints.txt").read_text(encoding="utf-8"), environment)
     names = closure(PACKAGE, frozenset(filter(None, extras.split(","))), environment)
@@ -143,22 +153,31 @@ def own_requirements(extras: Iterable[str]) -> Iterator[Requirement]:
     """Yield what pyproject.toml states: an editable installation requires more, and may be older.
 
     Raises:
-        WheelhouseFailed: there is no such extra.
+        WheelhouseFailed: there is no such extra, or it is not installed here, so that its requirements are unknown.
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     known = project["optional-dependencies"]
     if unknown := sorted(set(extras) - known.keys()):
         raise WheelhouseFailed(f"{', '.join(unknown)} is not an extra; there are {', '.join(sorted(known))}")
-    for lines in (project["dependencies"], *map(known.get, extras)):
-        yield from map(Requirement, lines)
+    needed = [Requirement(line) for extra in extras for line in known[extra]]
+    if missing := sorted({item.name for item in needed if item.name != PACKAGE and not is_installed(item.name)}):
+        raise WheelhouseFailed(f"install {', '.join(missing)} here first: what they require is unknown otherwise")
+    yield from map(Requirement, project["dependencies"])
+    yield from needed
+
+
+def is_installed(package: str) -> bool:
+    try:
+        requires(package)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def installed_requirements(package: str) -> Iterator[Requirement]:
     """Yield what an installed package states."""
-    try:
+    if is_installed(package):
         yield from map(Requirement, requires(package) or ())
-    except PackageNotFoundError:
-        return
 
 
 def pip_platforms(python: str, machine: str) -> list[str]:

@@ -46,6 +46,7 @@ def test_folder_above_limit_fails_with_largest_wheels(script, tmp_path, monkeypa
     monkeypatch.setattr(script, "pip", write_wheel)
     with pytest.raises(script.WheelhouseFailed, match=r"3\.0 MiB, more than 2: large-1-py3-none-any\.whl 3\.0 MiB"):
         script.make(tmp_path / "wheels", "3.12", "x86_64", "server", 2)
+    assert not (tmp_path / "wheels").exists()
 
 
 def test_missing_build_backend_is_reported_before_anything_is_written(script, tmp_path, monkeypatch):
@@ -55,11 +56,14 @@ def test_missing_build_backend_is_reported_before_anything_is_written(script, tm
     assert not (tmp_path / "wheels").exists()
 
 
-def test_invalid_requests_are_rejected(script, tmp_path):
+def test_invalid_requests_are_rejected(script, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(script.WheelhouseFailed, match="is not empty"):
         script.make(tmp_path, "3.12", "x86_64", "", 60)
     with pytest.raises(script.WheelhouseFailed, match="'4' is not a version of Python"):
         script.make(tmp_path / "new", "4", "x86_64", "", 60)
+    monkeypatch.setattr(script, "is_installed", lambda name: name != "litellm")
+    with pytest.raises(script.WheelhouseFailed, match="install litellm here first"):
+        script.make(tmp_path / "new", "3.12", "x86_64", "video,litellm", 60)
     with pytest.raises(script.WheelhouseFailed, match="gpu is not an extra; there are all, langchain, litellm"):
         script.make(tmp_path / "new", "3.12", "x86_64", "gpu", 60)
