@@ -134,6 +134,10 @@ class Server:
                 found[name] += _cpu_seconds(process)
         return found
 
+    def log_tail(self) -> str:
+        """Return the last lines of its output."""
+        return "\n" + "\n".join(self._log.read_text(errors="replace").splitlines()[-15:])
+
     def stop(self) -> None:
         try:
             for number in (signal.SIGCONT, signal.SIGTERM):
@@ -157,12 +161,12 @@ class Server:
         with httpx.Client(base_url=address, headers=headers, trust_env=False, timeout=5) as client:
             while time.monotonic() < end:
                 if self._process.poll() is not None:
-                    raise RuntimeError(f"{self.name} ended with {self._process.returncode}: {_tail(self._log)}")
+                    raise RuntimeError(f"{self.name} ended with {self._process.returncode}: {self.log_tail()}")
                 with contextlib.suppress(httpx.TransportError):
                     if _is_available(client, "/v1/models") and _is_available(client, READY, missing=True):
                         return
                 time.sleep(0.02)
-        raise RuntimeError(f"{self.name} was not ready after {START_SECONDS:.0f} s: {_tail(self._log)}")
+        raise RuntimeError(f"{self.name} was not ready after {START_SECONDS:.0f} s: {self.log_tail()}")
 
 
 def _is_available(client: httpx.Client, path: str, *, missing: bool = False) -> bool:
@@ -358,10 +362,6 @@ def _spawn(command: list[str], environment: dict[str, str], output: IO[bytes]) -
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
-
-
-def _tail(log: Path) -> str:
-    return "\n" + "\n".join(log.read_text(errors="replace").splitlines()[-15:])
 
 
 def _members(session: int) -> Iterator[int]:

@@ -24,7 +24,7 @@ from random import Random
 import httpx
 
 from .client import load
-from .engines import Launch, Server, end_with_us
+from .engines import START_SECONDS, Launch, Server, end_with_us
 from .environments import OtherEngines
 from .models import checkpoint
 from .workloads import chat, fresh
@@ -94,8 +94,15 @@ def _launch(cluster: Cluster, mode: str, folder: str) -> Launch:
 
 
 def _wait_for_replicas(server: Server, count: int) -> None:
-    """Wait until all replicas have reported their metrics."""
+    """Wait until all replicas have reported their metrics.
+
+    Raises:
+        RuntimeError: that takes too long.
+    """
+    end = time.monotonic() + START_SECONDS
     while len(set(re.findall(r'replica="([^"]+)"', _metrics(server)))) < count:
+        if time.monotonic() > end:
+            raise RuntimeError(f"not all replicas reported within {START_SECONDS:.0f} s: {server.log_tail()}")
         time.sleep(0.5)
 
 

@@ -114,10 +114,16 @@ def _engine_names(_context: click.Context, _param: click.Parameter, value: str) 
     return names
 
 
+def _even(_context: click.Context, _param: click.Parameter, value: int) -> int:
+    if value % PAIR:
+        raise click.BadParameter("must be even")
+    return value
+
+
 @click.command(cls=EngineCommand, help=__doc__)
-@click.option("--frames", default=32, show_default=True, help="Frames of a clip, an even number.")
+@click.option("--frames", type=click.IntRange(2), default=32, show_default=True, callback=_even, help="Per clip; even.")
 @click.option("--side", default=224, show_default=True, help="Width and height of a frame.")
-@click.option("--rounds", default=5, show_default=True)
+@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
 @click.option("--models", type=click.Path(path_type=Path), default=CACHE, help="Folder of created models.")
 @click.option("--engines", default="", callback=_engine_names, help=f"Servers to compare: {', '.join(ENGINES)}.")
 @click.option("--other-engines", type=click.Path(path_type=Path), default=OTHER_ENGINES_FOLDER, help="Their folder.")

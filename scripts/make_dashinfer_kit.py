@@ -68,6 +68,8 @@ def main() -> int:
     parser.add_argument("--python", type=Path, metavar="PATH", help="a CPython 3.10 with a shared library to copy")
     parser.add_argument("--piece-mib", type=int, default=PIECE_MIB, metavar="MIB", help=f"(default: {PIECE_MIB})")
     options = parser.parse_args()
+    if options.piece_mib < 1:
+        parser.error("--piece-mib: at least 1")
     try:
         pieces = make(options.folder, options.python or find_python(print), options.piece_mib << 20)
     except (KitFailed, SetupError) as failure:

@@ -10,6 +10,7 @@ import signal
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -489,6 +490,27 @@ def test_engines_get_equal_requests_that_differ_per_round():
     assert work.content("0 repeated-8") == work.content("0 repeated-8")
     pictures = [str(talk.turns[0][0]) for seed in "01" for talk in work.content(f"{seed} repeated-8")[0]]
     assert len(set(pictures)) == 4
+
+
+@cases(
+    ("options", "message"),
+    [
+        (["--frames", "31"], "--frames': must be even"),
+        (["--frames", "0"], "--frames': 0 is not in the range x>=2"),
+        (["--rounds", "0"], "--rounds': 0 is not in the range x>=1"),
+    ],
+)
+def test_numbers_of_windows_are_checked(options, message):
+    done = CliRunner().invoke(windows.main, options)
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.split())
+
+
+def test_missing_replicas_are_not_waited_for_forever(monkeypatch):
+    monkeypatch.setattr(ray_routing, "START_SECONDS", -1.0)
+    monkeypatch.setattr(ray_routing, "_metrics", lambda server: 'requests{replica="a"}')
+    with pytest.raises(RuntimeError, match=r"not all replicas reported .* no memory"):
+        ray_routing._wait_for_replicas(SimpleNamespace(log_tail=lambda: "no memory"), 2)
 
 
 @dataclass

@@ -151,3 +151,11 @@ def test_interpreters_of_other_versions_are_rejected(script, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(script.KitFailed, match="is not empty"):
         script.make(tmp_path, Path("/bin/sh"), 1)
+
+
+def test_pieces_have_a_size(script, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(script.sys, "argv", ["make-dashinfer-kit", str(tmp_path), "--piece-mib", "0"])
+    monkeypatch.setattr(script, "make", lambda *_: [])
+    with pytest.raises(SystemExit):
+        script.main()
+    assert "--piece-mib: at least 1" in capsys.readouterr().err
