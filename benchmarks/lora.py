@@ -26,7 +26,6 @@ from dashinfer_vlm_core.cli.command import EngineCommand
 from dashinfer_vlm_core.decoders import DecodeRequest, Sampling
 from dashinfer_vlm_core.kernels.choice import KernelSelector
 from dashinfer_vlm_core.models.lora import LoraWeights, read_lora, text_tensors
-from dashinfer_vlm_core.models.qwen2_vl import Qwen2VL
 from dashinfer_vlm_core.models.spec import ModelSpec
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_torch.decoder import TorchDecoder
@@ -122,7 +121,7 @@ async def measure(spec: ModelSpec, config: EngineConfig, rank: int, rounds: int)
 @click.option("--rank", default=16, show_default=True)
 @click.option("--rounds", default=20, show_default=True)
 def main(rank: int, rounds: int, config: EngineConfig) -> None:
-    spec = Qwen2VL().load_spec(checkpoint(config.model))
+    spec = load_plugins().load_spec(checkpoint(config.model))
     asyncio.run(measure(spec, config, rank, rounds))
 
 

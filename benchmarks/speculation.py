@@ -26,7 +26,6 @@ from dashinfer_vlm_core import EngineConfig
 from dashinfer_vlm_core.cli.command import EngineCommand
 from dashinfer_vlm_core.decoders import DecodeRequest, Sampling
 from dashinfer_vlm_core.kernels.choice import KernelSelector
-from dashinfer_vlm_core.models.qwen2_vl import Qwen2VL
 from dashinfer_vlm_core.models.spec import ModelSpec
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_torch.decoder import TorchDecoder
@@ -200,7 +199,7 @@ async def report(
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--workload", "names", multiple=True, type=click.Choice(list(WORKLOADS)), help="Default: all.")
 def main(rounds: int, names: tuple[str, ...], config: EngineConfig) -> None:
-    spec = Qwen2VL().load_spec(checkpoint(config.model))
+    spec = load_plugins().load_spec(checkpoint(config.model))
     asyncio.run(compare(config, spec, rounds, names or list(WORKLOADS)))
 
 

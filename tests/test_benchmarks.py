@@ -24,6 +24,7 @@ from benchmarks import (
     environments,
     formats,
     limits,
+    lora,
     models,
     overhead,
     pooling,
@@ -31,6 +32,7 @@ from benchmarks import (
     qwen3_5,
     qwen3_vl,
     ray_routing,
+    speculation,
     stages,
     windows,
     workloads,
@@ -54,6 +56,7 @@ from dashinfer_vlm_core.models.memory import (
     step_bytes,
 )
 from dashinfer_vlm_core.models.qwen2_vl.config import VisionConfig
+from dashinfer_vlm_core.models.spec import ModelSpec
 from dashinfer_vlm_core.testing import scripted_engine
 from dashinfer_vlm_core.text_spec import AttentionSpec, ExpertsSpec, LayerSpec, MlpSpec, RotarySpec, TextModelSpec
 from dashinfer_vlm_qwen2_5_vl.config import Qwen25VLVisionConfig
@@ -314,6 +317,19 @@ def test_names_are_checked_before_the_first_engine_starts(main, options, message
     with pytest.raises(SystemExit) as raised:
         main(options)
     assert message in f"{capsys.readouterr().err} {raised.value}"
+
+
+@cases(("module", "name"), [(lora, "measure"), (speculation, "compare")])
+def test_models_of_other_families_are_measured(module, name, monkeypatch, tmp_path_factory):
+    folder = write_qwen2_5_vl(tmp_path_factory.mktemp("model"))
+    specs = []
+
+    async def measure(*arguments):
+        specs.extend(each for each in arguments if isinstance(each, ModelSpec))
+
+    monkeypatch.setattr(module, name, measure)
+    CliRunner().invoke(module.main, ["--model", str(folder)], catch_exceptions=False)
+    assert [spec.folder for spec in specs] == [folder]
 
 
 def test_unknown_engine_is_not_taken_for_another(tmp_path):
