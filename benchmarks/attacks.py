@@ -5,7 +5,7 @@
 
 starts a server with two API keys, runs each attack alone in a loop and then all of them with four attackers, and prints
 a Markdown table. The attackers share one key. The user has the other one and requests one token for an image of 448 x
-448 pixels at a time. The attacks are those of rules 23 to 32 of SECURITY.md that come over the network.
+448 pixels at a time. The attacks are those of rules 23 to 32 and 41 of SECURITY.md that come over the network.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class Results:
         return statistics.median(values.values()) if values else None
 
     def ratio(self, row: Row, engine: str) -> Ratio | None:
-        """Return the ratio over the rounds in which both were measured, or of the medians if there are none."""
+        """Return the ratio over the rounds in which both were measured."""
         ours, theirs = self.figures[row].get(self.base, {}), self.figures[row].get(engine, {})
         ratios = [ours[number] / theirs[number] for number in sorted(ours.keys() & theirs.keys())]
         return Ratio(statistics.median(ratios), min(ratios), max(ratios)) if ratios else None

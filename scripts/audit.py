@@ -1,7 +1,7 @@
 """Check vulnerabilities and licenses of the dependencies, and write an SBOM: the program of `scripts/audit`.
 
-`[tool.dashinfer-audit]` in pyproject.toml lists the allowed licenses, the packages that are exceptions, and the license
-of each file in the wheel that is not Python code.
+`[tool.dashinfer-audit]` in pyproject.toml lists the allowed licenses, and the packages that are exceptions. A test
+compares its licenses of the files in the wheel that are not Python code.
 """
 
 from __future__ import annotations
@@ -170,11 +170,6 @@ def licenses(package: Distribution) -> Iterator[str]:
 def _identifiers(expression: str) -> list[str]:
     without_exceptions = re.sub(r"\bWITH \S+", "", expression)  # an exception only grants more
     return [word for word in re.split(r"[\s()]+", without_exceptions) if word not in {"", "AND", "OR"}]
-
-
-def files_without_license(files: Iterable[str], rules: dict[str, Any]) -> list[str]:
-    """Return the files, of paths relative to the root, that no pattern of `rules` covers."""
-    return [name for name in files if not any(Path(name).match(pattern) for pattern in rules["files"])]
 
 
 def expected_packages() -> list[str]:
