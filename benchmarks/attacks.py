@@ -33,7 +33,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
-from .engines import end_with_us, free_port
+from .engines import end_with_us, free_port, members
 from .hostile_media import HOSTILE, HostileFile
 
 HOST = "127.0.0.1"
@@ -240,12 +240,7 @@ class Server:
 
     def children(self) -> list[int]:
         """Return the processes of the session, without the server itself."""
-        found = list[int]()
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(ProcessLookupError):
-                if os.getsid(int(folder.name)) == self.process.pid != int(folder.name):
-                    found.append(int(folder.name))
-        return found
+        return [process for process in members(self.process.pid) if process != self.process.pid]
 
     def grandchildren(self) -> list[int]:
         """Return the children of the processes that the server has started: the media workers."""

@@ -119,16 +119,16 @@ class Server:
 
     def peak_bytes(self) -> int:
         """Return the sum of its processes' peak resident memory."""
-        return sum(_peak(process) for process in _members(self._process.pid))
+        return sum(_peak(process) for process in members(self._process.pid))
 
     def resident_bytes(self) -> int:
         """Return the resident memory of its processes; memory that several of them share counts once."""
-        return sum(_resident(process) for process in _members(self._process.pid))
+        return sum(_resident(process) for process in members(self._process.pid))
 
     def cpu_seconds(self) -> dict[str, float]:
         """Return the CPU time of its running processes by the first word of their command lines."""
         found: dict[str, float] = defaultdict(float)
-        for process in _members(self._process.pid):
+        for process in members(self._process.pid):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 name = Path(f"/proc/{process}/cmdline").read_text().partition("\0")[0]
                 found[name] += _cpu_seconds(process)
@@ -150,7 +150,7 @@ class Server:
             self._process.wait()
 
     def _signal(self, number: signal.Signals) -> None:
-        for process in _members(self._process.pid):
+        for process in members(self._process.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, number)
 
@@ -364,7 +364,7 @@ def _spawn(command: list[str], environment: dict[str, str], output: IO[bytes]) -
     )
 
 
-def _members(session: int) -> Iterator[int]:
+def members(session: int) -> Iterator[int]:
     """Yield the processes of a session, including those in separate process groups."""
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(ProcessLookupError):
