@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import math
+from functools import partial
+
+from dashinfer_vlm_core.models import patches
 
 PATCH = 14
 """Side of a patch in pixels."""
@@ -14,16 +16,5 @@ MIN_PIXELS = 84 * 84
 MAX_PIXELS = 168 * 168
 """Between 9 and 36 tokens per image. Other sizes are scaled, as in the checkpoint's preprocessor configuration."""
 
-
-def smart_resize(height: int, width: int) -> tuple[int, int]:
-    """Apply Qwen2-VL's rule: both sides are multiples of 28, the area is within the limits, the aspect ratio is nearly
-    preserved."""
-    rows, columns = round(height / FACTOR) * FACTOR, round(width / FACTOR) * FACTOR
-    if rows * columns > MAX_PIXELS:
-        shrink = math.sqrt(height * width / MAX_PIXELS)
-        rows = max(FACTOR, math.floor(height / shrink / FACTOR) * FACTOR)
-        columns = max(FACTOR, math.floor(width / shrink / FACTOR) * FACTOR)
-    elif rows * columns < MIN_PIXELS:
-        grow = math.sqrt(MIN_PIXELS / (height * width))
-        rows, columns = math.ceil(height * grow / FACTOR) * FACTOR, math.ceil(width * grow / FACTOR) * FACTOR
-    return rows, columns
+smart_resize = partial(patches.smart_resize, factor=FACTOR, min_pixels=MIN_PIXELS, max_pixels=MAX_PIXELS)
+"""(height, width) -> the size to which the engine resizes an image."""
