@@ -10,7 +10,6 @@ need the argmax only.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import statistics
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,6 @@ from torch import Tensor
 from dashinfer_vlm_core import EngineConfig
 from dashinfer_vlm_core.cli.command import EngineCommand
 from dashinfer_vlm_core.decoders import DecodeRequest
-from dashinfer_vlm_core.kernels.choice import KernelSelector
 from dashinfer_vlm_core.models.files import INDEX, SINGLE, tensor_names
 from dashinfer_vlm_core.models.spec import ModelSpec
 from dashinfer_vlm_core.plugins import load_plugins
@@ -36,11 +34,10 @@ from dashinfer_vlm_torch.sequence import ScheduledChunk, SequenceState
 
 from .checkpoint_files import linked_copy, write_json
 from .models import checkpoint
-from .speculation import COPIED, ScriptedMatcher, prompt, request, timed
+from .speculation import COPIED, ScriptedMatcher, prompt, request, started, timed
 
 RATES = (0.5, 0.7, 0.9)
 USERS = (1, 8)
-METHODS = ("none", "auto")
 HEAD = "mtp.safetensors"
 
 
@@ -100,15 +97,7 @@ def scripted(source: random.Random, spec: ModelSpec) -> DecodeRequest:
 
 
 async def compare(config: EngineConfig, spec: ModelSpec, rounds: int) -> None:
-    registry = load_plugins()
-    async with contextlib.AsyncExitStack() as stack:
-        decoders: dict[str, TorchDecoder] = {}
-        for method in METHODS:
-            options = config.model_copy(update={"speculative_method": method})
-            decoder = TorchDecoder(spec, options, KernelSelector(registry.kernels.values(), options))
-            await decoder.start()
-            stack.push_async_callback(decoder.close)
-            decoders[method] = decoder
+    async with started(config, spec, "none", "auto") as decoders:
         runner = decoders["auto"]._worker._runner  # noqa: SLF001 - no option replaces the drafter
         drafter = SyntheticDrafter(runner._drafter, spec.vocab_size)  # noqa: SLF001
         runner._drafter = drafter  # noqa: SLF001

@@ -15,7 +15,7 @@ import contextlib
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 import click
@@ -150,16 +150,23 @@ async def timed(decoder: TorchDecoder, requests: Sequence[DecodeRequest]) -> tup
     return time.perf_counter() - max(started), outputs
 
 
-async def compare(config: EngineConfig, spec: ModelSpec, rounds: int, names: Sequence[str]) -> None:
-    registry, source = load_plugins(), random.Random("speculation")
+@contextlib.asynccontextmanager
+async def started(config: EngineConfig, spec: ModelSpec, *methods: str) -> AsyncIterator[dict[str, TorchDecoder]]:
+    """Start a decoder for each method of speculation."""
     async with contextlib.AsyncExitStack() as stack:
         decoders = {}
-        for method in ("none", "ngram"):
+        for method in methods:
             options = config.model_copy(update={"speculative_method": method})
-            decoder = TorchDecoder(spec, options, KernelSelector(registry.kernels.values(), options))
-            await decoder.start()
-            stack.push_async_callback(decoder.close)
-            decoders[method] = decoder
+            kernels = KernelSelector(load_plugins().kernels.values(), options)
+            decoders[method] = TorchDecoder(spec, options, kernels)
+            await decoders[method].start()
+            stack.push_async_callback(decoders[method].close)
+        yield decoders
+
+
+async def compare(config: EngineConfig, spec: ModelSpec, rounds: int, names: Sequence[str]) -> None:
+    source = random.Random("speculation")
+    async with started(config, spec, "none", "ngram") as decoders:
         times = step_times(decoders["none"], source, spec, rounds)
         print("| rows | ms per step | ratio |\n|---|---|---|")
         for rows, seconds in times.items():
