@@ -10,7 +10,7 @@ import colorsys
 import functools
 import io
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image, ImageDraw
@@ -20,8 +20,7 @@ from training.figures import Figure
 from training.outlines import SHAPES, Rgb, outline, rotate
 
 __all__ = [
-    "COLORS", "FIELD", "FIELDS", "SHAPES", "Backdrop", "Rgb", "Scene", "SceneObject", "mirror", "paint", "render",
-    "render_video",
+    "COLORS", "FIELD", "FIELDS", "SHAPES", "Backdrop", "Rgb", "Scene", "SceneObject", "paint", "render", "render_video",
 ]  # fmt: skip
 
 HUES = {"red": 0, "orange": 28, "yellow": 55, "green": 120, "cyan": 183, "blue": 225, "purple": 272, "pink": 322}
@@ -101,12 +100,6 @@ def render_video(scenes: list[Scene]) -> list[Image.Image]:
             figures.draw(frame, figure)
         frames.append(_lossy(frame, scene.jpeg) if scene.jpeg else frame)
     return frames
-
-
-def mirror(scene: Scene) -> Scene:
-    """Mirror a scene horizontally, except for its backdrop, which no question is about."""
-    objects = tuple(replace(item, x=scene.width - item.x, tilt=-item.tilt) for item in scene.objects)
-    return replace(scene, objects=objects)
 
 
 def _draw(image: Image.Image, item: SceneObject, smooth: bool) -> None:
