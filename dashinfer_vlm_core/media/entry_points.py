@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -141,7 +142,8 @@ def find_entry_points(
         check_stop: called for each packet.
 
     Returns:
-        Only 0 and the number of packets if these are not one for each frame, or the codec is not supported.
+        Only 0 and a number above that of all packets if these are not one for each frame, or the codec is not
+        supported.
     """
     name = stream.codec_context.codec.name
     times: list[int] = []
@@ -157,7 +159,7 @@ def find_entry_points(
         if is_entry:
             entries[number] = parameters
     if not is_regular or len(times) != frames or len(set(times)) < frames:
-        return [0, len(times)]
+        return [0, sys.maxsize]
     has_parameters = any(entries.values())
     return [0, *_ordered([entry for entry in entries if entries[entry] == has_parameters], times), frames]
 

@@ -36,6 +36,10 @@ _CONTAINER_OPTIONS = {
 }
 _MP4_TYPES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
 
+_COUNTED_BOXES = (b"moof", b"elst", b"cmvd")
+"""Boxes of MP4 files: fragments, an edit list, and a compressed header, which may have one. The number of frames in the
+header leaves out the frames of fragments, and includes those that an edit list leaves out."""
+
 MIN_SPACING = 16
 """Mean distance of needed frames, in frames, from which on those between them are not decoded if possible."""
 
@@ -100,7 +104,7 @@ class _PyAVVideo:
     def __init__(self, data: bytes) -> None:
         self._data = data
         with _open(data) as container:
-            self.info = _read_header(container, is_fragmented=b"moof" in data)
+            self.info = _read_header(container, is_counted=any(box in data for box in _COUNTED_BOXES))
 
     def is_rotated(self) -> bool:
         """Decode the first frame, which may have a display matrix in addition to the container's."""
@@ -121,7 +125,7 @@ class _PyAVVideo:
         with _open(self._data) as container:
             stream = container.streams.video[0]
             entries = find_entry_points(stream, _packets(container), self.info.frames, check_stop)
-        return ranges_to_decode(indices, entries) if indices[-1] < entries[-1] else whole
+        return ranges_to_decode(indices, entries)
 
     def _decode(
         self, container: InputContainer, ranges: Sequence[DecodedRange], check_stop: StopCheck
@@ -169,6 +173,9 @@ class _DecordVideo:
             return
         check_stop()
         video = self._open()
+        if len(video) > self.info.frames:  # it counts the frames that an edit list leaves out
+            yield from self._pyav.frames(indices, check_stop)
+            return
         for index in indices:
             check_stop()
             yield self._decode(video, index)
@@ -223,11 +230,10 @@ def _check_container(data: bytes) -> None:
         raise undecodable_error()
 
 
-def _read_header(container: InputContainer, *, is_fragmented: bool) -> VideoInfo:
-    """Read the container's header without decoding; count the packets if it has no frame count.
+def _read_header(container: InputContainer, *, is_counted: bool) -> VideoInfo:
+    """Read the container's header without decoding; count the frames that are shown if it has no or a wrong number.
 
-    The count in the header of an MP4 file does not include its fragments. To count packets also makes FFmpeg allocate
-    all memory that their tables need, before frames are decoded.
+    To count packets also makes FFmpeg allocate all memory that their tables need, before frames are decoded.
     """
     stream = container.streams.video[0] if container.streams.video else None
     if stream is None or stream.codec_context is None:  # no context if FFmpeg has no such codec
@@ -235,8 +241,8 @@ def _read_header(container: InputContainer, *, is_fragmented: bool) -> VideoInfo
     if stream.codec_context.codec.name not in CODECS:  # the container's options do not apply to decoding
         raise undecodable_error()
     frames = stream.frames
-    if not frames or is_fragmented:
-        frames = sum(packet.size > 0 for packet in container.demux(stream))
+    if not frames or is_counted:
+        frames = sum(not packet.is_discard for packet in _packets(container))
     return VideoInfo(
         frames=frames,
         fps=float(stream.average_rate or 0),

@@ -19,6 +19,7 @@ from dashinfer_vlm_core.media.decoder import MediaDecoder
 from dashinfer_vlm_core.media.video import select_readers
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_core.protocol import MediaPart
+from tests.core.test_media_entry_points import X264, encode, trimmed
 from tests.core.test_media_video import ONE, POLICY, go_on, with_display_matrix
 from tests.core.test_media_workers import process, run  # noqa: F401  `run` is a fixture
 from tests.media_pool import make_executor, video
@@ -95,6 +96,13 @@ def test_rotated_video_is_upright_with_decord(matrix):
     data = with_display_matrix(encode_video(6), matrix)
     frames = list(DecordReader().open(data).frames([0, 3], go_on))
     np.testing.assert_array_equal(frames, list(PyAVReader().open(data).frames([0, 3], go_on)))
+
+
+@needs_decord
+def test_trimmed_video_has_equal_frames_with_decord():
+    data = trimmed(encode(options=X264), 20, 60, rate=30)
+    frames = [list(reader.open(data).frames([0, 30, 59], go_on)) for reader in (DecordReader(), PyAVReader())]
+    np.testing.assert_array_equal(*frames)
 
 
 @needs_decord
