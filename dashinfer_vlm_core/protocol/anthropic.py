@@ -23,7 +23,7 @@ from pydantic import Field, model_validator
 from .anthropic_blocks import AnthropicMessage, Blocks, MessageConverter
 from .base import Array, Count, Name, RequestModel, Text
 from .body import CheckedBody
-from .converted import ChatCall, ConvertedMessage, message_renames, rename_prefix
+from .converted import ChatCall, ConvertedMessage, join_instructions, message_renames, rename_prefix
 from .fields import IGNORED_FIELDS, REJECTED_FIELDS, RETURNED_FIELDS, RejectedFields, reject_fields
 from .output import MAX_TOOLS, JsonSchema
 from .request import DEFAULT_MODEL, MAX_MESSAGES, ChatRequest
@@ -164,10 +164,11 @@ class AnthropicRequest(CheckedBody):
             converter.add_system(self.system, "system")
         for index, message in enumerate(self.messages):
             converter.add(message, f"messages[{index}]")
-        renames = (*message_renames(converter.messages), *self._tool_renames(), *self._format_renames(), *_RENAMES)
+        messages = join_instructions(converter.messages)
+        renames = (*message_renames(messages), *self._tool_renames(), *self._format_renames(), *_RENAMES)
         rename = partial(rename_prefix, renames=renames)
         with renamed_errors(rename):
-            chat = ChatRequest.parse(self._chat_fields(converter.messages))
+            chat = ChatRequest.parse(self._chat_fields(messages))
         return ChatCall(chat=chat, rename=rename)
 
     def _chat_fields(self, messages: Sequence[ConvertedMessage]) -> dict[str, Any]:

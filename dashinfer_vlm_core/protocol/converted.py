@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from .request import ChatRequest
@@ -43,6 +44,16 @@ class ChatCall:
     def renamed_errors(self) -> AbstractContextManager[None]:
         """Return a context in which errors about the chat request name the fields of the other request."""
         return renamed_errors(self.rename)
+
+
+def join_instructions(messages: Sequence[ConvertedMessage]) -> list[ConvertedMessage]:
+    """Return the messages with the texts of the first instructions joined: some chat templates accept only one."""
+    leading = list(takewhile(lambda message: message.is_instruction, messages))
+    texts = [message.body["content"] for message in leading]
+    if len(texts) < 2 or not all(isinstance(text, str) for text in texts):
+        return list(messages)
+    joined = ConvertedMessage({"role": "system", "content": "\n\n".join(filter(None, texts))}, leading[0].sources)
+    return [joined, *messages[len(leading) :]]
 
 
 def message_renames(messages: Sequence[ConvertedMessage]) -> Iterator[tuple[str, str]]:

@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 from .base import Array, Count, Name, RequestModel, StringOrArray, StringOrObject, Text
 from .body import CheckedBody, RequestBody
-from .converted import ChatCall, ConvertedMessage, message_renames, rename_prefix
+from .converted import ChatCall, ConvertedMessage, join_instructions, message_renames, rename_prefix
 from .fields import IGNORED_FIELDS, REJECTED_FIELDS, RejectedFields, reject_fields
 from .output import MAX_TOOLS, JsonSchema
 from .request import DEFAULT_MODEL, MAX_MESSAGES, ChatRequest, StreamOptions, check_stream_options
@@ -235,7 +235,7 @@ class ResponsesRequest(CheckedBody):
             converter.add(item, f"input[{index}]")
         if isinstance(self.input, str):
             converter.messages[-1].sources = [(".content", "input"), ("", "input")]
-        messages = _without_turns(converter.messages, dropped_turns)
+        messages = join_instructions(_without_turns(converter.messages, dropped_turns))
         rename = partial(_rename, renames=(*message_renames(messages), *_RENAMES))
         with renamed_errors(rename):
             chat = ChatRequest.parse(self._chat_fields(messages))

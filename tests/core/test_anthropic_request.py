@@ -110,6 +110,12 @@ def test_messages_keep_their_order():
     assert [part.path for part in chat.media()] == ["messages[3].content[0]"]
 
 
+def test_instructions_before_the_conversation_are_one_message():
+    chat = request({"role": "system", "content": "Be true."}, HELLO, system="Be brief.").to_chat().chat
+    found = [(message.role, message.content) for message in chat.messages]
+    assert found == [("system", "Be brief.\n\nBe true."), ("user", "Hello")]
+
+
 def test_errors_of_the_engine_name_the_fields_of_this_request():
     call = request(
         {"role": "user", "content": [{"type": "text", "text": "?"}, IMAGE]},

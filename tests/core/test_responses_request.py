@@ -114,9 +114,9 @@ def test_dropped_turns_begin_with_messages_of_the_user():
     parsed = request(*items, instructions="Be true.")
     kept = [[message.content for message in parsed.to_chat(dropped_turns=turns).chat.messages] for turns in range(3)]
     assert parsed.to_chat().turns == 3
-    assert kept[0] == ["Be true.", "Be brief.", "Hello!", "1", None, "x", "2", "Be kind.", "3"]
-    assert kept[1] == ["Be true.", "Be brief.", "2", "Be kind.", "3"]
-    assert kept[2] == ["Be true.", "Be brief.", "Be kind.", "3"]
+    assert kept[0] == ["Be true.\n\nBe brief.", "Hello!", "1", None, "x", "2", "Be kind.", "3"]
+    assert kept[1] == ["Be true.\n\nBe brief.", "2", "Be kind.", "3"]
+    assert kept[2] == ["Be true.\n\nBe brief.\n\nBe kind.", "3"]
 
 
 PARTS = ["input_text", "input_image", "input_video", "input_file", "refusal", "image_url", "video_url", "file_data"]

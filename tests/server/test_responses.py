@@ -417,8 +417,7 @@ SAME = {
             {"role": "user", "content": "And?"},
         ],
         [
-            {"role": "system", "content": "Be brief."},
-            {"role": "developer", "content": "What is this?"},
+            {"role": "system", "content": "Be brief.\n\nWhat is this?"},
             user(TEXT),
             {"role": "assistant", "content": "A circle."},
             {"role": "user", "content": "And?"},
@@ -825,15 +824,27 @@ def count(served, messages):
     return response.json()["count"] if response.status_code == 200 else 10**9
 
 
-def test_compacted_conversation_is_a_summary_for_later_requests(scripted):
-    served = scripted("The launch is on Tuesday.", RESPONSE)
+ONE_SYSTEM_MESSAGE = (
+    "{% for message in messages[1:] if message.role == 'system' %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n"
+)
+"""A template with the check of Qwen3.5's."""
+
+
+def test_compacted_conversation_is_a_summary_for_later_requests(scripted, tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text(ONE_SYSTEM_MESSAGE)
+    served = scripted("The launch is on Tuesday.", RESPONSE, chat_template=template)
     with served.server.openai() as client:
         compacted = client.responses.compact(model="tiny", input=[user(INPUT_TEXT), call_item(), output_item("Sun.")])
     (item,) = compacted.output
     assert (compacted.object, item.type) == ("response.compaction", "compaction")
     assert compacted.usage.output_tokens > 0
-    create(served, [item.to_dict(), {"role": "user", "content": "When?"}])
-    summary = {"role": "system", "content": "Summary of the earlier conversation:\nThe launch is on Tuesday."}
+    create(served, [item.to_dict(), {"role": "user", "content": "When?"}], instructions="Be brief.")
+    text = "Be brief.\n\nSummary of the earlier conversation:\nThe launch is on Tuesday."
+    summary = {"role": "system", "content": text}
     assert len(served.script.requests[1].token_ids) == count(served, [summary, {"role": "user", "content": "When?"}])
     bad = post(served, input=[{"type": "compaction", "encrypted_content": "gAAAAAB"}, {"role": "user", "content": "?"}])
     assert bad.json()["error"]["param"] == "input[0].encrypted_content"
