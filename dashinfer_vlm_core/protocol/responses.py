@@ -293,14 +293,15 @@ class CompactRequest(RequestBody):
             raise invalid("input", "or `previous_response_id` is required.")
         return request
 
-    def to_summary_request(self) -> ResponsesRequest:
-        """Return the request that lets the model write the summary."""
+    def to_summary_request(self, effort: str | None) -> ResponsesRequest:
+        """Return the request that lets the model write the summary, with this effort for reasoning."""
         return ResponsesRequest.parse(
             {
                 "model": self.model,
                 "input": (*_items(self.input or ()), _user_message(SUMMARY_PROMPT)),
                 "instructions": self.instructions,
                 "previous_response_id": self.previous_response_id,
+                "reasoning": {"effort": effort},
                 "store": False,
             }
         )

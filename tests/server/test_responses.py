@@ -12,6 +12,7 @@ from openai.types.responses import ResponseStreamEvent
 
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.engine.remote import RemoteEngine
+from dashinfer_vlm_core.protocol.response_items import encode_summary
 from dashinfer_vlm_core.testing import EVERYTHING, scripted_engine
 from dashinfer_vlm_server.api_keys import ApiKeys, KeyLimits
 from tests.cases import cases
@@ -848,6 +849,27 @@ def test_compacted_conversation_is_a_summary_for_later_requests(scripted, tmp_pa
     assert len(served.script.requests[1].token_ids) == count(served, [summary, {"role": "user", "content": "When?"}])
     bad = post(served, input=[{"type": "compaction", "encrypted_content": "gAAAAAB"}, {"role": "user", "content": "?"}])
     assert bad.json()["error"]["param"] == "input[0].encrypted_content"
+
+
+@cases(
+    ("template", "completion"),
+    [
+        (TEMPLATE, "The launch is on Tuesday."),
+        (TEMPLATE.replace("enable_thinking", "never"), "It was about a launch.\n</think>\n\nThe launch is on Tuesday."),
+    ],
+)
+def test_summary_is_written_without_reasoning_where_possible(scripted, tmp_path, template, completion):
+    path = tmp_path / "template.jinja"
+    path.write_text(template)
+    served = scripted(completion, chat_template=path)
+    (item,) = post(served, "/compact", input="Hello", model="tiny").json()["output"]
+    assert item["encrypted_content"] == encode_summary("The launch is on Tuesday.")
+
+
+@cases("completion", ["The launch is on Tuesday. " * 100, ""])
+def test_incomplete_summary_is_an_error(scripted, completion):
+    response = post(scripted(completion, max_model_len=400), "/compact", input="Hello", model="tiny")
+    assert (response.status_code, response.json()["error"]["code"]) == (500, "incomplete_summary")
 
 
 # Errors

@@ -15,7 +15,7 @@ from openai.types.responses import CompactedResponse, ResponseCompactionItem
 from pydantic import BaseModel, Field
 
 from dashinfer_vlm_core.concurrency.fair_slots import FairSlots
-from dashinfer_vlm_core.errors import InvalidParameter, UnsupportedParameter
+from dashinfer_vlm_core.errors import EngineError, InvalidParameter, UnsupportedParameter
 from dashinfer_vlm_core.protocol.client import current_client
 from dashinfer_vlm_core.protocol.response_items import encode_summary
 from dashinfer_vlm_core.protocol.responses import CompactRequest, ResponsesRequest
@@ -37,6 +37,8 @@ from .response_store import ResponseStore, StoredEvents, StoredResponse
 from .websocket import ResponseSockets
 
 if TYPE_CHECKING:
+    from openai.types.responses import Response as ResponseObject
+
     from ...server_context import ServerContext
 
 PROTOCOL = "responses"
@@ -132,7 +134,7 @@ class _Responses:
     async def compact(self, request: Request) -> Response:
         """Let the model summarize a conversation; return the summary as an item for later requests."""
         compact = await self.server.read(request, CompactRequest.parse)
-        summary = await self.server.run(request, Creation(self.conversations, compact.to_summary_request()).complete())
+        summary = await self.server.run(request, self._summarize(compact))
         assert summary.usage is not None, "the usage was requested"
         item = ResponseCompactionItem(
             id=f"cmp_{uuid.uuid4().hex}", type="compaction", encrypted_content=encode_summary(summary.output_text)
@@ -145,6 +147,21 @@ class _Responses:
             usage=summary.usage,
         )
         return _json_response(compacted.model_dump_json(exclude_unset=True))
+
+    async def _summarize(self, compact: CompactRequest) -> ResponseObject:
+        try:
+            summary = await Creation(self.conversations, compact.to_summary_request("none")).complete()
+        except UnsupportedParameter as error:  # the model always reasons
+            if error.param != "reasoning.effort":
+                raise
+            summary = await Creation(self.conversations, compact.to_summary_request(None)).complete()
+        if summary.status == "completed" and summary.output_text:
+            return summary
+        tokens = summary.usage.output_tokens if summary.usage else 0
+        raise EngineError(
+            f"The model did not complete the summary, for which it wrote {tokens} tokens. Send fewer items.",
+            code="incomplete_summary",
+        )
 
     async def retrieve(self, response_id: str, query: Annotated[RetrieveQuery, Query()]) -> Response:
         """Return a stored response as it is now, or its events."""
