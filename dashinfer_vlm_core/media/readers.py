@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ import numpy as np
 
 from .entry_points import DecodedRange, RangeDecoder, find_entry_points, may_change_parameters, ranges_to_decode
 from .types import OpenVideo, Pixels, StopCheck, VideoInfo, VideoReader
-from .video import undecodable_error
+from .video import MAX_FPS, undecodable_error
 
 if TYPE_CHECKING:
     from av.container import InputContainer
@@ -105,6 +106,9 @@ class _PyAVVideo:
         self._data = data
         with _open(data) as container:
             self.info = _read_header(container, is_counted=any(box in data for box in _COUNTED_BOXES))
+        if not 0 < self.info.fps <= MAX_FPS:
+            with _open(data) as container:
+                self.info = replace(self.info, fps=_mean_fps(container) or self.info.fps)
 
     def is_rotated(self) -> bool:
         """Decode the first frame, which may have a display matrix in addition to the container's."""
@@ -249,6 +253,16 @@ def _read_header(container: InputContainer, *, is_counted: bool) -> VideoInfo:
         width=stream.codec_context.width,
         height=stream.codec_context.height,
     )
+
+
+def _mean_fps(container: InputContainer) -> float:
+    """Return the frames per second by the times of the packets; 0 if these do not show it."""
+    times = np.fromiter(
+        (packet.pts for packet in _packets(container) if packet.pts is not None and not packet.is_discard), np.int64
+    )
+    span = int(np.ptp(times)) if times.size else 0
+    time_base = container.streams.video[0].time_base
+    return float((times.size - 1) / (span * time_base)) if span > 0 and time_base else 0.0
 
 
 def _packets(container: InputContainer) -> Iterator[Packet[VideoStream]]:

@@ -18,6 +18,7 @@ from .frame_sampling import VideoSamplingPolicy
 from .types import FrameResizer, OpenVideo, Pixels, ResizerFactory, StopCheck, Video, VideoInfo, VideoReader
 
 MAX_FPS = 240.0
+"""Frames per second of a file above which they are not believed: FFmpeg reports 1000 for files without a rate."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -161,6 +161,18 @@ def test_requested_frames_are_returned(container):
         np.testing.assert_array_equal(frames, every[indices])
 
 
+DEFAULT_DURATION = b"\x23\xe3\x83\x84"
+"""Of a frame, in Matroska: the identifier of the element and its size, before the nanoseconds."""
+
+
+@cases("element", [DEFAULT_DURATION + struct.pack(">I", 1_000_000), b"\xec\x86" + bytes(6)])
+def test_rate_of_a_file_with_a_wrong_or_no_rate_is_that_of_its_frames(element):
+    data = encode_video(30, container="matroska")
+    given = DEFAULT_DURATION + struct.pack(">I", 100_000_000)
+    assert data.count(given) == 1
+    assert PyAVReader().open(data.replace(given, element)).info == PyAVReader().open(data).info
+
+
 @cases("container", CONTAINERS)
 def test_decoded_frames_equal_encoded_frames(container):
     sampled = decode(encode_video(30, container=container), num_frames=4)
