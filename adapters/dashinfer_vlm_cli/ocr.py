@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,8 @@ import click
 from dashinfer_vlm_core.cli.command import EngineCommand
 from dashinfer_vlm_core.cli.terminal import counted
 from dashinfer_vlm_core.concurrency.tasks import run_concurrently
-from dashinfer_vlm_core.errors import ConfigError, DashInferVLMError
+from dashinfer_vlm_core.errors import ConfigError, DashInferVLMError, MediaTooLarge
+from dashinfer_vlm_core.protocol.ocr import MAX_INDICES
 
 from .engines import INTERRUPTED, EngineSource, engine_source_options, with_retries
 from .ocr_files import PAGES_FILE, PagesFile, Source, digest_of, find_sources
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
 MAX_FILES = 16
 """Files that are converted at the same time, so that many files of one page fill a batch."""
+
+_NUM_PAGES = re.compile(r"pages can be read for a request, got ([0-9]+)\.")
 
 
 @click.command(cls=EngineCommand)
@@ -134,16 +138,38 @@ class _Job:
     async def _convert_missing(
         self, engine: ChatEngine, source: Source, document: dict[str, Any], digest: str, progress: PageProgress
     ) -> None:
-        missing = self.pages.missing(digest)
         total = self.pages.total(digest)
-        request = {"document": document, **({"pages": missing} if total else {})}
-        is_open = False
+        missing = self.pages.missing(digest)
+        try:
+            if total is None:
+                await self._request(engine, source, {"document": document}, digest, progress)
+        except MediaTooLarge as error:
+            if not (found := _NUM_PAGES.search(error.message)):
+                raise
+            total = int(found[1])
+            missing = list(range(total))
+        if missing:
+            progress.open_file(len(missing))
+        for start in range(0, len(missing), MAX_INDICES):
+            request = {"document": document, "pages": missing[start : start + MAX_INDICES]}
+            await self._request(engine, source, request, digest, progress, total=total)
+
+    async def _request(
+        self,
+        engine: ChatEngine,
+        source: Source,
+        request: dict[str, Any],
+        digest: str,
+        progress: PageProgress,
+        *,
+        total: int | None = None,
+    ) -> None:
         async with contextlib.aclosing(engine.aocr(request)) as chunks:
             async for chunk in chunks:
-                if not is_open:
-                    progress.open_file(chunk.total_pages)
-                    is_open = True
-                self.pages.add(source, digest, chunk.page, total or chunk.total_pages)
+                if total is None:
+                    total = chunk.total_pages
+                    progress.open_file(total)
+                self.pages.add(source, digest, chunk.page, total)
                 progress.update()
                 self.num_converted += chunk.page.error is None
 

@@ -68,6 +68,18 @@ def test_bad_file_does_not_end_the_others(run, server_url, report, tmp_path):
     assert not (tmp_path / "bad.md").exists()
 
 
+@pytest.mark.slow
+def test_document_with_more_pages_than_a_request_can_have(run, server_url, tmp_path):
+    """Only the first and the last page have a size that can be rendered."""
+    path = tmp_path / "law.pdf"
+    box, good = b"[0 0 84 99999]", b"[0 0 84 00084]"
+    data = document(*[""] * 1002, size=(84, 99999)).replace(box, good, 1)
+    path.write_bytes(good.join(data.rsplit(box, 1)))
+    result = run("ocr", path, "-o", tmp_path, "--api-base", server_url("Yes."))
+    assert "2 pages converted, 1000 failed." in result.output
+    assert [line["index"] for line in lines(tmp_path)] == [*range(1002)]
+
+
 def test_converted_files_are_skipped_unless_they_change(run, server_url, report, tmp_path):
     run("ocr", report, "-o", tmp_path, "--api-base", server_url("First."))
     result = run("ocr", report, "-o", tmp_path, "--api-base", server_url("Second."))
