@@ -13,7 +13,7 @@ from .base import LARGEST, Array, Count, Label, Name, RequestModel, StringOrArra
 from .body import CheckedBody
 from .field_names import UnknownMedia
 from .fields import IGNORED_FIELDS, REJECTED_FIELDS, RejectedFields
-from .messages import MAX_PARTS, UNKNOWN_MEDIA, Message, Part
+from .messages import MAX_PARTS, UNKNOWN_MEDIA, Message, Part, check_tool_arguments
 from .options import MediaIO, MediaOptions, ProcessorOptions
 from .request import DEFAULT_MODEL, MAX_MESSAGES, LoRARequest, OfflineRequest
 from .validation_errors import invalid
@@ -133,6 +133,7 @@ class EmbeddingRequest(PoolingBody):
             )
         for index, message in enumerate(self.messages or ()):
             message.check(f"messages[{index}]")
+        check_tool_arguments(self.messages or ())
         if self.messages is not None:
             self._check_messages()
         return self

@@ -79,6 +79,7 @@ def test_messages_of_vllm_clients_and_token_ids_are_embedded(embeddings, referen
     assert text == pytest.approx(from_ids, abs=1e-5)
 
 
+NESTED_CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "[" * 600 + "]" * 600}}
 BAD = [
     ({}, "input", "is required"),
     ({"input": []}, "input", "must not be empty"),
@@ -88,6 +89,11 @@ BAD = [
     ({"input": [[1], [5000]]}, "input[1]", "Token ids"),
     ({"input": ["a", "b " * 5000]}, "input[1]", "context length"),
     ({"input": "a", "messages": [{"role": "user", "content": "a"}]}, "messages", "cannot be combined"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [NESTED_CALL]}, {"role": "user", "content": "a"}]},
+        "messages[0].tool_calls[0].function.arguments",
+        "nested too deeply",
+    ),
     ({"input": "a", "dimensions": 32}, "dimensions", "64 dimensions"),
     ({"input": "a", "dimensions": 0}, "dimensions", "at least 1"),
     ({"input": "a", "encoding_format": "hex"}, "encoding_format", "'float' or 'base64'"),
