@@ -120,7 +120,6 @@ class ChatDashInferVLM(EngineConnection, BaseChatModel):
             **self._request({}, stop=None, include_usage=False),
             "stop_sequences": self.stop,  # LangChain replaces `stop` by the argument of the call
             "engine": self._engine_id,
-            "engine_options": self.engine_options,
         }
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -49,7 +51,7 @@ class EngineConnection(BaseModel):
     """The base URL of a server, including `/v1`."""
     api_key: SecretStr | None = None
     """The server's API key. An engine in this process needs none."""
-    engine_options: dict[str, Any] = Field(default_factory=dict)
+    engine_options: dict[str, Any] = Field(default_factory=dict, repr=False)
     """EngineConfig fields of an engine in this process."""
     engine: Any = Field(default=None, exclude=True, repr=False)
     """A `ChatEngine` to use."""
@@ -80,11 +82,14 @@ class EngineConnection(BaseModel):
 
     @property
     def _engine_id(self) -> str:
-        """What identifies the engine in a cache's key, in addition to `engine_options`."""
+        """What identifies the engine in a cache's key, which traces show."""
         if isinstance(self.engine, RemoteEngine):
             return self.engine.api_base
-        if self.engine is None:
-            return self.base_url or ""
+        if self.base_url:
+            return self.base_url
+        if self.engine is None:  # options may contain passwords
+            options = json.dumps(self.engine_options, sort_keys=True, default=str)
+            return hashlib.sha256(options.encode()).hexdigest()
         # Of all models: a request names one of them, and the first one is the default.
         return str([str(each.config) for each in self.engine.models() if isinstance(each, Engine | ManagedEngine)])
 

@@ -129,6 +129,15 @@ def test_pickled_model_is_equal():
         assert made._identifying_params == chat._identifying_params
 
 
+def test_engine_options_are_part_of_the_cache_key_but_not_shown():
+    chats = [
+        ChatDashInferVLM(engine_options={"embedding_store": f"redis://:{word}@cache"}) for word in ("word", "sesame")
+    ]
+    keys = [str(chat._identifying_params) for chat in chats]
+    assert keys[0] != keys[1]
+    assert "sesame" not in keys[1] + repr(chats[1]) + str(chats[1])
+
+
 def test_pickled_model_keeps_api_key():
     chat = ChatDashInferVLM(base_url="http://127.0.0.1:9/v1", api_key=SecretStr("sk-1"))
     assert pickle.loads(pickle.dumps(chat)).api_key.get_secret_value() == "sk-1"
