@@ -192,7 +192,7 @@ class ChatPipeline:
             positions=inputs.prompt.positions,
             spans=spans,
             response_boundaries=inputs.prompt.response_boundaries,
-            sampling=self._limited(sampling, len(inputs.prompt)),
+            sampling=self._limited(request, sampling, len(inputs.prompt)),
             grammar=grammar,
             cache_salt=request.cache_salt or "",
             lora=lora.weights if lora else None,
@@ -260,8 +260,10 @@ class ChatPipeline:
             for index in range(request.n)
         ]
 
-    def _limited(self, sampling: Sampling, prompt_tokens: int) -> Sampling:
-        max_tokens = min(sampling.max_tokens or DEFAULT_MAX_TOKENS, self.inputs.prompts.max_model_len - prompt_tokens)
+    def _limited(self, request: ChatRequest, sampling: Sampling, prompt_tokens: int) -> Sampling:
+        max_tokens = self.inputs.prompts.max_model_len - prompt_tokens
+        if not request.uses_rest_of_context:
+            max_tokens = min(sampling.max_tokens or DEFAULT_MAX_TOKENS, max_tokens)
         if sampling.min_tokens > max_tokens:
             raise InvalidParameter(
                 f"`min_tokens` is {sampling.min_tokens}, but the completion can have at most {max_tokens} tokens.",

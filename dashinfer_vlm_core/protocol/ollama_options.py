@@ -4,7 +4,7 @@
 |---|---|
 | `temperature`, `top_k`, `top_p`, `min_p`, `presence_penalty`, `frequency_penalty`, `stop` | the same |
 | `seed` | `seed`; -1 selects a random one |
-| `num_predict` | `max_tokens`; -1 and -2 are no limit |
+| `num_predict` | `max_tokens`; -1 and -2 are the rest of the context |
 | `repeat_penalty` | `repetition_penalty` |
 | those of `IgnoredOptions` | nothing |
 | those of `REJECTED_OPTIONS` | an error |
@@ -20,10 +20,11 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from .base import LARGEST, Array, RequestModel, StringOrArray, Text
 from .fields import RejectedFields, reject_fields
+from .request import REST_OF_CONTEXT
 from .validation_errors import invalid
 
 _NO_LIMIT = (-1, -2)
-"""Values of `num_predict` for no limit, and for the rest of the context."""
+"""Values of `num_predict` for no limit, and for the rest of the context, which are the same here."""
 
 _RANDOM_SEED = -1
 
@@ -117,7 +118,7 @@ class OllamaOptions(IgnoredOptions):
     def to_chat(self) -> dict[str, Any]:
         """Return fields of a chat request."""
         return {name: getattr(self, name) for name in SAME_OPTIONS} | {
-            "max_tokens": None if self.num_predict in _NO_LIMIT else self.num_predict,
+            "max_tokens": REST_OF_CONTEXT if self.num_predict in _NO_LIMIT else self.num_predict,
             "repetition_penalty": self.repeat_penalty,
             "seed": None if self.seed == _RANDOM_SEED else self.seed,
             "stop": self.stop or None,

@@ -42,6 +42,9 @@ DEFAULT_MODEL = "model"
 DEFAULT_MAX_TOKENS = 4096
 """Maximum number of completion tokens for requests without a limit; lower if less of the context remains."""
 
+REST_OF_CONTEXT = LARGEST
+"""The value of `max_tokens` for no limit but the context, which requests of Ollama's API can ask for."""
+
 MAX_COMPLETIONS = 16
 MAX_MESSAGES = 4096
 MAX_STOP_STRINGS = 16
@@ -195,7 +198,13 @@ class ChatRequest(CheckedBody):
 
     @property
     def _token_limit(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
+        limit = self.max_completion_tokens or self.max_tokens
+        return None if limit == REST_OF_CONTEXT else limit
+
+    @property
+    def uses_rest_of_context(self) -> bool:
+        """Whether the completion may be longer than by default, up to the end of the context."""
+        return REST_OF_CONTEXT in {self.max_completion_tokens, self.max_tokens}
 
     @property
     def _media_options(self) -> MediaOptions:

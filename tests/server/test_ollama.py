@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig
+from dashinfer_vlm_core.engine import chat_pipeline
 from dashinfer_vlm_core.testing import EVERYTHING, scripted_engine
 from dashinfer_vlm_server.api_keys import ApiKeys, KeyLimits
 from tests.cases import cases
@@ -131,6 +132,13 @@ def test_arguments_that_json_cannot_express_are_left_out(scripted, value, expect
         response = post(served, tools=[TOOL], stream=stream)
         message = (merged(response) if stream else response.json())["message"]
         assert [call["function"]["arguments"] for call in message["tool_calls"]] == [expected]
+
+
+def test_num_predict_can_be_the_rest_of_the_context(scripted, monkeypatch):
+    monkeypatch.setattr(chat_pipeline, "DEFAULT_MAX_TOKENS", 3)
+    served = scripted(RESPONSE)
+    responses = [post(served, stream=False, options={"num_predict": limit}).json() for limit in (None, -1, -2)]
+    assert [response["done_reason"] for response in responses] == ["length", "stop", "stop"]
 
 
 def test_logprobs_are_those_of_chat_completions(scripted):
