@@ -13,7 +13,7 @@ import click
 
 from dashinfer_vlm_core.cli.command import EngineCommand
 from dashinfer_vlm_core.cli.options import MODEL_ARGUMENT, ModelArgument, model_names
-from dashinfer_vlm_core.cli.terminal import printable, show_note
+from dashinfer_vlm_core.cli.terminal import printable, show_note, show_reasoning
 from dashinfer_vlm_core.config.folders import expand_user
 from dashinfer_vlm_core.errors import ConfigError, DashInferVLMError
 
@@ -120,7 +120,7 @@ def _complete(engine: AnyEngine, conversation: Conversation, prompt: str, *, as_
     conversation.add_user(prompt)
     completion = Completion()
     try:
-        complete(engine, conversation.request, completion, None if as_json else _show)
+        complete(engine, conversation.request, completion, None if as_json else _show, show_reasoning)
     except DashInferVLMError as error:
         conversation.undo()
         if as_json:
@@ -131,7 +131,9 @@ def _complete(engine: AnyEngine, conversation: Conversation, prompt: str, *, as_
         return False
     conversation.add_assistant(completion.text)
     click.echo(json.dumps({"prompt": prompt, **completion.as_json()}) if as_json else "")
-    return True
+    if completion.warning and not as_json:
+        click.echo(f"dashinfer-vlm: {completion.warning}", err=True)
+    return bool(completion.text)
 
 
 def _show(text: str) -> None:
@@ -142,7 +144,7 @@ def _converse(engine: AnyEngine, conversation: Conversation, source: EngineSourc
     from .line_reader import line_reader
     from .repl import COMMANDS, Repl
 
-    repl = Repl(engine=engine, conversation=conversation, write=_show, notify=show_note)
+    repl = Repl(engine=engine, conversation=conversation, write=_show, write_reasoning=show_reasoning, notify=show_note)
     read = line_reader(source.config.cache_folder, [f"/{name}" for name in COMMANDS])
     show_note(
         f"{engine.status().model}: type a prompt, drop images, or type /help. Ctrl-C stops a response, Ctrl-D exits."

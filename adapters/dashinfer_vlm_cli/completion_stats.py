@@ -84,6 +84,13 @@ class Completion:
             self.chunk_times.append(now)
         return text
 
+    @property
+    def warning(self) -> str:
+        """What the response lacks; empty if it is complete."""
+        if self.finish_reason == "length":
+            return f"The response was cut after {counted(self.tokens, 'token')}. Set a higher `max_tokens`."
+        return "" if self.text else "The response is empty."
+
     def as_text(self) -> str:
         """Summarize token counts and rates in one line."""
         parts = [counted(self.tokens, "token")]
@@ -110,16 +117,31 @@ def complete(
     request: Mapping[str, Any],
     completion: Completion,
     show: Callable[[str], None] | None,
+    show_reasoning: Callable[[str], None],
 ) -> None:
-    """Send a request, and show the response as it streams. An interruption leaves `completion` consistent.
+    """Send a request, and show the response as it streams, its reasoning only if its text is shown, too.
+
+    An interruption leaves `completion` consistent.
 
     Raises the errors of `ChatEngine.chat`. A KeyboardInterrupt cancels the request.
     """
+    is_reasoning = False
     with closing(engine.stream({**request, **STREAMED})) as chunks:
-        for chunk in chunks:
-            text = completion.add_chunk(chunk, time.perf_counter())
-            if show:
+        try:
+            for chunk in chunks:
+                text = completion.add_chunk(chunk, time.perf_counter())
+                if show is None:
+                    continue
+                if reasoning := _reasoning(chunk):
+                    show_reasoning(reasoning)
+                    is_reasoning = True
+                if text and is_reasoning:
+                    show_reasoning("\n\n")
+                    is_reasoning = False
                 show(text)
+        finally:
+            if is_reasoning:
+                show_reasoning("\n")
 
 
 async def acomplete(engine: AnyEngine, request: Mapping[str, Any]) -> Completion:
@@ -129,6 +151,11 @@ async def acomplete(engine: AnyEngine, request: Mapping[str, Any]) -> Completion
         async for chunk in chunks:
             completion.add_chunk(chunk, time.perf_counter())
     return completion
+
+
+def _reasoning(chunk: ChatCompletionChunk) -> str:
+    # OpenAI's type lacks the field.
+    return "".join(getattr(choice.delta, "reasoning_content", None) or "" for choice in chunk.choices)
 
 
 def _images(usage: CompletionUsage) -> str:

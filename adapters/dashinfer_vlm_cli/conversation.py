@@ -62,6 +62,10 @@ class Conversation:
         self.attachments = []
 
     def add_assistant(self, text: str) -> None:
+        """Add a response; remove the prompt of one without text."""
+        if not text:
+            self.undo()
+            return
         self.messages.append({"role": "assistant", "content": text})
 
     def undo(self) -> bool:

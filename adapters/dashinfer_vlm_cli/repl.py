@@ -31,6 +31,7 @@ class Repl:
         engine: the engine that completes the conversation.
         conversation: the conversation so far.
         write: shows a part of a response as it streams.
+        write_reasoning: the same for its reasoning.
         notify: shows a status or error message.
         files: files that this chat has written or read, which it may overwrite.
         done: whether the user has ended the chat.
@@ -39,6 +40,7 @@ class Repl:
     engine: AnyEngine
     conversation: Conversation
     write: Callable[[str], None]
+    write_reasoning: Callable[[str], None]
     notify: Callable[[str], None]
     files: set[Path] = field(default_factory=set)
     done: bool = False
@@ -70,26 +72,21 @@ class Repl:
         """Complete the conversation. A prompt that fails is removed, so that it does not affect the next one."""
         completion = Completion()
         try:
-            complete(self.engine, self.conversation.request, completion, self.write)
+            complete(self.engine, self.conversation.request, completion, self.write, self.write_reasoning)
         except KeyboardInterrupt:
-            self._stop(completion)
+            self._end(completion, "Stopped.")
         except DashInferVLMError as error:
             self.conversation.undo()
             self.write("\n" if completion.text else "")
             self.notify(f"{error.message} The prompt was removed.")
         else:
-            self.conversation.add_assistant(completion.text)
-            self.write("\n")
-            self.notify(completion.as_text())
+            self._end(completion, completion.warning)
 
-    def _stop(self, completion: Completion) -> None:
-        if not completion.text:
-            self.conversation.undo()
-            self.notify("Stopped. The prompt was removed.")
-        else:
-            self.conversation.add_assistant(completion.text)
-            self.write("\n")
-            self.notify(f"Stopped. {completion.as_text()}")
+    def _end(self, completion: Completion, remark: str) -> None:
+        self.conversation.add_assistant(completion.text)
+        self.write("\n" if completion.text else "")
+        note = completion.as_text() if completion.text else "The prompt was removed."
+        self.notify(f"{remark} {note}".lstrip())
 
     def _attach(self, *parts: Part) -> None:
         self.conversation.attachments += parts

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from typing import TextIO
 
 import click
 
@@ -23,9 +24,10 @@ _COLORS = {
 """Of the cells with a status."""
 
 
-def has_colors() -> bool:
-    """Return whether standard output is a terminal that supports colors; see https://no-color.org."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") not in {"dumb", "unknown"}
+def has_colors(stream: TextIO | None = None) -> bool:
+    """Return whether a stream, or else standard output, is a terminal with colors; see https://no-color.org."""
+    is_plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") in {"dumb", "unknown"}
+    return (stream or sys.stdout).isatty() and not is_plain
 
 
 def printable(text: str) -> str:
@@ -41,6 +43,12 @@ def counted(number: int, noun: str) -> str:
 def show_note(text: str) -> None:
     """Print a note about the output, dim if the terminal supports it."""
     click.secho(printable(text), dim=True, color=has_colors())
+
+
+def show_reasoning(text: str) -> None:
+    """Print a part of a model's reasoning on standard error if that is a terminal, dim if it supports it."""
+    if sys.stderr.isatty():
+        click.secho(printable(text), nl=False, err=True, dim=True, color=has_colors(sys.stderr))
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -33,10 +33,12 @@ from dashinfer_vlm_core.errors import (
 )
 from dashinfer_vlm_core.testing import scripted_engine
 from tests.cli.conftest import MAIN, run_process
+from tests.core.test_reasoning import TEMPLATE
 from tests.samples import data_url, encode, noise
 
 BITMAP = encode(noise(4, 4), "BMP")
 BOMB = BITMAP[:18] + struct.pack("<ii", 20_000, 16_000) + BITMAP[26:]
+REASONED = "It has wheels.\n</think>\n\nA car."
 
 
 def text_of(content):
@@ -245,15 +247,30 @@ def test_load_rejects_invalid_conversation(tmp_path, text):
 
 
 @pytest.fixture
+def thinking(tmp_path):
+    """A chat template whose prompts end with `<think>`."""
+    path = tmp_path / "template.jinja"
+    path.write_text(TEMPLATE)
+    return path
+
+
+@pytest.fixture
 def repl(tiny_checkpoint):
     """Return a Repl with scripted responses: `repl("Yes.").handle("Is it?")`; `shown` is its output."""
     engines = []
 
-    def start(*responses):
-        engines.append(scripted_engine(*responses, model=str(tiny_checkpoint)).start())
+    def start(*responses, **options):
+        engines.append(scripted_engine(*responses, model=str(tiny_checkpoint), **options).start())
         shown: list[str] = []
-        started = Repl(engine=engines[-1], conversation=Conversation(), write=shown.append, notify=shown.append)
-        started.shown = shown
+        reasoning: list[str] = []
+        started = Repl(
+            engine=engines[-1],
+            conversation=Conversation(),
+            write=shown.append,
+            write_reasoning=reasoning.append,
+            notify=shown.append,
+        )
+        started.shown, started.reasoning = shown, reasoning
         return started
 
     yield start
@@ -297,6 +314,18 @@ def test_tokens_of_reasoning_and_calls_are_timed():
         chunk = {"id": "1", "choices": [choice], "created": 0, "model": "m", "object": "chat.completion.chunk"}
         completion.add_chunk(ChatCompletionChunk.model_validate(chunk), now)
     assert (completion.text, completion.chunk_times) == ("Yes.", [1, 2, 3])
+
+
+def test_repl_shows_reasoning_and_that_a_response_was_cut(repl, thinking):
+    session = repl(REASONED, chat_template=thinking)
+    session.handle("What is it?")
+    assert "".join(session.reasoning) == "It has wheels.\n\n"
+    assert "".join(session.shown).startswith("A car.\n")
+    session.handle("/set max_tokens 3")
+    session.handle("And now?")
+    warning = "The response was cut after 3 tokens. Set a higher `max_tokens`."
+    assert session.shown[-1] == f"{warning} The prompt was removed."
+    assert message_texts(session) == ["What is it?", "A car."]
 
 
 def test_repl_attaches_image_to_next_prompt(repl, images):
@@ -498,6 +527,13 @@ def test_failed_prompt_is_reported_and_sets_exit_code(run, server_url):
     assert (first["prompt"], second["response"], result.exit_code) == ("one", "Yes.", 1)
     result = run("chat", "--api-base", server_url(QueueFull("Busy.")), "one")
     assert (result.exit_code, result.stderr) == (1, "dashinfer-vlm: Busy.\n")
+
+
+def test_response_without_text_sets_exit_code(run, server_url, thinking):
+    url = server_url(REASONED, chat_template=thinking)
+    result = run("chat", "--api-base", url, "--set", "max_tokens=3", "What is it?")
+    warning = "dashinfer-vlm: The response was cut after 3 tokens. Set a higher `max_tokens`.\n"
+    assert (result.stdout, result.stderr, result.exit_code) == ("\n", warning, 1)
 
 
 def test_engine_option_with_api_base_is_rejected(run, server_url):
