@@ -57,8 +57,8 @@ def _parse_schema(value: object) -> object:
 
 
 def _identifier(name: str) -> str:
-    if not re.fullmatch(r"[a-zA-Z0-9_.-]{1,64}", name):
-        raise ValueError("must be 1 to 64 letters, digits, underscores, dots and dashes")
+    if not re.fullmatch(r"[a-zA-Z0-9_.-]{1,128}", name):
+        raise ValueError("must be 1 to 128 letters, digits, underscores, dots and dashes")
     return name
 
 

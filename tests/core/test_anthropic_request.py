@@ -75,6 +75,14 @@ def test_tool_choice_becomes_that_of_a_chat_request(choice, chat_choice, paralle
     assert request(tools=[TOOL], tool_choice=choice).to_chat().chat.parallel_tool_calls is parallel
 
 
+def test_tool_names_have_at_most_128_characters():
+    tool = {**TOOL, "name": f"mcp__{'a' * 123}"}
+    assert request(tools=[tool]).to_chat().chat.tools[0].function.name == tool["name"]
+    with pytest.raises(InvalidParameter, match="1 to 128 letters") as caught:
+        request(tools=[{**tool, "name": "a" * 129}]).to_chat()
+    assert caught.value.param == "tools[0].name"
+
+
 def test_messages_keep_their_order():
     chat = request(
         HELLO,

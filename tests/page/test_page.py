@@ -379,7 +379,7 @@ TOOLS_PROBLEMS = {
     "[": "Not valid JSON",
     "{}": "The tools must be an array.",
     '[{"type": "function"}]': '[0] must be {"type": "function"',
-    '[{"type": "function", "function": {"name": "a b"}}]': "[0].function.name must be 1 to 64 letters",
+    '[{"type": "function", "function": {"name": "a b"}}]': "[0].function.name must be 1 to 128 letters",
     '[{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]': "parameters.type must be",
 }
 CALL = '<tool_call>\n{"name": "find_shapes", "arguments": {"color": "red"}}\n</tool_call>'

@@ -121,8 +121,8 @@ export function toolsProblem(tools) {
     const { name, parameters } = tool?.function ?? {};
     if (tool?.type !== "function" || !isObject(tool.function))
       return problemAt(`[${index}]`, 'must be {"type": "function", "function": {"name": "…", "parameters": {…}}}');
-    if (!/^[\w.-]{1,64}$/.test(name ?? ""))
-      return problemAt(`[${index}].function.name`, "must be 1 to 64 letters, digits, underscores, dots and dashes");
+    if (!/^[\w.-]{1,128}$/.test(name ?? ""))
+      return problemAt(`[${index}].function.name`, "must be 1 to 128 letters, digits, underscores, dots and dashes");
     if (names.has(name)) return text("{name} is used twice. Rename one of the tools.", { name });
     names.add(name);
     const path = `[${index}].function.parameters`;
