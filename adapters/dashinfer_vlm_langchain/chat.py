@@ -44,7 +44,9 @@ CONSTRUCTOR_FIELDS = frozenset(
 )
 """Fields of this class that a call cannot set. A server would receive them, and the key with them, in the request."""
 
-PROMPT_FIELDS = frozenset({"chat_template_kwargs", "media_io_kwargs", "mm_processor_kwargs", "reasoning_effort"})
+PROMPT_FIELDS = frozenset(
+    {"chat_template_kwargs", "media_io_kwargs", "mm_processor_kwargs", "reasoning_effort", "thinking"}
+)
 """Request fields that the number of prompt tokens depends on, in addition to messages and tools."""
 
 _SAMPLING = ("temperature", "max_tokens", "top_p", "seed", "n", "logprobs", "top_logprobs")

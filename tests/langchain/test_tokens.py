@@ -14,6 +14,7 @@ from dashinfer_vlm_core.engine.shared import SHARED, SharedEngines
 from dashinfer_vlm_core.errors import ContextLengthExceeded, UnsupportedParameter
 from dashinfer_vlm_core.testing import Script, scripted_registry
 from dashinfer_vlm_langchain import ChatDashInferVLM
+from tests.core.test_reasoning import TEMPLATE
 from tests.samples import data_url, encode_video, image_url
 from tests.server.conftest import serving
 from tests.web import NOT_FOUND, serve
@@ -65,6 +66,14 @@ def test_tools_are_counted(chat):
 def test_options_for_media_are_counted(scripted):
     chat = scripted("Yes.", mm_processor_kwargs={"max_pixels": 28 * 28 * 9}, max_tokens=2000).chat
     assert chat.get_num_tokens_from_messages(MESSAGES) < scripted("Yes.").chat.get_num_tokens_from_messages(MESSAGES)
+
+
+def test_options_for_reasoning_are_counted(scripted, tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE)
+    options = {"thinking": {"type": "disabled"}, "engine_options": {"chat_template": str(template)}}
+    chat = scripted("Yes.", **options).chat
+    assert chat.get_num_tokens_from_messages(MESSAGES[3:]) == chat.invoke(MESSAGES[3:]).usage_metadata["input_tokens"]
 
 
 def test_text_is_tokenized_by_the_models_tokenizer(chat, tiny_checkpoint):
