@@ -379,14 +379,6 @@ def test_any_mapping_is_accepted_as_request(scripted):
     assert engine.chat(MappingProxyType(HELLO)).choices[0].message.content == "ok"
 
 
-def test_failed_start_leaves_no_threads(tiny_checkpoint):
-    """The decoder runs already when the next component fails to start; it must be closed."""
-    before = set(threading.enumerate())
-    with pytest.raises(SetupError):
-        Engine(EngineConfig(model=str(tiny_checkpoint), min_pixels=10_000_000)).start()
-    until(lambda: set(threading.enumerate()) <= before)
-
-
 def test_decoder_failing_support_check_is_skipped(tiny_checkpoint, caplog):
     class Broken:
         name = "broken"

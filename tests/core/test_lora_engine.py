@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+import threading
 
 import pytest
 from PIL import Image
@@ -29,9 +30,10 @@ from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_core.protocol import OfflineRequest
 from dashinfer_vlm_core.testing import EVERYTHING, Script, ScriptedDecoder, scripted_registry
+from tests.core.test_engine import engine_threads
 from tests.lora_folders import ATTENTION, MLP, merge_lora, write_lora
 from tests.tiny import write_qwen2_5_vl
-from tests.waiting import HANG, auntil
+from tests.waiting import HANG, auntil, until
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 PROMPT = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Describe it.<|im_end|>\n<|im_start|>assistant\n"
@@ -230,12 +232,15 @@ def test_loaded_lora_does_not_wait_for_another(tiny_checkpoint, tmp_path):
     with_manager(tiny_checkpoint, tmp_path, scenario, max_loras=2)
 
 
-def test_damaged_lora_fails_start(tiny_checkpoint, tmp_path):
+def test_damaged_lora_fails_start_and_leaves_no_thread(tiny_checkpoint, tmp_path):
+    """The decoder runs already when the adapter is loaded; it must be closed."""
     folder = write_lora(tmp_path / "a", tiny_checkpoint, ("q_proj",))
     path = folder / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:-8])
+    others = set(threading.enumerate())
     with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors cannot be read"):
         VLM(tiny_checkpoint, lora={"a": str(folder)}, **OPTIONS)
+    until(lambda: not engine_threads(others))
 
 
 def test_vision_change_that_a_family_does_not_read_is_reported(tiny_checkpoint, tmp_path):
