@@ -242,8 +242,8 @@ def test_canceled_worker_is_closed_after_its_thread(run, monkeypatch):
 
 def test_close_ends_running_and_waiting_work(run):
     async def work(pool):
-        tasks = [asyncio.ensure_future(pool.process(video(), [b"sleep"], budget())) for _ in range(2)]
-        await asyncio.to_thread(until, lambda: len(workers(pool)) == 2)
+        tasks = [asyncio.ensure_future(pool.process(video(), [b"sleep"], budget())) for _ in range(3)]
+        await asyncio.to_thread(until, lambda: len(workers(pool)) == 2 and pool.stats.waiting == 1)
         running = workers(pool)
         await pool.close()
         until(lambda: not any(map(exists, running)))
