@@ -15,13 +15,11 @@ class _Turn:
     Attributes:
         limit: how many slots its client may use at once.
         is_granted: whether it has the slot.
-        is_canceled: whether it does not wait anymore.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.is_granted = False
-        self.is_canceled = False
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._granted: asyncio.Future[None] = self._loop.create_future()
@@ -85,11 +83,21 @@ class FairSlots:
         try:
             await turn.wait()
         except asyncio.CancelledError:
-            with self._lock:
-                turn.is_canceled = True
-            if turn.is_granted:
+            if not self._withdraw(client, turn):
                 self._release(client)
             raise
+
+    def _withdraw(self, client: str, turn: _Turn) -> bool:
+        """Stop waiting, unless the slot is granted already. Return whether it is not."""
+        with self._lock:
+            if turn.is_granted:
+                return False
+            turns = self._waiting[client]
+            turns.remove(turn)
+            if not turns:
+                del self._waiting[client]
+            self._assign()  # the client's next request may have a higher limit
+            return True
 
     def _release(self, client: str) -> None:
         with self._lock:
@@ -107,10 +115,9 @@ class FairSlots:
                 self._waiting.move_to_end(client)
             else:
                 del self._waiting[client]
-            if not turn.is_canceled:
-                self._free -= 1
-                self._used[client] += 1
-                turn.grant()
+            self._free -= 1
+            self._used[client] += 1
+            turn.grant()
 
     def _next_client(self) -> str | None:
         eligible = (client for client, turns in self._waiting.items() if self._used[client] < turns[0].limit)

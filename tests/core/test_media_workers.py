@@ -525,8 +525,9 @@ def test_slots_are_shared_between_event_loops():
     threads["a"].start()
     assert events["a"][0].wait(HANG)
     asyncio.run(cancel())
+    assert slots.waiting == 0
     threads["b"].start()
-    until(lambda: slots.waiting == 2)
+    until(lambda: slots.waiting == 1)
     for name, thread in threads.items():
         events[name][1].set()
         thread.join(HANG)
