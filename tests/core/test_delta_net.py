@@ -186,13 +186,17 @@ def mix_at_end_of_pages():
     for variant in (AVX512, AMX, AVX2):
         if skip_reason(variant):
             continue
+        try:
+            kernels = load_kernels(variant)
+        except pytest.skip.Exception:  # a container may not permit AMX
+            continue
         for spec in (SPECS["partial vectors"], SPECS["no convolution"]):
             given = sample(spec, 70)
             net = given.net._replace(conv=at_end_of_page(given.net.conv))
             inputs = DeltaInputs(*map(at_end_of_page, given.inputs))
             states = RecurrentStates(*(at_end_of_page(part) if part.numel() else part for part in given.states(2)))
             spans = StateSpans([StateSpan(0, 70, 0, 1, 0, (64, 5))])
-            load_kernels(variant).mix_delta_net(net, inputs, states, spans)
+            kernels.mix_delta_net(net, inputs, states, spans)
 
 
 @needs_native
