@@ -44,7 +44,6 @@ from tests.transformers_engine import TransformersEngine
 
 TOKENS = 32
 CONVERSATION = CONVERSATIONS["one picture"]
-FAST = ("awq", "gptq-act-order", "int8", "fp8-block")
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +81,7 @@ def reference(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.supports("quantized-checkpoints", backend="torch-cpu")
 def test_tokens_and_logprobs_equal_transformers(written, name):
     ids, logprobs = reference(written(name).twin)
@@ -115,10 +112,7 @@ def test_quantization_changes_the_logprobs(written, tiny_checkpoint):
             write_qwen3_vl, "awq", TEXT_LAYERS, id="qwen3_vl",
             marks=pytest.mark.supports("quantized-checkpoints", backend="torch-cpu", family="qwen3_vl"),
         ),
-        pytest.param(
-            functools.partial(write_qwen3_vl, moe=True), "int4-asymmetric", TEXT_LAYERS, id="qwen3_vl_moe",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(functools.partial(write_qwen3_vl, moe=True), "int4-asymmetric", TEXT_LAYERS, id="qwen3_vl_moe"),
         pytest.param(write_checkpoint, "gptq", f"{TEXT_LAYERS}|lm_head$", id="lm_head"),
     ],
 )  # fmt: skip

@@ -118,7 +118,6 @@ def test_memory_is_unmapped_with_last_tensor(mappings):
     until(lambda: not held(mappings))
 
 
-@pytest.mark.slow
 @needs_linux
 def test_pages_are_collapsed_after_loading_and_keep_content():
     if not collapses_pages():
@@ -130,7 +129,6 @@ def test_pages_are_collapsed_after_loading_and_keep_content():
 
 
 @needs_linux
-@pytest.mark.slow
 def test_pages_waiting_for_collapse_are_freed_if_unused(monkeypatch, mappings):
     begun, go_on = threading.Event(), threading.Event()
 
@@ -147,7 +145,6 @@ def test_pages_waiting_for_collapse_are_freed_if_unused(monkeypatch, mappings):
 
 
 @needs_linux
-@pytest.mark.slow
 def test_memory_is_freed_while_its_pages_wait_for_steps():
     """Each range is a task of the compute thread; between two, the memory can be freed."""
     memory = mmap.mmap(-1, 4 * huge_pages.HUGE_PAGE_SIZE)

@@ -80,15 +80,7 @@ def test_tokens_and_logprobs_equal_merged_weights(base, adapted, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, marks=pytest.mark.slow),
-        pytest.param({"prefill_chunk": 7}, marks=pytest.mark.slow),
-        {"max_batch_size": 3},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [{}, {"prefill_chunk": 7}, {"max_batch_size": 3}], ids=str)
 def test_loras_and_model_share_a_batch(base, adapted, options):
     """In float32, adapters and requests are in every order; prompts are cut between and within them."""
     given = requests(base.width)

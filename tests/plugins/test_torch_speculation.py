@@ -333,14 +333,8 @@ def check_equal(found, expected):
                 assert left.logprob == pytest.approx(right.logprob, abs=1e-4)
 
 
-FAST = ("greedy", "penalties, seeded", "n-grams", "minimum", "stop token", "logprobs, seeded")
-"""The samplings of the fast tests: each kind of bookkeeping once."""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in SAMPLING]
-)
+@pytest.mark.parametrize("name", SAMPLING)
 def test_output_equals_one_token_per_step(oracle, name):
     requests = [few_words(seed, **SAMPLING[name]) for seed in range(3)]
     expected, plain = decode_all(oracle, requests, speculative_method="none")
