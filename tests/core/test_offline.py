@@ -77,7 +77,7 @@ def demo(tmp_path_factory):
     """Return the bundled model with a readable local folder."""
     folder = tmp_path_factory.mktemp("allowed")
     (folder / "circle.png").write_bytes(CIRCLE.read_bytes())
-    (folder / "film.mp4").write_bytes(encode_video())
+    (folder / "film.mp4").write_bytes(encode_video(height=112, width=168))
     with VLM("demo", allowed_local_media_path=folder) as vlm:
         yield vlm
 
@@ -237,13 +237,18 @@ def test_every_image_type_gives_same_output(demo, content):
 
 
 @pytest.mark.parametrize(
-    "content",
-    ["film.mp4", {"video": Path("film.mp4"), "fps": 2.0, "max_pixels": 20_000}, {"video": "film.mp4", "nframes": 4}],
+    ("content", "num_tokens"),
+    [
+        ("film.mp4", 2 * 24),
+        ({"video": Path("film.mp4"), "fps": 8.0}, 4 * 24),
+        ({"video": "film.mp4", "max_pixels": 10_000}, 2 * 8),
+        ({"video": "film.mp4", "nframes": 2}, 24),
+    ],
 )
-def test_video_file_is_sampled(demo, content):
+def test_video_file_is_sampled(demo, content, num_tokens):
     prompt = {"prompt": PROMPT.replace("image", "video"), "multi_modal_data": {"video": content}}
     (output,) = demo.generate(prompt, GREEDY)
-    assert output.usage.prompt_tokens_details.video_tokens > 0
+    assert output.usage.prompt_tokens_details.video_tokens == num_tokens
 
 
 def test_decord_reader_gives_the_output_of_its_file(demo):
