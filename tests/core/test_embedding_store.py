@@ -44,8 +44,8 @@ from dashinfer_vlm_core.vision.service import FIRST_BUDGET
 from dashinfer_vlm_qwen2_5_vl import Qwen25VL
 from dashinfer_vlm_qwen3_vl import Qwen3VL, Qwen35
 from tests.cases import cases
+from tests.clock import ManualClock, skippable_loop
 from tests.clock import run as run_skippable
-from tests.clock import skippable_loop
 from tests.core.test_vision import WIDTH, MeanTower, cancel, mean_of, wait_for_pass
 from tests.patches import random_patches
 from tests.qwen3_5.tiny_qwen3_5 import write_checkpoint as write_qwen3_5
@@ -107,8 +107,9 @@ def codec_for(example=None, *, secret=b""):
     return EmbeddingCodec(embedding() if example is None else example, secret=secret)
 
 
-def client_of(store, **options):
-    return EmbeddingStoreClient(store, codec_for(), model_key=b"model", clock=skippable_loop().time, **options)
+def client_of(store, *, clock=lambda: 0.0, **options):
+    """The clock is that of pauses after failures; timeouts are those of the event loop."""
+    return EmbeddingStoreClient(store, codec_for(), model_key=b"model", clock=clock, **options)
 
 
 def same_bits(first, second):
@@ -247,8 +248,8 @@ def test_timeout_option_replaces_the_budget():
 
 def test_lookups_pause_after_failures_and_resume(caplog):
     async def scenario():
-        store = MemoryStore()
-        client = client_of(store)
+        store, clock = MemoryStore(), ManualClock()
+        client = client_of(store, clock=clock)
         client.put(KEY, embedding())
         await written(client)
         store.error = ConnectionError("refused\nby the server")
@@ -260,11 +261,11 @@ def test_lookups_pause_after_failures_and_resume(caplog):
         assert len(store.lookups) == 3
         assert (client.stats.errors, client.stats.skipped, client.stats.available) == (3, 7, False)
         for pause, attempts in ((1.01, 4), (1.01, 4), (1.01, 5)):  # the second pause is twice as long
-            await skippable_loop().askip(pause)
+            clock.advance(pause)
             assert not await found()
             assert len(store.lookups) == attempts
         store.error = None
-        await skippable_loop().askip(60.0)
+        clock.advance(60.0)
         assert await found()
         assert await found()
         assert client.stats.available
@@ -281,14 +282,14 @@ def test_lookups_pause_after_failures_and_resume(caplog):
 
 def test_one_lookup_at_a_time_is_attempted_after_a_pause():
     async def scenario():
-        store = MemoryStore()
-        client = client_of(store)
+        store, clock = MemoryStore(), ManualClock()
+        client = client_of(store, clock=clock)
         store.error = OSError()
         for _ in range(3):
             await client.get([Lookup(KEY, 4)], budget=HANG)
         store.error = None
         store.gate.clear()
-        await skippable_loop().askip(1.01)
+        clock.advance(1.01)
         attempt = asyncio.create_task(client.get([Lookup(KEY, 4)], budget=HANG))
         await asyncio.sleep(0)
         assert await client.get([Lookup(KEY, 4)], budget=HANG) == [None]

@@ -17,7 +17,7 @@ from dashinfer_vlm_core.installation import install_step
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_core.vision import VisionService
 from dashinfer_vlm_redis import RedisStoreFactory
-from tests.clock import run, skippable_loop
+from tests.clock import ManualClock, run, skippable_loop
 from tests.core.test_vision import MeanTower, mean_of
 from tests.patches import clip, random_patches
 from tests.redis_server import RedisServer
@@ -132,17 +132,17 @@ def test_doctor_describes_the_server(server):
 
 
 class Replica:
-    """A vision service that uses the server, as another process would."""
+    """A vision service that uses the server, as another process would. Its clock is that of pauses after failures."""
 
     def __init__(self, server, *, timeout=HANG):
-        self.tower = MeanTower()
+        self.tower, self.clock = MeanTower(), ManualClock()
         example = mean_of(A)
         client = EmbeddingStoreClient(
             new_store(server),
             EmbeddingCodec(example),
             model_key=b"model",
             timeout=timeout,
-            clock=skippable_loop().time,
+            clock=self.clock,
         )
         self.service = VisionService(self.tower, cache_bytes=0, batch_patches=64, store=client)
 
@@ -209,7 +209,7 @@ def test_killed_server_costs_only_time(server, caplog):
             await replica.check(A, B)
         assert (replica.stats.errors, replica.stats.skipped, replica.stats.available) == (6, 4, False)
         server.start()
-        await skippable_loop().askip(60.0)
+        replica.clock.advance(60.0)
         await replica.check(A)  # the server has lost its values
         await replica.written()
         await replica.check(A)
