@@ -316,6 +316,26 @@ def test_late_failure_after_a_canceled_attempt_does_not_prolong_the_pause():
     assert breaker.allows()
 
 
+def test_longest_pause_is_a_minute():
+    clock = ManualClock()
+    breaker = CircuitBreaker("Lookups", clock)
+    for _ in range(10):
+        clock.advance(60.01)
+        assert breaker.allows()
+        breaker.failed("refused")
+
+
+def test_warnings_are_at_least_a_minute_apart(caplog):
+    clock = ManualClock()
+    breaker = CircuitBreaker("Lookups", clock)
+    for seconds, warnings in ((0.0, 1), (59.9, 1), (0.2, 2)):
+        clock.advance(seconds)
+        breaker.succeeded()
+        for _ in range(3):
+            breaker.failed("refused")
+        assert caplog.text.count("Lookups fail: refused.") == warnings
+
+
 def test_wrong_number_of_values_is_an_error():
     async def scenario():
         store = MemoryStore()
