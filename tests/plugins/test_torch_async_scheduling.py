@@ -48,13 +48,18 @@ class Ahead:
 
 
 def complete(oracle, requests, failing=(), **options):
-    """Return the completions of requests, and the number of steps that were launched ahead."""
+    """Return the completions of requests, and the number of steps that were launched ahead.
+
+    Sequences are preempted if `options` limit the KV cache, and only then.
+    """
 
     async def run():
         async with decoding(oracle.decoder(**options)) as decoder:
             ahead = Ahead(decoder._worker._runner, failing)
             found = await asyncio.gather(*(collect(decoder, request) for request in requests))
-            assert (decoder.snapshot().running, decoder.snapshot().kv_used) == (0, 0)
+            stats = decoder.snapshot()
+            assert (stats.running, stats.kv_used) == (0, 0)
+            assert (stats.preemptions > 0) == ("kv_cache_mib" in options)
             return found, ahead.count
 
     return asyncio.run(run())
