@@ -93,8 +93,17 @@ def call(name, *arguments):
         raise OSError(number, os.strerror(number))
 
 
+SCRATCH = Path(f"/tmp/made-by-a-media-worker-{os.getuid()}")
+
+
 def write_file():
-    Path("/tmp/written-by-a-media-worker").write_bytes(b"x")
+    SCRATCH.write_bytes(b"x")
+    SCRATCH.unlink()
+
+
+def make_folder():
+    SCRATCH.mkdir()
+    SCRATCH.rmdir()
 
 
 NOWHERE = "/nowhere"
@@ -105,7 +114,7 @@ FORBIDDEN = {
     "fork": lambda: os.fork() or os._exit(0),
     "kill": lambda: os.kill(os.getppid(), signal.SIGCONT),
     "write": write_file,
-    "make a folder": lambda: Path("/tmp/made-by-a-media-worker").mkdir(),
+    "make a folder": make_folder,
     "truncate": lambda: os.truncate(NOWHERE, 0),
     "mode": lambda: Path(NOWHERE).chmod(0o644),
     "owner": lambda: os.chown(NOWHERE, 0, 0),
