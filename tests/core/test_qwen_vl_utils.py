@@ -101,6 +101,7 @@ def test_frame_indices(total):
 @pytest.mark.parametrize("options", [{}, {"fps": 1.0}, {"fps": 5.0}, {"num_frames": 6}])
 def test_file_frames(published, tmp_path, options):
     """Compare the frames before they are resized."""
+    pytest.importorskip("decord")
     path = tmp_path / "movie.mp4"
     path.write_bytes(encode_video(50, fps=10))
     requested = {"nframes" if name == "num_frames" else name: value for name, value in options.items()}
@@ -141,6 +142,7 @@ def bicubic(video, size, **options):
 @pytest.fixture
 def process_vision_info(published, monkeypatch):
     """qwen-vl-utils' function, with decord and without the stub of the other tests that does not resize."""
+    pytest.importorskip("decord")
     monkeypatch.setattr(published.transforms.functional, "resize", bicubic)
     monkeypatch.setattr(published, "FORCE_QWENVL_VIDEO_READER", "decord")
     published.get_video_reader_backend.cache_clear()
