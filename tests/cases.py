@@ -32,11 +32,14 @@ def cases(names: str | Sequence[str], rows: Iterable[Any]) -> Callable[[Test], T
 
         @functools.wraps(test)
         def run(**given: Any) -> None:
-            failures = [(row, error) for row in table if (error := _error_of(test, {**given, **row}))]
+            ends = [(row, error) for row in table if (error := _error_of(test, {**given, **row}))]
+            failures = [(row, error) for row, error in ends if not isinstance(error, pytest.skip.Exception)]
             if failures:
                 lines = [f"{reprlib.repr(row)}: {error}" for row, error in failures]
                 failed = f"{len(failures)} of {len(table)} cases failed:\n" + "\n".join(lines)
                 raise AssertionError(failed) from failures[0][1]
+            for _, skip in ends:
+                raise skip
 
         run.__signature__ = signature.replace(parameters=fixtures)  # type: ignore[attr-defined] # pytest reads it
         return run
@@ -47,6 +50,6 @@ def cases(names: str | Sequence[str], rows: Iterable[Any]) -> Callable[[Test], T
 def _error_of(test: Test, arguments: dict[str, Any]) -> BaseException | None:
     try:
         test(**arguments)
-    except (Exception, pytest.fail.Exception) as error:  # noqa: BLE001 - the caller raises it
+    except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:  # noqa: BLE001 - the caller raises it
         return error
     return None

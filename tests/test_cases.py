@@ -24,6 +24,21 @@ def test_every_row_runs_and_failures_are_listed():
     assert seen == [("given", first, second) for first in (1, 2) for second in "abc"]
 
 
+@pytest.mark.parametrize(("wrong", "error"), [(None, pytest.skip.Exception), ("a", AssertionError)])
+def test_skipped_row_hides_no_failure(wrong, error):
+    @cases("value", ["a", "b", "c"])
+    def check(value):
+        assert value != wrong
+        if value == "b":
+            pytest.skip("not here")
+        seen.append(value)
+
+    seen = []
+    with pytest.raises(error):
+        check()
+    assert seen[-1] == "c"
+
+
 def test_row_that_does_not_raise_is_a_failure():
     @cases("value", ["1", "x"])
     def check(value):
