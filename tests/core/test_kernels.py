@@ -1025,9 +1025,10 @@ def test_shapes_unsupported_in_c_use_pytorch(native):
 
 def test_cuda_attention_does_not_use_cudnn():
     """cuDNN would build a plan for each number of keys. The switch can be read without a GPU."""
-    assert torch.backends.cuda.cudnn_sdp_enabled()
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
     try:
         TorchKernels("cuda")
         assert not torch.backends.cuda.cudnn_sdp_enabled()
     finally:
-        torch.backends.cuda.enable_cudnn_sdp(True)
+        torch.backends.cuda.enable_cudnn_sdp(before)

@@ -30,6 +30,7 @@ from dashinfer_vlm_torch.sequence import ScheduledChunk, SequenceState
 from tests.cases import cases
 from tests.kernels import load_fastest, needs_native
 from tests.plugins.oracle import prompt
+from tests.waiting import HANG
 
 HIDDEN, INNER, COUNT, CHOSEN = 64, 48, 7, 3
 
@@ -133,7 +134,7 @@ def first_tokens(folder):
     config = EngineConfig(model=str(folder), dtype="float32", device="cpu", media_workers=0, kv_cache_mib=64)
     with Engine(config) as engine:
         request = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "max_tokens": 8}
-        return list(engine.submit(request).result(timeout=60).token_ids[0])
+        return list(engine.submit(request).result(timeout=HANG).token_ids[0])
 
 
 def test_weights_stored_in_either_orientation_are_read_alike(moe, tmp_path):
