@@ -539,4 +539,4 @@ def test_prefix_lookup_cost_with_many_equal_prefixes():
     long = prompt(3, 4000)
     long.token_ids[:16] = base
     assert memory._find_prefix(PrefixHash(long)).num_tokens >= 16
-    assert len(lookups) <= 9
+    assert 0 < len(lookups) <= 9
