@@ -488,7 +488,7 @@ def test_security_35_faults_of_a_part_are_found_before_its_parts_are_compiled():
     assert len(widened) == 12
 
 
-def test_number_of_patterns_is_bounded(compiler):
+def test_number_of_patterns_is_bounded():
     def schema(count):
         return {"properties": {f"p{i}": {"type": "string", "pattern": f"^a{{{i}}}$"} for i in range(count)}}
 

@@ -411,8 +411,7 @@ print(kept, peak() - before - kept)
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc")
-@pytest.mark.parametrize("reader", ["PyAVReader"])
-def test_memory_of_720p_minute_is_its_frames_plus_64_mb(reader, tmp_path):
+def test_memory_of_720p_minute_is_its_frames_plus_64_mb(tmp_path):
     (tmp_path / "short.mp4").write_bytes(encode_video(8, height=72, width=128))
     (tmp_path / "long.mp4").write_bytes(encode_video(120, height=720, width=1280, fps=2))
     program = [sys.executable, "-c", MEMORY, str(tmp_path)]

@@ -57,8 +57,10 @@ def complete_streamed(engine, **fields):
     return "".join(choice.delta.content or "" for choice in chunks), chunks[-1].finish_reason
 
 
-def check_schemas(engine, seeds):
-    """Check each schema alone and in a batch, at a temperature with erratic output."""
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_output_follows_random_schemas(engine):
+    """Check each schema in a batch, at a temperature with erratic output."""
 
     def check(seed):
         schema = random_schema(seed)
@@ -67,18 +69,7 @@ def check_schemas(engine, seeds):
         jsonschema.validate(json.loads(choice.message.content), schema)
 
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(check, seeds))
-
-
-@pytest.mark.slow
-def test_output_follows_random_schemas(engine):
-    check_schemas(engine, range(60))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_output_follows_many_random_schemas(engine):
-    check_schemas(engine, range(60, 180))
+        list(pool.map(check, range(180)))
 
 
 @pytest.mark.parametrize(

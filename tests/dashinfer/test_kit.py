@@ -21,7 +21,6 @@ from dashinfer_vlm_dashinfer.install import _candidates, install, is_suitable
 from dashinfer_vlm_dashinfer.kit import SUMS, unpack_kit
 from tests.scripts import load_script
 
-ROOT = Path(__file__).parents[2]
 PIECE_BYTES = 4096
 
 

@@ -29,6 +29,8 @@ from dashinfer_vlm_core.errors import (
 )
 from dashinfer_vlm_dashinfer.process import WorkerProcess
 from dashinfer_vlm_server import create_app
+from tests.clock import run as run_skippable
+from tests.clock import skippable_loop
 from tests.conversations import as_openai, blurred_image, user
 from tests.plugins.oracle import collect, ids, prompt, visual
 from tests.waiting import HANG, until
@@ -258,31 +260,13 @@ def test_killed_worker_fails_its_requests_and_is_replaced(decoder, oracle, child
     assert not children()
 
 
-class SkippingLoop(asyncio.SelectorEventLoop):
-    """An event loop with an adjustable clock, so that a test of a timeout neither waits nor races."""
-
-    skipped = 0.0
-
-    def time(self):
-        return super().time() + self.skipped
-
-
-def run_skipping(main):
-    """Run a coroutine on such a loop."""
-    loop = SkippingLoop()
-    try:
-        return loop.run_until_complete(main)
-    finally:
-        loop.close()
-
-
 @asynccontextmanager
 async def passing_time(seconds):
     """Repeatedly move the clock forward by a number of seconds."""
 
     async def skip():
         while True:
-            asyncio.get_running_loop().skipped += seconds
+            await skippable_loop().askip(seconds)
             await asyncio.sleep(0.01)
 
     passing = asyncio.create_task(skip())
@@ -303,8 +287,7 @@ def test_only_hanging_worker_is_replaced_not_idle_one(decoder, oracle, children,
             assert ids(await collect(running, prompt(1, 10))) == expected
             while first._active:  # noqa: ASYNC110 - there is no event for a released request
                 await asyncio.sleep(0.001)
-            asyncio.get_running_loop().skipped += 10 * timeout
-            await asyncio.sleep(0.001)  # lets the timeout's task run
+            await skippable_loop().askip(10 * timeout)
             assert ids(await collect(running, prompt(1, 10))) == expected
             assert running.restarted == 0
             stream = running.decode(prompt(2, 5, **LONG))
@@ -318,7 +301,7 @@ def test_only_hanging_worker_is_replaced_not_idle_one(decoder, oracle, children,
             assert ids(await collect(running, prompt(1, 10))) == expected
             return failure.value, running.restarted
 
-    failure, restarts = run_skipping(run())
+    failure, restarts = run_skippable(run())
     assert failure.retryable
     assert restarts == 1
     assert f"sent nothing for {timeout:g} seconds" in caplog.text

@@ -28,7 +28,6 @@ from dashinfer_vlm_core.errors import (
     InvalidParameter,
     QueueFull,
 )
-from dashinfer_vlm_core.models.memory import default_kv_mib
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
 from dashinfer_vlm_torch import register_decoders
 from dashinfer_vlm_torch.decoder import TorchDecoder
@@ -162,12 +161,6 @@ def test_context_is_smallest_of_three_limits(oracle):
     assert oracle.decoder(max_model_len=100).max_model_len == 100
     assert oracle.decoder(max_model_len=9000).max_model_len == 4096
     assert oracle.decoder(kv_cache_mib=1).max_model_len == 2048
-
-
-def test_default_kv_cache_is_half_of_what_weights_leave():
-    assert default_kv_mib(4096, memory=64 << 30, weights=15 << 30) == 4096
-    assert default_kv_mib(4096, memory=8 << 30, weights=4 << 30) == 2048
-    assert default_kv_mib(4096, memory=8 << 30, weights=15 << 30) == 256
 
 
 def test_default_kv_cache_that_is_limited_is_logged(oracle, tmp_path, caplog):

@@ -34,8 +34,6 @@ from tests.cases import cases
 
 from .oracle import collect, decoding, ids, prompt, text, visual
 
-IDLE = {"running": 0, "waiting": 0, "kv_used": 0}
-
 
 def words(*tokens):
     return np.array(tokens, np.int64)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,11 +13,11 @@ import torch.nn.functional as F
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import CheckpointError
 from dashinfer_vlm_core.media import Grid
-from dashinfer_vlm_core.models.interface import Patches
 from dashinfer_vlm_core.models.qwen2_vl.vit import patch_positions
 from dashinfer_vlm_qwen3_vl import Qwen3VL
 from dashinfer_vlm_qwen3_vl.position_table import PositionTable
 from tests.kernels import selector
+from tests.patches import random_patches
 
 from .tiny_qwen3 import write_checkpoint
 
@@ -28,16 +26,8 @@ MIXED = [(2, 4, 4), (1, 8, 6), (3, 4, 10), (1, 4, 4)]
 GRIDS = {"image": IMAGES[:1], "images": IMAGES, "video": [(3, 4, 6)], "mixed": MIXED}
 
 
-def patches(t, h, w, seed=0):
-    grid = Grid(t, h, w)
-    pixels = np.random.default_rng([seed, *grid]).integers(0, 256, (grid.patches, 3 * 2 * 16 * 16), dtype=np.uint8)
-    digest = hashlib.sha256(repr(grid).encode() + pixels.tobytes()).digest()
-    kind = "image" if t == 1 else "video"
-    return Patches(pixels=pixels, grid=grid, tokens=grid.patches // 4, kind=kind, path="here", digest=digest)
-
-
 def batch_of(grids):
-    return [patches(*grid, seed=index) for index, grid in enumerate(grids)]
+    return [random_patches(*grid, seed=index, side=16) for index, grid in enumerate(grids)]
 
 
 def load(folder, dtype="float32", **options):
