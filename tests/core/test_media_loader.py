@@ -333,8 +333,9 @@ class Endless(VideoReader):
         self.started.release()
         try:
             until(check_stop)  # raises in the end
-        finally:
+        except EngineClosed:  # not that it takes too long
             self.stopped.release()
+            raise
 
 
 async def acquire_all(semaphore, times):
