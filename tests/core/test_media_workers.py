@@ -182,7 +182,7 @@ def test_file_larger_than_the_memory_of_a_worker_is_too_large(run):
 
     async def work(pool):
         with pytest.raises(MediaTooLarge, match="needs more memory than is allowed"):
-            await pool.process(image(), [bytes(64 << 20)], budget())
+            await pool.process(image(), [bytes(128 << 20)], budget())
         assert (await pool.process(image(), [encode(PICTURE)], budget())).tokens
         return pool.stats.crashed
 
