@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import threading
@@ -32,7 +33,7 @@ from dashinfer_vlm_core.protocol.sampling import SAMPLING_PARAMETERS
 from dashinfer_vlm_core.testing import Script, scripted_engine, scripted_registry
 from tests.conversations import as_openai, blurred_image, data_url, user
 from tests.samples import image_url
-from tests.waiting import HANG, until
+from tests.waiting import HANG, NEVER, until
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
 LONG = "A long answer that goes on and on and on. " * 20
@@ -109,15 +110,17 @@ def test_decoder_gets_visual_tokens_positions_and_limit(scripted):
     assert request.sampling.max_tokens == 7
 
 
-def test_pixels_are_freed_before_decoding(scripted):
-    def count_pixels(request):
-        grid = request.spans[0].tokens.grid
-        return str(sum(type(each) is Patches and each.grid == grid for each in gc.get_objects()))
+def test_pixels_are_freed_while_a_response_is_decoded(scripted):
+    def pixels():
+        return [each for each in gc.get_objects() if type(each) is Patches and each.grid.w == 36]
 
-    engine, _ = scripted(count_pixels)
+    engine, script = scripted("It goes on and on. " * 20, delay=0.01)
     picture = {"type": "image_url", "image_url": {"url": image_url(56, 532)}}  # no other test has this size
-    answer = engine.chat({"messages": [{"role": "user", "content": [picture]}]})
-    assert answer.choices[0].message.content == "0"
+    with contextlib.closing(engine.stream({"messages": [{"role": "user", "content": [picture]}]})) as chunks:
+        next(chunks)
+        script.delay = NEVER
+        until(lambda: not pixels())
+        assert script.running == 1
 
 
 def test_default_max_tokens_is_remaining_context(scripted):
