@@ -19,6 +19,7 @@ def main() -> None:
     from conversion import base  # llama.cpp's
 
     base.TextModel.get_vocab_base_pre = lambda *_: "qwen2"
+    base.ModelBase.no_mtp = True  # engines are compared without speculation, and the models have no head for it
     script = Path(sources, "convert_hf_to_gguf.py")
     sys.argv = [str(script), model, "--outfile", out, *options]
     runpy.run_path(str(script), run_name="__main__")
