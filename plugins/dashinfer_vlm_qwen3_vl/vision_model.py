@@ -48,8 +48,9 @@ class Qwen3VLVisionModel(VisionModel):
 def load(config: Qwen3VLVisionConfig, read: VisionWeights) -> Qwen3VLVisionModel:
     """See `load_vision_model`."""
     mergers = {layer: f"deepstack_merger_list.{number}" for number, layer in enumerate(config.deepstack_layers)}
-    table = executor_for(read.device).run(
-        lambda: read.tensor("pos_embed.weight", config.table_side**2, config.hidden_size)
+    positions = executor_for(read.device).run(
+        lambda: PositionTable(
+            read.tensor("pos_embed.weight", config.table_side**2, config.hidden_size), merge=config.spatial_merge_size
+        )
     )
-    positions = PositionTable(table, merge=config.spatial_merge_size)
     return load_vision_model(Qwen3VLVisionModel, config, read, LAYOUT, deepstack=mergers, positions=positions)

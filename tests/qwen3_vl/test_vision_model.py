@@ -5,19 +5,25 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 
+from dashinfer_vlm_core import Engine
+from dashinfer_vlm_core.concurrency.compute import THREAD_NAME
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import CheckpointError
 from dashinfer_vlm_core.media import Grid
 from dashinfer_vlm_core.models.qwen2_vl.vit import patch_positions
-from dashinfer_vlm_qwen3_vl import Qwen3VL
+from dashinfer_vlm_qwen3_vl import Qwen3VL, vision_model
 from dashinfer_vlm_qwen3_vl.position_table import PositionTable
+from tests.conversations import data_url
 from tests.kernels import selector
 from tests.patches import random_patches
+from tests.waiting import HANG
 
 from .tiny_qwen3 import write_checkpoint
 
@@ -55,6 +61,28 @@ def assert_close(ours, theirs, *, rtol):
     for one, other in zip(ours, theirs, strict=True):
         assert one.shape == other.shape
         assert (one.float() - other.float()).abs().max() <= rtol * other.float().abs().max()
+
+
+def test_positions_are_computed_on_compute_thread(dense, monkeypatch):
+    """Otherwise OpenMP would create a second team of threads, which slows down every step."""
+    seen = []
+
+    class Recorded(PositionTable):
+        def __init__(self, *arguments, **options):
+            seen.append(threading.current_thread().name)
+            super().__init__(*arguments, **options)
+
+        def __call__(self, grids):
+            seen.append(threading.current_thread().name)
+            return super().__call__(grids)
+
+    monkeypatch.setattr(vision_model, "PositionTable", Recorded)
+    config = EngineConfig(model=str(dense), dtype="float32", device="cpu", media_workers=0, kv_cache_mib=64)
+    picture = {"type": "image_url", "image_url": {"url": data_url(Image.new("RGB", (64, 64), "red"))}}
+    with Engine(config) as engine:
+        request = {"messages": [{"role": "user", "content": [picture]}], "max_tokens": 1}
+        engine.submit(request).result(timeout=HANG)
+    assert seen == [THREAD_NAME, THREAD_NAME]
 
 
 @pytest.mark.parametrize("name", GRIDS)
