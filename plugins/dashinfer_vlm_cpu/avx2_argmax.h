@@ -44,6 +44,9 @@ static void bound_panel(const ArgmaxBounds *s, const Quantized *q, const float *
 {
     _Alignas(64) float sums[ROW_GROUP * PANEL];
     ptrdiff_t inputs = s->quantized->inputs, column = panel * PANEL, count = s->quantized->outputs - column;
+    prefetch_columns(s->quantized->scales, panel);
+    prefetch_columns(s->norms, panel);
+    prefetch_columns(s->errors, panel);
     for (ptrdiff_t start = 0; start < rows; start += ROW_GROUP) {
         ptrdiff_t here = least(ROW_GROUP, rows - start);
         multiply_int8(q, start, here, inputs, (const char *)s->quantized->packed + panel * inputs * PANEL, sums);

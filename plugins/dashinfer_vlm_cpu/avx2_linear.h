@@ -199,7 +199,7 @@ static void linear_bf16(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const E
 {
     ptrdiff_t panels = ceil_div(ep->m->outputs, PANEL), inputs = ep->m->inputs;
     if (rows <= FEW_ROWS) {
-#pragma omp parallel for schedule(guided, 2) num_threads(threads)
+#pragma omp parallel for schedule(guided) num_threads(threads)
         for (ptrdiff_t panel = 0; panel < panels; panel++)
             if (rows == 1) linear_few_rows(1, x, stride, panel, ep);
             else linear_few_rows(2, x, stride, panel, ep);
@@ -211,7 +211,7 @@ static void linear_bf16(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const E
         ptrdiff_t groups = ceil_div(wide.rows, ROW_GROUP);
 #pragma omp for
         for (ptrdiff_t row = 0; row < wide.rows; row++) widen_row(x + (first + row) * stride, inputs, &wide, row);
-#pragma omp for schedule(guided, groups > 1 ? 1 : 2)
+#pragma omp for schedule(guided)
         for (ptrdiff_t task = 0; task < panels * groups; task++) {
             ptrdiff_t panel = task / groups, group = task % groups;
             linear_rows(&wide, panel, wide.rows * group / groups, wide.rows * (group + 1) / groups, ep, first);

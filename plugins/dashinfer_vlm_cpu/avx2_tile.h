@@ -25,7 +25,7 @@ typedef struct {
 
 INLINE void add_tile(const int rows, const int vectors, const Product *p)
 {
-    __m256 acc[MAX_TILE_ROWS][VECTORS], x[MAX_TILE_ROWS];
+    __m256 acc[MAX_TILE_ROWS][VECTORS], x[MAX_TILE_ROWS], w[VECTORS];
     UNROLL_FOR (int m = 0; m < rows; m++)
         UNROLL_FOR (int z = 0; z < vectors; z++)
             acc[m][z] = p->fresh ? _mm256_setzero_ps() : _mm256_loadu_ps(p->sums + m * p->stride + z * LANES);
@@ -33,10 +33,18 @@ INLINE void add_tile(const int rows, const int vectors, const Product *p)
     const char *next = p->next;
     for (; a < stop; a++, b += p->ldb, next += p->step) {
         prefetch(next);
-        UNROLL_FOR (int m = 0; m < rows; m++) x[m] = _mm256_broadcast_ss(a + m * p->lda);
-        UNROLL_FOR (int z = 0; z < vectors; z++) {
-            __m256 w = _mm256_loadu_ps(b + z * LANES);
-            UNROLL_FOR (int m = 0; m < rows; m++) acc[m][z] = _mm256_fmadd_ps(x[m], w, acc[m][z]);
+        if (rows < vectors) { /* the smaller operand stays in registers */
+            UNROLL_FOR (int m = 0; m < rows; m++) x[m] = _mm256_broadcast_ss(a + m * p->lda);
+            UNROLL_FOR (int z = 0; z < vectors; z++) {
+                w[0] = _mm256_loadu_ps(b + z * LANES);
+                UNROLL_FOR (int m = 0; m < rows; m++) acc[m][z] = _mm256_fmadd_ps(x[m], w[0], acc[m][z]);
+            }
+        } else {
+            UNROLL_FOR (int z = 0; z < vectors; z++) w[z] = _mm256_loadu_ps(b + z * LANES);
+            UNROLL_FOR (int m = 0; m < rows; m++) {
+                x[0] = _mm256_broadcast_ss(a + m * p->lda);
+                UNROLL_FOR (int z = 0; z < vectors; z++) acc[m][z] = _mm256_fmadd_ps(x[0], w[z], acc[m][z]);
+            }
         }
     }
     UNROLL_FOR (int m = 0; m < rows; m++)
