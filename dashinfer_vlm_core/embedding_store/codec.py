@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import math
 
+import numpy as np
 import torch
 
 from .interface import NO_SECRET, InvalidValueError
@@ -54,14 +55,23 @@ class EmbeddingCodec:
         if not hmac.compare_digest(value[:DIGEST_BYTES], self._digest(key, payload)):
             raise InvalidValueError("its digest is wrong: it is damaged, or was written with another secret")
         copy = bytearray(payload)  # torch requires writable memory
-        embedding = torch.frombuffer(copy, dtype=self._dtype).view(tokens, self._width)
-        # 20 times as fast as `torch.isfinite` of all numbers: one pass, and both bounds are NaN if any number is.
-        if not all(math.isfinite(bound) for bound in torch.aminmax(embedding)):
+        if not _is_finite(copy, self._dtype):
             raise InvalidValueError("it contains numbers that are not finite")
-        return embedding.to(self._device)
+        return torch.frombuffer(copy, dtype=self._dtype).view(tokens, self._width).to(self._device)
 
     def _digest(self, key: bytes, payload: bytes | memoryview) -> bytes:
         code = hmac.new(self._secret, b"value" + key, hashlib.sha256)
         code.update(f"{self._dtype} {self._width} ".encode())
         code.update(payload)
         return code.digest()
+
+
+def _is_finite(rows: bytearray, dtype: torch.dtype) -> bool:
+    """Whether all numbers are finite: without the sign, the bits of the others are not smaller than those of infinity.
+
+    Torch's operators would start a second team of OpenMP's threads on this thread, which slows down every step.
+    """
+    kind = np.dtype(f"u{dtype.itemsize}")
+    infinity = torch.tensor([math.inf], dtype=dtype).view(torch.uint8).numpy().view(kind)[0]
+    magnitudes = np.frombuffer(rows, kind) & (np.iinfo(kind).max >> 1)
+    return bool(magnitudes.max(initial=0) < infinity)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
+from ..concurrency.compute import executor_for
 from ..concurrency.loop import engine_closed
 from ..errors import EngineClosed, EngineError
 from ..models.interface import Patches, VisionEncoder
@@ -65,6 +67,11 @@ class UnitJob:
 
 
 def concatenate(units: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Join embeddings, where models compute: copies on another thread would start a second team of OpenMP's threads."""
+    return executor_for(str(units[0].device)).run(partial(_concatenate, units))
+
+
+def _concatenate(units: Sequence[torch.Tensor]) -> torch.Tensor:
     joined = units[0].new_empty((sum(map(len, units)), units[0].shape[1]))
     row = 0
     for unit in units:

@@ -183,6 +183,17 @@ def test_security_33_value_of_another_kind_is_not_used(codec, key, value, tokens
         codec.decode(key, value, tokens)
 
 
+@cases("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@cases("number", [torch.inf, -torch.inf, torch.nan, -torch.nan])
+def test_single_number_that_is_not_finite_is_found(dtype, number):
+    rows = torch.full((4, WIDTH), torch.finfo(dtype).min, dtype=dtype)
+    codec = codec_for(rows)
+    assert torch.equal(codec.decode(KEY, codec.encode(KEY, rows), 4), rows)
+    rows[2, 1] = number
+    with pytest.raises(InvalidValueError, match="not finite"):
+        codec.decode(KEY, codec.encode(KEY, rows), 4)
+
+
 # Lookups and writes
 
 

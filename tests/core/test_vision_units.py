@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from dashinfer_vlm_core.concurrency.compute import THREAD_NAME
 from dashinfer_vlm_core.embedding_store.client import EmbeddingStoreClient
 from dashinfer_vlm_core.embedding_store.codec import EmbeddingCodec
 from dashinfer_vlm_core.embedding_store.file_store import FileStore
 from dashinfer_vlm_core.errors import EngineError
 from dashinfer_vlm_core.media import Grid
 from dashinfer_vlm_core.models.patches import with_digest
-from dashinfer_vlm_core.vision import VisionService
+from dashinfer_vlm_core.vision import VisionService, units
 from tests.core.test_vision import A, MeanTower, embed_in_background, mean_of, occupy, run
 from tests.patches import clip
 from tests.waiting import auntil
@@ -54,6 +56,16 @@ def test_temporal_patches_share_the_pixels():
     ]
     assert all(np.shares_memory(unit.pixels, whole.pixels) for unit in units)
     np.testing.assert_array_equal(np.concatenate([unit.pixels for unit in units]), whole.pixels)
+
+
+def test_units_are_joined_on_compute_thread(monkeypatch):
+    """Otherwise OpenMP would start a second team of threads, which slows down every step."""
+    parts = [torch.full((2, 3), float(index)) for index in range(3)]
+    seen = []
+    join = units._concatenate
+    monkeypatch.setattr(units, "_concatenate", lambda each: seen.append(threading.current_thread().name) or join(each))
+    assert torch.equal(units.concatenate(parts), torch.cat(parts))
+    assert seen == [THREAD_NAME]
 
 
 @pytest.mark.parametrize(("start", "stop", "new"), [(1, 7, 1), (4, 10, 4), (0, 6, 0), (2, 4, 0), (6, 12, 6)])
