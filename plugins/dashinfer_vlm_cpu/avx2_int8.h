@@ -142,7 +142,7 @@ INLINE void tile_int8(const int rows, const int vectors, const Quantized *q, ptr
         }
 }
 
-/* Prefetch floats of the columns of a panel, which are read after its weights: 3 % of a decode step. */
+/* Prefetch floats of the columns of a panel, which are read after its weights. */
 INLINE void prefetch_columns(const float *x, ptrdiff_t panel)
 {
     for (int j = 0; j < PANEL; j += 16) prefetch(x + panel * PANEL + j);
@@ -161,11 +161,11 @@ static void multiply_int8(const Quantized *q, ptrdiff_t row, ptrdiff_t row_count
                 const char *weights = panel + z * sizeof(__m256i);
                 float *to = sums + start * PANEL + z * LANES;
                 const char *next = panel + PREFETCH_BYTES;
-                ptrdiff_t at = row + start, block = k / BLOCK, step = tile || z ? 0 : 4 * PANEL;
+                ptrdiff_t from = row + start, block = k / BLOCK, step = tile || z ? 0 : 4 * PANEL;
                 switch (8 * vectors + count) {
-                    CASES_TO_6(2, tile_int8(rows, vectors, q, block, at, weights, quads, to, next, step))
-                    CASE(1, 4, tile_int8(rows, vectors, q, block, at, weights, quads, to, next, step))
-                    CASE(2, 4, tile_int8(rows, vectors, q, block, at, weights, quads, to, next, step))
+                    CASES_TO_6(2, tile_int8(rows, vectors, q, block, from, weights, quads, to, next, step))
+                    CASE(1, 4, tile_int8(rows, vectors, q, block, from, weights, quads, to, next, step))
+                    CASE(2, 4, tile_int8(rows, vectors, q, block, from, weights, quads, to, next, step))
                 }
             }
         }
