@@ -29,6 +29,8 @@ class Shape:
         family: its `model_type`.
         tower_inner: size of the MLP in the vision encoder of Qwen2.5-VL; that of Qwen2-VL is four times as wide as the
             vision encoder.
+        vocabulary: size of the embedding table.
+        tied: whether the head has the weights of the embedding table.
     """
 
     hidden: int
@@ -42,6 +44,8 @@ class Shape:
     vision_heads: int
     family: Literal["qwen2_vl", "qwen2_5_vl"] = "qwen2_vl"
     vision_inner: int = 0
+    vocabulary: int = 151_936
+    tied: bool = True
 
 
 SHAPES = {
@@ -64,6 +68,12 @@ SHAPES = {
     "qwen2.5-vl-3b": Shape(
         hidden=2048, inner=11008, layers=36, heads=16, kv_heads=2, sections=(16, 24, 24),
         vision_width=1280, vision_layers=32, vision_heads=16, family="qwen2_5_vl", vision_inner=3420,
+    ),
+    # Qwen2.5-VL-7B.
+    "qwen2.5-vl-7b": Shape(
+        hidden=3584, inner=18944, layers=28, heads=28, kv_heads=4, sections=(16, 24, 24),
+        vision_width=1280, vision_layers=32, vision_heads=16, family="qwen2_5_vl", vision_inner=3420,
+        vocabulary=152_064, tied=False,
     ),
 }  # fmt: skip
 
@@ -117,17 +127,17 @@ def write_model(shape: Shape, folder: Path) -> None:
             "num_hidden_layers": shape.layers,
             "num_attention_heads": shape.heads,
             "num_key_value_heads": shape.kv_heads,
-            "vocab_size": 151_936,
+            "vocab_size": shape.vocabulary,
             "max_position_embeddings": 32_768,
             "rms_norm_eps": 1e-6,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": list(shape.sections)},
             "bos_token_id": IDS["<|endoftext|>"],
             "eos_token_id": IDS["<|im_end|>"],
-            "tie_word_embeddings": True,
+            "tie_word_embeddings": shape.tied,
         },
         vision_config=_vision_config(shape),
         **vision_token_ids(),
-        tie_word_embeddings=True,
+        tie_word_embeddings=shape.tied,
     )
     save_random_weights(config, folder)
     write_json(folder / "config.json", _flat(json.loads((folder / "config.json").read_text()), shape))

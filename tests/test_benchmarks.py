@@ -134,11 +134,11 @@ def test_camera_day_reports_tenths(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["small", "qwen2.5-vl-3b"])
+@pytest.mark.parametrize("name", ["small", "qwen2.5-vl-7b"])
 def test_random_weights_model_generates(tmp_path, name):
     shape = replace(
         models.SHAPES[name], hidden=64, inner=96, layers=1, heads=2, kv_heads=1, sections=(4, 6, 6),
-        vision_width=32, vision_layers=32 if name == "qwen2.5-vl-3b" else 1, vision_heads=2, vision_inner=44,
+        vision_width=32, vision_layers=32 if name == "qwen2.5-vl-7b" else 1, vision_heads=2, vision_inner=44,
     )  # fmt: skip
     models.write_model(shape, tmp_path)
     assert image_tokens(tmp_path, 56) == 4
