@@ -56,10 +56,10 @@ static size_t scratch_bytes(ptrdiff_t width)
 {
     ptrdiff_t columns = round_up(width, LANES);
     ptrdiff_t floats = QUERY_ROWS * (width + columns + 2) + KEY_CHUNK * (width + columns + QUERY_BLOCK);
-    return round_up(sizeof(float) * floats, 64);
+    return sizeof(float) * floats;
 }
 
-static Scratch scratch_at(char *memory, ptrdiff_t width)
+static Scratch carve_scratch(char *memory, ptrdiff_t width)
 {
     Scratch s = {.columns = round_up(width, LANES), .queries = (float *)memory};
     s.keys = s.queries + QUERY_ROWS * width;
@@ -218,9 +218,10 @@ static void attend_chunk(const AttentionArgs *h, const Scratch *s, ptrdiff_t row
 }
 
 /* Attend the queries [token, end) of a span, for all heads that share the keys of head `kv`. */
-static void attend_task(const AttentionArgs *h, const KVSpan *span, const Scratch *s, ptrdiff_t kv, ptrdiff_t token,
-                        ptrdiff_t end)
+static void attend_tile(const AttentionArgs *h, const KVSpan *span, const Scratch *s, ptrdiff_t kv, ptrdiff_t token,
+                        ptrdiff_t end, const void *next)
 {
+    (void)next;
     ptrdiff_t group = h->heads / h->kv_heads, rows = (end - token) * group, limits[QUERY_ROWS];
     for (ptrdiff_t row = 0; row < rows; row++) {
         ptrdiff_t at = token + row / group, head = kv * group + row % group;
@@ -249,23 +250,3 @@ static void attend_task(const AttentionArgs *h, const KVSpan *span, const Scratc
             store(out + c, h->width - c, _mm256_mul_ps(_mm256_loadu_ps(s->sums + row * s->columns + c), inverse));
     }
 }
-
-/* Attend each span's queries to its keys. `workspace` has `attend_workspace_size()` bytes per thread. */
-void attend(const AttentionArgs *h, const KVSpan *spans, int64_t count, char *workspace, int32_t threads)
-{
-    ptrdiff_t group = h->heads / h->kv_heads, step = QUERY_ROWS / group, tasks = 0;
-    for (ptrdiff_t i = 0; i < count; i++) tasks += ceil_div(spans[i].num_queries, step);
-#pragma omp parallel num_threads(threads)
-    {
-        Scratch s = scratch_at(workspace + omp_get_thread_num() * scratch_bytes(h->width), h->width);
-#pragma omp for schedule(dynamic, 1)
-        for (ptrdiff_t task = 0; task < tasks * h->kv_heads; task++) {
-            ptrdiff_t kv = task % h->kv_heads, index = task / h->kv_heads, i = 0;
-            while (index >= ceil_div(spans[i].num_queries, step)) index -= ceil_div(spans[i++].num_queries, step);
-            ptrdiff_t token = index * step;
-            attend_task(h, spans + i, &s, kv, token, least(token + step, spans[i].num_queries));
-        }
-    }
-}
-
-int64_t attend_workspace_size(int64_t width) { return scratch_bytes(width); }

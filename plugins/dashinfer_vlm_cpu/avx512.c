@@ -13,11 +13,14 @@
 #ifdef TILES
 #include "tiles_int8.h"
 #include "tiles_int4.h"
+#include "tiles_attention.h"
+#else
+#include "avx512_attention.h"
 #endif
 #include "avx512_argmax.h"
 #include "avx512_sample.h"
 #include "avx512_norms.h"
-#include "avx512_attend.h"
+#include "attend.h"
 #include "gelu.h"
 #include "decoder_layers.h"
 

@@ -216,7 +216,7 @@ static void attend_tile(const AttentionArgs *h, const KVSpan *span, const Scratc
                         ptrdiff_t end, const void *next)
 {
     ptrdiff_t group = h->heads / h->kv_heads, rows = (end - token) * group, columns = round_up(h->width, LANES);
-    ptrdiff_t limits[ROW_GROUP];
+    ptrdiff_t limits[QUERY_ROWS];
     for (ptrdiff_t row = 0; row < rows; row++) {
         ptrdiff_t at = token + row / group, head = kv * group + row % group;
         const bf16 *query = h->q + (span->first_query + at) * h->q_token + head * h->q_head;

@@ -4,45 +4,46 @@
 #include "avx512_keys.h"
 #include "avx512_tile.h"
 
-enum { KEY_CHUNK = 512 };
+/* What QUERY_ROWS queries of width 128 need fits an L2 cache of 1 MB. */
+enum { KEY_CHUNK = 512, QUERY_ROWS = 768 };
 
 /* For 8-bit keys and values, everything is multiplied as integers of 16 bits with exact sums: keys and values are
  * sign-extended, which takes one instruction instead of the five of a conversion to bf16, and queries and probs are
  * quantized to 16 bits, with a scale per query, and per query and chunk of keys. */
-enum { QUERY_ROWS = ROW_GROUP, MAX_INT16 = 32767 };
+enum { MAX_INT16 = 32767 };
 
 typedef struct {         /* per thread; bf16, or int16 for 8-bit keys */
-    bf16 *queries;       /* [ROW_GROUP, width] */
+    bf16 *queries;       /* [QUERY_ROWS, width] */
     bf16 *keys;          /* KEY_CHUNK / PANEL panels of [width / 2, PANEL] pairs */
     bf16 *values;        /* [KEY_CHUNK / 2, columns] pairs, where columns is the width rounded up to LANES */
     bf16 *probs;         /* [TILE_ROWS, KEY_CHUNK] */
-    float *query_scales; /* [ROW_GROUP], of int16 queries */
+    float *query_scales; /* [QUERY_ROWS], of int16 queries */
     float *scores;       /* [TILE_ROWS, KEY_CHUNK] */
-    float *sums;         /* [ROW_GROUP, columns] */
-    float *largest;      /* [ROW_GROUP], the largest score so far */
-    float *total;        /* [ROW_GROUP], the sum of the probs so far */
+    float *sums;         /* [QUERY_ROWS, columns] */
+    float *largest;      /* [QUERY_ROWS], the largest score so far */
+    float *total;        /* [QUERY_ROWS], the sum of the probs so far */
 } Scratch;
 
 static size_t scratch_bytes(ptrdiff_t width)
 {
     ptrdiff_t columns = round_up(width, LANES);
-    return 64 * 9 + 2 * (ROW_GROUP * width + KEY_CHUNK * width + KEY_CHUNK * columns + TILE_ROWS * KEY_CHUNK) +
-           4 * (TILE_ROWS * KEY_CHUNK + ROW_GROUP * columns + 3 * ROW_GROUP);
+    return 64 * 9 + 2 * (QUERY_ROWS * width + KEY_CHUNK * width + KEY_CHUNK * columns + TILE_ROWS * KEY_CHUNK) +
+           4 * (TILE_ROWS * KEY_CHUNK + QUERY_ROWS * columns + 3 * QUERY_ROWS);
 }
 
 static Scratch carve_scratch(char *from, ptrdiff_t width)
 {
     ptrdiff_t columns = round_up(width, LANES);
     Scratch s;
-    s.queries = carve(&from, 2 * ROW_GROUP * width);
+    s.queries = carve(&from, 2 * QUERY_ROWS * width);
     s.keys = carve(&from, 2 * KEY_CHUNK * width);
     s.values = carve(&from, 2 * KEY_CHUNK * columns);
     s.probs = carve(&from, 2 * TILE_ROWS * KEY_CHUNK);
     s.scores = carve(&from, 4 * TILE_ROWS * KEY_CHUNK);
-    s.sums = carve(&from, 4 * ROW_GROUP * columns);
-    s.largest = carve(&from, 4 * ROW_GROUP);
-    s.total = carve(&from, 4 * ROW_GROUP);
-    s.query_scales = carve(&from, 4 * ROW_GROUP);
+    s.sums = carve(&from, 4 * QUERY_ROWS * columns);
+    s.largest = carve(&from, 4 * QUERY_ROWS);
+    s.total = carve(&from, 4 * QUERY_ROWS);
+    s.query_scales = carve(&from, 4 * QUERY_ROWS);
     return s;
 }
 
