@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..config import EngineConfig
-from ..config.folders import expand_user
 from ..errors import EngineClosed, InvalidParameter, ModelNotFound, SetupError
 from ..media_workers import WorkerLimit, default_workers
 from ..models.checkpoint import is_hub_id
+from ..models.lora import adapter_source
 from ..models.pooling import Task
 from ..plugins import Registry, load_plugins
 from ..protocol import ChatRequest, EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
@@ -141,7 +141,7 @@ class ManagedEngine(ChatEngine):
             state=shown.get(state, "failed" if failure else "unloaded"),
             fatal_error=failure,
             task=status.task or task,
-            loras=tuple(LoraStatus(name=lora.name, source=_source(lora.path)) for lora in config.lora),
+            loras=tuple(LoraStatus(name=lora.name, source=adapter_source(lora.path)) for lora in config.lora),
         )
 
     def capabilities(self) -> Capabilities:
@@ -377,8 +377,3 @@ class ModelManager(Startable, ChatEngine):
         """
         self._state = "closed"
         self._loader.close()
-
-
-def _source(path: str) -> str:
-    folder = expand_user(path)
-    return folder.resolve().name if folder.is_dir() else path

@@ -105,6 +105,12 @@ def find_lora(path: str) -> Path:
     )
 
 
+def adapter_source(path: str) -> str:
+    """Return what an adapter is called in messages: the name of its folder without the path, or its Hugging Face ID."""
+    folder = expand_user(path)
+    return folder.resolve().name if folder.is_dir() else path
+
+
 def read_lora(name: str, path: str, spec: ModelSpec) -> LoraWeights:
     """Read an adapter's configuration and check its tensors against the model's; their values are not read.
 
@@ -125,7 +131,7 @@ def read_lora(name: str, path: str, spec: ModelSpec) -> LoraWeights:
     saved = reader.saved()
     return LoraWeights(
         name=name,
-        source=path if not expand_user(path).is_dir() else folder.resolve().name,
+        source=adapter_source(path),
         file=file,
         digest=_digest(folder / ADAPTER, file),
         text=text,
