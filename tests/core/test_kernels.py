@@ -664,6 +664,17 @@ def test_attention_within_frames(kernels, width):
     assert error(found, attention(q, k.transpose(0, 1), v.transpose(0, 1), spans)) < 1e-2
 
 
+@needs_native
+def test_attention_is_bit_exact_in_tasks_of_many_and_few_queries(native):
+    """With all heads, there are enough tasks of many queries; with a single one, tasks have fewer."""
+    q, k, v = numbers(1100, 3, 16, 32).unbind(1)
+    k, v, spans = k.transpose(0, 1), v.transpose(0, 1), KVSpans([KVSpan(0, 100, 0, 100), KVSpan(100, 1000, 100, 1000)])
+    whole = native.attend(q, k, v, spans).view(1100, 16, 32)
+    for head in range(16):
+        one = slice(head, head + 1)
+        assert torch.equal(native.attend(q[:, one], k[one], v[one], spans), whole[:, head])
+
+
 CAUSAL = [
     KVSpan(0, 50, 0, 50, 0),
     KVSpan(50, 1, 100, 700, 699),
