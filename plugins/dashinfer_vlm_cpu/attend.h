@@ -1,7 +1,13 @@
 /* Attention of a batch. Each instruction set defines `attend_tile`, and Scratch for up to QUERY_ROWS queries. */
 #pragma once
 
-#include "arguments.h"
+#ifdef TILES
+#include "tiles_attention.h"
+#elif defined(__AVX512BF16__)
+#include "avx512_attention.h"
+#else
+#include "avx2_attention.h"
+#endif
 
 enum { TASKS_PER_THREAD = 4, FEW_QUERIES = 96 };
 

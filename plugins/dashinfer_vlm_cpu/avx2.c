@@ -14,7 +14,6 @@
 #include "avx2_argmax.h"
 #include "avx2_sample.h"
 #include "avx2_norms.h"
-#include "avx2_attention.h"
 #include "attend.h"
 #include "gelu.h"
 #include "decoder_layers.h"

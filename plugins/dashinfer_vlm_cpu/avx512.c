@@ -13,9 +13,6 @@
 #ifdef TILES
 #include "tiles_int8.h"
 #include "tiles_int4.h"
-#include "tiles_attention.h"
-#else
-#include "avx512_attention.h"
 #endif
 #include "avx512_argmax.h"
 #include "avx512_sample.h"
