@@ -136,7 +136,7 @@ class ChatPipeline:
     async def split(self, request: ChatRequest, pages: str) -> list[PageRequest]:
         """Return a request for each selected page of a request's document; see `DocumentExpander.split`."""
         async with self._admit(request):
-            check_task(self.spec, "generate", name=self.name)
+            check_task(self.spec.task, "generate", name=self.name)
             check_request(request, self.spec, self.decoder, self.inputs.prompts)
             return await self.inputs.documents.split(request, pages)
 
@@ -179,7 +179,7 @@ class ChatPipeline:
     async def _prepare(
         self, request: ChatRequest, lora: ActiveLora | None
     ) -> tuple[Inputs, list[ResponseBuilder], list[DecodeRequest]]:
-        check_task(self.spec, "generate", name=self.name)
+        check_task(self.spec.task, "generate", name=self.name)
         sampling = check_request(request, self.spec, self.decoder, self.inputs.prompts)
         request = in_client_namespace(request)
         grammar = await self._compile_grammar(request)

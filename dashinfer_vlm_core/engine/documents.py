@@ -4,6 +4,7 @@ document -> a request for each page."""
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
@@ -69,8 +70,12 @@ class DocumentExpander:
     processor: ImageProcessor
     prompts: PromptBuilder
 
-    async def expand(self, request: ChatRequest) -> ChatRequest:
+    async def expand(self, request: ChatRequest, loaded: dict[DocumentPart, Document]) -> ChatRequest:
         """Return the request with the text layer and the image of each page in place of its documents.
+
+        Args:
+            request: the request.
+            loaded: documents that need not be read again; if it is empty, those of this request are added.
 
         Raises:
             RequestError: a document cannot be loaded or read, or exceeds a limit.
@@ -79,7 +84,11 @@ class DocumentExpander:
         parts = request.documents()
         if not parts:
             return request
-        documents = await self.media.load(parts, self.executor.read_document)
+        missing = await asyncio.to_thread(lambda: [part for part in parts if part not in loaded])  # hashes megabytes
+        read = dict(zip(missing, await self.media.load(missing, self.executor.read_document), strict=True))
+        documents = [read[part] if part in read else loaded[part] for part in parts]
+        if not loaded:
+            loaded.update(read)
         self._check_pages(parts, documents)
         return await asyncio.to_thread(self._expand, request, parts, documents)
 
@@ -95,7 +104,7 @@ class DocumentExpander:
         """
         parts = [replace(part, pages=pages, render="image", split=True) for part in request.documents()]
         if not parts:
-            if pages not in ("", "1"):
+            if not {"", "1"}.issuperset(re.split("[-,]", pages)):
                 raise invalid("pages", "selects other pages than 0, but an image has one page. Remove it.")
             return [PageRequest(number=1, request=request)]
         documents = await self.media.load(parts, self.executor.read_document)
@@ -103,19 +112,27 @@ class DocumentExpander:
 
     def _split(self, request: ChatRequest, part: DocumentPart, document: Document) -> list[PageRequest]:
         images = document.images(part)
+        first = request.with_documents({part.path: (images[0],)})
+        available = self._max_prompt_tokens(request) - self._count_text_tokens(first, images=1)
         return [
-            self._page_request(request.with_documents({part.path: (image,)}), page, image, len(document.file))
+            self._page_request(
+                request.with_documents({part.path: (image,)}), page, image, len(document.file), available
+            )
             for page, image in zip(document.pages, images, strict=True)
         ]
 
-    def _page_request(self, request: ChatRequest, page: Page, image: MediaPart, file_bytes: int) -> PageRequest:
-        if page.error:
-            return PageRequest(number=page.number, request=request, file_bytes=file_bytes, error=page.error)
+    def _page_request(
+        self, request: ChatRequest, page: Page, image: MediaPart, file_bytes: int, available: int
+    ) -> PageRequest:
+        error: RequestError | None = page.error
         try:
-            self._count_tokens(image)
-        except InvalidParameter as error:
-            if error.param != image.path:  # an option, which applies to all pages
+            if not error and (tokens := self._count_tokens(image)) > available:
+                error = self._page_too_long(image, tokens, available)
+        except InvalidParameter as raised:
+            if raised.param != image.path:  # an option, which applies to all pages
                 raise
+            error = raised
+        if error:
             return PageRequest(number=page.number, request=request, file_bytes=file_bytes, error=error)
         height, width = self.processor.size(Image.of_page(image))
         dpi = max(1, round(width * POINTS_PER_INCH / page.width))
@@ -137,12 +154,18 @@ class DocumentExpander:
         # Other images and videos are counted when they are processed, and the exact prompt when it is built.
         total = sum(tokens)
         if request.prompt_limit is None:  # otherwise, text is cut when the prompt is built
-            total += self.prompts.count_tokens(expanded) - len(tokens)
-        completion = 0 if self.spec.pooling else request.sampling().max_tokens or 1
-        limit = self.prompts.max_model_len - completion
+            total += self._count_text_tokens(expanded, images=len(tokens))
+        limit = self._max_prompt_tokens(request)
         if total > limit:
             raise self._too_long(request, list(chain(*contents.values())), tokens, total, limit)
         return expanded
+
+    def _max_prompt_tokens(self, request: ChatRequest) -> int:
+        completion = 0 if self.spec.pooling else request.sampling().max_tokens or 1
+        return self.prompts.max_model_len - completion
+
+    def _count_text_tokens(self, request: ChatRequest, *, images: int) -> int:
+        return self.prompts.count_tokens(request) - images  # which are a token each
 
     def _count_tokens(self, part: MediaPart) -> int:
         assert part.page is not None
@@ -180,6 +203,17 @@ class DocumentExpander:
             prompt_tokens=total,
             limit=self.prompts.max_model_len,
             param=request.documents()[0].options_path,
+        )
+
+    def _page_too_long(self, image: MediaPart, tokens: int, available: int) -> ContextLengthExceeded:
+        assert image.page is not None
+        return ContextLengthExceeded(
+            f"Page {image.page.number} has {tokens} tokens, but only {max(0, available)} of the context length of"
+            f" {self.prompts.max_model_len} are free for it. Leave it out with"
+            f" `pages`{self._max_pixels([tokens], available)}.",
+            prompt_tokens=tokens,
+            limit=self.prompts.max_model_len,
+            param=image.options_path,
         )
 
     def _count_fitting(self, pages: Sequence[_PageContents], tokens: Sequence[int], excess: int) -> int:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 from ..decoders import VisualSpan
+from ..media.documents import Document
 from ..media.loader import MediaLoader
 from ..media.types import NO_TOKENS, Embeddings, TokenCount
 from ..media_workers import MediaExecutor, TokenBudget
@@ -16,7 +17,7 @@ from ..models.coordinates import ImageCoordinates
 from ..models.interface import ImageProcessor, Patches, VisualTokens
 from ..preprocessing.preview import Preview, preview_media
 from ..preprocessing.prompt import Prompt, PromptBuilder
-from ..protocol import ChatRequest, MediaPart
+from ..protocol import ChatRequest, DocumentPart, MediaPart
 from ..protocol.client import current_client
 from ..vision import VisionService
 from ..vision.media_uuids import MediaUuidCache
@@ -32,7 +33,19 @@ RequestT = TypeVar("RequestT", bound=ChatRequest)
 
 
 Item: TypeAlias = Patches | Embeddings | VisualTokens
-LoadedMedia: TypeAlias = dict[MediaPart, Item]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedMedia:
+    """What the first of several requests has loaded, which the others do not load again.
+
+    Attributes:
+        media: its images and videos.
+        documents: its documents.
+    """
+
+    media: dict[MediaPart, Item] = field(default_factory=dict)
+    documents: dict[DocumentPart, Document] = field(default_factory=dict)
 
 
 class Inputs(NamedTuple):
@@ -72,8 +85,9 @@ class InputPipeline:
             lora: its adapter.
             loaded: media that need not be loaded again; if it is empty, those of this request are added.
         """
-        request = await self.documents.expand(request)
-        items = await self._load_media(request, lora, loaded)
+        loaded = loaded or LoadedMedia()
+        request = await self.documents.expand(request, loaded.documents)
+        items = await self._load_media(request, lora, loaded.media)
         coordinates = find_coordinates(request, self.spec, items, self.processor)
         with self.observer.stage("prompt"):
             prompt = await asyncio.to_thread(self.prompts.build, request, items, coordinates)
@@ -101,7 +115,7 @@ class InputPipeline:
 
     async def preview(self, request: ChatRequest) -> Preview:
         """Return what the model would see, without running the vision encoder or the decoder; nothing is cached."""
-        request = await self.documents.expand(request)
+        request = await self.documents.expand(request, {})
         parts = await asyncio.to_thread(self._media_parts, request)
         require_media_data(parts)
         process = functools.partial(self.media_executor.process, budget=self._token_budget())
@@ -120,14 +134,13 @@ class InputPipeline:
         await self.media_executor.close()
 
     async def _load_media(
-        self, request: ChatRequest, lora: ActiveLora | None, loaded: LoadedMedia | None
+        self, request: ChatRequest, lora: ActiveLora | None, kept: dict[MediaPart, Item]
     ) -> list[Item]:
         with self.observer.stage("media"):
             parts = await asyncio.to_thread(self._media_parts, request)  # may have to split megabytes of video frames
             self.media.check(parts)
             vision = lora.vision if lora else None
             found = await self.media_uuids.get(parts, cache_salt=request.cache_salt or "", lora=vision)
-            kept = {} if loaded is None else loaded
             # Parts are equal if only their contents differ.
             cached: list[Item | None] = [
                 item if part.content is not None else kept.get(part, item)

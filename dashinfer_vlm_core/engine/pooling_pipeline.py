@@ -17,7 +17,7 @@ from ..concurrency.fair_slots import FairSlots
 from ..concurrency.tasks import run_concurrently
 from ..config import EngineConfig
 from ..decoders import DecodeRequest, Pooled
-from ..errors import InvalidParameter, MediaTooLarge, RequestError
+from ..errors import DashInferVLMError, EngineError, InvalidParameter, MediaTooLarge
 from ..models.pooling import Projection
 from ..preprocessing.pooling import PlacedItem, embedding_items, score_items
 from ..preprocessing.retrieval import late_interaction_items, token_items
@@ -145,7 +145,7 @@ class PoolingPipeline:
         """Compute how relevant each document is: a probability or, with late interaction, the sum of the largest
         similarity of each token of the query. Raises the same errors as `embed`."""
         self._check_count("documents", len(request.pairs))
-        self._check_media(request)
+        await asyncio.to_thread(self._check_media, request)
         return await self.score_pairs(request)
 
     async def score_pairs(
@@ -236,7 +236,7 @@ class PoolingPipeline:
         with hide_internal_errors(), self.chat.limiter.slots():
             async with self.chat.loras.use(item) as lora:
                 timer = RequestTimer(self.chat.observer, n=1)
-                loaded: LoadedMedia | None = {} if self.chat.spec.task == "score" else None
+                loaded = LoadedMedia() if self.chat.spec.task == "score" else None
                 session = _Session(pipeline=self, id=session_id, lora=lora, loaded=loaded, prompt_tokens=[])
                 try:
                     yield session
@@ -285,7 +285,8 @@ class PoolingPipeline:
 
     def _check_media(self, request: RerankRequest | ScoreRequest) -> None:
         """Check the number of media of all pairs; the limits of `limit_mm_per_prompt` are those of each pair."""
-        parts = {path: part for pair in request.pairs for content in pair for path, part in content}
+        contents = {id(content): content for pair in request.pairs for content in pair}.values()
+        parts = {path: part for content in contents for path, part in content}
         paths = [path for path, part in parts.items() if part.media(path) or part.document(path)]
         if len(paths) > self.max_media:
             raise MediaTooLarge(
@@ -301,7 +302,8 @@ class _Session:
 
     Attributes:
         id: the salt, and the id in logs.
-        loaded: the media of the first pair, of which those of the query are not loaded again; None for embeddings.
+        loaded: the media and documents of the first pair, of which those of the query are not loaded again; None for
+            embeddings.
         prompt_tokens: the tokens of each prompt that was computed.
     """
 
@@ -320,7 +322,9 @@ class _Session:
         """Return what is computed from one item, and the tokens of its prompt."""
         try:
             return await self._compute(in_client_namespace(placed.item))
-        except RequestError as error:
+        except DashInferVLMError as error:
+            if isinstance(error, EngineError) and error.param is None:  # not about the item
+                raise
             raise placed.name_field(error) from error.__cause__
 
     async def _compute(self, item: PoolingItem) -> tuple[Pooled, int]:

@@ -30,20 +30,20 @@ _ROUTES: Mapping[Task, str] = {
 }
 
 
-def check_task(spec: ModelSpec, *tasks: Task, name: str) -> None:
+def check_task(task: Task, *tasks: Task, name: str) -> None:
     """Check that a request is for the task of the model.
 
     Args:
-        spec: the model.
+        task: that of the model.
         tasks: those that can serve the request.
         name: the model's name.
 
     Raises:
         UnsupportedParameter: the model has another task.
     """
-    if spec.task not in tasks:
+    if task not in tasks:
         raise UnsupportedParameter(
-            f"The model {name!r} {_ROUTES[spec.task]}. {_step(tasks[0])}",
+            f"The model {name!r} {_ROUTES[task]}. {_step(tasks[0])}",
             param="model",
             code="wrong_task",
         )
@@ -58,7 +58,7 @@ def _step(task: Task) -> str:
 
 def pooling_of(spec: ModelSpec, *tasks: Literal["embed", "score", "token_embed"], name: str) -> PoolingSpec:
     """Return how a model pools hidden states. Raises as `check_task`."""
-    check_task(spec, *tasks, name=name)
+    check_task(spec.task, *tasks, name=name)
     assert spec.pooling
     return spec.pooling
 

@@ -12,6 +12,7 @@ transformers.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +34,8 @@ CLASSIFIER = "score"
 CLASSIFIER_TOKENS = "classifier_from_token"
 """The field of checkpoints without that layer, whose scores are computed from two rows of the output layer."""
 
+logger: logging.Logger = logging.getLogger(__name__)
+
 _MODULES = "modules.json"
 _SENTENCE_TRANSFORMERS = "config_sentence_transformers.json"
 _TASK_STEP = "Use another checkpoint, or set `task` to generate."
@@ -52,6 +55,8 @@ def read_pooling(
         CheckpointError: a file is invalid, or requires another way of pooling.
         ConfigError: the checkpoint cannot be used for the task.
     """
+    if task == "generate":
+        return None
     modules = _read_modules(spec.folder)
     config = read_fields(spec.folder / CONFIG)
     if task in {"auto", "score"} and is_retrieval(config):
@@ -126,8 +131,12 @@ def _score_head(
     spec: ModelSpec, modules: Mapping[str, Path], config: JsonFields, tokenizers: TokenizerCache
 ) -> TokenContrast | str:
     if folder := modules.get("LogitScore"):
-        tokens = read_fields(folder / CONFIG)
-        return _contrast(spec, tokens.integer("true_token_id"), tokens.integer("false_token_id"))
+        file = folder / CONFIG
+        tokens = read_fields(file) if file.is_file() else None
+        if tokens and tokens.get("true_token_id") is not None:
+            return _contrast(spec, tokens.integer("true_token_id"), tokens.integer("false_token_id"))
+        # Uploads of rerankers with a wrong path in modules.json were published: discussion 11 of Qwen3-VL-Reranker-8B.
+        logger.warning("%s does not name the tokens that scores compare: yes and no are used.", file)
     if config.get(CLASSIFIER_TOKENS) is not None:
         return _classifier_contrast(spec, config, tokenizers)
     if _classifies(config):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..errors import InvalidParameter
@@ -27,16 +27,13 @@ class TextGuard:
     def copy(self, value: Any, mark: str) -> Any:
         """Copy strings, also in mappings and sequences, with `mark`, which they do not contain, after each character
         that begins a special token."""
-        if isinstance(value, str):
-            marked = self._marked(value, mark)
-            for tag in self._tags if mark in marked else ():
-                marked = marked.replace(self._marked(tag, mark), tag)
-            return marked
-        if isinstance(value, Mapping):
-            return {self.copy(key, mark): self.copy(item, mark) for key, item in value.items()}
-        if isinstance(value, Sequence):
-            return [self.copy(item, mark) for item in value]
-        return value
+        return map_strings(value, lambda text: self._guarded(text, mark))
+
+    def _guarded(self, text: str, mark: str) -> str:
+        marked = self._marked(text, mark)
+        for tag in self._tags if mark in marked else ():
+            marked = marked.replace(self._marked(tag, mark), tag)
+        return marked
 
     def _marked(self, text: str, mark: str) -> str:
         for char in self._first_chars:
@@ -64,6 +61,17 @@ def strings_in(value: Any) -> Iterator[str]:
     elif isinstance(value, Sequence):
         for item in value:
             yield from strings_in(item)
+
+
+def map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """Copy a value with each of its strings changed, also those in mappings, their keys included, and sequences."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {map_strings(key, change): map_strings(item, change) for key, item in value.items()}
+    if isinstance(value, Sequence):
+        return [map_strings(item, change) for item in value]
+    return value
 
 
 def unused_mark(texts: Any) -> str:

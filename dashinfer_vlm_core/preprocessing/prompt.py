@@ -29,7 +29,7 @@ from ..tokenization.conversation import ConversationFormat
 from ..tokenization.hermes import parse_tool_arguments, render_tools_as_text
 from ..tokenization.tokenizer import CheckpointTokenizer, TokenizerCache
 from .coordinates import with_model_coordinates
-from .guarded_text import TextGuard, strings_in, unused_mark
+from .guarded_text import TextGuard, map_strings, strings_in, unused_mark
 from .pruning import PlacedTokens, drop_pruned
 from .retrieval import retrieval_template
 from .template_options import TemplateOptions
@@ -326,20 +326,20 @@ class PromptBuilder:
         if isinstance(prompt, tuple):
             return self._checked_ids(prompt)
         if prompt is not None:
-            self._check_size(prompt)
+            prompt = self._checked(prompt, request)
             return self._encode(self._pieces(prompt, mark=""))
         messages = request.template_messages()
         tools = [tool.for_template() for tool in request.offered_tools]
         options = self.options.of(request)
-        self._check_size([messages, tools, options])  # before the texts are searched and parsed
+        messages, tools, options = self._checked([messages, tools, options], request)  # before texts are searched
         if coordinates:
             messages = with_model_coordinates(messages, coordinates)
         # Arguments are parsed first, because JSON-escaped text in them must be guarded as well.
         given = [parse_tool_arguments(messages, self.conversation), tools, options]
         mark = unused_mark(given)
         pieces = self._pieces(self.render(*(self._guard.copy(value, mark) for value in given)), mark)
-        self._check_size(pieces)  # arguments of many short values are rendered as more text than their strings
-        return self._encode(pieces)
+        # Arguments of many short values are rendered as more text than their strings.
+        return self._encode(self._checked(pieces, request))
 
     def _checked_ids(self, ids: tuple[int, ...], *, param: str = "prompt_token_ids") -> Iterable[_Segment]:
         if not all(0 <= index < self._spec.vocab_size for index in ids):
@@ -415,6 +415,13 @@ class PromptBuilder:
     def _max_token_chars(self) -> int:
         return max(map(len, self.tokenizer.get_vocab(with_added_tokens=True)))
 
+    def _checked(self, texts: Any, request: ChatRequest) -> Any:
+        """Check the size of texts or, if the prompt is cut, leave out what is certainly cut, before tokenizing it."""
+        if request.prompt_limit is None:
+            self._check_size(texts)
+            return texts
+        return map_strings(texts, lambda text: text[: self.max_model_len * self._max_token_chars])
+
     def _check_size(self, texts: Any) -> None:
         # A lower bound, before the text is tokenized.
         chars = sum(map(len, strings_in(texts)))
@@ -453,9 +460,12 @@ class PromptBuilder:
 
     def _check_length(self, prompt_tokens: int, request: ChatRequest) -> None:
         if prompt_tokens >= self.max_model_len + (self._spec.pooling is not None):  # no token follows a pooled one
+            advice = ", completion included. Shorten the messages, or lower `max_pixels`."
+            if self._spec.pooling:
+                advice = ". Shorten the text, set `truncate_prompt_tokens` to cut it, or lower `max_pixels`."
             raise self._too_long(
                 f"The prompt has {prompt_tokens} tokens, images and videos included, but the context length is"
-                f" {self.max_model_len}, completion included. Shorten the messages, or lower `max_pixels`.",
+                f" {self.max_model_len}{advice}",
                 prompt_tokens,
             )
         max_tokens = request.sampling().max_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from ..errors import ConfigError, InvalidParameter
@@ -11,7 +12,7 @@ from ..protocol import LoRARequest, PoolingItem, PoolingRequest, RerankRequest, 
 from ..protocol.messages import Message
 from ..protocol.pooling import Parts
 from ..tokenization.chat_template import DEFAULT, ChatTemplate
-from .pooling import PlacedItem
+from .pooling import PlacedItem, path_of_parts, rename_part
 
 IS_QUERY = "is_query"
 """The variable of the template that is true for queries."""
@@ -63,7 +64,7 @@ def token_items(request: PoolingRequest) -> list[PlacedItem]:
     template = request.item()
     if request.messages is not None:
         item = _with_messages(template, request.conversation, is_query=request.input_type == "query")
-        return [PlacedItem(item=item, path="messages", paths={"messages[": "messages["})]
+        return [PlacedItem(item=item, path="messages", rename=str)]
     single = len(request.inputs) == 1 and request.inputs[0] is request.input
     is_query = request.input_type != "document"
     return [
@@ -99,8 +100,8 @@ def _placed(template: PoolingItem, parts: Parts, *, is_query: bool) -> PlacedIte
     message = Message.model_construct(role="user", content=tuple(part for _, part in parts))
     return PlacedItem(
         item=_with_messages(template, (message,), is_query=is_query),
-        path=parts[0][0] if len(parts) == 1 else parts[0][0].rpartition(".")[0],
-        paths={f"messages[0].content[{index}]": path for index, (path, _) in enumerate(parts)},
+        path=path_of_parts(parts),
+        rename=partial(rename_part, (parts,)),
     )
 
 

@@ -30,6 +30,8 @@ _REJECTED: RejectedFields = {
     "rank_fields": ((), "Documents have `text`, `image`, `video` or `content`. Remove it."),
     "max_chunks_per_doc": ((1,), "Documents are not split. Set `truncate_prompt_tokens` to cut long ones."),
     "max_tokens_per_doc": ((), "Set `truncate_prompt_tokens`, which counts the query and the document."),
+    "embed_dtype": (("float32",), "Embeddings are float32. Remove it."),
+    "endianness": (("native", "little"), "Embeddings are in little-endian order. Remove it."),
     "priority": ((0,), "Requests have no priority. Remove it."),
 }
 

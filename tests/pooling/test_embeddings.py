@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 
 import numpy as np
 import pytest
@@ -83,10 +85,37 @@ def test_lora_of_the_output_layer_is_rejected(embedder, base, tmp_path):
         embedder.embed([user("a")], lora_request=LoRARequest("head", 2, str(lora)), use_tqdm=False)
 
 
-def test_shorter_embeddings_are_normalized_again(embedder, reference):
-    (whole,), (half,) = (embedder.embed([user("a")], dimensions=size, use_tqdm=False) for size in (None, 64))
-    assert whole.outputs == half.outputs
-    assert whole.outputs.hidden_size == 64
+def test_int8_embeddings_are_close_to_bfloat16(embedding):
+    """Random weights have no outliers, but their errors add up more than those of trained ones."""
+    texts = [as_openai(messages) for messages in CONVERSATIONS.values()]
+    found = []
+    for quantization in ("int8", "none"):
+        options = {"device": "cpu", "dtype": "bfloat16", "quantization": quantization, "kv_cache_mib": 64}
+        with VLM(embedding, **options) as vlm:
+            found.append([output.outputs.embedding for output in vlm.embed(texts, use_tqdm=False)])
+    assert found[0] != found[1]
+    for name, ours, expected in zip(CONVERSATIONS, *found, strict=True):
+        floor = BFLOAT16 if "text" in name or name == "video" else 0.998
+        assert cosine(ours, torch.tensor(expected)) >= floor, name
+
+
+def test_shorter_embeddings_are_normalized_again(embedding, embedder, tmp_path):
+    folder = shutil.copytree(embedding, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"matryoshka_dimensions": [16]}))
+    (whole,) = embedder.embed([user("a")], use_tqdm=False)
+    with VLM(folder, device="cpu", dtype="float32", kv_cache_mib=64) as vlm:
+        (short,) = vlm.embed([user("a")], dimensions=16, use_tqdm=False)
+    expected = np.array(whole.outputs.embedding[:16])
+    assert (whole.outputs.hidden_size, short.outputs.hidden_size) == (64, 16)
+    assert short.outputs.embedding == pytest.approx(expected / np.linalg.norm(expected), abs=1e-5)
+
+
+def test_text_that_is_cut_can_have_any_length(embedder):
+    limit = embedder.engine.status().max_model_len
+    texts = ["a b " * (limit * length) for length in (1, 200)]
+    cut, longer = embedder.embed([[user(text)] for text in texts], truncate_prompt_tokens=-1, use_tqdm=False)
+    assert cut.outputs.embedding == pytest.approx(longer.outputs.embedding, abs=1e-5)
 
 
 def test_rows_of_a_request_are_freed_and_its_common_prefix_is_computed_once(embedder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -10,9 +11,15 @@ import torch
 from safetensors.numpy import save
 
 from dashinfer_vlm_core import VLM, Engine, EngineConfig
-from dashinfer_vlm_core.errors import RequestError, SetupError
+from dashinfer_vlm_core.errors import InvalidParameter, RequestError, SetupError
+from dashinfer_vlm_core.models.task import read_pooling
+from dashinfer_vlm_core.preprocessing.pooling import score_items
+from dashinfer_vlm_core.protocol import RerankRequest
+from dashinfer_vlm_qwen3_vl import Qwen3VL
+from tests import samples
 from tests.cases import cases
 from tests.conversations import blurred_image, data_url
+from tests.pdfs import document
 
 from .checkpoints import Reference, write_classifier
 
@@ -53,6 +60,33 @@ def test_classifier_with_two_labels_is_rejected(base, tmp_path):
     folder = write_classifier(base, tmp_path / "model", torch.zeros(2, 64))
     with pytest.raises(SetupError, match=r"score\.weight"):
         Engine(EngineConfig(model=str(folder), device="cpu", kv_cache_mib=64)).start()
+
+
+def test_document_of_a_query_is_read_once(scorer, monkeypatch):
+    executor = scorer.engine._ready().pipeline.inputs.media_executor
+    read, files = executor.read_document, []
+    monkeypatch.setattr(executor, "read_document", lambda part, data: files.append(part.url) or read(part, data))
+    urls = [samples.data_url(document(name, size=(84, 84)), "application/pdf") for name in "abcd"]
+    query, *documents = ({"content": [{"type": "file", "file": {"file_data": url}}]} for url in urls)
+    outputs = scorer.score(query, [*documents, "The end."], use_tqdm=False)
+    assert sorted(files) == sorted(urls)
+    alone = [scorer.score(query, each, use_tqdm=False)[0].outputs.score for each in documents]
+    assert [output.outputs.score for output in outputs[:3]] == pytest.approx(alone, abs=1e-5)
+
+
+def test_long_query_with_many_documents_takes_little_memory(reranker):
+    spec = Qwen3VL().load_spec(reranker)
+    part = {"type": "text", "text": "a"}
+    request = RerankRequest.parse({"query": {"content": [part] * 1024}, "documents": ["b"] * 500})
+    tracemalloc.start()
+    items = score_items(request, read_pooling(spec, "auto"), None)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 500 * 1024 * 16
+    path = "messages[1].content[5].text"
+    error = items[7].name_field(InvalidParameter(f"`{path}` is bad.", param=path))
+    assert (error.param, error.message) == ("query.content[3].text", "`query.content[3].text` is bad.")
+    assert items[7].name_field(InvalidParameter("Bad.", param="messages[1].content[1027]")).param == "documents[7]"
 
 
 def _ranks(scores):

@@ -97,6 +97,9 @@ BAD = [
     ({"input": "a", "dimensions": 32}, "dimensions", "64 dimensions"),
     ({"input": "a", "dimensions": 0}, "dimensions", "at least 1"),
     ({"input": "a", "encoding_format": "hex"}, "encoding_format", "'float' or 'base64'"),
+    ({"input": "a", "embed_dtype": "float16"}, "embed_dtype", "are float32"),
+    ({"input": "a", "endianness": "big"}, "endianness", "little-endian"),
+    ({"input": ["a", "b " * 3000]}, "input[1]", "set `truncate_prompt_tokens`"),
     ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1"),
     ({"input": ["a"] * (LIMIT + 1)}, "input", f"{LIMIT}"),
     ({"input": "a", "model": "other"}, "model", "not served"),
@@ -196,7 +199,8 @@ def test_request_for_another_task_names_the_right_route(request, task):
     with request.getfixturevalue(SERVERS[task]).http() as client:
         assert client.get("/health").json()["task"] == task
         for path, body in others:
-            for stream in ({}, {"stream": True}) if path in BODIES["generate"] else ({},):
+            variants = ({}, {"stream": True}) if path in BODIES["generate"] else ({},)
+            for stream in (*variants, {"background": True}) if path == "/v1/responses" else variants:
                 response = client.post(path, json=body | stream)
                 assert response.status_code == 400, path
                 error = response.json()["error"]

@@ -61,6 +61,14 @@ def test_modules_and_configuration_are_followed(folder):
     assert (pooling.normalize, pooling.dimensions, pooling.instruction) == (False, (16, 32), "Find it.")
 
 
+def test_score_head_with_a_wrong_path_compares_yes_and_no(reranker, tmp_path, caplog):
+    folder = shutil.copytree(reranker, tmp_path / "reranker")
+    shutil.rmtree(folder / "1_LogitScore")
+    with pytest.raises(ConfigError, match="no tokens 'yes' and 'no'"):  # the tokenizer has neither
+        pooling_of(folder)
+    assert "yes and no are used" in caplog.text
+
+
 def test_sequence_classification_has_a_head(folder):
     (folder / "modules.json").unlink()
     edit(folder / "config.json", architectures=["Qwen3VLForSequenceClassification"])
@@ -116,6 +124,7 @@ def test_unsupported_pooling_is_named(folder, name, text, words):
     (folder / name).write_text(text)
     with pytest.raises(CheckpointError, match=words):
         pooling_of(folder)
+    assert pooling_of(folder, "generate") is None
 
 
 def test_decoder_that_cannot_pool_is_refused_by_name(embedding):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -48,7 +49,8 @@ class RerankResponse(BaseModel):
 def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
     async def rerank(request: Request) -> Response:
         parsed = await server.read(request, RerankRequest.parse)
-        return json_response(_response(parsed, await server.run(request, server.engine.ascore(parsed))))
+        result = await server.run(request, server.engine.ascore(parsed))
+        return json_response(await asyncio.to_thread(_response, parsed, result))
 
     return [post(path, rerank, body=[RerankRequest], response=RerankResponse, generates=True) for path in PATHS]
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from openai.types.responses import Response as ResponseObject
 
+from dashinfer_vlm_core.engine.validation import check_task
 from dashinfer_vlm_core.errors import ContextLengthExceeded, InvalidParameter, MediaTooLarge, UnsupportedParameter
 from dashinfer_vlm_core.protocol import DEFAULT_MODEL
 from dashinfer_vlm_core.protocol.client import current_client
@@ -190,10 +191,13 @@ class Creation:
         Raises:
             EngineClosed: it is not ready.
             ModelNotFound: it has no model of this name.
+            UnsupportedParameter: the model does not generate text.
         """
         if not self._engine.manages_models:
             message = {"role": "user", "content": "?"}
             await self._engine.atokenize({"model": self.request.model, "messages": [message]})
+            status = self._engine.status()
+            check_task(status.task or "generate", "generate", name=status.model)
 
     async def check_length(self) -> None:
         """Check that the prompt fits if its text is large that the response and several of its events repeat.
