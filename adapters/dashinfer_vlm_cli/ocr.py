@@ -44,7 +44,8 @@ def ocr(*, files: tuple[Path, ...], output: Path, source: EngineSource) -> None:
 
     Each of FILES becomes a file of the same name with the suffix .md; one that this command did not write is kept, and
     is an error. Pages are also appended to pages.jsonl in the folder as they finish. To resume after an interruption,
-    run the command again: it converts the pages that are missing or failed.
+    run the command again: it converts the pages that are missing or failed. To convert all with another model or
+    prompt, choose another folder.
 
     Exits with 0 if every page has its text, with 1 if some have none.
     """
@@ -125,6 +126,8 @@ class _Job:
         self, engine: AnyEngine, source: Source, data: bytes, digest: str, progress: PageProgress
     ) -> None:
         document = await asyncio.to_thread(source.document, data)
+        before = self.pages.errors(digest)
+        reported: list[tuple[int, str]] = []
 
         async def convert(each: ChatEngine) -> None:
             await self._convert_missing(each, source, document, digest, progress)
@@ -133,7 +136,9 @@ class _Job:
             await with_retries(engine, convert)
         except DashInferVLMError as error:
             self.problems.append(f"{source.path}: {error.message}")
-        self.problems += [f"{source.path}, page {index + 1}: {message}" for index, message in self.pages.errors(digest)]
+            reported = before
+        errors = [error for error in self.pages.errors(digest) if error not in reported]
+        self.problems += [f"{source.path}, page {index + 1}: {message}" for index, message in errors]
 
     async def _convert_missing(
         self, engine: ChatEngine, source: Source, document: dict[str, Any], digest: str, progress: PageProgress

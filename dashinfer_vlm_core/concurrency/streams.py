@@ -1,4 +1,4 @@
-"""Merge asynchronous generators."""
+"""Merge asynchronous generators, or notice that one pauses."""
 
 from __future__ import annotations
 
@@ -47,6 +47,25 @@ async def merge_streams(
         await asyncio.gather(*waiting, return_exceptions=True)
         for stream in streams:
             await stream.aclose()
+
+
+async def with_pauses(items: AsyncGenerator[T, None], seconds: float) -> AsyncGenerator[T | None, None]:
+    """Yield the items of a generator, which are not None, and None after each `seconds` without one. It is closed at
+    the end."""
+    waiting = asyncio.ensure_future(_next_item(items))
+    try:
+        while True:
+            if not (await asyncio.wait({waiting}, timeout=seconds))[0]:
+                yield None
+            elif (item := waiting.result()) is None:
+                return
+            else:
+                yield item
+                waiting = asyncio.ensure_future(_next_item(items))
+    finally:
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await items.aclose()
 
 
 async def _next_item(stream: AsyncGenerator[T, None]) -> T | None:

@@ -262,7 +262,7 @@ class EngineConfig(Options):
     the engine, which is only for trusted media."""
 
     image_fetch_timeout: float = Field(5.0, gt=0)
-    """Timeout for fetching an image, in seconds."""
+    """Timeout for fetching an image or a document, in seconds."""
 
     video_fetch_timeout: float = Field(30.0, gt=0)
     """Timeout for fetching a video, in seconds."""

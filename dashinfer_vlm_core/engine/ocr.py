@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from ..protocol import ChatRequest
 from ..protocol.client import current_client
 from ..protocol.ocr import OcrRequest, renamed_ocr_errors
 from ..response.ocr import OcrChunk, OcrDimensions, OcrError, OcrImage, OcrPage, OcrUsage
+from .admission import CompletionCount, ConcurrencyLimiter
 from .chat_pipeline import ChatPipeline
 from .documents import PageRequest
 
@@ -75,6 +77,7 @@ class OcrPipeline:
         chat: serves the pages.
         prompt: the prompt of the model.
         options: fields of each chat request.
+        limiter: bounds the requests, from arrival to the last page: each keeps its document.
         slots: one for each page in the engine.
         max_pages: the number of slots.
     """
@@ -82,6 +85,7 @@ class OcrPipeline:
     chat: ChatPipeline
     prompt: OcrPrompt
     options: Mapping[str, Any]
+    limiter: ConcurrencyLimiter
     slots: FairSlots
     max_pages: int
 
@@ -95,6 +99,7 @@ class OcrPipeline:
             chat=chat,
             prompt=prompt,
             options=_chat_options(chat, prompt),
+            limiter=ConcurrencyLimiter(chat.limiter.limit, CompletionCount()),
             slots=FairSlots(max_pages),
             max_pages=max_pages,
         )
@@ -110,6 +115,12 @@ class OcrPipeline:
             EngineClosed: the engine was closed.
             DashInferVLMError: no page has text; this is the error of the first one.
         """
+        with self.limiter.slots():
+            async with contextlib.aclosing(self._stream(request)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+
+    async def _stream(self, request: OcrRequest) -> AsyncGenerator[OcrChunk, None]:
         with renamed_ocr_errors():
             chat = ChatRequest.parse(request.chat_fields(self.prompt.text, self.options))
             pages = await self.chat.split(chat, request.page_numbers)

@@ -24,24 +24,36 @@ _ALWAYS_REPLACED = ("Courier", "Helvetica", "Times", "Symbol", "ZapfDingbats")
 """The beginnings of the names of PDF's standard fonts, which PDFium has replacements of."""
 _MAX_NAME = 60
 _MAX_NAMES = 8
+_MAX_LOGGED = 1000
 
 logger: logging.Logger = logging.getLogger(__name__)
 logging.getLogger("pypdfium2").setLevel(logging.ERROR)  # it warns about forms that it shows in another way
 
 
 class _FontLog(pdfium.PdfSysfontBase):  # type: ignore[misc]  # the library has no types
-    """Collects the names of fonts that are neither in a document nor installed."""
+    """Logs the names of fonts that are neither in a document nor installed, each once in a process."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: dict[str, None] = {}
+        self._found: dict[str, None] = {}
+        self._logged: set[str] = set()
 
     def MapFont(self, _: Any, *arguments: Any) -> Any:  # noqa: N802  PDFium's name
         found = self.default.MapFont(self.default, *arguments)
         name = ctypes.string_at(arguments[4])[:_MAX_NAME].decode("ascii", "replace")
-        if not found and not name.startswith(_ALWAYS_REPLACED):
-            self.names[name] = None
+        if not found and not name.startswith(_ALWAYS_REPLACED) and len(self._logged) < _MAX_LOGGED:
+            self._found[name] = None
         return found
+
+    @contextlib.contextmanager
+    def log(self) -> Iterator[None]:
+        """Log the fonts that pages need which are loaded in this context."""
+        self._found.clear()
+        yield
+        names = [name for name in self._found if name not in self._logged][:_MAX_NAMES]
+        self._logged.update(names)
+        if names:
+            logger.warning("Fonts that are not in the document were replaced: %s", ", ".join(names))
 
 
 _FONTS = _FontLog()
@@ -56,8 +68,7 @@ def read_pages(part: DocumentPart, data: bytes, limits: Limits) -> list[Page]:
         MediaTooLarge: too many pages are selected, or a page is too large or has too much text.
         InvalidParameter: its password is missing or wrong, or it has no such page.
     """
-    _FONTS.names.clear()  # rendering an earlier page has added some
-    with _open(data, part.path, part.options_path, part.password) as document:
+    with _FONTS.log(), _open(data, part.path, part.options_path, part.password) as document:
         pages: list[Page] = []
         characters = limits.document_pages * limits.document_page_text
         for number in _select(part, len(document), limits):
@@ -65,9 +76,6 @@ def read_pages(part: DocumentPart, data: bytes, limits: Limits) -> list[Page]:
             characters -= len(pages[-1].text)
             if characters < 0:
                 raise _text_error(f"the pages up to {number}", limits.document_pages * limits.document_page_text, part)
-    if _FONTS.names:
-        names = ", ".join(list(_FONTS.names)[:_MAX_NAMES])
-        logger.warning("Fonts that are not in the document were replaced: %s", names)
     return pages
 
 
@@ -80,6 +88,7 @@ def render_page(part: MediaPart, data: bytes, size: tuple[int, int]) -> PILImage
     assert part.page is not None
     height, width = size
     with (
+        _FONTS.log(),
         _open(data, part.path, part.options_path, part.page.password) as document,
         _load(document, part.page.number, part.path) as page,
     ):
@@ -148,28 +157,38 @@ def _read(document: Any, number: int, part: DocumentPart, limits: Limits) -> Pag
 
 
 def _read_page(document: Any, number: int, part: DocumentPart, limits: Limits) -> Page:
-    with _load(document, number, part.path) as page:
-        width, height = _checked_size(page, number, part.path)
-        text = "" if part.render == "image" else _text(page, number, limits, part)
+    with _damaged_page(number, part.path):
+        size = document.get_page_size(number - 1)
+    width, height = _checked_size(size, number, part.path)
+    text = ""
+    if part.render != "image":  # loading a page interprets its content
+        with _load(document, number, part.path) as page:
+            text = _text(page, number, limits, part)
     return Page(number=number, width=width, height=height, text=text)
 
 
 @contextlib.contextmanager
-def _load(document: Any, number: int, path: str) -> Iterator[Any]:
+def _damaged_page(number: int, path: str) -> Iterator[None]:
     try:
-        page = document[number - 1]
+        yield
     except pdfium.PdfiumError:
         raise MediaUndecodable(
             f"Page {number} of the document is damaged. Save it again, or leave the page out with `pages`.", param=path
         ) from None
-    try:
-        yield page
-    finally:
-        page.close()
 
 
-def _checked_size(page: Any, number: int, path: str) -> tuple[float, float]:
-    width, height = page.get_size()
+@contextlib.contextmanager
+def _load(document: Any, number: int, path: str) -> Iterator[Any]:
+    with _damaged_page(number, path):
+        page = document[number - 1]
+        try:
+            yield page
+        finally:
+            page.close()
+
+
+def _checked_size(size: tuple[float, float], number: int, path: str) -> tuple[float, float]:
+    width, height = size
     if not (0 < width <= MAX_POINTS and 0 < height <= MAX_POINTS):
         raise MediaTooLarge(
             f"Page {number} of the document has {width:g} x {height:g} points. Its sides must be above 0, and at most"

@@ -20,6 +20,7 @@ from .validation_errors import invalid, show, unsupported
 _UNKNOWN_MEDIA = UnknownMedia(
     image='{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "..."}}',
     video='{"type": "video", "source": {"type": "base64", "media_type": "video/mp4", "data": "..."}}',
+    document='{"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "..."}}',
 )
 
 _REJECTED_IN_MEDIA: RejectedFields = {

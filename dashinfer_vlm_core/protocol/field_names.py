@@ -24,10 +24,14 @@ MISPLACED: Mapping[str, str] = {
 """Options of content parts that are errors in other objects, since responses would differ from what is expected."""
 
 _MEDIA_NAME = re.compile(
-    r"(input_?)?(image|picture|photo|video|audio|media|file|attachment)s?(_?(urls?|data|base64))?", re.IGNORECASE
+    r"(input_?)?(image|picture|photo|video|audio|media|file|attachment|document|pdf)s?(_?(urls?|data|base64))?",
+    re.IGNORECASE,
 )
-_MEDIA_VALUE = re.compile(r"(?i:data:(image|video|audio)/|https?://)|iVBORw0KGgo|/9j/|R0lGOD|UklGR|GkXfo|AAAA..Z0eX")
-"""The beginning of a URL, or of a PNG, JPEG, GIF, WebP, WebM or MP4 file in base64."""
+_DOCUMENT = re.compile(r"(?i:data:application/pdf)|JVBERi")
+_MEDIA_VALUE = re.compile(
+    rf"(?i:data:(image|video|audio)/|https?://)|iVBORw0KGgo|/9j/|R0lGOD|UklGR|GkXfo|AAAA..Z0eX|{_DOCUMENT.pattern}"
+)
+"""The beginning of a URL, or of a PNG, JPEG, GIF, WebP, WebM, MP4 or PDF file in base64."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,11 +41,13 @@ class UnknownMedia:
     Attributes:
         image: an example of a content part with an image, for the next step of errors.
         video: the same for a video.
+        document: the same for a PDF.
         by_value: whether the value of a field can show that it is meant as media, in addition to its name.
     """
 
     image: str
     video: str
+    document: str
     by_value: bool = False
 
     def next_step(self, name: str, value: object) -> str | None:
@@ -52,7 +58,10 @@ class UnknownMedia:
             return None
         if "audio" in name.lower():
             return NO_AUDIO
-        part = self.video if "video" in name.lower() else self.image
+        if _DOCUMENT.match(first if isinstance(first, str) else "") or re.search("document|pdf", name, re.IGNORECASE):
+            part = self.document
+        else:
+            part = self.video if "video" in name.lower() else self.image
         return f"Send a content part such as {part}, or remove the field."
 
 

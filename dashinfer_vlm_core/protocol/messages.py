@@ -23,6 +23,7 @@ MAX_TOOL_CALLS = 128
 UNKNOWN_MEDIA = UnknownMedia(
     image='{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}',
     video='{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,..."}}',
+    document='{"type": "file", "file": {"file_data": "data:application/pdf;base64,..."}}',
 )
 
 _SOURCES: Mapping[str, type[MediaSource]] = {

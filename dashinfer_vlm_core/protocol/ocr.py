@@ -46,6 +46,7 @@ _RENAMES = (
     (f"{_PART}.file.filename", "document.document_name"),
     (f"{_PART}.file", "document"),
     (_PART, "document"),
+    ("messages", "document"),
 )
 
 

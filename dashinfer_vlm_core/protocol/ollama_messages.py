@@ -22,7 +22,9 @@ _MAX_SCHEME = 16
 """Number of characters of an image that are searched for the colon of a URL, which base64 does not have."""
 
 UNKNOWN_MEDIA = UnknownMedia(
-    image='`"images": ["BASE64"]`', video="the frames of a video as `images`, or use /v1/chat/completions"
+    image='`"images": ["BASE64"]`',
+    video="the frames of a video as `images`, or use /v1/chat/completions",
+    document="the pages of a document as `images`, or use /v1/chat/completions",
 )
 
 Images = Annotated[Array[Text], Field(max_length=MAX_PARTS)]

@@ -30,6 +30,7 @@ _SUMMARY_MARK = "summary."
 _UNKNOWN_MEDIA = UnknownMedia(
     image='{"type": "input_image", "image_url": "data:image/png;base64,..."}',
     video='{"type": "input_video", "video_url": "data:video/mp4;base64,..."}',
+    document='{"type": "input_file", "file_data": "data:application/pdf;base64,..."}',
 )
 
 

@@ -308,9 +308,11 @@ class FileSource(MediaSource):
 
     @property
     def content_field(self) -> str:
-        return next((name for name in ("file_data", "file_url", "file_id") if getattr(self, name)), "file_data")
+        return next(iter(self._given), "file_data")
 
     def check(self, path: str, content_path: str, *, optional: bool) -> None:
+        for name in self._given[1:]:
+            raise unsupported(f"{path}.{name}", f"is not available next to `{self.content_field}`. Remove one of them.")
         if self.content_field == "file_id" and not self._is_url:
             raise unsupported(
                 content_path, "names a stored file, but files are not stored. Send `file_data` or `file_url`."
@@ -328,6 +330,9 @@ class FileSource(MediaSource):
         for name, kinds in _FILE_OPTIONS.items():
             if getattr(self, name) is not None and kind not in kinds:
                 raise unsupported(f"{path}.{name}", f"is not available for a file of the kind {kind}. Remove it.")
+        for name in ("dpi", "max_pixels") if self.render == "text" else ():
+            if getattr(self, name) is not None:
+                raise unsupported(f"{path}.{name}", 'is not available for `render` "text". Remove it.')
         if self.video_metadata and self.video_metadata.model_extra:
             raise unsupported(f"{path}.video_metadata", "has other options than `fps`. Remove them.")
 
@@ -353,6 +358,10 @@ class FileSource(MediaSource):
             password=self.password,
             url_field=content_field,
         )
+
+    @property
+    def _given(self) -> list[str]:
+        return [name for name in ("file_data", "file_url", "file_id") if getattr(self, name)]
 
     @property
     def _content(self) -> str:

@@ -50,6 +50,14 @@ def test_failed_page_is_converted_by_the_next_run(run, server_url, report, tmp_p
     assert len(lines(tmp_path)) == 4
 
 
+def test_page_that_fails_again_is_reported_once(run, server_url, report, tmp_path):
+    url = server_url(DecoderFailed("It died."), "Yes.", "Yes.", DecoderFailed("It died again."))
+    run("ocr", report, "-o", tmp_path, "--api-base", url)
+    result = run("ocr", report, "-o", tmp_path, "--api-base", url)
+    assert (result.exit_code, f"{report}: It died again." in result.output) == (1, True)
+    assert "0 pages converted, 1 failed." in result.output
+
+
 def test_page_that_succeeds_in_a_retry_has_not_failed(run, server_url, report, tmp_path):
     responses = ["One.", DecoderFailed("The decoder died."), EngineClosed("It was closed."), "Two.", "Three."]
     url = server_url(*responses, max_batch_size=2)  # page by page

@@ -230,12 +230,11 @@ def test_documents_need_media_workers(tiny_checkpoint):
 
 
 def test_replaced_fonts_are_named_in_the_log(send, caplog):
-    send(file(document("A", size=SIZE, font="Unknown-Font")))
-    send(file(document("B", size=SIZE, font="Helvetica")))
+    for text, font, render in (("A", "One", "both"), ("B", "Helvetica", "both"), ("C", "Two", "image")):
+        send(file(document(text, size=SIZE, font=font), render=render))
     messages = [record.getMessage() for record in caplog.records]
-    assert messages == [
-        f"{PART}: dashinfer_vlm_core.media.pdf: Fonts that are not in the document were replaced: Unknown-Font"
-    ]
+    prefix = f"{PART}: dashinfer_vlm_core.media.pdf: Fonts that are not in the document were replaced:"
+    assert messages == [f"{prefix} One", f"{prefix} Two"]
 
 
 @functools.cache

@@ -94,6 +94,8 @@ def test_misspelled_nested_field_gets_a_hint(data, param, meant):
 
 CHAT_IMAGE = '{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}'
 CHAT_VIDEO = '{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,..."}}'
+CHAT_FILE = '{"type": "file", "file": {"file_data": "data:application/pdf;base64,..."}}'
+ITEM_FILE = '{"type": "input_file", "file_data": "data:application/pdf;base64,..."}'
 ITEM_IMAGE = '{"type": "input_image", "image_url": "data:image/png;base64,..."}'
 MEDIA = [
     (user(images=[PNG]), "messages[0].images", CHAT_IMAGE),  # Ollama
@@ -105,7 +107,10 @@ MEDIA = [
     (user({**TEXT, "picture_1": "data:image/png;base64,AAAA"}), "messages[0].content[0].picture_1", CHAT_IMAGE),
     (user({**TEXT, "frames": [URL, URL]}), "messages[0].content[0].frames", CHAT_IMAGE),
     (user({**TEXT, "clip": "AAAAIGZ0eXBpc29t"}), "messages[0].content[0].clip", CHAT_IMAGE),
+    (user({**TEXT, "report": "JVBERi0xLjcK"}), "messages[0].content[0].report", CHAT_FILE),
+    (user(pdf={"url": URL}), "messages[0].pdf", CHAT_FILE),
     (item(images=[PNG]), "input[0].images", ITEM_IMAGE),
+    (item(documents=[URL]), "input[0].documents", ITEM_FILE),
     (item({"type": "input_image", "image": URL}), "input[0].content[0].image", ITEM_IMAGE),
 ]
 

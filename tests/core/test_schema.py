@@ -852,6 +852,16 @@ UNSUPPORTED = [
     (request({"type": "file", "file": {"file_data": "JVBE", "filename": "a.docx"}}), f"{PART}.file.file_data"),
     (request({"type": "file", "file": {"file_url": "https://example.com/a.txt"}}), f"{PART}.file.file_url"),
     (request({"type": "file", "file": {"file_data": PDF_FILE}, "uuid": "a"}), f"{PART}.uuid"),
+    (request({"type": "file", "file": {"file_data": PDF_FILE, "file_id": "a"}}), f"{PART}.file.file_id"),
+    (
+        request({"type": "file", "file": {"file_data": PDF_FILE, "file_url": "https://a.org/a.pdf"}}),
+        f"{PART}.file.file_url",
+    ),
+    (request({"type": "file", "file": {"file_data": PDF_FILE, "render": "text", "dpi": 72}}), f"{PART}.file.dpi"),
+    (
+        request({"type": "file", "file": {"file_data": PDF_FILE, "render": "text", "max_pixels": 9000}}),
+        f"{PART}.file.max_pixels",
+    ),
     (request({"type": "file", "file": {"file_data": IMAGE_FILE, "pages": "1"}}), f"{PART}.file.pages"),
     (
         request({"type": "file", "file": {"file_data": "AAAA", "filename": "a.mp4", "detail": "low"}}),

@@ -16,6 +16,7 @@ from dashinfer_vlm_core.engine.ocr import to_markdown
 from dashinfer_vlm_core.errors import DecoderFailed
 from dashinfer_vlm_core.models.ocr_prompts import OcrPrompt
 from dashinfer_vlm_core.testing import Script, scripted_registry
+from dashinfer_vlm_server.endpoints import ocr as endpoint
 from tests.cases import cases
 from tests.pdfs import document, encrypted, rendered
 from tests.samples import data_url, encode, noise
@@ -190,6 +191,8 @@ def test_options_of_a_pdf_apply(scripted):
         ({"document": {"document_url": "https://a.org/b.docx"}}, "document.document_url", "a PDF"),
         ({"document": {"image_url": data_url(b"?"), "dpi": 72}}, "document.dpi", "is not available for an image"),
         ({"document": {"image_url": data_url(b"?")}, "pages": [1]}, "pages", "an image has one page"),
+        ({"document": {"image_url": data_url(b"?")}, "pages": "0-1"}, "pages", "an image has one page"),
+        ({"document": {"image_url": data_url(b"?")}, "pages": "0-0,0"}, "document", "not a complete PNG"),
         ({"document": {"image_url": data_url(b"?")}}, "document", "not a complete PNG"),
         ({"document": {"document_url": data_url(b"?", PDF)}}, "document", "not a complete PDF"),
         ({"document": {"document_url": data_url(encrypted("a"), PDF)}}, "document.password", "is encrypted"),
@@ -229,12 +232,33 @@ def test_documents_fill_at_most_half_of_a_batch(scripted):
 
 def test_page_waits_while_the_queue_is_full(scripted):
     served = scripted("Yes.", max_batch_size=1, max_waiting=0)
-    limiter = served.engine._ready().pipeline.limiter
     assert len(post(served).json()["pages"]) == 3
-    limiter.in_use = limiter.limit
-    response = post(served)
-    limiter.in_use = 0
-    assert (response.status_code, response.json()["error"]["code"]) == (429, "queue_full")
+    ready = served.engine._ready()
+    for limiter in (ready.pipeline.limiter, ready.ocr.limiter):
+        limiter.in_use = limiter.limit
+        response = post(served)
+        limiter.in_use = 0
+        assert (response.status_code, response.json()["error"]["code"]) == (429, "queue_full")
+
+
+def test_comments_keep_a_stream_open_between_pages(scripted, monkeypatch):
+    monkeypatch.setattr(endpoint, "COMMENT_SECONDS", 0.01)
+    served = scripted("Yes.", delay=0.1, max_batch_size=2)  # page by page
+    lines = [line for line in post(served, stream=True).text.splitlines() if line]
+    kinds = [line.partition(" ")[0] for line, previous in zip(lines, ["", *lines], strict=False) if line != previous]
+    assert kinds == [":", "data:"] * 3 + ["data:"]
+    assert lines[0] == ": converting pages"
+    assert json.loads(lines[-2].removeprefix("data: "))["usage_info"]["pages_processed"] == 3
+
+
+def test_page_that_does_not_fit_the_context_names_the_limit_that_fits(scripted):
+    served = scripted("Yes.", max_model_len=185)
+    error = post(served).json()["error"]
+    tokens = (SIZE[0] * 2 // 28) ** 2
+    assert (error["param"], error["code"]) == ("document", "context_length_exceeded")
+    assert error["message"].startswith(f"Page 1 has {tokens} tokens, but only ")
+    pixels = int(error["message"].partition("set `max_pixels` to ")[2].partition(" ")[0])
+    assert post(served, options={"max_pixels": pixels}).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 from fastapi import Request
 from fastapi.responses import Response
 
+from dashinfer_vlm_core.concurrency.streams import with_pauses
 from dashinfer_vlm_core.protocol.ocr import OcrRequest
 from dashinfer_vlm_core.response.ocr import OcrChunk, OcrResponse
 
 from ...endpoint import Endpoint, post
-from ...sse import format_event
+from ...sse import COMMENT_SECONDS, format_event
 
 if TYPE_CHECKING:
     from ...server_context import ServerContext
@@ -27,7 +28,9 @@ def create_endpoints(server: ServerContext) -> Sequence[Endpoint]:
         parsed = await server.read(request, OcrRequest.parse)
         chunks = server.engine.aocr(parsed)
         if parsed.stream:
-            return server.stream(chunks, encode=_chunk_event, model=parsed.model)
+            # A page can take minutes, and waits for those of other documents: comments keep the connection open.
+            events = with_pauses(chunks, COMMENT_SECONDS)
+            return server.stream(events, encode=_to_event, model=parsed.model)
         response = await server.run(request, _complete(chunks))
         return Response(response.model_dump_json(), media_type="application/json")
 
@@ -41,5 +44,5 @@ async def _complete(chunks: AsyncGenerator[OcrChunk, None]) -> OcrResponse:
     return OcrResponse(pages=tuple(chunk.page for chunk in received), model=last.model, usage_info=last.usage_info)
 
 
-def _chunk_event(chunk: OcrChunk) -> str:
-    return format_event(chunk.model_dump_json())
+def _to_event(chunk: OcrChunk | None) -> str:
+    return format_event(chunk.model_dump_json()) if chunk else ": converting pages\n\n"
