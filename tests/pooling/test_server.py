@@ -179,7 +179,12 @@ def test_image_in_base64_without_a_prefix_is_accepted(ranks):
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
 BODIES = {
-    "generate": {"/v1/chat/completions": {"messages": MESSAGES}, "/v1/responses": {"input": "Hello"}},
+    "generate": {
+        "/v1/chat/completions": {"messages": MESSAGES},
+        "/v1/completions": {"prompt": "Hello"},
+        "/v1/responses": {"input": "Hello"},
+        "/v1/ocr": {"document": {"image_url": data_url(blurred_image(1))}},
+    },
     "embed": {"/v1/embeddings": {"input": "Hello"}},
     "score": {
         "/v1/rerank": {"query": "a", "documents": ["b"]},
