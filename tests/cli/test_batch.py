@@ -13,6 +13,8 @@ from dashinfer_vlm_cli.batch_files import BatchOutput, Entry, error_line, read_b
 from dashinfer_vlm_core.concurrency.tasks import run_concurrently
 from dashinfer_vlm_core.errors import ConfigError, DecoderFailed, InvalidParameter, QueueFull
 from tests.cli.conftest import run_process
+from tests.pdfs import document
+from tests.samples import data_url
 
 URL = "/v1/chat/completions"
 
@@ -56,6 +58,15 @@ def test_output_line_has_openai_batch_format(run, server_url, requests, tmp_path
         assert item["response"]["body"]["choices"][0]["message"]["content"] == "Yes."
     assert not (tmp_path / "requests.responses.errors.jsonl").exists()
     assert "2 completed, 0 completed before, 0 failed" in result.stderr
+
+
+def test_request_with_a_document(run, server_url, requests, tmp_path):
+    pages = data_url(document("One", "Two", size=(84, 84)), "application/pdf")
+    url = server_url(lambda request: f"{len(request.spans)} pages.")
+    file = requests(line("one", [{"type": "file", "file": {"file_data": pages}}]))
+    assert run("batch", "--api-base", url, file).exit_code == 0
+    (item,) = read(tmp_path / "requests.responses.jsonl")
+    assert text_of(item) == "2 pages."
 
 
 def test_failures_are_in_error_file_and_exit_code(run, server_url, requests, tmp_path):

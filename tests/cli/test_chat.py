@@ -34,6 +34,7 @@ from dashinfer_vlm_core.errors import (
 from dashinfer_vlm_core.testing import scripted_engine
 from tests.cli.conftest import MAIN, run_process
 from tests.core.test_reasoning import TEMPLATE
+from tests.pdfs import document
 from tests.samples import data_url, encode, noise
 
 BITMAP = encode(noise(4, 4), "BMP")
@@ -452,6 +453,13 @@ def test_repl_ends(repl, line):
 def test_single_prompt_with_image(run, server_url, images):
     result = run("chat", "--api-base", server_url("A red circle."), "--image", images / "circle.png", "What is it?")
     assert (result.stdout, result.exit_code) == ("A red circle.\n", 0)
+
+
+def test_single_prompt_with_document(run, server_url, tmp_path):
+    (tmp_path / "report.pdf").write_bytes(document("One", "Two", size=(84, 84)))
+    url = server_url(lambda request: f"{len(request.spans)} pages.")
+    result = run("chat", "--api-base", url, "--file", tmp_path / "report.pdf", "What is it?")
+    assert (result.stdout, result.exit_code) == ("2 pages.\n", 0)
 
 
 @pytest.mark.parametrize(
