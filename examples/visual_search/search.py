@@ -10,6 +10,7 @@ import io
 import json
 import string
 import sys
+import zipfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, replace
@@ -130,11 +131,14 @@ def embed_pages(vlm: VLM, pages: Sequence[Page]) -> Index:
 def load_index(file: Path, model: str) -> Index:
     if not file.exists():
         return {}
-    with np.load(file) as saved:
-        if str(saved["model"]) != model:  # vectors of two models cannot be compared
-            return {}
-        pages = [Page(*fields) for fields in json.loads(str(saved["pages"]))]
-        return dict(zip(pages, saved["vectors"], strict=True))
+    try:
+        with file.open("rb") as stream, np.load(stream) as saved:
+            if str(saved["model"]) != model:  # vectors of two models cannot be compared
+                return {}
+            pages = [Page(*fields) for fields in json.loads(str(saved["pages"]))]
+            return dict(zip(pages, saved["vectors"], strict=True))
+    except (EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile):
+        sys.exit(f"{file} is not a complete index. Delete it, or choose another --output.")
 
 
 def save_index(index: Index, model: str, file: Path) -> None:

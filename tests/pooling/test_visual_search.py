@@ -124,6 +124,10 @@ def test_only_new_and_changed_files_are_embedded(folder, vlm, tmp_path):
     (folder / "b.png").unlink()
     assert update() == (0, [ODD_NAME, "sub/two.pdf"])
     assert update("another") == (2, [ODD_NAME, "sub/two.pdf"])
+    for damaged in (b"", b"text", (tmp_path / "index.npz").read_bytes()[:200]):
+        (tmp_path / "index.npz").write_bytes(damaged)
+        with pytest.raises(SystemExit, match="is not a complete index"):
+            update()
 
 
 def test_faiss_finds_what_numpy_finds_or_is_reported_as_missing(folder, run, capsys):
