@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,8 +25,9 @@ from ..embedding_store.client import EmbeddingStoreClient, EmbeddingStoreStats, 
 from ..errors import EngineError
 from ..media.types import Embeddings, VisualInput
 from ..models.interface import Patches, VisionEncoder, VisualTokens
+from ..protocol.client import current_client
 from .pruning import prune
-from .units import UnitJob, concatenate, size_of
+from .units import UnitJob, UnitQueue, concatenate, size_of
 
 if TYPE_CHECKING:
     import torch
@@ -127,7 +128,7 @@ class VisionService:
         self._cache: LRUCache[bytes, torch.Tensor] = LRUCache(cache_bytes, getsizeof=size_of)
         self._joined: WeakValueDictionary[bytes, torch.Tensor] = WeakValueDictionary()  # videos in use
         self._jobs: dict[bytes, UnitJob] = {}
-        self._waiting: OrderedDict[bytes, UnitJob] = OrderedDict()
+        self._waiting = UnitQueue()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dashinfer-vlm-vision")
         self._runner: asyncio.Task[None] | None = None
         self._closed = False
@@ -208,8 +209,9 @@ class VisionService:
         for task in self._lookups:
             task.cancel()
         await asyncio.gather(*self._lookups, return_exceptions=True)
-        while self._waiting:
-            self._finish(self._waiting.popitem(last=False)[1], engine_closed())
+        while job := self._waiting.next:
+            self._waiting.take(job)
+            self._finish(job, engine_closed())
         if self._runner is not None:
             await self._runner
         if self._store is not None:
@@ -262,14 +264,14 @@ class VisionService:
         stored = hashlib.sha256(b"adapter" + lora.key + salted).digest() if lora else salted
         if (embedding := self._cache.get(key)) is not None:
             self._counts["hits"] += 1
-            job = UnitJob(key, unit, encoder, stored, item_tokens)
+            job = UnitJob(key, unit, encoder, stored, item_tokens, current_client.get().id)
             job.started = True
             job.finish(embedding)
         elif key in self._jobs:
             self._counts["joins"] += 1
             job = self._jobs[key]
         else:
-            job = self._jobs[key] = UnitJob(key, unit, encoder, stored, item_tokens)
+            job = self._jobs[key] = UnitJob(key, unit, encoder, stored, item_tokens, current_client.get().id)
         job.callers += 1
         return job
 
@@ -310,7 +312,7 @@ class VisionService:
         if self._closed:
             self._finish(job, engine_closed())
         elif job.callers:
-            self._waiting[job.key] = job
+            self._waiting.add(job)
             if self._runner is None or self._runner.done():
                 self._runner = asyncio.create_task(self._run(), name="vision")
         else:
@@ -318,8 +320,7 @@ class VisionService:
 
     def _release(self, job: UnitJob) -> None:
         job.callers -= 1
-        if job.callers == 0 and self._waiting.get(job.key) is job:
-            del self._waiting[job.key]
+        if job.callers == 0 and self._waiting.discard(job):
             del self._jobs[job.key]
 
     async def _run(self) -> None:
@@ -329,11 +330,11 @@ class VisionService:
     def _next_batch(self) -> list[UnitJob]:
         batch: list[UnitJob] = []
         remaining = self._batch_patches
-        while self._waiting:
-            job = next(iter(self._waiting.values()))
+        while job := self._waiting.next:
             if batch and (job.size > remaining or job.encoder is not batch[0].encoder):
                 break
-            batch.append(self._waiting.pop(job.key))
+            self._waiting.take(job)
+            batch.append(job)
             remaining -= job.size
         return batch
 

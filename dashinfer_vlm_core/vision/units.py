@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,6 +28,7 @@ class UnitJob:
         encoder: the encoder to use.
         stored_digest: what identifies its embedding in the store: the salted digest, and the adapter if there is one.
         item_tokens: visual tokens of the whole image or video.
+        client: the client of the request that needed it first.
         callers: number of waiting callers.
         started: whether it is looked up, queued, encoded or finished.
     """
@@ -36,6 +38,7 @@ class UnitJob:
     encoder: VisionEncoder
     stored_digest: bytes
     item_tokens: int
+    client: str
     callers: int = 0
     started: bool = False
     _done: asyncio.Event = field(default_factory=asyncio.Event)
@@ -64,6 +67,37 @@ class UnitJob:
             message = "The vision encoder failed on this image or video. Try again; the engine's log has the cause."
             raise EngineError(message, param=path, code="vision_failed") from self._outcome
         return self._outcome
+
+
+class UnitQueue:
+    """The units that wait for the encoder. Clients take turns; those of one client are in order."""
+
+    def __init__(self) -> None:
+        self._of_clients: OrderedDict[str, dict[bytes, UnitJob]] = OrderedDict()
+
+    @property
+    def next(self) -> UnitJob | None:
+        """The unit whose turn it is."""
+        return next((next(iter(queue.values())) for queue in self._of_clients.values()), None)
+
+    def add(self, job: UnitJob) -> None:
+        self._of_clients.setdefault(job.client, {})[job.key] = job
+
+    def take(self, job: UnitJob) -> None:
+        """Remove a unit, and give the turn to the next client."""
+        self.discard(job)
+        if job.client in self._of_clients:
+            self._of_clients.move_to_end(job.client)
+
+    def discard(self, job: UnitJob) -> bool:
+        """Remove a unit; return whether it was waiting."""
+        queue = self._of_clients.get(job.client, {})
+        if queue.get(job.key) is not job:
+            return False
+        del queue[job.key]
+        if not queue:
+            del self._of_clients[job.client]
+        return True
 
 
 def concatenate(units: Sequence[torch.Tensor]) -> torch.Tensor:

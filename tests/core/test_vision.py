@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from dashinfer_vlm_core.errors import EngineClosed, EngineError
+from dashinfer_vlm_core.protocol.client import Client, current_client
 from dashinfer_vlm_core.vision import VisionService
 from tests.patches import random_patches
 from tests.waiting import HANG
 
 WIDTH = 4
-A, B, C, D = (random_patches(1, 4, 4, seed=seed) for seed in range(4))
+A, B, C, D, E = (random_patches(1, 4, 4, seed=seed) for seed in range(5))
 TOKENS = 4
 ITEM_BYTES = TOKENS * WIDTH * 4
 
@@ -210,6 +211,20 @@ def test_pass_holds_at_most_batch_patches():
         assert tower.passes == [digests(A, B), digests(C, D)]
 
     run(scenario, batch_patches=47)
+
+
+def test_clients_take_turns():
+    async def scenario(tower, service):
+        first = await occupy(tower, service, A)
+        large = await embed_in_background(service, B, C, D)
+        current_client.set(Client(id="other"))
+        small = await embed_in_background(service, E)
+        tower.gate.set()
+        await asyncio.gather(first, large, small)
+
+        assert tower.passes == [digests(A), digests(B, E), digests(C, D)]
+
+    run(scenario, batch_patches=32)
 
 
 def test_item_larger_than_pass_is_encoded_alone_in_order():
