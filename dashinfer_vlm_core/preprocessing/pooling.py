@@ -112,7 +112,7 @@ def rename_part(parts: Sequence[Parts], path: str) -> str:
     match = _PATH.match(path)
     if match is None or match["part"] is None:
         return ""
-    place, _ = next(islice(chain(*parts), int(match["part"]), None))
+    place, _ = next(islice(chain(*parts), int(match["part"]), None), ("", None))
     return place and place + path[match.end() :]
 
 
