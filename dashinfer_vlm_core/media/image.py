@@ -49,10 +49,9 @@ def out_of_memory_error(kind: str, path: str) -> MediaTooLarge:
 
 
 def deadline_error(kind: str, path: str, seconds: float) -> MediaTooLarge:
+    step = "Select fewer pages with `pages`" if kind == "document" else f"Send a smaller {kind}"
     return MediaTooLarge(
-        f"Decoding the {kind} takes more than {seconds:g} seconds."
-        f" {'Select fewer pages with `pages`' if kind == 'document' else f'Send a smaller {kind}'}, or save it again.",
-        param=path,
+        f"Decoding the {kind} takes more than {seconds:g} seconds. {step}, or save it again.", param=path
     )
 
 

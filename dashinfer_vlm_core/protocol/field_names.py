@@ -58,10 +58,9 @@ class UnknownMedia:
             return None
         if "audio" in name.lower():
             return NO_AUDIO
-        if _DOCUMENT.match(first if isinstance(first, str) else "") or re.search("document|pdf", name, re.IGNORECASE):
+        part = self.video if "video" in name.lower() else self.image
+        if re.search("document|pdf", name, re.IGNORECASE) or (isinstance(first, str) and _DOCUMENT.match(first)):
             part = self.document
-        else:
-            part = self.video if "video" in name.lower() else self.image
         return f"Send a content part such as {part}, or remove the field."
 
 

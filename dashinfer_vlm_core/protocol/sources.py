@@ -311,8 +311,8 @@ class FileSource(MediaSource):
         return next(iter(self._given), "file_data")
 
     def check(self, path: str, content_path: str, *, optional: bool) -> None:
-        for name in self._given[1:]:
-            raise unsupported(f"{path}.{name}", f"is not available next to `{self.content_field}`. Remove one of them.")
+        if len(given := self._given) > 1:
+            raise unsupported(f"{path}.{given[1]}", f"is not available next to `{given[0]}`. Remove one of them.")
         if self.content_field == "file_id" and not self._is_url:
             raise unsupported(
                 content_path, "names a stored file, but files are not stored. Send `file_data` or `file_url`."

@@ -25,7 +25,6 @@ from ..embedding_store.client import EmbeddingStoreClient, EmbeddingStoreStats, 
 from ..errors import EngineError
 from ..media.types import Embeddings, VisualInput
 from ..models.interface import Patches, VisionEncoder, VisualTokens
-from ..protocol.client import current_client
 from .pruning import prune
 from .units import UnitJob, UnitQueue, concatenate, size_of
 
@@ -264,14 +263,14 @@ class VisionService:
         stored = hashlib.sha256(b"adapter" + lora.key + salted).digest() if lora else salted
         if (embedding := self._cache.get(key)) is not None:
             self._counts["hits"] += 1
-            job = UnitJob(key, unit, encoder, stored, item_tokens, current_client.get().id)
+            job = UnitJob(key, unit, encoder, stored, item_tokens)
             job.started = True
             job.finish(embedding)
         elif key in self._jobs:
             self._counts["joins"] += 1
             job = self._jobs[key]
         else:
-            job = self._jobs[key] = UnitJob(key, unit, encoder, stored, item_tokens, current_client.get().id)
+            job = self._jobs[key] = UnitJob(key, unit, encoder, stored, item_tokens)
         job.callers += 1
         return job
 

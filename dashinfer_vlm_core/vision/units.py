@@ -13,6 +13,7 @@ from ..concurrency.compute import executor_for
 from ..concurrency.loop import engine_closed
 from ..errors import EngineClosed, EngineError
 from ..models.interface import Patches, VisionEncoder
+from ..protocol.client import current_client
 
 if TYPE_CHECKING:
     import torch
@@ -28,9 +29,9 @@ class UnitJob:
         encoder: the encoder to use.
         stored_digest: what identifies its embedding in the store: the salted digest, and the adapter if there is one.
         item_tokens: visual tokens of the whole image or video.
-        client: the client of the request that needed it first.
         callers: number of waiting callers.
         started: whether it is looked up, queued, encoded or finished.
+        client: the client of the request that needed it first.
     """
 
     key: bytes
@@ -38,9 +39,9 @@ class UnitJob:
     encoder: VisionEncoder
     stored_digest: bytes
     item_tokens: int
-    client: str
     callers: int = 0
     started: bool = False
+    client: str = field(default_factory=lambda: current_client.get().id)
     _done: asyncio.Event = field(default_factory=asyncio.Event)
     _outcome: torch.Tensor | Exception | None = None
 

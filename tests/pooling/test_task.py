@@ -61,7 +61,7 @@ def test_modules_and_configuration_are_followed(folder):
     assert (pooling.normalize, pooling.dimensions, pooling.instruction) == (False, (16, 32), "Find it.")
 
 
-def test_score_head_with_a_wrong_path_compares_yes_and_no(reranker, tmp_path, caplog):
+def test_score_head_with_a_wrong_path_needs_yes_and_no(reranker, tmp_path, caplog):
     folder = shutil.copytree(reranker, tmp_path / "reranker")
     shutil.rmtree(folder / "1_LogitScore")
     with pytest.raises(ConfigError, match="no tokens 'yes' and 'no'"):  # the tokenizer has neither

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import socket
+import threading
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from tests.pdfs import document, encrypted, rendered
 from tests.samples import data_url, encode, noise
 from tests.server.conftest import Scripted, serving
 from tests.server.test_disconnect import LONG
-from tests.waiting import NEVER, until
+from tests.waiting import HANG, NEVER, until
 
 PDF = "application/pdf"
 SIZE = (84, 84)
@@ -243,12 +244,18 @@ def test_page_waits_while_the_queue_is_full(scripted):
 
 def test_comments_keep_a_stream_open_between_pages(scripted, monkeypatch):
     monkeypatch.setattr(endpoint, "COMMENT_SECONDS", 0.01)
-    served = scripted("Yes.", delay=0.1, max_batch_size=2)  # page by page
-    lines = [line for line in post(served, stream=True).text.splitlines() if line]
-    kinds = [line.partition(" ")[0] for line, previous in zip(lines, ["", *lines], strict=False) if line != previous]
-    assert kinds == [":", "data:"] * 3 + ["data:"]
-    assert lines[0] == ": converting pages"
-    assert json.loads(lines[-2].removeprefix("data: "))["usage_info"]["pages_processed"] == 3
+    gates = [threading.Event() for _ in range(3)]
+    waiting = iter(gates)
+    served = scripted(lambda _: next(waiting).wait(HANG) and "Yes.", max_batch_size=2)  # page by page
+    body = {"document": {"document_url": data_url(THREE, PDF)}, "stream": True}
+    with served.server.http() as client, client.stream("POST", "/v1/ocr", json=body) as response:
+        lines = response.iter_lines()
+        for count, gate in enumerate(gates, 1):
+            assert ": converting pages" in lines
+            gate.set()
+            event = next(line for line in lines if line.startswith("data: "))
+            assert json.loads(event.removeprefix("data: "))["usage_info"]["pages_processed"] == count
+        assert "data: [DONE]" in lines
 
 
 def test_page_that_does_not_fit_the_context_names_the_limit_that_fits(scripted):
