@@ -130,7 +130,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     given, options = parser.parse_known_args(arguments)
     model = checkpoint(given.model)
-    counts = core_counts(len(Machine.read().fast_cores()))
+    machine = Machine.read()
+    counts = core_counts(machine.limit(len(machine.fast_cores())))
     with end_with_us(), tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         servers = {}
         for count in counts:

@@ -98,6 +98,19 @@ RK3588 = MachineTree(
 )
 """A Rockchip RK3588: four Cortex-A55 and four Cortex-A76."""
 
+FAVORED_CORES = MachineTree(
+    cores=[[(cpu,) for cpu in range(8)]],
+    nodes=["0-7"],
+    capacities={**dict.fromkeys(range(8), 980), 2: 1024, 3: 1024},
+)
+"""Eight equal cores, two of which reach a higher frequency (Turbo Boost Max 3.0)."""
+
+GUEST_16_SOCKETS = MachineTree(cores=[[(cpu,)] for cpu in range(16)], nodes=["0-15"])
+"""A virtual machine with 16 CPUs, each in a socket of its own, as libvirt makes it without `<topology>`."""
+
+GUEST_2_NODES = MachineTree(cores=[[(cpu,)] for cpu in range(16)], nodes=["0-7", "8-15"])
+"""The same one on two NUMA nodes."""
+
 CONTAINER_6_OF_64 = MachineTree(
     cores=[_pairs(0, 32, distance=32)], nodes=["0-63"], allowed="8-13", files={"cpu.max": "max 100000"}
 )

@@ -207,7 +207,10 @@ def _kernels(config: EngineConfig) -> Iterator[Finding]:
     yield _kernel_choice(selector.find("cpu", torch.bfloat16), selector.candidates("cpu", torch.bfloat16))
     tuned = [item for item in all_tuned(config) if item.conditions.machine == this_machine()]
     if tuned:
-        parts = [f"{item.conditions.model}: {item.chosen} ({item.describe()})" for item in tuned]
+        parts = [
+            f"{item.conditions.model}: {item.chosen} with {item.conditions.threads} threads ({item.describe()})"
+            for item in tuned
+        ]
         yield Finding(name="tuned kernels", status="ok", detail="; ".join(parts))
 
 

@@ -16,6 +16,7 @@ from dashinfer_vlm_core.config.folders import cache_problem, write_error
 from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_core.kernels.choice import KernelSelector
 from dashinfer_vlm_core.kernels.devices import cpu_model, is_cpu
+from dashinfer_vlm_core.kernels.openmp import environment_threads
 from dashinfer_vlm_core.kernels.threads import Machine, set_threads
 from dashinfer_vlm_core.kernels.tuned import (
     FOLDER,
@@ -87,34 +88,47 @@ def tune(*, config: EngineConfig) -> None:
         raise _not_stored(config, error)
     click.echo(f"{config.name} on {cpu_model()}\n")
     registry = load_plugins()
-    set_threads(config)
+    measured = _with_default_threads(config.model_copy(update=MEASURED))
+    set_threads(measured)
     dtype, sets = _usable_sets(config, registry)
     with show_progress("Measuring the memory"):
         bandwidth, rates = _measure_memory(dtype, sets)
-    rounds = _measure_sets(config, list(sets))
+    rounds = _measure_sets(measured, list(sets))
     seconds = {name: each.seconds for name, each in rounds.items()}
     chosen = fastest(seconds)
     _show(rounds)
     click.echo(f"\nChoice: {chosen}. A set replaces one of higher priority if it takes {1 - MARGIN:.0%} less time.")
     click.echo(f"Memory bandwidth: {bandwidth / 1e9:,.1f} GB/s")
-    if config.cpu_threads is None:
-        _tune_threads(config, chosen, seconds[chosen])
+    if measured.cpu_threads != config.cpu_threads:
+        _tune_threads(config, measured.model_copy(update={"cpu_kernels": chosen}), seconds[chosen])
     conditions = KernelSelector(registry.kernels.values(), config).conditions()
     _store(
         config, TunedKernels(conditions=conditions, chosen=chosen, seconds=seconds, bandwidth=bandwidth, rates=rates)
     )
 
 
-def _tune_threads(config: EngineConfig, kernels: str, seconds: float) -> None:
-    """Measure other numbers of threads with the fastest kernel set, if this machine has any, and store the fastest."""
+def _with_default_threads(config: EngineConfig) -> EngineConfig:
+    """Return the configuration with the number of threads that a start uses without a measurement, unless it is set."""
+    if config.cpu_threads is not None or environment_threads():
+        return config
+    return config.model_copy(update={"cpu_threads": Machine.read().candidates()[0]})
+
+
+def _tune_threads(config: EngineConfig, measured: EngineConfig, seconds: float) -> None:
+    """Measure other numbers of threads with the fastest kernel set, if this machine has any, and store the fastest.
+
+    Args:
+        config: the configuration that the result is for.
+        measured: that of the measured engines.
+        seconds: the time that they needed with the default.
+    """
     candidates = Machine.read().candidates()
     if len(candidates) == 1:
         return
     found = {candidates[0]: seconds}
     for count in candidates[1:]:
         with show_progress(f"Measuring {count} threads"):
-            options = {**MEASURED, "cpu_kernels": kernels, "cpu_threads": count}
-            found[count] = _measure(config.model_copy(update=options)).seconds
+            found[count] = _measure(measured.model_copy(update={"cpu_threads": count})).seconds
     chosen = int(fastest({str(count): total for count, total in found.items()}))
     click.echo("")
     show_table(("Threads", "Reference requests"), [(str(count), f"{total:,.2f} s") for count, total in found.items()])
@@ -153,7 +167,7 @@ def _measure_sets(config: EngineConfig, names: list[str]) -> dict[str, Round]:
     for name in names:
         try:
             with show_progress(f"Measuring {name}"):
-                rounds[name] = _measure(config.model_copy(update={**MEASURED, "cpu_kernels": name}))
+                rounds[name] = _measure(config.model_copy(update={"cpu_kernels": name}))
         except ConfigError as error:  # noqa: PERF203 - a set takes seconds
             click.echo(f"{name} is left out: {error.message}", err=True)
             if name == names[-1] and not rounds:

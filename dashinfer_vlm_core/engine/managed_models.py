@@ -12,6 +12,7 @@ from ..config import MIB, EngineConfig
 from ..config.folders import expand_user
 from ..errors import ConfigError
 from ..kernels.choice import KernelSelector
+from ..kernels.threads import program_threads
 from ..models.checkpoint import HUB_ID, find_model
 from ..models.memory import MemoryEstimate, ModelSize
 from ..models.spec import ModelSpec
@@ -171,6 +172,7 @@ def estimate_bytes(config: EngineConfig) -> int:
         CheckpointError: there is no such model, or its configuration is invalid.
         ConfigError: an option cannot be used on this machine.
     """
+    program_threads()  # before torch is imported here
     registry = load_plugins()
     config = registry.resolve_options(config)
     uses_mtp = all(config.options_of(kind).uses_mtp for kind in registry.option_classes)

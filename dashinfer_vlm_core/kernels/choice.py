@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from ..config import EngineConfig
 from ..errors import ConfigError
 from .devices import cpu_flags, cpu_model, is_cpu
+from .threads import threads_of_process
 from .tuned import Conditions, TunedKernels, load_tuned, model_of
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ class KernelSelector:
         elif codes and name not in PYTORCH_SETS:
             where = str(torch.backends.cpu.get_cpu_capability())  # also of the operators that are not kernels
         else:
-            return " ".join([name, *codes, this_machine()])
+            return " ".join([name, *codes, this_machine(), f"{torch.get_num_threads()} threads"])
         return " ".join([name, *codes, f"torch {torch.__version__}", where])
 
     def candidates(
@@ -197,6 +198,7 @@ class KernelSelector:
         """Return what a measurement with this configuration is valid for."""
         return Conditions(
             machine=this_machine(),
+            threads=threads_of_process(self._config).count,
             model=model_of(self._config),
             dtype=self._config.dtype,
             quantization=self._config.quantization,
@@ -236,9 +238,9 @@ class KernelSelector:
 
 
 def this_machine() -> str:
-    """Return what the speed and the rounding of a CPU's kernels depend on: processor, number of threads, and torch."""
+    """Return what the speed and the rounding of a CPU's kernels depend on, apart from threads: processor and torch."""
     features = hashlib.sha256(" ".join(sorted(cpu_flags())).encode()).hexdigest()[:16]
-    return f"{cpu_model()} {features}, {_torch().get_num_threads()} threads, torch {_torch().__version__}"
+    return f"{cpu_model()} {features}, torch {_torch().__version__}"
 
 
 def _torch() -> Any:

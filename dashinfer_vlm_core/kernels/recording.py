@@ -86,9 +86,10 @@ class RecordingKernelFactory(TorchKernelFactory):
 
 
 class RecordingKernels(TorchKernels):
-    """See `Kernels`."""
+    """See `Kernels`. Weights that others keep in 8 bits are rounded to these."""
 
     name = "recording"
+    supports_int8 = True
 
     def __init__(self, device: str, recorder: Recorder) -> None:
         super().__init__(device)

@@ -179,27 +179,38 @@ def configure_threads(config: EngineConfig) -> None:
 def set_threads(config: EngineConfig) -> ThreadPlan:
     """Set the threads of this process, and log them.
 
-    In a program that has imported torch before, threads are pinned only with `cpu_threads`, and there are at most as
-    many as it has set: its other threads and processes compute on the same cores.
-
     Raises:
         ConfigError: there are fewer CPUs than `cpu_threads`.
     """
-    limit = _foreign_limit()
-    plan = find_threads(config, Machine.read())
-    if config.cpu_threads is None and limit is not None:
-        if limit < plan.count:
-            plan = replace(plan, count=limit, reason="as set by the program that imported torch")
-        plan = replace(plan, cpus=())
+    plan = threads_of_process(config)
     importlib.import_module("torch").set_num_threads(plan.count)  # for threads that start later
     CPU_EXECUTOR.set_up(partial(_set_up_thread, plan.count, plan.cpus))
     logger.info("Threads that compute on the CPU: %s.", plan.describe())
     return plan
 
 
+def threads_of_process(config: EngineConfig) -> ThreadPlan:
+    """Return the threads of this process for a model.
+
+    In a program that has imported torch before, threads are pinned only with `cpu_threads`, and there are at most as
+    many as it has set: its other threads and processes compute on the same cores.
+
+    Raises:
+        ConfigError: there are fewer CPUs than `cpu_threads`.
+    """
+    limit = program_threads()
+    plan = find_threads(config, Machine.read())
+    if config.cpu_threads is None and limit is not None:
+        if limit < plan.count:
+            plan = replace(plan, count=limit, reason="as set by the program that imported torch")
+        plan = replace(plan, cpus=())
+    return plan
+
+
 @functools.cache
-def _foreign_limit() -> int | None:
-    """The number of threads that a program set before the first engine; None if it had not imported torch."""
+def program_threads() -> int | None:
+    """Return the number of threads that the program set; None if it had not imported torch at the first call, which
+    comes before the one of this package."""
     torch = sys.modules.get("torch")
     return None if torch is None else int(torch.get_num_threads())
 

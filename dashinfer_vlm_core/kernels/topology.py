@@ -9,11 +9,15 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 SYS = Path("/sys")
 PROC = Path("/proc")
+
+SLOW_CAPACITY = 0.8
+"""CPUs with less than this share of the highest capacity are of a slower kind. Equal cores differ by some percent, as
+the best ones of a chip may have a higher frequency."""
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -21,7 +25,8 @@ class Core:
     """A physical core.
 
     Attributes:
-        socket: the number of its package.
+        socket: the number of its package, or of the first one with the same memory: virtual machines often have a
+            package for each CPU.
         node: its NUMA node.
         cpus: those of its hardware threads that this process may use, in increasing order.
         is_efficient: whether other cores of the processor are faster (Intel's E cores, Arm's little cores).
@@ -50,17 +55,17 @@ def read_cores(cpus: Iterable[int], root: Path = SYS) -> tuple[Core, ...]:
         siblings[_siblings(cpu, root)].append(cpu)
     nodes = dict(_nodes(root))
     efficient = _efficient_cpus(cpus, root)
-    return tuple(
-        sorted(
-            Core(
-                socket=max(0, _number(_cpu_folder(members[0], root) / "topology" / "physical_package_id")),
-                node=nodes.get(members[0], 0),
-                cpus=tuple(sorted(members)),
-                is_efficient=members[0] in efficient,
-            )
-            for members in siblings.values()
+    cores = [
+        Core(
+            socket=max(0, _number(_cpu_folder(members[0], root) / "topology" / "physical_package_id")),
+            node=nodes.get(members[0], 0),
+            cpus=tuple(sorted(members)),
+            is_efficient=members[0] in efficient,
         )
-    )
+        for members in siblings.values()
+    ]
+    sockets = {core.node: core.socket for core in sorted(cores, reverse=True)}  # the first one of each node
+    return tuple(sorted(replace(core, socket=sockets[core.node]) for core in cores))
 
 
 def read_cpu_quota(proc: Path = PROC, root: Path = SYS) -> float | None:
@@ -110,11 +115,11 @@ def _nodes(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _efficient_cpus(cpus: Iterable[int], root: Path) -> frozenset[int]:
-    """Return the CPUs of the slower kind, unless all are: Intel's by performance counters, Arm's by capacity."""
+    """Return the CPUs of the slower kind, unless all are: Intel's by performance counters, others by capacity."""
     atom = frozenset(parse_cpus(_text(root / "devices" / "cpu_atom" / "cpus")))
     capacities = {cpu: _number(_cpu_folder(cpu, root) / "cpu_capacity") for cpu in cpus}
     highest = max(capacities.values(), default=0)
-    slow = atom | {cpu for cpu, capacity in capacities.items() if 0 <= capacity < highest}
+    slow = atom or frozenset(cpu for cpu, each in capacities.items() if 0 <= each < SLOW_CAPACITY * highest)
     return slow if not slow.issuperset(cpus) else frozenset()
 
 

@@ -33,12 +33,14 @@ class Conditions(BaseModel, frozen=True):
     """What a measurement is valid for.
 
     Attributes:
-        machine: processor, number of threads, and torch's version, see `choice.this_machine`.
+        machine: processor and torch's version, see `choice.this_machine`.
+        threads: the number of threads that compute.
         model, dtype, quantization, vision_quantization: options of the engine.
         sets: the identity of each registered kernel set by name, see `KernelFactory.identity`.
     """
 
     machine: str
+    threads: int
     model: str
     dtype: str
     quantization: str

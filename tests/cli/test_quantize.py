@@ -86,6 +86,12 @@ def test_model_does_not_diverge_from_itself(run, original, data):
     assert "0.00e+00 nats on average" in output
 
 
+@pytest.mark.parametrize("options", [("--quantization", "int8"), ("--vision-quantization", "int8")])
+def test_weights_that_are_rounded_at_start_diverge(run, original, data, options):
+    output = run("divergence", original, "--original", original, "--data", data, "--json", *options).stdout
+    assert 0 < json.loads(output)["mean_kl"] < 0.03
+
+
 def test_reasoning_is_compared(original, tmp_path):
     (tmp_path / "template.jinja").write_text(TEMPLATE)
     request = Request("first", {"messages": [{"role": "user", "content": "Why?"}]})

@@ -59,19 +59,44 @@ def test_times_and_choice_are_printed_stored_and_used(tune, run, tmp_path, tiny_
     variables = {f"DASHINFER_VLM_{name}": str(value) for name, value in environment.items()}
     findings = {row["name"]: row for row in json.loads(run("doctor", "--json", **variables).stdout)}
     assert findings["tuned kernels"]["status"] == "ok"
-    assert f"{tiny_checkpoint}: {chosen} (" in findings["tuned kernels"]["detail"]
+    assert f"{tiny_checkpoint}: {chosen} with " in findings["tuned kernels"]["detail"]
     assert f"{chosen}, measured by `dashinfer-vlm tune` (" in findings["kernels"]["detail"]
 
 
-def test_threads_are_measured_where_cores_have_several(tune, tmp_path, monkeypatch):
+@pytest.fixture
+def numbers_of_threads(monkeypatch):
+    """The numbers of threads that are measured, on a machine with one core that has two threads."""
     machine = Machine(cores=(Core(socket=0, node=0, cpus=(0, 1)),), quota=None)
     monkeypatch.setattr(Machine, "read", lambda: machine)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    numbers = []
+    measure = tune_module._measure
+
+    def record(config):
+        numbers.append(config.cpu_threads)
+        return measure(config)
+
+    monkeypatch.setattr(tune_module, "_measure", record)
+    return numbers
+
+
+def test_threads_are_measured_where_cores_have_several(tune, tmp_path, numbers_of_threads):
     output = tune("--cpu-kernels", "torch").stdout
     chosen = re.search(r"^Threads: ([12])$", output, re.MULTILINE)[1]
     (file,) = (tmp_path / THREADS_FOLDER).iterdir()
     stored = json.loads(file.read_text())
     assert (str(stored["chosen"]), list(stored["seconds"])) == (chosen, ["1", "2"])
+    assert set(numbers_of_threads) == {1, 2}
+    first = numbers_of_threads.copy()
+    file.write_text(json.dumps({**stored, "chosen": 2}))
+    tune("--cpu-kernels", "torch")
+    assert numbers_of_threads == 2 * first  # not what was chosen before
+
+
+def test_threads_set_by_the_environment_are_not_measured(tune, tmp_path, numbers_of_threads):
+    tune("--cpu-kernels", "torch", OMP_NUM_THREADS="2")
+    assert not (tmp_path / THREADS_FOLDER).exists()
+    assert set(numbers_of_threads) == {None}
 
 
 @needs_native

@@ -17,6 +17,8 @@ from dashinfer_vlm_core.kernels.bandwidth import measure_bandwidth, measure_rate
 from dashinfer_vlm_core.kernels.choice import KernelSelector, LoadedKernels
 from dashinfer_vlm_core.kernels.factories import OneDnnKernelFactory, TorchKernelFactory
 from dashinfer_vlm_core.kernels.onednn import OneDnnKernels, unavailable_reason
+from dashinfer_vlm_core.kernels.threads import Machine
+from dashinfer_vlm_core.kernels.topology import Core
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.kernels.tuned import TunedKernels, fastest_tuned, store_tuned
 from dashinfer_vlm_core.models.qwen2_vl import Qwen2VL
@@ -106,8 +108,9 @@ def change_torch(factories, monkeypatch):
 
 
 def change_threads(factories, monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    return {}
+    cores = tuple(Core(socket=0, node=0, cpus=(cpu,)) for cpu in range(64))
+    monkeypatch.setattr(Machine, "read", lambda: Machine(cores=cores, quota=None))
+    return {"cpu_threads": 61}
 
 
 def change_processor(factories, monkeypatch):
