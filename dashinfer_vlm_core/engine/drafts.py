@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..config import EngineConfig
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, PluginError
 from ..models.checkpoint import find_model
 from ..models.eagle import is_eagle, read_eagle
 from ..models.spec import ModelSpec
@@ -35,8 +35,9 @@ def with_draft(spec: ModelSpec, config: EngineConfig, registry: Registry, tokeni
         draft = registry.load_spec(folder)
         if tokenizers.read(folder).backend.get_vocab() != tokenizers.read(spec.folder).backend.get_vocab():
             raise _unsuitable(f"the tokens of its tokenizer are not those of {config.model}")
-    except CheckpointError as error:
-        raise CheckpointError(f"`speculative_model`: {error}", param="speculative_model") from error
+    except (CheckpointError, PluginError) as error:
+        message = error.message.replace("`model`", "`speculative_model`")
+        raise CheckpointError(f"`speculative_model`: {message}", param="speculative_model") from error
     if draft.text.delta_net:
         raise _unsuitable("it has gated delta nets, whose states are not kept for drafts")
     return replace(spec, draft=draft)

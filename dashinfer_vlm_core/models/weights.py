@@ -228,7 +228,7 @@ class Weights(AbstractContextManager["Weights"]):
 
     def _locate(self, name: str) -> tuple[Path, str]:
         if name not in self._stored:
-            raise CheckpointError(f"The checkpoint has no tensor {name!r}. Copy or download its safetensors again.")
+            raise CheckpointError(f"{self.folder} has no tensor {name!r}. Copy or download its safetensors again.")
         return self._stored[name]
 
     def __exit__(self, *exc_info: object) -> None:

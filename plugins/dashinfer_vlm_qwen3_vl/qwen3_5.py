@@ -83,7 +83,7 @@ def _has_mtp(folder: Path, mlp: MlpSpec | ExpertsSpec) -> bool:
     """Whether the checkpoint has all modules of the head for multi-token prediction."""
     names = TextWeightNames()
     stored = [name for name in listed_tensors(folder) if name.startswith(f"{names.mtp}.")]
-    if f"{names.mtp}.{names.mtp_fc}.weight" not in stored:
+    if not any(name.startswith(f"{names.mtp}.{names.mtp_fc}.") for name in stored):  # its weights may be quantized
         return False
     missing = [module for module in _mtp_modules(names, mlp) if not any(name.startswith(module) for name in stored)]
     if missing:

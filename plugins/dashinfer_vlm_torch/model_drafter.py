@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -17,11 +18,16 @@ from dashinfer_vlm_core.kernels.types import KVSpan
 from .drafter import Drafted, HiddenStates, continue_drafts, draft_batch, sample_drafts
 from .kv_cache import KVCache
 from .model import TextModel
+from .prefill_budget import PrefillBudget
 from .sampler import RowSampler
 from .sequence import LogitsRow, ScheduledChunk, SequenceState
 
 MAX_ROWS = 256
 """Maximum number of tokens that are processed between two steps: a longer prompt takes several."""
+
+MAX_ROWS_PER_TOKEN = 8
+"""Of a sequence, at most so many tokens are processed for each one that it may still get: with `small` for
+Qwen2-VL-2B on two cores, they take 14 ms, a third of a step."""
 
 
 class TextTokens(NamedTuple):
@@ -97,30 +103,37 @@ class ModelDrafter:
         self._cache = cache
         self._kernel_sampler = kernel_sampler
         self._texts: WeakKeyDictionary[SequenceState, TextTokens] = WeakKeyDictionary()
+        self._budget = PrefillBudget(2 * MAX_ROWS)  # half of it next to running sequences
 
     def draft(
         self, chunks: Sequence[ScheduledChunk], hidden: Tensor | None, counts: Mapping[SequenceState, int]
     ) -> Drafted:
         parts: list[Text] = []
         complete: list[bool] = []
-        budget = MAX_ROWS
+        budget = self._budget.tokens(has_decodes=True)
         for sequence in counts:
             allocation = sequence.allocation
             if allocation is None or not budget:  # it was canceled, or later sequences have to wait
                 continue
             text = self._text(sequence)
             start = text.count(min(allocation.num_drafted_tokens, sequence.length - 1))
-            stop = min(text.count(sequence.length), start + budget)
+            end = text.count(sequence.length)
+            if end - start > MAX_ROWS_PER_TOKEN * (sequence.max_tokens - len(sequence.output_ids)):
+                continue
+            stop = min(end, start + budget)
             budget -= stop - start
             parts.append(Text(sequence, start, text.ids(sequence, start, stop)))
-            complete.append(stop == text.count(sequence.length))
+            complete.append(stop == end)
             # Without a lock: if it is canceled now, at worst later drafts are wrong.
             allocation.num_drafted_tokens = text.length(stop)
         if not parts:
             return Drafted({}, 0)
+        rows = sum(len(part.ids) for part in parts)
+        started = time.perf_counter()
         x = self._forward(parts, complete)
+        self._budget.record(rows, time.perf_counter() - started)
         ready = [part for part, is_complete in zip(parts, complete, strict=True) if is_complete]
-        return Drafted(self._continue(x, ready, counts), sum(len(part.ids) for part in parts))
+        return Drafted(self._continue(x, ready, counts), rows)
 
     def _text(self, sequence: SequenceState) -> TextTokens:
         if sequence not in self._texts:

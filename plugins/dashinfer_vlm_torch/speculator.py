@@ -56,9 +56,10 @@ class Speculator:
         for sequence, tokens in drafted.tokens.items():
             if sequence.proposer:
                 sequence.proposer.set_drafted(tokens)
-        # Not if it also processed prompts, or tokens that it had left out before.
-        if drafted.tokens and drafted.num_rows <= len(drafted.tokens) * (MAX_DRAFT_TOKENS + 1):
-            self._drafter_cost.record(max(counts.values()), seconds)
+        if drafted.tokens:
+            # It may also have processed prompts, or tokens that it had left out before.
+            has_others = drafted.num_rows > len(drafted.tokens) * (MAX_DRAFT_TOKENS + 1)
+            self._drafter_cost.record(max(counts.values()), seconds, is_limit=has_others)
 
     def record_seconds(self, chunks: Sequence[ScheduledChunk], seconds: float) -> None:
         """Record how long the forward pass of a step took."""

@@ -79,9 +79,17 @@ class DrafterCost:
         """The seconds; None before the first prediction."""
         return self._seconds / self._weight if self._weight else None
 
-    def record(self, count: int, seconds: float) -> None:
-        """Record the prediction of `count` tokens, one after the other."""
+    def record(self, count: int, seconds: float, *, is_limit: bool = False) -> None:
+        """Record the prediction of `count` tokens, one after the other.
+
+        Args:
+            count: their number.
+            seconds: what they took.
+            is_limit: they took less, since the drafter also processed other tokens.
+        """
         per_token = seconds / count
+        if is_limit and (self.seconds is None or per_token >= self.seconds):
+            return
         if self.seconds is not None:
             per_token = min(per_token, self.MAX_OUTLIER * self.seconds)
         self._weight = self.DECAY * self._weight + 1

@@ -86,7 +86,7 @@ def test_c_kernels_compute_the_same_tokens(oracle, options):
 def test_equal_model_drafts_all_tokens(oracle):
     """Also of a prompt that it reads in several parts, and of sampled tokens."""
     requests = [
-        prompt(5, 2 * MAX_ROWS + 50, **LONG),
+        prompt(5, 2 * MAX_ROWS + 50, **LONG | {"max_tokens": 80}),
         prompt(6, 20, **LONG | SEEDED, no_repeat_ngram_size=2, no_repeat_ngram_window=200),
     ]
     _, stats, _ = run(create(oracle.folder, read_spec(oracle.folder)), requests, how=one_by_one)
@@ -130,6 +130,16 @@ def test_draft_model_reads_the_text_of_a_conversation(oracle):
     for request, output, _, logits in found[:: max(len(found) // 8, 1)]:
         expected = expected_logits(oracle, request, output)
         assert (logits - expected).abs().max() < 2e-3 * expected.std()
+
+
+def test_prompt_is_left_out_if_few_tokens_can_follow(oracle):
+    calls = []
+
+    def watch(drafter):
+        drafter._forward = lambda parts, _: calls.append(parts)
+
+    run(create(oracle.folder, read_spec(oracle.folder)), [prompt(1, 48, max_tokens=6, ignore_eos=True)], watch=watch)
+    assert not calls
 
 
 def test_text_tokens_skip_visual_ones():
@@ -213,10 +223,14 @@ def test_unsuitable_models_are_refused(model, tmp_path):
     renamed = write_checkpoint(tmp_path / "renamed")
     tokenizer = renamed / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace("<|video_pad|>", "<|other_pad|>"))
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text('{"model_type": "llama"}')
     cases = [
         (renamed, ConfigError, "the tokens of its tokenizer are not those of"),
         (write_qwen3_5(tmp_path / "hybrid"), ConfigError, "cannot be used"),
         (tmp_path / "none", CheckpointError, "`speculative_model`: There is no model"),
+        (other, CheckpointError, "`speculative_model`: No model family is named 'llama'"),
     ]
     for name, error, message in cases:
         with pytest.raises(error, match=message) as caught:

@@ -207,16 +207,17 @@ def test_tokens_are_equal(target, tmp_path):
     spec = read_spec(target.folder)
     lora = read_lora("a", str(write_lora(tmp_path / "a", target.folder, ATTENTION)), spec)
     requests = [
-        prompt(1, 200, **LONG),
-        prompt(2, 90, **SEEDED, max_tokens=110, ignore_eos=True),
+        *(prompt(number, 255, **SEEDED, max_tokens=110, ignore_eos=True) for number in (1, 2, 3)),
+        prompt(5, 255, max_tokens=110, ignore_eos=True),
         image_prompt(target, 1, **SEEDED),
         replace(prompt(4, 20, **LONG), lora=lora),
     ]
     requests = [replace(request, id=str(number)) for number, request in enumerate(requests)]
     draft = read_eagle(tmp_path / "head", spec.text)
     expected, _, _ = run(create(target.folder, speculative_method="ngram", kv_cache_mib=1), requests)
-    found, _, _ = run(create(target.folder, draft, kv_cache_mib=1), requests)
+    found, stats, _ = run(create(target.folder, draft, kv_cache_mib=1), requests)
     assert found == expected
+    assert stats.preemptions > 0
     completions = {str(number): tokens for number, tokens in enumerate(expected)}
     found, stats, _ = run(
         create(target.folder, draft, kv_cache_mib=1), requests, watch=lambda each: right_answers(each, completions)

@@ -29,7 +29,7 @@ from dashinfer_vlm_torch.runner import _verify
 from dashinfer_vlm_torch.scheduler import Scheduler
 from dashinfer_vlm_torch.sequence import ScheduledChunk, SequenceState
 from dashinfer_vlm_torch.settings import TorchOptions
-from dashinfer_vlm_torch.step_cost import StepCost
+from dashinfer_vlm_torch.step_cost import DrafterCost, StepCost
 from tests.cases import cases
 
 from .oracle import collect, decoding, ids, prompt, text, visual
@@ -176,6 +176,19 @@ def test_step_cost_is_fitted_to_passes():
     for index in range(500):
         cost.record(1 + index % 9, 0.040)  # rows are free
     assert cost.ratio == max(StepCost.RATIOS)
+
+
+def test_lower_cost_of_a_drafter_is_learned_from_calls_that_do_more():
+    """Where drafts do not pay, a drafter predicts only now and then, after what it has left out in between."""
+    cost = DrafterCost()
+    cost.record(4, 0.001, is_limit=True)
+    assert cost.seconds is None
+    cost.record(4, 0.048)
+    cost.record(1, 0.020, is_limit=True)
+    assert cost.seconds == pytest.approx(0.012)
+    for _ in range(50):
+        cost.record(1, 0.008, is_limit=True)
+    assert cost.seconds == pytest.approx(0.008, rel=0.02)
 
 
 def test_threshold_rises_with_batch_and_falls_during_prefill():

@@ -19,11 +19,12 @@ from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import CheckpointError
 from dashinfer_vlm_core.models.lora import read_lora
 from dashinfer_vlm_core.models.memory import kv_bytes_per_token
-from dashinfer_vlm_qwen3_vl import Qwen35
+from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_torch.decoder import TorchDecoder
 from tests.kernels import needs_native, selector
 from tests.lora_folders import ATTENTION, write_lora
 from tests.plugins.oracle import at_once, collect, decoding, ids, next_turn, one_by_one, prompt, visual
+from tests.quantized_checkpoints import LAYOUTS, TEXT_LAYERS, write_quantized
 from tests.waiting import HANG, until
 
 from .test_sequence_states import FORCED
@@ -44,7 +45,7 @@ def reference(folder):
 
 
 def spec_of(folder):
-    return Qwen35().load_spec(folder)
+    return load_plugins().load_spec(folder)
 
 
 def create(folder, **options):
@@ -130,7 +131,7 @@ def check_predictions(reference, requests, completions, predictions):
 
 @pytest.mark.parametrize("options", [{"prefill_chunk": 70}, {"kv_cache_mib": 1, "max_batch_size": 3}])
 def test_predictions_equal_transformers_layers(folder, reference, options):
-    """Also after visual tokens, in chunks, from the prefix cache, and after preemption."""
+    """Also after visual tokens, in chunks, and from the prefix cache."""
 
     async def main():
         async with started(folder, **options) as decoder:
@@ -214,6 +215,14 @@ def test_c_kernels_compute_the_same_tokens(folder, options):
     requests = [long_prompt(1), long_prompt(2, **SEEDED), image_prompt(3)]
     stats, _ = check_equal(folder, requests, dtype="bfloat16", **options)
     assert stats.accepted_tokens > 10
+
+
+def test_weights_of_the_head_may_be_quantized(tmp_path):
+    """Those of its projection included."""
+    source = write_mtp_checkpoint(tmp_path / "source", copies=False)
+    quantized = write_quantized(source, tmp_path, LAYOUTS["gptq"], modules=rf"{TEXT_LAYERS}|^mtp\.fc$").quantized
+    stats, _ = check_equal(quantized, [long_prompt(1), long_prompt(2, **SEEDED)])
+    assert stats.draft_tokens > 0
 
 
 @needs_native

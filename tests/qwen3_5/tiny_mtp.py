@@ -72,13 +72,15 @@ class Reference:
         return logits
 
 
-def write_mtp_checkpoint(folder: Path, *, moe: bool = False, copies: bool = True, damping: float = 0.015) -> Path:
+def write_mtp_checkpoint(
+    folder: Path, *, moe: bool = False, copies: bool = True, damping: float = 0.015, **text: Any
+) -> Path:
     """Write a random model whose next token depends mostly on the last one.
 
     A head that `copies` passes on the embedding of the token that it gets, which predicts the token after that in most
     cases. Another head is random.
     """
-    write_checkpoint(folder, moe=moe, fused=False)
+    write_checkpoint(folder, moe=moe, fused=False, **text)
     tensors = load_file(folder / "model.safetensors")
     config = AutoModelForImageTextToText.from_pretrained(folder).config.text_config
     torch.manual_seed(1)
