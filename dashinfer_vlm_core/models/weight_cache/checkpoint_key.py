@@ -17,9 +17,10 @@ MAX_HEADER_BYTES = 100 << 20
 def checkpoint_key(folder: Path, parts: Iterable[str]) -> str:
     """Return a digest of `parts` and of the identity of a checkpoint's files.
 
-    Of each file with weights or settings: device, inode, size, and the times of the last change of its content and of
-    its inode, which no program can set back; of files with weights also the header. What is not noticed is a change
-    below the file system.
+    Of each file with weights or settings: inode, size, and the times of the last change of its content and of its
+    inode, which no program can set back; of files with weights also the header. What is not noticed is a change below
+    the file system. The number of the device is left out: those of network and overlay file systems change with each
+    mount.
 
     Raises:
         OSError: a file cannot be read.
@@ -27,7 +28,7 @@ def checkpoint_key(folder: Path, parts: Iterable[str]) -> str:
     digest = hashlib.sha256(json.dumps(list(parts)).encode())
     for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.json")]):
         status = file.stat()
-        identity = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+        identity = status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
         digest.update(json.dumps([file.name, *identity]).encode())
         if file.suffix == ".safetensors":
             digest.update(_header(file))

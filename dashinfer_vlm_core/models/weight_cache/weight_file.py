@@ -83,7 +83,7 @@ def open_file(path: Path, key: str) -> WeightFile:
             raise InvalidFileError("it belongs to other weights, or is incomplete")
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
-        with contextlib.suppress(OSError):  # a prepared folder, such as that of a container image, may be read-only
+        with contextlib.suppress(OSError):  # a folder that was prepared may be read-only
             os.utime(descriptor)  # the files that were not used for the longest time are removed first
         # Writable copies of pages: tensors of read-only memory are not supported by torch.
         memory = mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_COPY)
