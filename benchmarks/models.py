@@ -27,7 +27,7 @@ class Shape:
 
     Attributes:
         family: its `model_type`.
-        tower_inner: size of the MLP in the vision encoder of Qwen2.5-VL; that of Qwen2-VL is four times as wide as the
+        vision_inner: size of the MLP in the vision encoder of Qwen2.5-VL; that of Qwen2-VL is four times as wide as the
             vision encoder.
         vocabulary: size of the embedding table.
         tied: whether the head has the weights of the embedding table.

@@ -10,7 +10,6 @@ import signal
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -31,7 +30,6 @@ from benchmarks import (
     pruning,
     qwen3_5,
     qwen3_vl,
-    ray_routing,
     speculation,
     stages,
     windows,
@@ -522,13 +520,6 @@ def test_numbers_of_windows_are_checked(options, message):
     assert message in " ".join(done.output.split())
 
 
-def test_missing_replicas_are_not_waited_for_forever(monkeypatch):
-    monkeypatch.setattr(ray_routing, "START_SECONDS", -1.0)
-    monkeypatch.setattr(ray_routing, "_metrics", lambda server: 'requests{replica="a"}')
-    with pytest.raises(RuntimeError, match=r"not all replicas reported .* no memory"):
-        ray_routing._wait_for_replicas(SimpleNamespace(log_tail=lambda: "no memory"), 2)
-
-
 @dataclass
 class Endpoint:
     """A server with two processes, which need a quarter and half a second between two looks at them."""
@@ -541,11 +532,6 @@ class Endpoint:
     def cpu_seconds(self):
         self.cpu += 0.25
         return {"python": self.cpu, "worker": 2 * self.cpu}
-
-
-def test_table_of_routing_has_all_passes_and_medians():
-    rounds = [ray_routing.Outcome(passes=8 + k, throughput=2.0 * k, ttft=0.5 * k) for k in range(3)]
-    assert list(ray_routing.table({"content": rounds}))[2:] == ["| content | 8, 9, 10 | 2.00 | 0.50 |"]
 
 
 @pytest.mark.slow

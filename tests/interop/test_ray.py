@@ -532,16 +532,6 @@ def turn(client: httpx.Client, request: dict[str, Any]) -> dict[str, Any]:
     return {"role": "assistant", "content": content}
 
 
-def test_benchmark_of_routing_counts_passes(interpreter):
-    """The cluster of the benchmark, with one pass for each of its two images."""
-    arguments = ["--model", "demo", "--modes", "content", "--replicas", "2", "--images", "2", "--turns", "2"]
-    command = [interpreter.python, "-m", "benchmarks.ray_routing", *arguments, "--tokens", "2"]
-    environment = {**os.environ, **interpreter.environment}
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=HANG, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "| content | 2 |" in done.stdout
-
-
 @pytest.fixture
 def redis_server(tmp_path) -> Iterator[RedisServer]:
     from tests.redis_server import RedisServer  # skips the test where it cannot run
