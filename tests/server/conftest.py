@@ -27,6 +27,7 @@ from dashinfer_vlm_server.serving import uvicorn_config
 from dashinfer_vlm_server.settings import Settings
 from dashinfer_vlm_server.sockets import Address
 from tests.clock import SkippableLoop, run
+from tests.core.test_reasoning import TEMPLATE
 from tests.waiting import HANG, until
 from tests.web import CERTIFICATES
 
@@ -174,6 +175,14 @@ class PausedAdd:
         self.added.set()
 
     _add = staticmethod(ResponseStore.add)
+
+
+@pytest.fixture
+def thinking(scripted, tmp_path):
+    """Start a server whose prompts end with `<think>`."""
+    path = tmp_path / "template.jinja"
+    path.write_text(TEMPLATE)
+    return lambda *responses, **options: scripted(*responses, chat_template=path, **options)
 
 
 @pytest.fixture

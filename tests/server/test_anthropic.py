@@ -16,7 +16,6 @@ from dashinfer_vlm_server.api_keys import ApiKeys, KeyLimits
 from dashinfer_vlm_server.settings import Settings
 from tests.cases import cases
 from tests.clients.features import serve_script
-from tests.core.test_reasoning import TEMPLATE
 from tests.pdfs import document
 from tests.samples import data_url, encode, image_url, noise
 from tests.server.conftest import serving
@@ -83,14 +82,6 @@ def accumulate(stream):
 def comparable(message):
     content = [{key: value for key, value in block.items() if key != "id"} for block in message["content"]]
     return {**message, "id": "", "content": content}
-
-
-@pytest.fixture
-def thinking(scripted, tmp_path):
-    """Start a server whose prompts end with `<think>`."""
-    path = tmp_path / "template.jinja"
-    path.write_text(TEMPLATE)
-    return lambda *responses, **options: scripted(*responses, chat_template=path, **options)
 
 
 # Messages

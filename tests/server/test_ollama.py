@@ -15,7 +15,6 @@ from dashinfer_vlm_core.testing import EVERYTHING, scripted_engine
 from dashinfer_vlm_server.api_keys import ApiKeys, KeyLimits
 from tests.cases import cases
 from tests.clients.features import serve_script
-from tests.core.test_reasoning import TEMPLATE
 from tests.samples import data_url, encode, image_url, noise
 from tests.server.conftest import serving
 from tests.server.test_disconnect import LONG
@@ -69,14 +68,6 @@ def comparable(response):
     for index, call in enumerate(message.get("tool_calls", ())):
         assert (call.pop("id")[:5], call["function"]["index"]) == ("call_", index)
     return {name: value for name, value in response.items() if name not in {"created_at", *DURATIONS}}
-
-
-@pytest.fixture
-def thinking(scripted, tmp_path):
-    """Start a server whose prompts end with `<think>`."""
-    path = tmp_path / "template.jinja"
-    path.write_text(TEMPLATE)
-    return lambda *responses, **options: scripted(*responses, chat_template=path, **options)
 
 
 # Responses

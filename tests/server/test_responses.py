@@ -40,14 +40,6 @@ SAME_PARTS = [
 ]
 
 
-@pytest.fixture
-def thinking(scripted, tmp_path):
-    """Start a server whose prompts end with `<think>`."""
-    path = tmp_path / "template.jinja"
-    path.write_text(TEMPLATE)
-    return lambda *responses, **options: scripted(*responses, chat_template=path, **options)
-
-
 def create(served, given="Hello", **fields):
     with served.server.openai() as client:
         return client.responses.create(model="tiny", input=given, **fields)
