@@ -908,7 +908,8 @@ def test_kernels_are_identified_by_code_and_hardware():
     unknown = selector.vision_identity()
     selector.choose("cpu", torch.float32)
     identity = selector.vision_identity()
-    assert identity == f"torch {TorchKernelFactory().identity()} {this_machine()}"
+    threads = f"{torch.get_num_threads()} threads"
+    assert identity == f"torch {TorchKernelFactory().identity()} {this_machine()} {threads}"
     assert identity != unknown
 
 

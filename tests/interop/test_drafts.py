@@ -43,7 +43,7 @@ def test_vllm_drafts_the_same_tokens(vllm, tmp_path):
             if is_clear and tuple(theirs[:number]) == prediction.drafted and number < len(theirs):
                 compared += 1
                 assert theirs[number] == int(prediction.logits.argmax())
-    assert compared > 2 * len(requests)
+    assert compared > 5 * len(requests)
 
 
 async def predict(folder, requests):
