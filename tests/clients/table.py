@@ -129,7 +129,7 @@ REASONS: Mapping[tuple[str, str], str] = {
             *(("litellm-ocr", feature) for feature in ("text", "video", "stream", "tools", "structured", "cancel")),
             *(("langchain-ocr", name) for name in FEATURES if name not in {"image", "errors"}),
         ),
-        "It sends images of pages, and reads text.",
+        "It sends pages as images or PDFs, and reads text.",
     ),
     **dict.fromkeys(
         (
