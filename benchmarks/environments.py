@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -137,15 +138,20 @@ class OtherEngines:
             model, "openvino", precision, self._openvino_export(model, "image-text-to-text", precision)
         )
 
-    def exported_for_embeddings(self, model: Path) -> Path:
-        """Return a checkpoint converted for OpenVINO's embeddings, with weights of 16 bits; raises like `exported`."""
+    def exported_for_embeddings(self, model: Path, max_pixels: int) -> Path:
+        """Return a checkpoint converted for OpenVINO's embeddings of images of up to `max_pixels` pixels, with weights
+        of 16 bits; raises like `exported`."""
 
         def export(draft: Path) -> None:
             with tempfile.TemporaryDirectory(dir=draft.parent) as renamed:
                 _remove_prefix(model, Path(renamed))
                 self._openvino_export(Path(renamed), "feature-extraction", "fp16")(draft)
+            file = draft / "preprocessor_config.json"
+            processor = json.loads(file.read_text())
+            size = {**processor["size"], "longest_edge": max_pixels}
+            file.write_text(json.dumps({**processor, "max_pixels": max_pixels, "size": size}))
 
-        return self._converted(model, "openvino", "embed", export)
+        return self._converted(model, "openvino", f"embed-{max_pixels}", export)
 
     def _openvino_export(self, model: Path, task: str, precision: str) -> Callable[[Path], None]:
         def export(draft: Path) -> None:

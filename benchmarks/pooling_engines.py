@@ -48,7 +48,7 @@ def embedding_launch(name: str, model: Path, other_engines: OtherEngines, max_pi
         return replace(launch, command=(*launch.command, *pooling), note=f"{VLLM[0]}, pooling runner, bfloat16")
     if name == "openvino":
         python = other_engines.openvino()
-        exported = other_engines.exported_for_embeddings(model)
+        exported = other_engines.exported_for_embeddings(model, max_pixels)
         script = str(other_engines.script("openvino_embedding_server.py"))
         command = (str(python), script, str(exported), "{port}", str(cores()))
         return Launch(name=name, command=command, note=f"{OPENVINO[0]}, EmbeddingPipeline, texts in batches")
