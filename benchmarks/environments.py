@@ -16,6 +16,7 @@ from types import MappingProxyType
 from dashinfer_vlm_core import EngineConfig
 from dashinfer_vlm_core.models.files import SINGLE
 
+from .checkpoint_files import write_json
 from .quantized_model import LAYOUTS, write_quantized_model
 
 OTHER_ENGINES_FOLDER = EngineConfig().cache_folder / "benchmarks" / "other-engines"
@@ -149,7 +150,7 @@ class OtherEngines:
             file = draft / "preprocessor_config.json"
             processor = json.loads(file.read_text())
             size = {**processor["size"], "longest_edge": max_pixels}
-            file.write_text(json.dumps({**processor, "max_pixels": max_pixels, "size": size}))
+            write_json(file, {**processor, "max_pixels": max_pixels, "size": size})
 
         return self._converted(model, "openvino", f"embed-{max_pixels}", export)
 

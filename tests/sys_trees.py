@@ -106,7 +106,7 @@ FAVORED_CORES = MachineTree(
 """Eight equal cores, two of which reach a higher frequency (Turbo Boost Max 3.0)."""
 
 GUEST_16_SOCKETS = MachineTree(cores=[[(cpu,)] for cpu in range(16)], nodes=["0-15"])
-"""A virtual machine with 16 CPUs, each in a socket of its own, as libvirt makes it without `<topology>`."""
+"""A virtual machine with 16 CPUs in 16 sockets, as libvirt makes it without `<topology>`."""
 
 GUEST_2_NODES = MachineTree(cores=[[(cpu,)] for cpu in range(16)], nodes=["0-7", "8-15"])
 """The same one on two NUMA nodes."""

@@ -14,7 +14,6 @@ from click.core import ParameterSource
 
 from ..config import ENV_PREFIX, EngineConfig, variable, variables_set
 from ..config.vllm_arguments import vllm_hint
-from ..kernels.threads import program_threads
 from ..plugins import ALLOWED_VARIABLE, options_registry
 from .config_file import CONFIG_FILE, FileOption, located_errors, option_location, warn_if_readable
 from .options import MODEL_ARGUMENT, EngineOption, engine_options
@@ -105,7 +104,6 @@ class EngineCommand(click.Command):
         given = {name: value for name, value in ctx.params.items() if name in names and value not in (None, ())}
         own = {name: value for name, value in ctx.params.items() if name not in names}
         assert self.callback
-        program_threads()  # before commands import torch
         with located_errors():
             return ctx.invoke(self.callback, **own, config=_config(given))
 

@@ -11,6 +11,7 @@ import click
 
 from ..config import variable
 from ..errors import DashInferVLMError
+from ..kernels.threads import program_threads
 from ..plugins import PluginRow, add_commands, load_plugins
 from ..version import __version__
 from .terminal import colored, has_colors
@@ -46,6 +47,7 @@ class CommandLine(click.Group):
               type=click.Choice(["debug", "info", "warning", "error"]))  # fmt: skip
 def cli(log_level: str) -> None:
     """Run and serve vision-language models on your own machines."""
+    program_threads()  # before commands import torch
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 

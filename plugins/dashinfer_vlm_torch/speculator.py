@@ -59,7 +59,8 @@ class Speculator:
         if drafted.tokens:
             # It may also have processed prompts, or tokens that it had left out before.
             has_others = drafted.num_rows > len(drafted.tokens) * (MAX_DRAFT_TOKENS + 1)
-            self._drafter_cost.record(max(counts.values()), seconds, is_limit=has_others)
+            count = max(counts[sequence] for sequence in drafted.tokens)
+            self._drafter_cost.record(count, seconds, is_limit=has_others)
 
     def record_seconds(self, chunks: Sequence[ScheduledChunk], seconds: float) -> None:
         """Record how long the forward pass of a step took."""

@@ -176,7 +176,18 @@ estimate_bytes(EngineConfig(model="demo"))  # imports torch
 """
 
 
-@pytest.mark.parametrize("before", ["", ESTIMATE, "import torch; torch.set_num_threads(1)"])
+COMMAND = """
+from click.testing import CliRunner
+from dashinfer_vlm_core.cli.main import cli
+from dashinfer_vlm_core.plugins import add_commands
+add_commands(cli)
+assert "torch" not in sys.modules
+CliRunner().invoke(cli, ["models", "--fits"])
+assert "torch" in sys.modules
+"""
+
+
+@pytest.mark.parametrize("before", ["", ESTIMATE, COMMAND, "import torch; torch.set_num_threads(1)"])
 @pytest.mark.skipif(sys.platform != "linux", reason="Threads are pinned on Linux.")
 def test_threads_are_pinned_unless_a_program_has_torch(before):
     environment = {name: value for name, value in os.environ.items() if name != OPENMP_NUMBER}

@@ -19,7 +19,7 @@ NUM_DRAFTS = 3
 MIN_MARGIN = 0.1
 """Between the two best logits, in standard deviations of the logits: otherwise, rounding to bfloat16 can decide."""
 DIMENSIONS = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "mtp_num_hidden_layers": 1}
-"""What vLLM's kernels for CPUs require."""
+"""As published; vLLM reads the last one."""
 
 
 def test_vllm_drafts_the_same_tokens(vllm, tmp_path):
