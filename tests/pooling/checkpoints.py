@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ JUDGE = (
 )
 EMBED_INSTRUCTION = "Represent the user's input."
 SCORE_INSTRUCTION = "Given a search query, retrieve relevant candidates that answer the query."
+DOCUMENTS = [f"The {number} {'dogs' if number % 3 else 'cats'} in the rain." for number in range(100)]
 
 
 def write_embedding(base: Path, folder: Path) -> Path:
@@ -127,3 +129,10 @@ def _text(text: str) -> dict[str, str]:
 
 def cosine(ours: Any, reference: torch.Tensor) -> float:
     return F.cosine_similarity(torch.as_tensor(ours, dtype=torch.float64), reference.double(), dim=-1).min().item()
+
+
+def ranks(scores: Sequence[float]) -> list[int]:
+    """Return the indices of documents, best first; no two of them may be as good as each other."""
+    best = sorted(range(len(scores)), key=lambda index: -scores[index])
+    assert min(scores[first] - scores[second] for first, second in pairwise(best)) > 0
+    return best

@@ -94,13 +94,13 @@ def _projection(name: str, size: int) -> dict[str, torch.Tensor]:
 
 
 class LateReference:
-    """Embeddings of the tokens of a prompt, with the model that a ColQwen model extends, in float32."""
+    """Embeddings of the tokens of a prompt, with the model that a ColQwen model extends."""
 
-    def __init__(self, name: str, base: Path, folder: Path) -> None:
+    def __init__(self, name: str, base: Path, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         self.name = name
         self.tokenizer = AutoTokenizer.from_pretrained(base)
         self.images = Qwen2VLImageProcessorPil.from_pretrained(base)
-        self.model = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32).eval().model
+        self.model = AutoModelForImageTextToText.from_pretrained(base, dtype=dtype).eval().model
         tensors = load_file(folder / "model.safetensors")
         self.weight, self.bias = (
             next(tensor for name, tensor in tensors.items() if "_proj" in name and name.count(".") == 1 and end in name)
@@ -127,7 +127,7 @@ class LateReference:
     def _embed(self, **inputs: torch.Tensor) -> torch.Tensor:
         self.model.rope_deltas = None
         hidden = self.model(**inputs).last_hidden_state[0]
-        return F.normalize(F.linear(hidden, self.weight, self.bias), dim=-1)
+        return F.normalize(F.linear(hidden, self.weight.to(hidden), self.bias.to(hidden)).float(), dim=-1)
 
     def inputs(self, prompt: str, image: Image.Image | None = None) -> dict[str, torch.Tensor]:
         pixels: dict[str, torch.Tensor] = {}

@@ -20,7 +20,7 @@ from tests.pdfs import document
 from tests.samples import data_url
 from tests.waiting import auntil
 
-from .checkpoints import Reference, cosine
+from .checkpoints import DOCUMENTS, Reference, cosine, ranks
 
 FLOAT32, BFLOAT16 = 0.9999, 0.999
 CONVERSATIONS = {
@@ -40,6 +40,15 @@ def test_embeddings_equal_transformers_in_batches_of_unequal_lengths(embedder, r
         assert cosine(output.outputs.embedding, expected) >= FLOAT32, name
         assert np.linalg.norm(output.outputs.embedding) == pytest.approx(1)
         assert output.num_prompt_tokens == reference.length(messages)
+
+
+@pytest.mark.slow
+def test_ranks_of_100_documents_equal_transformers(embedder, reference):
+    query, *documents = [[user(text)] for text in ("Which picture has a dog?", *DOCUMENTS)]
+    outputs = embedder.embed([query, *documents], use_tqdm=False)
+    ours = np.array([output.outputs.embedding for output in outputs])
+    expected = torch.stack([reference.embed(messages) for messages in (query, *documents)])
+    assert ranks((ours[1:] @ ours[0]).tolist()) == ranks((expected[1:] @ expected[0]).tolist())
 
 
 def test_system_message_is_the_instruction(embedder, reference):

@@ -21,10 +21,9 @@ from tests.cases import cases
 from tests.conversations import blurred_image, data_url
 from tests.pdfs import document
 
-from .checkpoints import Reference, write_classifier
+from .checkpoints import DOCUMENTS, Reference, ranks, write_classifier
 
 QUERY = "Which picture has a dog?"
-DOCUMENTS = [f"The {number} {'dogs' if number % 3 else 'cats'} in the rain." for number in range(100)]
 
 
 def text(value):
@@ -37,7 +36,7 @@ def test_ranks_of_100_documents_equal_transformers(scorer, reference):
     expected = [reference.score([text(QUERY)], [text(document)]) for document in DOCUMENTS]
     scores = [output.outputs.score for output in outputs]
     assert scores == pytest.approx(expected, abs=1e-5)
-    assert _ranks(scores) == _ranks(expected)
+    assert ranks(scores) == ranks(expected)
 
 
 @pytest.mark.parametrize("has_layer", [True, False], ids=["score.weight", "classifier_from_token"])
@@ -87,10 +86,6 @@ def test_long_query_with_many_documents_takes_little_memory(reranker):
     error = items[7].name_field(InvalidParameter(f"`{path}` is bad.", param=path))
     assert (error.param, error.message) == ("query.content[3].text", "`query.content[3].text` is bad.")
     assert items[7].name_field(InvalidParameter("Bad.", param="messages[1].content[1027]")).param == "documents[7]"
-
-
-def _ranks(scores):
-    return sorted(range(len(scores)), key=lambda index: -scores[index])
 
 
 def test_query_is_computed_once(scorer):
