@@ -14,7 +14,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 from dashinfer_vlm_core import EngineConfig
+from dashinfer_vlm_core.models.checkpoint import model_type
 from dashinfer_vlm_core.models.files import SINGLE
+from dashinfer_vlm_qwen3_vl.config import HYBRID_TYPES
 
 from .checkpoint_files import write_json
 from .quantized_model import LAYOUTS, write_quantized_model
@@ -26,6 +28,8 @@ OPENVINO = (
     "openvino-genai==2026.4.1.0", "optimum-intel[openvino]==2.2.0", "transformers==4.57.6", "torch==2.13.0",
     "torchvision==0.28.0", "pillow",
 )  # fmt: skip
+OPENVINO_QWEN3_5 = (*OPENVINO[:2], "transformers==5.2.0", *OPENVINO[3:])
+"""optimum-intel exports Qwen3.5 with this version only, Qwen2-VL and Qwen2.5-VL with none after 5.0."""
 MNN = (
     "MNN==3.6.1", "llmexport==0.0.5", "transformers==4.57.6", "torch==2.13.0", "torchvision==0.28.0", "pillow",
     "jinja2",
@@ -103,6 +107,13 @@ class OtherEngines:
         """Return the interpreter of OpenVINO GenAI; raises like `vllm`."""
         return self.environment("openvino", OPENVINO, _repair_torchvision)
 
+    def _openvino_exporter(self, model: Path) -> Path:
+        """Return the interpreter that exports a checkpoint for OpenVINO; raises like `vllm`."""
+        python = self.openvino()  # creating the environment deletes what is in its folder
+        if model_type(model) in HYBRID_TYPES:
+            return self.environment("openvino-qwen3.5", OPENVINO_QWEN3_5, _repair_torchvision)
+        return python
+
     def mnn(self) -> Path:
         """Return the interpreter of MNN and its exporter; raises like `vllm`."""
         return self.environment("mnn", MNN, _repair_torchvision)
@@ -156,7 +167,7 @@ class OtherEngines:
 
     def _openvino_export(self, model: Path, task: str, precision: str) -> Callable[[Path], None]:
         def export(draft: Path) -> None:
-            program = str(self.openvino().parent / "optimum-cli")
+            program = str(self._openvino_exporter(model).parent / "optimum-cli")
             what = ("-m", str(model), "--task", task, "--weight-format", precision)
             run(program, "export", "openvino", *what, str(draft))
 
