@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from .quantization import INT4, INT8, Quantization
+from .quantization import INT4, INT8, STEP_GROUP, Quantization
 from .tuned import WeightRates
 from .types import Kernels
 
@@ -22,8 +22,8 @@ WEIGHT_BYTES = 192 << 20
 WIDTH = 4096
 """Inputs and outputs of a layer."""
 
-INT4_BYTES = INT4.bits / 8 + 4 / INT4.group
-"""Of a weight: 32 bits belong to each group."""
+INT4_BYTES = INT4.bits / 8 + 1 / STEP_GROUP
+"""Of a weight: 8 bits belong to each group."""
 
 
 def measure_bandwidth(seconds: float = 1.0) -> float:

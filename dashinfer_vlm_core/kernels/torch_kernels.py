@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import delta_net
 from .layers import FullLMHead, ReferenceDecoderLayers
-from .quantization import Quantization, QuantizedWeight, quantize, quantize_int8
+from .quantization import Quantization, QuantizedWeight, quantize_int8, quantize_progressive
 from .types import (
     Activation,
     DecoderLayer,
@@ -70,7 +70,8 @@ class TorchKernels:
         quantization: Quantization | None = None,
     ) -> Linear:
         if quantization and quantization.bits == 4:
-            weight = quantize(weight, quantization.group).dequantize(weight.dtype)
+            integers, scales = quantize_progressive(weight)
+            weight = (integers * scales).to(weight.dtype)
         elif quantization:
             weight = quantize_int8(weight)
         return self._linear(weight, bias, activation, fp32_output)

@@ -34,8 +34,8 @@ BYTES_PER_TOKEN_ID = 800
 INT4_STORED = 4.25 / 8
 """Bytes of a weight of a checkpoint with 4 bits: a group of 128 inputs shares 32 bits."""
 
-INT4_ROUNDED = 5 / 8
-"""Bytes of a weight with `quantization` int4: a group of 32 inputs shares 32 bits."""
+INT4_ROUNDED = 4.5 / 8
+"""Bytes of a weight with `quantization` int4: a group of 16 inputs shares 8 bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,7 +3,7 @@
 avx512.c  avx512_*.h  tiles*.h                      the kernels for AVX-512 and AMX
 avx2.c  avx2_*.h                                    the kernels for AVX2, with the same functions
 base.h  arguments.h  argmax.h  decoder_*.h          parts of both
-sample.h  int4.h  int8.h  delta_*.h
+sample.h  int*.h  progressive.h  delta_*.h
 build.py  common.c                                  compilation of all instruction sets into one library
 library.py                                          loads the library
 package_digest.py                                   identifies the code

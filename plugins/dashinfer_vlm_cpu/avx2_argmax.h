@@ -49,7 +49,7 @@ static void bound_panel(const ArgmaxBounds *s, const Quantized *q, const float *
     prefetch_columns(s->errors, panel);
     for (ptrdiff_t start = 0; start < rows; start += ROW_GROUP) {
         ptrdiff_t here = least(ROW_GROUP, rows - start);
-        multiply_int8(q, start, here, inputs, (const char *)s->quantized->packed + panel * inputs * PANEL, sums);
+        multiply_int8(q, start, here, inputs, (const char *)s->quantized->packed + panel * inputs * PANEL, 0, sums);
         for (ptrdiff_t m = 0; m < here; m++) {
             __m256 lost = _mm256_set1_ps(factors[2 * (start + m)]), norm = _mm256_set1_ps(factors[2 * (start + m) + 1]);
             __m256 high = _mm256_set1_ps(-INFINITY);

@@ -9,6 +9,7 @@
 
 #include "avx2_linear.h"
 #include "int8.h"
+#include "progressive.h"
 
 /* Up to WHOLE_ROWS rows are multiplied by all vectors of a panel at a time: weights are read in order, which takes a
  * tenth less time. More rows are multiplied by two vectors, for which there are enough registers. */
@@ -142,23 +143,61 @@ INLINE void tile_int8(const int rows, const int vectors, const Quantized *q, ptr
         }
 }
 
+/* The steps of the groups of one vector, and the products of steps and zero points. */
+typedef struct {
+    __m256i step, zero;
+} StepVector;
+
+INLINE StepVector step_vector(const char *groups)
+{
+    __m256i columns = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)groups));
+    __m256i step = _mm256_and_si256(columns, _mm256_set1_epi32(15));
+    return (StepVector){step, _mm256_mullo_epi16(_mm256_srli_epi32(columns, 4), step)};
+}
+
+/* Unpack a block with integer steps to the layout of 8-bit weights. */
+static void unpack_block(const char *block, char *to)
+{
+    const char *codes = block + GROUPS_BYTES;
+    __m256i low = _mm256_set1_epi8(15);
+    for (ptrdiff_t g = 0; g < STEP_GROUPS; g++, block += PANEL) {
+        __m256i steps[VECTORS], offsets[VECTORS];
+        UNROLL_FOR (int z = 0; z < VECTORS; z++) {
+            StepVector columns = step_vector(block + z * LANES);
+            __m256i zero = _mm256_or_si256(columns.zero, _mm256_slli_epi32(columns.zero, 16));
+            steps[z] = _mm256_or_si256(columns.step, _mm256_slli_epi32(columns.step, 16));
+            offsets[z] = _mm256_sub_epi8(_mm256_set1_epi8(-128), _mm256_or_si256(zero, _mm256_slli_epi16(zero, 8)));
+        }
+        for (int quad = 0; quad < STEP_GROUP / 4; quad++, codes += QUAD_BYTES, to += 2 * QUAD_BYTES)
+            UNROLL_FOR (int z = 0; z < VECTORS; z++) {
+                /* Products of the bytes of a word with a step fit into these bytes. */
+                __m256i both = at(codes, z % 2), four = z < 2 ? both : _mm256_srli_epi16(both, 4);
+                __m256i products = _mm256_mullo_epi16(_mm256_and_si256(four, low), steps[z]);
+                _mm256_store_si256((__m256i *)to + z, _mm256_add_epi8(products, offsets[z]));
+            }
+    }
+}
+
 /* Prefetch floats of the columns of a panel, which are read after its weights. */
 INLINE void prefetch_columns(const float *x, ptrdiff_t panel)
 {
     for (int j = 0; j < PANEL; j += 16) prefetch(x + panel * PANEL + j);
 }
 
-/* sums[m] = row `row` + m times a panel, without the scales of the weights. */
+/* sums[m] = row `row` + m times a panel, which may have integer steps, without the scales of the weights. */
 static void multiply_int8(const Quantized *q, ptrdiff_t row, ptrdiff_t row_count, ptrdiff_t inputs, const char *panel,
-                          float *sums)
+                          int progressive, float *sums)
 {
+    _Alignas(64) char plain[BLOCK * PANEL];
+    ptrdiff_t size = progressive ? PROGRESSIVE_BLOCK : BLOCK * PANEL;
     ptrdiff_t tiles = ceil_div(row_count, MAX_TILE_ROWS), vectors = row_count <= WHOLE_ROWS ? VECTORS : 2;
-    for (ptrdiff_t k = 0; k < inputs; k += BLOCK, panel += BLOCK * PANEL) {
+    for (ptrdiff_t k = 0; k < inputs; k += BLOCK, panel += size) {
         ptrdiff_t quads = least(BLOCK, inputs - k) / 4;
+        if (progressive) unpack_block(panel, plain);
         for (ptrdiff_t tile = 0; tile < tiles; tile++) {
             ptrdiff_t start = row_count * tile / tiles, count = row_count * (tile + 1) / tiles - start;
             for (int z = 0; z < VECTORS; z += vectors) {
-                const char *weights = panel + z * sizeof(__m256i);
+                const char *weights = (progressive ? plain : panel) + z * sizeof(__m256i);
                 float *to = sums + start * PANEL + z * LANES;
                 const char *next = panel + PREFETCH_BYTES;
                 ptrdiff_t from = row + start, block = k / BLOCK, step = tile || z ? 0 : 4 * PANEL;
@@ -189,8 +228,10 @@ static void linear_rows_int8(const Quantized *q, ptrdiff_t panel, ptrdiff_t star
 {
     _Alignas(64) float sums[ROW_GROUP * PANEL];
     ptrdiff_t inputs = ep->m->inputs;
+    int progressive = is_progressive(ep->m->group);
+    ptrdiff_t size = progressive ? int4_blocks(inputs) * PROGRESSIVE_BLOCK : inputs * PANEL;
     prefetch_columns(ep->m->scales, panel);
-    multiply_int8(q, start, stop - start, inputs, (const char *)ep->m->packed + panel * inputs * PANEL, sums);
+    multiply_int8(q, start, stop - start, inputs, (const char *)ep->m->packed + panel * size, progressive, sums);
     finish_scaled(ep, panel, start, stop, sums);
 }
 

@@ -1,4 +1,4 @@
-/* 4-bit weights: their layout, packing and quantization, in portable C.
+/* 4-bit weights of published checkpoints: their layout and packing, in portable C.
  *
  * A weight is (code - zero) * scale with a code of 0 to 15; the inputs of a group share the scale and the zero point.
  * Weights are packed into panels of 32 columns, as with other weights, and a panel into blocks of 128 inputs, the last
@@ -82,76 +82,4 @@ void pack_int4(const uint8_t *codes, const uint16_t *scales, const uint8_t *zero
             }
         }
     }
-}
-
-enum { SUMS = 16, MAX_CODE = 15 }; /* sums of a group are computed in 16 parts, which the compiler keeps in vectors */
-
-typedef struct {
-    float inverse; /* codes are round(x * inverse) + zero, limited to 0 to 15 */
-    int32_t zero;
-    float scale; /* the best one for these codes */
-    float gain;  /* how much smaller the squared error is than that of zeros */
-} Fit;
-
-/* A weight as a number of steps, which is its code minus the zero point. Limits are applied to integers, which the
- * compiler vectorizes. */
-INLINE int32_t steps_of(float x, float inverse, int32_t zero)
-{
-    int32_t steps = (int32_t)__builtin_rintf(x * inverse);
-    steps = steps > -zero ? steps : -zero;
-    return steps < MAX_CODE - zero ? steps : MAX_CODE - zero;
-}
-
-/* Fit codes to the range from `low` to `high`, and then a scale to the codes by least squares. */
-INLINE Fit fit_codes(const float *restrict x, ptrdiff_t count, float low, float high)
-{
-    float inverse = high > low ? MAX_CODE / (high - low) : 0, nearest = __builtin_rintf(-low * inverse);
-    float products[SUMS] = {0}, squares[SUMS] = {0};
-    int32_t zero = nearest > 0 ? nearest : 0; /* not a number if `low` is infinite */
-    for (ptrdiff_t k = 0; k < count; k += SUMS)
-        for (int j = 0; j < SUMS; j++) {
-            float steps = steps_of(x[k + j], inverse, zero);
-            products[j] += x[k + j] * steps;
-            squares[j] += steps * steps;
-        }
-    for (int width = SUMS / 2; width; width /= 2)
-        for (int j = 0; j < width; j++) products[j] += products[j + width], squares[j] += squares[j + width];
-    if (products[0] == 0 && squares[0] == 0) return (Fit){inverse, zero, 0, 0}; /* weights of zero */
-    float scale = products[0] / squares[0];
-    return (Fit){inverse, zero, scale, products[0] * scale};
-}
-
-/* Quantize weights to codes [outputs, inputs], scales and zero points [outputs, groups]. Each of `shares` is tried as
- * the share of a group's range that the codes cover; the one with the smallest squared error is used. */
-void quantize_int4(const bf16 *weight, int64_t outputs, int64_t inputs, int64_t group, const float *shares,
-                   int64_t share_count, uint8_t *codes, float *scales, uint8_t *zeros, int32_t threads)
-{
-    ptrdiff_t groups = (inputs + group - 1) / group;
-#pragma omp parallel for num_threads(threads)
-    for (ptrdiff_t row = 0; row < outputs; row++)
-        for (ptrdiff_t g = 0; g < groups; g++) {
-            ptrdiff_t at = row * inputs + g * group, count = inputs - g * group < group ? inputs - g * group : group;
-            float x[QUANT_BLOCK] = {0}, lows[SUMS] = {0}, highs[SUMS] = {0};
-            for (ptrdiff_t k = 0; k < count; k++) {
-                uint32_t bits = (uint32_t)weight[at + k] << 16;
-                memcpy(x + k, &bits, sizeof bits);
-            }
-            for (ptrdiff_t k = 0; k < count; k += SUMS)
-                for (int j = 0; j < SUMS; j++) {
-                    lows[j] = x[k + j] < lows[j] ? x[k + j] : lows[j];
-                    highs[j] = x[k + j] > highs[j] ? x[k + j] : highs[j];
-                }
-            for (int j = 1; j < SUMS; j++) {
-                lows[0] = lows[j] < lows[0] ? lows[j] : lows[0];
-                highs[0] = highs[j] > highs[0] ? highs[j] : highs[0];
-            }
-            Fit best = fit_codes(x, count, lows[0] * shares[0], highs[0] * shares[0]);
-            for (ptrdiff_t i = 1; i < share_count; i++) {
-                Fit fit = fit_codes(x, count, lows[0] * shares[i], highs[0] * shares[i]);
-                if (fit.gain > best.gain) best = fit;
-            }
-            scales[row * groups + g] = best.scale;
-            zeros[row * groups + g] = best.zero;
-            for (ptrdiff_t k = 0; k < count; k++) codes[at + k] = steps_of(x[k], best.inverse, best.zero) + best.zero;
-        }
 }

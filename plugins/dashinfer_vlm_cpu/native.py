@@ -44,7 +44,7 @@ from .library import COMPILE, LibraryError, load_library
 from .native_delta_net import mix_delta_net
 from .native_layer_table import supports_layers
 from .native_layers import NativeLayers
-from .native_linear import C_TYPES, NativeLinear, NativeLMHead, fields, quantize_int4
+from .native_linear import C_TYPES, NativeLinear, NativeLMHead, fields
 from .package_digest import package_digest
 
 MAX_HEADS_PER_KV_HEAD = 192
@@ -55,7 +55,7 @@ SIGNATURES = {
     "pack_codes": "pllippplli->i",
     "pack_int8": "pllipplli",
     "pack_int8_codes": "ppllipplli",
-    "quantize_int4": "plllplpppi",
+    "pack_progressive": "pllipplli",
     "pack_int4": "pppplllipplli",
     "linear_biased": "ppllpliplpi",
     "norm": "plppfplli",
@@ -69,6 +69,7 @@ SIGNATURES = {
     "sample_tokens": "plpllppppppi",
     "codes_size": "l->l",
     "int4_size": "lll->l",
+    "progressive_size": "ll->l",
     "linear_workspace_size": "pli->l",
     "argmax_workspace_size": "lll->l",
     "attend_workspace_size": "l->l",
@@ -130,12 +131,10 @@ class NativeKernels(TorchKernels):
         quantization: Quantization | None = None,
     ) -> Linear:
         weight = weight.contiguous()
-        if quantization and quantization.bits == 4:
-            quantized = quantize_int4(self._library, weight, quantization.group)
-            return NativeLinear(self._library, quantized, bias, activation, fp32_output)
         if weight.shape[1] % 4:  # weights are packed in groups of four inputs
             return super().linear(weight.clone(), bias, activation=activation, fp32_output=fp32_output)
-        return NativeLinear(self._library, weight, bias, activation, fp32_output, int8=quantization is not None)
+        bits = quantization.bits if quantization else 16
+        return NativeLinear(self._library, weight, bias, activation, fp32_output, bits=bits)
 
     def linear_quantized(
         self,

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from dashinfer_vlm_core.concurrency.compute import CPU_EXECUTOR
-from dashinfer_vlm_core.kernels import mmap_buffer
-from dashinfer_vlm_core.kernels.quantization import CLIPPING, QuantizedWeight
+from dashinfer_vlm_core.kernels.quantization import STEP_GROUP, QuantizedWeight
 from dashinfer_vlm_core.kernels.types import Activation
 
 from . import huge_pages
@@ -58,7 +57,7 @@ class PackedWeights(NamedTuple):
         weights: the panels.
         scales: one scale per output of 4-bit and 8-bit weights.
         codes: the code tables of 12-bit weights.
-        group: number of inputs of a group of 4-bit weights.
+        group: number of inputs of a group of 4-bit weights; `STEP_GROUP` if their scales are integer steps.
         order: int32 [inputs], as in `QuantizedWeight`.
     """
 
@@ -75,7 +74,8 @@ class NativeLinear:
     """A linear layer with weights in panels.
 
     They are bfloat16, losslessly compressed to 12 bits where possible; or they have 8 bits, with one scale per output;
-    or 4 bits, see `int4.h`. For 8 and 4 bits, activations are quantized to 8 bits with one scale per 128 inputs.
+    or 4 bits, see `int4.h` and `progressive.h`. For 8 and 4 bits, activations are quantized to 8 bits, with one scale
+    per 128 inputs.
 
     Args:
         library: the C functions.
@@ -84,7 +84,7 @@ class NativeLinear:
         bias: bfloat16 [outputs].
         activation: the activation to apply to the output.
         fp32_output: return float32.
-        int8: round bfloat16 weights to 8 bits.
+        bits: 4 or 8 to round bfloat16 weights; the former are `ProgressiveWeight`.
 
     Attributes:
         packed: its weights.
@@ -98,12 +98,12 @@ class NativeLinear:
         activation: Activation,
         fp32_output: bool,
         *,
-        int8: bool = False,
+        bits: int = 16,
     ) -> None:
         self._library = library
         gated = activation is Activation.SILU_GATE
         self.packed: PackedWeights = (
-            weight if isinstance(weight, PackedWeights) else self._pack(weight, gated=gated, int8=int8)
+            weight if isinstance(weight, PackedWeights) else self._pack(weight, gated=gated, bits=bits)
         )
         packed = self.packed
         self.inputs: int = packed.inputs
@@ -147,9 +147,10 @@ class NativeLinear:
             bias, biased_rows, workspace.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
 
-    def _pack(self, weight: Tensor | QuantizedWeight, *, gated: bool, int8: bool) -> PackedWeights:
+    def _pack(self, weight: Tensor | QuantizedWeight, *, gated: bool, bits: int) -> PackedWeights:
         if not isinstance(weight, QuantizedWeight):
-            return self._pack_int8(weight, gated) if int8 else self._pack_bf16(weight, gated)
+            pack = {4: self._pack_progressive, 8: self._pack_int8, 16: self._pack_bf16}[bits]
+            return pack(weight, gated)
         return self._pack_int4(weight, gated) if weight.bits == 4 else self._pack_int8_codes(weight, gated)
 
     def _pack_bf16(self, weight: Tensor, gated: bool) -> PackedWeights:
@@ -185,6 +186,17 @@ class NativeLinear:
                 torch.get_num_threads(),
             )  # fmt: skip
         return PackedWeights(outputs, inputs, packed, scales)
+
+    def _pack_progressive(self, weight: Tensor, gated: bool) -> PackedWeights:
+        outputs, inputs = weight.shape
+        packed = huge_pages.empty(self._library.progressive_size(outputs, inputs), torch.uint8).zero_()
+        scales = torch.empty(_padded(outputs), dtype=torch.float32)
+        for first, end in _blocks(outputs, inputs):
+            self._library.pack_progressive(
+                weight.data_ptr(), outputs, inputs, gated, packed.data_ptr(), scales.data_ptr(), first, end,
+                torch.get_num_threads(),
+            )  # fmt: skip
+        return PackedWeights(outputs, inputs, packed, scales, group=STEP_GROUP)
 
     def _pack_int8_codes(self, weight: QuantizedWeight, gated: bool) -> PackedWeights:
         outputs, inputs = weight.codes.shape
@@ -224,23 +236,6 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def quantize_int4(library: ctypes.CDLL, weight: Tensor, group: int) -> QuantizedWeight:
-    """Like `dashinfer_vlm_core.kernels.quantization.quantize`, for contiguous bfloat16 weights [outputs, inputs]."""
-    outputs, inputs = weight.shape
-    groups = -(-inputs // group)
-    result = QuantizedWeight(
-        mmap_buffer.empty([outputs, inputs], torch.uint8),
-        torch.empty(outputs, groups, dtype=torch.float32),
-        torch.empty(outputs, groups, dtype=torch.uint8),
-        group,
-    )
-    library.quantize_int4(
-        weight.data_ptr(), outputs, inputs, group, (ctypes.c_float * len(CLIPPING))(*CLIPPING), len(CLIPPING),
-        result.codes.data_ptr(), result.scales.data_ptr(), result.zeros.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
-    return result._replace(scales=result.scales.bfloat16().float())
-
-
 class PackedHead(NamedTuple):
     """An LM head in the layout of the C kernels.
 
@@ -272,7 +267,7 @@ class NativeLMHead(NativeLinear):
         exact = weight.exact if isinstance(weight, PackedHead) else weight
         codes = weight.int8 if isinstance(weight, PackedHead) else weight
         super().__init__(library, exact, None, Activation.NONE, fp32_output=True)
-        self._int8 = NativeLinear(library, codes, None, Activation.NONE, fp32_output=True, int8=True)
+        self._int8 = NativeLinear(library, codes, None, Activation.NONE, fp32_output=True, bits=8)
         bounds = weight.bounds if isinstance(weight, PackedHead) else self._compute_bounds(weight)
         self.packed_head: PackedHead = PackedHead(self.packed, self._int8.packed, bounds)
         self._argmax_bounds = ArgmaxBounds(

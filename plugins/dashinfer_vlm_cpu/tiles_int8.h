@@ -32,14 +32,39 @@ static void multiply_int8(const Quantized *x, ptrdiff_t first, int rows, ptrdiff
     }
 }
 
-/* Multiply all rows by the panels [first, first + count). */
+/* Unpack a panel to the layout of 8-bit weights. */
+static void unpack_panel(const Matrix *m, ptrdiff_t panel, uint8_t *to)
+{
+    const uint8_t *block = (const uint8_t *)m->packed + panel * panel_size_int8(m);
+    for (ptrdiff_t k = 0; k < m->inputs; k += QUANT_BLOCK, block += PROGRESSIVE_BLOCK) {
+        ptrdiff_t stop = m->inputs - k < QUANT_BLOCK ? m->inputs - k : QUANT_BLOCK;
+        for (ptrdiff_t g = 0; g < stop; g += STEP_GROUP) {
+            StepVectors steps = step_vectors(block + g / STEP_GROUP * PANEL);
+            const uint8_t *codes = block + GROUPS_BYTES + g / 4 * QUAD_BYTES;
+            ptrdiff_t count = stop - g < STEP_GROUP ? stop - g : STEP_GROUP;
+            prefetch(prefetch_address(codes, ROW_GROUP), 4);
+            for (ptrdiff_t i = 0; i < count; i += 4, codes += QUAD_BYTES, to += 2 * QUAD_BYTES) {
+                __m512i w[2];
+                unpack_quad(codes, &steps, w);
+                _mm512_storeu_si512(to, w[0]);
+                _mm512_storeu_si512(to + QUAD_BYTES, w[1]);
+            }
+        }
+    }
+}
+
+/* Multiply all rows by the panels [first, first + count). `plain` is a buffer for unpacked weights. */
 static void multiply_group_int8(const Quantized *x, ptrdiff_t rows, const Epilogue *ep, ptrdiff_t first,
-                                ptrdiff_t count)
+                                ptrdiff_t count, char *plain)
 {
     _Alignas(64) float acc[MAX_ROWS][PANEL];
     _Alignas(64) char tails[PANEL_GROUP_INT8][PANEL_STEP];
     ptrdiff_t inputs = ep->m->inputs, left = inputs % STEP_INPUTS_INT8;
     const char *weights = (const char *)ep->m->packed + first * inputs * PANEL;
+    if (is_progressive(ep->m->group)) {
+        for (ptrdiff_t i = 0; i < count; i++) unpack_panel(ep->m, first + i, (uint8_t *)plain + i * inputs * PANEL);
+        weights = plain;
+    }
     for (ptrdiff_t i = 0; i < count && left; i++) {
         memcpy(tails[i], weights + ((i + 1) * inputs - left) * PANEL, left * PANEL);
         memset(tails[i] + left * PANEL, 0, PANEL_STEP - left * PANEL);
@@ -59,9 +84,16 @@ static void multiply_group_int8(const Quantized *x, ptrdiff_t rows, const Epilog
     tiles_close();
 }
 
-static ptrdiff_t linear_tiles_int8_workspace_size(ptrdiff_t rows, ptrdiff_t inputs)
+/* Activations in 8 bits; rounded up, as unpacked weights follow. */
+static ptrdiff_t tiles_quantized_size(ptrdiff_t rows, ptrdiff_t inputs)
 {
-    return 64 + rows * (ceil_div(inputs, STEP_INPUTS_INT8) * STEP_BYTES + 8 * ceil_div(inputs, QUANT_BLOCK));
+    return round_up(rows * (ceil_div(inputs, STEP_INPUTS_INT8) * STEP_BYTES + 8 * ceil_div(inputs, QUANT_BLOCK)), 64);
+}
+
+static ptrdiff_t linear_tiles_int8_workspace_size(const Matrix *m, ptrdiff_t rows, int threads)
+{
+    ptrdiff_t unpacked = is_progressive(m->group) ? threads * PANEL_GROUP_INT8 * m->inputs * PANEL : 0;
+    return 64 + tiles_quantized_size(rows, m->inputs) + unpacked;
 }
 
 static void linear_tiles_int8(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const Epilogue *ep, char *workspace,
@@ -72,6 +104,7 @@ static void linear_tiles_int8(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, c
     Quantized q = {.bytes = (int8_t *)aligned(workspace)};
     q.scales = (float *)(q.bytes + rows * steps * STEP_BYTES);
     q.offsets = (int32_t *)(q.scales + rows * blocks);
+    char *plain = (char *)q.bytes + tiles_quantized_size(rows, inputs);
     ptrdiff_t tasks = ceil_div(ceil_div(panels, PANEL_GROUP_INT8), threads) * threads, group = ceil_div(panels, tasks);
 #pragma omp parallel num_threads(threads)
     {
@@ -85,6 +118,7 @@ static void linear_tiles_int8(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, c
         }
 #pragma omp for schedule(dynamic, 1) nowait
         for (ptrdiff_t first = 0; first < panels; first += group)
-            multiply_group_int8(&q, rows, ep, first, panels - first < group ? panels - first : group);
+            multiply_group_int8(&q, rows, ep, first, panels - first < group ? panels - first : group,
+                                plain + omp_get_thread_num() * PANEL_GROUP_INT8 * inputs * PANEL);
     }
 }

@@ -49,7 +49,7 @@ def weight_of(folder, module, shape):
     return weights.matrix([module], [shape[0]], shape[1], device="cpu", dtype=torch.bfloat16)
 
 
-def test_written_weights_are_those_of_int4_at_start(run, original, tmp_path):
+def test_written_weights_are_the_rounded_ones(run, original, tmp_path):
     target = tmp_path / "out"
     assert f"{target}: 21 matrices quantized" in run("quantize", original, "-o", target).stdout
     stored = next(name for name in load_file(original / "model.safetensors") if name.endswith("1.mlp.down_proj.weight"))

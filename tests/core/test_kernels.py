@@ -497,7 +497,7 @@ def test_unavailable_kernels_are_rejected_by_name(monkeypatch):
 class Uncompressed(NativeLinear):
     """A linear layer that keeps 16-bit weights even where 12 bits suffice."""
 
-    def _pack(self, weight, gated, int8):
+    def _pack(self, weight, gated, bits):
         return PackedWeights(*weight.shape, self._panels(weight, gated))
 
 

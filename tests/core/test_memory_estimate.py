@@ -92,7 +92,7 @@ def test_int4_leaves_8_bits_to_first_and_last_layer():
     found = weight_bytes(
         size, EngineConfig(quantization="int4"), CompressingKernels("cpu"), itemsize=2, int8_vision=True
     )
-    assert sum(found.layers) == pytest.approx((2 + 34 * 5 / 8) / 36)
+    assert sum(found.layers) == pytest.approx((2 + 34 * 4.5 / 8) / 36)
     assert (found.head, found.vision) == (1, 1)
 
 

@@ -15,11 +15,11 @@ from dashinfer_vlm_core.kernels.quantization import (
     QuantizedWeight,
     concatenate,
     quantize,
+    quantize_progressive,
 )
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.kernels.types import Activation
 from dashinfer_vlm_cpu.build import AVX512, PORTABLE_TILES
-from dashinfer_vlm_cpu.native_linear import quantize_int4
 from tests.cases import cases
 from tests.core.test_kernels import error, numbers
 from tests.kernels import VARIANT_PARAMS, load_kernels, needs_avx512
@@ -170,26 +170,64 @@ def test_quantize_minimizes_error(group, inputs):
     assert found < {32: 0.08, 64: 0.09, 128: 0.1}[group]
 
 
-@cases("group", GROUPS)
-def test_quantization_in_c_equals_reference(native, group):
+def integers(packed):
+    """Return float32 [outputs, inputs] and the scales of packed weights with integer steps, see `progressive.h`."""
+    blocks = packed.weights.view(-1, -(-packed.inputs // 128), 2304)
+    groups = blocks[:, :, :256].unflatten(2, (8, 32))
+    both = blocks[:, :, 256:].unflatten(2, (32, 16, 4))
+    codes = torch.cat((both & 15, both >> 4), dim=3).permute(0, 3, 1, 2, 4).reshape(-1, blocks.shape[1] * 128)
+    steps, zeros = (
+        each.permute(0, 3, 1, 2).reshape(len(codes), -1).float().repeat_interleave(16, dim=1)
+        for each in (groups & 15, groups >> 4)
+    )
+    return ((codes - zeros) * steps)[: packed.outputs, : packed.inputs], packed.scales[: packed.outputs, None]
+
+
+@cases(("outputs", "inputs"), [(70, 128), (34, 260), (64, 2048)])
+def test_progressive_weights_equal_those_of_8_bits(native, outputs, inputs):
+    """With a partial panel, and with partial blocks and groups of inputs."""
+    weight, bias = numbers(outputs, inputs) / 8, numbers(outputs)
+    found, scales = integers(native.linear(weight, quantization=INT4).packed)
+    assert 112 <= found.abs().max() <= 127
+    stored = QuantizedWeight(
+        (found + 128).to(torch.uint8), scales, torch.full((outputs, 1), 128, dtype=torch.int16), inputs, bits=8
+    )
+    for activation in (Activation.NONE, Activation.SILU_GATE, Activation.GELU):
+        layer = native.linear(weight, bias, quantization=INT4, activation=activation)
+        expected = native.linear_quantized(stored, bias, dtype=torch.bfloat16, activation=activation)
+        for rows in (*ROWS, 200):
+            x = numbers(rows, inputs, seed=rows)
+            assert torch.equal(layer(x), expected(x)), (activation, rows)
+
+
+@cases("inputs", [256, 300])
+def test_progressive_quantization_in_c_equals_reference(native, inputs):
     """Equally good codes may differ, since sums are computed in another order."""
-    weight = numbers(50, 300) / 8
-    weight[3], weight[4, :40] = 0, 0
-    found, expected = quantize_int4(native._library, weight, group), quantize(weight, group)
-    found.check()
-    assert (found.zeros == expected.zeros).float().mean() > 0.99
-    assert (found.codes == expected.codes).float().mean() > 0.99
-    errors = [error(one.dequantize(torch.float32), weight.float()) for one in (found, expected)]
+    weight = numbers(50, inputs) / 8
+    weight[3], weight[4, :40], weight[5] = 0, 0, weight[5].abs() + 1
+    found, expected = integers(native.linear(weight, quantization=INT4).packed), quantize_progressive(weight)
+    assert (found[0] == expected.integers).float().mean() > 0.99
+    assert found[1].flatten().tolist() == pytest.approx(expected.scales.flatten().tolist(), rel=1e-4)
+    assert expected.integers.abs().max() <= 127
+    errors = [error(one[0] * one[1], weight.float()) for one in (found, expected)]
     assert errors[0] == pytest.approx(errors[1], rel=1e-4)
+
+
+@cases("outlier", [1, 20])
+def test_progressive_weights_are_closer_than_float_scales_of_larger_groups(outlier):
+    weight = torch.randn(40, 512, generator=torch.Generator().manual_seed(0))
+    weight[:, 7] *= outlier
+    progressive = quantize_progressive(weight)
+    found = error(progressive.integers * progressive.scales, weight)
+    assert found < 0.95 * error(quantize(weight, 32).dequantize(torch.float32), weight)
 
 
 def test_linear_quantizes_weights(kernels):
     weight, x = numbers(96, 256) / 8, numbers(5, 256, seed=1)
-    for group in GROUPS:
-        rounded = quantize(weight, group).dequantize(torch.float32)
-        layer = kernels.linear(weight, quantization=Quantization(4, group))
-        assert error(layer(x), F.linear(x.float(), rounded)) < 1.5e-2
-        assert error(layer(x), F.linear(x.float(), weight.float())) > 4e-2
+    rounded = quantize_progressive(weight)
+    layer = kernels.linear(weight, quantization=INT4)
+    assert error(layer(x), F.linear(x.float(), rounded.integers * rounded.scales)) < 1.5e-2
+    assert error(layer(x), F.linear(x.float(), weight.float())) > 4e-2
 
 
 def test_int8_without_native_kernels_rounds_weights():
@@ -204,15 +242,13 @@ def test_head_quantizes_weights(kernels):
     weight, x = numbers(4096, 64) / 8, numbers(5, 64, seed=1)
     head = kernels.head(weight, quantization=INT4)
     assert head.argmax(x) is None
-    assert error(head(x), F.linear(x.float(), quantize(weight, INT4.group).dequantize(torch.float32))) < 1.5e-2
+    rounded = quantize_progressive(weight)
+    assert error(head(x), F.linear(x.float(), rounded.integers * rounded.scales)) < 1.5e-2
 
 
-@pytest.mark.parametrize(
-    ("bits", "group", "message"), [(2, 32, "`bits` must be 4 or 8, got 2"), (4, 48, "`group`.*got 48")]
-)
-def test_quantization_checks_its_values(bits, group, message):
-    with pytest.raises(ValueError, match=message):
-        Quantization(bits, group)
+def test_quantization_checks_its_bits():
+    with pytest.raises(ValueError, match="`bits` must be 4 or 8, got 2"):
+        Quantization(2)
 
 
 @cases(

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import CheckpointError, ConfigError
-from ...kernels.quantization import Quantization, QuantizedWeight, has_8_bits, int8_codes, quantize
+from ...kernels.quantization import QuantizedWeight, has_8_bits, int8_codes, quantize
 from ...kernels.recording import LayerInput
 from ...text_spec import AttentionSpec, MlpSpec, TextModelSpec
 from ..files import stored_tensors
@@ -60,7 +60,7 @@ class CheckpointQuantizer:
 
     Args:
         spec: the checkpoint.
-        group: number of inputs that share a scale.
+        group: number of inputs that share a scale, one of `GROUPS`.
         calibration: compensates rounding errors with it; None to round to the nearest code.
 
     Raises:
@@ -71,7 +71,7 @@ class CheckpointQuantizer:
     def __init__(self, spec: ModelSpec, group: int, calibration: Calibration | None = None) -> None:
         check_can_quantize(spec)
         self._spec = spec
-        self._group = Quantization(4, group).group
+        self._group = group
         self._calibration = calibration
         self._matrices = _matrices(spec.text)
         self._compensators: dict[LayerInput, Compensator] = {}

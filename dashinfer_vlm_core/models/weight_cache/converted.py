@@ -172,5 +172,5 @@ def layer_name(
         quantization: how weights are quantized that are not yet.
         more: anything else, such as the order of the outputs or the dtype.
     """
-    bits = f"{quantization.bits}/{quantization.group}" if quantization else ""
+    bits = str(quantization.bits) if quantization else ""
     return " ".join([*modules, f"{shape[0]}x{shape[1]}", activation.name, bits, more])
