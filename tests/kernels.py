@@ -14,7 +14,18 @@ from dashinfer_vlm_core.kernels.choice import KernelSelector
 from dashinfer_vlm_core.kernels.devices import cpu_flags
 from dashinfer_vlm_core.kernels.types import Kernels
 from dashinfer_vlm_core.plugins import load_plugins
-from dashinfer_vlm_cpu.build import AMX, AVX2, AVX512, LIBRARY, PORTABLE_TILES, VARIANTS, Variant, build, find_compiler
+from dashinfer_vlm_cpu.build import (
+    AMX,
+    AVX2,
+    AVX512,
+    AVX512_VNNI,
+    LIBRARY,
+    PORTABLE_TILES,
+    VARIANTS,
+    Variant,
+    build,
+    find_compiler,
+)
 from dashinfer_vlm_cpu.native import NativeKernels, load_variant
 
 PORTABLE_LIBRARY = Path(__file__).parents[1] / ".cache" / "libportable.so"
@@ -52,6 +63,8 @@ VARIANT_PARAMS = [
     pytest.param(AMX, id="amx", marks=needs_amx),
     pytest.param(AVX2, id="avx2", marks=needs_native),
 ]
+QUANTIZED_PARAMS = [*VARIANT_PARAMS, pytest.param(AVX512_VNNI, id="avx512_vnni", marks=needs(AVX512_VNNI))]
+"""With the variant whose kernels differ from those of AVX2 with 8 and 4 bits only."""
 
 
 def load_kernels(variant: Variant) -> NativeKernels:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import torch
 
-from .quantization import INT4, INT8, STEP_GROUP, Quantization
+from .progressive import BYTES as INT4_BYTES
+from .quantization import INT4, INT8, Quantization
 from .tuned import WeightRates
 from .types import Kernels
 
@@ -21,9 +22,6 @@ WEIGHT_BYTES = 192 << 20
 
 WIDTH = 4096
 """Inputs and outputs of a layer."""
-
-INT4_BYTES = INT4.bits / 8 + 1 / STEP_GROUP
-"""Of a weight: 8 bits belong to each group."""
 
 
 def measure_bandwidth(seconds: float = 1.0) -> float:
@@ -39,7 +37,8 @@ def measure_rates(
 
     Not the fastest: many virtual machines are faster for a second than for the rest of a response.
 
-    A format that the kernels do not support has the rate of `dtype`, to which they convert it.
+    A format that the kernels do not support has the rate of `dtype`, to which they convert it. That of 4 bits is of
+    weights that are rounded by `quantization` int4.
 
     Args:
         kernels: the kernels.

@@ -23,17 +23,10 @@ SYMMETRIC_ZERO = 128
 """Zero point of all 8-bit weights that kernels keep in 8 bits."""
 
 ROWS_ELEMENTS = 1 << 20
-"""Number of weights that `quantize` processes together, to limit the memory for intermediate results."""
+"""Number of weights that are quantized together, to limit the memory for intermediate results."""
 
 CLIPPING = (1.0, 0.95, 0.9, 0.85)
 """The shares of a group's range that are tried: clipping a few outliers makes the steps of all others smaller."""
-
-STEP_GROUP = 16
-"""Number of inputs that share the integers of `ProgressiveWeight`."""
-
-MAX_STEP = 15
-STEP_CLIPPING = (1.0, 0.9)
-"""As `CLIPPING`, for the steps of `ProgressiveWeight`, of which two are tried for each share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +34,7 @@ class Quantization:
     """How the weights of a linear layer are quantized.
 
     Attributes:
-        bits: 8: one scale per output; 4: `ProgressiveWeight`.
+        bits: 8: one scale per output; 4: as `ProgressiveWeight`.
 
     Raises:
         ValueError: a value is out of range.
@@ -241,60 +234,3 @@ def _fit_codes(x: Tensor, low: Tensor, high: Tensor) -> _Fit:
     squares = (steps * steps).sum(2, keepdim=True)
     scale = torch.where(squares == 0, 0, products / squares)
     return _Fit(codes, zero, scale, products * scale)
-
-
-class ProgressiveWeight(NamedTuple):
-    """Weights with 4 bits, whose groups have integers as scales: weight[o, i] = integers[o, i] * scales[o].
-
-    An integer is the product of the group's step, 1 to 15, and the difference of a code of 0 to 15 and the group's zero
-    point; it is between -127 and 127.
-
-    Attributes:
-        integers: float32 [outputs, inputs].
-        scales: float32 [outputs, 1].
-    """
-
-    integers: Tensor
-    scales: Tensor
-
-
-def quantize_progressive(weight: Tensor) -> ProgressiveWeight:
-    """Round weights [outputs, inputs] to 4 bits with two levels of scales, as the C kernels do in `progressive.h`."""
-    outputs = max(1, ROWS_ELEMENTS // max(1, weight.shape[1]))
-    rows = [_progressive_rows(part.float()) for part in torch.split(weight, outputs)]
-    return ProgressiveWeight(*map(torch.cat, zip(*rows, strict=True)))
-
-
-def _progressive_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    x = torch.unflatten(F.pad(weight, (0, -weight.shape[1] % STEP_GROUP)), 1, (-1, STEP_GROUP))
-    low = x.amin(2, keepdim=True).clamp(max=0)
-    high = x.amax(2, keepdim=True).clamp(min=0)
-    distance = (high - low) / MAX_CODE
-    unit = (distance / _max_step(_zero_point(low, distance))).amax(1, keepdim=True)
-    best, best_gain = torch.zeros_like(x), torch.full_like(low, -torch.inf)
-    for share in STEP_CLIPPING:
-        for more in (0, 1):
-            step = ((distance * share * _inverse(unit)).floor() + more).clamp(1, MAX_STEP)
-            zero = _zero_point(low * share, step * unit)
-            step = torch.minimum(step, _max_step(zero))
-            steps = torch.minimum(torch.maximum((x * _inverse(step * unit)).round(), -zero), MAX_CODE - zero)
-            rounded = steps * step * unit
-            gain = (rounded * (2 * x - rounded)).sum(2, keepdim=True)
-            best = torch.where(gain > best_gain, steps * step, best)
-            best_gain = torch.maximum(gain, best_gain)
-    integers = best.flatten(1)[:, : weight.shape[1]]
-    products, squares = ((integers * one).sum(1, keepdim=True) for one in (weight, integers))
-    return integers, torch.where(squares > 0, products / squares, products)
-
-
-def _inverse(x: Tensor) -> Tensor:
-    return torch.where(x > 0, 1 / x, 0)
-
-
-def _zero_point(low: Tensor, distance: Tensor) -> Tensor:
-    return (-low * _inverse(distance)).round().clamp(0, MAX_CODE)
-
-
-def _max_step(zero: Tensor) -> Tensor:
-    """Return the largest step with which no integer is beyond 127."""
-    return (127 / torch.maximum(zero, MAX_CODE - zero)).floor()

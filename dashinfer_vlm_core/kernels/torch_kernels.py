@@ -11,7 +11,8 @@ from torch import Tensor
 
 from . import delta_net
 from .layers import FullLMHead, ReferenceDecoderLayers
-from .quantization import Quantization, QuantizedWeight, quantize_int8, quantize_progressive
+from .progressive import quantize_progressive
+from .quantization import Quantization, QuantizedWeight, quantize_int8
 from .types import (
     Activation,
     DecoderLayer,
@@ -70,8 +71,7 @@ class TorchKernels:
         quantization: Quantization | None = None,
     ) -> Linear:
         if quantization and quantization.bits == 4:
-            integers, scales = quantize_progressive(weight)
-            weight = (integers * scales).to(weight.dtype)
+            weight = quantize_progressive(weight).dequantize(weight.dtype)
         elif quantization:
             weight = quantize_int8(weight)
         return self._linear(weight, bias, activation, fp32_output)

@@ -31,11 +31,11 @@ PROCESS_BYTES = 300 * MIB
 BYTES_PER_TOKEN_ID = 800
 """What the tokenizer and the compiler of grammars need for each entry of the vocabulary."""
 
-INT4_STORED = 4.25 / 8
-"""Bytes of a weight of a checkpoint with 4 bits: a group of 128 inputs shares 32 bits."""
-
 INT4_ROUNDED = 4.5 / 8
 """Bytes of a weight with `quantization` int4: a group of 16 inputs shares 8 bits."""
+
+INT4_STORED = 4.25 / 8
+"""Bytes of a weight of a checkpoint with 4 bits: a group of 128 inputs shares 32 bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,8 +13,9 @@ typedef struct {
     int64_t inputs;
     int64_t columns; /* columns of the result; half of the outputs with SILU_GATE */
     int32_t activation;
-    int32_t fp32_output;  /* results are float */
-    int32_t group;        /* number of inputs that share a scale if the weights have 4 bits, see int4.h; else 0 */
+    int32_t fp32_output; /* results are float */
+    int32_t group; /* number of inputs that share a scale if the weights have 4 bits, see int4.h and progressive.h; else
+                      0 */
     const int32_t *order; /* input k of the packed weights is input order[k] of the activations, with 4 bits; or null */
 } Matrix;
 

@@ -20,18 +20,22 @@
 
 /* With VNNI and more rows than this, 4-bit weights with integer steps are unpacked to 8 bits. */
 enum { PROGRESSIVE_ROWS = 4 };
+/* A workspace for some rows must suffice for fewer rows. */
+_Static_assert(PROGRESSIVE_ROWS *(BLOCK + 4 + 2 * STEP_GROUPS) <= (PROGRESSIVE_ROWS + 1) * (BLOCK + 8), "workspace");
 
-static int has_codes(const Matrix *m, ptrdiff_t rows)
+/* Whether the sums of codes are multiplied by the scales of groups. */
+static int multiplies_codes(const Matrix *m, ptrdiff_t rows)
 {
     return m->group && !(VNNI && is_progressive(m->group) && rows > PROGRESSIVE_ROWS);
 }
 
-/* Workspace size of `linear` in bytes; the same for all weights of this shape that have 8 bits, or that have more. */
+/* Workspace size of `linear` in bytes; the same for all weights of this shape that have 4 bits and
+ * the same groups, that have 8 bits, or that have more. */
 int64_t linear_workspace_size(const Matrix *m, int64_t rows, int32_t threads)
 {
     (void)threads;
     if (!m->scales) return linear_bf16_workspace_size(rows, m->inputs);
-    if (has_codes(m, rows)) return int4_rows_bytes(m, rows);
+    if (multiplies_codes(m, rows)) return int4_rows_bytes(m, rows);
     return quantized_bytes(rows, m->inputs);
 }
 
@@ -41,7 +45,7 @@ void linear_biased(const Matrix *m, const bf16 *x, int64_t stride, int64_t rows,
 {
     Epilogue ep = {m, out, out_stride, add, {row_bias, rows - biased_rows}};
     if (!m->scales) linear_bf16(x, stride, rows, &ep, workspace, threads);
-    else if (has_codes(m, rows)) linear_int4(x, stride, rows, &ep, workspace, threads);
+    else if (multiplies_codes(m, rows)) linear_int4(x, stride, rows, &ep, workspace, threads);
     else linear_int8(x, stride, rows, &ep, workspace, threads);
     if (m->activation == GELU) apply_gelu(&ep, rows, threads);
 }

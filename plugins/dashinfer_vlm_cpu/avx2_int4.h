@@ -1,4 +1,5 @@
-/* Linear layers with weights of 4 bits, see int4.h for their layout and avx2.c. Results equal those of avx512.c.
+/* Linear layers with weights of 4 bits, see int4.h and progressive.h for their layouts and avx2.c. Results equal those
+ * of avx512.c.
  *
  * Products of codes and 8-bit activations fit into 16 bits, and so do the sums of 16 of them, which are two inputs of
  * each quad in a group of 32 inputs. With integer steps (see progressive.h), the sums of a group are multiplied by its
@@ -19,7 +20,8 @@ typedef struct {
 
 static size_t int4_rows_bytes(const Matrix *m, ptrdiff_t rows)
 {
-    return rows * int4_blocks(m->inputs) * (BLOCK + sizeof(float) + BLOCK / m->group * sizeof(float));
+    size_t offset = is_progressive(m->group) ? sizeof(int16_t) : sizeof(float);
+    return rows * int4_blocks(m->inputs) * (BLOCK + sizeof(float) + BLOCK / m->group * offset);
 }
 
 /* Use `int4_rows_bytes()` of memory. */
@@ -52,8 +54,8 @@ static void quantize_row_int4(const Matrix *m, const bf16 *x, const Int4Rows *q,
 }
 
 /* Add `quads` quads of inputs of each row times `halves` times two vectors, which are the halves of the same bytes, to
- * the sums: in 32 bits with VNNI, else in 16. Each tile unpacks the codes for itself: a buffer for all tiles saves 6 % of
- * the time of 64 or more rows, and costs a fifth of that of one row. Prefetching costs a tenth of it. */
+ * the sums: in 32 bits with VNNI, else in 16. Each tile unpacks the codes for itself: a buffer for all tiles saves 6 %
+ * of the time of 64 or more rows, and costs a fifth of that of one row. Prefetching costs a tenth of it. */
 INLINE void multiply_quads(const int rows, const int halves, const int quads, const int8_t *x, const char *codes,
                            __m256i acc[MAX_TILE_ROWS][VECTORS])
 {
@@ -147,8 +149,8 @@ INLINE void tile_progressive(const int rows, const int halves, const Int4Rows *q
         }
         UNROLL_FOR (int z = 0; z < 2 * halves; z++) {
             const char *groups = packed + tile_column(first, z);
-            __m256i odd = _mm256_slli_epi32(step_vector(groups + PANEL).zero, 16);
-            __m256i zeros = _mm256_or_si256(step_vector(groups).zero, odd);
+            __m256i odd = _mm256_slli_epi32(step_vector(groups + PANEL).offset, 16);
+            __m256i zeros = _mm256_or_si256(step_vector(groups).offset, odd);
             UNROLL_FOR (int m = 0; m < rows; m++)
                 sums[m][z] = add_words(sums[m][z], broadcast_dword(offsets + m * STEP_GROUPS), zeros);
         }

@@ -1,5 +1,5 @@
-/* Linear layers with weights of 8 bits, see avx2.c. Integer sums are exact, so that the results equal those of
- * avx512.c.
+/* Linear layers with weights of 8 bits, and of 4 bits that are unpacked to these, see avx2.c. Integer sums are exact,
+ * so that the results equal those of avx512.c.
  *
  * With AVX-VNNI, one instruction multiplies quads of unsigned weights by signed activations. Without it, weights and
  * activations are widened to 16 bits, because the product of bytes (vpmaddubsw) saturates. The even and the odd bytes
@@ -103,8 +103,8 @@ static void quantize_row(const bf16 *x, ptrdiff_t inputs, const Quantized *q, pt
     }
 }
 
-/* sums[m] (+)= row `row` + m times `quads` quads of a block of a panel, `vectors` vectors of it. For each quad, two lines
- * are prefetched, `step` bytes after the previous ones. */
+/* sums[m] (+)= row `row` + m times `quads` quads of a block of a panel, `vectors` vectors of it. For each quad, two
+ * lines are prefetched, `step` bytes after the previous ones. */
 INLINE void tile_int8(const int rows, const int vectors, const Quantized *q, ptrdiff_t block, ptrdiff_t row,
                       const char *panel, ptrdiff_t quads, float *sums, const char *next, ptrdiff_t step)
 {
@@ -143,9 +143,9 @@ INLINE void tile_int8(const int rows, const int vectors, const Quantized *q, ptr
         }
 }
 
-/* The steps of the groups of one vector, and the products of steps and zero points. */
+/* The steps of the groups of one vector, and their products with the zero points. */
 typedef struct {
-    __m256i step, zero;
+    __m256i step, offset;
 } StepVector;
 
 INLINE StepVector step_vector(const char *groups)
@@ -164,7 +164,7 @@ static void unpack_block(const char *block, char *to)
         __m256i steps[VECTORS], offsets[VECTORS];
         UNROLL_FOR (int z = 0; z < VECTORS; z++) {
             StepVector columns = step_vector(block + z * LANES);
-            __m256i zero = _mm256_or_si256(columns.zero, _mm256_slli_epi32(columns.zero, 16));
+            __m256i zero = _mm256_or_si256(columns.offset, _mm256_slli_epi32(columns.offset, 16));
             steps[z] = _mm256_or_si256(columns.step, _mm256_slli_epi32(columns.step, 16));
             offsets[z] = _mm256_sub_epi8(_mm256_set1_epi8(-128), _mm256_or_si256(zero, _mm256_slli_epi16(zero, 8)));
         }
@@ -200,7 +200,7 @@ static void multiply_int8(const Quantized *q, ptrdiff_t row, ptrdiff_t row_count
                 const char *weights = (progressive ? plain : panel) + z * sizeof(__m256i);
                 float *to = sums + start * PANEL + z * LANES;
                 const char *next = panel + PREFETCH_BYTES;
-                ptrdiff_t from = row + start, block = k / BLOCK, step = tile || z ? 0 : 4 * PANEL;
+                ptrdiff_t from = row + start, block = k / BLOCK, step = tile || z ? 0 : size / (BLOCK / 4);
                 switch (8 * vectors + count) {
                     CASES_TO_6(2, tile_int8(rows, vectors, q, block, from, weights, quads, to, next, step))
                     CASE(1, 4, tile_int8(rows, vectors, q, block, from, weights, quads, to, next, step))
@@ -228,10 +228,10 @@ static void linear_rows_int8(const Quantized *q, ptrdiff_t panel, ptrdiff_t star
 {
     _Alignas(64) float sums[ROW_GROUP * PANEL];
     ptrdiff_t inputs = ep->m->inputs;
-    int progressive = is_progressive(ep->m->group);
-    ptrdiff_t size = progressive ? int4_blocks(inputs) * PROGRESSIVE_BLOCK : inputs * PANEL;
+    int32_t group = ep->m->group;
+    const char *packed = (const char *)ep->m->packed + panel * panel_size(group, inputs);
     prefetch_columns(ep->m->scales, panel);
-    multiply_int8(q, start, stop - start, inputs, (const char *)ep->m->packed + panel * size, progressive, sums);
+    multiply_int8(q, start, stop - start, inputs, packed, is_progressive(group), sums);
     finish_scaled(ep, panel, start, stop, sums);
 }
 

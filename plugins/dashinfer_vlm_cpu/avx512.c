@@ -21,8 +21,8 @@
 #include "gelu.h"
 #include "decoder_layers.h"
 
-/* Whether the weights have 4 bits and floats as scales of groups. */
-static int is_int4(const Matrix *m) { return m->group && !is_progressive(m->group); }
+/* Whether the groups of 4-bit weights have floats as scales. */
+static int has_float_scales(const Matrix *m) { return m->group && !is_progressive(m->group); }
 
 /* Workspace size of `linear` in bytes; the same for all weights of this shape that have 4 bits and the same groups,
  * that have 8 bits, or that have more. */
@@ -30,9 +30,9 @@ int64_t linear_workspace_size(const Matrix *m, int64_t rows, int32_t threads)
 {
     if (!m->scales) return linear_bf16_workspace_size(rows, m->inputs, threads);
 #ifdef TILES
-    if (is_int4(m) && rows > FEW_ROWS_INT8) return linear_tiles_int4_workspace_size(m, rows, threads);
+    if (has_float_scales(m) && rows > FEW_ROWS_INT8) return linear_tiles_int4_workspace_size(m, rows, threads);
 #endif
-    if (is_int4(m)) return quantized_size_int4(m, rows);
+    if (has_float_scales(m)) return quantized_size_int4(m, rows);
 #ifdef TILES
     if (rows > FEW_ROWS_INT8) return linear_tiles_int8_workspace_size(m, rows, threads);
 #endif
@@ -46,9 +46,9 @@ void linear_biased(const Matrix *m, const bf16 *x, int64_t stride, int64_t rows,
     Epilogue ep = {m, out, out_stride, add, {row_bias, rows - biased_rows}};
     if (!m->scales) linear_bf16(x, stride, rows, &ep, workspace, threads);
 #ifdef TILES
-    else if (is_int4(m) && rows > FEW_ROWS_INT8) linear_tiles_int4(x, stride, rows, &ep, workspace, threads);
+    else if (has_float_scales(m) && rows > FEW_ROWS_INT8) linear_tiles_int4(x, stride, rows, &ep, workspace, threads);
 #endif
-    else if (is_int4(m)) linear_int4(x, stride, rows, &ep, workspace, threads);
+    else if (has_float_scales(m)) linear_int4(x, stride, rows, &ep, workspace, threads);
 #ifdef TILES
     else if (rows > FEW_ROWS_INT8) linear_tiles_int8(x, stride, rows, &ep, workspace, threads);
 #endif

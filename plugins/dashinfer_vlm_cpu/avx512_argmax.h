@@ -61,7 +61,7 @@ static void bound_panel(const ArgmaxBounds *s, const Quantized *q, const float *
         ptrdiff_t row = rows * block / blocks, next = rows * (block + 1) / blocks;
         WITH_ROWS(next - row, {
             __m512 acc[TILE_ROWS][2];
-            tile_int8(rows, 0, q, row, inputs, weights, NULL, acc);
+            tile_int8(rows, 0, 1, q, row, inputs, weights, NULL, acc);
             for (int m = 0; m < rows; m++) {
                 __m512 norm = _mm512_set1_ps(factors[2 * (row + m) + 1]);
                 __m512 lost = _mm512_set1_ps(factors[2 * (row + m)]);

@@ -1,4 +1,4 @@
-/* Linear layers with weights of 4 bits, see int4.h for their layout and avx512.c. */
+/* Linear layers with 4-bit weights of published checkpoints, see int4.h for their layout and avx512.c. */
 #pragma once
 
 #include "avx512_int8.h"

@@ -1,11 +1,12 @@
-/* Linear layers with weights of 8 bits, see avx512.c. */
+/* Linear layers with weights of 8 bits, and of 4 bits with integer steps (see progressive.h). */
 #pragma once
 
 #include "avx512_tile.h"
 #include "int8.h"
 #include "progressive.h"
 
-/* Up to PROGRESSIVE_TILES tiles unpack a progressive panel separately; with more, the first one stores it for the others. */
+/* Up to PROGRESSIVE_TILES tiles unpack a progressive panel separately; with more, the first one stores it for the
+ * others. */
 enum { TILE_ROWS_INT8 = 8, PROGRESSIVE_TILES = 2 };
 
 /* Quantize the activations of one row to bytes, stored 64 at a time, `step` bytes apart. Each block of inputs has a
@@ -71,10 +72,11 @@ INLINE void unpack_quad(const uint8_t *codes, const StepVectors *v, __m512i w[2]
         w[half] = _mm512_add_epi8(_mm512_mullo_epi16(halves[half], v->steps[half]), v->offsets[half]);
 }
 
-/* acc[m] = row `row` + m times a panel of 8-bit weights or, if it is `progressive`, of weights that are unpacked to these
- * (see progressive.h), without the scales of the weights. Unless `plain` is null, the unpacked panel is written to it. */
-INLINE void tile_int8(const int rows, const int progressive, const Quantized *x, ptrdiff_t row, ptrdiff_t inputs,
-                      const uint8_t *panel, uint8_t *plain, __m512 acc[TILE_ROWS][2])
+/* acc[m] = row `row` + m times a panel of 8-bit weights or, if it is `progressive`, of weights that are unpacked to
+ * these (see progressive.h), without the scales of the weights. Unless `plain` is null, the unpacked panel is written
+ * to it. */
+INLINE void tile_int8(const int rows, const int progressive, const int prefetches, const Quantized *x, ptrdiff_t row,
+                      ptrdiff_t inputs, const uint8_t *panel, uint8_t *plain, __m512 acc[TILE_ROWS][2])
 {
     ptrdiff_t blocks = (inputs + QUANT_BLOCK - 1) / QUANT_BLOCK;
     const int8_t *bytes = x->bytes + row * inputs;
@@ -98,7 +100,7 @@ INLINE void tile_int8(const int rows, const int progressive, const Quantized *x,
                     _mm512_storeu_si512(plain + k * PANEL, w[0]);
                     _mm512_storeu_si512(plain + k * PANEL + QUAD_BYTES, w[1]);
                 }
-                prefetch(prefetch_address(at, rows), progressive ? 1 : 2);
+                if (prefetches) prefetch(prefetch_address(at, rows), progressive ? 1 : 2);
                 UNROLL_FOR (int m = 0; m < rows; m++) {
                     int32_t quad;
                     memcpy(&quad, bytes + m * inputs + k, sizeof quad);
@@ -116,12 +118,6 @@ INLINE void tile_int8(const int rows, const int progressive, const Quantized *x,
     }
 }
 
-/* Size of a packed panel in bytes. */
-INLINE ptrdiff_t panel_size_int8(const Matrix *m)
-{
-    return is_progressive(m->group) ? int4_blocks(m->inputs) * PROGRESSIVE_BLOCK : m->inputs * PANEL;
-}
-
 /* `plain` is a buffer for one panel if there are rows for more than `PROGRESSIVE_TILES`. */
 static void linear_rows_int8(const Quantized *x, ptrdiff_t panel, ptrdiff_t start, ptrdiff_t stop, const Epilogue *ep,
                              uint8_t *plain)
@@ -129,31 +125,32 @@ static void linear_rows_int8(const Quantized *x, ptrdiff_t panel, ptrdiff_t star
     const float *scales = ep->m->scales + panel * PANEL;
     __m512 left = _mm512_loadu_ps(scales), right = _mm512_loadu_ps(scales + LANES);
     ptrdiff_t inputs = ep->m->inputs, blocks = int8_tiles(stop - start);
-    const uint8_t *weights = (const uint8_t *)ep->m->packed + panel * panel_size_int8(ep->m);
-    int progressive = is_progressive(ep->m->group), store = blocks > PROGRESSIVE_TILES;
+    const uint8_t *weights = (const uint8_t *)ep->m->packed + panel * panel_size(ep->m->group, inputs);
+    int progressive = is_progressive(ep->m->group), write = blocks > PROGRESSIVE_TILES;
     for (ptrdiff_t block = 0; block < blocks; block++) {
         ptrdiff_t row = start + (stop - start) * block / blocks, next = start + (stop - start) * (block + 1) / blocks;
         WITH_ROWS(next - row, {
             __m512 acc[TILE_ROWS][2];
-            if (!progressive) tile_int8(rows, 0, x, row, inputs, weights, NULL, acc);
-            else if (block && store) tile_int8(rows, 0, x, row, inputs, plain, NULL, acc);
-            else tile_int8(rows, 1, x, row, inputs, weights, store ? plain : NULL, acc);
+            if (!progressive) tile_int8(rows, 0, 1, x, row, inputs, weights, NULL, acc);
+            else if (block && write) tile_int8(rows, 0, 0, x, row, inputs, plain, NULL, acc);
+            else tile_int8(rows, 1, 1, x, row, inputs, weights, write ? plain : NULL, acc);
             UNROLL_FOR (int m = 0; m < rows; m++)
                 finish(ep, row + m, panel, _mm512_mul_ps(acc[m][0], left), _mm512_mul_ps(acc[m][1], right));
         })
     }
 }
 
+/* Rounded up, as an unpacked panel may follow. */
 static int64_t quantized_bytes(int64_t rows, int64_t inputs)
 {
-    return rows * (inputs + 8 * ((inputs + QUANT_BLOCK - 1) / QUANT_BLOCK));
+    return round_up(rows * (inputs + 8 * ceil_div(inputs, QUANT_BLOCK)), 64);
 }
 
 /* Rows of activations in 8 bits and, for progressive weights, an unpacked panel of each thread. */
 static int64_t linear_int8_workspace_size(const Matrix *m, int64_t rows, int32_t threads)
 {
-    int64_t unpacked = is_progressive(m->group) && int8_tiles(rows) > PROGRESSIVE_TILES ? threads * m->inputs * PANEL : 0;
-    return quantized_bytes(rows, m->inputs) + unpacked;
+    int is_unpacked = is_progressive(m->group) && int8_tiles(rows) > PROGRESSIVE_TILES;
+    return quantized_bytes(rows, m->inputs) + (is_unpacked ? threads * m->inputs * PANEL : 0);
 }
 
 /* Use `quantized_bytes()` of memory. */

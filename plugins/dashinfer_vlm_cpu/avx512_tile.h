@@ -6,8 +6,8 @@
 #include "panels.h"
 
 enum { TILE_ROWS = 12 };
-/* Prefetch distances of weights in bytes, as measured, with a shorter one for weights of 8 and 16 bits if there are few
- * rows. */
+/* Prefetch distances of weights in bytes, as measured, with a shorter one for weights of 4, 8 and 16 bits if there are
+ * few rows. */
 enum { PREFETCH_BYTES = 8192, PREFETCH_BYTES_FEW_ROWS = 1024, FEW_ROWS = 2 };
 
 /* Prefetch cache lines into L2 during the multiplications. Only a few at a time, between multiplications: many at once
@@ -87,7 +87,7 @@ INLINE void finish(const Epilogue *ep, ptrdiff_t row, ptrdiff_t panel, __m512 le
 }
 
 static void interleave_panel(const uint32_t *weight, ptrdiff_t panel, int64_t outputs, int64_t inputs, int32_t gated,
-                       uint32_t *packed)
+                             uint32_t *packed)
 {
     ptrdiff_t pairs = inputs / 2;
     for (ptrdiff_t p = 0; p < pairs; p += LANES)

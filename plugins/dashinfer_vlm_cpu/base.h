@@ -22,6 +22,8 @@ INLINE ptrdiff_t round_up(ptrdiff_t x, ptrdiff_t to) { return (x + to - 1) / to 
 
 INLINE ptrdiff_t ceil_div(ptrdiff_t x, ptrdiff_t by) { return (x + by - 1) / by; }
 
+INLINE float inverse_of(float scale) { return scale > 0 ? 1.0f / scale : 0.0f; }
+
 /* The row of the weights in column `j` of a panel; gate and up projection share a panel. */
 INLINE ptrdiff_t source_row(ptrdiff_t panel, int j, ptrdiff_t outputs, int gated)
 {

@@ -6,8 +6,6 @@
 /* The largest magnitude, NaN if any value is NaN. Each instruction set defines it. */
 static float max_abs(const bf16 *x, ptrdiff_t count);
 
-INLINE float inverse_of(float scale) { return scale > 0 ? 1.0f / scale : 0.0f; }
-
 /* Quantize weights to unsigned bytes with an offset of 128: row r is (byte - 128) * scales[r]. Scales are stored in the
  * order of the packed rows. */
 void pack_int8(const bf16 *weight, int64_t outputs, int64_t inputs, int32_t gated, uint8_t *packed, float *scales,

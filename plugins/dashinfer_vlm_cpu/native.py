@@ -132,7 +132,9 @@ class NativeKernels(TorchKernels):
     ) -> Linear:
         weight = weight.contiguous()
         if weight.shape[1] % 4:  # weights are packed in groups of four inputs
-            return super().linear(weight.clone(), bias, activation=activation, fp32_output=fp32_output)
+            return super().linear(
+                weight.clone(), bias, activation=activation, fp32_output=fp32_output, quantization=quantization
+            )
         bits = quantization.bits if quantization else 16
         return NativeLinear(self._library, weight, bias, activation, fp32_output, bits=bits)
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from dashinfer_vlm_core.concurrency.compute import CPU_EXECUTOR
-from dashinfer_vlm_core.kernels.quantization import STEP_GROUP, QuantizedWeight
+from dashinfer_vlm_core.kernels.progressive import STEP_GROUP
+from dashinfer_vlm_core.kernels.quantization import QuantizedWeight
 from dashinfer_vlm_core.kernels.types import Activation
 
 from . import huge_pages
@@ -19,6 +20,9 @@ PANEL = 32
 
 BLOCK_WEIGHTS = 1 << 23
 """Weights that are packed at a time, in about 10 ms: a decode step of another model waits for them."""
+
+PROGRESSIVE_BLOCK_WEIGHTS = BLOCK_WEIGHTS // 6
+"""The same for weights that are rounded to 4 bits."""
 
 MAX_SKIPPED_STEPS = 63
 """Maximum number of steps between two attempts to find the argmax without computing all logits: a failed attempt makes
@@ -84,7 +88,7 @@ class NativeLinear:
         bias: bfloat16 [outputs].
         activation: the activation to apply to the output.
         fp32_output: return float32.
-        bits: 4 or 8 to round bfloat16 weights; the former are `ProgressiveWeight`.
+        bits: 16 keeps bfloat16 weights, 8 and 4 round them, 4 as `ProgressiveWeight`.
 
     Attributes:
         packed: its weights.
@@ -191,7 +195,7 @@ class NativeLinear:
         outputs, inputs = weight.shape
         packed = huge_pages.empty(self._library.progressive_size(outputs, inputs), torch.uint8).zero_()
         scales = torch.empty(_padded(outputs), dtype=torch.float32)
-        for first, end in _blocks(outputs, inputs):
+        for first, end in _blocks(outputs, inputs, PROGRESSIVE_BLOCK_WEIGHTS):
             self._library.pack_progressive(
                 weight.data_ptr(), outputs, inputs, gated, packed.data_ptr(), scales.data_ptr(), first, end,
                 torch.get_num_threads(),
@@ -318,10 +322,10 @@ def _padded(outputs: int) -> int:
     return -(-outputs // PANEL) * PANEL
 
 
-def _blocks(outputs: int, inputs: int) -> Iterator[tuple[int, int]]:
+def _blocks(outputs: int, inputs: int, weights: int = BLOCK_WEIGHTS) -> Iterator[tuple[int, int]]:
     """Divide the panels of a matrix into blocks, between which other tasks run: the first and the end of each."""
     panels = _padded(outputs) // PANEL
-    step = max(1, BLOCK_WEIGHTS // (PANEL * inputs))
+    step = max(1, weights // (PANEL * inputs))
     for first in range(0, panels, step):
         yield first, min(first + step, panels)
         CPU_EXECUTOR.pause()

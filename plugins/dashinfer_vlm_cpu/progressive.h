@@ -1,9 +1,9 @@
 /* 4-bit weights with integer steps: their layout and quantization, in portable C.
  *
- * A weight is (code - zero) * step * scale, with a code, a zero point and a step of 0 to 15. STEP_GROUP inputs of an
- * output share the zero point and the step, and all of them the scale. Every (code - zero) * step is an integer of -127
- * to 127: a matrix is one of 8 bits (see int8.h) that takes 4.5 bits per weight, and its results equal those of these 8
- * bits. The idea is that of QServe's progressive group quantization (arXiv:2405.04532), with smaller groups.
+ * A weight is (code - zero) * step * scale, with a code, a zero point of 0 to 15 and a step of 1 to 15. STEP_GROUP
+ * inputs of an output share the zero point and the step, and all of them the scale. Every (code - zero) * step is an
+ * integer of -127 to 127: a matrix is one of 8 bits (see int8.h) that takes 4.5 bits per weight, with the same results
+ * to the bit. The idea is that of QServe's progressive group quantization (arXiv:2405.04532), with smaller groups.
  *
  * Weights are packed into panels of 32 columns, and a panel into blocks of 128 inputs, the last one padded. A block is
  *
@@ -16,13 +16,21 @@
 
 enum { STEP_GROUP = 16, STEP_GROUPS = QUANT_BLOCK / STEP_GROUP, MAX_CODE = 15, MAX_STEP = 15 };
 enum { GROUPS_BYTES = STEP_GROUPS * PANEL, PROGRESSIVE_BLOCK = GROUPS_BYTES + CODES_BYTES };
+/* avx2_int4.h multiplies the sum of a group as a number of 16 bits. */
+_Static_assert(STEP_GROUP * MAX_CODE * 128 <= INT16_MAX, "STEP_GROUP");
 
 INLINE int is_progressive(int32_t group) { return group == STEP_GROUP; }
+
+/* Size of a packed panel in bytes, of these weights or of those with 8 bits. */
+INLINE ptrdiff_t panel_size(int32_t group, ptrdiff_t inputs)
+{
+    return is_progressive(group) ? int4_blocks(inputs) * PROGRESSIVE_BLOCK : inputs * PANEL;
+}
 
 /* Size of packed weights in bytes. */
 int64_t progressive_size(int64_t outputs, int64_t inputs)
 {
-    return ceil_div(outputs, PANEL) * int4_blocks(inputs) * PROGRESSIVE_BLOCK;
+    return ceil_div(outputs, PANEL) * panel_size(STEP_GROUP, inputs);
 }
 
 typedef struct {
@@ -47,8 +55,6 @@ INLINE int32_t zero_point(float nearest) { return nearest > 0 ? nearest < MAX_CO
 /* The largest step with which no integer is beyond 127. */
 INLINE int32_t max_step(int32_t zero) { return 127 / (zero > MAX_CODE - zero ? zero : MAX_CODE - zero); }
 
-INLINE float inverse_or_zero(float x) { return x > 0 ? 1 / x : 0; }
-
 typedef struct {
     int32_t step, zero;
     float inverse; /* of the distance of two codes */
@@ -67,10 +73,10 @@ INLINE int32_t steps_of(float x, const Steps *s)
 /* Fit codes to a range from `low` on. */
 INLINE Steps fit_steps(const StepGroup *g, float low, float unit, int32_t step)
 {
-    Steps s = {.zero = zero_point(__builtin_rintf(-low * inverse_or_zero(step * unit)))};
+    Steps s = {.zero = zero_point(__builtin_rintf(-low * inverse_of(step * unit)))};
     s.step = step < max_step(s.zero) ? step : max_step(s.zero);
     float distance = s.step * unit, gains[STEP_GROUP];
-    s.inverse = inverse_or_zero(distance);
+    s.inverse = inverse_of(distance);
     for (int k = 0; k < STEP_GROUP; k++) {
         float rounded = distance * steps_of(g->x[k], &s);
         gains[k] = rounded * (2 * g->x[k] - rounded);
@@ -86,13 +92,13 @@ INLINE Steps fit_steps(const StepGroup *g, float low, float unit, int32_t step)
 INLINE Steps best_steps(const StepGroup *g, float unit)
 {
     static const float shares[] = {1.0f, 0.9f};
-    Steps best = {0};
-    for (int i = 0; i < 4; i++) {
-        float share = shares[i / 2];
-        float step = __builtin_floorf((g->high - g->low) / MAX_CODE * share * inverse_or_zero(unit)) + i % 2;
-        Steps s = fit_steps(g, g->low * share, unit, step > 1 ? step < MAX_STEP ? step : MAX_STEP : 1);
-        if (!i || s.gain > best.gain) best = s;
-    }
+    Steps best = {.gain = -INFINITY};
+    for (int i = 0; i < 2; i++)
+        for (int more = 0; more < 2; more++) {
+            float step = __builtin_floorf((g->high - g->low) / MAX_CODE * shares[i] * inverse_of(unit)) + more;
+            Steps s = fit_steps(g, g->low * shares[i], unit, step > 1 ? step < MAX_STEP ? step : MAX_STEP : 1);
+            if (s.gain > best.gain) best = s;
+        }
     return best;
 }
 
@@ -103,14 +109,14 @@ INLINE float step_unit(const bf16 *row, ptrdiff_t inputs)
     for (ptrdiff_t k = 0; k < inputs; k += STEP_GROUP) {
         StepGroup g = read_step_group(row + k, inputs - k < STEP_GROUP ? inputs - k : STEP_GROUP);
         float distance = (g.high - g.low) / MAX_CODE;
-        float largest = distance / max_step(zero_point(__builtin_rintf(-g.low * inverse_or_zero(distance))));
+        float largest = distance / max_step(zero_point(__builtin_rintf(-g.low * inverse_of(distance))));
         unit = largest > unit ? largest : unit;
     }
     return unit;
 }
 
-/* Quantize an output into column `j` of a panel, which is zero before; returns its scale, which is fitted to the integers
- * by least squares. */
+/* Quantize an output into column `j` of a panel, which is zero before; returns its scale, which is fitted to the
+ * integers by least squares. */
 INLINE float pack_steps(const bf16 *row, ptrdiff_t inputs, uint8_t *panel, int j)
 {
     float unit = step_unit(row, inputs), products = 0, squares = 0;
@@ -136,11 +142,11 @@ void pack_progressive(const bf16 *weight, int64_t outputs, int64_t inputs, int32
                       float *scales, int64_t first, int64_t end, int32_t threads)
 {
 #pragma omp parallel for num_threads(threads)
-    for (ptrdiff_t panel = first; panel < end; panel++)
+    for (ptrdiff_t panel = first; panel < end; panel++) {
+        uint8_t *to = packed + panel * panel_size(STEP_GROUP, inputs);
         for (int j = 0; j < PANEL; j++) {
             ptrdiff_t row = source_row(panel, j, outputs, gated);
-            scales[panel * PANEL + j] = row < outputs ? pack_steps(weight + row * inputs, inputs,
-                                                                   packed + panel * int4_blocks(inputs) * PROGRESSIVE_BLOCK, j)
-                                                      : 0;
+            scales[panel * PANEL + j] = row < outputs ? pack_steps(weight + row * inputs, inputs, to, j) : 0;
         }
+    }
 }

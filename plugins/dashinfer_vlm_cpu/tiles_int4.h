@@ -1,5 +1,5 @@
-/* 4-bit linear layers with tile products, see tiles.h and int4.h. Integer sums are exact, so that the results equal
- * those of `linear_int4`, which is faster for few rows. */
+/* Linear layers with 4-bit weights of published checkpoints, with tile products, see tiles.h and int4.h. Integer sums
+ * are exact, so that the results equal those of `linear_int4`, which is faster for few rows. */
 #pragma once
 
 #include "avx512_int4.h"

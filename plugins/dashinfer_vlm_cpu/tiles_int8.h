@@ -1,5 +1,5 @@
-/* 8-bit linear layers with tile products, see tiles.h. Integer sums are exact, so that the results equal those of
- * `linear_int8`, which is faster for few rows. */
+/* Linear layers of 8 bits, and of 4 bits with integer steps, with tile products, see tiles.h. Integer sums are exact,
+ * so that the results equal those of `linear_int8`, which is faster for few rows. */
 #pragma once
 
 #include "avx512_int8.h"
@@ -35,14 +35,14 @@ static void multiply_int8(const Quantized *x, ptrdiff_t first, int rows, ptrdiff
 /* Unpack a panel to the layout of 8-bit weights. */
 static void unpack_panel(const Matrix *m, ptrdiff_t panel, uint8_t *to)
 {
-    const uint8_t *block = (const uint8_t *)m->packed + panel * panel_size_int8(m);
+    const uint8_t *block = (const uint8_t *)m->packed + panel * panel_size(m->group, m->inputs);
     for (ptrdiff_t k = 0; k < m->inputs; k += QUANT_BLOCK, block += PROGRESSIVE_BLOCK) {
         ptrdiff_t stop = m->inputs - k < QUANT_BLOCK ? m->inputs - k : QUANT_BLOCK;
         for (ptrdiff_t g = 0; g < stop; g += STEP_GROUP) {
             StepVectors steps = step_vectors(block + g / STEP_GROUP * PANEL);
             const uint8_t *codes = block + GROUPS_BYTES + g / 4 * QUAD_BYTES;
             ptrdiff_t count = stop - g < STEP_GROUP ? stop - g : STEP_GROUP;
-            prefetch(prefetch_address(codes, ROW_GROUP), 4);
+            prefetch((const char *)codes + PREFETCH_BYTES, 4);
             for (ptrdiff_t i = 0; i < count; i += 4, codes += QUAD_BYTES, to += 2 * QUAD_BYTES) {
                 __m512i w[2];
                 unpack_quad(codes, &steps, w);

@@ -8,13 +8,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dashinfer_vlm_core.kernels.quantization import Quantization
+from dashinfer_vlm_core.kernels.quantization import INT4, INT8
 from dashinfer_vlm_core.kernels.types import Activation, KVSpan, KVSpans
-from tests.kernels import VARIANT_PARAMS, load_kernels
+from tests.kernels import QUANTIZED_PARAMS, VARIANT_PARAMS, load_kernels
 
 THREADS = (1, 2, 3, 16, 64)
 ROWS = (1, 2, 8, 13, 40, 200, 400)
-FORMATS = {"16 bits": None, "8 bits": Quantization(8), "4 bits": Quantization(4, 64)}
+FORMATS = {"16 bits": None, "8 bits": INT8, "4 bits": INT4}
 
 
 @pytest.fixture(params=VARIANT_PARAMS)
@@ -46,6 +46,7 @@ def all_equal(results):
     return all(torch.equal(results[0], result) for result in results[1:])
 
 
+@pytest.mark.parametrize("native", QUANTIZED_PARAMS, indirect=True)
 @pytest.mark.parametrize("quantization", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("outputs", [70, 512, 2112])
 def test_linear_layers_are_equal(native, with_threads, quantization, outputs):

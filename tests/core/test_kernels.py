@@ -463,14 +463,19 @@ def test_attention_by_tile_instructions_equals_portable_tiles(tokens):
 
 @needs_avx512
 @cases("variant", [PORTABLE_TILES, AVX2, AVX512_VNNI])
-@cases("rows", [1, 2, 3, 7, 40])
-def test_variants_are_equal_for_int8(variant, rows):
-    weight, x = numbers(70, 260) / 8, numbers(rows, 260, seed=1)
+@cases("quantization", [INT8, INT4])
+def test_variants_are_equal_for_8_and_4_bits(variant, quantization):
+    """They pack the same weights, and multiply them with the same results, also in blocks of rows of all sizes."""
+    weight, x = numbers(70, 260) / 8, numbers(220, 260, seed=1)
     weight[5, :] = weight.max() * x[0].sign()  # the largest sums
+    x[1] = 1  # the largest activations
     found, expected = (
-        load_kernels(each).linear(weight, quantization=INT8, fp32_output=True)(x) for each in (variant, AVX512)
+        load_kernels(each).linear(weight, quantization=quantization, fp32_output=True) for each in (variant, AVX512)
     )
-    assert torch.equal(found, expected)
+    assert torch.equal(found.packed.weights, expected.packed.weights)
+    assert torch.equal(found.packed.scales, expected.packed.scales)
+    for rows in (1, 2, 3, 4, 5, 7, 40, 220):
+        assert torch.equal(found(x[:rows]), expected(x[:rows])), rows
 
 
 @needs_avx512

@@ -117,7 +117,7 @@ def small():
     [
         (small(), "none", None, (1301, 27.2)),
         (small(), "int8", None, (863, 27.2 * 0.73)),
-        (small(), "int4", None, (754, 27.2 * 0.63)),
+        (small(), "int4", None, (717, 27.2 * 0.55)),
         (small(), "none", "int4", (950, 27.2 * 0.52)),
         (small(), "none", "int8", (1143, 27.2 * 0.71)),
         (MODELS["Qwen2-VL-2B"], "none", None, (4081, 81)),

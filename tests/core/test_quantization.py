@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from dashinfer_vlm_core.kernels.progressive import STEP_GROUP, quantize_progressive
 from dashinfer_vlm_core.kernels.quantization import (
     GROUPS,
     INT4,
@@ -15,24 +16,23 @@ from dashinfer_vlm_core.kernels.quantization import (
     QuantizedWeight,
     concatenate,
     quantize,
-    quantize_progressive,
 )
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.kernels.types import Activation
 from dashinfer_vlm_cpu.build import AVX512, PORTABLE_TILES
 from tests.cases import cases
 from tests.core.test_kernels import error, numbers
-from tests.kernels import VARIANT_PARAMS, load_kernels, needs_avx512
+from tests.kernels import QUANTIZED_PARAMS, load_kernels, needs_avx512
 
 ROWS = (1, 3, 5, 16, 17, 40)
 
 
-@pytest.fixture(params=[pytest.param(None, id="torch"), *VARIANT_PARAMS])
+@pytest.fixture(params=[pytest.param(None, id="torch"), *QUANTIZED_PARAMS])
 def kernels(request):
     return load_kernels(request.param) if request.param else TorchKernels("cpu")
 
 
-@pytest.fixture(params=VARIANT_PARAMS)
+@pytest.fixture(params=QUANTIZED_PARAMS)
 def native(request):
     return load_kernels(request.param)
 
@@ -136,12 +136,14 @@ def test_scales_of_very_different_size_keep_their_precision(native):
 def test_weights_of_zero_and_nonfinite_inputs(native):
     zeros = native.linear(torch.zeros(64, 256).bfloat16(), quantization=INT4)
     assert not zeros(numbers(3, 256)).any()
-    layer, x = native.linear(numbers(64, 256) / 8, quantization=INT4), numbers(3, 256, seed=1)
-    assert not layer(torch.zeros_like(x)).any()
-    for broken in (torch.nan, torch.inf, -torch.inf):
-        x[1, 130] = broken
-        assert not layer(x)[1].isfinite().any()
-        assert layer(x)[[0, 2]].isfinite().all()
+    layer = native.linear(numbers(64, 256) / 8, quantization=INT4)
+    for rows in (3, 20, 40):
+        x = numbers(rows, 256, seed=1)
+        assert not layer(torch.zeros_like(x)).any()
+        for broken in (torch.nan, torch.inf, -torch.inf):
+            x[1, 130] = broken
+            assert not layer(x)[1].isfinite().any()
+            assert layer(x)[[0, 2]].isfinite().all()
 
 
 def test_nonfinite_weight_makes_its_output_not_finite(kernels):
@@ -172,12 +174,14 @@ def test_quantize_minimizes_error(group, inputs):
 
 def integers(packed):
     """Return float32 [outputs, inputs] and the scales of packed weights with integer steps, see `progressive.h`."""
-    blocks = packed.weights.view(-1, -(-packed.inputs // 128), 2304)
-    groups = blocks[:, :, :256].unflatten(2, (8, 32))
-    both = blocks[:, :, 256:].unflatten(2, (32, 16, 4))
-    codes = torch.cat((both & 15, both >> 4), dim=3).permute(0, 3, 1, 2, 4).reshape(-1, blocks.shape[1] * 128)
+    block, panel = 128, 32
+    num_groups, count = block // STEP_GROUP, -(-packed.inputs // block)
+    blocks = packed.weights.view(-1, count, panel * (num_groups + block // 2))
+    groups = blocks[:, :, : num_groups * panel].unflatten(2, (num_groups, panel))
+    both = blocks[:, :, num_groups * panel :].unflatten(2, (block // 4, panel // 2, 4))
+    codes = torch.cat((both & 15, both >> 4), dim=3).permute(0, 3, 1, 2, 4).reshape(-1, count * block)
     steps, zeros = (
-        each.permute(0, 3, 1, 2).reshape(len(codes), -1).float().repeat_interleave(16, dim=1)
+        each.permute(0, 3, 1, 2).reshape(len(codes), -1).float().repeat_interleave(STEP_GROUP, dim=1)
         for each in (groups & 15, groups >> 4)
     )
     return ((codes - zeros) * steps)[: packed.outputs, : packed.inputs], packed.scales[: packed.outputs, None]
@@ -204,7 +208,8 @@ def test_progressive_weights_equal_those_of_8_bits(native, outputs, inputs):
 def test_progressive_quantization_in_c_equals_reference(native, inputs):
     """Equally good codes may differ, since sums are computed in another order."""
     weight = numbers(50, inputs) / 8
-    weight[3], weight[4, :40], weight[5] = 0, 0, weight[5].abs() + 1
+    weight[3], weight[4, :40], weight[5], weight[6] = 0, 0, weight[5].abs() + 1, -weight[6].abs()
+    weight[7, 5] = 1000
     found, expected = integers(native.linear(weight, quantization=INT4).packed), quantize_progressive(weight)
     assert (found[0] == expected.integers).float().mean() > 0.99
     assert found[1].flatten().tolist() == pytest.approx(expected.scales.flatten().tolist(), rel=1e-4)
@@ -213,20 +218,26 @@ def test_progressive_quantization_in_c_equals_reference(native, inputs):
     assert errors[0] == pytest.approx(errors[1], rel=1e-4)
 
 
+@cases("bits", [8, 4])
+def test_inputs_that_are_no_multiple_of_4_are_rounded(native, bits):
+    weight, x = numbers(64, 258) / 8, numbers(5, 258, seed=1)
+    found = native.linear(weight, quantization=Quantization(bits))(x)
+    assert torch.equal(found, TorchKernels("cpu").linear(weight, quantization=Quantization(bits))(x))
+    assert not torch.equal(found, TorchKernels("cpu").linear(weight)(x))
+
+
 @cases("outlier", [1, 20])
 def test_progressive_weights_are_closer_than_float_scales_of_larger_groups(outlier):
     weight = torch.randn(40, 512, generator=torch.Generator().manual_seed(0))
     weight[:, 7] *= outlier
-    progressive = quantize_progressive(weight)
-    found = error(progressive.integers * progressive.scales, weight)
+    found = error(quantize_progressive(weight).dequantize(torch.float32), weight)
     assert found < 0.95 * error(quantize(weight, 32).dequantize(torch.float32), weight)
 
 
 def test_linear_quantizes_weights(kernels):
     weight, x = numbers(96, 256) / 8, numbers(5, 256, seed=1)
-    rounded = quantize_progressive(weight)
     layer = kernels.linear(weight, quantization=INT4)
-    assert error(layer(x), F.linear(x.float(), rounded.integers * rounded.scales)) < 1.5e-2
+    assert error(layer(x), F.linear(x.float(), quantize_progressive(weight).dequantize(torch.float32))) < 1.5e-2
     assert error(layer(x), F.linear(x.float(), weight.float())) > 4e-2
 
 
@@ -242,8 +253,7 @@ def test_head_quantizes_weights(kernels):
     weight, x = numbers(4096, 64) / 8, numbers(5, 64, seed=1)
     head = kernels.head(weight, quantization=INT4)
     assert head.argmax(x) is None
-    rounded = quantize_progressive(weight)
-    assert error(head(x), F.linear(x.float(), rounded.integers * rounded.scales)) < 1.5e-2
+    assert error(head(x), F.linear(x.float(), quantize_progressive(weight).dequantize(torch.float32))) < 1.5e-2
 
 
 def test_quantization_checks_its_bits():

@@ -188,7 +188,7 @@ def median_error(found, expected):
 @needs_native
 @covers("int4")
 def test_int4_is_close_to_rounded_weights(start, engines, family):
-    """The C kernels compute with 4 bits what PyTorch's compute with the same weights in float32."""
+    """The C kernels compute with activations of 8 bits what PyTorch's compute with the same weights in float32."""
     with start(family, quantization="int4", dtype="bfloat16") as native, start(family, quantization="int4") as rounded:
         found, expected, exact = (first_logprobs(engine) for engine in (native, rounded, engines(family)))
     assert median_error(found, expected) < 0.4

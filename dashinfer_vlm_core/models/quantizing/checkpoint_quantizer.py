@@ -1,8 +1,7 @@
 """Write checkpoints with 4-bit weights in the format compressed-tensors.
 
-The layers of the text model are rounded as by `quantization` int4: the first and the last one have 8 bits. The vision
-encoder, the embedding table, the output layer and the head for multi-token prediction are copied, as in published
-checkpoints.
+As with `quantization` int4, the first and the last layer of the text model have 8 bits. The vision encoder, the
+embedding table, the output layer and the head for multi-token prediction are copied, as in published checkpoints.
 
 * 4 bits (`pack-quantized`): `weight_packed` int32 [outputs, inputs / 8], the codes of eight inputs, the first one in
   the lowest bits; `weight_scale` [outputs, groups] in the model's dtype; `weight_zero_point` int32
