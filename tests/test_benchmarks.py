@@ -25,6 +25,7 @@ from benchmarks import (
     limits,
     lora,
     models,
+    mtp,
     overhead,
     pooling,
     pruning,
@@ -61,6 +62,7 @@ from dashinfer_vlm_qwen2_5_vl.config import Qwen25VLVisionConfig
 from dashinfer_vlm_qwen3_vl.config import Qwen3VLVisionConfig
 from tests.cases import cases
 from tests.pages import ROOT, page_text
+from tests.qwen3_5 import tiny_qwen3_5
 from tests.qwen3_vl import tiny_qwen3
 from tests.server.conftest import serving
 from tests.tiny import to_bfloat16, write_qwen2_5_vl
@@ -328,6 +330,23 @@ def test_models_of_other_families_are_measured(module, name, monkeypatch, tmp_pa
     monkeypatch.setattr(module, name, measure)
     CliRunner().invoke(module.main, ["--model", str(folder)], catch_exceptions=False)
     assert [spec.folder for spec in specs] == [folder]
+
+
+@pytest.mark.slow
+def test_mtp_reports_times_by_users_and_acceptance(monkeypatch, tmp_path):
+    """Whether drafts pay for so small a model depends on the machine."""
+    folder = tiny_qwen3_5.write_checkpoint(tmp_path / "model")
+    monkeypatch.setattr(mtp, "RATES", (0.5, 0.9))
+    monkeypatch.setattr(mtp, "USERS", (1, 2))
+    options = ["--model", str(folder), "--rounds", "1", "--kv-cache-mib", "64"]
+    lines = CliRunner().invoke(mtp.main, options, catch_exceptions=False).stdout.splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| 0.")]
+    assert [(row[0], row[1]) for row in rows] == [("0.5", "1"), ("0.9", "1"), ("0.5", "2"), ("0.9", "2")]
+    for row in rows:
+        accepted, drafted = map(int, row[4].split(" / "))
+        assert 0 <= accepted <= drafted
+        assert 0 < float(row[5]) <= 1
+    assert mtp.load_plugins().load_spec(mtp.with_head(folder)).text.mtp_layer
 
 
 def test_unknown_engine_is_not_taken_for_another(tmp_path):

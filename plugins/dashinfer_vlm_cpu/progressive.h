@@ -79,7 +79,9 @@ INLINE Steps fit_steps(const StepGroup *g, float low, float unit, int32_t step)
     s.inverse = inverse_of(distance);
     for (int k = 0; k < STEP_GROUP; k++) {
         float rounded = distance * steps_of(g->x[k], &s);
-        gains[k] = rounded * (2 * g->x[k] - rounded);
+        /* As a product that no compiler adds to another one with a single rounding: all instruction sets choose the
+         * same steps. */
+        gains[k] = __builtin_fmaf(rounded, 2 * g->x[k] - rounded, 0);
     }
     for (int width = STEP_GROUP / 2; width; width /= 2)
         for (int k = 0; k < width; k++) gains[k] += gains[k + width];
