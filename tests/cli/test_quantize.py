@@ -15,6 +15,7 @@ from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import CheckpointError, ConfigError
 from dashinfer_vlm_core.kernels.quantization import quantize
 from dashinfer_vlm_core.models.quantizing import rotation
+from dashinfer_vlm_core.models.quantizing.checkpoint_quantizer import CheckpointQuantizer
 from dashinfer_vlm_core.models.weights import Weights
 from dashinfer_vlm_core.plugins import load_plugins
 from tests.cases import cases
@@ -59,6 +60,11 @@ def test_written_weights_are_the_rounded_ones(run, original, tmp_path):
     assert torch.equal(found.codes, expected.codes)
     assert torch.equal(found.dequantize(torch.float32), expected.dequantize(torch.float32))
     assert weight_of(target, "model.layers.0.mlp.down_proj", weight.shape).bits == 8
+
+
+def test_groups_without_kernels_are_rejected(original):
+    with pytest.raises(ValueError, match="`group` must be one of 32, 64, 128, got 48"):
+        CheckpointQuantizer(load_plugins().load_spec(original), 48)
 
 
 @pytest.mark.parametrize("write", [write_embedding, write_reranker])

@@ -13,10 +13,12 @@ from dashinfer_vlm_core.config import MIB, EngineConfig
 from dashinfer_vlm_core.engine.managed_models import estimate_bytes
 from dashinfer_vlm_core.kernels import devices
 from dashinfer_vlm_core.kernels.onednn import OneDnnKernels
+from dashinfer_vlm_core.kernels.progressive import BYTES
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.kernels.tuned import WeightRates
 from dashinfer_vlm_core.kernels.types import StepCost, WeightBits
 from dashinfer_vlm_core.models.memory import (
+    INT4_ROUNDED,
     MIN_KV_MIB,
     ModelSize,
     count_mtp_weights,
@@ -85,6 +87,10 @@ def test_bytes_per_weight_follow_kernels_and_format(tiny_checkpoint, kernels, qu
     size = size_of(tiny_checkpoint, stored_bits=stored)
     found = weight_bytes(size, config, kernels("cpu"), itemsize=2, int8_vision=False)
     assert (sum(found.layers), found.head) == expected
+
+
+def test_bytes_of_rounded_weights_are_those_of_the_kernels():
+    assert INT4_ROUNDED == BYTES
 
 
 def test_int4_leaves_8_bits_to_first_and_last_layer():

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import CheckpointError, ConfigError
-from ...kernels.quantization import QuantizedWeight, has_8_bits, int8_codes, quantize
+from ...kernels.quantization import GROUPS, QuantizedWeight, has_8_bits, int8_codes, quantize
 from ...kernels.recording import LayerInput
 from ...text_spec import AttentionSpec, MlpSpec, TextModelSpec
 from ..files import stored_tensors
@@ -65,10 +65,13 @@ class CheckpointQuantizer:
     Raises:
         CheckpointError: the weights are quantized already.
         ConfigError: the text model is not supported.
+        ValueError: `group` is none of `GROUPS`.
     """
 
     def __init__(self, spec: ModelSpec, group: int, calibration: Calibration | None = None) -> None:
         check_can_quantize(spec)
+        if group not in GROUPS:
+            raise ValueError(f"`group` must be one of {', '.join(map(str, GROUPS))}, got {group}.")
         self._spec = spec
         self._group = group
         self._calibration = calibration
