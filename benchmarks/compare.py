@@ -20,6 +20,7 @@ import contextlib
 import json
 import os
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,10 @@ OVERHEAD = ("fresh-1", "fresh-4", "decode-1", "decode-8")
 """Workloads that are also measured without the server: one image, several, and decode steps only."""
 WARM_UP = ("fresh-4", "text-8", "small-4")
 """Workloads for the warm-up of each engine."""
+SETTLE_SECONDS = 15
+"""How long each engine is idle after its warm-up: some finish in the background, such as this one, which moves weights
+to huge pages in the meantime. Where a virtual machine returns free memory to its host, that takes 2.5 seconds per GB
+and would be part of the first steps that are measured."""
 AWAKE = "decode-1"
 """A short workload before each measurement: the CPU caches were used by others while the engine was stopped."""
 
@@ -175,6 +180,7 @@ def _start(plan: Plan, results: Results, stack: contextlib.ExitStack) -> list[Co
             continue
         stack.callback(contender.stop)
         asyncio.run(_warm_up(contender))
+        time.sleep(SETTLE_SECONDS)
         contender.pause()
         if isinstance(contender, Server):
             row = Row("ready", f"from process start, {plan.name}", "s")
