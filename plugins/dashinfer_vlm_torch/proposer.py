@@ -38,9 +38,6 @@ PRIOR_PREDICTED = 1.0
 MAX_DRAFTER_TOKENS = 4
 """Maximum number of tokens per step that a drafter predicts, one after the other."""
 
-DRAFTER_INTERVAL = 16
-"""After this many steps without it, a drafter predicts one token, to see whether it would be accepted now."""
-
 
 class Draft(NamedTuple):
     """The tokens proposed for one sequence.
@@ -100,7 +97,7 @@ class DraftProposer:
     those that followed an earlier occurrence of its last tokens ("prompt lookup").
 
     It also predicts where it proposes nothing, and compares the predictions with the output. Therefore it learns
-    without computing drafts whether they would be accepted. A drafter predicts only where that pays, and now and then.
+    without computing drafts whether they would be accepted.
 
     Args:
         prompt_length: the number of tokens before the output.
@@ -116,7 +113,6 @@ class DraftProposer:
         self._stops = stops
         self._repeated = Predictions(PRIOR_ACCEPTED)
         self._drafted = Predictions(DRAFTER_PRIOR_ACCEPTED)
-        self._num_without_drafter = 0
         self._looked_up: int | None = None  # the number of tokens whose repetitions are `_repeated`
 
     def propose(self, tokens: npt.NDArray[np.int64], limit: int, threshold: float) -> Draft:
@@ -136,9 +132,9 @@ class DraftProposer:
         drafts = [predictions.draft(limit, threshold) for predictions in (self._drafted, self._repeated)]
         return max(drafts, key=attrgetter("expected_accepted"))
 
-    def num_to_draft(self, tokens: npt.NDArray[np.int64], limit: int, threshold: float) -> int:
+    def num_to_draft(self, tokens: npt.NDArray[np.int64], limit: int, threshold: float, *, least: int = 0) -> int:
         """Return how many tokens the drafter should predict; arguments as in `propose`, but with its cost in the
-        threshold."""
+        threshold. At least `least`, unless none can be used."""
         if limit <= 0 or (self._matcher and self._matcher.forced_tokens()):
             return 0
         rate = self._drafted.rate
@@ -146,10 +142,7 @@ class DraftProposer:
         self._look_up(tokens)
         if self._repeated.draft(limit, threshold).expected_accepted >= expected_accepted(rate.value, count):
             count = 0
-        if not count and self._num_without_drafter >= DRAFTER_INTERVAL:
-            count = 1
-        self._num_without_drafter = 0 if count else self._num_without_drafter + 1
-        return count
+        return max(count, least)
 
     def set_drafted(self, tokens: Sequence[int]) -> None:
         """Store what the drafter has predicted for the next step."""

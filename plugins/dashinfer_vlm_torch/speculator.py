@@ -10,6 +10,10 @@ from .proposer import MAX_DRAFT_TOKENS, Draft, DraftProposer
 from .sequence import ScheduledChunk, SequenceState
 from .step_cost import MARGIN, USUAL_SHARE, DrafterCost, StepCost
 
+DRAFTER_INTERVAL = 16
+"""In one of this many steps, a drafter predicts a token for every sequence, to see whether it would be accepted now.
+Its weights are read once for all of them."""
+
 
 class Speculator:
     """Proposes drafts for the running sequences of a scheduler."""
@@ -17,6 +21,7 @@ class Speculator:
     def __init__(self) -> None:
         self._step_cost = StepCost()
         self._drafter_cost = DrafterCost()
+        self._step_number = 0
 
     def start(self, sequence: SequenceState) -> None:
         """Give a new sequence a proposer."""
@@ -48,7 +53,9 @@ class Speculator:
         seconds = self._drafter_cost.seconds
         share = USUAL_SHARE if seconds is None else self._step_cost.share(seconds)
         threshold = min(self._step_cost.threshold(tokens=count, rows=count) + MARGIN * share, 1.0)
-        counts = {sequence: _num_to_draft(sequence, threshold) for sequence in decoding}
+        self._step_number += 1
+        least = int(self._step_number % DRAFTER_INTERVAL == 0)
+        counts = {sequence: _num_to_draft(sequence, threshold, least) for sequence in decoding}
         return {sequence: number for sequence, number in counts.items() if number}
 
     def record_drafts(self, drafted: Drafted, counts: Mapping[SequenceState, int], seconds: float) -> None:
@@ -73,9 +80,9 @@ def _draft(sequence: SequenceState, threshold: float) -> Draft:
     return sequence.proposer.propose(sequence.ids[: sequence.length], _limit(sequence), threshold)
 
 
-def _num_to_draft(sequence: SequenceState, threshold: float) -> int:
+def _num_to_draft(sequence: SequenceState, threshold: float, least: int) -> int:
     assert sequence.proposer
-    return sequence.proposer.num_to_draft(sequence.ids[: sequence.length], _limit(sequence), threshold)
+    return sequence.proposer.num_to_draft(sequence.ids[: sequence.length], _limit(sequence), threshold, least=least)
 
 
 def _limit(sequence: SequenceState) -> int:

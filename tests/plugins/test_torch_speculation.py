@@ -14,8 +14,8 @@ from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.decoders import Token
 from dashinfer_vlm_core.errors import ConfigError, DecoderFailed
 from dashinfer_vlm_core.plugins import load_plugins
+from dashinfer_vlm_torch.drafter import Drafted
 from dashinfer_vlm_torch.proposer import (
-    DRAFTER_INTERVAL,
     MAX_DRAFT_TOKENS,
     MAX_DRAFTER_TOKENS,
     MAX_FORCED_TOKENS,
@@ -29,6 +29,7 @@ from dashinfer_vlm_torch.runner import _verify
 from dashinfer_vlm_torch.scheduler import Scheduler
 from dashinfer_vlm_torch.sequence import ScheduledChunk, SequenceState
 from dashinfer_vlm_torch.settings import TorchOptions
+from dashinfer_vlm_torch.speculator import DRAFTER_INTERVAL
 from dashinfer_vlm_torch.step_cost import DrafterCost, StepCost
 from tests.cases import cases
 
@@ -105,18 +106,6 @@ def test_drafter_predicts_as_many_tokens_as_pay():
     asked = [proposer.num_to_draft(tokens, limit, threshold) for limit, threshold in ((8, 0.1), (8, 0.4), (1, 0.1))]
     assert asked == [MAX_DRAFTER_TOKENS, 2, 1]
     assert [proposer.num_to_draft(tokens, limit, threshold) for limit, threshold in ((0, 0.1), (8, 0.8))] == [0, 0]
-
-
-def test_wrong_drafter_is_asked_at_intervals():
-    tokens, proposer = words(*range(41)), DraftProposer(40)
-    asked = []
-    for _ in range(60):
-        asked.append(proposer.num_to_draft(tokens, 8, 0.3))
-        proposer.set_drafted((7,) * asked[-1])
-        proposer.observe([8])
-    first = asked.index(0)
-    assert first < 4
-    assert asked[first : first + 34] == ([0] * DRAFTER_INTERVAL + [1]) * 2
 
 
 def test_better_of_both_predictions_is_proposed():
@@ -239,6 +228,21 @@ def test_tokens_after_the_end_are_dropped():
         assert ids(delivered) == [3, 4]
         assert delivered[-1].finish_reason == ("length" if "max_tokens" in options else "stop")
         assert not queue.busy
+
+
+def test_wrong_drafter_predicts_for_all_sequences_in_the_same_steps():
+    queue, asked = speculative(prefill_chunk=200), []
+    for step in range(8 + 3 * DRAFTER_INTERVAL):
+        if step % 2 == 0 and step < 6:  # the last one begins in step 4
+            queue.add(sequence(*range(100 * step, 100 * step + 30)))
+        chunks = queue.schedule().chunks
+        tokens = {chunk.sequence: (Token(id=chunk.sequence.length + 500),) for chunk in chunks}
+        queue.update(chunks, tokens)
+        counts = queue.speculator.draft_counts(chunks)
+        queue.speculator.record_drafts(Drafted(dict.fromkeys(counts, (7,)), len(counts)), counts, 0.1)
+        asked.append(len(counts))
+    assert [count for count in asked[8:] if count] == [3, 3, 3]
+    assert asked[-1 - DRAFTER_INTERVAL :].count(0) == DRAFTER_INTERVAL
 
 
 def test_drafts_leave_room_for_sampled_token():
