@@ -33,7 +33,7 @@ from .environments import OTHER_ENGINES_FOLDER, OtherEngines
 from .limits import image_seconds, measure_rates, step_seconds
 from .models import CACHE, checkpoint, model_names
 from .report import LIMIT, Results, Row, markdown, raw
-from .rounds import describe, names_of, say
+from .rounds import add_settle, describe, names_of, say
 from .workloads import TPOT, TTFT, Run, Workload, run, workloads
 
 IN_PROCESS = "in-process"
@@ -56,10 +56,6 @@ OVERHEAD = ("fresh-1", "fresh-4", "decode-1", "decode-8")
 """Workloads that are also measured without the server: one image, several, and decode steps only."""
 WARM_UP = ("fresh-4", "text-8", "small-4")
 """Workloads for the warm-up of each engine."""
-SETTLE_SECONDS = 15
-"""How long each engine is idle after its warm-up: some finish in the background, such as this one, which moves weights
-to huge pages in the meantime. Where a virtual machine returns free memory to its host, that takes 2.5 seconds per GB
-and would be part of the first steps that are measured."""
 AWAKE = "decode-1"
 """A short workload before each measurement: the CPU caches were used by others while the engine was stopped."""
 
@@ -74,6 +70,7 @@ class Plan:
         engines: built-in names, and NAME=COMMAND; the others are compared with the first one.
         workloads: the workloads by name.
         rounds: number of measurements of everything.
+        settle: seconds after the warm-up of each engine.
         other_engines: their environments.
         out: folder for the results.
     """
@@ -83,6 +80,7 @@ class Plan:
     engines: tuple[str, ...]
     workloads: dict[str, Workload]
     rounds: int
+    settle: float
     other_engines: OtherEngines
     out: Path
     avx2: bool
@@ -180,7 +178,7 @@ def _start(plan: Plan, results: Results, stack: contextlib.ExitStack) -> list[Co
             continue
         stack.callback(contender.stop)
         asyncio.run(_warm_up(contender))
-        time.sleep(SETTLE_SECONDS)
+        time.sleep(plan.settle)
         contender.pause()
         if isinstance(contender, Server):
             row = Row("ready", f"from process start, {plan.name}", "s")
@@ -260,6 +258,7 @@ def _parser() -> argparse.ArgumentParser:
     names = ",".join(workloads())
     parser.add_argument("--workloads", type=names_of(workloads()), default=names, help="(%(default)s)")
     parser.add_argument("--rounds", type=int, default=3)
+    add_settle(parser)
     parser.add_argument(
         "--quick", action="store_true", help="fewer and shorter responses, to check that everything works"
     )
@@ -286,6 +285,7 @@ def _plan(given: argparse.Namespace) -> Plan:
         engines=engines,
         workloads={name: known[name] for name in given.workloads},
         rounds=given.rounds,
+        settle=given.settle,
         other_engines=OtherEngines(given.other_engines.expanduser()),
         out=given.out,
         avx2=given.max_isa == "avx2",

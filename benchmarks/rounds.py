@@ -48,6 +48,15 @@ def add_options(parser: ArgumentParser, *, models: str, engines: Collection[str]
     parser.add_argument("--json", type=Path, help="file for the raw figures")
 
 
+def add_settle(parser: ArgumentParser) -> None:
+    """Add the option for how long an engine is idle before it is measured.
+
+    Some finish in the background. This one moves weights to huge pages, which takes 2.5 seconds per GB where a virtual
+    machine returns free memory to its host, and otherwise slows down what is measured first by up to a fifth.
+    """
+    parser.add_argument("--settle", type=float, default=15, help="idle seconds of a started engine (%(default)s)")
+
+
 @contextlib.contextmanager
 def reporting(table: Any, file: Path | None) -> Iterator[None]:
     """Print the `lines` of a table at the end, also after an interruption, and write its `raw` figures to a file."""

@@ -48,7 +48,7 @@ def run(tmp_path_factory, tiny_checkpoint):
 
     def run(**requests):
         engines = [each for name, number in requests.items() for each in ("--engine", f"{name}={command} {number}")]
-        work = ["--workloads", "text-8,decode-1", "--quick", "--rounds", "1", "--out", str(folder)]
+        work = ["--workloads", "text-8,decode-1", "--quick", "--rounds", "1", "--settle", "0", "--out", str(folder)]
         return compare.main(["--model", str(tiny_checkpoint), "--engines", "", *engines, *work])
 
     return run

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.interop
 @pytest.mark.timeout(300)
 def test_engine_comparison_includes_limits(tmp_path):
     names = ["--engines", "", "--engine", "chunks=--prefill-chunk 64", "--engine", "in-process"]
-    work = ["--workloads", "fresh-1,chats-3", "--quick", "--rounds", "1"]
+    work = ["--workloads", "fresh-1,chats-3", "--quick", "--rounds", "1", "--settle", "0"]
     results = compare.main(["--model", "demo", *names, *work, "--out", str(tmp_path)])
     rate = Row("fresh-1", "new images, 1 user", "TTFT, s")
     assert results.figures[rate].keys() == {"in-process", "chunks", LIMIT}
