@@ -37,6 +37,13 @@ CACHE_LINE = 64
 QUIET_SECONDS = 1.0
 """A model is considered loaded after this many seconds without a new tensor."""
 
+BUSY_SHARE = 0.05
+"""How much of the compute thread's time is spent on huge pages while it also serves requests. A range takes half of a
+millisecond, but 5 where a virtual machine returns free memory to its host."""
+
+IDLE_SECONDS = 0.001
+"""A range that waits longer than this for the compute thread waits for a request."""
+
 MAX_COPY_BYTES = 1 << 30
 """How much is mapped for copies at a time: the address space of the process may be limited (`ulimit -v`)."""
 
@@ -154,8 +161,8 @@ def collapse(
 ) -> None:
     """Collapse the complete 2 MiB ranges from `start` to `end` into huge pages, unless the memory has been freed.
 
-    Each range, which takes a millisecond, is a task of the compute thread: at the same time as a decode step, on all
-    cores, it would take a core from that step, and steps of 10 ms took a second.
+    Each range is a task of the compute thread: at the same time as a decode step, on all cores, it would take a core
+    from that step, and steps of 10 ms took a second. See `pause_after` for the time between two ranges.
 
     If the system declines, small pages remain in use, which are only slower.
     """
@@ -165,8 +172,29 @@ def collapse(
     first = start + -(_address(mapping) + start) % HUGE_PAGE_SIZE
     del mapping  # the model may be unloaded before the end
     for offset in range(first, end - HUGE_PAGE_SIZE + 1, HUGE_PAGE_SIZE):
-        if not CPU_EXECUTOR.run(partial(collapse_range, memory, offset)):
+        submitted = time.monotonic()
+        started, ended, is_kept = CPU_EXECUTOR.run(partial(_timed, partial(collapse_range, memory, offset)))
+        if not is_kept:
             return
+        time.sleep(pause_after(waited=started - submitted, took=ended - started))
+
+
+def _timed(work: Callable[[], bool]) -> tuple[float, float, bool]:
+    """Return when work started and ended, and its result."""
+    started = time.monotonic()
+    result = work()
+    return started, time.monotonic(), result
+
+
+def pause_after(*, waited: float, took: float) -> float:
+    """Return the seconds until the next range: none while the compute thread is idle, and otherwise so many that
+    requests are slowed down by `BUSY_SHARE` only.
+
+    Args:
+        waited: how long a range waited for the compute thread.
+        took: what it took.
+    """
+    return took / BUSY_SHARE - took if waited > IDLE_SECONDS else 0.0
 
 
 def replace(memory: weakref.ref[mmap.mmap], end: int, *, start: int = 0) -> None:

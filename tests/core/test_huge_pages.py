@@ -163,6 +163,12 @@ def test_memory_is_freed_while_its_pages_wait_for_steps():
         assert not thread.is_alive()
 
 
+def test_requests_lose_a_small_share_of_the_compute_thread():
+    assert huge_pages.pause_after(waited=0.0, took=0.005) == 0
+    pause = huge_pages.pause_after(waited=0.01, took=0.005)
+    assert 0.005 / (0.005 + pause) == pytest.approx(huge_pages.BUSY_SHARE)
+
+
 def test_partial_page_is_not_collapsed():
     if not collapses_pages():
         pytest.skip("this Linux does not join pages when it is asked to")
