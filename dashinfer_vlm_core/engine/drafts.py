@@ -33,11 +33,12 @@ def with_draft(spec: ModelSpec, config: EngineConfig, registry: Registry, tokeni
         if is_eagle(folder):
             return replace(spec, draft=read_eagle(folder, spec.text))
         draft = registry.load_spec(folder)
-        if tokenizers.read(folder).backend.get_vocab() != tokenizers.read(spec.folder).backend.get_vocab():
-            raise _unsuitable(f"the tokens of its tokenizer are not those of {config.model}")
+        vocabulary = tokenizers.read(folder).backend.get_vocab()
     except (CheckpointError, PluginError) as error:
         message = error.message.replace("`model`", "`speculative_model`")
         raise CheckpointError(f"`speculative_model`: {message}", param="speculative_model") from error
+    if vocabulary != tokenizers.read(spec.folder).backend.get_vocab():
+        raise _unsuitable(f"the tokens of its tokenizer are not those of {config.model}")
     if draft.text.delta_net:
         raise _unsuitable("it has gated delta nets, whose states are not kept for drafts")
     return replace(spec, draft=draft)

@@ -88,7 +88,7 @@ def continue_drafts(
             sequence = remaining[index]
             if token >= 0:
                 drafts[sequence] += (token,)
-                if len(drafts[sequence]) < counts[sequence]:
+                if len(drafts[sequence]) < counts[sequence] and token not in sequence.stops:
                     indices.append(index)
         if not indices:
             break

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -16,9 +16,10 @@ from dashinfer_vlm_core.kernels.streams import to_device
 from dashinfer_vlm_core.kernels.types import KVSpan
 
 from .drafter import Drafted, HiddenStates, continue_drafts, draft_batch, sample_drafts
-from .kv_cache import KVCache
+from .kv_cache import KVAllocation, KVCache
 from .model import TextModel
 from .prefill_budget import PrefillBudget
+from .proposer import MAX_DRAFTER_TOKENS
 from .sampler import RowSampler
 from .sequence import LogitsRow, ScheduledChunk, SequenceState
 
@@ -66,6 +67,15 @@ class TextTokens(NamedTuple):
         return np.concatenate((self.prompt[start:stop], output[first : max(stop - len(self.prompt), 0)]))
 
 
+class Missing(NamedTuple):
+    """Text tokens [start, end) of a sequence, which are not in the cache."""
+
+    sequence: SequenceState
+    allocation: KVAllocation
+    start: int
+    end: int
+
+
 class Text(NamedTuple):
     """Consecutive text tokens of a sequence, from text token `start` on."""
 
@@ -104,6 +114,8 @@ class ModelDrafter:
         self._kernel_sampler = kernel_sampler
         self._texts: WeakKeyDictionary[SequenceState, TextTokens] = WeakKeyDictionary()
         self._budget = PrefillBudget(2 * MAX_ROWS)  # half of it next to running sequences
+        self._num_calls = 0
+        self._last_calls: WeakKeyDictionary[SequenceState, int] = WeakKeyDictionary()  # in which all was processed
 
     def draft(
         self, chunks: Sequence[ScheduledChunk], hidden: Tensor | None, counts: Mapping[SequenceState, int]
@@ -111,19 +123,17 @@ class ModelDrafter:
         parts: list[Text] = []
         complete: list[bool] = []
         budget = self._budget.tokens(has_decodes=True)
-        for sequence in counts:
-            allocation = sequence.allocation
-            if allocation is None or not budget:  # it was canceled, or later sequences have to wait
-                continue
+        self._num_calls += 1
+        for sequence, allocation, start, end in self._in_turn(counts):
+            if not budget:
+                break
             text = self._text(sequence)
-            start = text.count(min(allocation.num_drafted_tokens, sequence.length - 1))
-            end = text.count(sequence.length)
-            if end - start > MAX_ROWS_PER_TOKEN * (sequence.max_tokens - len(sequence.output_ids)):
-                continue
             stop = min(end, start + budget)
             budget -= stop - start
             parts.append(Text(sequence, start, text.ids(sequence, start, stop)))
             complete.append(stop == end)
+            if stop == end:
+                self._last_calls[sequence] = self._num_calls
             # Without a lock: if it is canceled now, at worst later drafts are wrong.
             allocation.num_drafted_tokens = text.length(stop)
         if not parts:
@@ -134,6 +144,25 @@ class ModelDrafter:
         self._budget.record(rows, time.perf_counter() - started)
         ready = [part for part, is_complete in zip(parts, complete, strict=True) if is_complete]
         return Drafted(self._continue(x, ready, counts), rows)
+
+    def _in_turn(self, sequences: Iterable[SequenceState]) -> list[Missing]:
+        """Return which tokens of sequences were not processed: first those since the last step, then those of
+        sequences that have waited longest."""
+        found = []
+        for sequence in sequences:
+            allocation = sequence.allocation
+            if allocation is None:  # it was canceled
+                continue
+            text = self._text(sequence)
+            start = text.count(min(allocation.num_drafted_tokens, sequence.length - 1))
+            end = text.count(sequence.length)
+            if end - start <= MAX_ROWS_PER_TOKEN * (sequence.max_tokens - len(sequence.output_ids)):
+                found.append(Missing(sequence, allocation, start, end))
+        return sorted(found, key=self._turn)
+
+    def _turn(self, missing: Missing) -> tuple[bool, int]:
+        has_waited = missing.end - missing.start > MAX_DRAFTER_TOKENS + 1
+        return has_waited, self._last_calls.get(missing.sequence, 0)
 
     def _text(self, sequence: SequenceState) -> TextTokens:
         if sequence not in self._texts:

@@ -145,8 +145,11 @@ class DraftProposer:
         return max(count, least)
 
     def set_drafted(self, tokens: Sequence[int]) -> None:
-        """Store what the drafter has predicted for the next step."""
+        """Store what the drafter has predicted for the next step. A prediction that cannot be used was wrong, unless
+        the output ends."""
         self._drafted.tokens = self._possible(tokens)
+        if not self._drafted.tokens:
+            self._drafted.rate.record(accepted=False)
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Compare the last predictions with the tokens that the output continued with."""

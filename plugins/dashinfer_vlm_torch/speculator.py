@@ -12,7 +12,7 @@ from .step_cost import MARGIN, USUAL_SHARE, DrafterCost, StepCost
 
 DRAFTER_INTERVAL = 16
 """In one of this many steps, a drafter predicts a token for every sequence, to see whether it would be accepted now.
-Its weights are read once for all of them."""
+The weights of a head are read once for all of them."""
 
 
 class Speculator:
@@ -49,13 +49,24 @@ class Speculator:
         """Return how many tokens a drafter should predict for each sequence, after the tokens of a step were appended.
         Sequences without predictions are left out."""
         decoding = [chunk.sequence for chunk in chunks if chunk.sequence.allocation and chunk.sequence.is_decoding]
-        count = len(decoding)
+        self._step_number += 1
+        if self._step_number % DRAFTER_INTERVAL == 0:
+            return self._counts(decoding, len(decoding), least=1)
+        drafting: Sequence[SequenceState] = decoding
+        while len(counts := self._counts(drafting, len(decoding))) < len(drafting):
+            drafting = list(counts)
+        return counts
+
+    def _counts(self, drafting: Sequence[SequenceState], waiting: int, *, least: int = 0) -> dict[SequenceState, int]:
+        """Return how many tokens to predict if `waiting` sequences wait for predictions for these: the fewer these are,
+        the more each of them has to gain. Sequences without predictions are left out."""
+        if not drafting:
+            return {}
         seconds = self._drafter_cost.seconds
         share = USUAL_SHARE if seconds is None else self._step_cost.share(seconds)
-        threshold = min(self._step_cost.threshold(tokens=count, rows=count) + MARGIN * share, 1.0)
-        self._step_number += 1
-        least = int(self._step_number % DRAFTER_INTERVAL == 0)
-        counts = {sequence: _num_to_draft(sequence, threshold, least) for sequence in decoding}
+        passed = self._step_cost.threshold(tokens=waiting, rows=waiting)
+        threshold = min(passed + MARGIN * share * waiting / len(drafting), 1.0)
+        counts = {sequence: _num_to_draft(sequence, threshold, least) for sequence in drafting}
         return {sequence: number for sequence, number in counts.items() if number}
 
     def record_drafts(self, drafted: Drafted, counts: Mapping[SequenceState, int], seconds: float) -> None:

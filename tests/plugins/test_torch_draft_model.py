@@ -132,6 +132,28 @@ def test_draft_model_reads_the_text_of_a_conversation(oracle):
         assert (logits - expected).abs().max() < 2e-3 * expected.std()
 
 
+def test_each_sequence_gets_its_turn(oracle, other):
+    """If the draft model cannot process what all sequences have added since the last time."""
+
+    def watch(drafter):
+        drafter._budget.tokens = lambda **_: 40
+        found, draft = [], drafter.draft
+
+        def recorded(chunks, hidden, counts):
+            drafted = draft(chunks, hidden, counts)
+            found.extend((sequence.request, len(sequence.output_ids)) for sequence in drafted.tokens)
+            return drafted
+
+        drafter.draft = recorded
+        return found
+
+    sampling = LONG | {"max_tokens": 300, "temperature": 1.0}  # nothing repeats
+    requests = [prompt(number, 10, **sampling, seed=number) for number in range(3)]
+    _, _, found = run(create(oracle.folder, other), requests, watch=watch)
+    late = [request for request, length in found if length > 100]
+    assert all(request in late for request in requests)
+
+
 def test_prompt_is_left_out_if_few_tokens_can_follow(oracle):
     calls = []
 
@@ -236,6 +258,14 @@ def test_unsuitable_models_are_refused(model, tmp_path):
         with pytest.raises(error, match=message) as caught:
             load(model, name)
         assert caught.value.param == "speculative_model"
+
+
+def test_missing_tokenizer_of_the_model_is_not_a_fault_of_the_draft(model, tmp_path):
+    incomplete = write_checkpoint(tmp_path / "incomplete")
+    (incomplete / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match="incomplete") as caught:
+        load(incomplete, model)
+    assert caught.value.param != "speculative_model"
 
 
 @pytest.mark.parametrize("method", ["ngram", "none"])

@@ -245,6 +245,23 @@ def test_wrong_drafter_predicts_for_all_sequences_in_the_same_steps():
     assert asked[-1 - DRAFTER_INTERVAL :].count(0) == DRAFTER_INTERVAL
 
 
+@pytest.mark.parametrize(("others", "drafted"), [(0, 2 * DRAFTER_INTERVAL), (7, 2)])
+def test_one_sequence_is_drafted_for_only_if_few_others_wait(others, drafted):
+    """All sequences of a batch wait for the predictions."""
+    queue, good = speculative(kv_tokens=2000, max_batch_size=8, prefill_chunk=400, max_waiting=8), sequence(*range(30))
+    for one in (good, *(sequence(*range(100 * number, 100 * number + 30)) for number in range(1, others + 1))):
+        queue.add(one)
+    asked = 0
+    for step in range(3 * DRAFTER_INTERVAL):
+        chunks = queue.schedule().chunks
+        queue.update(chunks, {chunk.sequence: (Token(id=chunk.sequence.length + 500),) for chunk in chunks})
+        counts = queue.speculator.draft_counts(chunks)
+        tokens = {one: (one.length + 500 if one is good else 7,) for one in counts}
+        queue.speculator.record_drafts(Drafted(tokens, len(tokens)), counts, 0.1)
+        asked += good in counts and step >= DRAFTER_INTERVAL
+    assert asked == drafted
+
+
 def test_drafts_leave_room_for_sampled_token():
     one, queue = sequence(1, 1, 1, 1, max_tokens=3), speculative()
     queue.add(one)
