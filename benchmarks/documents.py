@@ -138,7 +138,9 @@ def talks(seed: str, documents: int, *, tokens: int = TOKENS, size: tuple[int, i
     return [Talk(turns=(_content(page(source, *size)),), tokens=tokens) for _ in range(count)]
 
 
-def read(launch: Launch, log: Path, pages: Sequence[Talk], warm: Sequence[Talk], users: int) -> Reading:
+def read(
+    launch: Launch, log: Path, pages: Sequence[Talk], warm: Sequence[Talk], *, users: int, settle: float
+) -> Reading:
     """Start an engine, let it read pages, and stop it.
 
     Args:
@@ -147,6 +149,7 @@ def read(launch: Launch, log: Path, pages: Sequence[Talk], warm: Sequence[Talk],
         pages: the measured conversations.
         warm: conversations before them.
         users: number of pages that are read at the same time.
+        settle: seconds after `warm`.
 
     Raises:
         RuntimeError: it does not start, or a response is not complete.
@@ -154,6 +157,7 @@ def read(launch: Launch, log: Path, pages: Sequence[Talk], warm: Sequence[Talk],
     server = Server(launch, log)
     try:
         asyncio.run(_read(server, warm, users))
+        time.sleep(settle)
         begin = time.perf_counter()
         samples = asyncio.run(_read(server, pages, users))
         seconds = time.perf_counter() - begin
@@ -180,7 +184,7 @@ def _measure(name: str, *, model: str, folder: Path, number: int, options: argpa
         table.note(f"{name}: {launch.note}")
     pages = talks(f"{model} {number}", options.documents, tokens=options.tokens, size=size)
     warm = talks(f"warm {model} {number}", 0, tokens=8, size=(size[0] // 4, size[1] // 4))
-    reading = read(launch, options.logs / f"{model}-{name}.log", pages, warm, users)
+    reading = read(launch, options.logs / f"{model}-{name}.log", pages, warm, users=users, settle=options.settle)
     say(f"  {reading.seconds_per_page:.1f} s per page, {reading.prompt_tokens} tokens of a prompt")
     table.readings[model, name].append(reading)
 

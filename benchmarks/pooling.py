@@ -25,7 +25,7 @@ from .pooling_engines import DEFAULT, ENGINES, embedding_checkpoint, embedding_l
 from .pooling_load import MAX_PIXELS, WORKLOADS, Embedded, embed
 from .pooling_table import Table
 from .report import LIMIT
-from .rounds import add_options, add_settle, describe, names_of, reporting, run_round, say
+from .rounds import add_options, describe, names_of, reporting, run_round, say
 
 
 def main(arguments: Sequence[str] | None = None) -> Table:
@@ -83,7 +83,6 @@ def _measure(name: str, *, model: Path, number: int, options: argparse.Namespace
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, models="small,qwen3-vl-2b", engines=ENGINES, default=DEFAULT)
-    add_settle(parser)
     parser.add_argument("--workloads", type=names_of(WORKLOADS), default=",".join(WORKLOADS), help="(%(default)s)")
     parser.add_argument("--quick", action="store_true", help="fewer inputs, to check that everything works")
     return parser

@@ -42,6 +42,7 @@ def add_options(parser: ArgumentParser, *, models: str, engines: Collection[str]
         help=f"of {', '.join(engines)} (%(default)s)",
     )
     parser.add_argument("--rounds", type=int, default=3)
+    add_settle(parser)
     parser.add_argument("--model-folder", type=Path, default=CACHE, help="where models are created (%(default)s)")
     parser.add_argument("--other-engines", type=Path, default=OTHER_ENGINES_FOLDER, help="(%(default)s)")
     parser.add_argument("--logs", type=Path, default=Path(__file__).parent / "results" / "logs", help="(%(default)s)")

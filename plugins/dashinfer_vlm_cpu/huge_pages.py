@@ -1,9 +1,9 @@
 """Allocate weights in huge pages of 2 MiB, where available: TLB misses of smaller ones took a tenth of a decode step.
 
 Linux uses huge pages only for whole, aligned 2 MiB ranges. Matrices are therefore placed next to each other in larger
-chunks, which are freed with the last of their tensors. Pages are collapsed after a model is loaded, between the decode
-steps of its first responses. Requesting huge pages at allocation would be simpler, but a virtual machine may take one
-or two seconds for each gigabyte.
+chunks, which are freed with the last of their tensors. Pages are collapsed after a model is loaded, while it computes
+nothing, and slowly next to requests. Requesting huge pages at allocation would be simpler, but a virtual machine may
+take one or two seconds for each gigabyte.
 
 Files of converted weights are mapped, and most file systems have no huge pages. Their ranges are replaced by copies in
 huge pages at the same times.

@@ -115,7 +115,9 @@ class ModelDrafter:
         self._texts: WeakKeyDictionary[SequenceState, TextTokens] = WeakKeyDictionary()
         self._budget = PrefillBudget(2 * MAX_ROWS)  # half of it next to running sequences
         self._num_calls = 0
-        self._last_calls: WeakKeyDictionary[SequenceState, int] = WeakKeyDictionary()  # in which all was processed
+        self._last_calls: WeakKeyDictionary[SequenceState, int] = (
+            WeakKeyDictionary()
+        )  # the first, or the last complete one
 
     def draft(
         self, chunks: Sequence[ScheduledChunk], hidden: Tensor | None, counts: Mapping[SequenceState, int]
@@ -132,8 +134,6 @@ class ModelDrafter:
             budget -= stop - start
             parts.append(Text(sequence, start, text.ids(sequence, start, stop)))
             complete.append(stop == end)
-            if stop == end:
-                self._last_calls[sequence] = self._num_calls
             # Without a lock: if it is canceled now, at worst later drafts are wrong.
             allocation.num_drafted_tokens = text.length(stop)
         if not parts:
@@ -143,6 +143,7 @@ class ModelDrafter:
         x = self._forward(parts, complete)
         self._budget.record(rows, time.perf_counter() - started)
         ready = [part for part, is_complete in zip(parts, complete, strict=True) if is_complete]
+        self._last_calls.update(dict.fromkeys((part.sequence for part in ready), self._num_calls))
         return Drafted(self._continue(x, ready, counts), rows)
 
     def _in_turn(self, sequences: Iterable[SequenceState]) -> list[Missing]:
@@ -162,7 +163,7 @@ class ModelDrafter:
 
     def _turn(self, missing: Missing) -> tuple[bool, int]:
         has_waited = missing.end - missing.start > MAX_DRAFTER_TOKENS + 1
-        return has_waited, self._last_calls.get(missing.sequence, 0)
+        return has_waited, self._last_calls.setdefault(missing.sequence, self._num_calls)
 
     def _text(self, sequence: SequenceState) -> TextTokens:
         if sequence not in self._texts:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -167,6 +168,28 @@ def test_requests_lose_a_small_share_of_the_compute_thread():
     assert huge_pages.pause_after(waited=0.0, took=0.005) == 0
     pause = huge_pages.pause_after(waited=0.01, took=0.005)
     assert 0.005 / (0.005 + pause) == pytest.approx(huge_pages.BUSY_SHARE)
+
+
+def test_ranges_pause_next_to_requests(monkeypatch):
+    waits = []
+    monkeypatch.setattr(huge_pages, "pause_after", lambda *, waited, took: waits.append(waited) or 0.01)
+    memory = mmap.mmap(-1, 4 * huge_pages.HUGE_PAGE_SIZE)
+    begun, go = threading.Event(), threading.Event()
+    step = threading.Thread(target=CPU_EXECUTOR.run, args=(lambda: (begun.set(), go.wait(timeout=HANG)),))
+    collapsing = threading.Thread(target=huge_pages.collapse, args=(weakref.ref(memory), len(memory)))
+    step.start()
+    assert begun.wait(timeout=HANG)
+    collapsing.start()
+    until(lambda: CPU_EXECUTOR.waiting == 1)
+    started = time.monotonic()
+    until(lambda: time.monotonic() > started + 2 * huge_pages.IDLE_SECONDS)
+    go.set()
+    for thread in (step, collapsing):
+        thread.join(timeout=HANG)
+        assert not thread.is_alive()
+    assert len(waits) >= 3
+    assert waits[0] > huge_pages.IDLE_SECONDS
+    assert time.monotonic() - started >= 0.01 * len(waits)
 
 
 def test_partial_page_is_not_collapsed():

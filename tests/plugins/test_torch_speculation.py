@@ -9,12 +9,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.decoders import Token
 from dashinfer_vlm_core.errors import ConfigError, DecoderFailed
 from dashinfer_vlm_core.plugins import load_plugins
-from dashinfer_vlm_torch.drafter import Drafted
+from dashinfer_vlm_torch.drafter import Drafted, continue_drafts
 from dashinfer_vlm_torch.proposer import (
     MAX_DRAFT_TOKENS,
     MAX_DRAFTER_TOKENS,
@@ -106,6 +107,28 @@ def test_drafter_predicts_as_many_tokens_as_pay():
     asked = [proposer.num_to_draft(tokens, limit, threshold) for limit, threshold in ((8, 0.1), (8, 0.4), (1, 0.1))]
     assert asked == [MAX_DRAFTER_TOKENS, 2, 1]
     assert [proposer.num_to_draft(tokens, limit, threshold) for limit, threshold in ((0, 0.1), (8, 0.8))] == [0, 0]
+
+
+@pytest.mark.parametrize("predicted", [(), (95, 3)], ids=["none", "a stop token"])
+def test_drafter_without_usable_predictions_is_switched_off(predicted):
+    tokens, proposer = words(*range(41)), DraftProposer(40, stops=frozenset([95]))
+    asked = []
+    for _ in range(10):
+        asked.append(proposer.num_to_draft(tokens, 8, 0.3))
+        proposer.set_drafted(predicted)
+        proposer.observe([8])
+    assert (asked[0], asked[-1]) == (3, 0)
+
+
+def test_nothing_is_drafted_after_a_stop_token():
+    one, asked = sequence(1, 2), []
+
+    def sample(x, rows):
+        asked.append(len(rows))
+        return [95]
+
+    assert continue_drafts(torch.zeros(1, 2), [one], {one: 4}, sample=sample, advance=lambda x, *_: x) == {one: (95,)}
+    assert asked == [1]
 
 
 def test_better_of_both_predictions_is_proposed():

@@ -65,7 +65,7 @@ class CheckpointQuantizer:
     Raises:
         CheckpointError: the weights are quantized already.
         ConfigError: the text model is not supported.
-        ValueError: `group` is none of `GROUPS`.
+        ValueError: `group` is not in `GROUPS`.
     """
 
     def __init__(self, spec: ModelSpec, group: int, calibration: Calibration | None = None) -> None:
