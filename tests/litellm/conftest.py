@@ -3,9 +3,10 @@ from __future__ import annotations
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable, Iterator
+from typing import NamedTuple, TypeVar
 
+import openai
 import pytest
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise, importing it downloads prices
@@ -13,12 +14,15 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # from importing LiteLLM
     import litellm
 
+from litellm.llms.custom_httpx.http_handler import HTTPHandler
+
 import dashinfer_vlm_litellm
 from dashinfer_vlm_core.engine.shared import SharedEngines
 from dashinfer_vlm_core.protocol.sampling import SAMPLING_PARAMETERS
 from dashinfer_vlm_core.testing import Script, scripted_registry
 from dashinfer_vlm_litellm import DashInferVLM
 
+T = TypeVar("T")
 NUMBERS = itertools.count()
 """Numbers of the scripted providers: what LiteLLM knows of a provider outlives the test."""
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -46,6 +50,25 @@ async def complete(model, **options):
 
 async def stream(model, **options):
     return [chunk async for chunk in await litellm.acompletion(model, stream=True, **options)]
+
+
+def close_clients() -> None:
+    """Close the HTTP clients that LiteLLM keeps. Their sockets would be closed when garbage is collected, which is
+    reported as an error of the test that runs by then."""
+    clients = litellm.in_memory_llm_clients_cache
+    for client in clients.cache_dict.values():
+        if isinstance(client, HTTPHandler | openai.OpenAI):
+            client.close()
+    clients.flush_cache()
+
+
+async def closing_clients(call: Awaitable[T]) -> T:
+    """Await a call, and close the clients that LiteLLM keeps for the event loop as well."""
+    try:
+        return await call
+    finally:
+        await litellm.close_litellm_async_clients()
+        close_clients()
 
 
 class Scripted(NamedTuple):

@@ -9,9 +9,9 @@ import litellm
 import openai
 import pytest
 from litellm.exceptions import MidStreamFallbackError
-from litellm.llms.custom_httpx.http_handler import HTTPHandler
 
 from dashinfer_vlm_core.testing import EVERYTHING, scripted_engine
+from tests.litellm.conftest import close_clients, closing_clients
 from tests.samples import image_url
 from tests.server.conftest import serving
 
@@ -50,9 +50,7 @@ def start(request, tiny_checkpoint, scripted):
 
     start.engines = []
     yield start
-    clients = litellm.in_memory_llm_clients_cache.cache_dict
-    for name in [name for name, client in clients.items() if isinstance(client, HTTPHandler)]:
-        clients.pop(name).close()
+    close_clients()
     for engine, context in reversed(stack):
         context.__exit__(None, None, None)
         engine.close()
@@ -67,8 +65,8 @@ def test_response_has_text_and_usage(start):
     response = litellm.responses(input="What is this?", **call)
     assert text(response) == "A red circle."
     assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens
-    if not call["model"].startswith("openai"):  # whose connections outlive the event loop
-        assert text(asyncio.run(litellm.aresponses(input="What is this?", **call))) == "A red circle."
+    response = asyncio.run(closing_clients(litellm.aresponses(input="What is this?", **call)))
+    assert text(response) == "A red circle."
 
 
 def test_images_are_sent(start):
@@ -93,8 +91,7 @@ def test_async_events_contain_the_text(start):
         stream = await litellm.aresponses(input="What is this?", stream=True, **call)
         return [event.delta async for event in stream if event.type == "response.output_text.delta"]
 
-    if not call["model"].startswith("openai"):  # whose connections outlive the event loop
-        assert "".join(asyncio.run(main())) == "A red circle."
+    assert "".join(asyncio.run(closing_clients(main()))) == "A red circle."
 
 
 def test_error_within_a_stream_is_raised(start):

@@ -16,11 +16,13 @@ def call(tiny_checkpoint):
     with (
         scripted_engine(TEXT, model=str(tiny_checkpoint), served_model_name="tiny") as engine,
         serving(engine) as server,
+        server.openai() as client,  # LiteLLM does not close the one that it makes for each call
     ):
         yield {
             "model": "text-completion-openai/tiny",
             "api_base": f"{server.url}/v1",
             "api_key": "none",
+            "client": client,
             "max_tokens": 99,
         }
 

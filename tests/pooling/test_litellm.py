@@ -12,7 +12,7 @@ from dashinfer_vlm_core.engine.shared import SharedEngines
 from dashinfer_vlm_core.protocol import RerankRequest
 from dashinfer_vlm_litellm import DashInferVLM
 from tests.conversations import as_openai, blurred_image, data_url, user
-from tests.litellm.conftest import litellm
+from tests.litellm.conftest import close_clients, closing_clients, litellm
 from tests.server.conftest import serving
 
 TEXTS = ["A dog.", "A cat."]
@@ -150,6 +150,7 @@ def rerank(request, scorer):
             return function(model=f"{request.param}/reranker", **base, **options)
 
         yield rerank
+        close_clients()
 
 
 @pytest.mark.client("litellm-embeddings", "rank")
@@ -158,7 +159,7 @@ def test_litellm_ranks_with_a_server(rerank, scorer):
     order = np.argsort(-scores)
     for found in (
         rerank(query="dogs", documents=DOCUMENTS),
-        asyncio.run(rerank(litellm.arerank, query="dogs", documents=DOCUMENTS)),
+        asyncio.run(closing_clients(rerank(litellm.arerank, query="dogs", documents=DOCUMENTS))),
     ):
         assert [row["index"] for row in found.results] == order.tolist()
         assert [row["relevance_score"] for row in found.results] == pytest.approx(scores[order].tolist(), abs=1e-6)
