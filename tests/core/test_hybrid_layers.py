@@ -136,6 +136,7 @@ CASES = {
     "int8 cache": Case(has_int8_cache=True),
     "lora": Case(quantization=INT8, has_lora=True),
     "lora, last is delta net": Case("ad", has_lora=True),
+    "lora, all rows": Case("add", returns_all=True, has_lora=True),
     "additions": Case(has_additions=True),
     "no drafts": Case(drafts=False),
 }
@@ -183,7 +184,7 @@ def test_layers_in_one_call_are_bit_exact_with_reference_layers(native, name):
     loras = ()
     if case.has_lora:
         lora = LoraLayers([lora_layer(native, 1000 + 100 * i, is_attention=kind) for i, kind in enumerate(kinds)])
-        loras = (LoraRows(lora, 70, TOKENS, 0, 3),)
+        loras = (LoraRows(lora, 70, TOKENS, *((70, TOKENS) if case.returns_all else (0, 3))),)
     whole, parts = native.decoder_layers(layers, SHAPE), ReferenceDecoderLayers(native, layers, SHAPE)
     assert type(whole) is not type(parts)
     batches = [batch(case, loras), batch(case, loras)]

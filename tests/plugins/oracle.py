@@ -221,6 +221,12 @@ def next_turn(request: DecodeRequest, output_ids: list[int], message: DecodeRequ
     )
 
 
+def with_embedding(request: DecodeRequest, embedding: torch.Tensor, **changes) -> DecodeRequest:
+    """Return the request with other rows in its first span."""
+    first, *rest = request.spans
+    return replace(request, spans=(replace(first, tokens=replace(first.tokens, embedding=embedding, **changes)), *rest))
+
+
 async def collect(decoder: TorchDecoder, request: DecodeRequest) -> list:
     return [token async for token in decoder.decode(request)]
 

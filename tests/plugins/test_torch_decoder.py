@@ -38,7 +38,7 @@ from tests.decoder_pause import DecoderPause
 from tests.kernels import selector
 from tests.waiting import HANG, until
 
-from .oracle import collect, decoding, ids, prompt, visual
+from .oracle import collect, decoding, ids, prompt, visual, with_embedding
 
 LONG = {"max_tokens": 3000, "ignore_eos": True}
 IDLE = {"running": 0, "waiting": 0, "kv_used": 0}
@@ -60,12 +60,6 @@ async def cancel_all(tasks):
     for task in tasks:
         task.cancel()
     return await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def with_embedding(request, embedding, **changes):
-    """Return the request with other rows in its first span."""
-    first, *rest = request.spans
-    return replace(request, spans=(replace(first, tokens=replace(first.tokens, embedding=embedding, **changes)), *rest))
 
 
 def test_closing_stream_frees_memory_immediately(oracle):

@@ -226,19 +226,25 @@ def test_tokens_are_equal(target, tmp_path):
     assert stats.accepted_tokens > 80
 
 
-@pytest.mark.parametrize("write", [write_qwen3_vl, write_qwen3_5])
-def test_hidden_states_between_layers_change_no_token(tmp_path, write):
+@pytest.mark.parametrize(
+    ("write", "options"),
+    [
+        (write_qwen3_vl, {}),
+        (write_qwen3_5, {}),
+        pytest.param(write_qwen3_5, {"dtype": "bfloat16"}, marks=needs_native, id="C kernels"),
+    ],
+)
+def test_hidden_states_between_layers_change_no_token(tmp_path, write, options):
     """With levels of visual tokens, or with recurrent states."""
     spec = load_plugins().load_spec(write(tmp_path / "model"))
     ids = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3], "eagle_config": None}
     write_head(tmp_path / "head", vocab_size=spec.vocab_size, **ids)
     draft = read_eagle(tmp_path / "head", spec.text)
     requests = [prompt(1, 60, **LONG), visual(9, (1, 8, 9), 11, width=spec.visual_width, **LONG | SEEDED)]
-    expected, _, _ = run(create_from(spec, speculative_method="ngram"), requests)
+    expected, _, _ = run(create_from(spec, speculative_method="ngram", **options), requests)
     completions = {request.id: tokens for request, tokens in zip(requests, expected, strict=True)}
-    found, stats, _ = run(
-        create_from(replace(spec, draft=draft)), requests, watch=lambda each: right_answers(each, completions)
-    )
+    decoder = create_from(replace(spec, draft=draft), **options)
+    found, stats, _ = run(decoder, requests, watch=lambda each: right_answers(each, completions))
     assert found == expected
     assert stats.accepted_tokens > 40
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import shutil
 import threading
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,14 +16,24 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.errors import CheckpointError
+from dashinfer_vlm_core.errors import CheckpointError, DecoderFailed
 from dashinfer_vlm_core.models.lora import read_lora
 from dashinfer_vlm_core.models.memory import kv_bytes_per_token
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_torch.decoder import TorchDecoder
 from tests.kernels import needs_native, selector
 from tests.lora_folders import ATTENTION, write_lora
-from tests.plugins.oracle import at_once, collect, decoding, ids, next_turn, one_by_one, prompt, visual
+from tests.plugins.oracle import (
+    at_once,
+    collect,
+    decoding,
+    ids,
+    next_turn,
+    one_by_one,
+    prompt,
+    visual,
+    with_embedding,
+)  # fmt: skip
 from tests.quantized_checkpoints import LAYOUTS, TEXT_LAYERS, write_quantized
 from tests.waiting import HANG, until
 
@@ -209,8 +219,31 @@ def test_tokens_of_grammar_and_lora_are_equal(folder, dense, tmp_path):
     assert stats.accepted_tokens > 10
 
 
+def test_canceled_and_failed_requests_change_no_token_of_others(folder):
+    """Neither during their own drafts, nor during those of others."""
+    image = image_prompt(4)
+    broken = with_embedding(image, image.spans[0].tokens.embedding * float("nan"), digest=b"broken".ljust(32))
+
+    async def next_to_others(decoder, requests):
+        tasks = [asyncio.create_task(collect(decoder, request)) for request in requests]
+        for number in range(4):
+            async with aclosing(decoder.decode(long_prompt(10 + number, max_tokens=500, **SEEDED))) as tokens:
+                for _ in range(5 * number + 2):
+                    await anext(tokens)
+            with pytest.raises(DecoderFailed):
+                await collect(decoder, broken)
+        return await asyncio.gather(*tasks)
+
+    requests = [long_prompt(1, max_tokens=90), long_prompt(2, max_tokens=90, **SEEDED), image_prompt(3)]
+    stats, _ = check_equal(folder, requests, how=next_to_others)
+    assert stats.accepted_tokens > 10
+    assert (stats.running, stats.waiting, stats.kv_used) == (0, 0, 0)
+
+
 @needs_native
-@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "int8"}, {"quantization": "int8"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"kv_cache_dtype": "int8"}, {"quantization": "int8"}, {"quantization": "int4"}]
+)
 def test_c_kernels_compute_the_same_tokens(folder, options):
     requests = [long_prompt(1), long_prompt(2, **SEEDED), image_prompt(3)]
     stats, _ = check_equal(folder, requests, dtype="bfloat16", **options)
