@@ -53,7 +53,8 @@ def add_settle(parser: ArgumentParser) -> None:
     """Add the option for how long an engine is idle before it is measured.
 
     Some finish in the background. This one moves weights to huge pages, which takes 2.5 seconds per GB where a virtual
-    machine returns free memory to its host, and otherwise slows down what is measured first by up to a fifth.
+    machine returns free memory to its host, and much longer next to requests, whose steps take longer until then.
+    Checkpoints of more than 5 GB need more than the default.
     """
     parser.add_argument("--settle", type=float, default=15, help="idle seconds of a started engine (%(default)s)")
 

@@ -41,6 +41,9 @@ BUSY_SHARE = 0.05
 """How much of the compute thread's time is spent on huge pages while it also serves requests. A range takes half of a
 millisecond, but 5 where a virtual machine returns free memory to its host."""
 
+MAX_PAUSE_SECONDS = 1.0
+"""The longest time between two ranges: the process may have been stopped during one."""
+
 IDLE_SECONDS = 0.001
 """A range that waits longer than this for the compute thread waits for a request."""
 
@@ -194,7 +197,7 @@ def pause_after(*, waited: float, took: float) -> float:
         waited: how long a range waited for the compute thread.
         took: what it took.
     """
-    return took / BUSY_SHARE - took if waited > IDLE_SECONDS else 0.0
+    return min(took / BUSY_SHARE - took, MAX_PAUSE_SECONDS) if waited > IDLE_SECONDS else 0.0
 
 
 def replace(memory: weakref.ref[mmap.mmap], end: int, *, start: int = 0) -> None:

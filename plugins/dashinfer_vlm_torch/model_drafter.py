@@ -19,7 +19,7 @@ from .drafter import Drafted, HiddenStates, continue_drafts, draft_batch, sample
 from .kv_cache import KVAllocation, KVCache
 from .model import TextModel
 from .prefill_budget import PrefillBudget
-from .proposer import MAX_DRAFTER_TOKENS
+from .proposer import MAX_FORCED_TOKENS
 from .sampler import RowSampler
 from .sequence import LogitsRow, ScheduledChunk, SequenceState
 
@@ -126,7 +126,8 @@ class ModelDrafter:
         complete: list[bool] = []
         budget = self._budget.tokens(has_decodes=True)
         self._num_calls += 1
-        for sequence, allocation, start, end in self._in_turn(counts):
+        missing, refused = self._missing(counts)
+        for sequence, allocation, start, end in sorted(missing, key=self._turn):
             if not budget:
                 break
             text = self._text(sequence)
@@ -137,19 +138,22 @@ class ModelDrafter:
             # Without a lock: if it is canceled now, at worst later drafts are wrong.
             allocation.num_drafted_tokens = text.length(stop)
         if not parts:
-            return Drafted({}, 0)
+            return Drafted(refused, 0)
         rows = sum(len(part.ids) for part in parts)
         started = time.perf_counter()
         x = self._forward(parts, complete)
         self._budget.record(rows, time.perf_counter() - started)
         ready = [part for part, is_complete in zip(parts, complete, strict=True) if is_complete]
         self._last_calls.update(dict.fromkeys((part.sequence for part in ready), self._num_calls))
-        return Drafted(self._continue(x, ready, counts), rows)
+        return Drafted(refused | self._continue(x, ready, counts), rows)
 
-    def _in_turn(self, sequences: Iterable[SequenceState]) -> list[Missing]:
-        """Return which tokens of sequences were not processed: first those since the last step, then those of
-        sequences that have waited longest."""
-        found = []
+    def _missing(
+        self, sequences: Iterable[SequenceState]
+    ) -> tuple[list[Missing], dict[SequenceState, tuple[int, ...]]]:
+        """Return which tokens of sequences were not processed, and no predictions for sequences where these are too
+        many for the few tokens that they may still get."""
+        found: list[Missing] = []
+        refused: dict[SequenceState, tuple[int, ...]] = {}
         for sequence in sequences:
             allocation = sequence.allocation
             if allocation is None:  # it was canceled
@@ -159,10 +163,13 @@ class ModelDrafter:
             end = text.count(sequence.length)
             if end - start <= MAX_ROWS_PER_TOKEN * (sequence.max_tokens - len(sequence.output_ids)):
                 found.append(Missing(sequence, allocation, start, end))
-        return sorted(found, key=self._turn)
+            else:
+                refused[sequence] = ()
+        return found, refused
 
     def _turn(self, missing: Missing) -> tuple[bool, int]:
-        has_waited = missing.end - missing.start > MAX_DRAFTER_TOKENS + 1
+        """Sort sequences: first those that lack the tokens of one step, then those that have waited longest."""
+        has_waited = missing.end - missing.start > MAX_FORCED_TOKENS + 1
         return has_waited, self._last_calls.setdefault(missing.sequence, self._num_calls)
 
     def _text(self, sequence: SequenceState) -> TextTokens:

@@ -3,7 +3,7 @@ that a draft makes the batch faster."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from .drafter import Drafted
 from .proposer import MAX_DRAFT_TOKENS, Draft, DraftProposer
@@ -11,8 +11,9 @@ from .sequence import ScheduledChunk, SequenceState
 from .step_cost import MARGIN, USUAL_SHARE, DrafterCost, StepCost
 
 DRAFTER_INTERVAL = 16
+MAX_DRAFTER_INTERVAL = 128
 """In one of this many steps, a drafter predicts a token for every sequence, to see whether it would be accepted now.
-The weights of a head are read once for all of them."""
+The weights of a head are read once for all of them. The number doubles while predictions pay for no sequence."""
 
 
 class Speculator:
@@ -21,7 +22,8 @@ class Speculator:
     def __init__(self) -> None:
         self._step_cost = StepCost()
         self._drafter_cost = DrafterCost()
-        self._step_number = 0
+        self._interval = DRAFTER_INTERVAL
+        self._steps_since_interval = 0
 
     def start(self, sequence: SequenceState) -> None:
         """Give a new sequence a proposer."""
@@ -49,15 +51,29 @@ class Speculator:
         """Return how many tokens a drafter should predict for each sequence, after the tokens of a step were appended.
         Sequences without predictions are left out."""
         decoding = [chunk.sequence for chunk in chunks if chunk.sequence.allocation and chunk.sequence.is_decoding]
-        self._step_number += 1
-        if self._step_number % DRAFTER_INTERVAL == 0:
-            return self._counts(decoding, len(decoding), least=1)
         drafting: Sequence[SequenceState] = decoding
         while len(counts := self._counts(drafting, len(decoding))) < len(drafting):
             drafting = list(counts)
-        return counts
+        return self._tried(decoding) | counts if self._is_at_interval(is_paying=bool(counts)) else counts
 
-    def _counts(self, drafting: Sequence[SequenceState], waiting: int, *, least: int = 0) -> dict[SequenceState, int]:
+    def _is_at_interval(self, *, is_paying: bool) -> bool:
+        """Count a step; return whether a drafter now predicts a token for every sequence."""
+        self._steps_since_interval += 1
+        if is_paying:
+            self._interval = DRAFTER_INTERVAL
+        if self._steps_since_interval < self._interval:
+            return False
+        self._steps_since_interval = 0
+        if not is_paying:
+            self._interval = min(2 * self._interval, MAX_DRAFTER_INTERVAL)
+        return True
+
+    def _tried(self, decoding: Sequence[SequenceState]) -> dict[SequenceState, int]:
+        """Return one token for each sequence that can use it."""
+        counts = {sequence: _num_to_draft(sequence, 1.0, least=1) for sequence in decoding}
+        return {sequence: number for sequence, number in counts.items() if number}
+
+    def _counts(self, drafting: Sequence[SequenceState], waiting: int) -> dict[SequenceState, int]:
         """Return how many tokens to predict if `waiting` sequences wait for predictions for these: the fewer these are,
         the more each of them has to gain. Sequences without predictions are left out."""
         if not drafting:
@@ -66,19 +82,18 @@ class Speculator:
         share = USUAL_SHARE if seconds is None else self._step_cost.share(seconds)
         passed = self._step_cost.threshold(tokens=waiting, rows=waiting)
         threshold = min(passed + MARGIN * share * waiting / len(drafting), 1.0)
-        counts = {sequence: _num_to_draft(sequence, threshold, least) for sequence in drafting}
+        counts = {sequence: _num_to_draft(sequence, threshold) for sequence in drafting}
         return {sequence: number for sequence, number in counts.items() if number}
 
-    def record_drafts(self, drafted: Drafted, counts: Mapping[SequenceState, int], seconds: float) -> None:
+    def record_drafts(self, drafted: Drafted, seconds: float) -> None:
         """Record what a drafter has predicted after a step, and how long that took."""
         for sequence, tokens in drafted.tokens.items():
             if sequence.proposer:
                 sequence.proposer.set_drafted(tokens)
-        if drafted.tokens:
+        if predicted := [len(tokens) for tokens in drafted.tokens.values() if tokens]:
             # It may also have processed prompts, or tokens that it had left out before.
-            has_others = drafted.num_rows > len(drafted.tokens) * (MAX_DRAFT_TOKENS + 1)
-            count = max(counts[sequence] for sequence in drafted.tokens)
-            self._drafter_cost.record(count, seconds, is_limit=has_others)
+            has_others = drafted.num_rows > len(predicted) * (MAX_DRAFT_TOKENS + 1)
+            self._drafter_cost.record(max(predicted), seconds, is_limit=has_others)
 
     def record_seconds(self, chunks: Sequence[ScheduledChunk], seconds: float) -> None:
         """Record how long the forward pass of a step took."""
@@ -91,7 +106,7 @@ def _draft(sequence: SequenceState, threshold: float) -> Draft:
     return sequence.proposer.propose(sequence.ids[: sequence.length], _limit(sequence), threshold)
 
 
-def _num_to_draft(sequence: SequenceState, threshold: float, least: int) -> int:
+def _num_to_draft(sequence: SequenceState, threshold: float, *, least: int = 0) -> int:
     assert sequence.proposer
     return sequence.proposer.num_to_draft(sequence.ids[: sequence.length], _limit(sequence), threshold, least=least)
 

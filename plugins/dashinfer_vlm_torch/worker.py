@@ -233,7 +233,7 @@ class Worker:
             with self._lock:
                 self._step_started = math.inf
         with self._lock:
-            speculator.record_drafts(drafted, counts, time.perf_counter() - started)
+            speculator.record_drafts(drafted, time.perf_counter() - started)
 
     def _compute_alone(self, chunks: Sequence[ScheduledChunk]) -> dict[SequenceState, Outcome]:
         """Compute each chunk of a step that failed alone, so that only the one that causes it fails. Sequences that

@@ -168,6 +168,7 @@ def test_requests_lose_a_small_share_of_the_compute_thread():
     assert huge_pages.pause_after(waited=0.0, took=0.005) == 0
     pause = huge_pages.pause_after(waited=0.01, took=0.005)
     assert 0.005 / (0.005 + pause) == pytest.approx(huge_pages.BUSY_SHARE)
+    assert huge_pages.pause_after(waited=0.01, took=300.0) == huge_pages.MAX_PAUSE_SECONDS  # the process was stopped
 
 
 def test_ranges_pause_next_to_requests(monkeypatch):
