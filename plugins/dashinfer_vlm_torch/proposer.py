@@ -27,13 +27,25 @@ MIN_NGRAM = 2
 MAX_NGRAM = 5
 """An earlier occurrence of at least and at most this many of the last tokens predicts the next ones."""
 
-DECAY = 0.9
-"""Weight of a sequence's earlier predictions in its acceptance rate, per prediction."""
 
-PRIOR_ACCEPTED = 0.3
-DRAFTER_PRIOR_ACCEPTED = 0.7
-PRIOR_PREDICTED = 1.0
-"""The acceptance rates of a new sequence, of repetitions and of a drafter, and their weight in predictions."""
+class Prior(NamedTuple):
+    """What is assumed of the predictions for a new sequence.
+
+    Attributes:
+        accepted: the share that will be accepted.
+        predicted: the weight of this assumption, in predictions.
+        decay: the weight of earlier predictions, per prediction.
+    """
+
+    accepted: float
+    predicted: float
+    decay: float
+
+
+REPETITION = Prior(accepted=0.3, predicted=1, decay=0.9)
+DRAFTER = Prior(accepted=0.7, predicted=4, decay=0.97)
+"""Whether text repeats itself changes within it; how often a drafter is right hardly does. Its estimate must be more
+exact, too: predictions that look worse than they are end, and their rate would be known only much later."""
 
 MAX_DRAFTER_TOKENS = 4
 """Maximum number of tokens per step that a drafter predicts, one after the other."""
@@ -66,17 +78,14 @@ def expected_accepted(rate: float, count: int) -> float:
 class Predictions:
     """What one method predicts for a sequence, and how often it is right.
 
-    Args:
-        accepted: the acceptance rate of a new sequence.
-
     Attributes:
         tokens: the next tokens.
         rate: the acceptance rate so far.
     """
 
-    def __init__(self, accepted: float) -> None:
+    def __init__(self, prior: Prior) -> None:
         self.tokens: Sequence[int] = ()
-        self.rate: AcceptanceRate = AcceptanceRate(accepted)
+        self.rate: AcceptanceRate = AcceptanceRate(prior)
 
     def draft(self, limit: int, threshold: float) -> Draft:
         """Return the leading tokens that are worth computing, at most `limit`."""
@@ -111,8 +120,8 @@ class DraftProposer:
         self._prompt_length = prompt_length
         self._matcher = matcher
         self._stops = stops
-        self._repeated = Predictions(PRIOR_ACCEPTED)
-        self._drafted = Predictions(DRAFTER_PRIOR_ACCEPTED)
+        self._repeated = Predictions(REPETITION)
+        self._drafted = Predictions(DRAFTER)
         self._looked_up: int | None = None  # the number of tokens whose repetitions are `_repeated`
 
     def propose(self, tokens: npt.NDArray[np.int64], limit: int, threshold: float) -> Draft:
@@ -172,15 +181,12 @@ class DraftProposer:
 
 
 class AcceptanceRate:
-    """The share of predicted tokens that were correct, weighted toward recent ones.
+    """The share of predicted tokens that were correct, weighted toward recent ones."""
 
-    Args:
-        accepted: the share before the first prediction.
-    """
-
-    def __init__(self, accepted: float) -> None:
-        self._accepted = accepted * PRIOR_PREDICTED
-        self._predicted = PRIOR_PREDICTED
+    def __init__(self, prior: Prior) -> None:
+        self._accepted: float = prior.accepted * prior.predicted
+        self._predicted: float = prior.predicted
+        self._decay = prior.decay
 
     @property
     def value(self) -> float:
@@ -188,8 +194,8 @@ class AcceptanceRate:
 
     def record(self, *, accepted: bool) -> None:
         """Record whether a token was predicted correctly, given that those before it were."""
-        self._accepted = DECAY * self._accepted + accepted
-        self._predicted = DECAY * self._predicted + 1
+        self._accepted = self._decay * self._accepted + accepted
+        self._predicted = self._decay * self._predicted + 1
 
     def num_drafts(self, threshold: float) -> int:
         """Return how many tokens to draft: the probability that all of them are accepted is at least `threshold`."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from .drafter import Drafted
 from .proposer import MAX_DRAFT_TOKENS, Draft, DraftProposer
 from .sequence import ScheduledChunk, SequenceState
-from .step_cost import MARGIN, USUAL_SHARE, DrafterCost, StepCost
+from .step_cost import DRAFTER_MARGIN, USUAL_SHARE, DrafterCost, StepCost
 
 DRAFTER_INTERVAL = 16
 MAX_DRAFTER_INTERVAL = 128
@@ -81,7 +81,7 @@ class Speculator:
         seconds = self._drafter_cost.seconds
         share = USUAL_SHARE if seconds is None else self._step_cost.share(seconds)
         passed = self._step_cost.threshold(tokens=waiting, rows=waiting)
-        threshold = min(passed + MARGIN * share * waiting / len(drafting), 1.0)
+        threshold = min(passed + DRAFTER_MARGIN * share * waiting / len(drafting), 1.0)
         counts = {sequence: _num_to_draft(sequence, threshold) for sequence in drafting}
         return {sequence: number for sequence, number in counts.items() if number}
 

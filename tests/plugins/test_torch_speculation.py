@@ -21,7 +21,7 @@ from dashinfer_vlm_torch.proposer import (
     MAX_DRAFT_TOKENS,
     MAX_DRAFTER_TOKENS,
     MAX_FORCED_TOKENS,
-    PRIOR_ACCEPTED,
+    REPETITION,
     AcceptanceRate,
     Draft,
     DraftProposer,
@@ -164,7 +164,7 @@ def test_ngrams_are_looked_up_once_per_step(monkeypatch):
 
 
 def test_number_of_drafts_falls_with_rate_and_threshold():
-    rate = AcceptanceRate(PRIOR_ACCEPTED)
+    rate = AcceptanceRate(REPETITION)
     start = rate.num_drafts(0.1)
     for _ in range(20):
         rate.record(accepted=True)
