@@ -54,10 +54,10 @@ class Speculator:
         drafting: Sequence[SequenceState] = decoding
         while len(counts := self._counts(drafting, len(decoding))) < len(drafting):
             drafting = list(counts)
-        return self._tried(decoding) | counts if self._is_at_interval(is_paying=bool(counts)) else counts
+        return self._tried(decoding) | counts if self._count_step(is_paying=bool(counts)) else counts
 
-    def _is_at_interval(self, *, is_paying: bool) -> bool:
-        """Count a step; return whether a drafter now predicts a token for every sequence."""
+    def _count_step(self, *, is_paying: bool) -> bool:
+        """Return whether a drafter predicts a token for every sequence after this step."""
         self._steps_since_interval += 1
         if is_paying:
             self._interval = DRAFTER_INTERVAL

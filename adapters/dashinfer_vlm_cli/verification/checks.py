@@ -141,15 +141,12 @@ async def _logprobs(session: Session) -> Check:
         index, listed = torch.tensor([token.top_logprobs for token in tokens], dtype=torch.float64).unbind(-1)
         truth = session.exact.logprobs(prompt, [token.id for token in tokens]).gather(1, index.long())
         errors.append((listed - truth).abs())
-    largest = float(torch.cat(errors).max())
-    if session.dtype == "float32":
-        bound, criterion = session.bound(lambda: 0.0)
-        return Check(largest <= bound, f"largest difference {largest:.2g}", criterion)
-    # Where an expert is chosen by a hair, a rounding error chooses another one, in transformers as well: the largest
-    # difference of a mixture of experts is a matter of luck.
-    found = float(torch.cat(errors).mean())
+    largest, mean = float(torch.cat(errors).max()), float(torch.cat(errors).mean())
+    # In bfloat16, the largest difference of a mixture of experts depends on chance: where two experts have nearly the
+    # same weight, a rounding error chooses the other one, in transformers as well.
     bound, criterion = session.bound(lambda: float(torch.cat(session.errors_of_half).mean()))
-    return Check(found <= bound, f"mean difference {found:.2g}, largest {largest:.2g}", criterion)
+    found = largest if session.dtype == "float32" else mean
+    return Check(found <= bound, f"mean difference {mean:.2g}, largest {largest:.2g}", criterion)
 
 
 async def _at_once(session: Session) -> Check:
