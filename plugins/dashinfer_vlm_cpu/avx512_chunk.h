@@ -148,7 +148,7 @@ INLINE float update_largest(const float *scores, ptrdiff_t count, float *largest
 INLINE __m512 probs_at(const float *scores, ptrdiff_t i, ptrdiff_t count, float largest)
 {
     __m512 score = _mm512_sub_ps(_mm512_loadu_ps(scores + i), _mm512_set1_ps(largest));
-    return _mm512_maskz_mov_ps(first(count - i), exp2_of_score(score));
+    return _mm512_maskz_mov_ps(first(count - i), exp2_(score, 1));
 }
 
 /* Compute the probs of one row over a chunk, relative to the largest score so far; returns the factor by which the

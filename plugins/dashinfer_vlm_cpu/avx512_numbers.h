@@ -46,13 +46,6 @@ INLINE __m512 exp2_(__m512 x, const int bounded)
     return exp2_by(coefficients, 6, x);
 }
 
-/* 2^x with an error of 3e-6, for probabilities, which are rounded to 16 bits. */
-INLINE __m512 exp2_of_score(__m512 x)
-{
-    static const float coefficients[] = {9.582852945e-3f, 5.590642616e-2f, 2.402409911e-1f, 6.931241751e-1f, 1.0f};
-    return exp2_by(coefficients, 4, x);
-}
-
 /* x * sigmoid(slope * x) */
 INLINE __m512 swish(__m512 x, float slope)
 {

@@ -96,6 +96,13 @@ INLINE void pack_chunk(const int is_int8, const AttentionArgs *h, const Scratch 
     pack_values(is_int8, from.v, from.stride, count, h->width, s->values);
 }
 
+/* 2^x with an error of 3e-6, for probabilities, which are rounded to bf16. */
+INLINE __m512 exp2_of_score(__m512 x)
+{
+    static const float coefficients[] = {9.582852945e-3f, 5.590642616e-2f, 2.402409911e-1f, 6.931241751e-1f, 1.0f};
+    return exp2_by(coefficients, 4, x);
+}
+
 /* 16 of the `scales` of `count` keys. */
 INLINE __m512 scales_at(const float *scales, ptrdiff_t i, ptrdiff_t count)
 {
