@@ -115,9 +115,8 @@ class ModelDrafter:
         self._texts: WeakKeyDictionary[SequenceState, TextTokens] = WeakKeyDictionary()
         self._budget = PrefillBudget(2 * MAX_ROWS)  # half of it next to running sequences
         self._num_calls = 0
-        self._last_calls: WeakKeyDictionary[SequenceState, int] = (
-            WeakKeyDictionary()
-        )  # the first, or the last complete one
+        # Of each sequence, the first call, or the last one that processed all its tokens.
+        self._last_calls: WeakKeyDictionary[SequenceState, int] = WeakKeyDictionary()
 
     def draft(
         self, chunks: Sequence[ScheduledChunk], hidden: Tensor | None, counts: Mapping[SequenceState, int]
