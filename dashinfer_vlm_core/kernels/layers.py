@@ -15,6 +15,7 @@ from .types import (
     DecoderShape,
     DeltaInputs,
     DeltaNet,
+    FindsArgmax,
     ForwardBatch,
     Kernels,
     KVCacheLayer,
@@ -134,16 +135,17 @@ def _shared_expert(expert: SharedExpert, x: Tensor, changes: Sequence[tuple[Lora
 
 
 class FullLMHead:
-    """See `LMHead`. `argmax` is left to the caller, from all logits."""
+    """See `LMHead`. `argmax` is left to the caller, from all logits, unless the layer finds it."""
 
     def __init__(self, linear: Linear) -> None:
         self.linear = linear
+        self._finds_argmax = linear if isinstance(linear, FindsArgmax) else None
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.linear(x)
 
-    def argmax(self, x: Tensor) -> None:
-        return None
+    def argmax(self, x: Tensor) -> Tensor | None:
+        return self._finds_argmax.argmax(x) if self._finds_argmax else None
 
 
 def row_bias(additions: Sequence[tuple[LoraRows, LowRank | None]], x: Tensor) -> Tensor | None:

@@ -67,6 +67,7 @@ SIGNATURES = {
     "compute_argmax_bounds": "pllpppi",
     "argmax_columns": "ppllppi",
     "sample_tokens": "plpllppppppi",
+    "largest_tokens": "plllpi->i",
     "codes_size": "l->l",
     "int4_size": "lll->l",
     "progressive_size": "ll->l",

@@ -130,6 +130,17 @@ class NativeLinear:
         assert self.matrix.activation == Activation.NONE
         self._run(x, total, row_bias, add=True)
 
+    def argmax(self, x: Tensor) -> Tensor | None:
+        """See `FindsArgmax`. One call to C: several of PyTorch's operators take a few percent of a decode step, since
+        their code is not in the caches after all weights were read."""
+        assert self.matrix.fp32_output
+        results = self(x)
+        columns = torch.empty(len(x), dtype=torch.int64)
+        found = self._library.largest_tokens(
+            results.data_ptr(), results.stride(0), len(x), self.columns, columns.data_ptr(), torch.get_num_threads()
+        )
+        return columns if found else None
+
     def workspace_bytes(self, rows: int) -> int:
         """Return the number of workspace bytes for `rows` rows."""
         return int(self._library.linear_workspace_size(ctypes.byref(self.matrix), rows, torch.get_num_threads()))

@@ -57,6 +57,39 @@ static ptrdiff_t sample_token(const float *logits, ptrdiff_t count, float temper
     return block * SAMPLE_BLOCK + sample_in_block(weights, point - before);
 }
 
+/* The first token with the largest logit; -1 if that is not finite, or if any logit is NaN. */
+static int64_t largest_token(const float *logits, ptrdiff_t count)
+{
+    float largest = largest_logit(logits, count);
+    int64_t token = -1;
+    int is_nan = !isfinite(largest);
+    for (ptrdiff_t start = 0; start < count; start += SAMPLE_BLOCK) {
+        ptrdiff_t end = start + SAMPLE_BLOCK < count ? start + SAMPLE_BLOCK : count;
+        int is_here = 0;
+        for (ptrdiff_t i = start; i < end; i++) {
+            is_here |= logits[i] == largest;
+            is_nan |= logits[i] != logits[i];
+        }
+        if (is_here && token < 0)
+            for (token = start; logits[token] != largest;) token++;
+    }
+    return is_nan ? -1 : token;
+}
+
+/* Write the first token with the largest logit of each row; returns whether all of these logits are finite, and none is
+ * NaN. */
+int32_t largest_tokens(const float *logits, int64_t stride, int64_t rows, int64_t count, int64_t *tokens,
+                       int32_t threads)
+{
+    int32_t found = 1;
+#pragma omp parallel for reduction(&& : found) num_threads(threads) if (rows > 1)
+    for (ptrdiff_t row = 0; row < rows; row++) {
+        tokens[row] = largest_token(logits + row * stride, count);
+        found = found && tokens[row] >= 0;
+    }
+    return found;
+}
+
 /* Sample a token from each of some rows of `logits` [.., count], with weights e^(logit / temperature), and 0 where that
  * quotient is below the row's lower bound, or below the row's largest one by more than its maximum difference: the first
  * token at which the cumulative sum of the weights exceeds their total times the row's uniform number. Writes the total

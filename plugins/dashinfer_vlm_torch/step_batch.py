@@ -126,7 +126,7 @@ def _adapted_tokens(
 
 def key_spans(chunks: Sequence[ScheduledChunk]) -> list[KVSpan]:
     """Return the keys of each chunk: each token attends to all tokens of its sequence up to itself."""
-    firsts = np.cumsum([0, *(chunk.end - chunk.start for chunk in chunks)]).tolist()
+    firsts = accumulate((chunk.end - chunk.start for chunk in chunks), initial=0)
     return [
         KVSpan(first, chunk.end - chunk.start, chunk.sequence.first_row, chunk.end, chunk.start)
         for first, chunk in zip(firsts, chunks, strict=False)

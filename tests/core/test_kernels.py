@@ -416,8 +416,19 @@ def test_head_without_screening_has_no_argmax(kernels):
     head = kernels.head(weight)
     assert head.argmax(x) is None
     assert error(head(x), F.linear(x.float(), weight.float())) < 5e-3
-    if kernels.supports_int8:
-        assert kernels.head(numbers(4096, 64), quantization=INT8).argmax(numbers(5, 64, seed=1)) is None
+
+
+@needs_native
+@cases("shape", [(4096, 64), (70, 96)])
+def test_quantized_head_finds_argmax(native, shape):
+    weight, x = numbers(*shape), numbers(5, shape[1], seed=1)
+    weight[3] = weight[-1]
+    head = native.head(weight, quantization=INT8)
+    x[2] = weight[3]
+    assert head.argmax(x)[2] == 3
+    assert torch.equal(head.argmax(x), full_argmax(head, x))
+    for value in (math.nan, math.inf):
+        assert head.argmax(torch.cat([x, torch.full_like(x[:1], value)])) is None
 
 
 @needs_native

@@ -252,7 +252,6 @@ def test_int8_without_native_kernels_rounds_weights():
 def test_head_quantizes_weights(kernels):
     weight, x = numbers(4096, 64) / 8, numbers(5, 64, seed=1)
     head = kernels.head(weight, quantization=INT4)
-    assert head.argmax(x) is None
     assert error(head(x), F.linear(x.float(), quantize_progressive(weight).dequantize(torch.float32))) < 1.5e-2
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -36,6 +36,15 @@ class Linear(Protocol):
 
         `total` has the dtype of x; the layer has no activation and no `fp32_output`.
         """
+
+
+@runtime_checkable
+class FindsArgmax(Protocol):
+    """A linear layer with `fp32_output` that also finds its largest output."""
+
+    def argmax(self, x: Tensor) -> Tensor | None:
+        """Return the index of each row's largest output for x [rows, inputs], int64 [rows]; the first one of equal
+        outputs. None if one of them is not finite, or if any output is NaN."""
 
 
 class LMHead(Protocol):
