@@ -34,6 +34,9 @@ BYTES_PER_TOKEN_ID = 800
 INT4_ROUNDED = 4.5 / 8
 """Bytes of a weight with `quantization` int4: a group of 16 inputs shares 8 bits."""
 
+VISION_OUTPUTS = 5 / 12
+"""Share of a vision encoder's weights whose products are added to hidden states, with MLPs of four times the width."""
+
 INT4_STORED = 4.25 / 8
 """Bytes of a weight of a checkpoint with 4 bits: a group of 128 inputs shares 32 bits."""
 
@@ -51,7 +54,7 @@ class ModelSize:
         stored_bits: the bits of most layers if the checkpoint is quantized; None if it is not.
         draft: the text model, or the layer of the head, that drafts tokens; None without one.
         draft_bytes: size of the files with its weights, which take as much in memory at most.
-        pools: whether hidden states are pooled, so that the output layer is not loaded.
+        pools: whether hidden states are pooled, so that the output layer is not loaded; see also `keeps_outputs`.
     """
 
     text: TextModelSpec
@@ -255,7 +258,7 @@ def weight_bytes(
         layers=_layer_bytes(size, config, kernels, wide=wide * bits.layer),
         head=0 if size.pools else head,
         argmax=FormatBytes(int8=1) if rounds_head else _argmax_bytes(bits, wide=wide),
-        vision=1 if int8_vision else wide * bits.layer,
+        vision=_vision_bytes(size, int8_vision, wide=wide * bits.layer),
         itemsize=itemsize,
     )
 
@@ -263,6 +266,11 @@ def weight_bytes(
 def _argmax_bytes(bits: WeightBits, *, wide: float) -> FormatBytes:
     size = wide * bits.argmax
     return FormatBytes(int8=size) if bits.argmax < bits.layer else FormatBytes(wide=size)
+
+
+def _vision_bytes(size: ModelSize, int8: bool, *, wide: float) -> float:
+    kept = VISION_OUTPUTS if size.pools else 0
+    return kept * wide + (1 - kept) if int8 else wide
 
 
 def _layer_bytes(size: ModelSize, config: EngineConfig, kernels: Kernels, *, wide: float) -> FormatBytes:
@@ -275,8 +283,14 @@ def _layer_bytes(size: ModelSize, config: EngineConfig, kernels: Kernels, *, wid
         wider = 2 if count > 2 else 0  # the first layer and the last one have 8 bits
         return FormatBytes(int8=wider / count, int4=(count - wider) / count * INT4_ROUNDED)
     if config.quantization == "int8" and kernels.supports_int8:
-        return FormatBytes(int8=1)
+        kept = _output_share(size.text) if size.pools else 0
+        return FormatBytes(wide=kept * wide, int8=1 - kept)
     return FormatBytes(wide=wide)
+
+
+def _output_share(text: TextModelSpec) -> float:
+    """Return the share of the layers' weights whose products are added to hidden states."""
+    return sum(map(_output_columns, text.layers)) / sum(map(_columns, text.layers))
 
 
 def _cache_bytes(size: ModelSize, config: EngineConfig, itemsize: int, memory: int | None) -> int:
@@ -380,6 +394,15 @@ def _columns(layer: LayerSpec) -> int:
         return columns + 3 * mlp.intermediate_size
     inner = mlp.experts_per_token * mlp.intermediate_size + mlp.shared_intermediate_size
     return columns + mlp.num_experts + bool(mlp.shared_intermediate_size) + 3 * inner
+
+
+def _output_columns(layer: LayerSpec) -> int:
+    """Return the same for the weights whose products are added to hidden states."""
+    mixer, mlp = layer.mixer, layer.mlp
+    columns = mixer.width if isinstance(mixer, AttentionSpec) else mixer.value_width
+    if isinstance(mlp, MlpSpec):
+        return columns + mlp.intermediate_size
+    return columns + mlp.experts_per_token * mlp.intermediate_size + mlp.shared_intermediate_size
 
 
 def _with_all_experts(layer: LayerSpec) -> LayerSpec:

@@ -12,6 +12,7 @@ from ..config import EngineConfig
 from ..text_spec import TextWeightNames
 from ..version import __version__
 from .files import stored_tensors, unreadable_file_error
+from .pooling import keeps_outputs
 from .spec import ModelSpec
 
 CHUNK_BYTES = 1 << 22
@@ -33,9 +34,10 @@ def vision_key(spec: ModelSpec, config: EngineConfig, *, kernels: str, family: s
         CheckpointError: a file of the checkpoint cannot be read.
     """
     digest = hashlib.sha256()
+    quantization = config.resolved_vision_quantization
     fields = (
-        __version__, family, spec.model_type, kernels, config.dtype, spec.dtype, config.resolved_vision_quantization,
-        repr(spec.pixels), spec.text.visual_width,
+        __version__, family, spec.model_type, kernels, config.dtype, spec.dtype, quantization, repr(spec.pixels),
+        spec.text.visual_width, quantization == "int8" and keeps_outputs(spec.pooling),
     )  # fmt: skip
     digest.update(json.dumps(fields).encode())
     try:

@@ -30,7 +30,7 @@ from dashinfer_vlm_core.kernels.types import (
     RecurrentBatch,
 )
 from dashinfer_vlm_core.models.lora import LoraWeights
-from dashinfer_vlm_core.models.pooling import PoolingSpec, Projection
+from dashinfer_vlm_core.models.pooling import PoolingSpec, Projection, keeps_outputs
 from dashinfer_vlm_core.models.weight_cache import ConvertedWeights
 from dashinfer_vlm_core.models.weights import Weights
 from dashinfer_vlm_core.progress import Progress
@@ -78,7 +78,7 @@ class TextModel:
             device: torch's name of the device.
             dtype: the dtype of weights and hidden states.
             quantization: how the matrices of most layers are quantized, which `kernels` must support; some keep 8 bits,
-                see `has_8_bits`. None keeps the dtype.
+                see `has_8_bits`, or the dtype, see `keeps_outputs`. None keeps the dtype.
             cache_dtype: the dtype of the KV cache; that of the hidden states by default.
             pooling: how hidden states are pooled, instead of computing logits; None to generate text.
             captured_layers: the numbers of layers after which `forward_and_capture` returns hidden states.
@@ -97,7 +97,11 @@ class TextModel:
         names = config.weights
         count = len(config.layers)
         readers = [
-            read._replace(quantization=layer_quantization(quantization, number, count)) for number in range(count)
+            read._replace(
+                quantization=layer_quantization(quantization, number, count),
+                keeps_outputs=quantization == INT8 and keeps_outputs(pooling),
+            )
+            for number in range(count)
         ]
         # One task per part, so that other tasks can run in between.
         self._embedding = run(read.embedding)

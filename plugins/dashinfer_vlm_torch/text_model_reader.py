@@ -58,6 +58,7 @@ class TextModelReader(NamedTuple):
 
     Attributes:
         quantization: how matrices are quantized; None keeps the dtype.
+        keeps_outputs: whether the matrices whose products are added to hidden states keep the dtype.
         converted: the layers that an earlier start converted.
         balances_keys: whether the channels of keys are balanced, for an int8 KV cache.
         qkv_scales: the factors of balanced projections by layer, which it sets.
@@ -72,6 +73,7 @@ class TextModelReader(NamedTuple):
     balances_keys: bool
     qkv_scales: dict[int, Tensor]
     quantization: Quantization | None = None
+    keeps_outputs: bool = False
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         return self.weights.tensor(name, shape, device=self.device, dtype=self.dtype)
@@ -173,7 +175,7 @@ class TextModelReader(NamedTuple):
         query_norm, key_norm = self._head_norms(prefix, spec)
         return Attention(
             qkv=self._qkv(number, spec, inputs),
-            output=self._linear([f"{prefix}.{names.output}"], [self.spec.hidden_size], spec.width),
+            output=self._output(f"{prefix}.{names.output}", spec.width),
             query_norm=query_norm,
             key_norm=key_norm,
         )
@@ -190,7 +192,7 @@ class TextModelReader(NamedTuple):
             qkvz=self._linear(inputs, [spec.conv_channels, spec.value_width], hidden),
             # Not quantized: they are few, and determine how long a state lasts.
             gates=self._linear(gates, [heads] * 2, hidden, quantized=False, fp32_output=True),
-            output=self._linear([f"{prefix}.{names.delta_output}"], [hidden], spec.value_width),
+            output=self._output(f"{prefix}.{names.delta_output}", spec.value_width),
             conv=conv[:, 0].T.contiguous(),
             rate=-self._floats(f"{prefix}.{names.delta_rate}", heads).exp(),
             step_bias=self._floats(f"{prefix}.{names.delta_step_bias}", heads),
@@ -233,10 +235,19 @@ class TextModelReader(NamedTuple):
             fp32_output=fp32_output,
         )
 
+    def _output(self, module: str, inputs: int) -> Linear:
+        """Read a linear layer whose results are added to hidden states."""
+        return self._linear([module], [self.spec.hidden_size], inputs, quantized=not self.keeps_outputs)
+
     def _created_linear(
-        self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, activation: Activation = Activation.NONE
+        self,
+        weight: Tensor | QuantizedWeight,
+        bias: Tensor | None = None,
+        activation: Activation = Activation.NONE,
+        *,
+        quantized: bool = True,
     ) -> Linear:
-        quantization = self.quantization
+        quantization = self.quantization if quantized else None
         return create_linear(
             self.kernels, weight, bias, dtype=self.dtype, activation=activation, quantization=quantization
         )
@@ -246,7 +257,7 @@ class TextModelReader(NamedTuple):
         hidden = self.spec.hidden_size
         return Mlp(
             self._linear(gate_up, [inner, inner], hidden, Activation.SILU_GATE),
-            self._linear([down], [hidden], inner),
+            self._output(down, inner),
         )
 
     def _shared_expert(self, experts: ExpertsSpec, prefix: str) -> SharedExpert | None:
@@ -275,7 +286,10 @@ class TextModelReader(NamedTuple):
         if self.quantization is None and self.kernels.groups_experts(self.dtype, (hidden, inner)):
             return GroupedExperts(router, gate_up, down, experts.experts_per_token)
         fused = [
-            Mlp(self._created_linear(first, activation=Activation.SILU_GATE), self._created_linear(second))
+            Mlp(
+                self._created_linear(first, activation=Activation.SILU_GATE),
+                self._created_linear(second, quantized=not self.keeps_outputs),
+            )
             for first, second in zip(gate_up, down, strict=True)
         ]
         return MixtureOfExperts(router, fused, experts.experts_per_token)

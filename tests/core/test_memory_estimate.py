@@ -21,6 +21,7 @@ from dashinfer_vlm_core.models.memory import (
     INT4_ROUNDED,
     MIN_KV_MIB,
     ModelSize,
+    count_layer_weights,
     count_mtp_weights,
     count_weights,
     estimate_memory,
@@ -87,6 +88,17 @@ def test_bytes_per_weight_follow_kernels_and_format(tiny_checkpoint, kernels, qu
     size = size_of(tiny_checkpoint, stored_bits=stored)
     found = weight_bytes(size, config, kernels("cpu"), itemsize=2, int8_vision=False)
     assert (sum(found.layers), found.head) == expected
+
+
+def test_int8_leaves_output_projections_of_pooling_models():
+    size = replace(small(), pools=True)
+    found = weight_bytes(
+        size, EngineConfig(quantization="int8"), CompressingKernels("cpu"), itemsize=2, int8_vision=True
+    )
+    shape = SHAPES["small"]
+    kept = (shape.heads * 64 + shape.inner) / count_layer_weights(size.text) * shape.hidden * shape.layers
+    assert found.layers == pytest.approx((1.5 * kept, 1 - kept, 0))
+    assert found.vision == pytest.approx(1.5 * 5 / 12 + 7 / 12)
 
 
 def test_bytes_of_rounded_weights_are_those_of_the_kernels():

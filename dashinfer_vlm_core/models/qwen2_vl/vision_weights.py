@@ -18,6 +18,7 @@ from ...kernels.types import Activation, Kernels, Linear, Norm
 from ...progress import Progress
 from ..lora import LoraWeights, VisionMerge
 from ..placement import quantizes_vision_encoder, resolve_placement
+from ..pooling import keeps_outputs
 from ..spec import ModelSpec
 from ..weight_cache import ConvertedWeights, layer_name
 from ..weights import Weights
@@ -46,6 +47,7 @@ class VisionWeights(NamedTuple):
     device: str
     dtype: torch.dtype
     int8: bool = False
+    keeps_outputs: bool = False
     converted: ConvertedWeights = ConvertedWeights()
 
     @classmethod
@@ -66,7 +68,7 @@ class VisionWeights(NamedTuple):
             # Merged weights belong to an adapter, of which there may be many.
             stored = ConvertedWeights() if merge else ConvertedWeights.open(weights, config, chosen, "vision")
             with stored as converted:
-                yield cls(weights, chosen, device, dtype, int8, converted)
+                yield cls(weights, chosen, device, dtype, int8, keeps_outputs(spec.pooling), converted)
         if merge:
             merge.check_complete()
 
@@ -93,6 +95,10 @@ class VisionWeights(NamedTuple):
 
         name = layer_name(modules, (sum(counts), inputs), activation, quantization, "")
         return self.converted.linear(name, create, bias, activation=activation)
+
+    def block_output(self, name: str, outputs: int, inputs: int) -> Linear:
+        """Read a layer of a block whose results are added to hidden states."""
+        return self._replace(int8=self.int8 and not self.keeps_outputs).linear([name], outputs, inputs)
 
     def output(self, name: str, outputs: int, inputs: int) -> Linear:
         """Read the layer whose results are the visual tokens. It is not quantized: its rounding errors would be larger
@@ -180,10 +186,10 @@ class _Loader(NamedTuple):
         return Block(
             norm1=self._norm(f"{name}.norm1", width),
             qkv=read.linear([f"{name}.attn.qkv"], 3 * width, width),
-            proj=read.linear([f"{name}.attn.proj"], width, width),
+            proj=read.block_output(f"{name}.attn.proj", width, width),
             norm2=self._norm(f"{name}.norm2", width),
             up=read.linear(up, inner, width, ACTIVATIONS[self.config.hidden_act]),
-            down=read.linear([f"{name}.{self.layout.down}"], width, inner),
+            down=read.block_output(f"{name}.{self.layout.down}", width, inner),
         )
 
     def merger(self, name: str, norm_width: int) -> Merger:
