@@ -290,7 +290,8 @@ def _layer_bytes(size: ModelSize, config: EngineConfig, kernels: Kernels, *, wid
 
 def _output_share(text: TextModelSpec) -> float:
     """Return the share of the layers' weights whose products are added to hidden states."""
-    return sum(map(_output_columns, text.layers)) / sum(map(_columns, text.layers))
+    layers = [_with_all_experts(layer) for layer in text.layers]
+    return sum(map(_output_columns, layers)) / sum(map(_columns, layers))
 
 
 def _cache_bytes(size: ModelSize, config: EngineConfig, itemsize: int, memory: int | None) -> int:

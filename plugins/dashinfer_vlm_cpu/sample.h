@@ -1,4 +1,4 @@
-/* Sample tokens from logits. Each instruction set defines the functions that are declared here. */
+/* Find the largest logits, and sample tokens from logits. Each instruction set defines the functions that are declared here. */
 #pragma once
 
 #include "base.h"
@@ -62,18 +62,18 @@ static int64_t largest_token(const float *logits, ptrdiff_t count)
 {
     float largest = largest_logit(logits, count);
     int64_t token = -1;
-    int is_nan = !isfinite(largest);
+    int is_invalid = !isfinite(largest);
     for (ptrdiff_t start = 0; start < count; start += SAMPLE_BLOCK) {
         ptrdiff_t end = start + SAMPLE_BLOCK < count ? start + SAMPLE_BLOCK : count;
         int is_here = 0;
         for (ptrdiff_t i = start; i < end; i++) {
             is_here |= logits[i] == largest;
-            is_nan |= logits[i] != logits[i];
+            is_invalid |= logits[i] != logits[i];
         }
         if (is_here && token < 0)
             for (token = start; logits[token] != largest;) token++;
     }
-    return is_nan ? -1 : token;
+    return is_invalid ? -1 : token;
 }
 
 /* Write the first token with the largest logit of each row; returns whether all of these logits are finite, and none is

@@ -214,7 +214,7 @@ class TorchDecoder:
 
     def _load(self) -> ModelRunner:
         spec = self._spec
-        part = "text with MTP head" if self._text.mtp_layer else "text"
+        part = "text with MTP head" if self._text.mtp_layer else "pooled text" if spec.pooling else "text"
         with (
             Weights(spec.folder, spec.tensor_renames, spec.quantization) as weights,
             open_converted(weights, self._config, self._kernels, part) as converted,

@@ -427,8 +427,29 @@ def test_quantized_head_finds_argmax(native, shape):
     x[2] = weight[3]
     assert head.argmax(x)[2] == 3
     assert torch.equal(head.argmax(x), full_argmax(head, x))
-    for value in (math.nan, math.inf):
-        assert head.argmax(torch.cat([x, torch.full_like(x[:1], value)])) is None
+    assert head.argmax(x[:0]).tolist() == []
+
+
+@needs_native
+@cases(
+    ("values", "expected"),
+    [
+        ({}, 0),
+        ({7: 1, 299: 1}, 7),
+        ({0: -1, 128: 2, 299: 2}, 128),
+        (dict.fromkeys(range(299), -math.inf), 299),
+        (dict.fromkeys(range(300), -math.inf), None),
+        ({5: math.inf}, None),
+        ({5: math.nan, 6: 1}, None),
+        ({299: math.nan}, None),
+    ],
+)
+def test_argmax_of_layer(native, values, expected):
+    weight = torch.zeros(300, 4).bfloat16()
+    for output, value in values.items():
+        weight[output, 0] = value
+    found = native.linear(weight, fp32_output=True).argmax(torch.tensor([[1.0, 0, 0, 0]]).bfloat16())
+    assert found is None if expected is None else found.tolist() == [expected]
 
 
 @needs_native

@@ -147,7 +147,7 @@ def small():
     ],
 )
 def test_estimates_are_close_to_measurements(size, quantization, stored, measured):
-    """Memory of the weights in MB within 10 %, and time of a step in ms at 30 GB/s within 15 %, of docs/lab."""
+    """Memory of the weights in MB within 10 %, and time of a step in ms at 30 GB/s within 15 %."""
     config = EngineConfig(quantization=quantization)
     size = replace(size, stored_bits=stored)
     weights = weight_bytes(size, config, CompressingKernels("cpu"), itemsize=2, int8_vision=quantization != "none")

@@ -44,7 +44,7 @@ class FindsArgmax(Protocol):
 
     def argmax(self, x: Tensor) -> Tensor | None:
         """Return the index of each row's largest output for x [rows, inputs], int64 [rows]; the first one of equal
-        outputs. None if one of them is not finite, or if any output is NaN."""
+        outputs. None if the largest output of a row is not finite, or if any output is NaN."""
 
 
 class LMHead(Protocol):
@@ -56,7 +56,8 @@ class LMHead(Protocol):
     def argmax(self, x: Tensor) -> Tensor | None:
         """Return the index of each row's largest logit, int64 [rows]; the first one of equal logits.
 
-        Returns None if it cannot be determined without computing all logits, or if computing them all is faster.
+        Returns None if the caller has to use all logits: if they are not finite, if the index cannot be determined
+        without computing them, or if computing them is faster.
         """
 
 

@@ -66,9 +66,11 @@ class VisionWeights(NamedTuple):
             chosen = kernels.choose(device, dtype)
             int8 = quantizes_vision_encoder(config, chosen)
             # Merged weights belong to an adapter, of which there may be many.
-            stored = ConvertedWeights() if merge else ConvertedWeights.open(weights, config, chosen, "vision")
+            keeps = int8 and keeps_outputs(spec.pooling)
+            part = "vision with wide outputs" if keeps else "vision"
+            stored = ConvertedWeights() if merge else ConvertedWeights.open(weights, config, chosen, part)
             with stored as converted:
-                yield cls(weights, chosen, device, dtype, int8, keeps_outputs(spec.pooling), converted)
+                yield cls(weights, chosen, device, dtype, int8, keeps, converted)
         if merge:
             merge.check_complete()
 
