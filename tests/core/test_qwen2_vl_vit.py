@@ -123,6 +123,15 @@ def test_int8_is_close_and_bit_exact_in_any_batch(tiny_checkpoint, encoder):
 
 
 @needs_native
+def test_mlp_of_many_patches_in_parts_is_bit_exact(tiny_checkpoint, monkeypatch):
+    batch = batch_of(MIXED)
+    encoder = load(tiny_checkpoint, "bfloat16")
+    whole = encoder.encode(batch)
+    monkeypatch.setattr(vit, "MLP_PATCHES_CPU", 7)
+    assert all(map(torch.equal, whole, encoder.encode(batch)))
+
+
+@needs_native
 def test_vision_quantization_follows_quantization_by_default(tiny_checkpoint):
     batch = batch_of(PICTURE)
     plain, int8, follows, explicit = (

@@ -33,6 +33,10 @@ BATCH_PATCHES_CPU = 2048
 BATCH_PATCHES = 16384
 """Not measured on a GPU."""
 
+MLP_PATCHES_CPU = 2048
+"""Patches whose MLP is computed together on a CPU, so that its inner results are small enough for malloc to reuse their
+memory: in new memory, each page causes a fault. Pages of 1,240 x 1,754 pixels take 2 to 4 % less time."""
+
 EXCLUSIVE_FLOP = 100e9
 """Floating-point operations of consecutive blocks between two points where other work may run: a quarter of a second on
 two cores with AVX-512. With shorter intervals, decode steps of a few sequences take half of the compute time while many
@@ -176,7 +180,8 @@ class VisionModel:
         self.kernels.rotate_(qkv[:, : 2 * heads], inputs.cos, inputs.sin)
         query, key, value = torch.split(qkv, heads, dim=1)
         block.proj.add_to(x, self.kernels.attend(query, key.transpose(0, 1), value.transpose(0, 1), spans))
-        block.down.add_to(x, block.up(self._normalize(x, block.norm2)))
+        for part in torch.split(x, MLP_PATCHES_CPU) if self.device.type == "cpu" else (x,):
+            block.down.add_to(part, block.up(self._normalize(part, block.norm2)))
 
     def _merge(self, x: torch.Tensor, merger: Merger) -> torch.Tensor:
         normed = self._normalize(x.view(-1, len(merger.norm.weight)), merger.norm)
