@@ -1,4 +1,5 @@
-/* Find the largest logits, and sample tokens from logits. Each instruction set defines the functions that are declared here. */
+/* Find the largest logits, and sample tokens from logits. Each instruction set defines the functions that are declared
+ * here. */
 #pragma once
 
 #include "base.h"
