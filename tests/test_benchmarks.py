@@ -345,9 +345,7 @@ def test_mtp_reports_times_by_users_and_acceptance(monkeypatch, tmp_path):
     for row in rows:
         accepted, drafted = map(int, row[4].split(" / "))
         assert 0 <= accepted <= drafted
-        assert float(row[5]) > 0
-        if row[1] == "1":  # steps of several users also depend on when each of them joins the batch
-            assert float(row[5]) <= 1
+        assert 0 < float(row[5]) <= int(row[1])  # fewer steps for each user; when users join decides which are shared
     assert mtp.load_plugins().load_spec(mtp.with_head(folder)).text.mtp_layer
 
 

@@ -15,12 +15,12 @@ from .types import (
     DecoderShape,
     DeltaInputs,
     DeltaNet,
-    FindsArgmax,
     ForwardBatch,
     Kernels,
     KVCacheLayer,
     KVSpans,
     Linear,
+    LMHead,
     LoraLayer,
     LoraRows,
     LowRank,
@@ -139,7 +139,7 @@ class FullLMHead:
 
     def __init__(self, linear: Linear) -> None:
         self.linear = linear
-        self._finds_argmax = linear if isinstance(linear, FindsArgmax) else None
+        self._finds_argmax = linear if isinstance(linear, LMHead) else None
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.linear(x)

@@ -131,8 +131,11 @@ class NativeLinear:
         self._run(x, total, row_bias, add=True)
 
     def argmax(self, x: Tensor) -> Tensor | None:
-        """See `FindsArgmax`. One call to C: several of PyTorch's operators take a few percent of a decode step, since
-        their code is not in the caches after all weights were read."""
+        """See `LMHead`; None if the largest output of a row is not finite, or if any output is NaN.
+
+        One call to C: several of PyTorch's operators take a few percent of a decode step, since their code is not in
+        the caches after all weights were read.
+        """
         assert self.matrix.fp32_output
         results = self(x)
         columns = torch.empty(len(x), dtype=torch.int64)

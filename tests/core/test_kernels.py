@@ -419,11 +419,11 @@ def test_head_without_screening_has_no_argmax(kernels):
 
 
 @needs_native
-@cases("shape", [(4096, 64), (70, 96)])
-def test_quantized_head_finds_argmax(native, shape):
+@cases(("shape", "quantization"), [((4096, 64), INT8), ((70, 96), INT8), ((4096, 64), INT4)])
+def test_quantized_head_finds_argmax(native, shape, quantization):
     weight, x = numbers(*shape), numbers(5, shape[1], seed=1)
     weight[3] = weight[-1]
-    head = native.head(weight, quantization=INT8)
+    head = native.head(weight, quantization=quantization)
     x[2] = weight[3]
     assert head.argmax(x)[2] == 3
     assert torch.equal(head.argmax(x), full_argmax(head, x))

@@ -3,7 +3,7 @@
 from .batch import Additions, ForwardBatch, KVCacheLayer
 from .interface import DecoderLayers, Int8CacheAttention, Kernels, SampledIds, StorableLayers, TokenSampling
 from .layers import Attention, DecoderLayer, DecoderShape, Experts, Mlp, SharedExpert
-from .linear import Activation, FindsArgmax, Linear, LMHead, Norm, StepCost, WeightBits
+from .linear import Activation, Linear, LMHead, Norm, StepCost, WeightBits
 from .lora import LoraLayer, LoraLayers, LoraRows, LowRank, LowRankPart
 from .recurrent import DeltaInputs, DeltaNet, RecurrentBatch, RecurrentStates, StateSpan, StateSpans
 from .spans import KeyRanges, KVSpan, KVSpans
@@ -18,7 +18,6 @@ __all__ = [
     "DeltaInputs",
     "DeltaNet",
     "Experts",
-    "FindsArgmax",
     "ForwardBatch",
     "Int8CacheAttention",
     "KVCacheLayer",

@@ -39,14 +39,6 @@ class Linear(Protocol):
 
 
 @runtime_checkable
-class FindsArgmax(Protocol):
-    """A linear layer with `fp32_output` that also finds its largest output."""
-
-    def argmax(self, x: Tensor) -> Tensor | None:
-        """Return the index of each row's largest output for x [rows, inputs], int64 [rows]; the first one of equal
-        outputs. None if the largest output of a row is not finite, or if any output is NaN."""
-
-
 class LMHead(Protocol):
     """The output layer: a linear layer with float32 logits, of which often only the argmax is needed."""
 
