@@ -45,9 +45,9 @@ class Divergence(NamedTuple):
 def divergence(*, original: str, data: Path, as_json: bool, config: EngineConfig) -> None:
     """Measure how much a quantized model differs from the original.
 
-    The original completes the requests greedily. Both models then predict each token of these answers, with 16-bit
-    arithmetic on the CPU, so that only weights differ. Engine options such as --quantization apply to MODEL, and
-    those for media to both.
+    The original completes the requests greedily, whatever model and number of tokens they name. Both models then
+    predict each token of these answers, with 16-bit arithmetic on the CPU, so that only weights differ. Engine
+    options such as --quantization apply to MODEL, and those for media to both.
     """
     from .recorded_engine import RecordedEngine, read_requests, record_logits
 

@@ -42,7 +42,8 @@ def quantize(*, output: Path, rotate: bool, calibrate: Path | None, group_size: 
     bits, the first and the last one 8; all else is copied. The new folder is in the format compressed-tensors.
 
     With --rotate, LoRA adapters, EAGLE heads and embeddings of the original do not fit the new checkpoint. With
-    --calibrate, the model completes the requests on the CPU. Engine options such as --max-pixels apply to them.
+    --calibrate, the model completes the requests on the CPU, whatever model and number of tokens they name. Engine
+    options such as --max-pixels apply to them.
     """
     from dashinfer_vlm_core.models.quantizing.checkpoint_copy import check_output_folder, new_folder
     from dashinfer_vlm_core.models.quantizing.checkpoint_quantizer import CheckpointQuantizer, check_can_quantize

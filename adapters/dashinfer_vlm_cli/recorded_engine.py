@@ -22,7 +22,7 @@ from dashinfer_vlm_core.plugins import Registry, load_plugins
 from dashinfer_vlm_core.progress import Progress
 from dashinfer_vlm_core.text_spec import AttentionSpec, MlpSpec
 
-from .batch_files import read_body, read_entries
+from .batch_files import Entry, read_body, read_entries
 
 if TYPE_CHECKING:
     from dashinfer_vlm_core.config import EngineConfig
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 64
 """Maximum number of tokens that complete a request."""
+
+NOT_APPLIED = {"model", "max_completion_tokens"}
+"""Fields of requests: the command names the model, and `max_tokens` is `MAX_TOKENS`."""
 
 PRODUCTS_BYTES = 4 << 30
 """Memory for the inputs of layers; the requests are completed again for the layers that do not fit."""
@@ -172,15 +175,21 @@ def record_logits(
 
 
 def read_requests(path: Path) -> list[Request]:
-    """Read a file of requests in OpenAI's batch format.
+    """Read a file of requests in OpenAI's batch format, without the fields of `NOT_APPLIED`.
 
     Raises:
         ConfigError: it is invalid, or has no requests.
     """
-    requests = [Request(f"{path}: request {entry.custom_id!r}", read_body(path, entry)) for entry in read_entries(path)]
+    requests = [_read_request(path, entry) for entry in read_entries(path)]
     if not requests:
         raise ConfigError(f"{path} has no requests.")
     return requests
+
+
+def _read_request(path: Path, entry: Entry) -> Request:
+    body = read_body(path, entry)
+    applied = {name: value for name, value in body.items() if name not in NOT_APPLIED}
+    return Request(f"{path}: request {entry.custom_id!r}", applied)
 
 
 def _with_recorder(registry: Registry, recorder: Recorder) -> Registry:

@@ -36,6 +36,7 @@ def original(tmp_path_factory):
 def data(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "requests.jsonl"
     bodies = [picture_request(text) for text in ("Describe the picture.", "What is in the center?", "Which color?")]
+    bodies[0] |= {"model": "another", "max_completion_tokens": 5}  # a file that was written for another server
     lines = [
         {"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": body}
         for number, body in enumerate(bodies)
